@@ -1,0 +1,314 @@
+"""MiniGPT: everything a tensor passes through, from token ids to the loss.
+
+The architecture is GPT-2's (Radford et al., 2019): learned positions, pre-LayerNorm blocks, tanh
+GELU, biases, and a head that shares its weight with the token embedding.
+
+Read it from the bottom up: `MiniGPT.forward` is the whole model in twenty lines, and the line that
+this project is about stands in it: `checkpoint(block, x, use_reentrant=False)`.
+
+Letters used in the shape comments:
+    B batch    T time (position in the sequence)    C channels (d_model)
+    H heads    D channels of one head (C / H)       V vocabulary    N tokens (B * T)
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+RECOMPUTE_POLICIES = ("none", "full")
+
+
+@dataclass(frozen=True)
+class MiniGPTConfig:
+    """Shape of a MiniGPT and how it spends memory. The defaults are GPT-2 small (124M).
+
+    Raises ValueError, with a message that names the field, if a value is impossible.
+    """
+
+    vocab_size: int = 50257
+    max_position_embeddings: int = 1024
+    n_layers: int = 12
+    n_heads: int = 12
+    d_model: int = 768
+    d_ff: int = 3072
+    dropout: float = 0.1
+    # The memory side. None of these changes a result, only what is kept for backward.
+    recompute: str = "none"  # "full": keep each block's input only and replay the block in backward
+    recompute_layers: int | None = None  # only the first N blocks; None = all
+    loss_chunks: int = 0  # head and loss in n chunks of tokens; 0 = choose n, 1 = all at once
+
+    def __post_init__(self) -> None:
+        for name in "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.d_model % self.n_heads:
+            raise ValueError(
+                f"d_model ({self.d_model}) must be divisible by n_heads ({self.n_heads})"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
+        if self.recompute not in RECOMPUTE_POLICIES:
+            known = ", ".join(RECOMPUTE_POLICIES)
+            raise ValueError(f"recompute must be one of {known}, not {self.recompute!r}")
+        layers = self.recompute_layers
+        if layers is not None and not 0 <= layers <= self.n_layers:
+            raise ValueError(f"recompute_layers must be in 0..{self.n_layers}, not {layers}")
+        if self.loss_chunks < 0:
+            raise ValueError(f"loss_chunks must be at least 0, not {self.loss_chunks}")
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention: each position looks at itself and at those before it."""
+
+    def __init__(self, config: MiniGPTConfig):
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)  # q, k and v in one matmul
+        self.c_proj = nn.Linear(config.d_model, config.d_model)
+        self.attention_dropout = config.dropout
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_heads, C // self.n_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        # The fused kernel never holds the (B, H, T, T) scores: it is a recomputation of its own.
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.attention_dropout if self.training else 0.0, is_causal=True
+        )
+        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
+        return self.dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU between them, on each position alone."""
+
+    def __init__(self, config: MiniGPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.d_model, config.d_ff)
+        self.c_proj = nn.Linear(config.d_ff, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, d_ff): the widest tensor of a block
+        return self.dropout(self.c_proj(h))
+
+
+class Block(nn.Module):
+    """One transformer block: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: MiniGPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.d_model)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.d_model)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class MiniGPT(nn.Module):
+    """A GPT-2-shaped language model.
+
+    `model(input_ids)` returns logits; `model(input_ids, labels)` returns the mean loss and never
+    holds the whole (N, V) logits (see `head_loss`).
+    """
+
+    def __init__(self, config: MiniGPTConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.ln_f = nn.LayerNorm(config.d_model)
+        # There is no lm_head module: the head is the token embedding's weight, used once more.
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """GPT-2's initialisation: N(0, 0.02), zero biases.
+
+        The two projections that write to the residual stream are scaled by 1 / sqrt(2 n_layers),
+        so that its variance does not grow with depth.
+        """
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                std = residual_std if name.endswith("c_proj") else 0.02
+                nn.init.normal_(module.weight, std=std)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits, or the mean loss if `labels` are given.
+
+        Args:
+            input_ids: (B, T) int64, T at most `max_position_embeddings`.
+            labels: (B, T) int64, already shifted by one (labels[:, t] follows input_ids[:, t]);
+                -100 marks a position without a loss.
+        Returns:
+            (B, T, V) logits without labels; a scalar, the mean cross-entropy in nats, with them.
+        Raises:
+            ValueError: the sequence is longer than `max_position_embeddings`.
+        """
+        B, T = input_ids.shape
+        if T > self.config.max_position_embeddings:
+            limit = self.config.max_position_embeddings
+            raise ValueError(f"sequence of {T} tokens, but max_position_embeddings is {limit}")
+        positions = torch.arange(T, device=input_ids.device)
+        x = self.token_embedding(input_ids) + self.position_embedding(positions)  # (B, T, C)
+        x = self.dropout(x)
+
+        n_recomputed = self.config.n_layers
+        if self.config.recompute_layers is not None:
+            n_recomputed = self.config.recompute_layers
+        for i, block in enumerate(self.blocks):
+            if self.config.recompute == "full" and self.training and i < n_recomputed:
+                # The activation checkpoint. Kept for backward: the block's input x, nothing else.
+                # Backward replays the block from it (with the same dropout masks: torch stores the
+                # RNG state) and pays about two thirds of a forward: the replay stops as soon as
+                # the last tensor that backward needs is there, before the block's last matmul.
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)  # kept for backward: every intermediate, about 9 times as much
+
+        x = self.ln_f(x)
+        if labels is None:
+            return F.linear(x, self.token_embedding.weight)  # (B, T, V)
+        return head_loss(x, self.token_embedding.weight, labels, self.config.loss_chunks)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> Tensor:
+        """Continue `input_ids` (B, T >= 1) by sampling; returns (B, T + max_new_tokens).
+
+        Args:
+            temperature: below 1 is safer, above 1 is wilder, 0 always takes the likeliest token.
+            top_k: sample among the k likeliest tokens only.
+            top_p: sample among the fewest tokens whose probabilities sum to at least p
+                (nucleus sampling, Holtzman et al., 2020).
+        """
+        was_training = self.training
+        self.eval()
+        for _ in range(max_new_tokens):
+            context = input_ids[:, -self.config.max_position_embeddings :]
+            logits = self(context)[:, -1, :].float()  # (B, V): only the last position is new
+            next_ids = sample(logits, temperature, top_k, top_p)  # (B, 1)
+            input_ids = torch.cat([input_ids, next_ids], dim=1)
+        self.train(was_training)
+        return input_ids
+
+
+def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    """Draw one token id per row of logits (B, V) -> (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None:
+        kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth_best, -math.inf)
+    if top_p is not None:
+        best_first, order = logits.sort(dim=-1, descending=True)
+        probability = best_first.softmax(dim=-1)
+        # A token goes if those before it reach p already; the first one always stays.
+        gone = (probability.cumsum(dim=-1) - probability) >= top_p
+        gone[:, 0] = False
+        logits = logits.masked_fill(gone.scatter(-1, order, gone), -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
+
+
+# ---------------------------------------------------------------------------------------------
+# The head. For a small GPT it, not the blocks, is the first wall: with 50,257 tokens in the
+# vocabulary, logits, log-softmax and their gradients take 12 to 16 bytes for each of N * V
+# entries, which at B=2, T=1024 is 1.2 GB. Cut into chunks of tokens, only one chunk is alive.
+
+
+def head_loss(x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
+    """Mean cross-entropy of the head's logits, in nats.
+
+    Args:
+        x: (B, T, C) what the last LayerNorm returns.
+        weight: (V, C) the head's weight.
+        labels: (B, T) int64, -100 = no loss here.
+        n_chunks: 1 = all tokens at once; n = in n chunks, never more than one chunk of logits
+            alive; 0 = choose n.
+    """
+    x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
+    if n_chunks == 0:
+        # 8M logits a chunk (32 MB in float32) stay below what the rest of a step needs, and a
+        # matmul of that size is still long enough to be efficient.
+        n_chunks = math.ceil(labels.numel() * weight.size(0) / 2**23)
+    n_chunks = min(n_chunks, labels.numel())
+    if n_chunks <= 1:
+        return F.cross_entropy(F.linear(x, weight).float(), labels)
+    if torch.is_grad_enabled():
+        return ChunkedHeadLoss.apply(x, weight, labels, n_chunks)
+    chunks = zip(x.chunk(n_chunks), labels.chunk(n_chunks), strict=True)
+    total = sum(chunk_loss(x_chunk, weight, label_chunk) for x_chunk, label_chunk in chunks)
+    return total / (labels != -100).sum()
+
+
+def chunk_loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Summed cross-entropy of one chunk of tokens: (n, C), (V, C), (n,) -> scalar float32."""
+    return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
+
+
+class ChunkedHeadLoss(torch.autograd.Function):
+    """The loss, chunk by chunk, with its gradients taken inside forward.
+
+    Plain autograd would keep every chunk's log-softmax until backward, and checkpointing the
+    chunks would compute their logits twice. But the loss is the end of the graph: the only thing
+    that backward multiplies its gradients with is one number. So they can be taken right away,
+    while the chunk's logits are alive, and nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
+        # Under autocast each F.linear would cast the weight again: cast it once, by hand.
+        device_type = x.device.type
+        dtype = torch.get_autocast_dtype(device_type)
+        autocast = torch.is_autocast_enabled(device_type)
+        cast_weight = weight.detach().to(dtype if autocast else weight.dtype).requires_grad_()
+        count = (labels != -100).sum()  # stays on the device: reading it would stall a GPU
+        # float16 ends at 6e-8. The usual cure, GradScaler's factor, comes only in backward, when
+        # these gradients are long made; so they carry a factor of their own (a power of two:
+        # exact), about the number of tokens, which undoes the mean's division.
+        scale = 2.0 ** math.floor(math.log2(labels.numel())) if dtype == torch.float16 else 1.0
+
+        total = torch.zeros((), device=x.device)
+        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for x_chunk, label_chunk, grad_x_chunk in zip(
+            x.chunk(n_chunks), labels.chunk(n_chunks), grad_x.chunk(n_chunks), strict=True
+        ):
+            # The identity hooks keep this small graph to itself: whoever counts or offloads what
+            # the model keeps for backward must not see tensors that are gone a line later.
+            with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
+                x_chunk = x_chunk.detach().requires_grad_()
+                loss = chunk_loss(x_chunk, cast_weight, label_chunk) / count
+                gradients = torch.autograd.grad(loss * scale, (x_chunk, cast_weight))
+            grad_x_chunk.copy_(gradients[0])
+            grad_weight.add_(gradients[1])
+            total += loss.detach()
+        ctx.save_for_backward(grad_x.div_(scale), grad_weight.div_(scale))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):  # type: ignore[override]
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_loss * grad_x, grad_loss * grad_weight, None, None
