@@ -1,0 +1,224 @@
+"""Ids to batches: a pure function of (files, seed, index), so there is no state to save.
+
+B = batch size (sequences), T = sequence length (tokens). A window is T + 1 tokens: T inputs and,
+shifted by one, their T labels. Windows follow each other at a stride of T inside one file.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .tokenizer import DataError, Tokenizer
+
+# llm.c writes 256 int32 before the tokens: magic, version, count, padding. A raw nanoGPT file
+# cannot look like one: the magics begin with the uint16 ids 55432 and 55713, above all of GPT-2.
+LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+LLMC_MAGICS = {magic for magic, _ in LLMC_FORMATS}
+LLMC_HEADER_BYTES = 256 * 4
+SCAN = 2**20  # tokens held at a time when all ids are checked
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """`count` tokens of `dtype` ("uint16" or "uint32"), from byte `offset` of `path` on."""
+
+    path: Path
+    dtype: str
+    offset: int
+    count: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one token."""
+        return np.dtype(self.dtype).itemsize
+
+    @classmethod
+    def open(cls, path: Path) -> "TokenFile":
+        """A nanoGPT .bin, an llm.c .bin or a .npy, told apart by content. Raises DataError."""
+        if path.suffix == ".npy":
+            return cls._open_npy(path)
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            header = np.frombuffer(file.read(12), dtype="<u4", count=min(3, size // 4))
+        if len(header) == 3 and int(header[0]) in LLMC_MAGICS:
+            dtype = LLMC_FORMATS.get((int(header[0]), int(header[1])))
+            if dtype is None:
+                raise DataError(f"{path}: llm.c header of unknown version {header[1]}")
+            found = cls(path, dtype, LLMC_HEADER_BYTES, int(header[2]))
+            if size != found.offset + found.count * found.itemsize:
+                raise DataError(
+                    f"{path}: its header promises {found.count:,} tokens, its {size:,} bytes hold "
+                    "another number: the file is cut off or damaged"
+                )
+            return found
+        if size % 2:
+            raise DataError(f"{path}: {size:,} bytes is odd, so not a file of uint16 tokens")
+        return cls(path, "uint16", 0, size // 2)
+
+    @classmethod
+    def _open_npy(cls, path: Path) -> "TokenFile":
+        try:
+            array = np.lib.format.open_memmap(path, mode="r")
+        except (ValueError, EOFError) as error:
+            raise DataError(f"{path}: not a complete .npy file") from error
+        if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
+            raise DataError(
+                f"{path}: holds {array.dtype.name} of shape {array.shape}; want one row of uint16 "
+                "or uint32 tokens"
+            )
+        return cls(path, array.dtype.name, array.offset, array.shape[0])
+
+
+def slice_files(files: Sequence[TokenFile], start: int, stop: int) -> list[TokenFile]:
+    """Tokens start to stop of the files taken as one row."""
+    parts = []
+    for file in files:
+        first, last = max(0, start), min(file.count, stop)
+        if first < last:
+            offset = file.offset + first * file.itemsize
+            parts.append(replace(file, offset=offset, count=last - first))
+        start, stop = start - file.count, stop - file.count
+    return parts
+
+
+def hash_ids(files: Sequence[TokenFile], tokenizer: Tokenizer) -> str:
+    """Hash of all tokens. Raises DataError on an id that the tokenizer does not have."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.dtype} {file.count} ".encode())
+        with open(file.path, "rb") as stream:
+            stream.seek(file.offset)
+            for start in range(0, file.count, SCAN):
+                block = stream.read(min(SCAN, file.count - start) * file.itemsize)
+                digest.update(block)
+                worst = int(np.frombuffer(block, file.dtype).max())
+                if worst >= tokenizer.vocab_size:
+                    raise DataError(
+                        f"{file.path}: holds id {worst}, but --tokenizer-name {tokenizer.name} "
+                        f"ends at {tokenizer.vocab_size - 1}; name the tokenizer that made it"
+                    )
+    return digest.hexdigest()
+
+
+class Windows:
+    """The windows of several files, numbered through from the first file to the last."""
+
+    def __init__(self, files: Sequence[TokenFile], seq_len: int) -> None:
+        self.files, self.seq_len = files, seq_len
+        counts = [max(0, (file.count - 1) // seq_len) for file in files]
+        self.first = np.cumsum([0, *counts])  # number of each file's first window, then the total
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def read(self, numbers: np.ndarray) -> torch.Tensor:
+        """Windows `numbers` (n,), as int64 (n, T + 1)."""
+        rows = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
+        shards = np.searchsorted(self.first, numbers, side="right") - 1
+        with ExitStack() as stack:
+            # Plain reads, and nothing stays open: a memmap that is kept counts every page it ever
+            # touched as resident memory, and a thousand shards are more files than one may hold.
+            opened: dict[int, FileIO] = {}
+            for row, number, shard in zip(rows, numbers.tolist(), shards.tolist(), strict=True):
+                file = self.files[shard]
+                if shard not in opened:
+                    opened[shard] = stack.enter_context(open(file.path, "rb", buffering=0))
+                start = (number - int(self.first[shard])) * self.seq_len
+                opened[shard].seek(file.offset + start * file.itemsize)
+                block = opened[shard].read(row.size * file.itemsize)
+                row[:] = np.frombuffer(block, dtype=file.dtype)
+        return torch.from_numpy(rows)
+
+
+@lru_cache(maxsize=2)  # this epoch's order, and the next one's where a batch straddles the two
+def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    """0 .. size - 1 in the order of this epoch, uint32 (size,)."""
+    return np.random.default_rng((seed, epoch)).permutation(np.arange(size, dtype=np.uint32))
+
+
+class TrainBatches:
+    """Endless shuffled epochs: every window once an epoch, in a new order each epoch."""
+
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """Raises DataError when no file holds seq_len + 1 tokens."""
+        self.windows = Windows(files, seq_len)
+        self.n_windows = len(self.windows)
+        self.batch_size, self.seed, self.device = batch_size, seed, device
+        if not self.n_windows:
+            raise DataError(
+                f"--seq-len {seq_len} needs {seq_len + 1} training tokens in a row, the longest "
+                f"file has {max((f.count for f in files), default=0)}: lower --seq-len or give "
+                "more text to --train-data"
+            )
+
+    def epoch(self, index: int) -> float:
+        """Epochs completed before micro-batch `index`."""
+        return index * self.batch_size / self.n_windows
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Micro-batch `index`, counted over all steps and processes: inputs, labels (B, T)."""
+        first, size = index * self.batch_size, self.n_windows
+        numbers = [
+            permutation(self.seed, sample // size, size)[sample % size]
+            for sample in range(first, first + self.batch_size)
+        ]
+        return _to_device(self.windows.read(np.array(numbers)), self.device)
+
+
+class ValBatches:
+    """A fixed set of windows in a fixed order; if limited, evenly spread over the whole split."""
+
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        batch_size: int,
+        seq_len: int,
+        max_batches: int,
+        device: torch.device,
+    ) -> None:
+        """max_batches: 0 = all. Raises DataError when no file holds seq_len + 1 tokens."""
+        self.windows = Windows(files, seq_len)
+        self.batch_size, self.device = batch_size, device
+        total = len(self.windows)
+        if not total:
+            raise DataError(
+                f"--seq-len {seq_len} needs {seq_len + 1} validation tokens in a row, the longest "
+                f"file has {max((f.count for f in files), default=0)}: lower --seq-len, raise "
+                "--val-ratio or give more text to --val-data"
+            )
+        count = min(total, max_batches * batch_size) if max_batches else total
+        self.numbers = np.arange(count) * total // count
+
+    def __len__(self) -> int:
+        return -(-len(self.numbers) // self.batch_size)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Batch `index`: inputs, labels (B, T); the last one may have fewer rows."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"validation batch {index} of {len(self)}")
+        start = index * self.batch_size
+        return _to_device(
+            self.windows.read(self.numbers[start : start + self.batch_size]), self.device
+        )
+
+
+def _to_device(rows: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    if device.type == "cuda":  # from pinned memory the copy runs beside the computation
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    else:
+        rows = rows.to(device)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

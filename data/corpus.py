@@ -1,0 +1,367 @@
+"""Documents to tokens: which split, and once only: the result is kept in a cache.
+
+    paths -> documents -> train | val -> ids -> data/cache/<key>/{train.bin,val.bin,...}
+
+Token files made elsewhere (nanoGPT, llm.c, .npy) skip all that and are read in place.
+"""
+
+import platform
+import random
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from .batches import TokenFile, hash_ids, slice_files
+from .documents import (
+    CACHE_DIR,
+    CHUNK,
+    TOKEN_SUFFIXES,
+    find_files,
+    find_stdlib,
+    read_documents,
+    read_text,
+)
+from .store import Say, build_cache, hash_files, key, read_meta
+from .tokenizer import (
+    DataError,
+    Tokenizer,
+    ToyTokenizer,
+    format_ranks,
+    load_tokenizer,
+    parse_ranks,
+    train_bpe,
+)
+
+BPE_TRAINING_CHARS = 10_000_000
+TOY_SUCCESSORS = 4
+TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What to train on. fingerprint: hex, the same for the same content, tokenizer and split."""
+
+    train: tuple[TokenFile, ...]
+    val: tuple[TokenFile, ...]
+    tokenizer: Tokenizer
+    description: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text files and how to split them. ratio: the validation part, unless `val` is given."""
+
+    label: str
+    train: list[Path]
+    val: list[Path]
+    ratio: float
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.train + self.val)
+
+
+def load_dataset(
+    train_data: list[str] | None,
+    val_data: list[str] | None,
+    *,
+    val_ratio: float = 0.1,
+    tokenizer_name: str | None = None,
+    vocab_size: int | None = None,
+    toy: bool = False,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    cache_dir: Path = CACHE_DIR,
+    say: Say = print,
+) -> Dataset:
+    """The tokens behind the `data:` flags, from the cache where they are there already.
+
+    train_data None is the built-in corpus, Python's standard library. max_tokens caps training
+    and validation, each. seed is for toy data alone. Safe to call from many processes at once.
+    Raises DataError; bad input is found before anything is written.
+    """
+    name = tokenizer_name or ("toy" if toy else "gpt2" if train_data else "bpe")
+    if toy and (train_data or val_data):
+        raise DataError("--use-toy-data makes its own data: drop --train-data and --val-data")
+    if toy != (name == "toy"):
+        raise DataError(f"--tokenizer-name {name}: toy belongs to --use-toy-data, and it alone")
+    if not val_data and not 0 < val_ratio < 1:
+        raise DataError(f"--val-ratio {val_ratio}: must lie between 0 and 1, for example 0.1")
+    if max_tokens is not None and max_tokens < 1:
+        raise DataError(f"--max-tokens {max_tokens}: must be at least 1")
+    _check_vocab_size(vocab_size, name)
+    try:
+        if toy:
+            return _load_toy(vocab_size or 256, max_tokens, seed, cache_dir, say)
+        train = find_files(train_data, "--train-data") if train_data else find_stdlib()
+        val = find_files(val_data, "--val-data") if val_data else []
+        kinds = {path.suffix in TOKEN_SUFFIXES for path in train + val}
+        if kinds == {True}:
+            return _load_token_files(train, val, val_ratio, name, max_tokens)
+        if kinds == {True, False}:
+            raise DataError(
+                "--train-data, --val-data: found both text and token files (.bin, .npy); name "
+                "files of one kind"
+            )
+        label = f"Python {platform.python_version()} standard library"
+        source = Source(_label(train_data) if train_data else label, train, val, val_ratio)
+        return _load_text(source, name, vocab_size or 1024, max_tokens, cache_dir, say)
+    except OSError as error:
+        raise DataError(f"{error.filename or cache_dir}: {error.strerror or error}") from error
+
+
+def _label(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _check_vocab_size(vocab_size: int | None, name: str) -> None:
+    if vocab_size is None:
+        return
+    if name not in ("bpe", "toy"):
+        raise DataError(
+            f"--vocab-size {vocab_size}: the vocabulary of {name} is fixed; drop the flag or use "
+            "--tokenizer-name bpe"
+        )
+    least = 257 if name == "bpe" else 2 * TOY_SUCCESSORS
+    if not least <= vocab_size <= 2**20:
+        raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")
+
+
+# ---- Text: split, encode, cache ------------------------------------------------------------------
+
+
+def _load_text(
+    source: Source,
+    name: str,
+    vocab_size: int,
+    max_tokens: int | None,
+    cache_dir: Path,
+    say: Say,
+) -> Dataset:
+    known = None if name == "bpe" else load_tokenizer(name)
+    vocabulary = known.fingerprint if known else f"bpe {vocab_size} {BPE_TRAINING_CHARS}"
+    content = [hash_files(source.train), hash_files(source.val)]
+    split = "given" if source.val else source.ratio
+    folder = cache_dir / key(content, vocabulary, split, max_tokens)
+
+    def build(temporary: Path) -> dict[str, Any]:
+        tokenizer = known or _train(source, count, vocab_size, say)
+        (temporary / "tokenizer.tiktoken").write_text(format_ranks(tokenizer.ranks))
+        say(f"encoding {source.label}, once: the ids stay in {cache_dir}")
+        return {
+            "tokenizer": name,
+            "vocab_size": tokenizer.vocab_size,
+            "corpus": source.label,
+            "files": len(source.train + source.val),
+            "documents": count,
+            "bytes": source.size,
+            "sha256": content,
+            **_encode(source, count, tokenizer, temporary, max_tokens),
+        }
+
+    meta = read_meta(folder)
+    if meta is None:
+        count = _check(source)
+        meta = build_cache(folder, build, say)
+    saved = folder / "tokenizer.tiktoken"
+    tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
+    about = f"{source.label}: {meta['documents']:,} documents, {meta['bytes'] / 1e6:.2f} MB"
+    return _dataset(folder, meta, tokenizer, about)
+
+
+def _check(source: Source) -> int:
+    """The number of documents. All text is read, so that nothing is written if some is bad."""
+    count = 0
+    for path in source.train + source.val:
+        for document in read_documents(path):
+            count += 1
+            for _ in document:
+                pass
+    lines = next((path for path in source.train if path.suffix == ".jsonl"), None)
+    if lines and not source.val and count * source.ratio < 1:
+        raise DataError(
+            f"{lines}: too few documents ({count}) to give --val-ratio {source.ratio} of them to "
+            "validation; raise it or give --val-data"
+        )
+    return count
+
+
+def _split_documents(source: Source, count: int) -> Iterator[tuple[str, Iterator[str]]]:
+    """("train" or "val", chunks of text) for each document; data/README.md states the rule."""
+    if source.val:
+        for split, paths in (("train", source.train), ("val", source.val)):
+            for path in paths:
+                yield from ((split, document) for document in read_documents(path))
+    elif count * source.ratio < 1:
+        for path in source.train:
+            size = path.stat().st_size
+            cut = _tail(path, size, source.ratio)
+            yield "train", read_text(path, 0, cut)
+            yield "val", read_text(path, cut, size)
+    else:
+        number = 0
+        for path in source.train:
+            for document in read_documents(path):
+                turn = int((number + 1) * source.ratio) > int(number * source.ratio)
+                yield "val" if turn else "train", document
+                number += 1
+
+
+def _tail(path: Path, size: int, ratio: float) -> int:
+    """Where the last `ratio` of the file's bytes begins: after a newline, if one is near."""
+    cut = int(size * (1 - ratio))
+    with open(path, "rb") as file:
+        file.seek(cut)
+        near = file.read(CHUNK)
+    newline = near.find(b"\n") + 1
+    if 0 < newline < size - cut:
+        return cut + newline
+    inside = 0
+    while inside < len(near) and near[inside] & 0xC0 == 0x80:  # UTF-8: not a first byte
+        inside += 1
+    return cut + inside
+
+
+def _train(source: Source, count: int, vocab_size: int, say: Say) -> Tokenizer:
+    def texts() -> Iterator[str]:
+        left = BPE_TRAINING_CHARS
+        for split, document in _split_documents(source, count):
+            for chunk in document if split == "train" and left > 0 else ():
+                yield chunk[:left]
+                left -= len(chunk)
+                if left <= 0:
+                    return
+
+    say(f"training a BPE of {vocab_size} ids on the training text (its first 10 MB at most)")
+    tokenizer = Tokenizer("bpe", train_bpe(texts(), vocab_size))
+    if tokenizer.vocab_size < vocab_size:
+        say(f"no pair of ids repeats any more: the BPE ends at {tokenizer.vocab_size} ids")
+    return tokenizer
+
+
+def _encode(
+    source: Source, count: int, tokenizer: Tokenizer, folder: Path, max_tokens: int | None
+) -> dict[str, Any]:
+    """Write train.bin and val.bin into `folder`; returns their part of meta.json."""
+    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    limit = max_tokens or sys.maxsize
+    count_of = {"train": 0, "val": 0}
+    with (
+        open(folder / "train.bin", "wb") as train,
+        open(folder / "val.bin", "wb") as val,
+        tqdm(total=source.size, unit="B", unit_scale=True, disable=None) as bar,
+    ):
+        file_of = {"train": train, "val": val}
+        for split, document in _split_documents(source, count):
+            for chunk in chain([None], document):
+                if count_of[split] >= limit:
+                    break
+                ids = np.array([tokenizer.eot_id]) if chunk is None else tokenizer.encode(chunk)
+                ids = ids[: limit - count_of[split]]
+                file_of[split].write(ids.astype(dtype).tobytes())
+                count_of[split] += len(ids)
+                bar.update(len(chunk.encode("utf-8", "replace")) if chunk else 0)
+            if min(count_of.values()) >= limit:
+                break
+    return {"dtype": dtype, "train_tokens": count_of["train"], "val_tokens": count_of["val"]}
+
+
+# ---- Toy data and token files --------------------------------------------------------------------
+
+
+def _load_toy(
+    vocab_size: int, max_tokens: int | None, seed: int, cache_dir: Path, say: Say
+) -> Dataset:
+    """A random walk in which every id has 4 equally likely successors, fixed by `seed`.
+
+    No model can beat ln 4 = 1.386 nats, and a bigram table reaches it; every id is equally
+    common, so a model that learned nothing stays at ln(vocab_size).
+    """
+    counts = [min(count, max_tokens or count) for count in (TOY_TRAIN, TOY_VAL)]
+    tokenizer = ToyTokenizer(vocab_size)
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+
+    def build(folder: Path) -> dict[str, Any]:
+        rng = random.Random(seed)
+        order = rng.sample(range(vocab_size), vocab_size)
+        steps = rng.sample(range(vocab_size), TOY_SUCCESSORS)  # distinct, so successors are too
+        ids = [order[0]]
+        for step in rng.choices(steps, k=sum(counts) - 1):
+            ids.append(order[(ids[-1] + step) % vocab_size])
+        walk = np.array(ids, dtype=dtype)
+        walk[: counts[0]].tofile(folder / "train.bin")
+        walk[counts[0] :].tofile(folder / "val.bin")
+        return {
+            "tokenizer": "toy",
+            "vocab_size": vocab_size,
+            "corpus": f"toy data, seed {seed}",
+            "dtype": dtype,
+            "train_tokens": counts[0],
+            "val_tokens": counts[1],
+        }
+
+    folder = cache_dir / key("toy", vocab_size, counts, seed)
+    meta = read_meta(folder) or build_cache(folder, build, say)
+    about = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
+    return _dataset(folder, meta, tokenizer, about)
+
+
+def _load_token_files(
+    train: list[Path], val: list[Path], ratio: float, name: str, max_tokens: int | None
+) -> Dataset:
+    if name == "bpe":
+        raise DataError(
+            f"--tokenizer-name bpe: {train[0]} holds ids already, there is no text to train it "
+            "on; name the tokenizer that made them, for example gpt2"
+        )
+    tokenizer = load_tokenizer(name)
+    label = _label([path.name for path in train])
+    # nanoGPT writes train.bin and val.bin, llm.c fineweb_train_000001.bin and fineweb_val_...
+    named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
+    if not val and 0 < len(named_val) < len(train):
+        train, val = [path for path in train if path not in named_val], named_val
+    train_files = [TokenFile.open(path) for path in train]
+    val_files = [TokenFile.open(path) for path in val]
+    if not val_files:
+        total = sum(file.count for file in train_files)
+        n_val = max(1, int(total * ratio))
+        val_files = slice_files(train_files, total - n_val, total)
+        train_files = slice_files(train_files, 0, total - n_val)
+    limit = max_tokens or sys.maxsize
+    train_files, val_files = slice_files(train_files, 0, limit), slice_files(val_files, 0, limit)
+    content = [hash_ids(files, tokenizer) for files in (train_files, val_files)]
+    counts = [sum(file.count for file in files) for files in (train_files, val_files)]
+    return Dataset(
+        tuple(train_files),
+        tuple(val_files),
+        tokenizer,
+        _describe(label, counts, tokenizer),
+        key(content, tokenizer.fingerprint),
+    )
+
+
+def _dataset(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str) -> Dataset:
+    counts = [meta["train_tokens"], meta["val_tokens"]]
+    train, val = (
+        TokenFile(folder / f"{split}.bin", meta["dtype"], 0, count)
+        for split, count in zip(("train", "val"), counts, strict=True)
+    )
+    return Dataset(
+        (train,), (val,), tokenizer, _describe(about, counts, tokenizer), fingerprint=folder.name
+    )
+
+
+def _describe(about: str, counts: list[int], tokenizer: Tokenizer) -> str:
+    return (
+        f"{about}; {counts[0]:,} training and {counts[1]:,} validation tokens "
+        f"({tokenizer.name}, {tokenizer.vocab_size:,} ids)"
+    )

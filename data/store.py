@@ -1,0 +1,96 @@
+"""A folder that is built once, however many processes ask, and never seen half done."""
+
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CACHE_VERSION = 1  # part of every key: raise it when the same input would give other files
+Say = Callable[[str], None]
+
+
+def build_cache(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say) -> dict[str, Any]:
+    """Make `folder` once, however many processes ask; returns its meta.json.
+
+    build(temporary folder) writes the files. One rename makes them visible, so nobody ever reads
+    half a cache, and a builder that is killed leaves only a temporary folder, which the next one
+    removes.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(folder.parent, say) as alone:
+        if found := read_meta(folder):  # built while we waited
+            return found
+        if alone:
+            for stale in folder.parent.glob(".tmp-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+        temporary = folder.parent / f".tmp-{secrets.token_hex(8)}"
+        temporary.mkdir()
+        try:
+            meta = build(temporary) | {"python": platform.python_version()}
+            meta["sizes"] = {path.name: path.stat().st_size for path in temporary.iterdir()}
+            (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+            for path in temporary.iterdir():
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+            if folder.exists():
+                say(f"{folder} is damaged (a file is missing or cut off): built anew")
+                shutil.rmtree(folder)
+            os.rename(temporary, folder)
+            return meta
+        except OSError:
+            if found := read_meta(folder):  # no lock, and another process was first: same bytes
+                return found
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _lock(cache_dir: Path, say: Say) -> Iterator[bool]:
+    """One builder at a time; the kernel opens the lock when its holder dies. Yields whether we
+    are alone: Windows has no flock, there everybody builds and the first rename wins."""
+    if sys.platform == "win32":
+        yield False
+    else:
+        import fcntl
+
+        with open(cache_dir / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for the process that builds a token cache in {cache_dir}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield True
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """meta.json of a complete cache; None where there is none, or a file has lost bytes."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return meta if sizes == meta["sizes"] else None
+
+
+def hash_files(paths: list[Path]) -> str:
+    """sha256 of what the files say, wherever they lie (.jsonl is read otherwise than text)."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.suffix == '.jsonl'} {path.stat().st_size} ".encode())
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def key(*parts: object) -> str:
+    """The name of a cache folder: a hash of all that decides its bytes."""
+    return hashlib.sha256(json.dumps([CACHE_VERSION, *parts]).encode()).hexdigest()[:32]

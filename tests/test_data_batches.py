@@ -1,0 +1,142 @@
+"""Ids to batches: every window once an epoch, a pure function of the index, flat memory."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import DataError, TokenFile, TrainBatches, ValBatches
+from data.batches import slice_files
+
+CPU = torch.device("cpu")
+B, T = 3, 4
+
+
+def token_file(path: Path, ids: np.ndarray, offset: int = 0) -> TokenFile:
+    path.write_bytes(b"\xff" * offset + ids.tobytes())
+    return TokenFile(path, ids.dtype.name, offset, len(ids))
+
+
+@pytest.fixture
+def shards(tmp_path) -> list[TokenFile]:
+    """Ids that tell where they came from: 0.., 1000.., 2000..; one shard too short for a window."""
+    return [
+        token_file(tmp_path / "a.bin", np.arange(0, 43, dtype=np.uint16)),  # 10 windows
+        token_file(tmp_path / "b.bin", np.arange(1000, 1004, dtype=np.uint16)),  # none
+        token_file(tmp_path / "c.bin", np.arange(70000, 70029, dtype=np.uint32), offset=1024),  # 7
+    ]
+
+
+def starts(batches: TrainBatches, first: int, last: int) -> list[int]:
+    """The first id of each row of micro-batches first .. last - 1: it names the window."""
+    return [int(row[0]) for i in range(first, last) for row in batches[i][0]]
+
+
+EXPECTED = [*range(0, 40, T), *range(70000, 70028, T)]
+
+
+def test_rows_are_windows_and_labels_are_shifted_by_one(shards) -> None:
+    inputs, labels = TrainBatches(shards, B, T, 0, CPU)[5]
+    assert inputs.shape == labels.shape == (B, T)
+    assert inputs.dtype == labels.dtype == torch.int64
+    assert inputs.is_contiguous() and labels.is_contiguous()
+    assert torch.equal(labels, inputs + 1)  # the ids count up, within each shard
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(T))
+
+
+def test_each_window_once_per_epoch_and_another_order_in_each(shards) -> None:
+    batches = TrainBatches(shards, B, T, 0, CPU)
+    assert batches.n_windows == 17  # not a multiple of B: batches straddle epochs
+    rows = starts(batches, 0, 17)
+    epochs = [rows[i : i + 17] for i in range(0, 51, 17)]
+    assert [sorted(epoch) for epoch in epochs] == [EXPECTED] * 3
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert epochs[0] != EXPECTED
+    assert batches.epoch(0) == 0 and batches.epoch(17) == 3.0
+
+
+def test_a_batch_is_a_pure_function_of_its_index(shards) -> None:
+    batches = TrainBatches(shards, B, T, 7, CPU)
+    forwards = [batches[i] for i in range(12)]
+    for i in (11, 0, 5, 6, 5, 1):
+        fresh = TrainBatches(shards, B, T, 7, CPU)[i]
+        for a, b, c in zip(forwards[i], fresh, batches[i], strict=True):
+            assert torch.equal(a, b) and torch.equal(a, c)
+    assert starts(TrainBatches(shards, B, T, 8, CPU), 0, 6) != starts(batches, 0, 6)
+    # The sample order does not depend on the batch size: 2 x 3 rows are 6 rows.
+    assert starts(TrainBatches(shards, 6, T, 7, CPU), 0, 3) == starts(batches, 0, 6)
+
+
+def test_a_batch_larger_than_the_data_repeats_epochs(tmp_path) -> None:
+    file = token_file(tmp_path / "x.bin", np.arange(2 * T + 1, dtype=np.uint16))
+    rows = starts(TrainBatches([file], 5, T, 0, CPU), 0, 1)
+    assert len(rows) == 5 and sorted(rows[:2]) == sorted(rows[2:4]) == [0, T]
+
+
+def test_validation_takes_every_window_in_order(shards) -> None:
+    batches = ValBatches(shards, B, T, 0, CPU)
+    assert len(batches) == 6
+    rows = [int(row[0]) for inputs, _ in batches for row in inputs]  # ends by IndexError
+    assert rows == EXPECTED
+    assert batches[5][0].shape == (2, T)
+    with pytest.raises(IndexError):
+        batches[6]
+
+
+def test_limited_validation_is_spread_over_the_whole_split(shards) -> None:
+    batches = ValBatches(shards, B, T, 2, CPU)
+    rows = [int(row[0]) for inputs, labels in batches for row in inputs]
+    assert len(batches) == 2 and len(set(rows)) == 6
+    assert [EXPECTED.index(row) for row in rows] == [0, 2, 5, 8, 11, 14]
+    assert len(ValBatches(shards, B, T, 100, CPU)) == 6
+
+
+def test_too_few_tokens_name_the_flag_and_the_way_out(shards) -> None:
+    with pytest.raises(DataError, match="--seq-len 43 .*43.*--train-data"):
+        TrainBatches(shards, B, 43, 0, CPU)
+    assert TrainBatches(shards, B, 42, 0, CPU).n_windows == 1
+    with pytest.raises(DataError, match="--seq-len 43 .*--val-ratio.*--val-data"):
+        ValBatches(shards, B, 43, 0, CPU)
+    with pytest.raises(DataError, match="--seq-len"):
+        ValBatches([], B, T, 0, CPU)
+
+
+def test_slices_are_the_tokens_of_the_row(shards) -> None:
+    ids = [*range(43), *range(1000, 1004), *range(70000, 70029)]
+
+    def read(files: list[TokenFile]) -> list[int]:
+        found: list[int] = []
+        for f in files:
+            found += np.fromfile(f.path, f.dtype, f.count, offset=f.offset).tolist()
+        return found
+
+    for start, stop in [(0, 76), (0, 43), (40, 45), (45, 60), (75, 76), (5, 5), (0, 10**9)]:
+        assert read(slice_files(shards, start, stop)) == ids[start:stop]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+def test_memory_and_file_handles_stay_flat(tmp_path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    path = tmp_path / "large.bin"
+    with open(path, "wb") as file:
+        file.truncate(300 * 2**20)  # sparse: as large as promised, yet instant
+    batches = TrainBatches([TokenFile(path, "uint16", 0, 150 * 2**20)], 32, 256, 0, CPU)
+    for i in range(50):
+        batches[i]
+    before, handles = resident(), len(os.listdir("/proc/self/fd"))
+    for i in range(50, 2050):
+        batches[i]
+    assert resident() - before < 5 * 2**20
+    assert len(os.listdir("/proc/self/fd")) == handles
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_on_a_gpu(shards) -> None:
+    device = torch.device("cuda")
+    on_gpu, on_cpu = (TrainBatches(shards, B, T, 0, where)[3] for where in (device, CPU))
+    for a, b in zip(on_gpu, on_cpu, strict=True):
+        assert a.device.type == "cuda" and torch.equal(a.cpu(), b)

@@ -1,0 +1,534 @@
+"""Paths to tokens: formats, splits, the cache, and one line for every bad input."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiktoken_ext import openai_public
+
+from data import DataError, Dataset, TokenFile, Tokenizer, load_dataset
+from data import documents as documents_module
+from data import tokenizer as tokenizer_module
+from data.documents import find_files, read_text, split_text
+from data.tokenizer import train_bpe
+
+ROOT = Path(__file__).resolve().parents[1]
+EOT = 256  # of the byte tokenizer, whose ids are otherwise the bytes themselves
+
+
+def load(cache: Path, *paths: Path | str, val: list[str] | None = None, **options) -> Dataset:
+    options = {"tokenizer_name": "byte", "say": lambda line: None} | options
+    return load_dataset([str(path) for path in paths], val, cache_dir=cache, **options)
+
+
+def ids(files: Iterable[TokenFile]) -> list[int]:
+    parts = [np.fromfile(f.path, f.dtype, f.count, offset=f.offset) for f in files]
+    return np.concatenate(parts).tolist()
+
+
+def texts(files: Iterable[TokenFile]) -> list[bytes]:
+    """The documents behind ids of the byte tokenizer."""
+    assert ids(files)[0] == EOT  # before each document, so also before the first
+    found: list[list[int]] = []
+    for i in ids(files):
+        if i == EOT:
+            found.append([])
+        else:
+            found[-1].append(i)
+    return [bytes(document) for document in found]
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+# ---- Reading in chunks ---------------------------------------------------------------------------
+
+
+def patterns(monkeypatch) -> dict[str, str]:
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *args, **kwargs: {})
+    return {
+        "gpt2": tokenizer_module.GPT2_PATTERN,
+        "r50k_base": openai_public.r50k_base()["pat_str"],
+        "cl100k_base": openai_public.cl100k_base()["pat_str"],
+        "o200k_base": openai_public.o200k_base()["pat_str"],
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "r50k_base", "cl100k_base", "o200k_base"])
+def test_chunks_encode_as_the_whole(monkeypatch, tmp_path, name: str) -> None:
+    pattern = patterns(monkeypatch)[name]
+    words = "the|The|it's|don't|HE'S|x1|2024|12.5|é|日本|a\u0301|<|endoftext|>|\U0001f600"
+    marks = "\n|\n\n|\r\n|\r\n\r\n|\t|    |);\n|//\n|}\n |/*|\u3000|'|\"|,|\u00a0| |  |\n"
+    pieces = words.split("|") + marks.split("|")
+    rng = random.Random(0)
+    text = "".join(rng.choice(pieces) for _ in range(20_000))
+    ranks = train_bpe([text], 1500)
+    # Tokens that only another split into words would use, so that it shows.
+    for pair in (b"\n\n", b"\r\n", b"\n ", b"  ", b" \n", b"\r\n\r\n", b"\n\n\n", b";\n", b"\n/"):
+        for end in range(2, len(pair) + 1):
+            ranks.setdefault(pair[:end], len(ranks))
+    tokenizer = Tokenizer(name, ranks, pattern)
+    whole = tokenizer.encode(text).tolist()
+    path = tmp_path / "x.txt"
+    path.write_bytes(text.encode())
+    for size in (64, 101, 1000):
+        monkeypatch.setattr(documents_module, "CHUNK", size)
+        for chunks in (read_text(path, 0, path.stat().st_size), split_text(text)):
+            parts = list(chunks)
+            assert len(parts) > len(text) / size / 2 and "".join(parts) == text
+            assert [i for part in parts for i in tokenizer.encode(part).tolist()] == whole
+
+
+def test_a_text_with_no_place_to_cut_is_read_whole(monkeypatch, cache, tmp_path) -> None:
+    monkeypatch.setattr(documents_module, "CHUNK", 50)
+    (tmp_path / "x.txt").write_text("é" * 1000)
+    data = load(cache, tmp_path / "x.txt")
+    assert b"".join(texts(data.train) + texts(data.val)).decode() == "é" * 1000
+
+
+# ---- Formats -------------------------------------------------------------------------------------
+
+
+def test_a_text_file_keeps_every_byte_but_the_bom(cache, tmp_path) -> None:
+    text = "first\r\nsecond <|endoftext|> é\n\n" * 50
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    data = load(cache, tmp_path / "x.txt")
+    assert b"".join(texts(data.train) + texts(data.val)) == text.encode()
+
+
+def test_jsonl_is_one_document_a_line(cache, tmp_path) -> None:
+    lines = [json.dumps({"id": i, "text": f"line {i}\nü"}) for i in range(30)]
+    (tmp_path / "x.jsonl").write_text("\n\n".join(lines))
+    data = load(cache, tmp_path / "x.jsonl")
+    assert texts(data.val) == [f"line {i}\nü".encode() for i in (9, 19, 29)]
+    assert len(texts(data.train)) == 27
+    assert "30 documents" in data.description
+
+
+def test_folders_and_globs(tmp_path) -> None:
+    for name in ("b.txt", "a.md", "sub/c.py", "sub/.hidden.txt", ".git/d.txt", "e.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "empty.txt").touch()
+
+    def names(*patterns: str) -> list[str]:
+        found = find_files([str(tmp_path / pattern) for pattern in patterns], "--train-data")
+        return [path.relative_to(tmp_path).as_posix() for path in found]
+
+    assert names("") == ["a.md", "b.txt", "sub/c.py"]
+    (tmp_path / "empty.txt").unlink()
+    assert names("*.txt", "b.txt", "a.md") == ["b.txt", "a.md"]
+    assert names("**/*.py") == ["sub/c.py"]
+    assert names("e.png") == ["e.png"]  # named on purpose: whether it is text, its bytes tell
+    (tmp_path / "[x].txt").write_text("x")
+    assert names("[x].txt") == ["[x].txt"]
+
+
+def llmc(tokens: np.ndarray, magic: int, version: int) -> bytes:
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = magic, version, len(tokens)
+    return header.tobytes() + tokens.tobytes()
+
+
+def write_tokens(path: Path, tokens: np.ndarray, layout: str) -> Path:
+    if layout == "npy":
+        np.save(path.with_suffix(".npy"), tokens)
+        return path.with_suffix(".npy")
+    magic = {"uint16": (20240520, 1), "uint32": (20240801, 7)}[tokens.dtype.name]
+    path.write_bytes(llmc(tokens, *magic) if layout == "llm.c" else tokens.tobytes())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("nanoGPT", "uint16"),
+        ("llm.c", "uint16"),
+        ("llm.c", "uint32"),
+        ("npy", "uint16"),
+        ("npy", "uint32"),
+    ],
+)
+def test_token_files_are_read_in_place(cache, tmp_path, layout: str, dtype: str) -> None:
+    tokens = np.random.default_rng(0).integers(0, 257, 1000).astype(dtype)
+    path = write_tokens(tmp_path / "x.bin", tokens, layout)
+    data = load(cache, path)
+    assert ids(data.train) == tokens[:900].tolist() and ids(data.val) == tokens[900:].tolist()
+    assert {file.path for file in data.train + data.val} == {path}
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("form", ["folder", "glob"])
+def test_token_files_named_val_validate(cache, tmp_path, form: str) -> None:
+    for name, first in (("fineweb_train_1", 0), ("fineweb_train_2", 50), ("fineweb_val_0", 100)):
+        tokens = np.arange(first, first + 50, dtype=np.uint16)
+        write_tokens(tmp_path / f"{name}.bin", tokens, "llm.c")
+    where = tmp_path if form == "folder" else tmp_path / "*.bin"
+    data = load(cache, where)
+    assert ids(data.train) == list(range(100)) and ids(data.val) == list(range(100, 150))
+    # --val-data decides otherwise, and then every file of --train-data trains.
+    val = str(tmp_path / "fineweb_train_1.bin")
+    assert len(ids(load(cache, where, val=[val]).train)) == 150
+
+
+def test_a_tail_of_token_shards_spans_files(cache, tmp_path) -> None:
+    for i in range(3):
+        np.arange(i * 50, i * 50 + 50, dtype=np.uint16).tofile(tmp_path / f"{i}.bin")
+    data = load(cache, tmp_path, val_ratio=0.5)
+    assert ids(data.train) == list(range(75)) and ids(data.val) == list(range(75, 150))
+    data = load(cache, tmp_path, val_ratio=0.5, max_tokens=10)
+    assert ids(data.train) == list(range(10)) and ids(data.val) == list(range(75, 85))
+
+
+# ---- Splits --------------------------------------------------------------------------------------
+
+
+def test_one_text_is_split_at_its_tail_after_a_newline(cache, tmp_path) -> None:
+    lines = [f"line number {i}\n" for i in range(100)]
+    (tmp_path / "x.txt").write_text("".join(lines))
+    data = load(cache, tmp_path / "x.txt", val_ratio=0.2)
+    (train,), (val,) = texts(data.train), texts(data.val)
+    assert train.decode() + val.decode() == "".join(lines)
+    assert val.startswith(b"line") and 0.18 < len(val) / (len(train) + len(val)) <= 0.2
+
+
+def test_a_tail_never_cuts_a_character(cache, tmp_path) -> None:
+    for n in range(1, 9):
+        (tmp_path / "x.txt").write_text("\U0001f600" * n)
+        data = load(cache, tmp_path / "x.txt", val_ratio=0.37)
+        both = b"".join(texts(data.train) + texts(data.val))
+        assert both.decode() == "\U0001f600" * n
+
+
+def test_many_texts_are_split_by_file(cache, tmp_path) -> None:
+    for i in range(25):
+        (tmp_path / f"{i:02}.txt").write_text(f"file {i}")
+    data = load(cache, tmp_path)
+    assert texts(data.val) == [b"file 9", b"file 19"] and len(texts(data.train)) == 23
+
+
+def test_a_few_texts_are_each_split_at_their_tail(cache, tmp_path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 100)
+    data = load(cache, tmp_path)
+    for name, train, val in zip("abc", texts(data.train), texts(data.val), strict=True):
+        assert (train + val).decode() == f"{name}\n" * 100 and 16 <= len(val) <= 20
+
+
+def test_val_data_leaves_all_of_train_data(cache, tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("train\n" * 20)
+    (tmp_path / "b.txt").write_text("valid\n" * 20)
+    data = load(cache, tmp_path / "a.txt", val=[str(tmp_path / "b.txt")])
+    assert texts(data.train) == [b"train\n" * 20] and texts(data.val) == [b"valid\n" * 20]
+
+
+def test_max_tokens_caps_each_split_and_stops_early(cache, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(documents_module, "CHUNK", 1000)
+    (tmp_path / "x.txt").write_text("some words here\n" * 10_000)
+    encoded = []
+    real = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda *a: encoded.append(len(a[1])) or real(*a))
+    data = load(cache, tmp_path / "x.txt", max_tokens=50)
+    assert len(ids(data.train)) == len(ids(data.val)) == 50
+    assert sum(encoded) <= 2000
+    assert load(cache, tmp_path / "x.txt").fingerprint != data.fingerprint
+
+
+# ---- Toy data and the built-in corpus ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_size", [256, 50257, 70000])
+def test_toy_data_can_be_learned_down_to_ln_4(cache, tmp_path, vocab_size: int) -> None:
+    def toy(where: Path, seed: int = 3) -> Dataset:
+        return load_dataset(
+            None,
+            None,
+            toy=True,
+            vocab_size=vocab_size,
+            max_tokens=60_000,
+            seed=seed,
+            cache_dir=where,
+        )
+
+    data = toy(cache)
+    walk = np.array(ids(data.train) + ids(data.val))
+    assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
+    successors: dict[int, set[int]] = {}
+    for a, b in zip(walk[:-1].tolist(), walk[1:].tolist(), strict=True):
+        successors.setdefault(a, set()).add(b)
+    assert max(len(s) for s in successors.values()) == 4
+    if vocab_size == 256:
+        pairs = np.zeros((256, 256))
+        np.add.at(pairs, (walk[:-1], walk[1:]), 1)
+        chance = pairs / pairs.sum(1, keepdims=True)
+        loss = -(pairs[pairs > 0] * np.log(chance[pairs > 0])).sum() / pairs.sum()
+        assert abs(loss - math.log(4)) < 0.01 and "1.386" in data.description
+    assert ids(toy(tmp_path / "again").train) == ids(data.train)
+    assert ids(toy(cache, seed=4).train) != ids(data.train)
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory) -> tuple[Dataset, Path]:
+    where = tmp_path_factory.mktemp("stdlib") / "cache"
+    data = load_dataset(None, None, vocab_size=300, max_tokens=200_000, cache_dir=where)
+    return data, where
+
+
+def test_the_built_in_corpus_is_python_source(stdlib) -> None:
+    data, where = stdlib
+    assert data.tokenizer.name == "bpe" and data.tokenizer.vocab_size == 300
+    assert "standard library" in data.description
+    sample = data.tokenizer.decode(ids(data.train)[:50_000])
+    assert "def " in sample and "import " in sample
+    meta = json.loads((where / data.fingerprint / "meta.json").read_text())
+    assert meta["bytes"] > 1_000_000 and meta["documents"] > 100
+    assert (meta["train_tokens"], meta["val_tokens"]) == (200_000, 200_000)
+
+
+def test_a_second_start_reads_the_cache(stdlib, monkeypatch) -> None:
+    data, where = stdlib
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    monkeypatch.setattr("data.corpus.train_bpe", None)
+    lines: list[str] = []
+    again = load_dataset(
+        None, None, vocab_size=300, max_tokens=200_000, cache_dir=where, say=lines.append
+    )
+    assert lines == [] and again.fingerprint == data.fingerprint
+    assert again.train == data.train and again.description == data.description
+    assert again.tokenizer.fingerprint == data.tokenizer.fingerprint
+
+
+def test_a_python_without_its_library_says_so(monkeypatch, tmp_path, cache) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataError, match="--train-data"):
+        load_dataset(None, None, cache_dir=cache)
+    assert not cache.exists()
+
+
+def test_bpe_is_trained_on_the_training_part_only(cache, tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("training words\n" * 50)
+    (tmp_path / "b.txt").write_text("quibble quibble\n" * 50)
+    lines: list[str] = []
+    data = load(
+        cache,
+        tmp_path / "a.txt",
+        val=[str(tmp_path / "b.txt")],
+        tokenizer_name="bpe",
+        say=lines.append,
+    )
+    tokens = data.tokenizer.ranks
+    assert b" words" in tokens and b"quibble" not in tokens
+    assert data.tokenizer.vocab_size < 1024  # so little text has no more pairs: and it is said
+    assert any(str(data.tokenizer.vocab_size) in line for line in lines)
+    assert ids(data.val)[0] == data.tokenizer.eot_id
+
+
+# ---- The cache -----------------------------------------------------------------------------------
+
+
+def test_fingerprint_follows_content_tokenizer_and_split(cache, tmp_path) -> None:
+    path, moved = tmp_path / "x.txt", tmp_path / "elsewhere.txt"
+    for p in (path, moved):
+        p.write_text("words and words\n" * 100)
+    first = load(cache, path).fingerprint
+    assert load(cache, moved).fingerprint == first
+    others = [load(cache, path, val_ratio=0.2), load(cache, path, tokenizer_name="bpe")]
+    path.write_text("words and swords\n" * 100)
+    others.append(load(cache, path))
+    assert len({first, *(other.fingerprint for other in others)}) == 4
+
+
+@pytest.mark.parametrize("damage", ["train.bin", "val.bin", "meta.json", "tokenizer.tiktoken"])
+def test_a_damaged_cache_is_built_anew(cache, tmp_path, damage: str) -> None:
+    (tmp_path / "x.txt").write_text("words and words\n" * 100)
+    data = load(cache, tmp_path / "x.txt")
+    before = ids(data.train)
+    victim = cache / data.fingerprint / damage
+    victim.write_bytes(victim.read_bytes()[:-1] if damage != "meta.json" else b"{")
+    lines: list[str] = []
+    again = load(cache, tmp_path / "x.txt", say=lines.append)
+    assert ids(again.train) == before and any("damaged" in line for line in lines)
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from data import Tokenizer, load_dataset
+real, calls = Tokenizer.encode, []
+def encode(self, text):
+    calls.append(text)
+    if sys.argv[3] == "die" and len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, text)
+Tokenizer.encode = encode
+data = load_dataset([sys.argv[1]], None, tokenizer_name="bpe", cache_dir=Path(sys.argv[2]))
+print(data.fingerprint, data.tokenizer.fingerprint)
+"""
+
+
+def child(text: Path, cache: Path, fate: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", CHILD, str(text), str(cache), fate]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def long_text(tmp_path) -> Path:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(1, 8))) for _ in range(20_000)]
+    (tmp_path / "long.txt").write_text(" ".join(rng.choices(words, k=1_000_000)))
+    return tmp_path / "long.txt"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the lock is POSIX's; there the rename decides")
+def test_processes_that_race_build_once(cache, long_text) -> None:
+    processes = [child(long_text, cache, "live") for _ in range(4)]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    assert sum("training a BPE" in output for output in outputs) == 1
+    assert sum("encoding" in output for output in outputs) == 1
+    assert len({output.splitlines()[-1] for output in outputs}) == 1
+    assert len([path for path in cache.iterdir() if path.name != ".lock"]) == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_killed_builder_leaves_nothing_poisonous(cache, long_text, tmp_path) -> None:
+    killed = child(long_text, cache, "die")
+    assert killed.wait(60) == -signal.SIGKILL
+    left = [path.name for path in cache.iterdir() if path.name != ".lock"]
+    assert len(left) == 1 and left[0].startswith(".tmp-")  # nothing that a reader would open
+    data = load(cache, long_text, tokenizer_name="bpe")
+    assert sorted(os.listdir(cache)) == [".lock", data.fingerprint]
+    fresh = load(tmp_path / "fresh", long_text, tokenizer_name="bpe")
+    assert ids(fresh.train) == ids(data.train) and fresh.fingerprint == data.fingerprint
+
+
+def test_a_failed_build_leaves_no_folder(cache, tmp_path, monkeypatch) -> None:
+    (tmp_path / "x.txt").write_text("words\n" * 100)
+
+    def full(self: Tokenizer, text: str) -> np.ndarray:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Tokenizer, "encode", full)
+    with pytest.raises(DataError, match=f"{cache}: No space left"):
+        load(cache, tmp_path / "x.txt")
+    assert os.listdir(cache) == [".lock"]
+
+
+# ---- Bad input -----------------------------------------------------------------------------------
+
+Bad = tuple[str, bytes, dict, str]
+BAD_FILES: list[Bad] = [
+    ("empty.txt", b"", {}, "empty.txt: the file is empty"),
+    ("latin1.txt", b"caf\xe9 au lait", {}, "latin1.txt: not UTF-8 at byte 3"),
+    ("cut.txt", "né".encode()[:-1], {}, "cut.txt: not UTF-8 at byte 1"),
+    ("late.txt", b"a b " * 2**19 + b"\xff", {}, "late.txt: not UTF-8 at byte 2097152"),
+    ("utf16.txt", "hello".encode("utf-16"), {}, "utf16.txt: the text is UTF-16"),
+    ("binary.txt", b"\x7fELF\x00\x01", {}, "binary.txt: a binary file.*byte 4"),
+    ("picture.png", b"\x89PNG\r\n", {}, "picture.png: not UTF-8 at byte 0"),
+    ("bad.jsonl", b'{"text": "a"}\n{"text": \n', {}, "bad.jsonl:2"),
+    ("no.jsonl", b'{"content": "a"}\n', {}, "no.jsonl:1"),
+    ("number.jsonl", b'{"text": 3}\n', {}, "number.jsonl:1"),
+    ("list.jsonl", b"[1]\n", {}, "list.jsonl:1"),
+    ("deep.jsonl", b"[" * 100_000, {}, "deep.jsonl:1"),
+    ("few.jsonl", b'{"text": "a"}\n' * 3, {}, "few.jsonl: .*3.*--val-ratio.*--val-data"),
+    ("odd.bin", b"\x01\x00\x02", {}, "odd.bin: 3 bytes is odd"),
+    ("ids.bin", b"\x01\x00\x01\x01", {}, "ids.bin: holds id 257, .*byte ends at 256"),
+    ("short.bin", llmc(np.zeros(9, np.uint16), 20240520, 1)[:-2], {}, "short.bin: .*9 tokens"),
+    ("head.bin", llmc(np.zeros(0, np.uint16), 20240520, 1)[:100], {}, "head.bin: "),
+    ("version.bin", llmc(np.zeros(9, np.uint16), 20240520, 3), {}, "version.bin: .*version 3"),
+    ("junk.npy", b"junk", {}, "junk.npy: not a complete .npy"),
+    ("x.bin", b"\x01\x00" * 9, {"tokenizer_name": "bpe"}, "--tokenizer-name bpe: .*x.bin"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD_FILES, ids=[bad[0] for bad in BAD_FILES])
+def test_a_bad_file_is_one_line_and_nothing_is_written(cache, tmp_path, bad: Bad) -> None:
+    name, content, options, message = bad
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load(cache, tmp_path / name, **options)
+    assert "\n" not in str(caught.value)
+    assert not cache.exists() and os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((3, 3), np.uint16), np.zeros(9, np.int64), np.zeros(9, ">u2")]
+)
+def test_a_bad_array_is_one_line(cache, tmp_path, array: np.ndarray) -> None:
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(DataError, match="x.npy: holds"):
+        load(cache, tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["none.txt"], "--train-data none.txt: no such file"),
+        (["*.none"], r"--train-data \*.none: no file matches"),
+        (["."], "--train-data .: no text or token file"),
+        (["pipe"], "--train-data pipe: not a regular file"),
+        (["a.weird", "b.bin"], "--train-data, --val-data: .*token files"),
+    ],
+)
+def test_a_bad_path_names_the_flag(cache, tmp_path, monkeypatch, paths, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.weird").write_text("text")
+    if "b.bin" in paths:
+        (tmp_path / "b.bin").write_bytes(b"\1\0")
+    if "pipe" in paths:
+        getattr(os, "mkfifo", lambda path: pytest.skip("no named pipes here"))("pipe")
+    with pytest.raises(DataError, match=message):
+        load(cache, *paths)
+    with pytest.raises(DataError, match=message.replace("--train-data ", "--val-data ")):
+        load(cache, "a.weird", val=paths)
+    assert not cache.exists()
+
+
+def test_an_unreadable_file_is_one_line(cache, tmp_path, monkeypatch) -> None:
+    (tmp_path / "x.txt").write_text("text")
+
+    def refuse(paths: list[Path]) -> str:
+        raise PermissionError(13, "Permission denied", str(paths[0]))
+
+    monkeypatch.setattr("data.corpus.hash_files", refuse)
+    with pytest.raises(DataError, match="x.txt: Permission denied"):
+        load(cache, tmp_path / "x.txt")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"toy": True}, "--use-toy-data"),
+        ({"tokenizer_name": "toy"}, "--tokenizer-name toy"),
+        ({"tokenizer_name": "gpt9"}, "--tokenizer-name gpt9"),
+        ({"tokenizer_name": "byte", "vocab_size": 300}, "--vocab-size 300"),
+        ({"vocab_size": 300}, "--vocab-size 300: .*gpt2"),
+        ({"tokenizer_name": "bpe", "vocab_size": 256}, "--vocab-size 256"),
+        ({"val_ratio": 0.0}, "--val-ratio 0.0"),
+        ({"val_ratio": 1.0}, "--val-ratio 1.0"),
+        ({"val_ratio": math.nan}, "--val-ratio nan"),
+        ({"max_tokens": 0}, "--max-tokens 0"),
+    ],
+)
+def test_a_bad_flag_is_named(cache, tmp_path, options: dict, message: str) -> None:
+    (tmp_path / "x.txt").write_text("text\n" * 100)
+    with pytest.raises(DataError, match=message):
+        load(cache, tmp_path / "x.txt", **({"tokenizer_name": None} | options))
+    assert not cache.exists()
+
+
+def test_toy_data_takes_no_other_tokenizer(cache) -> None:
+    with pytest.raises(DataError, match="--tokenizer-name byte"):
+        load_dataset(None, None, toy=True, tokenizer_name="byte", cache_dir=cache)
+    with pytest.raises(DataError, match="--vocab-size 7"):
+        load_dataset(None, None, toy=True, vocab_size=7, cache_dir=cache)

