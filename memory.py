@@ -1,7 +1,8 @@
-"""Count bytes: what a forward pass keeps for backward."""
+"""Count bytes: what a forward pass keeps for backward. And tell when there are none left."""
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,3 +34,8 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], object]) -> int:
     with saved_tensors_hooks(note, never):
         forward()
     return sum(kept.values())
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """A GPU says so with a class of its own, the CPU's allocator in its message only."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -309,6 +309,6 @@ class ChunkedHeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor):  # type: ignore[override]
+    def backward(ctx, grad_loss: Tensor):
         grad_x, grad_weight = ctx.saved_tensors
         return grad_loss * grad_x, grad_loss * grad_weight, None, None

@@ -5,15 +5,18 @@
 Token files made elsewhere (nanoGPT, llm.c, .npy) skip all that and are read in place.
 """
 
+import os
 import platform
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -40,8 +43,11 @@ from .tokenizer import (
 )
 
 BPE_TRAINING_CHARS = 10_000_000
+ENCODING_THREADS = min(4, os.cpu_count() or 1)
 TOY_SUCCESSORS = 4
 TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
+Piece = tuple[str, str | None]  # "train" or "val", and a chunk of text; None starts a document
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -255,24 +261,51 @@ def _encode(
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     limit = max_tokens or sys.maxsize
     count_of = {"train": 0, "val": 0}
-    with (
-        open(folder / "train.bin", "wb") as train,
-        open(folder / "val.bin", "wb") as val,
-        tqdm(total=source.size, unit="B", unit_scale=True, disable=None) as bar,
-    ):
-        file_of = {"train": train, "val": val}
+
+    def pieces() -> Iterator[Piece]:
         for split, document in _split_documents(source, count):
             for chunk in chain([None], document):
                 if count_of[split] >= limit:
                     break
-                ids = np.array([tokenizer.eot_id]) if chunk is None else tokenizer.encode(chunk)
-                ids = ids[: limit - count_of[split]]
-                file_of[split].write(ids.astype(dtype).tobytes())
-                count_of[split] += len(ids)
-                bar.update(len(chunk.encode("utf-8", "replace")) if chunk else 0)
+                yield split, chunk
             if min(count_of.values()) >= limit:
-                break
+                return
+
+    def encode(piece: Piece) -> tuple[str, np.ndarray, int]:
+        split, chunk = piece
+        if chunk is None:  # the start of a document
+            return split, np.array([tokenizer.eot_id], dtype), 0
+        return split, tokenizer.encode(chunk).astype(dtype), len(chunk.encode("utf-8", "replace"))
+
+    with (
+        open(folder / "train.bin", "wb") as train,
+        open(folder / "val.bin", "wb") as val,
+        tqdm(total=source.size, unit="B", unit_scale=True, disable=None) as bar,
+        ThreadPoolExecutor(ENCODING_THREADS) as pool,
+    ):
+        file_of = {"train": train, "val": val}
+        for split, ids, n_bytes in _in_order(pool, encode, pieces()):
+            ids = ids[: limit - count_of[split]]
+            file_of[split].write(ids.tobytes())
+            count_of[split] += len(ids)
+            bar.update(n_bytes)
     return {"dtype": dtype, "train_tokens": count_of["train"], "val_tokens": count_of["val"]}
+
+
+def _in_order(
+    pool: Executor, work: Callable[[Piece], Result], items: Iterable[Piece]
+) -> Iterator[Result]:
+    """`map` in threads, but only a few items ahead: Executor.map would take in the whole text.
+
+    Threads do help: tiktoken releases the interpreter lock while it encodes.
+    """
+    waiting: deque[Future[Result]] = deque()
+    for item in items:
+        waiting.append(pool.submit(work, item))
+        if len(waiting) > 2 * ENCODING_THREADS:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 # ---- Toy data and token files --------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_max_tokens_caps_each_split_and_stops_early(cache, tmp_path, monkeypatch
     monkeypatch.setattr(Tokenizer, "encode", lambda *a: encoded.append(len(a[1])) or real(*a))
     data = load(cache, tmp_path / "x.txt", max_tokens=50)
     assert len(ids(data.train)) == len(ids(data.val)) == 50
-    assert sum(encoded) <= 2000
+    assert sum(encoded) < 0.2 * 160_000  # some chunks are in flight when the limit is reached
     assert load(cache, tmp_path / "x.txt").fingerprint != data.fingerprint
 
 

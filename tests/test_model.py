@@ -144,13 +144,14 @@ def test_chunked_head_equals_the_plain_one(n_tokens, n_chunks, ignored):
 
 
 def test_chunked_head_in_float16_keeps_small_gradients():
-    """1 / N, times a small probability, is nothing in float16; the head scales for itself."""
-    x, weight, labels = head_inputs(1024, vocab_size=512)
-    exact = torch.autograd.grad(head_loss(x, weight, labels, 1), x)[0]
+    """A token that never is the label gets gradients of p / N: nearly nothing in float16."""
+    x, weight, labels = head_inputs(1024, vocab_size=4096)
+    labels %= 100
+    exact = torch.autograd.grad(head_loss(x, weight, labels, 1), weight)[0][100:]
     with torch.autocast("cpu", torch.float16):
         loss = head_loss(x, weight, labels, 8)
-    gradient = torch.autograd.grad(loss, x)[0]
-    assert ((gradient - exact).norm() / exact.norm()).item() < 2e-3
+    gradient = torch.autograd.grad(loss, weight)[0][100:]
+    assert ((gradient - exact).norm() / exact.norm()).item() < 0.01
 
 
 # ---- sampling

@@ -1,0 +1,233 @@
+"""The command line of both trainers: flags in groups, each with its unit, default and off-value.
+
+A mistake costs the user one line and exit code 2, before anything is read or written.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from model import RECOMPUTE_POLICIES, MiniGPTConfig
+
+
+class UsageError(ValueError):
+    """Flags that cannot work together: one line that names the flag and the way out."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse prints a screen of usage before the one line that matters."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message.removeprefix('argument ')}\n")
+
+
+def number(kind: type, low: float, high: float = math.inf, *, open: bool = False) -> Callable:
+    """An argparse type: a finite number in [low, high]; with `open`, not the ends themselves."""
+    noun = "a whole number" if kind is int else "a number"
+    if high == math.inf:
+        limits = f"above {low:g}" if open else f"of at least {low:g}"
+    else:
+        limits = f"between {low:g} and {high:g}" if open else f"from {low:g} to {high:g}"
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {noun} {limits}, not {text!r}") from None
+        inside = low < value < high if open else low <= value <= high
+        if not inside or not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"must be {noun} {limits}, not {text}")
+        return value
+
+    return parse
+
+
+def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
+    """The parser of train_minimal.py and train_ddp.py; they differ in where snapshots go."""
+    parser = OneLineParser(
+        prog=prog,
+        description="Train a MiniGPT and see what activation memory costs.",
+        allow_abbrev=False,
+    )
+    count, count_or_zero = number(int, 1), number(int, 0)
+    positive, positive_or_zero = number(float, 0, open=True), number(float, 0)
+
+    # fmt: off
+    # A table: one flag, its type and default, then its help.
+    add = parser.add_argument_group("data").add_argument
+    add("--train-data", nargs="+", metavar="PATH",
+        help="files, folders or globs: text, .jsonl with \"text\", token files .bin or .npy "
+        "(default: Python's own standard library)")
+    add("--val-data", nargs="+", metavar="PATH", help="(default: split off by --val-ratio)")
+    add("--val-ratio", type=number(float, 0, 1, open=True), default=0.1, metavar="SHARE",
+        help="share of the data that validates (default: %(default)s)")
+    add("--tokenizer-name", metavar="NAME",
+        help="bpe (trained on your data), byte, gpt2, any other tiktoken name, FILE.tiktoken "
+        "(default: bpe for the built-in corpus, gpt2 for your own data)")
+    add("--vocab-size", type=count, metavar="N",
+        help="size of a trained bpe (default: 1024), or of the toy data (default: 256)")
+    add("--use-toy-data", action="store_true", help="random tokens whose best loss is known: ln 4")
+    add("--max-tokens", type=count, metavar="N", help="use at most that many tokens (default: all)")
+    add("--data-seed", type=count_or_zero, metavar="N", help="of the shuffle (default: --seed)")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--n-layers", type=count, default=4, metavar="N", help="(default: %(default)s)")
+    add("--n-heads", type=count, default=4, metavar="N", help="(default: %(default)s)")
+    add("--d-model", type=count, default=128, metavar="N", help="channels (default: %(default)s)")
+    add("--d-ff", type=count, metavar="N", help="channels inside the MLP (default: 4 x --d-model)")
+    add("--dropout", type=number(float, 0, 0.99), default=0.0, metavar="P",
+        help="0 = off (default: %(default)s)")
+    add("--max-position-embeddings", type=count, metavar="N",
+        help="longest sequence that the model can ever see, in tokens (default: --seq-len)")
+
+    add = parser.add_argument_group("memory").add_argument
+    add("--use-activation-checkpoint", nargs="?", const="full", default="none", metavar="POLICY",
+        choices=RECOMPUTE_POLICIES,
+        help="what backward recomputes instead of keeping: none, or full = every block from its "
+        "input (default: none; the bare flag means full)")
+    add("--recompute-layers", type=count_or_zero, metavar="N",
+        help="only in the first N blocks (default: all)")
+    add("--loss-chunks", type=count_or_zero, default=0, metavar="N",
+        help="compute head and loss in N chunks of tokens; 1 = at once, 0 = choose (default: 0)")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--batch-size", type=count, default=12, metavar="N",
+        help="sequences per micro-batch and process (default: %(default)s)")
+    add("--seq-len", type=count, default=64, metavar="N", help="tokens (default: %(default)s)")
+    add("--grad-accum-steps", type=count, default=1, metavar="N",
+        help="micro-batches per process and step (default: %(default)s)")
+    add("--num-steps", type=count, default=1000, metavar="N",
+        help="optimizer steps (default: %(default)s)")
+    add("--lr", type=positive, metavar="RATE",
+        help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table)")
+    add("--min-lr", type=positive_or_zero, metavar="RATE",
+        help="at the last step, absolute (default: --lr / 10)")
+    add("--lr-scheduler", choices=("cosine", "linear", "constant"), default="cosine",
+        help="after the warm-up (default: %(default)s)")
+    add("--warmup-steps", type=count_or_zero, metavar="N",
+        help="0 = none (default: a twentieth of --num-steps)")
+    add("--weight-decay", type=positive_or_zero, default=0.1, metavar="X",
+        help="on matrices only, 0 = off (default: %(default)s)")
+    add("--grad-clip-norm", type=positive_or_zero, default=1.0, metavar="X",
+        help="largest gradient norm, 0 = off (default: %(default)s)")
+    add("--seed", type=count_or_zero, default=1337, metavar="N",
+        help="of weights and dropout (default: %(default)s)")
+
+    add = parser.add_argument_group("machine").add_argument
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
+        help="(default: the best there is)")
+    add("--no-amp", action="store_true", help="float32 throughout")
+    add("--amp-dtype", choices=("auto", "bfloat16", "float16"), default="auto",
+        help="(default: bfloat16 where the hardware has it, else float16 on cuda, else float32)")
+    add("--compile", action="store_true", help="torch.compile each block: slow start, fast steps")
+
+    add = parser.add_argument_group("running").add_argument
+    add("--log-interval", type=count_or_zero, default=50, metavar="N",
+        help="steps; the last one always logs, evaluates and saves (default: %(default)s)")
+    add("--eval-interval", type=count_or_zero, default=250, metavar="N",
+        help="steps, 0 = at the end only (default: %(default)s)")
+    add("--save-interval", type=count_or_zero, default=500, metavar="N",
+        help="steps, 0 = at the end only (default: %(default)s)")
+    add("--eval-batches", type=count_or_zero, default=20, metavar="N",
+        help="0 = the whole validation set (default: %(default)s)")
+    add("--checkpoint-path", type=Path, default=Path(checkpoint_path), metavar="FILE",
+        help="the newest snapshot (default: %(default)s)")
+    add("--resume", action="store_true", help="go on from --checkpoint-path")
+    add("--sample-tokens", type=count_or_zero, default=128, metavar="N",
+        help="length of the sample at the end, 0 = none (default: %(default)s)")
+    add("--detect-anomaly", action="store_true",
+        help="find the operation that made a NaN in backward (slow)")
+    # fmt: on
+    return parser
+
+
+def fill_in(args: argparse.Namespace) -> argparse.Namespace:
+    """The defaults that depend on other flags. Raises UsageError for contradictions."""
+    defaults = {
+        "data_seed": args.seed,
+        "d_ff": 4 * args.d_model,
+        "max_position_embeddings": args.seq_len,
+        "lr": 0.4 / args.d_model,
+        "warmup_steps": args.num_steps // 20,
+    }
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.min_lr is None:
+        args.min_lr = args.lr / 10
+    if args.min_lr > args.lr:
+        raise UsageError(f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}")
+    if args.no_amp and args.amp_dtype != "auto":
+        raise UsageError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
+    model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
+    return args
+
+
+def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
+    """The model that the flags ask for. Raises UsageError if it is impossible."""
+    if args.seq_len > args.max_position_embeddings:
+        raise UsageError(
+            f"--seq-len {args.seq_len} is above --max-position-embeddings "
+            f"{args.max_position_embeddings}: raise the latter, or leave it out"
+        )
+    try:
+        return MiniGPTConfig(
+            vocab_size=vocab_size,
+            max_position_embeddings=args.max_position_embeddings,
+            n_layers=args.n_layers,
+            n_heads=args.n_heads,
+            d_model=args.d_model,
+            d_ff=args.d_ff,
+            dropout=args.dropout,
+            recompute=args.use_activation_checkpoint,
+            recompute_layers=args.recompute_layers,
+            loss_chunks=args.loss_chunks,
+        )
+    except ValueError as error:  # it names a field, d_model; the user knows a flag, --d-model
+        names = "|".join(field.name for field in fields(MiniGPTConfig))
+        message = re.sub(rf"\b({names})\b", lambda m: "--" + m[0].replace("_", "-"), str(error))
+        raise UsageError(message) from None
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that --device names. Raises UsageError if it is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        name = next((device for device in there if there[device]), "cpu")
+    if not there.get(name, True):
+        raise UsageError(f"--device {name}: torch {torch.__version__} finds none; try --device cpu")
+    return torch.device(name)
+
+
+def choose_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware has it, else float16 (CUDA only), else float32.
+
+    bfloat16 has float32's range and needs no loss scaling; but a chip without it emulates it,
+    which is slower than float32, on some CPUs a hundred times.
+    """
+    if args.no_amp:
+        return torch.float32
+    if args.amp_dtype == "bfloat16":
+        return torch.bfloat16
+    if args.amp_dtype == "float16":
+        if device.type == "mps":
+            raise UsageError("--amp-dtype float16 needs a GradScaler, which mps lacks: --no-amp")
+        return torch.float16
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float16
+    if device.type == "cpu" and cpu_has_bfloat16():
+        return torch.bfloat16
+    return torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """Has this CPU instructions for bfloat16 matmuls (AVX512-BF16 or AMX)?"""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # no public names yet
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)

@@ -1,0 +1,234 @@
+"""Measure and print: perplexity, time per phase, peak memory, the log line, metrics.jsonl."""
+
+import json
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
+    from snapshot import Resumed
+    from train_minimal import Run
+
+MiB = 2**20
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss in nats): how many equally likely tokens would be as hard to choose from."""
+    return math.exp(min(loss, 700.0))  # exp overflows a float at 710
+
+
+def peak_memory(device: torch.device) -> tuple[int | None, str]:
+    """(bytes, kind): the most memory this process has held at a time.
+
+    kind "cuda": tensors, as PyTorch's allocator counts them. kind "rss": resident memory of the
+    whole process, Python and libraries included (None where the system does not tell).
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "cuda"
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None, "rss"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024, "rss"  # macOS counts in bytes
+
+
+def card_memory(device: torch.device) -> int | None:
+    """Bytes of the GPU's whole memory; None where there is no card."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+class StepClock:
+    """Where a step's time goes, on the host's clock.
+
+    `lap(phase)` books the time since the last lap to that phase; `pause()` drops it, so that
+    evaluating and saving do not count as training. A GPU works on while Python runs ahead: there
+    only the sum of the phases means something, and only because reading the loss waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.total: dict[str, float] = defaultdict(float)  # seconds since the run began
+        self.interval: dict[str, float] = defaultdict(float)  # since the last `end_interval`
+        self.steps = self.interval_steps = 0
+        self.last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.total[phase] += now - self.last
+        self.interval[phase] += now - self.last
+        self.last = now
+
+    def pause(self) -> None:
+        self.last = time.perf_counter()
+
+    def end_step(self) -> None:
+        self.steps += 1
+        self.interval_steps += 1
+
+    def end_interval(self) -> float:
+        """Seconds a step took, on average, since the last call."""
+        seconds = sum(self.interval.values()) / self.interval_steps
+        self.interval.clear()
+        self.interval_steps = 0
+        return seconds
+
+    def steps_per_second(self) -> float:
+        return self.steps / sum(self.total.values())
+
+    def overhead(self) -> float:
+        """Share of the training time that is not forward, backward or optimizer."""
+        work = sum(self.total[phase] for phase in ("forward", "backward", "optimizer"))
+        return 1 - work / max(sum(self.total.values()), 1e-9)
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a log line, on the disk as soon as it is written."""
+
+    def __init__(self, path: Path, resumed_step: int):
+        """Start a new file, or go on with the one there after `resumed_step`.
+
+        The lines of steps that are done again after a crash are dropped first.
+        """
+        kept = []
+        if resumed_step and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                try:
+                    if json.loads(line)["step"] <= resumed_step:
+                        kept.append(line)
+                except (ValueError, KeyError, TypeError):
+                    pass  # the crash cut this line short
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self.file = open(path, "a", encoding="utf-8", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        # JSON has no NaN: null says "not a number" in a way that every reader takes.
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        self.file.write(json.dumps(finite) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl. Raises ValueError if it is none, OSError if unreadable."""
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def format_line(record: dict[str, Any], num_steps: int, card_bytes: int | None = None) -> str:
+    """The log line that a person reads: the same record, in a fixed order.
+
+    `card_bytes`: the GPU's whole memory, to show the peak as a share of it.
+    """
+    width = len(str(num_steps))
+    parts = [
+        f"step {record['step']:>{width}}/{num_steps}",
+        f"epoch {record['epoch']:.2f}",
+        f"lr {record['lr']:.2e}",
+        f"loss {record['train_loss']:.4f} ppl {record['train_ppl']:.2f}",
+    ]
+    if "val_loss" in record:
+        validation = f"val {record['val_loss']:.4f} ppl {record['val_ppl']:.2f}"
+        if record["val_bits_per_byte"] is not None:
+            validation += f" ({record['val_bits_per_byte']:.3f} bits/byte)"
+        parts.append(validation)
+    parts += [
+        f"{record['step_ms']:.1f} ms/step",
+        f"{record['tokens_per_s']:,.0f} tok/s",
+        f"eta {format_time(record['eta_s'])}",
+    ]
+    if record["peak_memory_bytes"] is not None:
+        peak = f"peak {format_bytes(record['peak_memory_bytes'])} {record['peak_memory_kind']}"
+        if card_bytes:
+            peak += f" ({record['peak_memory_bytes'] / card_bytes:.1%} of the card)"
+        parts.append(peak)
+    return " | ".join(parts)
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        units.pop(0)
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:,.1f} {units[0]}"
+
+
+def format_time(seconds: float) -> str:
+    """75 -> '1:15', 3675 -> '1:01:15'."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+# ------------------------------------------------------------- what a person reads, first and last
+
+
+def describe_run(run: "Run", kept: str, resumed: "Resumed | None") -> str:
+    """What is about to happen, before it does. `kept`: what backward will keep."""
+    args, config, device = run.args, run.model.config, run.process.device
+    hardware = f"{torch.get_num_threads()} thread(s)"
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    n_parameters = sum(p.numel() for p in run.model.parameters())
+    micro_batches = args.grad_accum_steps * run.process.world_size
+    epochs = run.train_batches.epoch(args.num_steps * micro_batches)
+    lines = [
+        f"data     {run.data.description}",
+        f"model    {n_parameters:,} parameters: {config.n_layers} layers x {config.d_model}, "
+        f"{config.n_heads} heads, vocabulary {config.vocab_size:,}",
+        f"device   {run.process.world_size} x {device.type} ({hardware}), "
+        f"{str(run.precision).removeprefix('torch.')}",
+        f"batch    {micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a step, "
+        f"{args.num_steps:,} steps, {epochs:.2f} epochs",
+        f"memory   {kept}",
+    ]
+    if resumed is not None:
+        if resumed.damage:
+            lines.append(f"resume   {resumed.damage}; taking the one before")
+        lines.append(f"resume   {resumed.path}, step {run.step:,}")
+    elif args.checkpoint_path.exists():
+        lines.append(f"note     {args.checkpoint_path} will be replaced (--resume continues it)")
+    return "\n".join(lines)
+
+
+def describe_result(
+    run: "Run", record: dict[str, Any], sample: str, seconds_before: float, seconds: float
+) -> str:
+    """The last screen: what came out, what it cost, where it lies, what to try next."""
+    args, device = run.args, run.process.device
+    tokens = args.seq_len * run.identity["data"]["sequences_per_step"]
+    speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
+    if device.type == "cpu":  # elsewhere the host's clock does not see what the device does
+        speed += f", {run.clock.overhead():.1%} of the time outside forward, backward, optimizer"
+    validation = f"loss {record['val_loss']:.4f}, perplexity {record['val_ppl']:.2f}"
+    if record["val_bits_per_byte"] is not None:
+        validation += f", {record['val_bits_per_byte']:.3f} bits/byte"
+    peak, kind = peak_memory(device)
+    best = args.checkpoint_path.with_name(args.checkpoint_path.stem + ".best.pt")
+    lines = [
+        "",
+        f"train    loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}",
+        f"val      {validation}",
+        f"speed    {speed}",
+        f"memory   peak {format_bytes(peak or 0)} ({kind})",
+        f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
+        f"saved    {args.checkpoint_path} (lowest validation loss: {best})",
+        f"next     python -m scripts.generate --checkpoint-path {args.checkpoint_path}",
+    ]
+    if sample:
+        lines = ["", "sample", *("    " + line for line in sample.splitlines()), *lines]
+    return "\n".join(lines)

@@ -1,0 +1,166 @@
+"""Save and load snapshots: one file that holds everything a run needs to go on.
+
+A snapshot is a dict of plain types and tensors, written by `torch.save` and read with
+`weights_only=True`, so that opening somebody's file never runs their code. The file that
+`--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
+before) and `.best.pt` (lowest validation loss).
+
+What is *not* in it: random-number state and the position in the data. Both are functions of the
+step (see `train_minimal.train_step`), and what need not be saved cannot be restored wrongly.
+"""
+
+import os
+import pickle
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+
+# What a run needs to go on. `config`, `args` and `tokenizer` also let scripts/generate.py work
+# from the file alone.
+KEYS = "model optimizer scaler step config args tokenizer data best_val_loss".split()
+
+
+class SnapshotError(ValueError):
+    """A snapshot cannot be written, read or continued; one line that says why and what to do."""
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """`checkpoints/run.pt`, `.prev.pt` -> `checkpoints/run.prev.pt`."""
+    return path.with_name(path.stem + suffix)
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of `path` and raise SnapshotError if no snapshot could be written there.
+
+    Called before training: hours later is a bad time to learn of a typing error.
+    """
+    if path.is_dir():
+        raise SnapshotError(f"--checkpoint-path: {path} is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise SnapshotError(f"--checkpoint-path: cannot write to {path.parent}: {reason}") from None
+
+
+def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
+    """Write `state` to `path` so that a crash at any moment leaves a complete snapshot.
+
+    Never in place: a process that dies half-way through overwriting its only snapshot has lost
+    the run. The new file is complete, and on the disk (fsync), before a rename, which is atomic,
+    gives it its name. With `keep_previous` the file that had the name becomes `.prev.pt`.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if keep_previous and path.exists():
+            os.replace(path, beside(path, ".prev.pt"))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def read_snapshot(path: Path) -> State:
+    """Read one snapshot file onto the CPU.
+
+    The CPU, because a copy on the GPU beside the model and optimizer would take their memory a
+    second time. The checksums first: `torch.load` does not look at those that `torch.save` wrote,
+    and takes a flipped bit for a weight.
+
+    Raises SnapshotError: missing, damaged, or not a snapshot of this project.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise SnapshotError(f"{path} is damaged (checksum of {damaged} is wrong)")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise SnapshotError(f"there is no snapshot {path}") from None
+    except pickle.UnpicklingError:
+        raise SnapshotError(f"{path} holds more than plain data: refused") from None
+    except (zipfile.BadZipFile, EOFError, RuntimeError, KeyError):
+        raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
+    except OSError as error:
+        raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
+    missing = [key for key in KEYS if not isinstance(state, dict) or key not in state]
+    if missing:
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (it has no {', '.join(missing)})")
+    return state
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A snapshot to go on from: its contents, its file, and why that is not the newest one."""
+
+    state: State
+    path: Path
+    damage: str | None = None
+
+
+def load_newest(path: Path) -> Resumed:
+    """The snapshot at `path`, or, if that is gone or damaged, the one before it.
+
+    Raises SnapshotError if neither can be read.
+    """
+    previous = beside(path, ".prev.pt")
+    if not path.exists() and not previous.exists():
+        raise SnapshotError(
+            f"--resume: there is no snapshot {path}; start without --resume, "
+            "or name the file with --checkpoint-path"
+        )
+    try:
+        return Resumed(read_snapshot(path), path)
+    except SnapshotError as error:
+        if not previous.exists():
+            raise SnapshotError(f"--resume: {error}") from None
+        return Resumed(read_snapshot(previous), previous, damage=str(error))
+
+
+def check_resumable(saved: State, now: State, path: Path) -> None:
+    """Raise SnapshotError if a run that is identified by `now` cannot go on from `saved`.
+
+    Free to change: how memory is spent (it changes no result), learning rate, number of steps,
+    intervals, and the number of processes as long as the batch of all of them together stays.
+    """
+    shape = "n_layers n_heads d_model d_ff max_position_embeddings dropout vocab_size".split()
+    rows = [("--tokenizer-name", saved["tokenizer"].get("name"), now["tokenizer"]["name"])]
+    rows += [(flag(name), saved["config"].get(name), now["config"][name]) for name in shape]
+    for name in ("seq_len", "seed", "data_seed"):
+        rows.append((flag(name), saved["args"].get(name), now["args"][name]))
+    for name in ("description", "fingerprint"):
+        rows.append(("--train-data", saved["data"].get(name), now["data"][name]))
+    for name, before, after in rows:
+        if before != after:
+            raise SnapshotError(
+                f"{name}: {path} was trained with {before}, this run has {after}; pass the old "
+                "value to resume, or another --checkpoint-path to start a new run"
+            )
+    before, after = saved["data"]["sequences_per_step"], now["data"]["sequences_per_step"]
+    if before != after:
+        steps = now["args"]["grad_accum_steps"] * before / after
+        way_out = f"--grad-accum-steps {steps:.0f}" if steps == int(steps) else "the old batch"
+        raise SnapshotError(
+            f"--batch-size: {path} was trained with {before} sequences a step over all processes, "
+            f"this run has {after}; {way_out} fits"
+        )
+
+
+def flag(name: str) -> str:
+    """`n_layers` -> `--n-layers`."""
+    return "--" + name.replace("_", "-")

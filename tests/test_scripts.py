@@ -1,0 +1,90 @@
+"""The scripts work from what a run leaves behind, and answer mistakes in one line."""
+
+import os
+import shutil
+
+import pytest
+from runs import TINY, run
+
+from flags import build_parser
+from scripts import generate, plot_metrics
+from train_minimal import main as train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trained") / "run.pt"
+    assert train([*TINY, "--checkpoint-path", str(path), "--eval-interval", "5"]) == 0
+    return path
+
+
+def test_generate_needs_the_snapshot_only(trained, tmp_path, capsys, monkeypatch):
+    alone = tmp_path / "alone.pt"
+    shutil.copy(trained, alone)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--checkpoint-path", str(alone), "--max-new-tokens", "7", "--prompt", "3 1 2"]
+    outputs = []
+    for seed in ("1", "1", "2"):
+        assert generate.main([*flags, "--seed", seed, "--num-samples", "2"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+    first, second = outputs[0].split("\n----------------\n")
+    assert first.startswith("3 1 2 ") and len(first.split()) == 10 and first != second
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--checkpoint-path", "nowhere.pt"], "there is no snapshot nowhere.pt"),
+        (["--temperature", "-1"], "--temperature: must be"),
+        (["--prompt", "words"], "--prompt"),
+    ],
+)
+def test_generate_mistakes(trained, capsys, flags, message):
+    argv = [*([] if "--checkpoint-path" in flags else ["--checkpoint-path", str(trained)]), *flags]
+    try:
+        code = generate.main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and line.startswith("error: ") and message in line
+
+
+def test_plot_draws_several_runs(trained, tmp_path):
+    pytest.importorskip("matplotlib")
+    metrics = trained.with_name("run.metrics.jsonl")
+    other = tmp_path / "other.metrics.jsonl"
+    shutil.copy(metrics, other)
+    picture = tmp_path / "curves.png"
+    assert plot_metrics.main([str(metrics), str(other), "--output", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", ["", "not json", "[1, 2]", '{"loss": 3}'])
+def test_plot_mistakes(tmp_path, capsys, content):
+    file = tmp_path / "x.metrics.jsonl"
+    file.write_text(content)
+    assert plot_metrics.main([str(file), "--output", str(tmp_path / "x.png")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "x.metrics.jsonl" in line
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "program", "sequences"),
+    [("gpt2_small", "python", 480), ("gpt2_small_ddp", "torchrun", 512)],
+)
+def test_recipes_run_and_know_their_flags(tmp_path, recipe, program, sequences):
+    """With a stand-in for python and torchrun that only shows what it was started with."""
+    stand_in = tmp_path / program
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = ["bash", f"scripts/{recipe}.sh", "my text.txt", "--lr", "1"]
+    result = run(command, PATH=path, GPUS="4")
+    words = result.stdout.splitlines()
+    args = build_parser("test", "x.pt").parse_args(words[words.index("--train-data") :])
+    assert args.train_data == ["my text.txt"] and args.lr == 1
+    processes = 4 if program == "torchrun" else 1
+    assert args.batch_size * args.grad_accum_steps * processes == sequences
+    assert run(["bash", f"scripts/{recipe}.sh"]).returncode == 2

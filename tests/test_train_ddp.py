@@ -1,0 +1,63 @@
+"""Two processes are one process with twice the micro-batches: to the bit."""
+
+import pytest
+import torch
+from runs import metrics, same, snapshot, torchrun, train
+
+FULL = "--use-activation-checkpoint"
+
+
+def weights(path):
+    return snapshot(path)["model"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--no-amp",), pytest.param(("--amp-dtype=bfloat16", FULL), marks=pytest.mark.slow)],
+    ids=["fp32", "bf16 recompute"],
+)
+def test_two_processes_equal_one_with_two_micro_batches(tmp_path, flags):
+    """Weights, losses, validation loss; 12 validation windows in batches of 5 are 5, 5 and 2."""
+    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
+    both = (*flags, "--batch-size=5", "--eval-interval=7")
+    train(one, *both, "--grad-accum-steps=2")
+    torchrun(two, *both)
+    assert same(weights(one), weights(two))
+    assert same(snapshot(one)["optimizer"]["state"], snapshot(two)["optimizer"]["state"])
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a["train_loss"] == b["train_loss"]
+        if "val_loss" in a:
+            assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-6)
+
+
+def test_snapshots_go_from_one_trainer_to_the_other(tmp_path):
+    """1 -> 2 -> 1 processes with the same batch: still the same weights."""
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    constant = ("--lr-scheduler=constant", "--warmup-steps=0", "--lr=1e-2", FULL)
+    train(whole, *constant, "--grad-accum-steps=2", "--num-steps=9")
+    train(path, *constant, "--grad-accum-steps=2", "--num-steps=3")
+    torchrun(path, *constant, "--resume", "--num-steps=6")
+    train(path, *constant, "--resume", "--grad-accum-steps=2", "--num-steps=9")
+    assert same(weights(path), weights(whole))
+    assert not [name for name in weights(path) if name.startswith(("module.", "_orig_mod."))]
+
+
+@pytest.mark.slow
+def test_four_micro_batches_in_two_processes(tmp_path):
+    """((a + b) + c) + d is not (a + c) + (b + d) in the last bit, and nothing more than that."""
+    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
+    flags = ("--no-amp", "--num-steps=1")
+    train(one, *flags, "--grad-accum-steps=4")
+    torchrun(two, *flags, "--grad-accum-steps=2")
+    # After one step Adam's first moment is a tenth of the (clipped) gradient.
+    moments = [snapshot(path)["optimizer"]["state"].values() for path in (one, two)]
+    for a, b in zip(*moments, strict=True):
+        assert (a["exp_avg"] - b["exp_avg"]).norm() <= 1e-6 * a["exp_avg"].norm()
+
+
+def test_ranks_end_with_the_same_weights(tmp_path):
+    """With no_sync in play: a rank that steps on gradients of its own drifts at once."""
+    torchrun(tmp_path / "run.pt", "--grad-accum-steps=2", script="tests/ddp_all_ranks_save.py")
+    first, second = (torch.load(tmp_path / f"run.rank{rank}.pt") for rank in (0, 1))
+    assert same(first, second)
+    assert same(first, weights(tmp_path / "run.pt"))

@@ -1,0 +1,421 @@
+"""The loop: resumes to the bit, schedules, logs what happened, and answers mistakes in one line."""
+
+import math
+import re
+import sys
+
+import pytest
+import torch
+from runs import TINY, metrics, run, same, snapshot, train
+
+import train_minimal
+from flags import build_parser, cpu_has_bfloat16, fill_in
+from metrics import format_line
+from train_minimal import learning_rate, main
+
+FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
+LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
+
+
+def train_here(path, *flags: str) -> int:
+    """Like runs.train, but in this process, whose random state is somewhere else each time."""
+    torch.rand(int(torch.randint(1, 100, ())))
+    return main([*TINY, "--checkpoint-path", str(path), *flags])
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_after(step: int, monkeypatch) -> None:
+    real = train_minimal.train_step
+
+    def train_step(run):
+        if run.step > step:
+            raise Crash
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+
+
+def logged(path) -> list[tuple]:
+    return [tuple(record.get(key) for key in LOSSES) for record in metrics(path)]
+
+
+# ---- resumed == uninterrupted
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Final snapshot and metrics of the run that nothing happened to, by its flags."""
+    done = {}
+
+    def get(*flags: str):
+        if flags not in done:
+            path = tmp_path_factory.mktemp("whole") / "run.pt"
+            assert train_here(path, *flags) == 0
+            done[flags] = snapshot(path), logged(path)
+        return done[flags]
+
+    return get
+
+
+@pytest.mark.parametrize("stop", [1, 9, 12, 19], ids=["first", "middle", "epoch", "last"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("precision", [FP32, BF16])
+def test_resumed_equals_uninterrupted(
+    tmp_path, monkeypatch, uninterrupted, precision, policy, stop
+):
+    flags = (precision, f"{FULL}={policy}", "--eval-interval=4")
+    path = tmp_path / "run.pt"
+    crash_after(stop, monkeypatch)
+    with pytest.raises(Crash):
+        train_here(path, *flags, f"--save-interval={stop}")
+    assert snapshot(path)["step"] == stop
+    monkeypatch.undo()
+    assert train_here(path, *flags, "--resume") == 0
+    whole, whole_log = uninterrupted(*flags)
+    resumed = snapshot(path)
+    for key in ("model", "optimizer", "scaler", "step", "best_val_loss"):
+        assert same(resumed[key], whole[key]), key
+    assert logged(path) == whole_log
+
+
+def test_float16_scaler_resumes(tmp_path, monkeypatch, uninterrupted):
+    flags = ("--amp-dtype=float16",)
+    path = tmp_path / "run.pt"
+    crash_after(9, monkeypatch)
+    with pytest.raises(Crash):
+        train_here(path, *flags, "--save-interval=9")
+    assert snapshot(path)["scaler"]["_growth_tracker"] == 9
+    monkeypatch.undo()
+    assert train_here(path, *flags, "--resume") == 0
+    whole, _ = uninterrupted(*flags)
+    assert same(snapshot(path)["model"], whole["model"])
+    assert same(snapshot(path)["scaler"], whole["scaler"])
+
+
+def test_resumed_in_another_process(tmp_path):
+    """Once as a user does it: three processes, the policy changed on the way."""
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    train(whole)
+    train(parts, "--num-steps=12", "--lr-scheduler=constant", "--warmup-steps=1")
+    train(parts, "--resume", FULL, "--lr-scheduler=constant", "--warmup-steps=1")
+    train(whole, "--lr-scheduler=constant", "--warmup-steps=1")
+    assert same(snapshot(whole)["model"], snapshot(parts)["model"])
+
+
+def test_recompute_changes_no_weight(uninterrupted):
+    for precision in (FP32, BF16):
+        none, _ = uninterrupted(precision, f"{FULL}=none", "--eval-interval=4")
+        full, _ = uninterrupted(precision, f"{FULL}=full", "--eval-interval=4")
+        assert same(none["model"], full["model"])
+
+
+def test_evaluating_more_often_changes_no_weight(uninterrupted):
+    often, _ = uninterrupted("--eval-interval=1")
+    seldom, _ = uninterrupted("--eval-interval=0")
+    assert same(often["model"], seldom["model"])
+
+
+def test_dropout_differs_between_steps_and_seeds(uninterrupted):
+    a, _ = uninterrupted("--seed=1")
+    b, _ = uninterrupted("--seed=2")
+    assert not same(a["model"], b["model"])
+    assert len({train_minimal.seed_of(s, n) for s in range(20) for n in range(200)}) == 4000
+
+
+def test_finished_run_says_so(tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    assert train_here(path) == 0
+    before = path.read_bytes()
+    assert train_here(path, "--resume") == 0
+    assert "already at step 20" in capsys.readouterr().out
+    assert path.read_bytes() == before
+
+
+def test_more_steps_may_be_asked_for(tmp_path):
+    path = tmp_path / "run.pt"
+    assert train_here(path) == 0
+    assert train_here(path, "--resume", "--num-steps=25", "--lr=1e-4") == 0
+    assert snapshot(path)["step"] == 25
+    assert [record["step"] for record in metrics(path)] == list(range(1, 26))
+
+
+def test_best_snapshot_survives_a_resumed_run_that_gets_worse(tmp_path):
+    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
+    assert train_here(path) == 0
+    before = best.read_bytes()
+    worse = ("--num-steps=22", "--lr=3", "--eval-interval=1", "--lr-scheduler=constant")
+    assert train_here(path, "--resume", *worse) == 0
+    assert metrics(path)[-1]["val_loss"] > metrics(path)[19]["val_loss"]
+    assert best.read_bytes() == before
+
+
+# ---- the learning rate and the batch
+
+
+def arguments(*flags: str):
+    return fill_in(build_parser("test", "x.pt").parse_args(flags))
+
+
+def test_learning_rate():
+    args = arguments("--lr=1", "--min-lr=0.1", "--warmup-steps=10", "--num-steps=110")
+    rates = [learning_rate(step, args) for step in range(1, 111)]
+    assert rates[0] == 0.1 and rates[9] == 1  # up in equal steps
+    assert rates[59] == pytest.approx(0.55)  # half-way down at half time
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
+    args.lr_scheduler = "linear"
+    assert learning_rate(35, args) == pytest.approx(1 - 0.25 * 0.9)
+    args.lr_scheduler = "constant"
+    assert learning_rate(110, args) == 1
+    assert learning_rate(1, arguments("--warmup-steps=0", "--lr=1")) == pytest.approx(1, rel=1e-4)
+
+
+def test_defaults_that_depend_on_others():
+    args = arguments("--d-model=768", "--n-heads=12", "--num-steps=1000", "--seq-len=1024")
+    assert args.lr == pytest.approx(5.2e-4, rel=0.01)
+    assert (args.min_lr, args.warmup_steps) == (args.lr / 10, 50)
+    assert (args.d_ff, args.max_position_embeddings, args.data_seed) == (3072, 1024, args.seed)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
+    """4 x 2 sequences and 1 x 8 are the same step, up to the order of float32 sums."""
+    one, four = tmp_path / "one.pt", tmp_path / "four.pt"
+    flags = (FP32, "--dropout=0", "--num-steps=3")
+    assert train_here(one, *flags, "--batch-size=8") == 0
+    assert train_here(four, *flags, "--batch-size=2", "--grad-accum-steps=4") == 0
+    for a, b in zip(metrics(one), metrics(four), strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+def test_clipping_sees_true_gradients(tmp_path):
+    """float16 gradients are scaled by thousands; the norm that is clipped and logged is not."""
+    scaled, plain = tmp_path / "scaled.pt", tmp_path / "plain.pt"
+    assert train_here(scaled, "--amp-dtype=float16", "--num-steps=2") == 0
+    assert train_here(plain, FP32, "--num-steps=2") == 0
+    for a, b in zip(metrics(scaled), metrics(plain), strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.02)
+
+
+def test_weight_decay_is_for_matrices(tmp_path):
+    args = arguments("--weight-decay=0.3")
+    model = train_minimal.MiniGPT(train_minimal.model_config(args, 31))
+    optimizer = train_minimal.make_optimizer(model, args, torch.device("cpu"))
+    decayed, free = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.3 and free["weight_decay"] == 0
+    assert all(p.dim() == 2 for p in decayed["params"]) and all(
+        p.dim() == 1 for p in free["params"]
+    )
+    assert sum(len(g["params"]) for g in (decayed, free)) == len(list(model.parameters()))
+
+
+def test_precision_follows_the_hardware(monkeypatch):
+    cpu = torch.device("cpu")
+    for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("flags.cpu_has_bfloat16", lambda has=has: has)
+        assert train_minimal.choose_precision(arguments(), cpu) == dtype
+    assert train_minimal.choose_precision(arguments(BF16), cpu) == torch.bfloat16
+    assert train_minimal.choose_precision(arguments(FP32), cpu) == torch.float32
+    assert isinstance(cpu_has_bfloat16(), bool)
+
+
+# ---- what is printed and written
+
+LINE = re.compile(
+    r"step +(\d+)/20 \| epoch (\S+) \| lr (\S+) \| loss (\S+) ppl (\S+) \| "
+    r"(?:val (\S+) ppl (\S+) \| )?(\S+) ms/step \| (\S+) tok/s \| eta (\S+) \| peak (\S+) MiB rss"
+)
+
+
+def test_lines_and_metrics_say_the_same(tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--log-interval=5", "--eval-interval=10") == 0
+    lines = [m for m in map(LINE.fullmatch, capsys.readouterr().out.splitlines()) if m]
+    records = metrics(path)
+    assert [r["step"] for r in records] == [5, 10, 15, 20] == [int(m[1]) for m in lines]
+    for match, record in zip(lines, records, strict=True):
+        assert float(match[4]) == pytest.approx(record["train_loss"], abs=1e-4)
+        assert record["train_ppl"] == pytest.approx(math.exp(record["train_loss"]))
+        assert record["tokens_per_s"] == pytest.approx(2 * 16 * 1000 / record["step_ms"])
+        assert record["eta_s"] == pytest.approx((20 - record["step"]) * record["step_ms"] / 1000)
+        assert record["epoch"] == pytest.approx(record["step"] * 2 / 12)
+        assert ("val_loss" in record) == (match[6] is not None) == (record["step"] % 10 == 0)
+        assert record["peak_memory_kind"] == "rss" and record["peak_memory_bytes"] > 50e6
+
+
+def test_first_lines_tell_what_backward_keeps(tmp_path, capsys):
+    assert train_here(tmp_path / "run.pt", FULL, "--num-steps=1") == 0
+    out = capsys.readouterr().out
+    kept = re.search(r"keeps ([\d.]+) KiB with recompute full, ([\d.]+) KiB without", out)
+    assert kept and 0 < float(kept[1]) < 0.6 * float(kept[2])
+
+
+def test_line_shows_the_share_of_the_card():
+    record = dict(step=1, epoch=0, lr=1, train_loss=1, train_ppl=1, step_ms=1, tokens_per_s=1)
+    record |= dict(eta_s=3700, peak_memory_bytes=2**30, peak_memory_kind="cuda")
+    assert format_line(record, 20, card_bytes=2**32).endswith(
+        "eta 1:01:40 | peak 1.0 GiB cuda (25.0% of the card)"
+    )
+
+
+def test_snapshots_beside_each_other(tmp_path):
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--save-interval=5", "--eval-interval=5") == 0
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {"run.pt", "run.prev.pt", "run.best.pt", "run.metrics.jsonl"}
+    assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [20, 15]
+    best = snapshot(tmp_path / "run.best.pt")
+    losses = {r["step"]: r["val_loss"] for r in metrics(path) if "val_loss" in r}
+    assert best["best_val_loss"] == min(losses.values()) == losses[best["step"]]
+
+
+@pytest.mark.slow
+def test_compiled_blocks(tmp_path):
+    """torch.compile leaves names alone and, with recompute outside of it, the loss as well."""
+    plain, compiled, recomputed = (tmp_path / f"{name}.pt" for name in "abc")
+    flags = ("--num-steps=5", "--dropout=0", FP32)
+    train(plain, *flags)
+    train(compiled, *flags, "--compile")
+    train(recomputed, *flags, "--compile", FULL)
+    assert snapshot(plain)["model"].keys() == snapshot(compiled)["model"].keys()
+    for path in (compiled, recomputed):
+        for a, b in zip(metrics(plain), metrics(path), strict=True):
+            assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
+
+
+# ---- mistakes: one line, exit code 2, nothing written
+
+MISTAKES = {
+    "zero": ("--batch-size=0", "--batch-size: must be a whole number of at least 1"),
+    "negative": ("--num-steps=-3", "--num-steps: must be a whole number"),
+    "nan": ("--lr=nan", "--lr: must be a number above 0"),
+    "infinite": ("--weight-decay=inf", "--weight-decay: must be a number"),
+    "text": ("--seq-len=long", "--seq-len: must be a whole number"),
+    "ratio": ("--val-ratio=1", "--val-ratio: must be a number between 0 and 1"),
+    "unknown flag": ("--learning-rate=1", "unrecognized arguments: --learning-rate=1"),
+    "unknown policy": ("--use-activation-checkpoint=some", "--use-activation-checkpoint: invalid"),
+    "heads": ("--n-heads=3", "--d-model (16) must be divisible by --n-heads (3)"),
+    "too long": (
+        "--max-position-embeddings=8",
+        "--seq-len 16 is above --max-position-embeddings 8",
+    ),
+    "layers": ("--recompute-layers=9", "--recompute-layers"),
+    "min above max": ("--min-lr=1", "--min-lr 1 is above --lr"),
+    "contradiction": ("--no-amp --amp-dtype=float16", "--no-amp"),
+    "no cuda": ("--device=cuda", "--device cuda"),
+    "no snapshot": ("--resume", "--resume: there is no snapshot"),
+    "window": ("--seq-len=999", "--seq-len"),
+    "unknown tokenizer": ("--tokenizer-name=nonesuch", "--tokenizer-name"),
+    "missing data": ("--train-data=no/such/file.txt --tokenizer-name=bpe", "no/such/file.txt"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_cost_one_line(tmp_path, capsys, monkeypatch, mistake):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    flags, message = MISTAKES[mistake]
+    argv = [*TINY, "--checkpoint-path", str(tmp_path / "new" / "run.pt"), *flags.split()]
+    if mistake in ("unknown tokenizer", "missing data"):
+        for word in ("--use-toy-data", "--vocab-size", "31"):
+            argv.remove(word)
+    try:
+        code = main(argv)
+    except SystemExit as stop:  # argparse leaves that way
+        code = stop.code
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def resume_mistake(tmp_path, capsys, *flags: str) -> str:
+    path = tmp_path / "run.pt"
+    if not path.exists():
+        assert train_here(path, "--num-steps=2") == 0
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    capsys.readouterr()
+    assert train_here(path, "--resume", *flags) == 2
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--n-layers=3", "--n-layers: .* was trained with 2, this run has 3"),
+        ("--d-model=32", "--d-model: .* was trained with 16, this run has 32"),
+        ("--vocab-size=32", "--vocab-size: .* was trained with 31, this run has 32"),
+        ("--seq-len=8 --max-position-embeddings=16", "--seq-len: .* 16, this run has 8"),
+        ("--seed=5", "--seed: .* was trained with 1337, this run has 5"),
+        ("--data-seed=5", "--data-seed: .* was trained with 3, this run has 5"),
+        ("--dropout=0", "--dropout: .* was trained with 0.1, this run has 0"),
+        ("--max-tokens=100", "--train-data"),
+        ("--batch-size=1", "--batch-size: .* 2 sequences .* --grad-accum-steps 2 fits"),
+    ],
+)
+def test_resuming_another_run_is_refused(tmp_path, capsys, flags, message):
+    assert re.search(message, resume_mistake(tmp_path, capsys, *flags.split()))
+
+
+@pytest.mark.parametrize("content", [b"", b"no snapshot at all", bytes(range(256)) * 8])
+def test_resuming_from_something_else_is_refused(tmp_path, capsys, content):
+    (tmp_path / "run.pt").write_bytes(content)
+    line = resume_mistake(tmp_path, capsys)
+    assert "run.pt" in line and "snapshot" in line
+
+
+def test_resuming_from_a_mere_model_is_refused(tmp_path, capsys):
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "run.pt")
+    assert "no MiniGPT snapshot" in resume_mistake(tmp_path, capsys)
+
+
+def test_unwritable_checkpoint_path(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert train_here(tmp_path / "file" / "run.pt") == 2
+    assert train_here(tmp_path) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("--checkpoint-path" in line for line in lines)
+
+
+def test_mistake_in_a_real_process(tmp_path):
+    result = train(tmp_path / "run.pt", "--d-model=15", expect=2)
+    assert result.stderr == "error: --d-model (15) must be divisible by --n-heads (2)\n"
+    result = run([sys.executable, "train_ddp.py"])
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: train_ddp.py is started by torchrun")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("[..] can't allocate memory: .")],
+)
+@pytest.mark.parametrize(
+    ("flags", "knob"),
+    [
+        ((), "try --use-activation-checkpoint"),
+        ((FULL,), "try --batch-size 1 --grad-accum-steps 2"),
+        ((FULL, "--batch-size=1"), "shorter --seq-len"),
+    ],
+)
+def test_out_of_memory_names_the_next_knob(tmp_path, monkeypatch, capsys, error, flags, knob):
+    def train_step(run):
+        raise error
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    assert train_here(tmp_path / "run.pt", *flags) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: out of memory with --batch-size") and knob in line
+
+
+def test_other_runtime_errors_are_bugs(tmp_path, monkeypatch):
+    def train_step(run):
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    with pytest.raises(RuntimeError, match="shape"):
+        train_here(tmp_path / "run.pt")

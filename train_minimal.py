@@ -1,0 +1,493 @@
+"""Train a MiniGPT on one device, and see what activation memory costs.
+
+The main job: the built-in corpus (Python's own standard library), a tokenizer trained on it, a
+small GPT with an activation checkpoint around each block; about two minutes on a laptop:
+    python train_minimal.py --use-activation-checkpoint
+
+GPT-2 small on your own text, on one GPU:
+    python train_minimal.py --train-data data/train.txt --n-layers 12 --n-heads 12 --d-model 768 \
+        --d-ff 3072 --seq-len 1024 --batch-size 2 --num-steps 10000 --use-activation-checkpoint
+
+Go on where a run stopped (same flags, plus one):
+    python train_minimal.py --use-activation-checkpoint --resume
+
+Several devices: see train_ddp.py, which is the list of differences.
+
+Read it from top to bottom: learning_rate, train_step, evaluate, train; then how a run is set up,
+and the flags.
+"""
+
+import os
+import time
+
+PROCESS_START = time.perf_counter()  # before `import torch`, which takes a second or two
+# Idle OpenMP threads should soon sleep: by default they spin for long, and on a busy machine that
+# takes the cores away from the threads that have work. Read when the library is loaded, so it must
+# stand before `import torch`.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from data import DataError, Dataset, TrainBatches, ValBatches, load_dataset
+from flags import (
+    UsageError,
+    build_parser,
+    choose_device,
+    choose_precision,
+    fill_in,
+    model_config,
+)
+from memory import is_out_of_memory, kept_for_backward
+from metrics import (
+    MetricsFile,
+    StepClock,
+    card_memory,
+    describe_result,
+    describe_run,
+    format_bytes,
+    format_line,
+    peak_memory,
+    perplexity,
+)
+from model import MiniGPT, MiniGPTConfig
+from snapshot import (
+    SnapshotError,
+    State,
+    beside,
+    check_resumable,
+    check_writable,
+    load_newest,
+    save_snapshot,
+)
+
+
+class OneProcess:
+    """What the loop asks of the world when there is one process. train_ddp.py has the other one."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def start(self) -> None:
+        """Meet the other processes. Called when data and flags are known to be good."""
+
+    def wrap(self, model: MiniGPT) -> nn.Module:
+        """The model that the loop calls."""
+        return model
+
+    def sync_gradients(self, model: nn.Module, now: bool) -> AbstractContextManager[Any]:
+        """A context for forward *and* backward: average gradients over processes, or not yet."""
+        return nullcontext()
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Each value summed over all processes."""
+        return values
+
+    def say(self, line: str) -> None:
+        """Print a line once, however many processes there are, beside the progress bar."""
+        tqdm.write(line)
+
+    def close(self) -> None:
+        """Leave the other processes."""
+
+
+@dataclass
+class Run:
+    """One training run: what the functions below share."""
+
+    args: argparse.Namespace
+    process: OneProcess
+    data: Dataset
+    identity: State  # what a snapshot says about the run: config, flags, tokenizer, data
+    model: MiniGPT
+    wrapped: nn.Module  # the model as the loop calls it: itself, or in DDP's wrapper
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    precision: torch.dtype
+    train_batches: TrainBatches
+    val_batches: ValBatches
+    token_bytes: Tensor  # (V,) bytes that each token id stands for
+    clock: StepClock
+    step: int = 0  # optimizer steps done
+    best_val_loss: float = math.inf
+
+    def autocast(self) -> torch.autocast:
+        """Matmuls in the chosen precision; LayerNorm, softmax and loss stay in float32.
+
+        Without the weight cache: it would hold a low-precision copy of every weight until the
+        forward ends, to save casts that this model does not repeat.
+        """
+        enabled = self.precision != torch.float32
+        return torch.autocast(
+            self.process.device.type, self.precision, enabled=enabled, cache_enabled=False
+        )
+
+
+# ------------------------------------------------------------------------------------ learning
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """The rate for step 1..num_steps: a warm-up from 0, then down to `--min-lr` at the last step.
+
+    A function of the step, not a scheduler object: nothing to save, nothing to restore.
+    """
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    if args.lr_scheduler == "constant":
+        return args.lr
+    progress = (step - args.warmup_steps) / max(args.num_steps - args.warmup_steps, 1)
+    if args.lr_scheduler == "linear":
+        height = 1 - progress
+    else:
+        height = 0.5 * (1 + math.cos(math.pi * progress))
+    return args.min_lr + (args.lr - args.min_lr) * height
+
+
+def train_step(run: Run) -> tuple[Tensor, Tensor]:
+    """Step number `run.step`: forward and backward over the micro-batches, then one update.
+
+    Returns (losses of this process's micro-batches (A,), gradient norm ()), both on the device.
+    """
+    args, process, clock = run.args, run.process, run.clock
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(run.step, args)
+
+    losses = []
+    for micro_batch in range(args.grad_accum_steps):
+        # Every micro-batch that any process ever computes has a number of its own. Its data and
+        # its dropout masks are functions of (seed, number): a resumed run needs no saved random
+        # state, and two processes compute what one process with two micro-batches would.
+        number = (run.step - 1) * args.grad_accum_steps + micro_batch
+        number = number * process.world_size + process.rank
+        torch.manual_seed(seed_of(args.seed, number))
+        input_ids, labels = run.train_batches[number]  # (B, T), (B, T)
+        clock.lap("data")
+
+        last = micro_batch == args.grad_accum_steps - 1
+        with process.sync_gradients(run.wrapped, now=last):
+            with run.autocast():
+                loss = run.wrapped(input_ids, labels)
+            clock.lap("forward")
+            # The mean over micro-batches is the sum of their gradients, each divided by A.
+            run.scaler.scale(loss / args.grad_accum_steps).backward()
+            clock.lap("backward")
+        losses.append(loss.detach())
+
+    run.scaler.unscale_(run.optimizer)  # before clipping: the limit is meant for true gradients
+    limit = args.grad_clip_norm or math.inf
+    grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), limit)
+    run.scaler.step(run.optimizer)  # skips the step if a float16 gradient overflowed
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)  # frees them: the next forward has the room
+    clock.lap("optimizer")
+    return torch.stack(losses), grad_norm
+
+
+def seed_of(seed: int, number: int) -> int:
+    """One 63-bit seed from two numbers; a mere sum would give (1, 2) and (2, 1) the same one."""
+    high, low = np.random.SeedSequence((seed, number)).generate_state(2, np.uint32)
+    return (int(high) << 31) ^ int(low)
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, float | None]:
+    """Loss on the fixed validation batches, the same number for any number of processes.
+
+    Process r takes the batches r, r + W, r + 2W, ...; what is added up over processes is nats,
+    tokens and bytes, not means, because the last batch may be smaller.
+    """
+    run.model.eval()
+    nats = tokens = byte_count = 0.0
+    for i in range(run.process.rank, len(run.val_batches), run.process.world_size):
+        input_ids, labels = run.val_batches[i]
+        with run.autocast():
+            # Not through DDP's wrapper, which would wait for processes that have no batch left.
+            loss = run.model(input_ids, labels)
+        nats += loss.item() * labels.numel()
+        tokens += labels.numel()
+        byte_count += run.token_bytes[labels].sum().item()
+    run.model.train()
+    nats, tokens, byte_count = run.process.sum([nats, tokens, byte_count])
+    loss = nats / tokens
+    return {
+        "val_loss": loss,
+        "val_ppl": perplexity(loss),
+        # Unlike perplexity, this can be compared between tokenizers.
+        "val_bits_per_byte": nats / math.log(2) / byte_count if byte_count else None,
+    }
+
+
+def train(run: Run) -> dict[str, Any]:
+    """All steps from `run.step` to the last. Returns the last log record."""
+    args, process, clock = run.args, run.process, run.clock
+    record: dict[str, Any] = {}
+    metrics = None
+    if process.rank == 0:
+        metrics = MetricsFile(beside(args.checkpoint_path, ".metrics.jsonl"), run.step)
+    hide_bar = process.rank > 0 or not sys.stderr.isatty()
+    bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
+    run.model.train()
+    clock.pause()
+    while run.step < args.num_steps:
+        run.step += 1
+        losses, grad_norm = train_step(run)
+
+        # ---- The learning ends here. What follows looks at it, prints it and saves it.
+        clock.end_step()
+        bar.update()
+        log_now, evaluate_now, save_now = (
+            run.step == args.num_steps or (interval > 0 and run.step % interval == 0)
+            for interval in (args.log_interval, args.eval_interval, args.save_interval)
+        )
+        if log_now or evaluate_now:
+            record = measure(run, losses, grad_norm)
+            if evaluate_now:
+                record |= evaluate(run)
+                if record["val_loss"] < run.best_val_loss:
+                    run.best_val_loss = record["val_loss"]
+                    save(run, beside(args.checkpoint_path, ".best.pt"))
+                clock.pause()
+            if metrics is not None:
+                metrics.write(record)
+            process.say(format_line(record, args.num_steps, card_memory(process.device)))
+            clock.lap("log")
+        if save_now:
+            save(run, args.checkpoint_path, keep_previous=True)
+            clock.pause()
+    bar.close()
+    if metrics is not None:
+        metrics.close()
+    return record
+
+
+def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
+    """The log record of the step that was just done, and of the time since the last record."""
+    args, process, clock = run.args, run.process, run.clock
+    micro_batches = losses.numel() * process.world_size
+    # Over all micro-batches of all processes: the loss that this step descended. Reading it waits
+    # for the GPU, which makes the times below true.
+    loss = process.sum([sum(losses.tolist())])[0] / micro_batches
+    clock.lap("log")
+    seconds = clock.end_interval()
+    peak, kind = peak_memory(process.device)
+    return {
+        "step": run.step,
+        "epoch": run.train_batches.epoch(run.step * micro_batches),
+        "lr": run.optimizer.param_groups[0]["lr"],
+        "train_loss": loss,
+        "train_ppl": perplexity(loss),
+        "grad_norm": grad_norm.item(),
+        "step_ms": 1000 * seconds,
+        "tokens_per_s": micro_batches * args.batch_size * args.seq_len / seconds,
+        "eta_s": (args.num_steps - run.step) * seconds,
+        "peak_memory_bytes": peak,
+        "peak_memory_kind": kind,
+    }
+
+
+# --------------------------------------------------------------------------- setting up a run
+
+
+def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
+    """Data, model, optimizer; or the last snapshot of them.
+
+    What a user can get wrong goes wrong here, before anything is written or trained.
+    Raises UsageError, DataError or SnapshotError.
+    """
+    device, precision = process.device, choose_precision(args, process.device)
+    resumed = load_newest(args.checkpoint_path) if args.resume else None
+    data = load_dataset(
+        args.train_data,
+        args.val_data,
+        val_ratio=args.val_ratio,
+        tokenizer_name=args.tokenizer_name,
+        vocab_size=args.vocab_size,
+        toy=args.use_toy_data,
+        max_tokens=args.max_tokens,
+        seed=args.data_seed,
+        say=process.say,
+    )
+    train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
+    val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
+    config = model_config(args, data.tokenizer.vocab_size)
+    identity = identify(args, process, config, data)
+    if resumed is not None:
+        check_resumable(resumed.state, identity, resumed.path)
+    check_writable(args.checkpoint_path)
+
+    process.start()
+    torch.manual_seed(args.seed)
+    model = MiniGPT(config).to(device)
+    run = Run(
+        args=args,
+        process=process,
+        data=data,
+        identity=identity,
+        model=model,
+        wrapped=model,
+        optimizer=make_optimizer(model, args, device),
+        scaler=torch.amp.GradScaler(device.type, enabled=precision == torch.float16),
+        precision=precision,
+        train_batches=train_batches,
+        val_batches=val_batches,
+        token_bytes=torch.from_numpy(data.tokenizer.byte_lengths()).to(device),
+        clock=StepClock(),
+    )
+    if resumed is not None:
+        model.load_state_dict(resumed.state["model"])
+        run.optimizer.load_state_dict(resumed.state["optimizer"])
+        run.scaler.load_state_dict(resumed.state["scaler"])
+        run.step, run.best_val_loss = resumed.state["step"], resumed.state["best_val_loss"]
+    process.say(describe_run(run, describe_kept(run), resumed))
+    if args.compile:
+        # Block by block: they are all alike, so one is compiled and the others reuse it, and the
+        # activation checkpoint stays outside, where it is exact.
+        for block in model.blocks:
+            block.compile()
+    run.wrapped = process.wrap(model)
+    return run
+
+
+def make_optimizer(
+    model: MiniGPT, args: argparse.Namespace, device: torch.device
+) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019), as one fused kernel where the device has it.
+
+    Weight decay pulls matrices towards zero. A bias or a LayerNorm gain has no reason to be small.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = device.type in ("cuda", "cpu")
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
+
+
+def identify(
+    args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, data: Dataset
+) -> State:
+    """The part of a snapshot that says which run it is of (plain types, no tensors)."""
+    return {
+        "config": asdict(config),
+        "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "tokenizer": data.tokenizer.state(),
+        "data": {
+            "description": data.description,
+            "fingerprint": data.fingerprint,
+            "sequences_per_step": args.batch_size * args.grad_accum_steps * process.world_size,
+        },
+    }
+
+
+def save(run: Run, path: Path, keep_previous: bool = False) -> None:
+    """Write a snapshot of the run. Process 0 does it: all have the same weights."""
+    if run.process.rank > 0:
+        return
+    state = run.identity | {
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "scaler": run.scaler.state_dict(),
+        "step": run.step,
+        "best_val_loss": run.best_val_loss,
+    }
+    save_snapshot(path, state, keep_previous)
+
+
+def describe_kept(run: Run) -> str:
+    """What forward keeps for backward on the first batch: as chosen, and without recompute."""
+    input_ids, labels = run.train_batches[run.process.rank]
+    chosen = run.model.config
+
+    def kept(config: MiniGPTConfig) -> int:
+        run.model.config = config
+        with run.autocast():
+            return kept_for_backward(run.model, lambda: run.model(input_ids, labels))
+
+    as_chosen, without = kept(chosen), kept(replace(chosen, recompute="none"))
+    run.model.config = chosen
+    if chosen.recompute == "none":
+        return f"backward keeps {format_bytes(without)} (--use-activation-checkpoint keeps less)"
+    return (
+        f"backward keeps {format_bytes(as_chosen)} with recompute {chosen.recompute}, "
+        f"{format_bytes(without)} without"
+    )
+
+
+def sample_text(run: Run) -> str:
+    """A document from its beginning. The same run always samples the same text."""
+    if run.args.sample_tokens == 0:
+        return ""
+    torch.manual_seed(run.args.seed)
+    start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
+    with run.autocast():
+        ids = run.model.generate(start, run.args.sample_tokens, temperature=0.8, top_k=40)
+    return run.data.tokenizer.decode(ids[0, 1:].tolist())
+
+
+# ------------------------------------------------------------------------------------- main
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train on one device; returns the exit code."""
+    args = build_parser("train_minimal.py", "checkpoints/minigpt_single.pt").parse_args(argv)
+    return run_safely(args, lambda: OneProcess(choose_device(args.device)))
+
+
+def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess]) -> int:
+    """Train; turn a mistake of the user into one line and an exit code."""
+    try:
+        fill_in(args)
+        torch.autograd.set_detect_anomaly(args.detect_anomaly)
+        process = make_process()
+        run = set_up(args, process)
+        if run.step >= args.num_steps:
+            process.say(f"done     already at step {run.step:,}; raise --num-steps to go on")
+        else:
+            seconds_before = time.perf_counter() - PROCESS_START
+            record = train(run)
+            text = sample_text(run) if process.rank == 0 else ""
+            seconds = time.perf_counter() - PROCESS_START
+            process.say(describe_result(run, record, text, seconds_before, seconds))
+        del run  # and with it DDP's wrapper: it must go before its connections do
+        process.close()
+        return 0
+    except (UsageError, DataError, SnapshotError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"error: out of memory with {next_knob(args)}", file=sys.stderr)
+        return 4
+    except KeyboardInterrupt:
+        print("\nstopped; --resume goes on from the last snapshot", file=sys.stderr)
+        return 130
+
+
+def next_knob(args: argparse.Namespace) -> str:
+    """The settings that memory ran out with, and the cheapest change that helps."""
+    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}"
+    if args.use_activation_checkpoint == "none":
+        return f"{now}; try --use-activation-checkpoint (same results, some more time)"
+    if args.batch_size > 1:
+        half, steps = args.batch_size // 2, args.grad_accum_steps * 2
+        return f"{now}; try --batch-size {half} --grad-accum-steps {steps} (the same training)"
+    return f"{now}; try a shorter --seq-len or a smaller model"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
