@@ -77,7 +77,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--data-seed", type=count_or_zero, metavar="N", help="of the shuffle (default: --seed)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--n-layers", type=count, default=4, metavar="N", help="(default: %(default)s)")
+    add("--n-layers", type=count, default=3, metavar="N", help="(default: %(default)s)")
     add("--n-heads", type=count, default=4, metavar="N", help="(default: %(default)s)")
     add("--d-model", type=count, default=128, metavar="N", help="channels (default: %(default)s)")
     add("--d-ff", type=count, metavar="N", help="channels inside the MLP (default: 4 x --d-model)")
