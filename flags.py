@@ -6,6 +6,7 @@ A mistake costs the user one line and exit code 2, before anything is read or wr
 import argparse
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -24,25 +25,30 @@ class OneLineParser(argparse.ArgumentParser):
     """argparse prints a screen of usage before the one line that matters."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message.removeprefix('argument ')}\n")
+        print_error(message.removeprefix("argument "))
+        self.exit(2)
+
+
+def print_error(message: object) -> None:
+    """One line on stderr, whatever is in the message."""
+    print(f"error: {' '.join(str(message).splitlines())}", file=sys.stderr)
 
 
 def number(kind: type, low: float, high: float = math.inf, *, open: bool = False) -> Callable:
     """An argparse type: a finite number in [low, high]; with `open`, not the ends themselves."""
     noun = "a whole number" if kind is int else "a number"
-    if high == math.inf:
-        limits = f"above {low:g}" if open else f"of at least {low:g}"
-    else:
-        limits = f"between {low:g} and {high:g}" if open else f"from {low:g} to {high:g}"
+    limits = f"above {low:g}" if open else f"of at least {low:g}"
+    if high != math.inf:
+        limits += f" and {'below' if open else 'at most'} {high:,}"
 
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {noun} {limits}, not {text!r}") from None
+            value = math.nan  # inside no limits
         inside = low < value < high if open else low <= value <= high
-        if not inside or not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"must be {noun} {limits}, not {text}")
+        if not inside or value == math.inf:
+            raise argparse.ArgumentTypeError(f"must be {noun} {limits}, not {text[:40]!r}")
         return value
 
     return parse
@@ -55,7 +61,10 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         description="Train a MiniGPT and see what activation memory costs.",
         allow_abbrev=False,
     )
-    count, count_or_zero = number(int, 1), number(int, 0)
+    # The upper ends are far above sense: they catch a slipped finger before it fills the machine.
+    count, count_or_zero = number(int, 1, 10**9), number(int, 0, 10**9)
+    layers, size = number(int, 1, 10**4), number(int, 1, 10**6)
+    seed = number(int, 0, 2**63 - 1)
     positive, positive_or_zero = number(float, 0, open=True), number(float, 0)
 
     # fmt: off
@@ -74,13 +83,13 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="size of a trained bpe (default: 1024), or of the toy data (default: 256)")
     add("--use-toy-data", action="store_true", help="random tokens whose best loss is known: ln 4")
     add("--max-tokens", type=count, metavar="N", help="use at most that many tokens (default: all)")
-    add("--data-seed", type=count_or_zero, metavar="N", help="of the shuffle (default: --seed)")
+    add("--data-seed", type=seed, metavar="N", help="of the shuffle (default: --seed)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--n-layers", type=count, default=3, metavar="N", help="(default: %(default)s)")
-    add("--n-heads", type=count, default=4, metavar="N", help="(default: %(default)s)")
-    add("--d-model", type=count, default=128, metavar="N", help="channels (default: %(default)s)")
-    add("--d-ff", type=count, metavar="N", help="channels inside the MLP (default: 4 x --d-model)")
+    add("--n-layers", type=layers, default=3, metavar="N", help="(default: %(default)s)")
+    add("--n-heads", type=size, default=4, metavar="N", help="(default: %(default)s)")
+    add("--d-model", type=size, default=128, metavar="N", help="channels (default: %(default)s)")
+    add("--d-ff", type=size, metavar="N", help="channels inside the MLP (default: 4 x --d-model)")
     add("--dropout", type=number(float, 0, 0.99), default=0.0, metavar="P",
         help="0 = off (default: %(default)s)")
     add("--max-position-embeddings", type=count, metavar="N",
@@ -89,17 +98,21 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add = parser.add_argument_group("memory").add_argument
     add("--use-activation-checkpoint", nargs="?", const="full", default="none", metavar="POLICY",
         choices=RECOMPUTE_POLICIES,
-        help="what backward recomputes instead of keeping: none, or full = every block from its "
-        "input (default: none; the bare flag means full)")
+        help="what backward recomputes instead of keeping, from least to most: "
+        f"{' '.join(RECOMPUTE_POLICIES)} (default: none; the bare flag means full)")
     add("--recompute-layers", type=count_or_zero, metavar="N",
         help="only in the first N blocks (default: all)")
+    add("--recompute-group", type=count, default=1, metavar="K",
+        help="with full: keep one input for every K blocks (default: %(default)s)")
+    add("--offload-activations", action="store_true",
+        help="what the policy keeps waits in CPU memory")
     add("--loss-chunks", type=count_or_zero, default=0, metavar="N",
         help="compute head and loss in N chunks of tokens; 1 = at once, 0 = choose (default: 0)")
 
     add = parser.add_argument_group("training").add_argument
-    add("--batch-size", type=count, default=12, metavar="N",
+    add("--batch-size", type=size, default=12, metavar="N",
         help="sequences per micro-batch and process (default: %(default)s)")
-    add("--seq-len", type=count, default=64, metavar="N", help="tokens (default: %(default)s)")
+    add("--seq-len", type=size, default=64, metavar="N", help="tokens (default: %(default)s)")
     add("--grad-accum-steps", type=count, default=1, metavar="N",
         help="micro-batches per process and step (default: %(default)s)")
     add("--num-steps", type=count, default=1000, metavar="N",
@@ -116,7 +129,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="on matrices only, 0 = off (default: %(default)s)")
     add("--grad-clip-norm", type=positive_or_zero, default=1.0, metavar="X",
         help="largest gradient norm, 0 = off (default: %(default)s)")
-    add("--seed", type=count_or_zero, default=1337, metavar="N",
+    add("--seed", type=seed, default=1337, metavar="N",
         help="of weights and dropout (default: %(default)s)")
 
     add = parser.add_argument_group("machine").add_argument
@@ -187,6 +200,8 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
             dropout=args.dropout,
             recompute=args.use_activation_checkpoint,
             recompute_layers=args.recompute_layers,
+            recompute_group=args.recompute_group,
+            offload_activations=args.offload_activations,
             loss_chunks=args.loss_chunks,
         )
     except ValueError as error:  # it names a field, d_model; the user knows a flag, --d-model

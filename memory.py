@@ -1,41 +1,114 @@
-"""Count bytes: what a forward pass keeps for backward. And tell when there are none left."""
+"""Count bytes: what forward keeps for backward, tensor by tensor. And tell when none are left.
 
+Nothing is measured with a stopwatch or an allocator here. The real model runs on *fake* tensors,
+which have shapes and storages but no memory, while a tracker notes each storage that an operator
+makes. Those still alive when forward has ended are what autograd, activation checkpoints and
+selective checkpoints hold on to: exactly, on any device, for a model that would not fit as well.
+"""
+
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
 
 
-def kept_for_backward(model: nn.Module, forward: Callable[[], object]) -> int:
-    """Bytes that `forward()` would keep alive for backward, parameters not counted.
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that backward will need (the first of those that share its storage)."""
 
-    Autograd shows each tensor that it wants to save to a hook. This one notes the size and hands
-    nothing back, so that nothing *is* kept: measuring a configuration takes no more memory than
-    running it without gradients, also one that would not fit. (Backward is impossible afterwards.)
+    module: str  # where it was made: "MiniGPT.blocks.0.attn.c_attn"
+    operator: str  # what made it: "addmm"
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int  # of the whole storage
+    device: torch.device
+    line: str  # "model.py:87", the line that asked for it
 
-    Several saved tensors can share one storage (q, k and v do): each storage counts once. It is
-    told from others by a weak reference, as the address of a freed one is soon used again.
-    Low-precision copies of weights, which autocast makes, do count: they are kept.
+
+class StorageTracker(TorchDispatchMode):
+    """Notes every storage that operators make, without keeping any of them alive."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake, self.modules = fake, ModuleTracker()
+        # A weak reference tells a storage from a later one at the same address.
+        self.given: dict[StorageWeakRef, Tensor] = {}  # were there before: weights and inputs
+        self.made: dict[StorageWeakRef, Kept] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for tensor in tensors_in((args, kwargs)):
+            if not isinstance(tensor, FakeTensor):
+                stand_in = self.fake.from_tensor(tensor)
+                self.given[StorageWeakRef(stand_in.untyped_storage())] = stand_in
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)
+            if reference not in self.made and reference not in self.given:
+                self.made[reference] = Kept(
+                    module=max(self.modules.parents - {"Global"}, key=len, default=""),
+                    operator=func.__name__.split(".")[0],
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    bytes=storage.nbytes(),
+                    device=tensor.device,
+                    line=line_of_the_model(),
+                )
+        return result
+
+    def alive(self, device: torch.device) -> list[Kept]:
+        """What of it still lives in the memory of that kind of device."""
+        return [
+            kept
+            for reference, kept in self.made.items()
+            if not reference.expired() and kept.device.type == device.type
+        ]
+
+
+def tensors_in(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def line_of_the_model() -> str:
+    """The innermost line of model.py or recompute.py on the stack: "model.py:87"."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_filename.rpartition("/")[2]
+        if name in ("model.py", "recompute.py"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Kept]:
+    """What `forward()`, with gradients, adds to the memory of the model's device until backward.
+
+    Parameters and inputs are there anyway and do not count; low-precision copies of weights, which
+    autocast makes, do; so do the head's gradients, which `loss_chunks` makes in forward.
     """
-    parameters = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
-    kept: dict[StorageWeakRef, int] = {}
-
-    def note(tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)
-        if reference not in parameters:
-            kept[reference] = storage.nbytes()
-
-    def never(_: None) -> Tensor:
-        raise RuntimeError("kept_for_backward only counts: there is no backward after it")
-
-    with saved_tensors_hooks(note, never):
-        forward()
-    return sum(kept.values())
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = StorageTracker(fake)
+    with fake, tracker.modules, tracker:
+        result = forward()
+    graph = result.grad_fn  # it holds all the rest; the result itself is the caller's
+    del result
+    kept = tracker.alive(next(model.parameters()).device)
+    del graph
+    return kept
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """A GPU says so with a class of its own, the CPU's allocator in its message only."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def is_out_of_memory(error: Exception) -> bool:
+    """CUDA says so with a class of its own, the others in their message only."""
+    messages = ("can't allocate memory", "not enough memory", "MPS backend out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        message in str(error) for message in messages
+    )

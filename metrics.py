@@ -97,16 +97,11 @@ class MetricsFile:
 
         The lines of steps that are done again after a crash are dropped first.
         """
-        kept = []
+        kept: list[dict[str, Any]] = []
         if resumed_step and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                try:
-                    if json.loads(line)["step"] <= resumed_step:
-                        kept.append(line)
-                except (ValueError, KeyError, TypeError):
-                    pass  # the crash cut this line short
+            kept = [r for r in read_metrics(path) if r.get("step", math.inf) <= resumed_step]
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         os.replace(temporary, path)
         self.file = open(path, "a", encoding="utf-8", buffering=1)
 
@@ -123,9 +118,16 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl. Raises ValueError if it is none, OSError if unreadable."""
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+    """The records of a metrics.jsonl. A line that a crash cut short is left out. Raises OSError."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
 
 
 def format_line(record: dict[str, Any], num_steps: int, card_bytes: int | None = None) -> str:
@@ -226,7 +228,7 @@ def describe_result(
         f"speed    {speed}",
         f"memory   peak {format_bytes(peak or 0)} ({kind})",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
-        f"saved    {args.checkpoint_path} (lowest validation loss: {best})",
+        f"saved    {args.checkpoint_path}, lowest validation loss: {best}",
         f"next     python -m scripts.generate --checkpoint-path {args.checkpoint_path}",
     ]
     if sample:

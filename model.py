@@ -12,16 +12,21 @@ Letters used in the shape comments:
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-RECOMPUTE_POLICIES = ("none", "full")
+from recompute import POLICIES, Buffers, Offload, run
+
+RECOMPUTE_POLICIES = ("none", *POLICIES, "full")
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,10 @@ class MiniGPTConfig:
     d_ff: int = 3072
     dropout: float = 0.1
     # The memory side. None of these changes a result, only what is kept for backward.
-    recompute: str = "none"  # "full": keep each block's input only and replay the block in backward
+    recompute: str = "none"  # what a block keeps, what backward replays instead: see recompute.py
     recompute_layers: int | None = None  # only the first N blocks; None = all
+    recompute_group: int = 1  # with "full": one checkpoint for every K consecutive blocks
+    offload_activations: bool = False  # what the policy keeps waits in CPU memory
     loss_chunks: int = 0  # head and loss in n chunks of tokens; 0 = choose n, 1 = all at once
 
     def __post_init__(self) -> None:
@@ -59,6 +66,15 @@ class MiniGPTConfig:
         layers = self.recompute_layers
         if layers is not None and not 0 <= layers <= self.n_layers:
             raise ValueError(f"recompute_layers must be in 0..{self.n_layers}, not {layers}")
+        if self.recompute_group < 1:
+            raise ValueError(f"recompute_group must be at least 1, not {self.recompute_group}")
+        if self.recompute_group > 1 and self.recompute != "full":
+            raise ValueError(
+                f"recompute_group {self.recompute_group} needs recompute full, "
+                f"not {self.recompute}: only whole blocks can share a checkpoint"
+            )
+        if self.offload_activations and self.recompute == "none":
+            raise ValueError("offload_activations needs a recompute policy: full is the usual one")
         if self.loss_chunks < 0:
             raise ValueError(f"loss_chunks must be at least 0, not {self.loss_chunks}")
 
@@ -71,19 +87,19 @@ class Attention(nn.Module):
         self.n_heads = config.n_heads
         self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)  # q, k and v in one matmul
         self.c_proj = nn.Linear(config.d_model, config.d_model)
-        self.attention_dropout = config.dropout
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_heads, C // self.n_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        return self.c_proj(self.attend(self.c_attn(x)))
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """(B, T, 3C) -> (B, T, C)."""
+        B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
+        q, k, v = qkv.view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         # The fused kernel never holds the (B, H, T, T) scores: it is a recomputation of its own.
-        y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.attention_dropout if self.training else 0.0, is_causal=True
-        )
-        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
-        return self.dropout(self.c_proj(y))
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
 
 
 class MLP(nn.Module):
@@ -93,11 +109,10 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.d_model, config.d_ff)
         self.c_proj = nn.Linear(config.d_ff, config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, d_ff): the widest tensor of a block
-        return self.dropout(self.c_proj(h))
+        wide = self.c_fc(x)  # (B, T, d_ff): the widest tensor of a block
+        return self.c_proj(F.gelu(wide, approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -109,11 +124,20 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.d_model)
         self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        x = x + self.mlp(self.ln_2(x))
-        return x
+        x, update = self.halves(x)
+        return x + self.dropout(update)
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention, and the MLP's update that is still to be added.
+
+        Apart, because an activation checkpoint around both must end before the last dropout: see
+        recompute.py.
+        """
+        x = x + self.dropout(self.attn(self.ln_1(x)))
+        return x, self.mlp(self.ln_2(x))
 
 
 class MiniGPT(nn.Module):
@@ -131,6 +155,8 @@ class MiniGPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
+        self.cpu_buffers: Buffers = {}  # for offload_activations
+        self.run, self.policies = run, dict(POLICIES)  # compile_blocks puts others in their place
         # There is no lm_head module: the head is the token embedding's weight, used once more.
         self.init_weights()
 
@@ -169,23 +195,48 @@ class MiniGPT(nn.Module):
         x = self.token_embedding(input_ids) + self.position_embedding(positions)  # (B, T, C)
         x = self.dropout(x)
 
-        n_recomputed = self.config.n_layers
-        if self.config.recompute_layers is not None:
-            n_recomputed = self.config.recompute_layers
-        for i, block in enumerate(self.blocks):
-            if self.config.recompute == "full" and self.training and i < n_recomputed:
-                # The activation checkpoint. Kept for backward: the block's input x, nothing else.
-                # Backward replays the block from it (with the same dropout masks: torch stores the
-                # RNG state) and pays about two thirds of a forward: the replay stops as soon as
-                # the last tensor that backward needs is there, before the block's last matmul.
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)  # kept for backward: every intermediate, about 9 times as much
+        config, blocks = self.config, cast(list[Block], list(self.blocks))
+        n_recomputed = 0
+        if self.training and config.recompute != "none":
+            n_recomputed = config.n_layers
+            if config.recompute_layers is not None:
+                n_recomputed = config.recompute_layers
+        offload = Offload(self.cpu_buffers) if config.offload_activations else None
+        for i in range(0, n_recomputed, config.recompute_group):
+            group = blocks[i : min(i + config.recompute_group, n_recomputed)]
+            # (The last block's backward comes first: what it keeps would come straight back.)
+            last = i + len(group) == config.n_layers
+            with offload.block(group) if offload and not last else nullcontext():
+                if config.recompute == "full":
+                    # The activation checkpoint. Kept for backward: the input x, nothing else.
+                    # Backward replays the block from it (with the same dropout masks: torch keeps
+                    # the RNG state) and pays two thirds of a forward for that: the replay stops at
+                    # the last tensor that backward needs, before the block's last matmul.
+                    x, update = checkpoint(self.run, group, x, use_reentrant=False)
+                else:
+                    x, update = self.policies[config.recompute](group[0], x)
+            x = x + group[-1].dropout(update)
+        for block in blocks[n_recomputed:]:
+            x, update = self.run([block], x)  # kept: every intermediate, about 9 times as much
+            x = x + block.dropout(update)
 
         x = self.ln_f(x)
         if labels is None:
             return F.linear(x, self.token_embedding.weight)  # (B, T, V)
         return head_loss(x, self.token_embedding.weight, labels, self.config.loss_chunks)
+
+    def compile_blocks(self) -> None:
+        """torch.compile what runs for each block: the first one pays, the others reuse its code.
+
+        Around `full` the activation checkpoint stays outside of the compiled code, where it keeps
+        the block's input and nothing else. The finer policies are inside: the compiler has to see
+        what they are about.
+        """
+        # DDP would have graphs cut to its buckets, which cannot be done through a checkpoint; and
+        # blocks are small enough for gradients to travel while the next block computes.
+        torch._dynamo.config.optimize_ddp = False
+        self.run = torch.compile(run)
+        self.policies = {name: torch.compile(policy) for name, policy in POLICIES.items()}
 
     @torch.no_grad()
     def generate(
@@ -217,7 +268,7 @@ class MiniGPT(nn.Module):
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
     """Draw one token id per row of logits (B, V) -> (B, 1)."""
-    if temperature == 0:
+    if temperature < 1e-6:  # dividing by less would overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k is not None:
@@ -282,9 +333,9 @@ class ChunkedHeadLoss(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
         # Under autocast each F.linear would cast the weight again: cast it once, by hand.
         device_type = x.device.type
-        dtype = torch.get_autocast_dtype(device_type)
         autocast = torch.is_autocast_enabled(device_type)
-        cast_weight = weight.detach().to(dtype if autocast else weight.dtype).requires_grad_()
+        dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
+        cast_weight = weight.detach().to(dtype).requires_grad_()
         count = (labels != -100).sum()  # stays on the device: reading it would stall a GPU
         # float16 ends at 6e-8. The usual cure, GradScaler's factor, comes only in backward, when
         # these gradients are long made; so they carry a factor of their own (a power of two:
@@ -309,6 +360,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_weight = ctx.saved_tensors
         return grad_loss * grad_x, grad_loss * grad_weight, None, None

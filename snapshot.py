@@ -9,21 +9,32 @@ What is *not* in it: random-number state and the position in the data. Both are 
 step (see `train_minimal.train_step`), and what need not be saved cannot be restored wrongly.
 """
 
+import glob
 import os
 import pickle
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from torch import nn
 
 State = dict[str, Any]
 
 # What a run needs to go on. `config`, `args` and `tokenizer` also let scripts/generate.py work
 # from the file alone.
-KEYS = "model optimizer scaler step config args tokenizer data best_val_loss".split()
+KEYS = {
+    "model": dict,
+    "optimizer": dict,
+    "scaler": dict,
+    "step": int,
+    "config": dict,
+    "args": dict,
+    "tokenizer": dict,
+    "data": dict,
+    "best_val_loss": float,
+}
 
 
 class SnapshotError(ValueError):
@@ -35,20 +46,53 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.stem + suffix)
 
 
-def check_writable(path: Path) -> None:
-    """Make the folder of `path` and raise SnapshotError if no snapshot could be written there.
+def check_writable(path: Path, resuming: bool) -> None:
+    """Make the folder of `path`; raise SnapshotError if snapshots could not be written there.
 
-    Called before training: hours later is a bad time to learn of a typing error.
+    Called before training: hours later is a bad time to learn of a typing error. And a name that
+    was typed wrongly must not cost anybody a file that is no snapshot.
     """
-    if path.is_dir():
-        raise SnapshotError(f"--checkpoint-path: {path} is a folder; name a file in it")
     try:
+        if path.exists() and not path.is_file():
+            raise SnapshotError(f"--checkpoint-path: {path} is not a file")
+        if path.exists() and not resuming and not zipfile.is_zipfile(path):
+            raise SnapshotError(
+                f"--checkpoint-path: {path} is there and is no snapshot; name another file"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        for suffix in (".prev.pt", ".best.pt", ".metrics.jsonl"):
+            if beside(path, suffix).is_dir():
+                raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
+        longest = temporary_name(beside(path, ".metrics.jsonl"))
+        longest.touch()
+        longest.unlink()
     except OSError as error:
         reason = error.strerror or error
-        raise SnapshotError(f"--checkpoint-path: cannot write to {path.parent}: {reason}") from None
+        raise SnapshotError(f"--checkpoint-path: cannot write {path}: {reason}") from None
+
+
+def temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def lock(path: Path) -> IO[str] | None:
+    """Keep a second run off the same files; the kernel opens the lock when this process ends.
+
+    Returns the open lock file, to be held while the run lives (None where there is no fcntl).
+    Raises SnapshotError if another run has it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    file = open(beside(path, ".lock"), "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise SnapshotError(
+            f"--checkpoint-path: another run is writing to {path}; name another file"
+        ) from None
+    return file
 
 
 def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
@@ -58,7 +102,9 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
     the run. The new file is complete, and on the disk (fsync), before a rename, which is atomic,
     gives it its name. With `keep_previous` the file that had the name becomes `.prev.pt`.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        stale.unlink()  # of a process that was killed while it saved
+    temporary = temporary_name(path)
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)
@@ -98,9 +144,9 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
     except OSError as error:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
-    missing = [key for key in KEYS if not isinstance(state, dict) or key not in state]
-    if missing:
-        raise SnapshotError(f"{path} is no MiniGPT snapshot (it has no {', '.join(missing)})")
+    for key, kind in KEYS.items():
+        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
+            raise SnapshotError(f"{path} is no MiniGPT snapshot (no {key}, or a strange one)")
     return state
 
 
@@ -143,15 +189,20 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     rows += [(flag(name), saved["config"].get(name), now["config"][name]) for name in shape]
     for name in ("seq_len", "seed", "data_seed"):
         rows.append((flag(name), saved["args"].get(name), now["args"][name]))
-    for name in ("description", "fingerprint"):
-        rows.append(("--train-data", saved["data"].get(name), now["data"][name]))
     for name, before, after in rows:
         if before != after:
             raise SnapshotError(
                 f"{name}: {path} was trained with {before}, this run has {after}; pass the old "
                 "value to resume, or another --checkpoint-path to start a new run"
             )
-    before, after = saved["data"]["sequences_per_step"], now["data"]["sequences_per_step"]
+    if saved["data"].get("fingerprint") != now["data"]["fingerprint"]:
+        raise SnapshotError(
+            f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
+            f"has {now['data']['description']}; the data must stay the same to resume"
+        )
+    before, after = saved["data"].get("sequences_per_step"), now["data"]["sequences_per_step"]
+    if not isinstance(before, int):
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (no sequences per step)")
     if before != after:
         steps = now["args"]["grad_accum_steps"] * before / after
         way_out = f"--grad-accum-steps {steps:.0f}" if steps == int(steps) else "the old batch"
@@ -164,3 +215,31 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
 def flag(name: str) -> str:
     """`n_layers` -> `--n-layers`."""
     return "--" + name.replace("_", "-")
+
+
+def restore(
+    resumed: Resumed,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit."""
+    state = resumed.state
+    expected = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
+    options = [{**group, "params": None} for group in optimizer.param_groups]
+    try:
+        found = {name: (value.shape, value.dtype) for name, value in state["model"].items()}
+        if found != expected:
+            raise ValueError
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        for parameter, moments in optimizer.state.items():
+            if not all(moments[m].shape == parameter.shape for m in ("exp_avg", "exp_avg_sq")):
+                raise ValueError
+        if state["scaler"] and scaler.is_enabled():  # empty unless that run was in float16
+            scaler.load_state_dict(state["scaler"])
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None
+    # The moments are the snapshot's, the settings (weight decay, fused or not) are this run's.
+    for group, option in zip(optimizer.param_groups, options, strict=True):
+        group.update({key: value for key, value in option.items() if key != "params"})

@@ -37,7 +37,7 @@ class TorchrunProcess(OneProcess):
     """One of `world_size` processes that torchrun started."""
 
     def __init__(self, device_name: str):
-        if "LOCAL_RANK" not in os.environ:
+        if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
             raise UsageError(
                 "train_ddp.py is started by torchrun: torchrun --nproc-per-node=2 train_ddp.py "
                 "(for one device: python train_minimal.py)"

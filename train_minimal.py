@@ -32,6 +32,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from flags import (
     choose_precision,
     fill_in,
     model_config,
+    print_error,
 )
 from memory import is_out_of_memory, kept_for_backward
 from metrics import (
@@ -69,6 +71,8 @@ from snapshot import (
     check_resumable,
     check_writable,
     load_newest,
+    lock,
+    restore,
     save_snapshot,
 )
 
@@ -79,6 +83,8 @@ class OneProcess:
     rank, world_size = 0, 1
 
     def __init__(self, device: torch.device):
+        if type(self) is OneProcess and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UsageError("torchrun starts train_ddp.py; train_minimal.py is for one process")
         self.device = device
 
     def start(self) -> None:
@@ -121,6 +127,7 @@ class Run:
     val_batches: ValBatches
     token_bytes: Tensor  # (V,) bytes that each token id stands for
     clock: StepClock
+    held_lock: object = None  # keeps a second run off our files as long as this one lives
     step: int = 0  # optimizer steps done
     best_val_loss: float = math.inf
 
@@ -191,15 +198,14 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), limit)
     run.scaler.step(run.optimizer)  # skips the step if a float16 gradient overflowed
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)  # frees them: the next forward has the room
+    run.optimizer.zero_grad(set_to_none=True)  # frees them (not DDP's buckets) for the next forward
     clock.lap("optimizer")
     return torch.stack(losses), grad_norm
 
 
 def seed_of(seed: int, number: int) -> int:
     """One 63-bit seed from two numbers; a mere sum would give (1, 2) and (2, 1) the same one."""
-    high, low = np.random.SeedSequence((seed, number)).generate_state(2, np.uint32)
-    return (int(high) << 31) ^ int(low)
+    return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)
 
 
 @torch.no_grad()
@@ -252,7 +258,7 @@ def train(run: Run) -> dict[str, Any]:
             run.step == args.num_steps or (interval > 0 and run.step % interval == 0)
             for interval in (args.log_interval, args.eval_interval, args.save_interval)
         )
-        if log_now or evaluate_now:
+        if log_now or evaluate_now or save_now:
             record = measure(run, losses, grad_norm)
             if evaluate_now:
                 record |= evaluate(run)
@@ -326,7 +332,8 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     identity = identify(args, process, config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
-    check_writable(args.checkpoint_path)
+    check_writable(args.checkpoint_path, resuming=args.resume)
+    held_lock = lock(args.checkpoint_path) if process.rank == 0 else None
 
     process.start()
     torch.manual_seed(args.seed)
@@ -345,18 +352,18 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
         val_batches=val_batches,
         token_bytes=torch.from_numpy(data.tokenizer.byte_lengths()).to(device),
         clock=StepClock(),
+        held_lock=held_lock,
     )
     if resumed is not None:
-        model.load_state_dict(resumed.state["model"])
-        run.optimizer.load_state_dict(resumed.state["optimizer"])
-        run.scaler.load_state_dict(resumed.state["scaler"])
+        restore(resumed, model, run.optimizer, run.scaler)
         run.step, run.best_val_loss = resumed.state["step"], resumed.state["best_val_loss"]
+        if process.sum([run.step])[0] != run.step * process.world_size:
+            raise SnapshotError(f"--resume: not all processes see the same {resumed.path}")
+        if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
+            os.replace(resumed.path, args.checkpoint_path)
     process.say(describe_run(run, describe_kept(run), resumed))
     if args.compile:
-        # Block by block: they are all alike, so one is compiled and the others reuse it, and the
-        # activation checkpoint stays outside, where it is exact.
-        for block in model.blocks:
-            block.compile()
+        model.compile_blocks()
     run.wrapped = process.wrap(model)
     return run
 
@@ -415,9 +422,12 @@ def describe_kept(run: Run) -> str:
     def kept(config: MiniGPTConfig) -> int:
         run.model.config = config
         with run.autocast():
-            return kept_for_backward(run.model, lambda: run.model(input_ids, labels))
+            tensors = kept_for_backward(run.model, lambda: run.model(input_ids, labels))
+        return sum(tensor.bytes for tensor in tensors)
 
-    as_chosen, without = kept(chosen), kept(replace(chosen, recompute="none"))
+    plain = replace(chosen, recompute="none", recompute_group=1, offload_activations=False)
+    without = kept(plain)
+    as_chosen = without if chosen.recompute == "none" else kept(chosen)
     run.model.config = chosen
     if chosen.recompute == "none":
         return f"backward keeps {format_bytes(without)} (--use-activation-checkpoint keeps less)"
@@ -451,6 +461,8 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
     """Train; turn a mistake of the user into one line and an exit code."""
     try:
         fill_in(args)
+        if isinstance(sys.stdout, TextIOWrapper):  # half a character in a sample is no crash
+            sys.stdout.reconfigure(errors="replace")
         torch.autograd.set_detect_anomaly(args.detect_anomaly)
         process = make_process()
         run = set_up(args, process)
@@ -466,15 +478,17 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
         process.close()
         return 0
     except (UsageError, DataError, SnapshotError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        print(f"error: out of memory with {next_knob(args)}", file=sys.stderr)
+        print_error(f"out of memory with {next_knob(args)}")
         return 4
     except KeyboardInterrupt:
-        print("\nstopped; --resume goes on from the last snapshot", file=sys.stderr)
+        print(
+            "\nstopped; --resume goes on from the last snapshot, if there is one", file=sys.stderr
+        )
         return 130
 
 
@@ -484,8 +498,9 @@ def next_knob(args: argparse.Namespace) -> str:
     if args.use_activation_checkpoint == "none":
         return f"{now}; try --use-activation-checkpoint (same results, some more time)"
     if args.batch_size > 1:
-        half, steps = args.batch_size // 2, args.grad_accum_steps * 2
-        return f"{now}; try --batch-size {half} --grad-accum-steps {steps} (the same training)"
+        part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)
+        size, steps = args.batch_size // part, args.grad_accum_steps * part
+        return f"{now}; try --batch-size {size} --grad-accum-steps {steps} (the same sequences)"
     return f"{now}; try a shorter --seq-len or a smaller model"
 
 

@@ -217,7 +217,7 @@ class ValBatches:
 
 
 def _to_device(rows: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    if device.type == "cuda":  # from pinned memory the copy runs beside the computation
+    if device.type == "cuda":  # only from pinned memory can Python go on while the copy runs
         rows = rows.pin_memory().to(device, non_blocking=True)
     else:
         rows = rows.to(device)

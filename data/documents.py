@@ -34,6 +34,8 @@ def find_files(patterns: Sequence[str], flag: str) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
+        if not pattern:
+            raise DataError(f"{flag}: an empty name")
         paths = [Path(pattern)]
         if not paths[0].exists():  # a file whose name holds a [ is not a pattern
             paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]

@@ -5,12 +5,13 @@ python -m scripts.generate --prompt "def " --max-new-tokens 200 --temperature 0.
 
 import argparse
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 
 import torch
 
 from data import Tokenizer
-from flags import OneLineParser, UsageError, choose_device, number
+from flags import OneLineParser, UsageError, choose_device, number, print_error
 from model import MiniGPT, MiniGPTConfig
 from snapshot import SnapshotError, read_snapshot
 
@@ -22,15 +23,17 @@ def build_parser() -> argparse.ArgumentParser:
     add("--checkpoint-path", type=Path, default=Path("checkpoints/minigpt_single.pt"),
         metavar="FILE", help="snapshot to sample from (default: %(default)s)")
     add("--prompt", default="", metavar="TEXT", help="(default: empty, a document from its start)")
-    add("--max-new-tokens", type=number(int, 1), default=200, metavar="N",
+    add("--max-new-tokens", type=number(int, 1, 10**6), default=200, metavar="N",
         help="(default: %(default)s)")
-    add("--num-samples", type=number(int, 1), default=1, metavar="N", help="(default: %(default)s)")
-    add("--temperature", type=number(float, 0), default=0.8, metavar="X",
+    add("--num-samples", type=number(int, 1, 10**4), default=1, metavar="N",
+        help="(default: %(default)s)")
+    add("--temperature", type=number(float, 0, 100), default=0.8, metavar="X",
         help="0 = always the likeliest token (default: %(default)s)")
     add("--top-k", type=number(int, 0), default=40, metavar="K", help="0 = off (default: 40)")
     add("--top-p", type=number(float, 0, 1), default=1.0, metavar="P",
         help="1 = off (default: %(default)s)")
-    add("--seed", type=number(int, 0), default=1337, metavar="N", help="(default: %(default)s)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=1337, metavar="N",
+        help="(default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     # fmt: on
     return parser
@@ -41,9 +44,12 @@ def generate(args: argparse.Namespace) -> list[str]:
     """The samples, prompt included. Raises SnapshotError or UsageError."""
     device = choose_device(args.device)
     state = read_snapshot(args.checkpoint_path)
-    tokenizer = Tokenizer.from_state(state["tokenizer"])
-    model = MiniGPT(MiniGPTConfig(**state["config"]))
-    model.load_state_dict(state["model"])
+    try:
+        tokenizer = Tokenizer.from_state(state["tokenizer"])
+        model = MiniGPT(MiniGPTConfig(**state["config"]))
+        model.load_state_dict(state["model"])
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        raise SnapshotError(f"{args.checkpoint_path} holds no model: is it damaged?") from None
     model.to(device).eval()
     try:
         prompt = tokenizer.encode(args.prompt).tolist()
@@ -64,10 +70,12 @@ def generate(args: argparse.Namespace) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, TextIOWrapper):  # half a character is no reason to crash
+        sys.stdout.reconfigure(errors="replace")
     try:
         print("\n----------------\n".join(generate(args)))
     except (SnapshotError, UsageError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     return 0
 

@@ -5,12 +5,11 @@ python -m scripts.plot_metrics checkpoints/*.metrics.jsonl --output curves.png
 Needs matplotlib: pip install matplotlib
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from flags import OneLineParser, UsageError
+from flags import OneLineParser, UsageError, print_error
 from metrics import read_metrics
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, each with a marker of its own.
@@ -35,10 +34,9 @@ def load(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
             records = read_metrics(path)
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise UsageError(f"{path} is no metrics.jsonl") from None
-        if not records or not all(isinstance(r, dict) and "step" in r for r in records):
-            raise UsageError(f"{path} has no line with a step in it")
+        records = [r for r in records if isinstance(r.get("step"), int)]
+        if not records:
+            raise UsageError(f"{path} has no line with a step in it: is it a metrics.jsonl?")
         name = path.name.removesuffix(".jsonl").removesuffix(".metrics")
         runs[name if name not in runs else str(path)] = records
     return runs
@@ -58,7 +56,11 @@ def draw(runs: dict[str, list[dict[str, Any]]], output: Path) -> None:
         for i, (name, records) in enumerate(runs.items()):
             color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
             for key, kind in series:
-                points = [(r["step"], r[key] * scale) for r in records if r.get(key) is not None]
+                points = [
+                    (r["step"], r[key] * scale)
+                    for r in records
+                    if isinstance(r.get(key), int | float)
+                ]
                 if points:
                     style = {"marker": marker, "linestyle": "--"} if kind else {"linestyle": "-"}
                     text = f"{name}, {kind}" if kind else name
@@ -82,10 +84,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("metrics", nargs="+", type=Path, metavar="FILE.metrics.jsonl")
     parser.add_argument("--output", type=Path, default=Path("metrics.png"), metavar="PICTURE")
     args = parser.parse_args(argv)
+    if not args.output.suffix:
+        args.output = args.output.with_suffix(".png")
     try:
         draw(load(args.metrics), args.output)
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     print(f"wrote {args.output}")
     return 0

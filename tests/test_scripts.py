@@ -38,6 +38,7 @@ def test_generate_needs_the_snapshot_only(trained, tmp_path, capsys, monkeypatch
         (["--checkpoint-path", "nowhere.pt"], "there is no snapshot nowhere.pt"),
         (["--temperature", "-1"], "--temperature: must be"),
         (["--prompt", "words"], "--prompt"),
+        (["--seed", str(2**70)], "--seed"),
     ],
 )
 def test_generate_mistakes(trained, capsys, flags, message):

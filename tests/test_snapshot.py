@@ -12,7 +12,8 @@ from snapshot import KEYS, SnapshotError, load_newest, read_snapshot, save_snaps
 
 
 def state(step: int) -> dict:
-    return {key: {} for key in KEYS} | {"step": step, "model": {"weight": torch.randn(64, 64)}}
+    empty = {key: kind() for key, kind in KEYS.items()}
+    return empty | {"step": step, "model": {"weight": torch.randn(64, 64)}}
 
 
 def test_previous_is_kept(tmp_path):

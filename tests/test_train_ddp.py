@@ -61,3 +61,8 @@ def test_ranks_end_with_the_same_weights(tmp_path):
     first, second = (torch.load(tmp_path / f"run.rank{rank}.pt") for rank in (0, 1))
     assert same(first, second)
     assert same(first, weights(tmp_path / "run.pt"))
+
+
+def test_every_policy_under_ddp(tmp_path):
+    result = torchrun(tmp_path / "unused.pt", script="tests/ddp_policies.py")
+    assert result.stdout.count("8 variants equal") == 2

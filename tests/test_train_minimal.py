@@ -265,7 +265,7 @@ def test_snapshots_beside_each_other(tmp_path):
     path = tmp_path / "run.pt"
     assert train_here(path, "--save-interval=5", "--eval-interval=5") == 0
     names = {p.name for p in tmp_path.iterdir()}
-    assert names == {"run.pt", "run.prev.pt", "run.best.pt", "run.metrics.jsonl"}
+    assert names == {"run.pt", "run.prev.pt", "run.best.pt", "run.metrics.jsonl", "run.lock"}
     assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [20, 15]
     best = snapshot(tmp_path / "run.best.pt")
     losses = {r["step"]: r["val_loss"] for r in metrics(path) if "val_loss" in r}
@@ -294,7 +294,7 @@ MISTAKES = {
     "nan": ("--lr=nan", "--lr: must be a number above 0"),
     "infinite": ("--weight-decay=inf", "--weight-decay: must be a number"),
     "text": ("--seq-len=long", "--seq-len: must be a whole number"),
-    "ratio": ("--val-ratio=1", "--val-ratio: must be a number between 0 and 1"),
+    "ratio": ("--val-ratio=1", "--val-ratio: must be a number above 0 and below 1"),
     "unknown flag": ("--learning-rate=1", "unrecognized arguments: --learning-rate=1"),
     "unknown policy": ("--use-activation-checkpoint=some", "--use-activation-checkpoint: invalid"),
     "heads": ("--n-heads=3", "--d-model (16) must be divisible by --n-heads (3)"),
@@ -309,6 +309,15 @@ MISTAKES = {
     "no snapshot": ("--resume", "--resume: there is no snapshot"),
     "window": ("--seq-len=999", "--seq-len"),
     "unknown tokenizer": ("--tokenizer-name=nonesuch", "--tokenizer-name"),
+    "huge": (
+        "--n-layers=1000000000",
+        "--n-layers: must be a whole number",
+    ),
+    "huger": ("--seed=1" + "0" * 400, "--seed: must be a whole number"),
+    "two lines": ("--no\nsuch", "unrecognized arguments"),
+    "group": ("--use-activation-checkpoint=mlp --recompute-group=2", "--recompute-group"),
+    "offload of nothing": ("--offload-activations", "--offload-activations needs"),
+    "empty name": ("--train-data= --tokenizer-name=bpe", "--train-data: an empty name"),
     "missing data": ("--train-data=no/such/file.txt --tokenizer-name=bpe", "no/such/file.txt"),
 }
 
@@ -317,8 +326,8 @@ MISTAKES = {
 def test_mistakes_cost_one_line(tmp_path, capsys, monkeypatch, mistake):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     flags, message = MISTAKES[mistake]
-    argv = [*TINY, "--checkpoint-path", str(tmp_path / "new" / "run.pt"), *flags.split()]
-    if mistake in ("unknown tokenizer", "missing data"):
+    argv = [*TINY, "--checkpoint-path", str(tmp_path / "new" / "run.pt"), *flags.split(" ")]
+    if mistake in ("unknown tokenizer", "missing data", "empty name"):
         for word in ("--use-toy-data", "--vocab-size", "31"):
             argv.remove(word)
     try:
@@ -375,10 +384,86 @@ def test_resuming_from_a_mere_model_is_refused(tmp_path, capsys):
 
 def test_unwritable_checkpoint_path(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert train_here(tmp_path / "file" / "run.pt") == 2
-    assert train_here(tmp_path) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and all("--checkpoint-path" in line for line in lines)
+    (tmp_path / "run.best.pt").mkdir()
+    for path in ("file/run.pt", ".", "run.pt", "n" * 300 + ".pt"):
+        assert train_here(tmp_path / path) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "--checkpoint-path" in line
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "run.best.pt"}
+
+
+def test_a_file_that_is_no_snapshot_is_not_replaced(tmp_path, capsys):
+    novel = tmp_path / "novel.txt"
+    novel.write_text("my only copy")
+    assert train_here(novel) == 2
+    assert "is no snapshot" in capsys.readouterr().err
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["my only copy"]
+
+
+def test_second_run_on_the_same_files_is_refused(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "run.pt"
+    real = train_minimal.train_step
+
+    def train_step(run):
+        if run.step == 3:  # in the middle of the first run
+            other = train(path, expect=2)
+            assert "another run is writing" in other.stderr and other.stderr.count("\n") == 1
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    assert train_here(path) == 0
+    assert train_here(path, "--resume", "--num-steps=21") == 0  # its end opened the lock
+
+
+STRANGE = {
+    "step": "5",
+    "best_val_loss": None,
+    "config": [],
+    "tokenizer": "gpt2",
+    "data": {},
+    "model": {},
+    "optimizer": {},
+}
+
+
+@pytest.mark.parametrize("key", [*STRANGE, "moments", "dtype"])
+def test_strange_parts_of_a_snapshot_are_refused(tmp_path, capsys, key):
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--num-steps=2") == 0
+    state = snapshot(path)
+    if key == "moments":
+        state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(2)
+    elif key == "dtype":
+        state["model"] = {name: value.half() for name, value in state["model"].items()}
+    else:
+        state[key] = STRANGE[key]
+    torch.save(state, path)
+    assert "run.pt" in resume_mistake(tmp_path, capsys)
+
+
+def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
+    """And not kept in its place at the next save."""
+    path, previous = tmp_path / "run.pt", tmp_path / "run.prev.pt"
+    assert train_here(path, "--save-interval=10") == 0
+    path.write_bytes(path.read_bytes()[:1000])
+    assert train_here(path, "--resume") == 0
+    assert "run.pt is no snapshot" in capsys.readouterr().out
+    assert snapshot(path)["step"] == 20 and snapshot(previous)["step"] == 10
+
+
+def test_settings_of_the_optimizer_may_change(tmp_path):
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--num-steps=2") == 0
+    assert train_here(path, "--resume", "--num-steps=3", "--weight-decay=0.7") == 0
+    groups = snapshot(path)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
+
+
+def test_precision_may_change(tmp_path):
+    path = tmp_path / "run.pt"
+    for steps, precision in enumerate((FP32, BF16, "--amp-dtype=float16", FP32), 1):
+        resume = ["--resume"] if path.exists() else []
+        assert train_here(path, precision, f"--num-steps={steps}", *resume) == 0
 
 
 def test_mistake_in_a_real_process(tmp_path):
