@@ -7,7 +7,7 @@ selective checkpoints hold on to: exactly, on any device, for a model that would
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -43,12 +43,15 @@ class StorageTracker(TorchDispatchMode):
         self.given: dict[StorageWeakRef, Tensor] = {}  # were there before: weights and inputs
         self.made: dict[StorageWeakRef, Kept] = {}
 
+    def note_given(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            stand_in = self.fake.from_tensor(tensor)  # a fake one stands for itself
+            self.given[StorageWeakRef(stand_in.untyped_storage())] = stand_in
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for tensor in tensors_in((args, kwargs)):
-            if not isinstance(tensor, FakeTensor):
-                stand_in = self.fake.from_tensor(tensor)
-                self.given[StorageWeakRef(stand_in.untyped_storage())] = stand_in
+        inputs = tensors_in((args, kwargs))
+        self.note_given(tensor for tensor in inputs if not isinstance(tensor, FakeTensor))
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
@@ -95,13 +98,18 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[K
     Parameters and inputs are there anyway and do not count; low-precision copies of weights, which
     autocast makes, do; so do the head's gradients, which `loss_chunks` makes in forward.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    weight = next(model.parameters())
+    if isinstance(weight, FakeTensor):  # the model was built fake, and too large for this machine
+        fake = weight.fake_mode
+    else:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
     tracker = StorageTracker(fake)
+    tracker.note_given(model.parameters())
     with fake, tracker.modules, tracker:
         result = forward()
     graph = result.grad_fn  # it holds all the rest; the result itself is the caller's
     del result
-    kept = tracker.alive(next(model.parameters()).device)
+    kept = tracker.alive(weight.device)
     del graph
     return kept
 

@@ -131,6 +131,8 @@ class Offload:
     def block(self, blocks: Sequence[Block]) -> saved_tensors_hooks:
         """The context in which `blocks` run forward."""
         # Told by their storage: what a linear layer saves is weight.t(), which is no Parameter.
+        # (Under autocast a policy that keeps part of a block sends copies of weights: they die
+        # with the forward otherwise. `full` keeps none.)
         weights = {
             StorageWeakRef(weight.untyped_storage())
             for block in blocks

@@ -1,13 +1,15 @@
 """The scripts work from what a run leaves behind, and answer mistakes in one line."""
 
 import os
+import re
 import shutil
 
 import pytest
 from runs import TINY, run
 
 from flags import build_parser
-from scripts import generate, plot_metrics
+from model import RECOMPUTE_POLICIES
+from scripts import generate, kept_tensors, plot_metrics
 from train_minimal import main as train
 
 
@@ -89,3 +91,21 @@ def test_recipes_run_and_know_their_flags(tmp_path, recipe, program, sequences):
     processes = 4 if program == "torchrun" else 1
     assert args.batch_size * args.grad_accum_steps * processes == sequences
     assert run(["bash", f"scripts/{recipe}.sh"]).returncode == 2
+
+
+def test_kept_tensors_lists_every_policy(capsys):
+    flags = ["--batch-size", "1", "--seq-len", "64", "--d-model", "48", "--n-heads", "4"]
+    assert kept_tensors.main(flags) == 0
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    heads = [table.splitlines()[0] for table in tables]
+    assert [head.split(":")[0] for head in heads] == list(RECOMPUTE_POLICIES)
+    assert re.search(r"MiB|KiB", heads[0])
+    none = tables[0]
+    assert re.search(r"bfloat16 1x64x192 +mlp gelu +model.py:\d+ +return self.c_proj\(F.gelu", none)
+    assert "gelu" not in tables[1].replace("F.gelu", "")  # cheap: replayed
+
+
+def test_kept_tensors_mistake(capsys):
+    assert kept_tensors.main(["--d-model", "50"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --d-model")

@@ -1,0 +1,110 @@
+"""Which tensors does one block keep for backward, why, and under which recompute policy?
+
+python -m scripts.kept_tensors                     # all policies, GPT-2 small's block
+python -m scripts.kept_tensors --policy cheap --no-amp --batch-size 8
+
+What JAX prints with `print_saved_residuals`. The model runs on fake tensors: any size, no memory.
+"""
+
+import argparse
+import linecache
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flags import OneLineParser, UsageError, number, print_error
+from memory import Kept, kept_for_backward
+from metrics import format_bytes
+from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m scripts.kept_tensors", description="List what one block keeps for backward."
+    )
+    add, size = parser.add_argument, number(int, 1, 10**6)
+    # fmt: off
+    add("--policy", choices=RECOMPUTE_POLICIES, help="(default: all, one after the other)")
+    add("--batch-size", type=size, default=2, metavar="N", help="(default: %(default)s)")
+    add("--seq-len", type=size, default=1024, metavar="N", help="(default: %(default)s)")
+    add("--d-model", type=size, default=768, metavar="N", help="(default: %(default)s)")
+    add("--n-heads", type=size, default=12, metavar="N", help="(default: %(default)s)")
+    add("--no-amp", action="store_true", help="float32 instead of bfloat16 autocast")
+    # fmt: on
+    return parser
+
+
+def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Kept]:
+    """What a model of two blocks keeps more than a model of one."""
+
+    def kept(n_layers: int) -> list[Kept]:
+        config = MiniGPTConfig(
+            vocab_size=64,
+            max_position_embeddings=args.seq_len,
+            n_layers=n_layers,
+            n_heads=args.n_heads,
+            d_model=args.d_model,
+            d_ff=4 * args.d_model,
+            dropout=0.0,
+            recompute=policy,
+        )
+        with FakeTensorMode():
+            model = MiniGPT(config).train()
+            ids = torch.zeros(args.batch_size, args.seq_len, dtype=torch.int64)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not args.no_amp, cache_enabled=False):
+            return kept_for_backward(model, lambda: model(ids, ids))
+
+    one = Counter(tensor_key(tensor) for tensor in kept(1))
+    more = []
+    for tensor in kept(2):
+        if one[tensor_key(tensor)]:
+            one[tensor_key(tensor)] -= 1
+        else:
+            more.append(tensor)
+    return more
+
+
+def tensor_key(tensor: Kept) -> tuple:
+    return tensor.module, tensor.operator, tensor.shape, tensor.dtype
+
+
+def table(policy: str, tensors: list[Kept], unit: int) -> str:
+    """One line a tensor; `unit`: bytes of one (B, T, C) tensor with one byte an element."""
+    total = sum(tensor.bytes for tensor in tensors)
+    lines = [f"{policy}: {len(tensors)} tensors, {format_bytes(total)} ({total / unit:.2f} BTC)"]
+    for tensor in tensors:
+        file, _, line = tensor.line.partition(":")
+        code = linecache.getline(str(ROOT / file), int(line)).split("#")[0].strip()
+        module = tensor.module.removeprefix("MiniGPT").removeprefix(".blocks.0")
+        name = f"{module.removeprefix('.blocks.1').removeprefix('.') or 'block'} {tensor.operator}"
+        shape = "x".join(map(str, tensor.shape))
+        kind = str(tensor.dtype).removeprefix("torch.")
+        lines.append(
+            f"  {format_bytes(tensor.bytes):>10} {tensor.bytes / unit:5.2f}  {kind:<8} {shape:<12} "
+            f"{name[:34]:<34} {tensor.line:<16} {code}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    unit = args.batch_size * args.seq_len * args.d_model
+    try:
+        for policy in [args.policy] if args.policy else RECOMPUTE_POLICIES:
+            try:
+                print(table(policy, kept_by_one_block(policy, args), unit), end="\n\n")
+            except ValueError as error:  # d_model and n_heads that do not go together
+                raise UsageError(f"--d-model, --n-heads: {error}") from None
+    except UsageError as error:
+        print_error(error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
