@@ -42,6 +42,7 @@ def test_the_shown_lines_are_in_the_model():
 
     source = inspect.getsource(MiniGPT.forward)
     excerpt = README.split("```python\n")[1].split("```")[0]
+    assert "checkpoint(" in excerpt
     for line in excerpt.splitlines():
         assert line.strip() in source
 
