@@ -78,6 +78,13 @@ class MiniGPTConfig:
         if self.loss_chunks < 0:
             raise ValueError(f"loss_chunks must be at least 0, not {self.loss_chunks}")
 
+    @property
+    def n_recomputed(self) -> int:
+        """How many blocks, from the first one on, the recompute policy applies to."""
+        if self.recompute == "none":
+            return 0
+        return self.n_layers if self.recompute_layers is None else self.recompute_layers
+
 
 class Attention(nn.Module):
     """Causal multi-head self-attention: each position looks at itself and at those before it."""
@@ -196,11 +203,7 @@ class MiniGPT(nn.Module):
         x = self.dropout(x)
 
         config, blocks = self.config, cast(list[Block], list(self.blocks))
-        n_recomputed = 0
-        if self.training and config.recompute != "none":
-            n_recomputed = config.n_layers
-            if config.recompute_layers is not None:
-                n_recomputed = config.recompute_layers
+        n_recomputed = config.n_recomputed if self.training else 0
         offload = Offload(self.cpu_buffers) if config.offload_activations else None
         for i in range(0, n_recomputed, config.recompute_group):
             group = blocks[i : min(i + config.recompute_group, n_recomputed)]
