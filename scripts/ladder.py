@@ -1,0 +1,224 @@
+"""What each rung of the recompute ladder costs: the peak of a whole step, and its FLOPs.
+
+python -m scripts.ladder
+
+Two training steps of the real model, optimizer included, run on *fake* tensors, which have shapes
+and storages but no memory; what is reported is the second, when AdamW's state is there. The
+tracker counts every storage that an operator returns and knows nothing of this project: it can
+disagree with memory.py. Nothing here depends on the speed of the machine, or on its memory.
+"""
+
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from flags import OneLineParser
+from model import MiniGPT, MiniGPTConfig
+
+SEQ_LEN = 1024
+GPT2_SMALL = MiniGPTConfig(dropout=0.0)
+GPT2_XL = replace(GPT2_SMALL, n_layers=48, n_heads=25, d_model=1600, d_ff=6400)
+CONFIGURATIONS = {  # name -> (model, sequences a batch)
+    "124M, B=2": (GPT2_SMALL, 2),
+    "124M, B=12": (GPT2_SMALL, 12),
+    "1.5B, B=4": (GPT2_XL, 4),
+}
+RUNGS: dict[str, dict[str, Any]] = {
+    "plain": {"recompute": "none", "loss_chunks": 1},  # what every tutorial does: whole logits
+    "none": {"recompute": "none"},
+    "cheap": {"recompute": "cheap"},
+    "selective": {"recompute": "selective"},
+    "attn": {"recompute": "attn"},
+    "mlp": {"recompute": "mlp"},
+    "sdpa": {"recompute": "sdpa"},
+    "full": {"recompute": "full"},
+    "full, groups of 2": {"recompute": "full", "recompute_group": 2},
+}
+# The goals that were set before the ladder was built: MiB, and FLOPs in units of `none`'s.
+TARGETS: dict[str, dict[str, float]] = {
+    "124M, B=2": {"none": 2650, "cheap": 2290, "mlp": 2260, "full": 2240},
+    "124M, B=12": {"none": 6150, "cheap": 4700, "mlp": 4100, "full": 2560},
+    "1.5B, B=4": {
+        "none": 32500,
+        "cheap": 26500,
+        "mlp": 25300,
+        "full": 24700,
+        "full, groups of 2": 24650,
+    },
+    "FLOPs": {"none": 1.0, "cheap": 1.0, "mlp": 1.08, "full": 1.17},
+    "FLOPs, dropout 0.1": {"none": 1.0, "full": 1.19},
+}
+
+
+class LiveStorages(TorchDispatchMode):
+    """The bytes of all storages that operators have returned and that are still alive.
+
+    Looked at after each operator: what a kernel allocates and frees inside is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, weakref.ref] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.add(leaf.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address in self.alive:
+            return  # a view, or the result of an in-place operator
+
+        def gone(_: weakref.ref) -> None:
+            del self.alive[address]  # the next storage at this address is another one
+            self.now -= size
+
+        self.alive[address] = weakref.ref(storage, gone)
+        self.now += size
+
+
+def train(config: MiniGPTConfig, batch: int, seq_len: int, steps: int) -> Iterator[int]:
+    """Whole steps, as the trainers do them; yields before each."""
+    model = MiniGPT(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(config.vocab_size, (batch, seq_len + 1))
+    for step in range(steps):
+        yield step
+        # Each weight is used once a forward: autocast's cache of casts would only hold memory.
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def step_peak(config: MiniGPTConfig, batch: int, seq_len: int, *, fake: bool = True) -> int:
+    """Most bytes alive at once in the second step: weights, gradients, AdamW, and all the rest."""
+    with FakeTensorMode() if fake else nullcontext(), LiveStorages() as storages:
+        for _ in train(config, batch, seq_len, steps=2):
+            storages.peak = storages.now  # forget the step before
+    return storages.peak
+
+
+def step_flops(config: MiniGPTConfig, batch: int, seq_len: int) -> int:
+    """FLOPs of one step: forward, replay and backward."""
+    # One mode around all of it: torch 2.13's selective checkpoint refuses to replay under other
+    # modes than it ran under.
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        for _ in train(config, batch, seq_len, steps=1):
+            pass
+    return counter.get_total_flops()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number, and the one that it was to stay below."""
+
+    column: str
+    rung: str
+    value: float  # MiB, or FLOPs in units of those of `none`
+    raw: int  # bytes, or FLOPs
+    target: float | None
+
+    def __str__(self) -> str:
+        digits = 3 if "FLOPs" in self.column else 0
+        if self.target is None:
+            return f"{self.value:.{digits}f}"
+        verdict = "met" if self.met else "**missed**"
+        limit = f"{self.target:.2f}" if digits else f"{self.target:.0f}"
+        return f"{self.value:.{digits}f} <= {limit} {verdict}"
+
+    @property
+    def met(self) -> bool:
+        return self.target is None or self.value <= self.target
+
+
+def peaks() -> Iterator[Figure]:
+    """Every rung in every configuration."""
+    for column, (config, batch) in CONFIGURATIONS.items():
+        for rung, changes in RUNGS.items():
+            peak = step_peak(replace(config, **changes), batch, SEQ_LEN)
+            yield Figure(column, rung, peak / 2**20, peak, TARGETS[column].get(rung))
+
+
+def flops() -> Iterator[Figure]:
+    """Relative to `none` with the same dropout."""
+    for column, dropout in (("FLOPs", 0.0), ("FLOPs, dropout 0.1", 0.1)):
+        base = step_flops(replace(GPT2_SMALL, dropout=dropout), 2, SEQ_LEN)
+        for rung, changes in RUNGS.items():
+            count = step_flops(replace(GPT2_SMALL, dropout=dropout, **changes), 2, SEQ_LEN)
+            yield Figure(column, rung, count / base, count, TARGETS[column].get(rung))
+
+
+def table(figures: list[Figure]) -> str:
+    """Markdown: a row for each rung, a column for each configuration."""
+    cells = {(figure.column, figure.rung): str(figure) for figure in figures}
+    columns = list(dict.fromkeys(figure.column for figure in figures))
+    rows = [["", *columns], ["---"] * (len(columns) + 1)]
+    rows += [[rung, *(cells.get((column, rung), "") for column in columns)] for rung in RUNGS]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+FOOTNOTE = f"""
+Peak of the second training step in MiB: weights, gradients, fused AdamW, activations, head and
+temporaries. T={SEQ_LEN}, bfloat16 autocast without its cache, dropout 0, gradients set to None; the
+head in as many chunks as it chooses itself, in one for `plain`. FLOPs of a whole step of 124M, B=2,
+in units of `none`'s. FlopCounterMode does not count the CPU's fused attention: the first column of
+FLOPs is matrix products alone, in which `sdpa` equals `full`. With dropout the CPU has no fused
+attention, and the products of the plain one are counted. Where `sdpa`, `full` and groups share one
+peak, no block stands at it: it is the end of backward, where the two gradients of the token
+embedding, as embedding and as head, and their sum are alive together.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m scripts.ladder", description=__doc__)
+    default = Path(__file__).parent / "results" / "ladder.json"
+    parser.add_argument(
+        "--json", type=Path, default=default, metavar="FILE", help="raw numbers (%(default)s)"
+    )
+    args = parser.parse_args(argv)
+    if not args.json.parent.is_dir() or not os.access(args.json.parent, os.W_OK):
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent} to write to")
+
+    start = time.perf_counter()
+    figures = [*peaks(), *flops()]
+    missed = [figure for figure in figures if not figure.met]
+    command = " ".join(["python -m scripts.ladder", *(sys.argv[1:] if argv is None else argv)])
+    about = {
+        "command": command,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(time.perf_counter() - start),
+    }
+    print(table(figures))
+    print(FOOTNOTE)
+    print(f"{about['command']}, torch {about['torch']}, {about['date']}, {about['seconds']} s")
+    print(f"{sum(f.target is not None for f in figures) - len(missed)} targets met", end=", ")
+    print(f"{len(missed)} missed")
+    result = {**about, "figures": [asdict(figure) | {"met": figure.met} for figure in figures]}
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

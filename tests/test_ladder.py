@@ -1,0 +1,101 @@
+"""The figures of scripts/ladder.py: is its tracker right, and do the rungs stand in order?"""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from test_model import TINY
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import MiniGPTConfig
+from scripts import ladder
+
+SMALL = MiniGPTConfig(**{**TINY, "n_layers": 4, "loss_chunks": 4})
+
+
+def small_peak(rung: str, **how) -> int:
+    # Long batches: activations, not weights, are what most bytes go to.
+    return ladder.step_peak(replace(SMALL, **ladder.RUNGS[rung]), 32, 16, **how)
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_peak_counted_by_hand(fake):
+    with FakeTensorMode() if fake else nullcontext(), ladder.LiveStorages() as storages:
+        a = torch.zeros(100)  # 400
+        view = a.view(10, 10)[:5]  # of a's storage: still 400
+        b = (view + 1).to(torch.bfloat16)  # 200, and 100 more: at once 700, then 500
+        assert (storages.now, storages.peak) == (500, 700)
+        del a
+        assert storages.now == 500  # the view holds all of it
+        view.add_(1)  # in place: no new storage
+        del view
+        assert storages.now == 100
+        c = torch.empty(200)  # 900: the new peak
+        del b, c
+        assert storages.now == 0
+        d = torch.empty(50)  # 200, maybe at an address used before
+        assert (storages.now, storages.peak) == (200, 900)
+        del d
+
+
+@pytest.mark.parametrize("rung", ladder.RUNGS)
+def test_fake_tensors_live_as_long_as_real_ones(rung):
+    assert small_peak(rung) == small_peak(rung, fake=False)
+
+
+def test_the_rungs_stand_in_order():
+    peaks = [small_peak(rung) for rung in ("full", "mlp", "cheap", "none", "plain")]
+    assert peaks == sorted(set(peaks))
+
+
+def test_full_replays_two_thirds_of_a_forward():
+    none, cheap, full = (
+        ladder.step_flops(replace(SMALL, **ladder.RUNGS[rung]), 2, 16)
+        for rung in ("none", "cheap", "full")
+    )
+    assert none == cheap
+    # Of d_model * (4 d_model + 2 d_ff) weights a block, all but the last d_ff * d_model are
+    # multiplied once more; without early stop it would be all.
+    replayed = 2 * (2 * 16) * SMALL.n_layers * (4 * 32 * 32 + 64 * 32)
+    assert full == none + replayed
+    assert full / none < 1.25
+
+
+def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ladder, "SEQ_LEN", 16)
+    monkeypatch.setattr(ladder, "GPT2_SMALL", SMALL)
+    monkeypatch.setattr(ladder, "CONFIGURATIONS", {"tiny": (SMALL, 2)})
+    rungs = {rung: ladder.RUNGS[rung] for rung in ("plain", "none", "full")}
+    monkeypatch.setattr(ladder, "RUNGS", rungs)
+    targets = {"tiny": {"none": 1000, "full": 0}, "FLOPs": {"full": 1.5}, "FLOPs, dropout 0.1": {}}
+    monkeypatch.setattr(ladder, "TARGETS", targets)
+    path = tmp_path / "ladder.json"
+    assert ladder.main(["--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (none,) = (line for line in lines if line.startswith("| none |"))
+    (full,) = (line for line in lines if line.startswith("| full |"))
+    assert none.split(" | ")[1].endswith("<= 1000 met")
+    assert full.split(" | ")[1].endswith("<= 0 **missed**")
+    assert full.split(" | ")[2].endswith("<= 1.50 met")
+    assert lines[-1] == "2 targets met, 1 missed"
+    assert f"python -m scripts.ladder --json {path}, torch {torch.__version__}" in lines[-2]
+    result = json.loads(path.read_text())
+    assert len(result["figures"]) == 3 * 3
+    assert result["figures"][0]["raw"] == ladder.step_peak(replace(SMALL, loss_chunks=1), 2, 16)
+
+
+def test_script_answers_a_missing_folder_before_it_measures(capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        ladder.main(["--json", str(tmp_path / "nowhere" / "ladder.json")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith("error: --json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ladder.TARGETS["124M, B=2"])
+def test_targets_of_gpt2_small(rung):
+    config, batch = ladder.CONFIGURATIONS["124M, B=2"]
+    peak = ladder.step_peak(replace(config, **ladder.RUNGS[rung]), batch, ladder.SEQ_LEN)
+    assert peak / 2**20 <= ladder.TARGETS["124M, B=2"][rung]
