@@ -1,0 +1,360 @@
+"""Activation checkpointing, rebuilt from scratch: a lesson that runs.
+
+python -m scripts.checkpoint_from_scratch
+
+`checkpoint(block, x, use_reentrant=False)` in model.py looks like magic. It is a cloakroom. In
+forward, autograd gives away each tensor that backward will need, and gets a ticket for it; the
+cloakroom throws the tensor away. When backward comes with the first ticket, the block runs once
+more, as if for the first time, and the tensors that it gives away this time are the missing ones.
+
+First one small block tells what happens to it, while it happens. Then a MiniGPT trains one step
+with the checkpoint of this file, and with torch's own: not one bit, not one operation and not one
+byte may differ, else the exit code is 1.
+
+Read on: part 1 is the checkpoint, part 2 the story teller, part 3 the comparison.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from flags import OneLineParser, number
+from memory import kept_for_backward
+from model import Block, MiniGPT, MiniGPTConfig
+
+# ---------------------------------------------------------------------------------------------
+# Part 1: the checkpoint.
+
+
+class Ticket:
+    """What the graph holds instead of a tensor; the replay puts the tensor back on it."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.tensor: Tensor | None = None
+
+
+class EarlyStop(Exception):
+    """All tickets are filled: whatever the function would still compute, nobody needs."""
+
+
+def checkpoint(function: Callable, *args: Any) -> Any:
+    """`function(*args)`; what backward needs of it is computed again then, instead of kept."""
+    if not torch.is_grad_enabled():
+        return function(*args)  # there will be no backward
+    same_conditions = remember_conditions()
+    # Weak: only the graph owns a ticket. If a result is dropped, its part of the graph goes, and
+    # with it the tickets; nobody would ever fetch what the replay put on them.
+    tickets: list[weakref.ref[Ticket]] = []
+
+    def pack(tensor: Tensor) -> Ticket:  # forward: autograd wants to keep this tensor
+        ticket = Ticket(len(tickets))
+        tickets.append(weakref.ref(ticket))
+        tell("pack", ticket, tensor)
+        return ticket  # and the tensor is freed as soon as forward itself is through with it
+
+    def unpack(ticket: Ticket) -> Tensor:  # backward: autograd wants it back
+        tell("unpack", ticket)
+        if ticket.tensor is None:  # the first ticket of all, whichever that is
+            replay(tickets, same_conditions(), function, args)
+        if ticket.tensor is None:
+            raise RuntimeError("the replay saved fewer tensors: did the function change its way?")
+        tensor, ticket.tensor = ticket.tensor, None  # free it as soon as backward has used it
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        return function(*args)
+
+
+def replay(
+    tickets: list[weakref.ref[Ticket]],
+    same_conditions: AbstractContextManager,
+    function: Callable,
+    args: tuple,
+) -> None:
+    """Run the function again, up to the last tensor that has a ticket, and fill the tickets."""
+    tell("replay")
+    n_filled = 0
+
+    def fill(tensor: Tensor) -> Tensor:  # saved in the same order as in forward: that is all
+        nonlocal n_filled
+        ticket = tickets[n_filled]()
+        if ticket is not None:
+            tell("fill", ticket)
+            ticket.tensor = tensor.detach()  # not detached, it would keep the replay's graph alive
+        n_filled += 1
+        if n_filled == len(tickets):
+            tell("stop")
+            raise EarlyStop  # a linear layer gives its input away *before* its matmul
+        return tensor
+
+    # Backward runs without gradients, and an operator saves nothing where they are off.
+    with same_conditions, torch.enable_grad(), saved_tensors_hooks(fill, lambda tensor: tensor):
+        with suppress(EarlyStop):
+            function(*args)  # the result is thrown away: forward has returned it long ago
+
+
+def remember_conditions() -> Callable[[], AbstractContextManager]:
+    """What a result depends on besides the arguments; returns the context that brings it back.
+
+    The random number generators: dropout must draw the masks of forward again. Else the gradients
+    are wrong, without an error. And autocast: backward usually runs outside of it, and the replay
+    would compute in float32 what forward computed in bfloat16.
+    """
+    # (If the GPU has not been used yet, asking for its generators would wake it up.)
+    cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cpu_rng = torch.get_rng_state()
+    cache = torch.is_autocast_cache_enabled()
+    autocasts = [
+        (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        for device in ("cpu", "cuda")
+    ]
+
+    @contextmanager
+    def same_conditions() -> Iterator[None]:
+        with ExitStack() as stack:
+            # fork: after the replay, the generators go on from where backward found them.
+            stack.enter_context(torch.random.fork_rng(devices=range(len(cuda_rng))))
+            torch.set_rng_state(cpu_rng)
+            torch.cuda.set_rng_state_all(cuda_rng)
+            for device, dtype, enabled in autocasts:
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=cache))
+            yield
+
+    return same_conditions
+
+
+# What torch's version does on top: it takes keyword arguments; it saves the arguments through
+# autograd, so that an outer checkpoint or an offload sees them and a change in place is noticed;
+# it compares shapes and dtypes of what the replay saves; it knows devices other than these two.
+
+# ---------------------------------------------------------------------------------------------
+# Part 2: the story teller. Nothing here is needed for a checkpoint to work.
+
+
+class Narrator(TorchFunctionMode):
+    """Prints what happens to the tickets, a line for each layer or operator."""
+
+    def __init__(self, module: torch.nn.Module, x: Tensor):
+        super().__init__()
+        self.names = {address(p): name for name, p in module.named_parameters()}
+        self.names[address(x)] = "x"
+        self.results: dict[int, str] = {}  # address -> which operator made what is there now
+        self.operator = ""  # the one that is running,
+        self.inputs: set[int] = set()  # and where its inputs are
+        self.owners: dict[int, str] = {}  # ticket number -> the operator that got it
+        self.line: tuple[str, str] | None = None  # what the open line is about
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """torch calls this instead of every function that works on tensors."""
+        kwargs = kwargs or {}
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        self.inputs = {address(x) for x in tensors}
+        weights = [self.names[place] for place in self.inputs if "." in self.names.get(place, "")]
+        self.operator = weights[0].rpartition(".")[0] if weights else func.__name__
+        self.operator = self.operator.replace("scaled_dot_product_", "")
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and address(result) not in self.inputs:  # not a view
+            self.results[address(result)] = self.operator.rpartition(".")[2] + "(..)"
+        return result
+
+    def describe(self, tensor: Tensor) -> str:
+        """ "gelu(..) 4x32"; what the running operator has made itself has no name yet."""
+        place, name = address(tensor), ""
+        if place in self.names:
+            name = self.names[place].rpartition(".")[2] + " "
+        elif place in self.inputs and place in self.results:
+            name = self.results[place] + " "
+        return name + "x".join(map(str, tensor.shape)).removeprefix("1x")  # B = 1
+
+    def hear(self, event: str, ticket: Ticket | None, tensor: Tensor | None) -> None:
+        if event == "replay":
+            self.headline(" is empty.\nREPLAY: the block runs again, with the same dropout mask:")
+        elif event == "stop":
+            self.headline(" was the last: EARLY STOP, its matmul is not run.\nBACKWARD goes on:")
+        elif ticket is not None:
+            owner = self.owners.setdefault(ticket.number, self.operator)
+            is_new_line = self.line != (event, owner)
+            self.line = event, owner
+            print(f"\n    {owner:<12}" if is_new_line else ",", end="")
+            print(f" #{ticket.number}", end="", flush=True)
+            if tensor is not None:
+                print(f" {self.describe(tensor)}", end="", flush=True)
+
+    def headline(self, text: str) -> None:
+        print(text, end="", flush=True)
+        self.line = None
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()  # views (q, k and v; weight.t()) share it
+
+
+narrator: Narrator | None = None
+
+
+def tell(event: str, ticket: Ticket | None = None, tensor: Tensor | None = None) -> None:
+    if narrator:
+        narrator.hear(event, ticket, tensor)
+
+
+def tell_the_story(dropout: float) -> None:
+    """One block, forward and backward. Its two halves end before the last dropout: see model.py."""
+    global narrator
+    torch.manual_seed(0)
+    block = Block(MiniGPTConfig(n_heads=2, d_model=8, d_ff=32, dropout=dropout))
+    block.attn.dropout = 0.0  # on a CPU, attention with dropout saves a dozen tensors more
+    x = torch.randn(1, 4, 8, requires_grad=True)
+    narrator = Narrator(block, x)
+    try:
+        with narrator:
+            narrator.headline("FORWARD: each tensor that backward will need goes, a #ticket stays.")
+            x, update = checkpoint(block.halves, x)
+            n = len(narrator.owners)
+            narrator.headline(f"\nKept: x and {n} tickets. BACKWARD begins at the end:")
+            (x + update).sum().backward()
+            narrator.headline("\nDone: each ticket came back once.\n\n")
+    finally:
+        narrator = None
+
+
+# ---------------------------------------------------------------------------------------------
+# Part 3: the comparison, on the real model.
+
+CONFIG = MiniGPTConfig(
+    vocab_size=64, max_position_embeddings=32, n_layers=2, n_heads=4, d_model=64, d_ff=256
+)
+PRECISIONS = {"float32": torch.float32, "bfloat16 autocast": torch.bfloat16}
+
+
+def in_place_of_torchs(function: Callable, *args: Any, use_reentrant: bool) -> Any:
+    return checkpoint(function, *args)
+
+
+# How blocks are run -> (recompute policy, context in which the step runs)
+VARIANTS: dict[str, tuple[str, Callable[[], AbstractContextManager]]] = {
+    "no checkpoint": ("none", nullcontext),
+    "torch, no early stop": ("full", partial(set_checkpoint_early_stop, False)),
+    "torch": ("full", nullcontext),
+    # Same model, same line in it; only the name `checkpoint` there means another function.
+    "this file": ("full", partial(mock.patch, "model.checkpoint", in_place_of_torchs)),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step of the model gave, and what it took."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    flops: int  # of the matmuls, forward and backward (without fused attention, on a CPU)
+    kept: int  # bytes that live from forward to backward
+
+
+def run_step(variant: str, dtype: torch.dtype, dropout: float) -> Step:
+    policy, context = VARIANTS[variant]
+    torch.manual_seed(0)
+    model = MiniGPT(replace(CONFIG, recompute=policy, dropout=dropout)).train()
+    ids = torch.randint(0, CONFIG.vocab_size, (4, 33))
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32, cache_enabled=False):
+            return model(ids[:, :-1], ids[:, 1:])
+
+    with context():
+        # Not what the graph holds (our x hides in a closure, where no hook can see it), but all
+        # storages that forward made and that are still alive, whoever holds them.
+        kept = sum(tensor.bytes for tensor in kept_for_backward(model, forward))
+        torch.manual_seed(1)
+        with FlopCounterMode(display=False) as counter:
+            loss = forward()
+            loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Step(loss.detach(), gradients, counter.get_total_flops(), kept)
+
+
+def same_gradients(a: Step, b: Step) -> bool:
+    return a.gradients.keys() == b.gradients.keys() and all(
+        torch.equal(gradient, b.gradients[name]) for name, gradient in a.gradients.items()
+    )
+
+
+def differences(steps: dict[str, Step]) -> list[str]:
+    """What is not as it must be."""
+    none, whole, torchs, ours = steps.values()
+    expected = {
+        "the loss is not torch's": torch.equal(ours.loss, torchs.loss),
+        "the loss is not that of no checkpoint": torch.equal(ours.loss, none.loss),
+        "a gradient is not torch's": same_gradients(ours, torchs),
+        "a gradient is not that of no checkpoint": same_gradients(ours, none),
+        "the FLOPs are not torch's": ours.flops == torchs.flops,
+        "the replay costs nothing: nothing was replayed": none.flops < ours.flops,
+        "the replay costs a whole forward: no early stop": ours.flops < whole.flops,
+        "the bytes kept are not torch's": ours.kept == torchs.kept,
+        "no bytes are saved": ours.kept < none.kept,
+    }
+    return [complaint for complaint, is_fine in expected.items() if not is_fine]
+
+
+def print_table(steps: dict[str, Step]) -> None:
+    none = steps["no checkpoint"]
+    for variant, step in steps.items():
+        loss, gradients = f"{step.loss:.6f}", f"{len(step.gradients)} tensors"
+        if step is not none:
+            loss = "equal" if torch.equal(step.loss, none.loss) else "NOT EQUAL"
+            gradients = "equal" if same_gradients(step, none) else "NOT EQUAL"
+        print(
+            f"    {variant:<22}{loss:<11}{gradients:<12}{step.flops:>12,}{step.kept:>12,}"
+            f"{step.flops / none.flops:>8.3f}{step.kept / none.kept:>8.3f}"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(
+        prog="python -m scripts.checkpoint_from_scratch",
+        description="Activation checkpointing, rebuilt from scratch and compared with torch's.",
+    )
+    parser.add_argument(
+        "--dropout",
+        type=number(float, 0, 0.99),
+        default=0.1,
+        metavar="P",
+        help="of block and model, 0 = off (default: %(default)s)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no story, the comparison only")
+    args = parser.parse_args(argv)
+
+    if not args.quiet:
+        tell_the_story(args.dropout)
+    print(f"One step of a MiniGPT with {CONFIG.n_layers} blocks, dropout {args.dropout:g}.")
+    print(
+        f"{'':<26}{'loss':<11}{'gradients':<12}{'FLOPs':>12}{'bytes kept':>12}"
+        f"{'times no checkpoint':>20}"
+    )
+    failures = []
+    for precision, dtype in PRECISIONS.items():
+        print(precision)
+        steps = {variant: run_step(variant, dtype, args.dropout) for variant in VARIANTS}
+        print_table(steps)
+        failures += [f"{precision}: {complaint}" for complaint in differences(steps)]
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    if not failures:
+        print("This file and torch: equal to the bit, to the operation and to the byte.")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""The rebuilt checkpoint is torch's: to the bit, to the operation, to the byte."""
+
+import gc
+import re
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from model import Block, MiniGPTConfig
+from scripts import checkpoint_from_scratch as lesson
+from scripts.checkpoint_from_scratch import PRECISIONS, checkpoint, differences, main, run_step
+
+
+def small_block(dropout: float = 0.1) -> Block:
+    torch.manual_seed(0)
+    return Block(MiniGPTConfig(n_heads=2, d_model=16, d_ff=64, dropout=dropout)).train()
+
+
+def dropout_then_linear(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8)
+    return nn.Sequential(*layers).to(device).train()
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Grows by one with every replay."""
+    seen, replay = [], lesson.replay
+    monkeypatch.setattr(lesson, "replay", lambda *args: (seen.append(1), replay(*args)))
+    return seen
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_step_equals_none_and_torch(dropout, precision, replays):
+    steps = {
+        variant: run_step(variant, PRECISIONS[precision], dropout) for variant in lesson.VARIANTS
+    }
+    assert len(replays) == lesson.CONFIG.n_layers  # by "this file", and by nobody else
+    none, whole, torchs, ours = steps.values()
+    assert torch.equal(ours.loss, none.loss) and torch.equal(ours.loss, torchs.loss)
+    assert len(none.gradients) == 4 + 12 * lesson.CONFIG.n_layers
+    for name, gradient in none.gradients.items():
+        assert gradient.any(), name
+        assert torch.equal(gradient, torchs.gradients[name]), name
+        assert torch.equal(gradient, ours.gradients[name]), name
+    assert none.flops < ours.flops == torchs.flops < whole.flops
+    assert ours.kept == torchs.kept < none.kept / 4
+    assert differences(steps) == []
+
+
+def test_the_replay_stops_before_the_last_matmul():
+    block, entered, left = small_block(), [], []
+    block.mlp.c_proj.register_forward_pre_hook(lambda *_: entered.append(1))
+    block.mlp.c_proj.register_forward_hook(lambda *_: left.append(1))
+    x, update = checkpoint(block.halves, torch.randn(2, 4, 16, requires_grad=True))
+    assert (len(entered), len(left)) == (1, 1)
+    (x + update).sum().backward()
+    assert (len(entered), len(left)) == (2, 1)
+
+
+def test_without_gradients_it_is_a_plain_call(monkeypatch):
+    monkeypatch.setattr(lesson, "remember_conditions", None)
+    block, x = small_block(0.0), torch.randn(2, 4, 16)
+    with torch.no_grad():
+        results, expected = checkpoint(block.halves, x), block.halves(x)
+    assert all(map(torch.equal, results, expected))
+    assert not any(result.requires_grad for result in results)
+
+
+def test_backward_leaves_the_random_numbers_alone():
+    block, x = small_block(), torch.randn(2, 4, 16, requires_grad=True)
+    y = sum(checkpoint(block.halves, x)).sum()
+    torch.rand(3)  # between forward and backward, others draw too
+    before = torch.get_rng_state()
+    y.backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast_of_forward_holds_in_the_replay(backward_inside):
+    """Forward with autocast, backward without; and the other way round."""
+    dtypes = []
+    layers = dropout_then_linear()
+    layers[0].register_forward_hook(lambda *args: dtypes.append(args[-1].dtype))
+    bfloat16 = torch.autocast("cpu", torch.bfloat16)
+    with nullcontext() if backward_inside else bfloat16:
+        y = checkpoint(layers, torch.randn(4, 8))
+    with bfloat16 if backward_inside else nullcontext():
+        y.sum().backward()
+    assert dtypes == [torch.float32 if backward_inside else torch.bfloat16] * 2
+
+
+def test_several_arguments_and_results_in_any_order(replays):
+    """Each result has its own backward: the last ticket is not always the first one back."""
+
+    def two(a, b, scale, unused):
+        return scale * (a * b).exp(), nn.functional.dropout(a.tanh() * b, 0.5)
+
+    gradients = []
+    for wrap in (checkpoint, lambda function, *args: function(*args)):
+        torch.manual_seed(0)
+        a, b = (torch.randn(5, requires_grad=True) for _ in range(2))
+        first, second = wrap(two, a, b, 2.0, None)
+        gradients += [
+            torch.autograd.grad(first.sum(), (a, b), retain_graph=True),
+            torch.autograd.grad(second.sum(), (b, a), retain_graph=True),
+            torch.autograd.grad(first.sum(), b),
+        ]
+    for ours, plain in zip(gradients[:3], gradients[3:], strict=True):
+        assert all(map(torch.equal, ours, plain))
+    assert 1 <= len(replays) <= 3
+
+
+def test_a_checkpoint_inside_a_checkpoint():
+    gradients = []
+    for wrap in (checkpoint, lambda function, *args: function(*args)):
+        block, other = small_block(), small_block()
+        x = torch.randn(2, 4, 16, requires_grad=True)
+        y = wrap(lambda x: other(wrap(block, x)), x)  # noqa: B023
+        y.square().sum().backward()
+        gradients.append([x.grad, *(p.grad for p in [*block.parameters(), *other.parameters()])])
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_what_was_replayed_is_freed_as_backward_uses_it(retain_graph):
+    """With no help of the garbage collector: a cycle would hold memory until it runs."""
+    made, alive = [], []
+
+    def chain(x):
+        for _ in range(8):
+            x = x.sin()
+            made.append(StorageWeakRef(x.untyped_storage()))
+        return x
+
+    def count(_=None):
+        alive.append(sum(not reference.expired() for reference in made))
+
+    gc.disable()
+    try:
+        x = torch.randn(4, requires_grad=True)
+        y = checkpoint(chain, x)
+        count()
+        x.register_hook(count)
+        y.sum().backward(retain_graph=retain_graph)
+        count()
+    finally:
+        gc.enable()
+    # After forward its result alone lives; when the first sin's backward is done, nothing else.
+    assert alive == [1, 1, 1] and len(made) == 8 + 7
+
+
+@pytest.mark.parametrize("second_is_dropped", [False, True])
+def test_what_backward_skips_keeps_nothing_else_alive(second_is_dropped):
+    made, alive = [], []
+
+    def count(_):
+        alive.append(sum(not storage.expired() for storage in made))
+
+    def two(x):
+        for _ in range(4):
+            x = x.sin()
+            made.append(StorageWeakRef(x.untyped_storage()))
+            if len(made) == 1:
+                x.register_hook(count)  # only the first sin is still to come, which keeps x
+        return x.sum(), x.cos()  # cos keeps x
+
+    x = torch.randn(4, requires_grad=True)
+    results = checkpoint(two, x)
+    if second_is_dropped:
+        results = results[:1]
+    results[0].backward()
+    assert len(made) == 8
+    assert alive == [0 if second_is_dropped else 1]  # the one that cos may still ask for
+
+
+def test_a_function_that_changes_its_way_is_found_out():
+    ways = iter([lambda x: x.sin().cos().tanh(), lambda x: x.sin()])
+    y = checkpoint(lambda x: next(ways)(x), torch.randn(3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="fewer tensors"):
+        y.sum().backward()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_dropout_and_autocast_are_the_same_in_the_replay():
+    gradients = []
+    for wrap in (checkpoint, lambda function, *args: function(*args)):
+        layers, x = dropout_then_linear("cuda"), torch.randn(64, 8, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            y = wrap(layers, x)
+        y.float().sum().backward()
+        gradients.append([p.grad for p in layers.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_main_tells_the_story_and_prints_the_table(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    story, table = out.split("\n\n")
+    assert max(map(len, out.splitlines())) <= 100
+    # Each ticket is given out, filled and handed in once; the first one in starts the replay.
+    tickets = [int(number) for number in re.findall(r"#(\d+)", story)]
+    n = int(re.search(r"(\d+) tickets", story)[1])
+    assert tickets[: n + 1] == [*range(n), tickets[n]]
+    assert tickets[n + 1 : 2 * n + 1] == [*range(n)]
+    assert sorted([tickets[n], *tickets[2 * n + 1 :]]) == [*range(n)]
+    for event in ("FORWARD", "BACKWARD", "REPLAY", "EARLY STOP", "dropout", "mlp.c_proj"):
+        assert event in story
+    for precision in PRECISIONS:
+        assert precision in table
+    assert table.count("this file ") == 2 and len(re.findall(r"\bequal {5,}", table)) == 2 * 2 * 3
+    assert "NOT EQUAL" not in table
+
+
+def test_main_is_silent_on_demand_and_fails_if_something_differs(capsys, monkeypatch):
+    remember = lesson.remember_conditions
+
+    def other_masks():
+        same_conditions = remember()
+
+        @contextmanager
+        def nearly_the_same():
+            with same_conditions():
+                torch.manual_seed(99)
+                yield
+
+        return nearly_the_same
+
+    monkeypatch.setattr(lesson, "remember_conditions", other_masks)
+    assert main(["--quiet"]) == 1
+    captured = capsys.readouterr()
+    assert "FORWARD" not in captured.out and "NOT EQUAL" in captured.out
+    errors = captured.err.splitlines()
+    assert errors and all(line.startswith("error: ") for line in errors)
+    assert "error: float32: a gradient is not torch's" in errors
