@@ -31,7 +31,7 @@ from .documents import (
     read_documents,
     read_text,
 )
-from .store import Say, build_cache, hash_files, key, read_meta
+from .store import Say, build_cache, hash_files, key, read_meta, shown
 from .tokenizer import (
     DataError,
     Tokenizer,
@@ -162,7 +162,7 @@ def _load_text(
     def build(temporary: Path) -> dict[str, Any]:
         tokenizer = known or _train(source, count, vocab_size, say)
         (temporary / "tokenizer.tiktoken").write_text(format_ranks(tokenizer.ranks))
-        say(f"encoding {source.label}, once: the ids stay in {cache_dir}")
+        say(f"encoding {source.label}, once: the ids stay in {shown(cache_dir)}")
         return {
             "tokenizer": name,
             "vocab_size": tokenizer.vocab_size,

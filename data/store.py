@@ -65,7 +65,7 @@ def _lock(cache_dir: Path, say: Say) -> Iterator[bool]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say(f"waiting for the process that builds a token cache in {cache_dir}")
+                say(f"waiting for the process that builds a token cache in {shown(cache_dir)}")
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield True
 
@@ -94,3 +94,9 @@ def hash_files(paths: list[Path]) -> str:
 def key(*parts: object) -> str:
     """The name of a cache folder: a hash of all that decides its bytes."""
     return hashlib.sha256(json.dumps([CACHE_VERSION, *parts]).encode()).hexdigest()[:32]
+
+
+def shown(path: Path) -> str:
+    """As short as a person would write it: relative to where we are, if it lies below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
