@@ -69,8 +69,10 @@ def draw(runs: dict[str, list[dict[str, Any]]], output: Path) -> None:
         axis.grid(alpha=0.3)
         if logarithmic:
             axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0 if title != "Loss" else None)
+            for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+                formatter(lambda value, _: f"{value:g}")  # 200, not 2 x 10^2
+        elif title != "Loss":
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
     axes[-1].axis("off")  # the sixth place holds the legend
     axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="center", frameon=False)
     try:
