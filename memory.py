@@ -73,7 +73,7 @@ class StorageTracker(TorchDispatchMode):
         return [
             kept
             for reference, kept in self.made.items()
-            if not reference.expired() and kept.device.type == device.type
+            if not reference.expired() and kept.device.type == device.type and kept.bytes
         ]
 
 

@@ -140,8 +140,8 @@ class Offload:
         }
 
         def pack(tensor: Tensor) -> Tensor | Ticket:
-            if StorageWeakRef(tensor.untyped_storage()) in weights:
-                return tensor  # it stays on the device anyway
+            if tensor.numel() == 0 or StorageWeakRef(tensor.untyped_storage()) in weights:
+                return tensor  # nothing to send (older torch has such), or it stays there anyway
             self.newest = Ticket(tensor, self.buffers, self.newest)
             return self.newest
 
