@@ -62,6 +62,7 @@ class TorchrunProcess(OneProcess):
         # Only now, with data and flags in order: what was wrong with them ended each process with
         # its own message, and none waits for another that is gone.
         dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        self.on_cpu = dist.new_group(backend="gloo")  # for what must not wait for the GPUs
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
@@ -79,6 +80,11 @@ class TorchrunProcess(OneProcess):
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)  # the default operation is the sum
         return total.tolist()
+
+    def largest(self, value: int) -> int:
+        most = torch.tensor(value)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.on_cpu)
+        return int(most)
 
     def say(self, line: str) -> None:
         if self.rank == 0:

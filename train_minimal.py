@@ -28,6 +28,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import argparse
 import math
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -102,12 +103,37 @@ class OneProcess:
         """Each value summed over all processes."""
         return values
 
+    def largest(self, value: int) -> int:
+        """The largest of all processes' values."""
+        return value
+
     def say(self, line: str) -> None:
         """Print a line once, however many processes there are, beside the progress bar."""
         tqdm.write(line)
 
     def close(self) -> None:
         """Leave the other processes."""
+
+
+class StopSignal:
+    """Ctrl-C (SIGINT) and a cluster's SIGTERM: finish the step and save, instead of dying in it.
+
+    A context around training. The handler only takes a note, as the signal may come anywhere in
+    the step. A second signal does what signals do: it ends the process at once.
+    """
+
+    def __enter__(self) -> "StopSignal":
+        self.number = 0
+        self.before = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number: int, frame: object) -> None:
+        self.number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 @dataclass
@@ -129,6 +155,7 @@ class Run:
     clock: StepClock
     held_lock: object = None  # keeps a second run off our files as long as this one lives
     step: int = 0  # optimizer steps done
+    stopped_by: int = 0  # the signal that ended the run before its last step
     best_val_loss: float = math.inf
 
     def autocast(self) -> torch.autocast:
@@ -237,7 +264,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """All steps from `run.step` to the last. Returns the last log record."""
+    """All steps from `run.step` to the last, or to a signal. Returns the last log record."""
     args, process, clock = run.args, run.process, run.clock
     record: dict[str, Any] = {}
     metrics = None
@@ -247,32 +274,35 @@ def train(run: Run) -> dict[str, Any]:
     bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
     run.model.train()
     clock.pause()
-    while run.step < args.num_steps:
-        run.step += 1
-        losses, grad_norm = train_step(run)
+    with StopSignal() as stop:
+        while run.step < args.num_steps and not run.stopped_by:
+            run.step += 1
+            losses, grad_norm = train_step(run)
 
-        # ---- The learning ends here. What follows looks at it, prints it and saves it.
-        clock.end_step()
-        bar.update()
-        log_now, evaluate_now, save_now = (
-            run.step == args.num_steps or (interval > 0 and run.step % interval == 0)
-            for interval in (args.log_interval, args.eval_interval, args.save_interval)
-        )
-        if log_now or evaluate_now or save_now:
-            record = measure(run, losses, grad_norm)
-            if evaluate_now:
-                record |= evaluate(run)
-                if record["val_loss"] < run.best_val_loss:
-                    run.best_val_loss = record["val_loss"]
-                    save(run, beside(args.checkpoint_path, ".best.pt"))
+            # ---- The learning ends here. What follows looks at it, prints it and saves it.
+            clock.end_step()
+            bar.update()
+            # All processes must stop after the same step, whichever of them got the signal.
+            run.stopped_by = process.largest(stop.number)
+            log_now, evaluate_now, save_now = (
+                run.step == args.num_steps or (interval > 0 and run.step % interval == 0)
+                for interval in (args.log_interval, args.eval_interval, args.save_interval)
+            )
+            if log_now or evaluate_now or save_now or run.stopped_by:
+                record = measure(run, losses, grad_norm)
+                if evaluate_now:
+                    record |= evaluate(run)
+                    if record["val_loss"] < run.best_val_loss:
+                        run.best_val_loss = record["val_loss"]
+                        save(run, beside(args.checkpoint_path, ".best.pt"))
+                    clock.pause()
+                if metrics is not None:
+                    metrics.write(record)
+                process.say(format_line(record, args.num_steps, card_memory(process.device)))
+                clock.lap("log")
+            if save_now or run.stopped_by:
+                save(run, args.checkpoint_path, keep_previous=True)
                 clock.pause()
-            if metrics is not None:
-                metrics.write(record)
-            process.say(format_line(record, args.num_steps, card_memory(process.device)))
-            clock.lap("log")
-        if save_now:
-            save(run, args.checkpoint_path, keep_previous=True)
-            clock.pause()
     bar.close()
     if metrics is not None:
         metrics.close()
@@ -459,6 +489,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess]) -> int:
     """Train; turn a mistake of the user into one line and an exit code."""
+    code = 0
     try:
         fill_in(args)
         if isinstance(sys.stdout, TextIOWrapper):  # half a character in a sample is no crash
@@ -471,12 +502,17 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
         else:
             seconds_before = time.perf_counter() - PROCESS_START
             record = train(run)
-            text = sample_text(run) if process.rank == 0 else ""
-            seconds = time.perf_counter() - PROCESS_START
-            process.say(describe_result(run, record, text, seconds_before, seconds))
+            if run.stopped_by and run.step < args.num_steps:
+                name = signal.Signals(run.stopped_by).name
+                process.say(f"stopped  {name} after step {run.step:,}: saved; go on with --resume")
+                code = 128 + run.stopped_by
+            else:
+                text = sample_text(run) if process.rank == 0 else ""
+                seconds = time.perf_counter() - PROCESS_START
+                process.say(describe_result(run, record, text, seconds_before, seconds))
         del run  # and with it DDP's wrapper: it must go before its connections do
         process.close()
-        return 0
+        return code
     except (UsageError, DataError, SnapshotError) as error:
         print_error(error)
         return 2

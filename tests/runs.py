@@ -37,12 +37,17 @@ def train(path: Path, *flags: str, expect: int = 0) -> subprocess.CompletedProce
 
 
 def torchrun(
-    path: Path, *flags: str, processes: int = 2, script: str = "train_ddp.py"
+    path: Path,
+    *flags: str,
+    processes: int = 2,
+    script: str = "train_ddp.py",
+    expect: int = 0,
+    **env: str,
 ) -> subprocess.CompletedProcess:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += [f"--nproc-per-node={processes}", script, *TINY]
-    result = run([*launch, "--checkpoint-path", str(path), *flags])
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = run([*launch, "--checkpoint-path", str(path), *flags], **env)
+    assert result.returncode == expect, result.stdout + result.stderr
     return result
 
 

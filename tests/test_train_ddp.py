@@ -63,6 +63,18 @@ def test_ranks_end_with_the_same_weights(tmp_path):
     assert same(first, weights(tmp_path / "run.pt"))
 
 
+def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+    """torchrun exits with 1 whatever its processes do; the snapshot tells that all agreed."""
+    path, whole, script = tmp_path / "run.pt", tmp_path / "whole.pt", "tests/ddp_all_ranks_save.py"
+    torchrun(path, script=script, expect=1, STOP_RANK="1", STOP_STEP="6")
+    assert snapshot(path)["step"] == 6
+    first, second = (torch.load(tmp_path / f"run.rank{rank}.pt") for rank in (0, 1))
+    assert same(first, second) and same(first, weights(path))
+    torchrun(path, "--resume")
+    train(whole, "--grad-accum-steps=2")
+    assert same(weights(path), weights(whole))
+
+
 def test_every_policy_under_ddp(tmp_path):
     result = torchrun(tmp_path / "unused.pt", script="tests/ddp_policies.py")
     assert result.stdout.count("8 variants equal") == 2
