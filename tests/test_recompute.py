@@ -68,6 +68,26 @@ def test_every_policy_equals_none(policy, dropout, precision):
             assert_same(none, train(policy, **settings, **changes))
 
 
+@pytest.mark.parametrize(
+    ("policy", "last"),
+    [
+        ("full", "mlp.c_proj"),
+        ("mlp", "mlp.c_proj"),
+        ("attn", "attn.c_proj"),
+        ("cheap", "attn.c_attn"),
+        ("cheap", "mlp.c_fc"),
+        ("cheap", "mlp.c_proj"),
+    ],
+)
+def test_no_replay_of_the_last_matmul_even_with_dropout(policy, last):
+    """Early stop comes before it; a dropout behind it, inside the region, would be too late."""
+    model, ids, ran = tiny(recompute=policy, dropout=0.1).train(), random_ids(2, 16), []
+    for block in model.blocks:
+        block.get_submodule(last).register_forward_hook(lambda *_: ran.append(last))
+    model(ids, ids).backward()
+    assert len(ran) == len(model.blocks)
+
+
 # ---- what is kept
 
 B, T, C, H = 4, 16, 32, 2
