@@ -146,6 +146,39 @@ def test_chunked_head_equals_the_plain_one(n_tokens, n_chunks, ignored):
         torch.testing.assert_close(head_loss(x, weight, labels, n_chunks), plain.detach())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("n_tokens", [256, 250])
+def test_chunked_head_gives_hidden_states_the_same_gradient(precision, n_tokens):
+    """To the bit (rows of a matmul do not know of each other); the weight's is summed in another
+    order, which float32 sees in its last digits and bfloat16 in its own."""
+    x, weight, labels = head_inputs(n_tokens, channels=64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+        plain, chunked = head_loss(x, weight, labels, 1), head_loss(x, weight, labels, 4)
+    torch.testing.assert_close(chunked, plain, rtol=2e-7, atol=0)
+    expected = torch.autograd.grad(plain, (x, weight))
+    found = torch.autograd.grad(chunked, (x, weight))
+    assert torch.equal(found[0], expected[0])
+    error = ((found[1] - expected[1]).norm() / expected[1].norm()).item()
+    assert error < (1e-6 if precision == "fp32" else 4e-3)
+
+
+def test_chunked_head_with_a_grad_scaler():
+    """The scaler's factor comes in backward, when the head's gradients are made already."""
+    gradients = []
+    for dtype in (torch.float32, torch.float16):
+        model = tiny(loss_chunks=4)
+        ids = random_ids(4, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.float16, cache_enabled=False):
+            loss = model(ids, ids)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        gradients.append(model.token_embedding.weight.grad)
+    exact, scaled = gradients
+    assert ((scaled - exact).norm() / exact.norm()).item() < 5e-3
+
+
 def test_chunked_head_in_float16_keeps_small_gradients():
     """A token that never is the label gets gradients of p / N: nearly nothing in float16."""
     x, weight, labels = head_inputs(1024, vocab_size=4096)
