@@ -159,6 +159,18 @@ def test_evaluating_more_often_changes_no_weight(uninterrupted):
     assert same(often["model"], seldom["model"])
 
 
+def test_validation_loss_is_that_of_all_tokens_at_once(tmp_path):
+    """12 windows in batches of 5, 5 and 2: a mean of three means would weigh the last two more."""
+    losses = []
+    for batch_size in (5, 12):
+        argv = [*TINY, f"--batch-size={batch_size}", f"--checkpoint-path={tmp_path}/run.pt"]
+        run = train_minimal.set_up(arguments(*argv), train_minimal.OneProcess(torch.device("cpu")))
+        assert len(run.val_batches) == {5: 3, 12: 1}[batch_size]
+        losses.append(train_minimal.evaluate(run)["val_loss"])
+        run.held_lock.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_dropout_differs_between_steps_and_seeds(uninterrupted):
     a, _ = uninterrupted("--seed=1")
     b, _ = uninterrupted("--seed=2")
