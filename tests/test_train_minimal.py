@@ -83,6 +83,19 @@ def test_resumed_equals_uninterrupted(
     assert logged(path) == whole_log
 
 
+def test_steps_done_twice_are_logged_once(tmp_path, monkeypatch, uninterrupted):
+    path = tmp_path / "run.pt"
+    crash_after(8, monkeypatch)
+    with pytest.raises(Crash):
+        train_here(path, FP32, "--eval-interval=4", "--save-interval=5")
+    assert [record["step"] for record in metrics(path)] == list(range(1, 9))
+    with open(path.with_name("run.metrics.jsonl"), "a") as file:
+        file.write('{"step": 9, "train_lo')  # cut short by the crash
+    monkeypatch.undo()
+    assert train_here(path, FP32, "--eval-interval=4", "--resume") == 0
+    assert logged(path) == uninterrupted(FP32, "--eval-interval=4")[1]
+
+
 def test_float16_scaler_resumes(tmp_path, monkeypatch, uninterrupted):
     flags = ("--amp-dtype=float16",)
     path = tmp_path / "run.pt"
