@@ -207,6 +207,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
     except ValueError as error:  # it names a field, d_model; the user knows a flag, --d-model
         names = "|".join(field.name for field in fields(MiniGPTConfig))
         message = re.sub(rf"\b({names})\b", lambda m: "--" + m[0].replace("_", "-"), str(error))
+        message = re.sub(r"--recompute(?!-)", "--use-activation-checkpoint", message)
         raise UsageError(message) from None
 
 

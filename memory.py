@@ -3,7 +3,7 @@
 Nothing is measured with a stopwatch or an allocator here. The real model runs on *fake* tensors,
 which have shapes and storages but no memory, while a tracker notes each storage that an operator
 makes. Those still alive when forward has ended are what autograd, activation checkpoints and
-selective checkpoints hold on to: exactly, on any device, for a model that would not fit as well.
+selective checkpoints hold on to: exactly, on any device, and even for a model that does not fit.
 """
 
 import sys
@@ -45,7 +45,8 @@ class StorageTracker(TorchDispatchMode):
 
     def note_given(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            stand_in = self.fake.from_tensor(tensor)  # a fake one stands for itself
+            fake = isinstance(tensor, FakeTensor)
+            stand_in = tensor if fake else self.fake.from_tensor(tensor)
             self.given[StorageWeakRef(stand_in.untyped_storage())] = stand_in
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

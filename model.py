@@ -3,8 +3,8 @@
 The architecture is GPT-2's (Radford et al., 2019): learned positions, pre-LayerNorm blocks, tanh
 GELU, biases, and a head that shares its weight with the token embedding.
 
-Read it from the bottom up: `MiniGPT.forward` is the whole model in twenty lines, and the line that
-this project is about stands in it: `checkpoint(block, x, use_reentrant=False)`.
+Start at `MiniGPT.forward`: it is the whole model, and the line that this project is about stands in
+it, the call of `checkpoint`. Then see what a block is made of (above it) and the head (below).
 
 Letters used in the shape comments:
     B batch    T time (position in the sequence)    C channels (d_model)
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from recompute import POLICIES, Buffers, Offload, run
+from recompute import POLICIES, Buffers, Offload, run_blocks
 
 RECOMPUTE_POLICIES = ("none", *POLICIES, "full")
 
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         """(B, T, 3C) -> (B, T, C)."""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = qkv.view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        # The fused kernel never holds the (B, H, T, T) scores: it is a recomputation of its own.
+        # The fused kernel never holds the (B, H, T, T) scores: its backward computes them again.
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
@@ -163,7 +163,8 @@ class MiniGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
         self.cpu_buffers: Buffers = {}  # for offload_activations
-        self.run, self.policies = run, dict(POLICIES)  # compile_blocks puts others in their place
+        # What runs for each block; compile_blocks puts compiled versions in their place.
+        self.run_blocks, self.policies = run_blocks, dict(POLICIES)
         # There is no lm_head module: the head is the token embedding's weight, used once more.
         self.init_weights()
 
@@ -215,12 +216,12 @@ class MiniGPT(nn.Module):
                     # Backward replays the block from it (with the same dropout masks: torch keeps
                     # the RNG state) and pays two thirds of a forward for that: the replay stops at
                     # the last tensor that backward needs, before the block's last matmul.
-                    x, update = checkpoint(self.run, group, x, use_reentrant=False)
+                    x, update = checkpoint(self.run_blocks, group, x, use_reentrant=False)
                 else:
                     x, update = self.policies[config.recompute](group[0], x)
             x = x + group[-1].dropout(update)
         for block in blocks[n_recomputed:]:
-            x, update = self.run([block], x)  # kept: every intermediate, about 9 times as much
+            x, update = self.run_blocks([block], x)  # kept: every intermediate
             x = x + block.dropout(update)
 
         x = self.ln_f(x)
@@ -238,7 +239,7 @@ class MiniGPT(nn.Module):
         # DDP would have graphs cut to its buckets, which cannot be done through a checkpoint; and
         # blocks are small enough for gradients to travel while the next block computes.
         torch._dynamo.config.optimize_ddp = False
-        self.run = torch.compile(run)
+        self.run_blocks = torch.compile(run_blocks)
         self.policies = {name: torch.compile(policy) for name, policy in POLICIES.items()}
 
     @torch.no_grad()

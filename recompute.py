@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -95,7 +96,7 @@ sdpa = keep_results_of(ATTENTION_OPS)  # axolotl, Megatron-LM: what costs most a
 selective = keep_results_of(ATTENTION_OPS + MATMUL_OPS)  # torchtitan, torchtune, JAX dots_saveable
 
 
-def run(blocks: Sequence[Block], x: Tensor) -> Halves:
+def run_blocks(blocks: Sequence[Block], x: Tensor) -> Halves:
     """The blocks one after the other; the last one's update is not added yet."""
     for block in blocks[:-1]:
         x = block(x)
@@ -130,9 +131,9 @@ class Offload:
 
     def block(self, blocks: Sequence[Block]) -> saved_tensors_hooks:
         """The context in which `blocks` run forward."""
-        # Told by their storage: what a linear layer saves is weight.t(), which is no Parameter.
-        # (Under autocast a policy that keeps part of a block sends copies of weights: they die
-        # with the forward otherwise. `full` keeps none.)
+        # Weights stay. They are told by their storage: what a linear layer saves is weight.t(),
+        # which is no Parameter. (Low-precision copies of weights, which autocast makes, are tensors
+        # like others, and travel with the policies that keep some; `full` keeps none.)
         weights = {
             StorageWeakRef(weight.untyped_storage())
             for block in blocks
@@ -155,8 +156,8 @@ Buffers = dict[tuple, list[Tensor]]
 class Ticket:
     """One tensor in CPU memory, and how to get it back."""
 
-    def __init__(self, tensor: Tensor, buffers: Buffers, before: Ticket | None):
-        self.device, self.before = tensor.device, before
+    def __init__(self, tensor: Tensor, buffers: Buffers, previous: Ticket | None):
+        self.device, self.previous = tensor.device, previous
         self.unused = buffers.setdefault((tensor.shape, tensor.stride(), tensor.dtype), [])
         self.back: Tensor | None = None
         self.taken = False
@@ -202,7 +203,10 @@ class Ticket:
         return tensor
 
     def __del__(self) -> None:
-        self.unused.append(self.copy)  # backward is through with it: the next forward may use it
+        # Backward is through with it: the next forward may use it. (Unless memory.py was counting:
+        # its tensors have no memory to use.)
+        if not isinstance(self.copy, FakeTensor):
+            self.unused.append(self.copy)
 
 
 def unpack(kept: Tensor | Ticket) -> Tensor:
@@ -210,8 +214,8 @@ def unpack(kept: Tensor | Ticket) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     tensor = kept.take()
-    if kept.before is not None and not kept.before.taken:
-        kept.before.fetch()
+    if kept.previous is not None and not kept.previous.taken:
+        kept.previous.fetch()
     return tensor
 
 

@@ -13,8 +13,8 @@ Go on where a run stopped (same flags, plus one):
 
 Several devices: see train_ddp.py, which is the list of differences.
 
-Read it from top to bottom: learning_rate, train_step, evaluate, train; then how a run is set up,
-and the flags.
+Read learning_rate, train_step, evaluate and train first: they are the training. Before them stands
+what they share, after them how a run is set up. The flags are in flags.py.
 """
 
 import os
@@ -193,7 +193,8 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 def train_step(run: Run) -> tuple[Tensor, Tensor]:
     """Step number `run.step`: forward and backward over the micro-batches, then one update.
 
-    Returns (losses of this process's micro-batches (A,), gradient norm ()), both on the device.
+    Returns (losses of this process's micro-batches (A,), gradient norm ()), both on the device;
+    A is --grad-accum-steps.
     """
     args, process, clock = run.args, run.process, run.clock
     for group in run.optimizer.param_groups:
@@ -215,7 +216,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
             with run.autocast():
                 loss = run.wrapped(input_ids, labels)
             clock.lap("forward")
-            # The mean over micro-batches is the sum of their gradients, each divided by A.
+            # backward adds to the gradients that are there; divided by A, the sum is the mean.
             run.scaler.scale(loss / args.grad_accum_steps).backward()
             clock.lap("backward")
         losses.append(loss.detach())
@@ -284,10 +285,9 @@ def train(run: Run) -> dict[str, Any]:
             bar.update()
             # All processes must stop after the same step, whichever of them got the signal.
             run.stopped_by = process.largest(stop.number)
-            log_now, evaluate_now, save_now = (
-                run.step == args.num_steps or (interval > 0 and run.step % interval == 0)
-                for interval in (args.log_interval, args.eval_interval, args.save_interval)
-            )
+            log_now = due(run.step, args.log_interval, args.num_steps)
+            evaluate_now = due(run.step, args.eval_interval, args.num_steps)
+            save_now = due(run.step, args.save_interval, args.num_steps)
             if log_now or evaluate_now or save_now or run.stopped_by:
                 record = measure(run, losses, grad_norm)
                 if evaluate_now:
@@ -307,6 +307,11 @@ def train(run: Run) -> dict[str, Any]:
     if metrics is not None:
         metrics.close()
     return record
+
+
+def due(step: int, interval: int, num_steps: int) -> bool:
+    """Every `interval` steps (0 = never), and always at the last one."""
+    return step == num_steps or (interval > 0 and step % interval == 0)
 
 
 def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
 
 from flags import OneLineParser
 from model import MiniGPT, MiniGPTConfig
@@ -192,16 +194,14 @@ embedding, as embedding and as head, and their sum are alive together.
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m scripts.ladder", description=__doc__)
-    default = Path(__file__).parent / "results" / "ladder.json"
-    parser.add_argument(
-        "--json", type=Path, default=default, metavar="FILE", help="raw numbers (%(default)s)"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
     args = parser.parse_args(argv)
-    if not args.json.parent.is_dir() or not os.access(args.json.parent, os.W_OK):
+    if args.json and not (args.json.parent.is_dir() and os.access(args.json.parent, os.W_OK)):
         parser.error(f"--json {args.json}: there is no folder {args.json.parent} to write to")
 
     start = time.perf_counter()
-    figures = [*peaks(), *flops()]
+    total = len(RUNGS) * (len(CONFIGURATIONS) + 2)
+    figures = list(tqdm(chain(peaks(), flops()), total=total, unit="figure"))
     missed = [figure for figure in figures if not figure.met]
     command = " ".join(["python -m scripts.ladder", *(sys.argv[1:] if argv is None else argv)])
     about = {
@@ -216,7 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{sum(f.target is not None for f in figures) - len(missed)} targets met", end=", ")
     print(f"{len(missed)} missed")
     result = {**about, "figures": [asdict(figure) | {"met": figure.met} for figure in figures]}
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -105,6 +105,11 @@ def test_kept_tensors_lists_every_policy(capsys):
     assert "gelu" not in tables[1].replace("F.gelu", "")  # cheap: replayed
 
 
+def test_kept_tensors_leaves_weights_out(capsys):
+    assert kept_tensors.main(["--policy", "full", "--no-amp", "--d-model", "48"]) == 0
+    assert "full: 1 tensors" in capsys.readouterr().out
+
+
 def test_kept_tensors_mistake(capsys):
     assert kept_tensors.main(["--d-model", "50"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

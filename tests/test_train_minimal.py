@@ -166,6 +166,17 @@ def test_recompute_changes_no_weight(uninterrupted):
         assert same(none["model"], full["model"])
 
 
+@pytest.mark.parametrize("policy", ["cheap", "mlp", "full"])
+def test_offloaded_run_ends_with_the_same_weights(tmp_path, uninterrupted, policy):
+    """The whole trainer, which counts what is kept on fake tensors before it begins."""
+    path = tmp_path / "run.pt"
+    assert (
+        train_here(path, FP32, "--eval-interval=4", f"{FULL}={policy}", "--offload-activations")
+        == 0
+    )
+    assert same(snapshot(path)["model"], uninterrupted(FP32, "--eval-interval=4")[0]["model"])
+
+
 def test_evaluating_more_often_changes_no_weight(uninterrupted):
     often, _ = uninterrupted("--eval-interval=1")
     seldom, _ = uninterrupted("--eval-interval=0")
