@@ -165,9 +165,9 @@ class Run:
         forward ends, to save casts that this model does not repeat.
         """
         enabled = self.precision != torch.float32
-        return torch.autocast(
-            self.process.device.type, self.precision, enabled=enabled, cache_enabled=False
-        )
+        dtype = self.precision if enabled else None  # float32 is no dtype of autocast's
+        device_type = self.process.device.type
+        return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
 
 
 # ------------------------------------------------------------------------------------ learning
@@ -461,9 +461,13 @@ def describe_kept(run: Run) -> str:
         return sum(tensor.bytes for tensor in tensors)
 
     plain = replace(chosen, recompute="none", recompute_group=1, offload_activations=False)
-    without = kept(plain)
-    as_chosen = without if chosen.recompute == "none" else kept(chosen)
-    run.model.config = chosen
+    try:
+        without = kept(plain)
+        as_chosen = without if chosen.recompute == "none" else kept(chosen)
+    except Exception as error:  # an aside: on a device that fake tensors do not know, train anyway
+        return f"what backward keeps could not be counted here ({type(error).__name__})"
+    finally:
+        run.model.config = chosen
     if chosen.recompute == "none":
         return f"backward keeps {format_bytes(without)} (--use-activation-checkpoint keeps less)"
     return (

@@ -330,6 +330,16 @@ def test_first_lines_tell_what_backward_keeps(tmp_path, capsys):
     assert kept and 0 < float(kept[1]) < 0.6 * float(kept[2])
 
 
+def test_a_count_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeypatch):
+    def fail(model, forward):
+        raise NotImplementedError("no such device")
+
+    monkeypatch.setattr(train_minimal, "kept_for_backward", fail)
+    assert train_here(tmp_path / "run.pt", FULL, "--num-steps=1") == 0
+    assert "could not be counted here (NotImplementedError)" in capsys.readouterr().out
+    assert snapshot(tmp_path / "run.pt")["config"]["recompute"] == "full"
+
+
 def test_line_shows_the_share_of_the_card():
     record = dict(step=1, epoch=0, lr=1, train_loss=1, train_ppl=1, step_ms=1, tokens_per_s=1)
     record |= dict(eta_s=3700, peak_memory_bytes=2**30, peak_memory_kind="cuda")
