@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
-    from snapshot import Resumed
-    from train_minimal import Run
+from snapshot import Resumed, beside, temporary_name
 
-MiB = 2**20
+if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
+    from train_minimal import Run
 
 
 def perplexity(loss: float) -> float:
@@ -100,7 +99,7 @@ class MetricsFile:
         kept: list[dict[str, Any]] = []
         if resumed_step and path.exists():
             kept = [r for r in read_metrics(path) if r.get("step", math.inf) <= resumed_step]
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = temporary_name(path)
         temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         os.replace(temporary, path)
         self.file = open(path, "a", encoding="utf-8", buffering=1)
@@ -179,7 +178,7 @@ def format_time(seconds: float) -> str:
 # ------------------------------------------------------------- what a person reads, first and last
 
 
-def describe_run(run: "Run", kept: str, resumed: "Resumed | None") -> str:
+def describe_run(run: "Run", kept: str, resumed: Resumed | None) -> str:
     """What is about to happen, before it does. `kept`: what backward will keep."""
     args, config, device = run.args, run.model.config, run.process.device
     hardware = f"{torch.get_num_threads()} thread(s)"
@@ -220,7 +219,7 @@ def describe_result(
     if record["val_bits_per_byte"] is not None:
         validation += f", {record['val_bits_per_byte']:.3f} bits/byte"
     peak, kind = peak_memory(device)
-    best = args.checkpoint_path.with_name(args.checkpoint_path.stem + ".best.pt")
+    best = beside(args.checkpoint_path, ".best.pt")
     lines = [
         "",
         f"train    loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}",

@@ -226,7 +226,10 @@ def restore(
     """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit."""
     state = resumed.state
     expected = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
-    options = [{**group, "params": None} for group in optimizer.param_groups]
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     try:
         found = {name: (value.shape, value.dtype) for name, value in state["model"].items()}
         if found != expected:
@@ -241,5 +244,5 @@ def restore(
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None
     # The moments are the snapshot's, the settings (weight decay, fused or not) are this run's.
-    for group, option in zip(optimizer.param_groups, options, strict=True):
-        group.update({key: value for key, value in option.items() if key != "params"})
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)

@@ -72,7 +72,7 @@ class TorchrunProcess(OneProcess):
         )
         return self.ddp
 
-    def sync_gradients(self, model: nn.Module, now: bool) -> AbstractContextManager[Any]:
+    def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
         # DDP decides in *forward* whether the coming backward will average gradients.
         return nullcontext() if now else self.ddp.no_sync()
 

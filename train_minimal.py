@@ -95,7 +95,7 @@ class OneProcess:
         """The model that the loop calls."""
         return model
 
-    def sync_gradients(self, model: nn.Module, now: bool) -> AbstractContextManager[Any]:
+    def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
         """A context for forward *and* backward: average gradients over processes, or not yet."""
         return nullcontext()
 
@@ -212,7 +212,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
         clock.lap("data")
 
         last = micro_batch == args.grad_accum_steps - 1
-        with process.sync_gradients(run.wrapped, now=last):
+        with process.sync_gradients(now=last):
             with run.autocast():
                 loss = run.wrapped(input_ids, labels)
             clock.lap("forward")
@@ -396,7 +396,8 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
             raise SnapshotError(f"--resume: not all processes see the same {resumed.path}")
         if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
             os.replace(resumed.path, args.checkpoint_path)
-    process.say(describe_run(run, describe_kept(run), resumed))
+    if process.rank == 0:  # counting what is kept is work: one process does it
+        process.say(describe_run(run, describe_kept(run), resumed))
     if args.compile:
         model.compile_blocks()
     run.wrapped = process.wrap(model)
