@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from recompute import POLICIES, Buffers, Offload, run_blocks
+from recompute import POLICIES, HostMemory, Offload, run_blocks
 
 RECOMPUTE_POLICIES = ("none", *POLICIES, "full")
 
@@ -162,7 +162,7 @@ class MiniGPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
-        self.cpu_buffers: Buffers = {}  # for offload_activations
+        self.host_memory = HostMemory()  # for offload_activations
         # What runs for each block; compile_blocks puts compiled versions in their place.
         self.run_blocks, self.policies = run_blocks, dict(POLICIES)
         # There is no lm_head module: the head is the token embedding's weight, used once more.
@@ -205,7 +205,7 @@ class MiniGPT(nn.Module):
 
         config, blocks = self.config, cast(list[Block], list(self.blocks))
         n_recomputed = config.n_recomputed if self.training else 0
-        offload = Offload(self.cpu_buffers) if config.offload_activations else None
+        offload = Offload(self.host_memory) if config.offload_activations else None
         for i in range(0, n_recomputed, config.recompute_group):
             group = blocks[i : min(i + config.recompute_group, n_recomputed)]
             # (The last block's backward comes first: what it keeps would come straight back.)

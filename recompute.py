@@ -124,9 +124,8 @@ class Offload:
     would come straight back: the caller leaves it out. On a CPU the same code makes plain copies.
     """
 
-    def __init__(self, buffers: Buffers):
-        """`buffers`: what earlier forwards have allocated. Pinning memory takes milliseconds."""
-        self.buffers = buffers
+    def __init__(self, host: HostMemory):
+        self.host = host
         self.newest: Ticket | None = None
 
     def block(self, blocks: Sequence[Block]) -> saved_tensors_hooks:
@@ -143,22 +142,27 @@ class Offload:
         def pack(tensor: Tensor) -> Tensor | Ticket:
             if tensor.numel() == 0 or StorageWeakRef(tensor.untyped_storage()) in weights:
                 return tensor  # nothing to send (older torch has such), or it stays there anyway
-            self.newest = Ticket(tensor, self.buffers, self.newest)
+            self.newest = Ticket(tensor, self.host, self.newest)
             return self.newest
 
         return saved_tensors_hooks(pack, unpack)
 
 
-# (shape, strides, dtype) -> buffers that are not in use
-Buffers = dict[tuple, list[Tensor]]
+class HostMemory:
+    """CPU memory that outlives a step, because pinning takes milliseconds a buffer."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        # (shape, strides, dtype) -> buffers that are not in use
+        self.unused: dict[tuple, list[Tensor]] = {}
 
 
 class Ticket:
     """One tensor in CPU memory, and how to get it back."""
 
-    def __init__(self, tensor: Tensor, buffers: Buffers, previous: Ticket | None):
+    def __init__(self, tensor: Tensor, host: HostMemory, previous: Ticket | None):
         self.device, self.previous = tensor.device, previous
-        self.unused = buffers.setdefault((tensor.shape, tensor.stride(), tensor.dtype), [])
+        self.unused = host.unused.setdefault((tensor.shape, tensor.stride(), tensor.dtype), [])
         self.back: Tensor | None = None
         self.taken = False
         self.event: torch.cuda.Event | None = None
@@ -166,7 +170,7 @@ class Ticket:
         if self.unused:
             self.copy = self.unused.pop()
         else:
-            self.copy = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
+            self.copy = torch.empty_like(tensor, device=host.device, pin_memory=on_gpu)
         if not on_gpu:
             self.copy.copy_(tensor)
             return
@@ -182,7 +186,7 @@ class Ticket:
         if self.back is not None:
             return
         if self.device.type != "cuda":
-            self.back = self.copy.clone()
+            self.back = self.copy.to(self.device, copy=True)
             return
         out, home = streams(self.device)
         home.wait_stream(out)

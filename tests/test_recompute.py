@@ -231,14 +231,14 @@ def run_offloaded(policy: str = "full", steps: int = 3):
         ids = random_ids(3, 16)  # 48 tokens: no weight has a shape like that
         model(ids, ids).backward()
         gc.collect()
-        counts.append(sum(map(len, model.cpu_buffers.values())))
+        counts.append(sum(map(len, model.host_memory.unused.values())))
     return model, counts
 
 
 def test_offload_sends_inputs_of_all_blocks_but_the_last():
     model, counts = run_offloaded()
     assert counts == [3, 3, 3]  # the same buffers, step after step
-    (key,) = model.cpu_buffers
+    (key,) = model.host_memory.unused
     assert key[0] == (3, 16, 32)
 
 
@@ -247,7 +247,7 @@ def test_weights_never_travel(policy):
     model, _ = run_offloaded(policy)
     weights = {tuple(p.shape) for p in model.parameters()}
     weights |= {shape[::-1] for shape in weights}
-    assert not [key for key in model.cpu_buffers if tuple(key[0]) in weights]
+    assert not [key for key in model.host_memory.unused if tuple(key[0]) in weights]
 
 
 def test_offloaded_copy_is_what_backward_gets(monkeypatch):
