@@ -157,7 +157,7 @@ class MiniGPT(nn.Module):
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.token_embedding = TiedEmbedding(config.vocab_size, config.d_model)
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
@@ -200,8 +200,9 @@ class MiniGPT(nn.Module):
             limit = self.config.max_position_embeddings
             raise ValueError(f"sequence of {T} tokens, but max_position_embeddings is {limit}")
         positions = torch.arange(T, device=input_ids.device)
-        x = self.token_embedding(input_ids) + self.position_embedding(positions)  # (B, T, C)
-        x = self.dropout(x)
+        from_head: list[Tensor] = []  # the gradient of the weight that they share: TiedEmbedding
+        x = self.token_embedding(input_ids, from_head)  # (B, T, C)
+        x = self.dropout(x + self.position_embedding(positions))
 
         config, blocks = self.config, cast(list[Block], list(self.blocks))
         n_recomputed = config.n_recomputed if self.training else 0
@@ -225,9 +226,10 @@ class MiniGPT(nn.Module):
             x = x + block.dropout(update)
 
         x = self.ln_f(x)
+        weight = self.token_embedding.weight  # (V, C)
         if labels is None:
-            return F.linear(x, self.token_embedding.weight)  # (B, T, V)
-        return head_loss(x, self.token_embedding.weight, labels, self.config.loss_chunks)
+            return F.linear(x, weight)  # (B, T, V)
+        return head_loss(x, weight, labels, config.loss_chunks, from_head)
 
     def compile_blocks(self) -> None:
         """torch.compile what runs for each block: the first one pays, the others reuse its code.
@@ -294,7 +296,12 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
 # entries, which at B=2, T=1024 is 1.2 GB. Cut into chunks of tokens, only one chunk is alive.
 
 
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
+CHUNK = 2**23  # elements: 32 MB in float32 are little beside a step, and enough for a fast matmul
+
+
+def head_loss(
+    x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, from_head: list[Tensor]
+) -> Tensor:
     """Mean cross-entropy of the head's logits, in nats.
 
     Args:
@@ -303,17 +310,16 @@ def head_loss(x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tenso
         labels: (B, T) int64, -100 = no loss here.
         n_chunks: 1 = all tokens at once; n = in n chunks, never more than one chunk of logits
             alive; 0 = choose n.
+        from_head: takes the weight's gradient, in backward, if there are chunks.
     """
     x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
     if n_chunks == 0:
-        # 8M logits a chunk (32 MB in float32) stay below what the rest of a step needs, and a
-        # matmul of that size is still long enough to be efficient.
-        n_chunks = math.ceil(labels.numel() * weight.size(0) / 2**23)
+        n_chunks = math.ceil(labels.numel() * weight.size(0) / CHUNK)
     n_chunks = min(n_chunks, labels.numel())
     if n_chunks <= 1:
         return F.cross_entropy(F.linear(x, weight).float(), labels)
     if torch.is_grad_enabled():
-        return ChunkedHeadLoss.apply(x, weight, labels, n_chunks)
+        return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, from_head)
     chunks = zip(x.chunk(n_chunks), labels.chunk(n_chunks), strict=True)
     total = sum(chunk_loss(x_chunk, weight, label_chunk) for x_chunk, label_chunk in chunks)
     return total / (labels != -100).sum()
@@ -334,7 +340,9 @@ class ChunkedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, from_head: list[Tensor]
+    ) -> Tensor:
         # Under autocast each F.linear would cast the weight again: cast it once, by hand.
         device_type = x.device.type
         autocast = torch.is_autocast_enabled(device_type)
@@ -360,11 +368,51 @@ class ChunkedHeadLoss(torch.autograd.Function):
             grad_x_chunk.copy_(gradients[0])
             grad_weight.add_(gradients[1])
             total += loss.detach()
+            del gradients, loss  # not beside the next chunk's logits
         ctx.save_for_backward(grad_x.div_(scale), grad_weight.div_(scale))
+        ctx.from_head = from_head
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
-        grad_x, grad_weight = ctx.saved_tensors
-        return grad_loss * grad_x, grad_loss * grad_weight, None, None
+        grad_x, grad_weight = ctx.saved_tensors  # in place: nobody else needs them
+        ctx.from_head.append(grad_weight.mul_(grad_loss))
+        return grad_x.mul_(grad_loss), None, None, None, None
+
+
+class TiedEmbedding(nn.Embedding):
+    """Token ids (B, T) -> (B, T, C), by a weight (V, C) that is the head's as well.
+
+    So it has two gradients. Left to autograd, both are there before they are added, and with
+    GPT-2's vocabulary and `full` recompute nothing else in a step is as large. Here the head leaves
+    its own in `from_head` when backward begins, and the embedding's is added to it in the end.
+    """
+
+    def forward(  # type: ignore[override]
+        self, ids: Tensor, from_head: list[Tensor]
+    ) -> Tensor:
+        return TiedLookup.apply(self.weight, ids, from_head)
+
+
+class TiedLookup(torch.autograd.Function):
+    """F.embedding, but for where its gradient goes."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, ids: Tensor, from_head: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(weight, ids)
+        ctx.from_head = from_head
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        weight, ids = ctx.saved_tensors
+        grad_weight = ctx.from_head.pop() if ctx.from_head else torch.zeros_like(weight)
+        # A slice of channels at a time, or there would be a second (V, C) after all.
+        n_slices = math.ceil(weight.numel() / CHUNK)
+        for total, part in zip(
+            grad_weight.chunk(n_slices, dim=1), grad.chunk(n_slices, dim=-1), strict=True
+        ):
+            total += torch.ops.aten.embedding_dense_backward(part, ids, len(weight), -1, False)
+        return grad_weight, None, None

@@ -128,6 +128,15 @@ def head_inputs(n_tokens: int, vocab_size: int = 97, channels: int = 16):
     return x, weight, labels
 
 
+def head_with_gradients(x, weight, labels, n_chunks: int, factor: float = 1.0):
+    """Loss, and the gradients of `factor` times the loss."""
+    from_head: list = []
+    loss = head_loss(x, weight, labels, n_chunks, from_head)
+    x_grad, weight_grad = torch.autograd.grad(factor * loss, (x, weight), allow_unused=True)
+    assert (weight_grad is None) == (n_chunks > 1)
+    return loss, x_grad, from_head.pop() if from_head else weight_grad
+
+
 @pytest.mark.parametrize("n_tokens", [32, 37])
 @pytest.mark.parametrize("n_chunks", [2, 5, 37])
 @pytest.mark.parametrize("ignored", [False, True])
@@ -137,13 +146,12 @@ def test_chunked_head_equals_the_plain_one(n_tokens, n_chunks, ignored):
         labels[0, ::3] = -100
     plain = F.cross_entropy(F.linear(x, weight).flatten(0, 1), labels.flatten())
     expected = torch.autograd.grad(3 * plain, (x, weight))
-    loss = head_loss(x, weight, labels, n_chunks)
-    gradients = torch.autograd.grad(3 * loss, (x, weight))
+    loss, *gradients = head_with_gradients(x, weight, labels, n_chunks, factor=3)
     torch.testing.assert_close(loss, plain, rtol=2e-7, atol=0)
     torch.testing.assert_close(gradients[0], expected[0], rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(gradients[1], expected[1], rtol=1e-5, atol=1e-8)
     with torch.no_grad():
-        torch.testing.assert_close(head_loss(x, weight, labels, n_chunks), plain.detach())
+        torch.testing.assert_close(head_loss(x, weight, labels, n_chunks, []), plain.detach())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -153,10 +161,9 @@ def test_chunked_head_gives_hidden_states_the_same_gradient(precision, n_tokens)
     order, which float32 sees in its last digits and bfloat16 in its own."""
     x, weight, labels = head_inputs(n_tokens, channels=64)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
-        plain, chunked = head_loss(x, weight, labels, 1), head_loss(x, weight, labels, 4)
+        plain, *expected = head_with_gradients(x, weight, labels, 1)
+        chunked, *found = head_with_gradients(x, weight, labels, 4)
     torch.testing.assert_close(chunked, plain, rtol=2e-7, atol=0)
-    expected = torch.autograd.grad(plain, (x, weight))
-    found = torch.autograd.grad(chunked, (x, weight))
     assert torch.equal(found[0], expected[0])
     error = ((found[1] - expected[1]).norm() / expected[1].norm()).item()
     assert error < (1e-6 if precision == "fp32" else 4e-3)
@@ -183,11 +190,40 @@ def test_chunked_head_in_float16_keeps_small_gradients():
     """A token that never is the label gets gradients of p / N: nearly nothing in float16."""
     x, weight, labels = head_inputs(1024, vocab_size=4096)
     labels %= 100
-    exact = torch.autograd.grad(head_loss(x, weight, labels, 1), weight)[0][100:]
+    exact = head_with_gradients(x, weight, labels, 1)[2][100:]
     with torch.autocast("cpu", torch.float16):
-        loss = head_loss(x, weight, labels, 8)
-    gradient = torch.autograd.grad(loss, weight)[0][100:]
+        gradient = head_with_gradients(x, weight, labels, 8)[2][100:]
     assert ((gradient - exact).norm() / exact.norm()).item() < 0.01
+
+
+def tied_gradients(loss_chunks: int, forwards: int = 1) -> dict[str, torch.Tensor]:
+    model = tiny(loss_chunks=loss_chunks)
+    batches = [random_ids(4, 16) for _ in range(forwards)]
+    sum(model(ids, ids.roll(-1, 1)) * (i + 1) for i, ids in enumerate(batches)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_the_tied_weight_gets_the_gradients_of_both_its_uses(forwards):
+    expected, found = (tied_gradients(chunks, forwards) for chunks in (1, 4))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss_chunks", [1, 4])
+def test_slices_of_the_embeddings_gradient_change_no_bit(loss_chunks, monkeypatch):
+    whole = tied_gradients(loss_chunks)
+    monkeypatch.setattr("model.CHUNK", 300)  # of 61 * 32
+    sliced = tied_gradients(loss_chunks)
+    assert all(torch.equal(whole[name], sliced[name]) for name in whole)
+
+
+def test_backward_twice_is_an_error_not_a_wrong_gradient():
+    ids = random_ids(4, 16)
+    loss = tiny(loss_chunks=4)(ids, ids)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 # ---- sampling
