@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -207,10 +206,7 @@ class Ticket:
         return tensor
 
     def __del__(self) -> None:
-        # Backward is through with it: the next forward may use it. (Unless memory.py was counting:
-        # its tensors have no memory to use.)
-        if not isinstance(self.copy, FakeTensor):
-            self.unused.append(self.copy)
+        self.unused.append(self.copy)  # backward is through with it: the next forward may use it
 
 
 def unpack(kept: Tensor | Ticket) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flags import OneLineParser, UsageError, number, print_error
-from memory import Kept, kept_for_backward
+from memory import Storage, kept_for_backward
 from metrics import format_bytes
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 
@@ -39,10 +39,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Kept]:
+def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
     """What a model of two blocks keeps more than a model of one."""
 
-    def kept(n_layers: int) -> list[Kept]:
+    def kept(n_layers: int) -> list[Storage]:
         config = MiniGPTConfig(
             vocab_size=64,
             max_position_embeddings=args.seq_len,
@@ -69,11 +69,11 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Kept]:
     return more
 
 
-def tensor_key(tensor: Kept) -> tuple:
+def tensor_key(tensor: Storage) -> tuple:
     return tensor.module, tensor.operator, tensor.shape, tensor.dtype
 
 
-def table(policy: str, tensors: list[Kept], unit: int) -> str:
+def table(policy: str, tensors: list[Storage], unit: int) -> str:
     """One line a tensor; `unit`: bytes of one (B, T, C) tensor with one byte an element."""
     total = sum(tensor.bytes for tensor in tensors)
     lines = [f"{policy}: {len(tensors)} tensors, {format_bytes(total)} ({total / unit:.2f} BTC)"]

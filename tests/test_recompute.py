@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_model import random_ids, tiny
 
-from memory import Kept, kept_for_backward
+from memory import Storage, kept_for_backward
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
@@ -94,7 +94,7 @@ B, T, C, H = 4, 16, 32, 2
 BTC = B * T * C
 
 
-def keep(policy: str, precision: str = "bf16", mode: str = "train", **changes) -> list[Kept]:
+def keep(policy: str, precision: str = "bf16", mode: str = "train", **changes) -> list[Storage]:
     config = dict(vocab_size=61, max_position_embeddings=T, n_layers=3, n_heads=H, d_model=C)
     config |= dict(d_ff=4 * C, dropout=0.0, loss_chunks=1, recompute=policy)
     torch.manual_seed(0)

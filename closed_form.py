@@ -1,0 +1,118 @@
+"""Memory and FLOPs of a training step as formulas: to understand what memory.py counts.
+
+Letters: B sequences of T tokens a micro-batch, N = B T; V vocabulary, L layers, C channels
+(d_model), F channels inside the MLP (d_ff), H heads.
+"""
+
+import math
+
+import torch
+
+from model import CHUNK, RECOMPUTE_POLICIES, MiniGPTConfig
+
+
+def closed_form(
+    config: MiniGPTConfig, batch_size: int, seq_len: int, precision: torch.dtype
+) -> dict[str, int]:
+    """Bytes of the parts of a training step; `memory.Planner` finds the same by counting.
+
+    a = 2 is the size of an activation under autocast, else a = 4.
+
+    parameters  4 P, where P = (V + T_max) C + L (4 C^2 + 2 C F + 9 C + F) + 2 C
+    gradients   4 P
+    optimizer   8 P for AdamW's two moments, and a step counter of 4 for each tensor
+    blocks      what the policy keeps (see recompute.py) of each block's
+                - attention half: x 4 N C, ln_1's output a N C, its mean and deviation 8 N, q k v
+                  3 a N C, attention's output a N C, the softmax's normaliser 4 N H
+                - MLP half: x 4 N C, ln_2's output a N C, its mean and deviation 8 N, outputs of
+                  c_fc and GELU a N F each
+                - and under autocast the copies of weights: 2 for each weight that is multiplied
+                - with dropout a mask of N C for each half, on a device that fuses it
+    head        in chunks of r tokens: gradients of the weight 4 V C and of its input 4 N C, under
+                autocast a copy of the weight 2 V C, and the larger of
+                - float32 logits, log-softmax and a temporary 12 V r, autocast's copy of x 2 r C
+                - the gradients that a chunk adds a V C + a V r + 4 r C
+                at once (loss_chunks=1) 12 V N, and autocast's copies 2 V C + 2 N C
+
+    Their sum is not the peak: gradients come while activations go.
+
+    Sources: Korthikanti et al., 2022, section 4, has 34 N C for a block with F = 4 C in float16
+    with both masks, and 5 H T N for attention scores, which fused attention (Dao et al., 2022) does
+    not keep; autocast's float32 residual stream makes it 36 N C without masks. Rajbhandari et al.,
+    2020, section 3.1, has the 16 P.
+    """
+    V, C, F = config.vocab_size, config.d_model, config.d_ff
+    H, L = config.n_heads, config.n_layers
+    N, amp = batch_size * seq_len, precision != torch.float32
+    a = 2 if amp else 4
+    n_parameters = (V + config.max_position_embeddings) * C + 2 * C
+    n_parameters += L * (4 * C * C + 2 * C * F + 9 * C + F)
+    n_tensors = 4 + 12 * L
+
+    masks = N * C if config.dropout else 0
+    statistics, normaliser = 8 * N, 4 * N * H
+    x, qkv, attended, wide = 4 * N * C, 3 * a * N * C, a * N * C, a * N * F
+    attention_half = x + a * N * C + statistics + qkv + attended + normaliser
+    mlp_half = x + a * N * C + statistics + 2 * wide
+    copies = 2 * amp  # bytes of a weight's copy
+    policies = {
+        "none": attention_half + mlp_half + copies * (4 * C * C + 2 * C * F) + 2 * masks,
+        "cheap": x + qkv + attended + normaliser + x + wide + copies * C * C + 2 * masks,
+        "selective": x + qkv + attended + normaliser + 2 * a * N * C + wide + 2 * masks,
+        "attn": x + mlp_half + copies * 2 * C * F + 2 * masks,
+        "mlp": attention_half + x + copies * 4 * C * C + 2 * masks,
+        "sdpa": x + attended + normaliser + masks,
+        "full": x + masks,
+    }
+    n = config.n_recomputed
+    kept = policies[config.recompute] * n + policies["none"] * (L - n)
+    if config.recompute == "full":
+        kept = policies["full"] * math.ceil(n / config.recompute_group)
+        kept += policies["none"] * (L - n)
+    return {
+        "parameters": 4 * n_parameters,
+        "gradients": 4 * n_parameters,
+        "optimizer": 8 * n_parameters + 4 * n_tensors,
+        "blocks": kept,
+        "head": head_bytes(config, N, precision),
+    }
+
+
+def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> int:
+    """The head's part of `closed_form`."""
+    V, C, amp = config.vocab_size, config.d_model, precision != torch.float32
+    n_chunks = config.loss_chunks or math.ceil(n_tokens * V / CHUNK)
+    if n_chunks <= 1:
+        return 12 * V * n_tokens + 2 * amp * (V * C + n_tokens * C)
+    r, a = math.ceil(n_tokens / n_chunks), 2 if amp else 4
+    logits = 12 * V * r + 2 * amp * r * C
+    gradients = a * V * C + a * V * r + 4 * r * C
+    return (4 + 2 * amp) * V * C + 4 * n_tokens * C + max(logits, gradients)
+
+
+def step_flops(config: MiniGPTConfig, seq_len: int) -> tuple[float, float]:
+    """FLOPs of the matrix products of one training step, per token: (needed, replayed).
+
+    Needed: forward is 2 for each weight, the head included, and 2 T C a block for the two products
+    of causal attention, of which half are masked; backward is twice forward (Chowdhery et al.,
+    2022, appendix B, without the half). Replayed: see the table in recompute.py; the last matmul
+    of a region is not, as its result is not needed.
+    """
+    C, F, n = config.d_model, config.d_ff, config.n_recomputed
+    c_attn, c_proj, linear, attention = 6 * C * C, 2 * C * C, 2 * C * F, 2 * seq_len * C
+    block = c_attn + attention + c_proj + 2 * linear
+    replayed = {
+        "attn": c_attn + attention,
+        "mlp": linear,
+        "sdpa": c_attn + c_proj + linear,
+        "full": c_attn + attention + c_proj + linear,
+    }.get(config.recompute, 0)
+    inner = n - math.ceil(n / config.recompute_group)  # blocks that are not the last of their group
+    needed = 3 * (config.n_layers * block + 2 * config.vocab_size * C)
+    return needed, n * replayed + inner * linear
+
+
+def recompute_cost(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
+    """Orders ways to recompute: by FLOPs replayed, then by blocks that replay and how much."""
+    rank = RECOMPUTE_POLICIES.index(config.recompute)
+    return step_flops(config, seq_len)[1], config.n_recomputed * rank
