@@ -54,6 +54,18 @@ def number(kind: type, low: float, high: float = math.inf, *, open: bool = False
     return parse
 
 
+def byte_count(text: str) -> int:
+    """An argparse type: "8GiB" or "500 MB" -> bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b\s*", text.lower())
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(
+            f"must be a number with a unit (KiB MiB GiB TiB, or kB MB GB TB), as in 8GiB, "
+            f"not {text[:40]!r}"
+        )
+    power = " kmgt".index(match[2] or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
 def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     """The parser of train_minimal.py and train_ddp.py; they differ in where snapshots go."""
     parser = OneLineParser(
@@ -97,9 +109,12 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("memory").add_argument
     add("--use-activation-checkpoint", nargs="?", const="full", default="none", metavar="POLICY",
-        choices=RECOMPUTE_POLICIES,
+        choices=(*RECOMPUTE_POLICIES, "auto"),
         help="what backward recomputes instead of keeping, from least to most: "
-        f"{' '.join(RECOMPUTE_POLICIES)} (default: none; the bare flag means full)")
+        f"{' '.join(RECOMPUTE_POLICIES)}; auto = the least that fits in memory "
+        "(default: none; the bare flag means full)")
+    add("--memory-budget", type=byte_count, metavar="SIZE",
+        help="what tensors may take at most, for auto: 8GiB (default: 90%% of what is free)")
     add("--recompute-layers", type=count_or_zero, metavar="N",
         help="only in the first N blocks (default: all)")
     add("--recompute-group", type=count, default=1, metavar="K",
@@ -178,17 +193,27 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
         raise UsageError(f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}")
     if args.no_amp and args.amp_dtype != "auto":
         raise UsageError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
+    if args.use_activation_checkpoint == "auto":
+        if args.recompute_layers is not None or args.recompute_group > 1:
+            name = "--recompute-group" if args.recompute_group > 1 else "--recompute-layers"
+            raise UsageError(f"{name}: --use-activation-checkpoint auto chooses it: leave it out")
+    elif args.memory_budget is not None:
+        raise UsageError("--memory-budget is for --use-activation-checkpoint auto")
     model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
     return args
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
-    """The model that the flags ask for. Raises UsageError if it is impossible."""
+    """The model that the flags ask for; for `auto`, as if it were `full`.
+
+    Raises UsageError if it is impossible.
+    """
     if args.seq_len > args.max_position_embeddings:
         raise UsageError(
             f"--seq-len {args.seq_len} is above --max-position-embeddings "
             f"{args.max_position_embeddings}: raise the latter, or leave it out"
         )
+    recompute = args.use_activation_checkpoint
     try:
         return MiniGPTConfig(
             vocab_size=vocab_size,
@@ -198,7 +223,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
             d_model=args.d_model,
             d_ff=args.d_ff,
             dropout=args.dropout,
-            recompute=args.use_activation_checkpoint,
+            recompute="full" if recompute == "auto" else recompute,
             recompute_layers=args.recompute_layers,
             recompute_group=args.recompute_group,
             offload_activations=args.offload_activations,

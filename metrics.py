@@ -178,8 +178,8 @@ def format_time(seconds: float) -> str:
 # ------------------------------------------------------------- what a person reads, first and last
 
 
-def describe_run(run: "Run", kept: str, resumed: Resumed | None) -> str:
-    """What is about to happen, before it does. `kept`: what backward will keep."""
+def describe_run(run: "Run", plan: str, resumed: Resumed | None) -> str:
+    """What is about to happen, before it does. `plan`: what memory a step will need."""
     args, config, device = run.args, run.model.config, run.process.device
     hardware = f"{torch.get_num_threads()} thread(s)"
     if device.type == "cuda":
@@ -195,7 +195,7 @@ def describe_run(run: "Run", kept: str, resumed: Resumed | None) -> str:
         f"{str(run.precision).removeprefix('torch.')}",
         f"batch    {micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a step, "
         f"{args.num_steps:,} steps, {epochs:.2f} epochs",
-        f"memory   {kept}",
+        f"memory   {plan}",
     ]
     if resumed is not None:
         if resumed.damage:

@@ -57,6 +57,9 @@ class TorchrunProcess(OneProcess):
                 raise UsageError("--device mps: no backend of torch.distributed has it; use cpu")
             device = torch.device("cpu")
         super().__init__(device)
+        self.ddp = True
+        if device.type == "cpu":  # one memory for all processes of the machine
+            self.processes_on_device = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def start(self) -> None:
         # Only now, with data and flags in order: what was wrong with them ended each process with
@@ -67,14 +70,14 @@ class TorchrunProcess(OneProcess):
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
         device_ids = [self.local_rank] if self.device.type == "cuda" else None
-        self.ddp = DistributedDataParallel(
+        self.wrapper = DistributedDataParallel(
             model, device_ids=device_ids, gradient_as_bucket_view=True
         )
-        return self.ddp
+        return self.wrapper
 
     def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
         # DDP decides in *forward* whether the coming backward will average gradients.
-        return nullcontext() if now else self.ddp.no_sync()
+        return nullcontext() if now else self.wrapper.no_sync()
 
     def sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -93,7 +96,7 @@ class TorchrunProcess(OneProcess):
     def close(self) -> None:
         # The wrapper's threads must be gone before the connections that they use: the other way
         # round, a run that has finished can still abort at exit.
-        del self.ddp
+        del self.wrapper
         gc.collect()
         dist.destroy_process_group()
 

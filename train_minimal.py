@@ -32,7 +32,8 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ from flags import (
     model_config,
     print_error,
 )
-from memory import is_out_of_memory, kept_for_backward
+from memory import is_out_of_memory
 from metrics import (
     MetricsFile,
     StepClock,
@@ -65,6 +66,13 @@ from metrics import (
     perplexity,
 )
 from model import MiniGPT, MiniGPTConfig
+from plan import (
+    choose_recompute,
+    default_budget,
+    describe_plan,
+    describe_recompute,
+    make_planner,
+)
 from snapshot import (
     SnapshotError,
     State,
@@ -82,6 +90,7 @@ class OneProcess:
     """What the loop asks of the world when there is one process. train_ddp.py has the other one."""
 
     rank, world_size = 0, 1
+    ddp, processes_on_device = False, 1
 
     def __init__(self, device: torch.device):
         if type(self) is OneProcess and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -364,6 +373,7 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     config = model_config(args, data.tokenizer.vocab_size)
+    config, plan = plan_memory(args, process, config, precision)
     identity = identify(args, process, config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
@@ -396,12 +406,43 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
             raise SnapshotError(f"--resume: not all processes see the same {resumed.path}")
         if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
             os.replace(resumed.path, args.checkpoint_path)
-    if process.rank == 0:  # counting what is kept is work: one process does it
-        process.say(describe_run(run, describe_kept(run), resumed))
+    if process.rank == 0:
+        process.say(describe_run(run, plan, resumed))
     if args.compile:
         model.compile_blocks()
     run.wrapped = process.wrap(model)
     return run
+
+
+def plan_memory(
+    args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, precision: torch.dtype
+) -> tuple[MiniGPTConfig, str]:
+    """The config, with what `auto` takes, and in words what memory a step will need.
+
+    Raises UsageError if `auto` finds nothing that fits.
+    """
+    device = process.device
+    make = partial(
+        make_planner,
+        config=config,
+        device_type=device.type,
+        precision=precision,
+        make_optimizer=lambda model: make_optimizer(model, args, device),
+        ddp=process.ddp,
+    )
+    words = ""
+    if args.use_activation_checkpoint == "auto":
+        budget = args.memory_budget or default_budget(device, process.processes_on_device)
+        config = choose_recompute(make, args, budget).config
+        words = f"auto takes {describe_recompute(config)}: the least that fits "
+        words += f"{format_bytes(budget)}\nmemory   "
+    if process.rank > 0:
+        return config, words
+    try:
+        words += describe_plan(make(args), config, args.batch_size)
+    except Exception as error:  # an aside: where fake tensors do not work, train anyway
+        words += f"the peak could not be predicted ({type(error).__name__})"
+    return config, words
 
 
 def make_optimizer(
@@ -448,33 +489,6 @@ def save(run: Run, path: Path, keep_previous: bool = False) -> None:
         "best_val_loss": run.best_val_loss,
     }
     save_snapshot(path, state, keep_previous)
-
-
-def describe_kept(run: Run) -> str:
-    """What forward keeps for backward on the first batch: as chosen, and without recompute."""
-    input_ids, labels = run.train_batches[run.process.rank]
-    chosen = run.model.config
-
-    def kept(config: MiniGPTConfig) -> int:
-        run.model.config = config
-        with run.autocast():
-            tensors = kept_for_backward(run.model, lambda: run.model(input_ids, labels))
-        return sum(tensor.bytes for tensor in tensors)
-
-    plain = replace(chosen, recompute="none", recompute_group=1, offload_activations=False)
-    try:
-        without = kept(plain)
-        as_chosen = without if chosen.recompute == "none" else kept(chosen)
-    except Exception as error:  # an aside: on a device that fake tensors do not know, train anyway
-        return f"what backward keeps could not be counted here ({type(error).__name__})"
-    finally:
-        run.model.config = chosen
-    if chosen.recompute == "none":
-        return f"backward keeps {format_bytes(without)} (--use-activation-checkpoint keeps less)"
-    return (
-        f"backward keeps {format_bytes(as_chosen)} with recompute {chosen.recompute}, "
-        f"{format_bytes(without)} without"
-    )
 
 
 def sample_text(run: Run) -> str:

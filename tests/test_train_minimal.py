@@ -323,21 +323,72 @@ def test_lines_and_metrics_say_the_same(tmp_path, capsys):
         assert record["peak_memory_kind"] == "rss" and record["peak_memory_bytes"] > 50e6
 
 
-def test_first_lines_tell_what_backward_keeps(tmp_path, capsys):
+def test_first_lines_predict_the_memory_of_a_step(tmp_path, capsys):
     assert train_here(tmp_path / "run.pt", FULL, "--num-steps=1") == 0
     out = capsys.readouterr().out
-    kept = re.search(r"keeps ([\d.]+) KiB with recompute full, ([\d.]+) KiB without", out)
-    assert kept and 0 < float(kept[1]) < 0.6 * float(kept[2])
+    number = r"([\d.]+) KiB"
+    (line,) = re.findall(r"^memory   full: .* \(predicted\)$", out, re.M)
+    peak, kept, plain_peak, plain_kept = map(float, re.findall(number, line))
+    assert 0 < kept < 0.6 * plain_kept < plain_kept < plain_peak and kept < peak < plain_peak
 
 
-def test_a_count_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeypatch):
-    def fail(model, forward):
+def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeypatch):
+    def fail(*args):
         raise NotImplementedError("no such device")
 
-    monkeypatch.setattr(train_minimal, "kept_for_backward", fail)
-    assert train_here(tmp_path / "run.pt", FULL, "--num-steps=1") == 0
-    assert "could not be counted here (NotImplementedError)" in capsys.readouterr().out
-    assert snapshot(tmp_path / "run.pt")["config"]["recompute"] == "full"
+    monkeypatch.setattr(train_minimal, "describe_plan", fail)
+    assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
+    assert "could not be predicted (NotImplementedError)" in capsys.readouterr().out
+
+
+def test_auto_takes_the_least_that_fits_and_says_so(tmp_path, capsys):
+    """The policy is no part of the result: the same weights as without."""
+    flags = ("--num-steps=3", "--batch-size=8", "--seq-len=64", "--max-tokens=3000")
+    assert train_here(tmp_path / "full.pt", FULL, *flags) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "predicted" in line)
+    full, none = (float(peak) for peak in re.findall(r"peak ([\d.]+) MiB", line))
+    for budget in (none + 0.1, (full + none) / 2, full + 0.1):
+        path = tmp_path / f"{budget}.pt"
+        auto = ("--use-activation-checkpoint=auto", f"--memory-budget={budget}MiB")
+        assert train_here(path, *flags, *auto) == 0
+        out = capsys.readouterr().out
+        (found,) = re.findall(r"^memory   auto takes (.*): the least that fits", out, re.M)
+        assert (found == "none") == (budget > none)
+        assert snapshot(path)["config"]["recompute"] == found.split()[0]
+        assert same(snapshot(path)["model"], snapshot(tmp_path / "full.pt")["model"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("auto", "--memory-budget=100KiB"), "the smallest peak is .* alone take"),
+        (("auto", "--memory-budget=8"), "--memory-budget: must be a number with a unit"),
+        (("auto", "--memory-budget=0GiB"), "--memory-budget: must be a number with a unit"),
+        (("auto", "--memory-budget=8GiBs"), "--memory-budget: must be a number with a unit"),
+        (("auto", "--recompute-layers=1"), "--recompute-layers: .* auto chooses it"),
+        (("auto", "--recompute-group=2"), "--recompute-group: .* auto chooses it"),
+        (("full", "--memory-budget=8GiB"), "--memory-budget is for .* auto"),
+    ],
+)
+def test_auto_cannot(tmp_path, capsys, flags, message):
+    policy, *rest = flags
+    try:
+        code = train_here(tmp_path / "run.pt", f"--use-activation-checkpoint={policy}", *rest)
+    except SystemExit as stop:
+        code = stop.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and line.startswith("error: ") and re.search(message, line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_auto_names_the_nearest_thing_that_fits(tmp_path, capsys):
+    """And it does fit."""
+    flags = ["--use-activation-checkpoint=auto", "--memory-budget=600KiB", "--num-steps=1"]
+    flags += ["--seq-len=64", "--max-tokens=3000"]
+    assert train_here(tmp_path / "run.pt", *flags, "--batch-size=12") == 2
+    line = capsys.readouterr().err
+    (way_out,) = re.findall(r"; (--batch-size \d+ --grad-accum-steps \d+) fits", line)
+    assert train_here(tmp_path / "run.pt", *flags, *way_out.split()) == 0
 
 
 def test_line_shows_the_share_of_the_card():
