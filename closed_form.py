@@ -58,7 +58,7 @@ def closed_form(
     policies = {
         "none": attention_half + mlp_half + copies * (4 * C * C + 2 * C * F) + 2 * masks,
         "cheap": x + qkv + attended + normaliser + x + wide + copies * C * C + 2 * masks,
-        "selective": x + qkv + attended + normaliser + 2 * a * N * C + wide + 2 * masks,
+        "selective": x + qkv + attended + normaliser + 2 * a * N * C + wide + masks,
         "attn": x + mlp_half + copies * 2 * C * F + 2 * masks,
         "mlp": attention_half + x + copies * 4 * C * C + 2 * masks,
         "sdpa": x + attended + normaliser + masks,

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from closed_form import head_bytes
-from model import MiniGPT, MiniGPTConfig
+from model import CHUNK, MiniGPT, MiniGPTConfig
 from recompute import HostMemory
 
 # ------------------------------------------------------------------------------------- counting
@@ -84,16 +84,18 @@ class StorageTracker(TorchDispatchMode):
         return self.places[-1][1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # nothing happens, and it is asked all the time
         kwargs = kwargs or {}
         if self.stand_in is not None:
-            for tensor in tensors_in((args, kwargs)):
-                if not isinstance(tensor, FakeTensor):
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                     self.add_given(tensor)
         result = func(*args, **kwargs)
-        if func.namespace != "prim":  # those only ask for a tensor's device
-            self.now += 1
-            for tensor in tensors_in(result):
-                self.add(tensor, func.__name__.split(".")[0])
+        self.now += 1
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.add(tensor, func.__name__)
         return result
 
     def add_given(self, tensor: Tensor) -> None:
@@ -109,6 +111,7 @@ class StorageTracker(TorchDispatchMode):
         if address in self.known:
             return self.known[address][1]
         shape, size = tuple(tensor.shape), memory.nbytes()
+        operator = operator.split(".")[0]  # "addmm.default"
         storage = Storage(size, shape, tensor.dtype, tensor.device, self.now, operator=operator)
         if operator:
             _, storage.phase, block = self.places[-1]
@@ -136,10 +139,6 @@ class StorageTracker(TorchDispatchMode):
         self.now, self.places = 0, [(0, "", None)]
         for storage in self.storages:
             storage.born = 0
-
-
-def tensors_in(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def line_of_the_model() -> str:
@@ -291,8 +290,12 @@ class Planner:
         Two simulations tell: each sequence adds the same to the bytes after an operator. Except in
         the head, which gets more chunks instead of larger ones; it goes by its formula.
         """
-        other = batch_size // 2 if batch_size > 1 else 2
-        one, two = self.step(batch_size, **memory), self.step(other, **memory)
+        fewest = 1
+        if not self.config.loss_chunks:  # enough for two chunks: one would be another program
+            fewest += 2 * CHUNK // (self.config.vocab_size * self.seq_len)
+        first = max(batch_size, fewest)
+        other = fewest if fewest < first else first + 1
+        one, two = self.step(first, **memory), self.step(other, **memory)
 
         def head(sequences: int) -> int:
             return head_bytes(one.config, sequences * self.seq_len, self.precision)
@@ -303,13 +306,14 @@ class Planner:
             beside = step.total[inside].max() - head(step.batch_size)
             return np.append(np.delete(step.total, inside), beside)
 
-        growth = (parts(one) - parts(two)) / (batch_size - other)
+        growth = (parts(one) - parts(two)) / (first - other)
 
         def peak(sequences: int) -> int:
-            bytes_now = parts(one) + growth * (sequences - batch_size)
+            bytes_now = parts(one) + growth * (sequences - first)
             return int(max(bytes_now[:-1].max(), bytes_now[-1] + head(sequences)))
 
-        return bisect_right(range(1, 10**6), budget, key=peak)
+        asked = batch_size if self.step(batch_size, **memory).peak <= budget else 0
+        return max(asked, bisect_right(range(1, 10**6), budget, key=peak))
 
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
         """What train_minimal.train_step does, without its data and its numbers."""
@@ -375,11 +379,15 @@ def follow(model: MiniGPT, tracker: StorageTracker) -> Iterator[None]:
 
         return hook
 
+    def leave_blocks(ln_f: nn.Module, args: tuple[Tensor]) -> None:
+        tracker.enter("forward")
+
     def enter_head(ln_f: nn.Module, args: tuple[Tensor], x: Tensor) -> None:
         tracker.enter("head")
         x.register_hook(lambda _: tracker.enter("backward", len(model.blocks) - 1))
 
-    handles = [model.ln_f.register_forward_hook(enter_head)]
+    handles = [model.ln_f.register_forward_pre_hook(leave_blocks)]
+    handles += [model.ln_f.register_forward_hook(enter_head)]
     handles += [
         block.ln_1.register_forward_pre_hook(enter_block(i))  # type: ignore[union-attr]
         for i, block in enumerate(model.blocks)

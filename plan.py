@@ -168,6 +168,16 @@ def describe_recompute(config: MiniGPTConfig) -> str:
     return words + (", offloaded" if config.offload_activations else "")
 
 
+def recompute_flags(config: MiniGPTConfig) -> list[str]:
+    """What to pass to a trainer to get the same."""
+    flags = ["--use-activation-checkpoint", config.recompute]
+    if config.n_recomputed not in (0, config.n_layers):
+        flags += ["--recompute-layers", str(config.n_recomputed)]
+    if config.recompute_group > 1:
+        flags += ["--recompute-group", str(config.recompute_group)]
+    return flags + ["--offload-activations"] * config.offload_activations
+
+
 def describe_plan(planner: Planner, chosen: MiniGPTConfig, batch_size: int) -> str:
     """Predicted memory of a step as chosen, beside that without recompute."""
     none = planner.step(batch_size, **dict(RUNGS[0], recompute_group=1, recompute_layers=None))
