@@ -19,7 +19,10 @@ if TYPE_CHECKING:  # for the reader and the type checker only: imports point the
 
 def perplexity(loss: float) -> float:
     """exp(loss in nats): how many equally likely tokens would be as hard to choose from."""
-    return math.exp(min(loss, 700.0))  # exp overflows a float at 710
+    try:
+        return math.exp(loss)
+    except OverflowError:  # from 710 on
+        return math.inf
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, str]:
@@ -175,6 +178,12 @@ def format_time(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+def logged_at(step: int, path: Path) -> dict[str, Any] | None:
+    """The record of that step; None if it was not logged."""
+    records = read_metrics(path) if path.exists() else []
+    return next((r for r in records if r.get("step") == step), None)
+
+
 # ------------------------------------------------------------- what a person reads, first and last
 
 
@@ -224,7 +233,7 @@ def describe_result(
         "",
         f"train    loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}",
         f"val      {validation}",
-        f"speed    {speed}",
+        *([f"speed    {speed}"] if run.clock.steps else []),  # none: only an evaluation was left
         f"memory   peak {format_bytes(peak or 0)} ({kind})",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}, lowest validation loss: {best}",

@@ -104,7 +104,8 @@ def main(argv: list[str] | None = None) -> int:
     return run_safely(args, lambda: TorchrunProcess(args.device))
 
 
-if __name__ == "__main__":
+def main_and_exit() -> None:
+    """`main`; if anything went wrong, end this process without further ado."""
     try:
         code = main()
     except Exception:
@@ -113,5 +114,10 @@ if __name__ == "__main__":
     if code != 0:
         # Not sys.exit: on its way out Python would wait for a conversation with processes that
         # in turn wait for this one. torchrun sees the exit code and ends the others.
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+if __name__ == "__main__":
+    main_and_exit()

@@ -32,7 +32,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,13 @@ from metrics import (
     describe_run,
     format_bytes,
     format_line,
+    logged_at,
     peak_memory,
     perplexity,
 )
 from model import MiniGPT, MiniGPTConfig
 from snapshot import (
+    Resumed,
     SnapshotError,
     State,
     beside,
@@ -76,6 +78,10 @@ from snapshot import (
     restore,
     save_snapshot,
 )
+
+
+class NotFinite(Exception):
+    """Training cannot go on: infinities and NaNs, step after step."""
 
 
 class OneProcess:
@@ -154,9 +160,14 @@ class Run:
     token_bytes: Tensor  # (V,) bytes that each token id stands for
     clock: StepClock
     held_lock: object = None  # keeps a second run off our files as long as this one lives
-    step: int = 0  # optimizer steps done
+    metrics: MetricsFile | None = None  # only process 0 has one
+    step: int = 0  # steps done
+    skipped: int = 0  # the last ones of them in a row whose update was skipped
+    saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
     stopped_by: int = 0  # the signal that ended the run before its last step
     best_val_loss: float = math.inf
+    # The log record of the step that was resumed from, if it has not been logged yet.
+    unreported: dict[str, Any] = field(default_factory=dict)
 
     def autocast(self) -> torch.autocast:
         """Matmuls in the chosen precision; LayerNorm, softmax and loss stay in float32.
@@ -216,16 +227,26 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
             with run.autocast():
                 loss = run.wrapped(input_ids, labels)
             clock.lap("forward")
+            # A loss can be infinite and all its gradients finite (the logit of the right token
+            # is -inf). Times NaN they are not; times 1 not a bit of them changes.
+            one_or_nan = loss.detach() * 0 + 1
             # backward adds to the gradients that are there; divided by A, the sum is the mean.
-            run.scaler.scale(loss / args.grad_accum_steps).backward()
+            run.scaler.scale(loss * one_or_nan / args.grad_accum_steps).backward()
             clock.lap("backward")
         losses.append(loss.detach())
 
     run.scaler.unscale_(run.optimizer)  # before clipping: the limit is meant for true gradients
     limit = args.grad_clip_norm or math.inf
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), limit)
-    run.scaler.step(run.optimizer)  # skips the step if a float16 gradient overflowed
-    run.scaler.update()
+    # One NaN among the gradients would be in every weight after one update; clipping does not
+    # help, it divides by the NaN. All processes have the same averaged gradients: all skip the
+    # update, or none. (Reading the norm makes Python wait for the GPU, once a step: the GPU then
+    # waits for the launch of the next kernels, far less time than a step of any real size takes.)
+    finite = bool(grad_norm.isfinite())
+    run.skipped = 0 if finite else run.skipped + 1
+    if finite:
+        run.scaler.step(run.optimizer)
+    run.scaler.update()  # float16: halves the loss scale after an overflow
     run.optimizer.zero_grad(set_to_none=True)  # frees them (not DDP's buckets) for the next forward
     clock.lap("optimizer")
     return torch.stack(losses), grad_norm
@@ -267,46 +288,87 @@ def evaluate(run: Run) -> dict[str, float | None]:
 def train(run: Run) -> dict[str, Any]:
     """All steps from `run.step` to the last, or to a signal. Returns the last log record."""
     args, process, clock = run.args, run.process, run.clock
-    record: dict[str, Any] = {}
-    metrics = None
+    record: dict[str, Any] = run.unreported
     if process.rank == 0:
-        metrics = MetricsFile(beside(args.checkpoint_path, ".metrics.jsonl"), run.step)
+        run.metrics = MetricsFile(beside(args.checkpoint_path, ".metrics.jsonl"), run.step)
     hide_bar = process.rank > 0 or not sys.stderr.isatty()
     bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
     run.model.train()
+    save_due = False
+    if run.unreported:  # the run that is resumed died between the save and the evaluation
+        report(run, record)
     clock.pause()
     with StopSignal() as stop:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1
             losses, grad_norm = train_step(run)
 
-            # ---- The learning ends here. What follows looks at it, prints it and saves it.
+            # ---- The learning ends here. What follows looks at it, saves it and prints it.
             clock.end_step()
             bar.update()
+            if run.skipped:
+                note_skipped(run)  # raises NotFinite after several in a row
             # All processes must stop after the same step, whichever of them got the signal.
             run.stopped_by = process.largest(stop.number)
+            last = run.step == args.num_steps or run.stopped_by > 0
             log_now = due(run.step, args.log_interval, args.num_steps)
             evaluate_now = due(run.step, args.eval_interval, args.num_steps)
-            save_now = due(run.step, args.save_interval, args.num_steps)
-            if log_now or evaluate_now or save_now or run.stopped_by:
+            # While steps are being skipped a save that is due waits for a good one: if no good one
+            # comes, both snapshots on the disk are from before the trouble.
+            save_due = save_due or due(run.step, args.save_interval, args.num_steps)
+            save_now = (save_due and not run.skipped) or last
+            if log_now or evaluate_now or save_now:
                 record = measure(run, losses, grad_norm)
-                if evaluate_now:
-                    record |= evaluate(run)
-                    if record["val_loss"] < run.best_val_loss:
-                        run.best_val_loss = record["val_loss"]
-                        save(run, beside(args.checkpoint_path, ".best.pt"))
+                if save_now:
+                    # Before the evaluation: it may take long, or die, and the steps with it.
+                    save(run, args.checkpoint_path, record)
+                    save_due = False
                     clock.pause()
-                if metrics is not None:
-                    metrics.write(record)
-                process.say(format_line(record, args.num_steps, card_memory(process.device)))
-                clock.lap("log")
-            if save_now or run.stopped_by:
-                save(run, args.checkpoint_path, keep_previous=True)
-                clock.pause()
+                report(run, record)
     bar.close()
-    if metrics is not None:
-        metrics.close()
+    if run.metrics is not None:
+        run.metrics.close()
     return record
+
+
+def note_skipped(run: Run) -> None:
+    """Say that this step changed nothing. Raises NotFinite after too many of them in a row.
+
+    A single bad batch is no reason to stop. Nor is float16, whose GradScaler looks for the largest
+    scale that just does not overflow, by overflowing now and then; but from 65,536 down to 1 it
+    needs 16 halvings, so a longer series has another reason.
+    """
+    args, float16 = run.args, run.scaler.is_enabled()
+    limit = 20 if float16 else 3
+    if run.skipped < limit:
+        scale = f" (float16: the loss scale is now {run.scaler.get_scale():g})" if float16 else ""
+        run.process.say(
+            f"warning  step {run.step}: loss or gradients are not finite, update skipped{scale}"
+        )
+        return
+    there = f"{args.checkpoint_path} of step {run.saved_step} is from before"
+    way_out = f"{there}: try --resume with" if run.saved_step else "nothing was saved yet: try"
+    flags = "--amp-dtype bfloat16 or --no-amp" if float16 else f"a lower --lr than {args.lr:.2g}"
+    raise NotFinite(
+        f"loss or gradients were not finite in {limit} steps in a row, {run.step - limit + 1} to "
+        f"{run.step}; {way_out} {flags}; --detect-anomaly finds the operation"
+    )
+
+
+def report(run: Run, record: dict[str, Any]) -> None:
+    """Evaluate if it is time to (adding to `record`), keep the best weights, log the step."""
+    args, process, clock = run.args, run.process, run.clock
+    if due(run.step, args.eval_interval, args.num_steps):
+        clock.pause()
+        record |= evaluate(run)
+        if record["val_loss"] < run.best_val_loss:
+            run.best_val_loss = record["val_loss"]
+            save(run, beside(args.checkpoint_path, ".best.pt"), record)
+        clock.pause()
+    if run.metrics is not None:
+        run.metrics.write(record)
+    process.say(format_line(record, args.num_steps, card_memory(process.device)))
+    clock.lap("log")
 
 
 def due(step: int, interval: int, num_steps: int) -> bool:
@@ -390,18 +452,32 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
         held_lock=held_lock,
     )
     if resumed is not None:
-        restore(resumed, model, run.optimizer, run.scaler)
-        run.step, run.best_val_loss = resumed.state["step"], resumed.state["best_val_loss"]
-        if process.sum([run.step])[0] != run.step * process.world_size:
-            raise SnapshotError(f"--resume: not all processes see the same {resumed.path}")
-        if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
-            os.replace(resumed.path, args.checkpoint_path)
+        go_on_from(resumed, run)
     if process.rank == 0:  # counting what is kept is work: one process does it
         process.say(describe_run(run, describe_kept(run), resumed))
     if args.compile:
         model.compile_blocks()
     run.wrapped = process.wrap(model)
     return run
+
+
+def go_on_from(resumed: Resumed, run: Run) -> None:
+    """Put the run where the snapshot left it."""
+    args, process = run.args, run.process
+    restore(resumed, run.model, run.optimizer, run.scaler)
+    run.step = run.saved_step = resumed.state["step"]
+    run.best_val_loss = resumed.state["best_val_loss"]
+    if process.sum([run.step])[0] != run.step * process.world_size:
+        raise SnapshotError(f"--resume: not all processes see the same {resumed.path}")
+    if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
+        os.replace(resumed.path, args.checkpoint_path)
+    # The snapshot was written before its step was evaluated and logged. Was that still done?
+    logged = None
+    if process.rank == 0:
+        logged = logged_at(run.step, beside(args.checkpoint_path, ".metrics.jsonl"))
+        run.best_val_loss = min(run.best_val_loss, (logged or {}).get("val_loss") or math.inf)
+    if process.largest(int(process.rank == 0 and logged is None)):
+        run.unreported = dict(resumed.state.get("record", {}))
 
 
 def make_optimizer(
@@ -436,8 +512,11 @@ def identify(
     }
 
 
-def save(run: Run, path: Path, keep_previous: bool = False) -> None:
+def save(run: Run, path: Path, record: dict[str, Any]) -> None:
     """Write a snapshot of the run. Process 0 does it: all have the same weights."""
+    newest = path == run.args.checkpoint_path
+    if newest:
+        run.saved_step = run.step
     if run.process.rank > 0:
         return
     state = run.identity | {
@@ -446,8 +525,9 @@ def save(run: Run, path: Path, keep_previous: bool = False) -> None:
         "scaler": run.scaler.state_dict(),
         "step": run.step,
         "best_val_loss": run.best_val_loss,
+        "record": record,
     }
-    save_snapshot(path, state, keep_previous)
+    save_snapshot(path, state, keep_previous=newest)
 
 
 def describe_kept(run: Run) -> str:
@@ -507,7 +587,7 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
         torch.autograd.set_detect_anomaly(args.detect_anomaly)
         process = make_process()
         run = set_up(args, process)
-        if run.step >= args.num_steps:
+        if run.step >= args.num_steps and not run.unreported:
             process.say(f"done     already at step {run.step:,}; raise --num-steps to go on")
         else:
             seconds_before = time.perf_counter() - PROCESS_START
@@ -526,6 +606,9 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
     except (UsageError, DataError, SnapshotError) as error:
         print_error(error)
         return 2
+    except NotFinite as error:
+        print_error(error)
+        return 3
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

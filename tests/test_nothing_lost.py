@@ -1,0 +1,210 @@
+"""What a run does when something goes wrong around it: no step is lost, no bad one is kept.
+
+The faults are injected by faults.py, in a process of its own, or here by hand.
+"""
+
+import re
+import sys
+
+import faults as faults_module
+import pytest
+import torch
+from runs import TINY, metrics, run, same, snapshot, torchrun
+
+import train_minimal
+from train_minimal import main
+
+FP32, FP16 = "--no-amp", "--amp-dtype=float16"
+
+
+def train_here(path, *flags: str) -> int:
+    return main([*TINY, "--checkpoint-path", str(path), *flags])
+
+
+def faulty(path, faults: str, *flags: str, expect: int = 0):
+    command = [sys.executable, "tests/faults.py", *TINY, "--checkpoint-path", str(path), *flags]
+    result = run(command, FAULTS=faults)
+    assert result.returncode == expect, result.stdout + result.stderr
+    return result
+
+
+def faulty_torchrun(path, faults: str, *flags: str, expect: int = 0, **env: str):
+    return torchrun(path, *flags, script="tests/faults.py", expect=expect, FAULTS=faults, **env)
+
+
+def errors(result) -> list[str]:
+    return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+
+
+def finite(weights: dict) -> bool:
+    return all(bool(w.isfinite().all()) for w in weights.values())
+
+
+@pytest.fixture
+def inject(monkeypatch):
+    """inject("nan:0:7"): in this process, too."""
+
+    def set_faults(faults: str) -> None:
+        monkeypatch.setenv("FAULTS", faults)
+        monkeypatch.setattr(train_minimal, "train_step", faults_module.train_step)
+
+    return set_faults
+
+
+# ---- NaN and infinity
+
+
+def states_after_each_step(monkeypatch, tmp_path) -> dict[int, dict]:
+    states, train_step = {}, train_minimal.train_step
+
+    def spy(run):
+        result = train_step(run)
+        state = run.optimizer.state_dict()["state"]  # not the rate, which follows the step
+        torch.save([run.model.state_dict(), state], tmp_path / "state")
+        states[run.step] = torch.load(tmp_path / "state")
+        return result
+
+    monkeypatch.setattr(train_minimal, "train_step", spy)
+    return states
+
+
+@pytest.mark.parametrize("fault", ["nan", "infinite_loss"])
+@pytest.mark.parametrize("precision", [FP32, FP16])
+def test_a_step_that_is_not_finite_changes_nothing(
+    tmp_path, monkeypatch, inject, capsys, fault, precision
+):
+    """Neither weights nor Adam's moments and step count; the next step goes on."""
+    path = tmp_path / "run.pt"
+    inject(f"{fault}:0:5")
+    states = states_after_each_step(monkeypatch, tmp_path)
+    assert train_here(path, precision, "--grad-accum-steps=2") == 0
+    assert same(states[4], states[5]) and not same(states[5], states[6])
+    assert finite(snapshot(path)["model"]) and snapshot(path)["step"] == 20
+    assert [r["step"] for r in metrics(path) if r["grad_norm"] is None] == [5]
+    (warning,) = re.findall("warning.*", capsys.readouterr().out)
+    assert "step 5: loss or gradients are not finite, update skipped" in warning
+    scale = snapshot(path)["scaler"].get("scale")
+    assert scale == (2.0**15 if precision == FP16 else None)
+
+
+def test_three_in_a_row_end_the_run(tmp_path, inject, capsys):
+    """Two in a row do not; and what is on the disk is from before the third series began."""
+    path = tmp_path / "run.pt"
+    inject("nan:0:5 nan:0:6 nan:0:8 nan:0:9 nan:0:12 nan:0:13 nan:0:14")
+    assert train_here(path, FP32, "--save-interval=1") == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not finite in 3 steps in a row, 12 to 14" in line
+    assert f"{path} of step 11" in line and "lower --lr" in line and "--detect-anomaly" in line
+    assert snapshot(path)["step"] == 11
+    assert snapshot(tmp_path / "run.prev.pt")["step"] == 10
+    assert finite(snapshot(path)["model"])
+
+
+def test_a_save_that_falls_on_a_skipped_step_is_made_up_for(tmp_path, inject):
+    path = tmp_path / "run.pt"
+    inject("nan:0:10 nan:0:11 nan:0:20")
+    assert train_here(path, FP32, "--save-interval=5") == 0
+    assert snapshot(path)["step"] == 20  # the last step saves in any case
+    assert snapshot(tmp_path / "run.prev.pt")["step"] == 15
+    inject("nan:0:10 nan:0:11 error:0:13")
+    with pytest.raises(faults_module.Fault):
+        train_here(path, FP32, "--save-interval=5")
+    assert snapshot(path)["step"] == 12
+
+
+def test_nothing_saved_yet(tmp_path, inject, capsys):
+    inject("nan:0:1 nan:0:2 nan:0:3")
+    assert train_here(tmp_path / "run.pt", FP32) == 3
+    assert "nothing was saved yet: try a lower --lr" in capsys.readouterr().err
+    assert not (tmp_path / "run.pt").exists()
+
+
+def test_float16_finds_its_scale_and_resumes_while_it_does(tmp_path, inject, capsys):
+    """Overflows are its way to find the largest scale: they end no run and change no weight."""
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    assert train_here(path, FP16, "--num-steps=1", "--warmup-steps=0") == 0
+    state = snapshot(path)
+    state["scaler"]["scale"] = 2.0**27
+    torch.save(state, path)
+    whole.write_bytes(path.read_bytes())
+    assert train_here(whole, FP16, "--resume", "--warmup-steps=0") == 0
+    skipped = capsys.readouterr().out.count("update skipped (float16: the loss scale is now")
+    assert skipped >= 4
+    assert snapshot(whole)["scaler"]["scale"] == 2.0 ** (27 - skipped)
+    inject("error:0:4")
+    with pytest.raises(faults_module.Fault):
+        train_here(path, FP16, "--resume", "--warmup-steps=0", "--save-interval=1")
+    assert snapshot(path)["step"] == 1  # the scale is still too large
+    inject("")
+    assert train_here(path, FP16, "--resume", "--warmup-steps=0") == 0
+    for part in ("model", "optimizer", "scaler"):
+        assert same(snapshot(path)[part], snapshot(whole)[part])
+
+
+def test_float16_that_never_finds_a_scale_ends_the_run(tmp_path, inject, capsys):
+    inject(" ".join(f"nan:0:{step}" for step in range(2, 40)))
+    assert train_here(tmp_path / "run.pt", FP16, "--num-steps=40") == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "20 steps in a row, 2 to 21" in line and "--no-amp" in line
+
+
+def test_all_processes_skip_or_none(tmp_path):
+    """A gradient, then a loss, of process 1 alone; then three of them."""
+    path = tmp_path / "run.pt"
+    result = faulty_torchrun(
+        path, "nan:1:4 infinite_loss:1:7 nan:1:11 infinite_loss:0:12 nan:1:13", FP32,
+        "--save-interval=5", "--grad-accum-steps=2", expect=1,
+    )  # fmt: skip
+    steps = re.findall(r"warning  step (\d+): .* skipped", result.stdout)
+    assert steps == ["4", "7", "11", "12"]
+    assert "in a row, 11 to 13" in errors(result)[0] and "exitcode  : 3" in result.stderr
+    first, second = (torch.load(tmp_path / f"run.rank{rank}.pt") for rank in (0, 1))
+    assert same(first, second) and finite(first)
+    assert snapshot(path)["step"] == 10
+
+
+# ---- Save first, then evaluate
+
+
+@pytest.mark.parametrize("step", [10, 20])
+def test_an_evaluation_that_dies_is_made_up_for(tmp_path, monkeypatch, inject, step):
+    """The step it was for is saved; the resumed run evaluates first: log and best are complete."""
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    flags = (FP32, "--save-interval=5", "--eval-interval=5")
+    assert train_here(whole, *flags) == 0
+    real = train_minimal.evaluate
+
+    def evaluate(run):
+        if run.step == step:
+            raise faults_module.Fault
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "evaluate", evaluate)
+    with pytest.raises(faults_module.Fault):
+        train_here(path, *flags)
+    assert snapshot(path)["step"] == step and metrics(path)[-1]["step"] == step - 1
+    monkeypatch.undo()
+    assert train_here(path, *flags, "--resume") == 0
+    results = [[(r["step"], r["train_loss"], r.get("val_loss")) for r in metrics(p)]
+               for p in (path, whole)]  # fmt: skip
+    assert results[0] == results[1]
+    for suffix in (".pt", ".prev.pt", ".best.pt"):
+        a, b = (snapshot(p.with_suffix(suffix)) for p in (path, whole))
+        assert same(a["optimizer"]["state"], b["optimizer"]["state"])
+        assert all(same(a[key], b[key]) for key in ("model", "step", "best_val_loss"))
+
+
+def test_what_was_evaluated_after_the_save_still_counts(tmp_path, monkeypatch, inject):
+    """The snapshot knows the lowest loss of the steps before its own; the log knows the rest."""
+    path = tmp_path / "run.pt"
+    flags = (FP32, "--save-interval=10", "--eval-interval=10", "--num-steps=30")
+    losses = iter([3.0, 1.0, 2.0])
+    evaluate = lambda run: dict(val_loss=next(losses), val_ppl=1.0, val_bits_per_byte=None)  # noqa: E731
+    monkeypatch.setattr(train_minimal, "evaluate", evaluate)
+    inject("error:0:22")
+    with pytest.raises(faults_module.Fault):
+        train_here(path, *flags)
+    inject("")
+    assert train_here(path, *flags, "--resume") == 0
+    best = snapshot(tmp_path / "run.best.pt")
+    assert (best["step"], best["best_val_loss"]) == (20, 1.0)
