@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snapshot import Resumed, beside, temporary_name
+from snapshot import Resumed, SaveError, beside, cannot_save, saving
 
 if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
     from train_minimal import Run
@@ -102,9 +102,10 @@ class MetricsFile:
         kept: list[dict[str, Any]] = []
         if resumed_step and path.exists():
             kept = [r for r in read_metrics(path) if r.get("step", math.inf) <= resumed_step]
-        temporary = temporary_name(path)
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(temporary, path)
+        self.path, text = path, "".join(json.dumps(r) + "\n" for r in kept)
+        with saving(path, len(text)) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
         self.file = open(path, "a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -113,7 +114,11 @@ class MetricsFile:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        self.file.write(json.dumps(finite) + "\n")
+        line = json.dumps(finite) + "\n"
+        try:
+            self.file.write(line)
+        except OSError as error:
+            raise SaveError(cannot_save(self.path, error, len(line))) from None
 
     def close(self) -> None:
         self.file.close()

@@ -9,16 +9,21 @@ What is *not* in it: random-number state and the position in the data. Both are 
 step (see `train_minimal.train_step`), and what need not be saved cannot be restored wrongly.
 """
 
+import errno
 import glob
 import os
 import pickle
+import shutil
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 State = dict[str, Any]
 
@@ -39,6 +44,10 @@ KEYS = {
 
 class SnapshotError(ValueError):
     """A snapshot cannot be written, read or continued; one line that says why and what to do."""
+
+
+class SaveError(Exception):
+    """The disk is full, or gone. What was saved before is untouched."""
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -101,11 +110,13 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
     Never in place: a process that dies half-way through overwriting its only snapshot has lost
     the run. The new file is complete, and on the disk (fsync), before a rename, which is atomic,
     gives it its name. With `keep_previous` the file that had the name becomes `.prev.pt`.
+
+    Raises SaveError if the disk does not take it.
     """
-    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        stale.unlink()  # of a process that was killed while it saved
-    temporary = temporary_name(path)
-    try:
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    with saving(path, n_bytes=sum(tensor.nbytes for tensor in tensors)) as temporary:
+        for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            stale.unlink()  # of a process that was killed while it saved
         with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
@@ -113,12 +124,44 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
         if keep_previous and path.exists():
             os.replace(path, beside(path, ".prev.pt"))
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+
+
+@contextmanager
+def saving(path: Path, n_bytes: int) -> Iterator[Path]:
+    """A name to write to before the rename to `path`: nothing is left of it if that fails.
+
+    Raises SaveError with what the operating system says, and how much room is needed.
+    """
+    temporary = temporary_name(path)
+    try:
+        yield temporary
+    except BaseException as error:
+        with suppress(OSError):  # the folder may be gone
+            temporary.unlink(missing_ok=True)
+        # torch.save speaks of an "unexpected pos"; the reason is the error that it was handling.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if isinstance(reason, OSError):
+            raise SaveError(cannot_save(path, reason, n_bytes)) from None
+        raise
+
+
+def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
+    """One line: the file, the reason, how much room it needs and how much there is."""
+    reasons = {
+        errno.ENOSPC: "disk full",
+        errno.EDQUOT: "disk full (your quota is used up)",
+        errno.EFBIG: "disk full (files may not be that large here)",
+    }
+    reason = reasons.get(error.errno or 0, error.strerror or str(error))
+    try:
+        room = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are free"
+    except OSError:
+        room = "its folder is gone"
+    return f"cannot save {path}: {reason}; it needs {n_bytes / 1e6:,.1f} MB, {room}"
 
 
 def read_snapshot(path: Path) -> State:

@@ -31,7 +31,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -68,6 +68,7 @@ from metrics import (
 from model import MiniGPT, MiniGPTConfig
 from snapshot import (
     Resumed,
+    SaveError,
     SnapshotError,
     State,
     beside,
@@ -115,7 +116,12 @@ class OneProcess:
 
     def say(self, line: str) -> None:
         """Print a line once, however many processes there are, beside the progress bar."""
-        tqdm.write(line)
+        # The reader may be gone (`| head -3`), or the disk with the log full. That ends many
+        # programs, and rightly; hours of training it should not. The run goes on in silence:
+        # metrics.jsonl has all the figures, and the snapshots are still written.
+        with suppress(OSError):
+            tqdm.write(line)
+            sys.stdout.flush()
 
     def close(self) -> None:
         """Leave the other processes."""
@@ -346,13 +352,18 @@ def note_skipped(run: Run) -> None:
             f"warning  step {run.step}: loss or gradients are not finite, update skipped{scale}"
         )
         return
-    there = f"{args.checkpoint_path} of step {run.saved_step} is from before"
-    way_out = f"{there}: try --resume with" if run.saved_step else "nothing was saved yet: try"
     flags = "--amp-dtype bfloat16 or --no-amp" if float16 else f"a lower --lr than {args.lr:.2g}"
     raise NotFinite(
         f"loss or gradients were not finite in {limit} steps in a row, {run.step - limit + 1} to "
-        f"{run.step}; {way_out} {flags}; --detect-anomaly finds the operation"
+        f"{run.step}; {way_back(run)}, and try {flags}; --detect-anomaly finds the operation"
     )
+
+
+def way_back(run: Run) -> str:
+    """What to do when training had to stop."""
+    if run.saved_step:
+        return f"go on from {run.args.checkpoint_path}, step {run.saved_step}, with --resume"
+    return "start again (nothing was saved yet)"
 
 
 def report(run: Run, record: dict[str, Any]) -> None:
@@ -515,19 +526,18 @@ def identify(
 def save(run: Run, path: Path, record: dict[str, Any]) -> None:
     """Write a snapshot of the run. Process 0 does it: all have the same weights."""
     newest = path == run.args.checkpoint_path
+    if run.process.rank == 0:
+        state = run.identity | {
+            "model": run.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "scaler": run.scaler.state_dict(),
+            "step": run.step,
+            "best_val_loss": run.best_val_loss,
+            "record": record,
+        }
+        save_snapshot(path, state, keep_previous=newest)
     if newest:
         run.saved_step = run.step
-    if run.process.rank > 0:
-        return
-    state = run.identity | {
-        "model": run.model.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
-        "scaler": run.scaler.state_dict(),
-        "step": run.step,
-        "best_val_loss": run.best_val_loss,
-        "record": record,
-    }
-    save_snapshot(path, state, keep_previous=newest)
 
 
 def describe_kept(run: Run) -> str:
@@ -579,7 +589,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess]) -> int:
     """Train; turn a mistake of the user into one line and an exit code."""
-    code = 0
+    code, run = 0, None
     try:
         fill_in(args)
         if isinstance(sys.stdout, TextIOWrapper):  # half a character in a sample is no crash
@@ -600,7 +610,7 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
                 text = sample_text(run) if process.rank == 0 else ""
                 seconds = time.perf_counter() - PROCESS_START
                 process.say(describe_result(run, record, text, seconds_before, seconds))
-        del run  # and with it DDP's wrapper: it must go before its connections do
+        run = None  # and with it DDP's wrapper: it must go before its connections do
         process.close()
         return code
     except (UsageError, DataError, SnapshotError) as error:
@@ -608,6 +618,10 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
         return 2
     except NotFinite as error:
         print_error(error)
+        return 3
+    except SaveError as error:
+        assert run is not None
+        print_error(f"{error}; make room, then {way_back(run)}")
         return 3
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

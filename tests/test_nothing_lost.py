@@ -3,6 +3,7 @@
 The faults are injected by faults.py, in a process of its own, or here by hand.
 """
 
+import os
 import re
 import sys
 
@@ -94,7 +95,8 @@ def test_three_in_a_row_end_the_run(tmp_path, inject, capsys):
     assert train_here(path, FP32, "--save-interval=1") == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert "not finite in 3 steps in a row, 12 to 14" in line
-    assert f"{path} of step 11" in line and "lower --lr" in line and "--detect-anomaly" in line
+    assert f"go on from {path}, step 11, with --resume, and try a lower --lr than 0.025" in line
+    assert "--detect-anomaly" in line
     assert snapshot(path)["step"] == 11
     assert snapshot(tmp_path / "run.prev.pt")["step"] == 10
     assert finite(snapshot(path)["model"])
@@ -115,7 +117,7 @@ def test_a_save_that_falls_on_a_skipped_step_is_made_up_for(tmp_path, inject):
 def test_nothing_saved_yet(tmp_path, inject, capsys):
     inject("nan:0:1 nan:0:2 nan:0:3")
     assert train_here(tmp_path / "run.pt", FP32) == 3
-    assert "nothing was saved yet: try a lower --lr" in capsys.readouterr().err
+    assert "start again (nothing was saved yet), and try a lower --lr" in capsys.readouterr().err
     assert not (tmp_path / "run.pt").exists()
 
 
@@ -208,3 +210,76 @@ def test_what_was_evaluated_after_the_save_still_counts(tmp_path, monkeypatch, i
     assert train_here(path, *flags, "--resume") == 0
     best = snapshot(tmp_path / "run.best.pt")
     assert (best["step"], best["best_val_loss"]) == (20, 1.0)
+
+
+# ---- A full disk
+
+
+LIMITED = """
+import os, resource, sys, train_minimal
+real = train_minimal.train_step
+def train_step(run):
+    if run.step == {step}:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
+    return real(run)
+train_minimal.train_step = train_step
+sys.exit(train_minimal.main(sys.argv[1:]))
+"""
+
+
+def limited(path, step: int, limit: int, *flags: str):
+    """A run that from `step` on can write no file of more than `limit` bytes."""
+    script = LIMITED.format(step=step, limit=limit)
+    command = [sys.executable, "-c", script, *TINY, "--checkpoint-path", str(path), *flags]
+    return run(command)
+
+
+def test_disk_full_while_saving(tmp_path):
+    """RLIMIT_FSIZE is the full disk that needs no root."""
+    path = tmp_path / "run.pt"
+    flags = (FP32, "--save-interval=4", "--log-interval=0")
+    result = limited(path, 10, 20_000, *flags)
+    assert result.returncode == 3
+    (line,) = result.stderr.splitlines()
+    assert re.match(f"error: cannot save {path}: disk full .*; it needs 0.1 MB, [0-9.,]+ MB", line)
+    assert f"make room, then go on from {path}, step 8, with --resume" in line
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "run.pt", "run.prev.pt", "run.lock", "run.metrics.jsonl",
+    }  # fmt: skip
+    assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [8, 4]
+    assert train_here(path, *flags, "--resume") == 0
+    assert train_here(tmp_path / "whole.pt", *flags) == 0
+    assert same(snapshot(path)["model"], snapshot(tmp_path / "whole.pt")["model"])
+
+
+def test_disk_full_while_logging(tmp_path):
+    path = tmp_path / "run.pt"
+    result = limited(path, 10, 3000, FP32)
+    assert result.returncode == 3
+    (line,) = result.stderr.splitlines()
+    assert f"cannot save {tmp_path}/run.metrics.jsonl: disk full" in line
+    assert "start again (nothing was saved yet)" in line
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
+def test_standard_output_on_a_full_disk_costs_only_the_output(tmp_path):
+    path = tmp_path / "run.pt"
+    finished_quietly(path, f"{TRAIN} > /dev/full")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_broken_pipe_costs_only_the_output(tmp_path):
+    path = tmp_path / "run.pt"
+    result = finished_quietly(path, f"{TRAIN} | head -2; exit ${{PIPESTATUS[0]}}")
+    assert len(result.stdout.splitlines()) == 2
+
+
+TRAIN = '"$0" train_minimal.py "$@"'
+
+
+def finished_quietly(path, script: str):
+    flags = [*TINY, "--checkpoint-path", str(path)]
+    result = run(["bash", "-c", script, sys.executable, *flags])
+    assert result.returncode == 0 and result.stderr == ""
+    assert snapshot(path)["step"] == 20 and len(metrics(path)) == 20
+    return result
