@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,10 +107,12 @@ def killed_in_training(bench: Bench, kills: int = 20, steps: int = 160) -> str:
     return f"{kills} of {kills}, at most {lost} steps of {INTERVAL} lost"
 
 
+DEATHS_IN_A_SAVE = [fault for fault in SAVE_FAULTS if fault.startswith("die")]
+
+
 @row("save", "`kill -9` at each point inside a save", "6 of 6 end bit-identical")
-def killed_in_a_save(bench: Bench) -> str:
+def killed_in_a_save(bench: Bench, points: Sequence[str] = DEATHS_IN_A_SAVE) -> str:
     """A snapshot that is overwritten in place is gone if the writer dies half-way."""
-    points = [fault for fault in SAVE_FAULTS if fault.startswith("die")]
     kept = []
     for fault in points:
         path = bench.path()
@@ -231,10 +233,10 @@ def code_in_a_snapshot(bench: Bench) -> str:
     "step finished, one save, all ranks stop at the same step within 5 s, exit 143 / 130; "
     "a second signal ends at once",
 )
-def signals(bench: Bench) -> str:
+def signals(bench: Bench, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> str:
     """A cluster gives a job some seconds before it takes the machine away."""
     slowest = 0.0
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         for target, processes, rank in (("python", 1, None), ("torchrun", 2, None), ("rank", 2, 1)):
             path = bench.path()
             run = Trainer(path, "--save-interval=0", processes=processes, PAUSE="0.1")
@@ -243,7 +245,7 @@ def signals(bench: Bench) -> str:
             run.end(128 + number if processes == 1 else 1)
             seconds = time.monotonic() - sent
             slowest = max(slowest, seconds)
-            case = f"{number.name} to {target}"
+            case = f"{signal.Signals(number).name} to {target}"
             check(seconds < 5, f"{case}: {seconds:.1f} s")
             step = read_snapshot(path)["step"]
             check(3 <= step < STEPS and step == run.last_step(), f"{case}: saved step {step}")
