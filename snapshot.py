@@ -52,6 +52,8 @@ class SaveError(Exception):
 
 def beside(path: Path, suffix: str) -> Path:
     """`checkpoints/run.pt`, `.prev.pt` -> `checkpoints/run.prev.pt`."""
+    if not path.name:
+        raise SnapshotError(f"--checkpoint-path: {path} is not a file")
     return path.with_name(path.stem + suffix)
 
 
@@ -64,14 +66,16 @@ def check_writable(path: Path, resuming: bool) -> None:
     try:
         if path.exists() and not path.is_file():
             raise SnapshotError(f"--checkpoint-path: {path} is not a file")
-        if path.exists() and not resuming and not zipfile.is_zipfile(path):
+        if path.exists() and not resuming and not peek(path):
             raise SnapshotError(
                 f"--checkpoint-path: {path} is there and is no snapshot; name another file"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix in (".prev.pt", ".best.pt", ".metrics.jsonl"):
+        for suffix in (".prev.pt", ".best.pt", ".metrics.jsonl", ".lock"):
             if beside(path, suffix).is_dir():
                 raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
+            if beside(path, suffix) == path:
+                raise SnapshotError(f"--checkpoint-path: {path} is the lock's name; name another")
         longest = temporary_name(beside(path, ".metrics.jsonl"))
         longest.touch()
         longest.unlink()
@@ -175,6 +179,8 @@ def read_snapshot(path: Path) -> State:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                raise SnapshotError(f"{path} is no snapshot but a TorchScript program")
             damaged = archive.testzip()
         if damaged is not None:
             raise SnapshotError(f"{path} is damaged (checksum of {damaged} is wrong)")
@@ -190,7 +196,21 @@ def read_snapshot(path: Path) -> State:
     for key, kind in KEYS.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
             raise SnapshotError(f"{path} is no MiniGPT snapshot (no {key}, or a strange one)")
+    if state["step"] < 0:
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (a strange step, {state['step']})")
     return state
+
+
+def peek(path: Path) -> State:
+    """A snapshot whose weights, which may be many GB, are not read; {} if it is none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                return {}  # TorchScript: torch.load would print a warning
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return state if KEYS.keys() <= state.keys() else {}
+    except Exception:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -219,6 +239,18 @@ def load_newest(path: Path) -> Resumed:
         if not previous.exists():
             raise SnapshotError(f"--resume: {error}") from None
         return Resumed(read_snapshot(previous), previous, damage=str(error))
+
+
+def load_own(path: Path, run_id: str) -> Resumed | None:
+    """The newest snapshot if it is of the run `run_id`; None if that run has saved nothing yet.
+
+    What a run finds that torchrun has started again: its own, or one of an older run, which it was
+    to replace and must not go on from. Raises SnapshotError as `load_newest` does.
+    """
+    if not any(peek(file).get("run") == run_id for file in (path, beside(path, ".prev.pt"))):
+        return None
+    resumed = load_newest(path)
+    return resumed if resumed.state.get("run") == run_id else None
 
 
 def check_resumable(saved: State, now: State, path: Path) -> None:

@@ -30,9 +30,11 @@ import argparse
 import math
 import signal
 import sys
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,7 @@ from snapshot import (
     check_resumable,
     check_writable,
     load_newest,
+    load_own,
     lock,
     restore,
     save_snapshot,
@@ -91,9 +94,11 @@ class OneProcess:
     rank, world_size = 0, 1
 
     def __init__(self, device: torch.device):
-        if type(self) is OneProcess and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UsageError("torchrun starts train_ddp.py; train_minimal.py is for one process")
+        if type(self) is OneProcess and os.environ.get("WORLD_SIZE", "1") != "1":
+            world = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
+            raise UsageError(f"torchrun starts train_ddp.py; this is for one process, but {world}")
         self.device = device
+        self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
 
     def start(self) -> None:
         """Meet the other processes. Called when data and flags are known to be good."""
@@ -422,7 +427,8 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     Raises UsageError, DataError or SnapshotError.
     """
     device, precision = process.device, choose_precision(args, process.device)
-    resumed = load_newest(args.checkpoint_path) if args.resume else None
+    load = load_newest if args.resume else partial(load_own, run_id=process.run_id)
+    resumed = load(args.checkpoint_path)
     data = load_dataset(
         args.train_data,
         args.val_data,
@@ -440,10 +446,14 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     identity = identify(args, process, config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
-    check_writable(args.checkpoint_path, resuming=args.resume)
+        identity["run"] = resumed.state.get("run")
+    check_writable(args.checkpoint_path, resuming=resumed is not None)
     held_lock = lock(args.checkpoint_path) if process.rank == 0 else None
 
     process.start()
+    step = resumed.state["step"] if resumed is not None else 0
+    if process.sum([step])[0] != step * process.world_size:
+        raise SnapshotError(f"--resume: not all processes see the same {args.checkpoint_path}")
     torch.manual_seed(args.seed)
     model = MiniGPT(config).to(device)
     run = Run(
@@ -478,8 +488,6 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
     restore(resumed, run.model, run.optimizer, run.scaler)
     run.step = run.saved_step = resumed.state["step"]
     run.best_val_loss = resumed.state["best_val_loss"]
-    if process.sum([run.step])[0] != run.step * process.world_size:
-        raise SnapshotError(f"--resume: not all processes see the same {resumed.path}")
     if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
         os.replace(resumed.path, args.checkpoint_path)
     # The snapshot was written before its step was evaluated and logged. Was that still done?
@@ -512,6 +520,7 @@ def identify(
 ) -> State:
     """The part of a snapshot that says which run it is of (plain types, no tensors)."""
     return {
+        "run": process.run_id,
         "config": asdict(config),
         "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
         "tokenizer": data.tokenizer.state(),

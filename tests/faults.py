@@ -61,13 +61,20 @@ def out_of_memory(run):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+def hang(run):
+    """Until torchrun sends SIGTERM (which is noted, and a second one would end the process)."""
+    while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        time.sleep(0.1)
+    os._exit(1)
+
+
 INJECT = {
     "nan": nan,
     "infinite_loss": infinite_loss,
     "error": error,
     "out_of_memory": out_of_memory,
     "kill": lambda run: os.kill(os.getpid(), signal.SIGKILL),
-    "hang": lambda run: time.sleep(1000),
+    "hang": hang,
 }
 
 

@@ -521,21 +521,7 @@ def check(code: object, stderr: str, case: Case) -> None:
 
 
 # Not answered as they should be yet.
-OPEN = {
-    "snapshot: TorchScript": "torch.load prints a warning of its own before it refuses",
-    "snapshot: negative step": "a traceback from the seed of step -4",
-    "place: the lock is a folder": "a traceback: `lock` opens it outside of any try",
-    "place: another zip": "replaced: `check_writable` takes every zip file for a snapshot",
-    "place: somebody else's weights": "replaced: `check_writable` takes every zip for a snapshot",
-    "place: the lock itself": "the lock empties the snapshot that has its name",
-    "environment: RANK=abc": "a traceback from int()",
-    "environment: LOCAL_RANK is empty": "a traceback from int()",
-    "environment: WORLD_SIZE=0": "a traceback from init_process_group",
-    "environment: RANK beyond WORLD_SIZE": "waits for 5 minutes",
-    "environment: MASTER_ADDR missing": "a traceback from init_process_group",
-    "environment: MASTER_PORT=abc": "a traceback from init_process_group",
-    "environment: WORLD_SIZE=abc for one process": "a traceback from int()",
-}
+OPEN: dict[str, str] = {}
 OPEN_MARKS = {
     name: pytest.mark.xfail(strict=True, reason=why, run="waits" not in why)
     for name, why in OPEN.items()

@@ -5,12 +5,15 @@ The faults are injected by faults.py, in a process of its own, or here by hand.
 
 import os
 import re
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import faults as faults_module
 import pytest
 import torch
-from runs import TINY, metrics, run, same, snapshot, torchrun
+from runs import ROOT, TINY, TORCHRUN, metrics, run, same, snapshot, torchrun
 
 import train_minimal
 from train_minimal import main
@@ -29,8 +32,8 @@ def faulty(path, faults: str, *flags: str, expect: int = 0):
     return result
 
 
-def faulty_torchrun(path, faults: str, *flags: str, expect: int = 0, **env: str):
-    return torchrun(path, *flags, script="tests/faults.py", expect=expect, FAULTS=faults, **env)
+def faulty_torchrun(path, faults: str, *flags: str, **options):
+    return torchrun(path, *flags, script="tests/faults.py", FAULTS=faults, **options)
 
 
 def errors(result) -> list[str]:
@@ -283,3 +286,73 @@ def finished_quietly(path, script: str):
     assert result.returncode == 0 and result.stderr == ""
     assert snapshot(path)["step"] == 20 and len(metrics(path)) == 20
     return result
+
+
+# ---- Several processes
+
+
+RESTARTS = ("--save-interval=5", "--no-amp")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill:0:9",
+        *[pytest.param(f, marks=pytest.mark.slow) for f in ("error:1:3", "kill:1:17", "error:0:9")],
+    ],
+)
+def test_restarted_by_torchrun(tmp_path, fault):
+    """It goes on by itself, though nobody said --resume, and ends with one process's weights.
+
+    Not from the snapshot of another run that it was about to replace, and that is further on.
+    """
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    assert train_here(whole, *RESTARTS, "--grad-accum-steps=2") == 0
+    assert train_here(path, *RESTARTS, "--grad-accum-steps=2", "--lr=0.001") == 0
+    result = faulty_torchrun(path, fault, *RESTARTS, launch=("--max-restarts=1",))
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+    assert [r["step"] for r in metrics(path)] == list(range(1, 21))
+    saved = (int(fault.split(":")[2]) - 1) // 5 * 5
+    resumed = re.findall(r"^resume   .*run.pt, step (\d+)$", result.stdout, re.MULTILINE)
+    assert resumed == ([str(saved)] if saved else [])
+
+
+def test_a_process_that_hangs_ends_the_job(tmp_path):
+    """By the timeout; and one line says so."""
+    path = tmp_path / "run.pt"
+    result = faulty_torchrun(path, "hang:1:7", "--save-interval=5", expect=1, MINIGPT_TIMEOUT_S="3")
+    assert errors(result) == [
+        "error: rank 0 waited 3 s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+    ]
+    assert "train_ddp.py" not in result.stderr  # no traceback but torchrun's own
+    assert snapshot(path)["step"] == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_nobody_outlives_torchrun(tmp_path):
+    """kill -9 leaves torchrun no time to end those that it started."""
+    path = tmp_path / "run.pt"
+    command = [*TORCHRUN, "--nproc-per-node=2", "tests/faults.py", *TINY, "--num-steps=100000"]
+    command += ["--log-interval=1", f"--checkpoint-path={path}"]
+    launcher = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert any(line.startswith("step") for line in launcher.stdout)  # both are training
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        assert len(children) == 2
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in children)
+
+
+def alive(pid: str) -> bool:
+    """And no zombie, which only waits for a parent to ask about it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
