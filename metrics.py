@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snapshot import Resumed, SaveError, beside, cannot_save, saving
+from snapshot import Resumed, SaveError, beside, cannot_save, changes, saving
 
 if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
     from train_minimal import Run
@@ -215,6 +215,8 @@ def describe_run(run: "Run", kept: str, resumed: Resumed | None) -> str:
         if resumed.damage:
             lines.append(f"resume   {resumed.damage}; taking the one before")
         lines.append(f"resume   {resumed.path}, step {run.step:,}")
+        if changed := changes(resumed.state, run.identity):
+            lines.append(f"resume   changed, from here on: {', '.join(changed)}")
     elif args.checkpoint_path.exists():
         lines.append(f"note     {args.checkpoint_path} will be replaced (--resume continues it)")
     return "\n".join(lines)

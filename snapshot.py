@@ -287,6 +287,24 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
         )
 
 
+def changes(saved: State, now: State) -> list[str]:
+    """The flags that may change, and did: `--lr 0.001 -> 0.0001`."""
+    free = (
+        "num_steps lr min_lr lr_scheduler warmup_steps weight_decay grad_clip_norm log_interval "
+        "eval_interval save_interval eval_batches use_activation_checkpoint"
+    ).split()
+    before, after = saved["args"], now["args"]
+
+    def short(value: object) -> str:
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    return [
+        f"{flag(name)} {short(before[name])} -> {short(after[name])}"
+        for name in free
+        if name in before and before[name] != after[name]
+    ]
+
+
 def flag(name: str) -> str:
     """`n_layers` -> `--n-layers`."""
     return "--" + name.replace("_", "-")

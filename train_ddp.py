@@ -180,10 +180,21 @@ def common_name(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     raise TimeoutError
 
 
+def complain_once(message: object) -> None:
+    """One line, though all processes may have found the same mistake.
+
+    The first of a machine says it and ends, for which torchrun ends the others. If it has nothing
+    to complain about, they live long enough to say it themselves.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)
+    print_error(message)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train as one of torchrun's processes; returns the exit code of this one."""
     args = build_parser("train_ddp.py", "checkpoints/minigpt_ddp.pt").parse_args(argv)
-    return run_safely(args, lambda: TorchrunProcess(args.device))
+    return run_safely(args, lambda: TorchrunProcess(args.device), complain_once)
 
 
 def lost_others(error: Exception) -> str | None:

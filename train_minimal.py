@@ -596,8 +596,12 @@ def main(argv: list[str] | None = None) -> int:
     return run_safely(args, lambda: OneProcess(choose_device(args.device)))
 
 
-def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess]) -> int:
-    """Train; turn a mistake of the user into one line and an exit code."""
+def run_safely(
+    args: argparse.Namespace,
+    make_process: Callable[[], OneProcess],
+    complain: Callable[[object], None] = print_error,
+) -> int:
+    """Train; turn what went wrong, unless it is a bug, into one line and an exit code."""
     code, run = 0, None
     try:
         fill_in(args)
@@ -623,19 +627,19 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
         process.close()
         return code
     except (UsageError, DataError, SnapshotError) as error:
-        print_error(error)
+        complain(error)
         return 2
     except NotFinite as error:
-        print_error(error)
+        complain(error)
         return 3
     except SaveError as error:
         assert run is not None
-        print_error(f"{error}; make room, then {way_back(run)}")
+        complain(f"{error}; make room, then {way_back(run)}")
         return 3
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        print_error(f"out of memory with {next_knob(args)}")
+        complain(f"out of memory with {next_knob(args, run)}")
         return 4
     except KeyboardInterrupt:
         print(
@@ -644,16 +648,28 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
         return 130
 
 
-def next_knob(args: argparse.Namespace) -> str:
-    """The settings that memory ran out with, and the cheapest change that helps."""
-    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}"
-    if args.use_activation_checkpoint == "none":
-        return f"{now}; try --use-activation-checkpoint (same results, some more time)"
+def next_knob(args: argparse.Namespace, run: Run | None) -> str:
+    """The settings that memory ran out with, and the next change: what helps most at least cost.
+
+    All but the last leave a run that can be resumed: the same sequences make the same step.
+    """
+    policy = args.use_activation_checkpoint
+    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}; try"
+    back = f"; {way_back(run)}" if run is not None and run.saved_step else ""
+    if run is None:  # it was not even set up
+        return f"{now} a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
+    if args.loss_chunks == 1:
+        return f"{now} --loss-chunks 0 (never holds all logits, costs nothing){back}"
+    if policy != "full" or args.recompute_layers is not None:
+        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full, in all layers")
+        return f"{now} {knob} (same results, some more time){back}"
     if args.batch_size > 1:
         part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)
         size, steps = args.batch_size // part, args.grad_accum_steps * part
-        return f"{now}; try --batch-size {size} --grad-accum-steps {steps} (the same sequences)"
-    return f"{now}; try a shorter --seq-len or a smaller model"
+        return f"{now} --batch-size {size} --grad-accum-steps {steps} (the same sequences){back}"
+    if run.process.device.type == "cuda" and not args.offload_activations:
+        return f"{now} --offload-activations{back}"
+    return f"{now} a shorter --seq-len or a smaller model"
 
 
 if __name__ == "__main__":

@@ -356,3 +356,78 @@ def alive(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+# ---- Out of memory
+
+
+KNOBS = {
+    "--loss-chunks=1": "--loss-chunks 0 ",
+    "": "--use-activation-checkpoint (same results",
+    "--use-activation-checkpoint=mlp": "--use-activation-checkpoint full",
+    "--use-activation-checkpoint --recompute-layers=1": "--use-activation-checkpoint full, in all",
+    "--use-activation-checkpoint --batch-size=6": "--batch-size 3 --grad-accum-steps 2",
+    "--use-activation-checkpoint --batch-size=1": "a shorter --seq-len or a smaller model",
+}
+
+
+@pytest.mark.parametrize("flags", KNOBS)
+def test_out_of_memory_names_what_helps_next(tmp_path, inject, capsys, flags):
+    path = tmp_path / "run.pt"
+    inject("out_of_memory:0:7")
+    assert train_here(path, "--save-interval=5", *flags.split()) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: out of memory with --batch-size \d --seq-len 16, recompute \w+;", line)
+    assert f"; try {KNOBS[flags]}" in line
+    assert line.endswith(f"; go on from {path}, step 5, with --resume") == ("smaller" not in line)
+
+
+def test_out_of_memory_before_training(tmp_path, monkeypatch, capsys):
+    def make_optimizer(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(train_minimal, "make_optimizer", make_optimizer)
+    assert train_here(tmp_path / "run.pt") == 4
+    assert "; try a smaller model (--n-layers, --d-model)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["evaluate", "sample_text"])
+def test_out_of_memory_after_the_save(tmp_path, monkeypatch, capsys, where):
+    def fail(run):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: ...")
+
+    monkeypatch.setattr(train_minimal, where, fail)
+    assert train_here(tmp_path / "run.pt") == 4
+    assert "step 20, with --resume" in capsys.readouterr().err
+    assert snapshot(tmp_path / "run.pt")["step"] == 20
+
+
+def test_one_line_for_all_processes(tmp_path):
+    """Each of them would say it."""
+    result = torchrun(tmp_path / "run.pt", "--d-model=15", expect=1)
+    assert len(errors(result)) == 1 and "exitcode  : 2" in result.stderr
+
+
+@pytest.mark.slow
+def test_one_line_of_a_process_that_is_alone_with_it(tmp_path):
+    result = faulty_torchrun(tmp_path / "run.pt", "out_of_memory:1:3", expect=1)
+    assert sum("out of memory with --batch-size 2" in line for line in errors(result)) == 1
+    assert "exitcode  : 4" in result.stderr
+
+
+# ---- What a resumed run may change
+
+
+def test_what_changed_is_said(tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--num-steps=3", "--warmup-steps=0") == 0
+    assert "resume   changed" not in capsys.readouterr().out
+    changed = ("--num-steps=4", "--lr=0.001", "--warmup-steps=0", "--log-interval=2")
+    assert train_here(path, "--resume", *changed, "--use-activation-checkpoint") == 0
+    (line,) = re.findall("resume   changed.*", capsys.readouterr().out)
+    assert line.partition(": ")[2] == (
+        "--num-steps 3 -> 4, --lr 0.025 -> 0.001, --min-lr 0.0025 -> 0.0001, "
+        "--log-interval 1 -> 2, --use-activation-checkpoint none -> full"
+    )
+    assert train_here(path, "--resume", "--num-steps=5", *changed[1:], "--save-interval=5") == 0
+    assert "--save-interval 0 -> 5" in capsys.readouterr().out
