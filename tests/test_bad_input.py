@@ -520,18 +520,8 @@ def check(code: object, stderr: str, case: Case) -> None:
         assert re.search(words, line), line
 
 
-# Not answered as they should be yet.
-OPEN: dict[str, str] = {}
-OPEN_MARKS = {
-    name: pytest.mark.xfail(strict=True, reason=why, run="waits" not in why)
-    for name, why in OPEN.items()
-}
-
-
 @pytest.mark.filterwarnings("error::UserWarning")  # outside of pytest: more lines on stderr
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=OPEN_MARKS.get(name, ())) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     case = CASES[name]
     prepare(case, tmp_path)
