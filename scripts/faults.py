@@ -58,6 +58,13 @@ def bad_gradient(value: float) -> Callable[[train_minimal.Run], Any]:
     return lambda run: run.model.get_parameter(name).register_hook(lambda g: g * value).remove
 
 
+def infinite_loss(run: train_minimal.Run) -> Any:
+    """With gradients that are finite: a step that looks only at those would be taken."""
+    wrapped = run.wrapped
+    run.wrapped = lambda *batch: wrapped(*batch) + math.inf  # type: ignore[assignment]
+    return lambda: setattr(run, "wrapped", wrapped)
+
+
 def error(run: train_minimal.Run) -> None:
     raise ArithmeticError("injected by scripts/faults.py")
 
@@ -77,6 +84,7 @@ def no_more_memory(run: train_minimal.Run) -> None:
 STEP_FAULTS: dict[str, Callable[[train_minimal.Run], Any]] = {
     "nan": bad_gradient(math.nan),
     "overflow": bad_gradient(math.inf),
+    "infinite-loss": infinite_loss,
     "error": error,
     "kill": lambda run: die(),
     "hang": lambda run: time.sleep(1000),

@@ -376,18 +376,18 @@ def second_run(bench: Bench) -> str:
 
 @row(
     "nan",
-    "NaN or Inf in the gradients of one rank",
+    "NaN or Inf in loss or gradients of one rank",
     "step skipped on all ranks with a warning; several in a row: exit 3, last snapshot intact",
 )
 def not_finite(bench: Bench) -> str:
     """One NaN is in all weights after one step, and in the snapshot after the next save."""
     path = bench.path()
-    run = bench.train(path, processes=2, FAULTS="nan:1:7 overflow:0:12")
+    run = bench.train(path, processes=2, FAULTS="nan:1:7 overflow:0:12 infinite-loss:1:16")
     skipped = re.findall(r"warning\s+step (\d+)", run.out.read_text())
-    check(skipped == ["7", "12"], f"warned of steps {skipped}")
+    check(skipped == ["7", "12", "16"], f"warned of steps {skipped}")
     for rank in (0, 1):
         after = history(path, rank)
-        for step in (7, 12):
+        for step in (7, 12, 16):
             check(after[step]["weights"] == after[step - 1]["weights"], f"step {step} not skipped")
     check(history(path, 0) == history(path, 1), "the ranks differ")
     path = bench.path()
@@ -671,9 +671,9 @@ def measure(one: Row, bench: Bench) -> Result:
 def measure_all(names: list[str], bench: Bench) -> list[Result]:
     """Two rows at a time; but the one that loads the machine by itself, and those with a clock."""
     alone = [name for name in names if name in ("exit", "signals", "offline")]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        together = [ROWS[name] for name in names if name not in alone]
-        results = list(pool.map(lambda one: measure(one, bench), together))
+    pool = concurrent.futures.ThreadPoolExecutor(2)  # no `with`: Ctrl-C is not to wait for it
+    together = [ROWS[name] for name in names if name not in alone]
+    results = list(pool.map(lambda one: measure(one, bench), together))
     results += [measure(ROWS[name], bench) for name in alone]
     return sorted(results, key=lambda result: names.index(result.row))
 
@@ -701,9 +701,15 @@ def main(argv: list[str] | None = None) -> int:
 
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="reliability-"))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         results = measure_all(args.only, Bench(folder))
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)  # first: nothing can be started in it any more
+        kill_all(folder)
+        os._exit(130)  # without waiting for the threads that wait for what was killed
     finally:
+        signal.signal(signal.SIGTERM, before)
         kill_all(folder)
         shutil.rmtree(folder, ignore_errors=True)
     about = {
