@@ -5,6 +5,9 @@ A snapshot is a dict of plain types and tensors, written by `torch.save` and rea
 `--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
 before) and `.best.pt` (lowest validation loss).
 
+A snapshot is written before its step is evaluated and logged; `record` is the log line that was due
+then, for the run that goes on from it. `run` names the run, for torchrun's restarts (`load_own`).
+
 What is *not* in it: random-number state and the position in the data. Both are functions of the
 step (see `train_minimal.train_step`), and what need not be saved cannot be restored wrongly.
 """

@@ -8,6 +8,9 @@ need the same data, and a --checkpoint-path on a disk that both see if you want 
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=HOST --master-port=29500 \
         train_ddp.py --use-activation-checkpoint
 
+A job that torchrun starts again when a process has died; it goes on from its last snapshot:
+    torchrun --nproc-per-node=2 --max-restarts=3 train_ddp.py --use-activation-checkpoint
+
 torchrun starts this file once per device and gives each process a rank. Every process holds the
 whole model and computes the gradients of its own micro-batches; DDP averages gradients while
 backward runs; so all take the same step and stay alike. The loop is train_minimal.py's. It asks
@@ -88,7 +91,7 @@ class TorchrunProcess(OneProcess):
         # Only now, with data and flags in order: what was wrong with them ended each process with
         # its own message, and none waits for another that is gone.
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        if self.store is None:  # what started us was not torchrun, but set the same variables
+        if self.store is None:  # started by something else, which sets the same variables
             dist.init_process_group(backend, timeout=self.timeout)
         else:
             # It also remembers the addresses of processes that died (pytorch#135712): those that

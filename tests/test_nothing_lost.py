@@ -5,6 +5,7 @@ The faults are injected by faults.py, in a process of its own, or here by hand.
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -347,7 +348,10 @@ def test_nobody_outlives_torchrun(tmp_path):
     deadline = time.monotonic() + 5
     while any(alive(pid) for pid in children) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(alive(pid) for pid in children)
+    survivors = [int(pid) for pid in children if alive(pid)]
+    for pid in survivors:
+        os.kill(pid, signal.SIGKILL)
+    assert not survivors
 
 
 def alive(pid: str) -> bool:
