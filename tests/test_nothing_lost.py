@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import faults as faults_module
 import pytest
 import torch
+import torch.distributed as dist
 from runs import ROOT, TINY, TORCHRUN, metrics, run, same, snapshot, torchrun
 
+import train_ddp
 import train_minimal
 from train_minimal import main
 
@@ -316,6 +320,22 @@ def test_restarted_by_torchrun(tmp_path, fault):
     saved = (int(fault.split(":")[2]) - 1) // 5 * 5
     resumed = re.findall(r"^resume   .*run.pt, step (\d+)$", result.stdout, re.MULTILINE)
     assert resumed == ([str(saved)] if saved else [])
+
+
+def test_each_attempt_meets_under_a_name_of_its_own():
+    """Whoever comes first finds what the attempt before has left, and must not take it."""
+    store, names = dist.HashStore(), set()
+    for attempt in range(1, 4):
+        with ThreadPoolExecutor(2) as pool:
+            arguments = 2, timedelta(seconds=30)
+            first = pool.submit(train_ddp.common_name, store, attempt % 2, *arguments)
+            time.sleep(0.2)
+            second = pool.submit(train_ddp.common_name, store, 1 - attempt % 2, *arguments)
+            assert first.result() == second.result()
+            names.add(first.result())
+        assert len(names) == attempt
+    with pytest.raises(TimeoutError):  # the other one never comes
+        train_ddp.common_name(store, 0, 2, timedelta(seconds=0.2))
 
 
 def test_a_process_that_hangs_ends_the_job(tmp_path):
