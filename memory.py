@@ -459,7 +459,13 @@ def summarize(
 
 def is_out_of_memory(error: Exception) -> bool:
     """CUDA says so with a class of its own, the others in their message only."""
-    messages = ("can't allocate memory", "not enough memory", "MPS backend out of memory")
+    messages = (
+        "can't allocate memory",
+        "not enough memory",
+        "MPS backend out of memory",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
         message in str(error) for message in messages
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snapshot import Resumed, beside, temporary_name
+from snapshot import Resumed, SaveError, beside, cannot_save, changes, saving
 
 if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
     from train_minimal import Run
@@ -19,7 +19,10 @@ if TYPE_CHECKING:  # for the reader and the type checker only: imports point the
 
 def perplexity(loss: float) -> float:
     """exp(loss in nats): how many equally likely tokens would be as hard to choose from."""
-    return math.exp(min(loss, 700.0))  # exp overflows a float at 710
+    try:
+        return math.exp(loss)
+    except OverflowError:  # from 710 on
+        return math.inf
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, str]:
@@ -99,9 +102,10 @@ class MetricsFile:
         kept: list[dict[str, Any]] = []
         if resumed_step and path.exists():
             kept = [r for r in read_metrics(path) if r.get("step", math.inf) <= resumed_step]
-        temporary = temporary_name(path)
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(temporary, path)
+        self.path, text = path, "".join(json.dumps(r) + "\n" for r in kept)
+        with saving(path, len(text)) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
         self.file = open(path, "a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -110,7 +114,11 @@ class MetricsFile:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        self.file.write(json.dumps(finite) + "\n")
+        line = json.dumps(finite) + "\n"
+        try:
+            self.file.write(line)
+        except OSError as error:
+            raise SaveError(cannot_save(self.path, error, len(line))) from None
 
     def close(self) -> None:
         self.file.close()
@@ -175,6 +183,12 @@ def format_time(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+def logged_at(step: int, path: Path) -> dict[str, Any] | None:
+    """The record of that step; None if it was not logged."""
+    records = read_metrics(path) if path.exists() else []
+    return next((r for r in records if r.get("step") == step), None)
+
+
 # ------------------------------------------------------------- what a person reads, first and last
 
 
@@ -201,6 +215,8 @@ def describe_run(run: "Run", plan: str, resumed: Resumed | None) -> str:
         if resumed.damage:
             lines.append(f"resume   {resumed.damage}; taking the one before")
         lines.append(f"resume   {resumed.path}, step {run.step:,}")
+        if changed := changes(resumed.state, run.identity):
+            lines.append(f"resume   changed, from here on: {', '.join(changed)}")
     elif args.checkpoint_path.exists():
         lines.append(f"note     {args.checkpoint_path} will be replaced (--resume continues it)")
     return "\n".join(lines)
@@ -224,7 +240,7 @@ def describe_result(
         "",
         f"train    loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}",
         f"val      {validation}",
-        f"speed    {speed}",
+        *([f"speed    {speed}"] if run.clock.steps else []),  # none: only an evaluation was left
         f"memory   peak {format_bytes(peak or 0)} ({kind})",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}, lowest validation loss: {best}",

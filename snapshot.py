@@ -5,20 +5,28 @@ A snapshot is a dict of plain types and tensors, written by `torch.save` and rea
 `--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
 before) and `.best.pt` (lowest validation loss).
 
+A snapshot is written before its step is evaluated and logged; `record` is the log line that was due
+then, for the run that goes on from it. `run` names the run, for torchrun's restarts (`load_own`).
+
 What is *not* in it: random-number state and the position in the data. Both are functions of the
 step (see `train_minimal.train_step`), and what need not be saved cannot be restored wrongly.
 """
 
+import errno
 import glob
 import os
 import pickle
+import shutil
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 State = dict[str, Any]
 
@@ -41,8 +49,14 @@ class SnapshotError(ValueError):
     """A snapshot cannot be written, read or continued; one line that says why and what to do."""
 
 
+class SaveError(Exception):
+    """The disk is full, or gone. What was saved before is untouched."""
+
+
 def beside(path: Path, suffix: str) -> Path:
     """`checkpoints/run.pt`, `.prev.pt` -> `checkpoints/run.prev.pt`."""
+    if not path.name:
+        raise SnapshotError(f"--checkpoint-path: {path} is not a file")
     return path.with_name(path.stem + suffix)
 
 
@@ -55,14 +69,16 @@ def check_writable(path: Path, resuming: bool) -> None:
     try:
         if path.exists() and not path.is_file():
             raise SnapshotError(f"--checkpoint-path: {path} is not a file")
-        if path.exists() and not resuming and not zipfile.is_zipfile(path):
+        if path.exists() and not resuming and not peek(path):
             raise SnapshotError(
                 f"--checkpoint-path: {path} is there and is no snapshot; name another file"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix in (".prev.pt", ".best.pt", ".metrics.jsonl"):
+        for suffix in (".prev.pt", ".best.pt", ".metrics.jsonl", ".lock"):
             if beside(path, suffix).is_dir():
                 raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
+            if beside(path, suffix) == path:
+                raise SnapshotError(f"--checkpoint-path: {path} is the lock's name; name another")
         longest = temporary_name(beside(path, ".metrics.jsonl"))
         longest.touch()
         longest.unlink()
@@ -101,11 +117,13 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
     Never in place: a process that dies half-way through overwriting its only snapshot has lost
     the run. The new file is complete, and on the disk (fsync), before a rename, which is atomic,
     gives it its name. With `keep_previous` the file that had the name becomes `.prev.pt`.
+
+    Raises SaveError if the disk does not take it.
     """
-    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        stale.unlink()  # of a process that was killed while it saved
-    temporary = temporary_name(path)
-    try:
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    with saving(path, n_bytes=sum(tensor.nbytes for tensor in tensors)) as temporary:
+        for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            stale.unlink()  # of a process that was killed while it saved
         with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
@@ -113,12 +131,44 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
         if keep_previous and path.exists():
             os.replace(path, beside(path, ".prev.pt"))
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+
+
+@contextmanager
+def saving(path: Path, n_bytes: int) -> Iterator[Path]:
+    """A name to write to before the rename to `path`: nothing is left of it if that fails.
+
+    Raises SaveError with what the operating system says, and how much room is needed.
+    """
+    temporary = temporary_name(path)
+    try:
+        yield temporary
+    except BaseException as error:
+        with suppress(OSError):  # the folder may be gone
+            temporary.unlink(missing_ok=True)
+        # torch.save speaks of an "unexpected pos"; the reason is the error that it was handling.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if isinstance(reason, OSError):
+            raise SaveError(cannot_save(path, reason, n_bytes)) from None
+        raise
+
+
+def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
+    """One line: the file, the reason, how much room it needs and how much there is."""
+    reasons = {
+        errno.ENOSPC: "disk full",
+        errno.EDQUOT: "disk full (your quota is used up)",
+        errno.EFBIG: "disk full (files may not be that large here)",
+    }
+    reason = reasons.get(error.errno or 0, error.strerror or str(error))
+    try:
+        room = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are free"
+    except OSError:
+        room = "its folder is gone"
+    return f"cannot save {path}: {reason}; it needs {n_bytes / 1e6:,.1f} MB, {room}"
 
 
 def read_snapshot(path: Path) -> State:
@@ -132,6 +182,8 @@ def read_snapshot(path: Path) -> State:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                raise SnapshotError(f"{path} is no snapshot but a TorchScript program")
             damaged = archive.testzip()
         if damaged is not None:
             raise SnapshotError(f"{path} is damaged (checksum of {damaged} is wrong)")
@@ -147,7 +199,21 @@ def read_snapshot(path: Path) -> State:
     for key, kind in KEYS.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
             raise SnapshotError(f"{path} is no MiniGPT snapshot (no {key}, or a strange one)")
+    if state["step"] < 0:
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (a strange step, {state['step']})")
     return state
+
+
+def peek(path: Path) -> State:
+    """A snapshot whose weights, which may be many GB, are not read; {} if it is none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                return {}  # TorchScript: torch.load would print a warning
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return state if KEYS.keys() <= state.keys() else {}
+    except Exception:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -176,6 +242,18 @@ def load_newest(path: Path) -> Resumed:
         if not previous.exists():
             raise SnapshotError(f"--resume: {error}") from None
         return Resumed(read_snapshot(previous), previous, damage=str(error))
+
+
+def load_own(path: Path, run_id: str) -> Resumed | None:
+    """The newest snapshot if it is of the run `run_id`; None if that run has saved nothing yet.
+
+    What a run finds that torchrun has started again: its own, or one of an older run, which it was
+    to replace and must not go on from. Raises SnapshotError as `load_newest` does.
+    """
+    if not any(peek(file).get("run") == run_id for file in (path, beside(path, ".prev.pt"))):
+        return None
+    resumed = load_newest(path)
+    return resumed if resumed.state.get("run") == run_id else None
 
 
 def check_resumable(saved: State, now: State, path: Path) -> None:
@@ -210,6 +288,24 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
             f"--batch-size: {path} was trained with {before} sequences a step over all processes, "
             f"this run has {after}; {way_out} fits"
         )
+
+
+def changes(saved: State, now: State) -> list[str]:
+    """The flags that may change, and did: `--lr 0.001 -> 0.0001`."""
+    free = (
+        "num_steps lr min_lr lr_scheduler warmup_steps weight_decay grad_clip_norm log_interval "
+        "eval_interval save_interval eval_batches use_activation_checkpoint"
+    ).split()
+    before, after = saved["args"], now["args"]
+
+    def short(value: object) -> str:
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    return [
+        f"{flag(name)} {short(before[name])} -> {short(after[name])}"
+        for name in free
+        if name in before and before[name] != after[name]
+    ]
 
 
 def flag(name: str) -> str:

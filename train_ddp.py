@@ -8,17 +8,26 @@ need the same data, and a --checkpoint-path on a disk that both see if you want 
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=HOST --master-port=29500 \
         train_ddp.py --use-activation-checkpoint
 
+A job that torchrun starts again when a process has died; it goes on from its last snapshot:
+    torchrun --nproc-per-node=2 --max-restarts=3 train_ddp.py --use-activation-checkpoint
+
 torchrun starts this file once per device and gives each process a rank. Every process holds the
 whole model and computes the gradients of its own micro-batches; DDP averages gradients while
 backward runs; so all take the same step and stay alike. The loop is train_minimal.py's. It asks
 a `OneProcess` what the world looks like; this file has the other answer.
 """
 
+import ctypes
 import gc
+import hashlib
 import os
+import signal
 import sys
+import time
 import traceback
+import uuid
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from train_minimal import OneProcess, run_safely  # before torch: it starts the clock
@@ -29,8 +38,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import UsageError, build_parser, choose_device
+from flags import UsageError, build_parser, choose_device, print_error
 from model import MiniGPT
+
+START = "start it with torchrun: torchrun --nproc-per-node=2 train_ddp.py"
 
 
 class TorchrunProcess(OneProcess):
@@ -42,9 +53,18 @@ class TorchrunProcess(OneProcess):
                 "train_ddp.py is started by torchrun: torchrun --nproc-per-node=2 train_ddp.py "
                 "(for one device: python train_minimal.py)"
             )
-        self.rank = int(os.environ["RANK"])
-        self.world_size = int(os.environ["WORLD_SIZE"])
-        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.world_size = environment_number("WORLD_SIZE", 1, 10**6)
+        self.rank = environment_number("RANK", 0, self.world_size - 1)
+        self.local_rank = environment_number("LOCAL_RANK", 0, self.rank)
+        self.port = environment_number("MASTER_PORT", 1, 2**16 - 1)
+        if not os.environ.get("MASTER_ADDR"):
+            raise UsageError(f"MASTER_ADDR is not set; {START}")
+        # The longest that processes wait for each other; above what one of them alone may take to
+        # save, to compile, to read its data. MINIGPT_TIMEOUT_S is for tests, and for slow disks.
+        os.environ.setdefault("MINIGPT_TIMEOUT_S", "1800")
+        self.timeout = timedelta(seconds=environment_number("MINIGPT_TIMEOUT_S", 1, 10**6))
+        end_with_torchrun()
+
         device = choose_device(device_name)
         if device.type == "cuda":
             n_gpus = torch.cuda.device_count()
@@ -60,12 +80,36 @@ class TorchrunProcess(OneProcess):
         self.ddp = True
         if device.type == "cpu":  # one memory for all processes of the machine
             self.processes_on_device = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.store = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # This store lives in torchrun itself, longer than any process that it starts: so it
+            # remembers, for `torchrun --max-restarts`, which run is being restarted. (The user
+            # started that one without --resume; see snapshot.load_own.)
+            self.store = dist.TCPStore(
+                os.environ["MASTER_ADDR"], self.port, is_master=False, timeout=self.timeout
+            )
+            self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
 
     def start(self) -> None:
         # Only now, with data and flags in order: what was wrong with them ended each process with
         # its own message, and none waits for another that is gone.
-        dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        self.on_cpu = dist.new_group(backend="gloo")  # for what must not wait for the GPUs
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        if self.store is None:  # started by something else, which sets the same variables
+            dist.init_process_group(backend, timeout=self.timeout)
+        else:
+            # It also remembers the addresses of processes that died (pytorch#135712): those that
+            # are alive meet under a name of their own.
+            name = common_name(self.store, self.rank, self.world_size, self.timeout)
+            store = dist.PrefixStore(name, self.store)
+            dist.init_process_group(
+                backend,
+                timeout=self.timeout,
+                store=store,
+                rank=self.rank,
+                world_size=self.world_size,
+            )
+        # For what must not wait for the GPUs.
+        self.on_cpu = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
@@ -101,20 +145,93 @@ class TorchrunProcess(OneProcess):
         dist.destroy_process_group()
 
 
+def environment_number(name: str, low: int, high: int) -> int:
+    """A variable that torchrun sets. Raises UsageError if it cannot have been torchrun."""
+    text = os.environ.get(name, "")
+    if not (text.isdecimal() and low <= int(text) <= high):
+        raise UsageError(f"{name}={text} is not a number from {low} to {high}; {START}")
+    return int(text)
+
+
+def end_with_torchrun() -> None:
+    """Have the kernel end this process when torchrun dies, even by `kill -9` (Linux only).
+
+    Nobody would see, stop or restart it any more, while it keeps its GPU and the snapshots' lock.
+    By SIGKILL: one that tried to save first could wait for ever for another that is gone. (To
+    stop and save, send SIGTERM to torchrun: it passes it on.)
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        parent, set_parent_death_signal = os.getppid(), 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it died just before
+            os._exit(1)
+
+
+def common_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that all processes of this attempt agree on, and that no earlier attempt knew.
+
+    Each writes a random key over that of its predecessor, and all read the keys until all have
+    read the same ones: the others are alive, or they would not have read one's own new key.
+    (torchrun also counts attempts, but each machine does so by itself.)
+    """
+    store.set(f"minigpt/key/{rank}", uuid.uuid4().hex)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        keys = [store.get(f"minigpt/key/{r}") for r in range(world_size)]
+        name = hashlib.sha256(b"".join(keys)).hexdigest()
+        store.set(f"minigpt/read/{rank}", name)
+        if all(store.get(f"minigpt/read/{r}") == name.encode() for r in range(world_size)):
+            return name
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+def complain_once(message: object) -> None:
+    """One line, though all processes may have found the same mistake.
+
+    The first of a machine says it and ends, for which torchrun ends the others. If it has nothing
+    to complain about, they live long enough to say it themselves.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)
+    print_error(message)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train as one of torchrun's processes; returns the exit code of this one."""
     args = build_parser("train_ddp.py", "checkpoints/minigpt_ddp.pt").parse_args(argv)
-    return run_safely(args, lambda: TorchrunProcess(args.device))
+    return run_safely(args, lambda: TorchrunProcess(args.device), complain_once)
 
 
-if __name__ == "__main__":
+def lost_others(error: Exception) -> str | None:
+    """What to say if this process failed only because another one did; None if it did not."""
+    text = str(error)
+    if not (isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text):
+        return None
+    rank = f"rank {os.environ.get('RANK')}"
+    if isinstance(error, TimeoutError) or "imed out" in text or "timeout" in text:
+        seconds = os.environ.get("MINIGPT_TIMEOUT_S")
+        return f"{rank} waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+    return f"{rank} lost the connection to another process, which has ended"
+
+
+def main_and_exit() -> None:
+    """`main`; if anything went wrong, end this process without further ado."""
     try:
         code = main()
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
         code = 1
+        if line := lost_others(error):
+            print_error(line)
+        else:
+            traceback.print_exc()
     if code != 0:
         # Not sys.exit: on its way out Python would wait for a conversation with processes that
         # in turn wait for this one. torchrun sees the exit code and ends the others.
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+if __name__ == "__main__":
+    main_and_exit()

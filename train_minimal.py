@@ -30,9 +30,10 @@ import argparse
 import math
 import signal
 import sys
+import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -62,6 +63,7 @@ from metrics import (
     describe_run,
     format_bytes,
     format_line,
+    logged_at,
     peak_memory,
     perplexity,
 )
@@ -74,16 +76,23 @@ from plan import (
     make_planner,
 )
 from snapshot import (
+    Resumed,
+    SaveError,
     SnapshotError,
     State,
     beside,
     check_resumable,
     check_writable,
     load_newest,
+    load_own,
     lock,
     restore,
     save_snapshot,
 )
+
+
+class NotFinite(Exception):
+    """Training cannot go on: infinities and NaNs, step after step."""
 
 
 class OneProcess:
@@ -93,9 +102,11 @@ class OneProcess:
     ddp, processes_on_device = False, 1
 
     def __init__(self, device: torch.device):
-        if type(self) is OneProcess and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UsageError("torchrun starts train_ddp.py; train_minimal.py is for one process")
+        if type(self) is OneProcess and os.environ.get("WORLD_SIZE", "1") != "1":
+            world = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
+            raise UsageError(f"torchrun starts train_ddp.py; this is for one process, but {world}")
         self.device = device
+        self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
 
     def start(self) -> None:
         """Meet the other processes. Called when data and flags are known to be good."""
@@ -118,7 +129,12 @@ class OneProcess:
 
     def say(self, line: str) -> None:
         """Print a line once, however many processes there are, beside the progress bar."""
-        tqdm.write(line)
+        # The reader may be gone (`| head -3`), or the disk with the log full. That ends many
+        # programs, and rightly; hours of training it should not. The run goes on in silence:
+        # metrics.jsonl has all the figures, and the snapshots are still written.
+        with suppress(OSError):
+            tqdm.write(line)
+            sys.stdout.flush()
 
     def close(self) -> None:
         """Leave the other processes."""
@@ -163,9 +179,14 @@ class Run:
     token_bytes: Tensor  # (V,) bytes that each token id stands for
     clock: StepClock
     held_lock: object = None  # keeps a second run off our files as long as this one lives
-    step: int = 0  # optimizer steps done
+    metrics: MetricsFile | None = None  # only process 0 has one
+    step: int = 0  # steps done
+    skipped: int = 0  # the last ones of them in a row whose update was skipped
+    saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
     stopped_by: int = 0  # the signal that ended the run before its last step
     best_val_loss: float = math.inf
+    # The log record of the step that was resumed from, if it has not been logged yet.
+    unreported: dict[str, Any] = field(default_factory=dict)
 
     def autocast(self) -> torch.autocast:
         """Matmuls in the chosen precision; LayerNorm, softmax and loss stay in float32.
@@ -225,16 +246,26 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
             with run.autocast():
                 loss = run.wrapped(input_ids, labels)
             clock.lap("forward")
+            # A loss can be infinite and all its gradients finite (the logit of the right token
+            # is -inf). Times NaN they are not; times 1 not a bit of them changes.
+            one_or_nan = loss.detach() * 0 + 1
             # backward adds to the gradients that are there; divided by A, the sum is the mean.
-            run.scaler.scale(loss / args.grad_accum_steps).backward()
+            run.scaler.scale(loss * one_or_nan / args.grad_accum_steps).backward()
             clock.lap("backward")
         losses.append(loss.detach())
 
     run.scaler.unscale_(run.optimizer)  # before clipping: the limit is meant for true gradients
     limit = args.grad_clip_norm or math.inf
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), limit)
-    run.scaler.step(run.optimizer)  # skips the step if a float16 gradient overflowed
-    run.scaler.update()
+    # One NaN among the gradients would be in every weight after one update; clipping does not
+    # help, it divides by the NaN. All processes have the same averaged gradients: all skip the
+    # update, or none. (Reading the norm makes Python wait for the GPU, once a step: the GPU then
+    # waits for the launch of the next kernels, far less time than a step of any real size takes.)
+    finite = bool(grad_norm.isfinite())
+    run.skipped = 0 if finite else run.skipped + 1
+    if finite:
+        run.scaler.step(run.optimizer)
+    run.scaler.update()  # float16: halves the loss scale after an overflow
     run.optimizer.zero_grad(set_to_none=True)  # frees them (not DDP's buckets) for the next forward
     clock.lap("optimizer")
     return torch.stack(losses), grad_norm
@@ -276,46 +307,92 @@ def evaluate(run: Run) -> dict[str, float | None]:
 def train(run: Run) -> dict[str, Any]:
     """All steps from `run.step` to the last, or to a signal. Returns the last log record."""
     args, process, clock = run.args, run.process, run.clock
-    record: dict[str, Any] = {}
-    metrics = None
+    record: dict[str, Any] = run.unreported
     if process.rank == 0:
-        metrics = MetricsFile(beside(args.checkpoint_path, ".metrics.jsonl"), run.step)
+        run.metrics = MetricsFile(beside(args.checkpoint_path, ".metrics.jsonl"), run.step)
     hide_bar = process.rank > 0 or not sys.stderr.isatty()
     bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
     run.model.train()
+    save_due = False
+    if run.unreported:  # the run that is resumed died between the save and the evaluation
+        report(run, record)
     clock.pause()
     with StopSignal() as stop:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1
             losses, grad_norm = train_step(run)
 
-            # ---- The learning ends here. What follows looks at it, prints it and saves it.
+            # ---- The learning ends here. What follows looks at it, saves it and prints it.
             clock.end_step()
             bar.update()
+            if run.skipped:
+                note_skipped(run)  # raises NotFinite after several in a row
             # All processes must stop after the same step, whichever of them got the signal.
             run.stopped_by = process.largest(stop.number)
+            last = run.step == args.num_steps or run.stopped_by > 0
             log_now = due(run.step, args.log_interval, args.num_steps)
             evaluate_now = due(run.step, args.eval_interval, args.num_steps)
-            save_now = due(run.step, args.save_interval, args.num_steps)
-            if log_now or evaluate_now or save_now or run.stopped_by:
+            # While steps are being skipped a save that is due waits for a good one: if no good one
+            # comes, both snapshots on the disk are from before the trouble.
+            save_due = save_due or due(run.step, args.save_interval, args.num_steps)
+            save_now = (save_due and not run.skipped) or last
+            if log_now or evaluate_now or save_now:
                 record = measure(run, losses, grad_norm)
-                if evaluate_now:
-                    record |= evaluate(run)
-                    if record["val_loss"] < run.best_val_loss:
-                        run.best_val_loss = record["val_loss"]
-                        save(run, beside(args.checkpoint_path, ".best.pt"))
+                if save_now:
+                    # Before the evaluation: it may take long, or die, and the steps with it.
+                    save(run, args.checkpoint_path, record)
+                    save_due = False
                     clock.pause()
-                if metrics is not None:
-                    metrics.write(record)
-                process.say(format_line(record, args.num_steps, card_memory(process.device)))
-                clock.lap("log")
-            if save_now or run.stopped_by:
-                save(run, args.checkpoint_path, keep_previous=True)
-                clock.pause()
+                report(run, record)
     bar.close()
-    if metrics is not None:
-        metrics.close()
+    if run.metrics is not None:
+        run.metrics.close()
     return record
+
+
+def note_skipped(run: Run) -> None:
+    """Say that this step changed nothing. Raises NotFinite after too many of them in a row.
+
+    A single bad batch is no reason to stop. Nor is float16, whose GradScaler looks for the largest
+    scale that just does not overflow, by overflowing now and then; but from 65,536 down to 1 it
+    needs 16 halvings, so a longer series has another reason.
+    """
+    args, float16 = run.args, run.scaler.is_enabled()
+    limit = 20 if float16 else 3
+    if run.skipped < limit:
+        scale = f" (float16: the loss scale is now {run.scaler.get_scale():g})" if float16 else ""
+        run.process.say(
+            f"warning  step {run.step}: loss or gradients are not finite, update skipped{scale}"
+        )
+        return
+    flags = "--amp-dtype bfloat16 or --no-amp" if float16 else f"a lower --lr than {args.lr:.2g}"
+    raise NotFinite(
+        f"loss or gradients were not finite in {limit} steps in a row, {run.step - limit + 1} to "
+        f"{run.step}; {way_back(run)}, and try {flags}; --detect-anomaly finds the operation"
+    )
+
+
+def way_back(run: Run) -> str:
+    """What to do when training had to stop."""
+    if run.saved_step:
+        return f"go on from {run.args.checkpoint_path}, step {run.saved_step}, with --resume"
+    return "start again (nothing was saved yet)"
+
+
+def report(run: Run, record: dict[str, Any]) -> None:
+    """Evaluate if it is time to (adding to `record`), keep the best weights, log the step."""
+    args, process, clock = run.args, run.process, run.clock
+    if due(run.step, args.eval_interval, args.num_steps):
+        clock.pause()
+        record |= evaluate(run)
+        if record["val_loss"] < run.best_val_loss:
+            run.best_val_loss = record["val_loss"]
+            save(run, beside(args.checkpoint_path, ".best.pt"), record)
+        clock.pause()
+    if run.metrics is not None:
+        run.metrics.write(record)
+    process.say(format_line(record, args.num_steps, card_memory(process.device)))
+    clock.lap("log")
 
 
 def due(step: int, interval: int, num_steps: int) -> bool:
@@ -358,7 +435,8 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     Raises UsageError, DataError or SnapshotError.
     """
     device, precision = process.device, choose_precision(args, process.device)
-    resumed = load_newest(args.checkpoint_path) if args.resume else None
+    load = load_newest if args.resume else partial(load_own, run_id=process.run_id)
+    resumed = load(args.checkpoint_path)
     data = load_dataset(
         args.train_data,
         args.val_data,
@@ -377,10 +455,14 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     identity = identify(args, process, config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
-    check_writable(args.checkpoint_path, resuming=args.resume)
+        identity["run"] = resumed.state.get("run")
+    check_writable(args.checkpoint_path, resuming=resumed is not None)
     held_lock = lock(args.checkpoint_path) if process.rank == 0 else None
 
     process.start()
+    step = resumed.state["step"] if resumed is not None else 0
+    if process.sum([step])[0] != step * process.world_size:
+        raise SnapshotError(f"--resume: not all processes see the same {args.checkpoint_path}")
     torch.manual_seed(args.seed)
     model = MiniGPT(config).to(device)
     run = Run(
@@ -400,12 +482,7 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
         held_lock=held_lock,
     )
     if resumed is not None:
-        restore(resumed, model, run.optimizer, run.scaler)
-        run.step, run.best_val_loss = resumed.state["step"], resumed.state["best_val_loss"]
-        if process.sum([run.step])[0] != run.step * process.world_size:
-            raise SnapshotError(f"--resume: not all processes see the same {resumed.path}")
-        if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
-            os.replace(resumed.path, args.checkpoint_path)
+        go_on_from(resumed, run)
     if process.rank == 0:
         process.say(describe_run(run, plan, resumed))
     if args.compile:
@@ -445,6 +522,23 @@ def plan_memory(
     return config, words
 
 
+def go_on_from(resumed: Resumed, run: Run) -> None:
+    """Put the run where the snapshot left it."""
+    args, process = run.args, run.process
+    restore(resumed, run.model, run.optimizer, run.scaler)
+    run.step = run.saved_step = resumed.state["step"]
+    run.best_val_loss = resumed.state["best_val_loss"]
+    if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
+        os.replace(resumed.path, args.checkpoint_path)
+    # The snapshot was written before its step was evaluated and logged. Was that still done?
+    logged = None
+    if process.rank == 0:
+        logged = logged_at(run.step, beside(args.checkpoint_path, ".metrics.jsonl"))
+        run.best_val_loss = min(run.best_val_loss, (logged or {}).get("val_loss") or math.inf)
+    if process.largest(int(process.rank == 0 and logged is None)):
+        run.unreported = dict(resumed.state.get("record", {}))
+
+
 def make_optimizer(
     model: MiniGPT, args: argparse.Namespace, device: torch.device
 ) -> torch.optim.Optimizer:
@@ -466,6 +560,7 @@ def identify(
 ) -> State:
     """The part of a snapshot that says which run it is of (plain types, no tensors)."""
     return {
+        "run": process.run_id,
         "config": asdict(config),
         "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
         "tokenizer": data.tokenizer.state(),
@@ -477,18 +572,21 @@ def identify(
     }
 
 
-def save(run: Run, path: Path, keep_previous: bool = False) -> None:
+def save(run: Run, path: Path, record: dict[str, Any]) -> None:
     """Write a snapshot of the run. Process 0 does it: all have the same weights."""
-    if run.process.rank > 0:
-        return
-    state = run.identity | {
-        "model": run.model.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
-        "scaler": run.scaler.state_dict(),
-        "step": run.step,
-        "best_val_loss": run.best_val_loss,
-    }
-    save_snapshot(path, state, keep_previous)
+    newest = path == run.args.checkpoint_path
+    if run.process.rank == 0:
+        state = run.identity | {
+            "model": run.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "scaler": run.scaler.state_dict(),
+            "step": run.step,
+            "best_val_loss": run.best_val_loss,
+            "record": record,
+        }
+        save_snapshot(path, state, keep_previous=newest)
+    if newest:
+        run.saved_step = run.step
 
 
 def sample_text(run: Run) -> str:
@@ -511,9 +609,13 @@ def main(argv: list[str] | None = None) -> int:
     return run_safely(args, lambda: OneProcess(choose_device(args.device)))
 
 
-def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess]) -> int:
-    """Train; turn a mistake of the user into one line and an exit code."""
-    code = 0
+def run_safely(
+    args: argparse.Namespace,
+    make_process: Callable[[], OneProcess],
+    complain: Callable[[object], None] = print_error,
+) -> int:
+    """Train; turn what went wrong, unless it is a bug, into one line and an exit code."""
+    code, run = 0, None
     try:
         fill_in(args)
         if isinstance(sys.stdout, TextIOWrapper):  # half a character in a sample is no crash
@@ -521,7 +623,7 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
         torch.autograd.set_detect_anomaly(args.detect_anomaly)
         process = make_process()
         run = set_up(args, process)
-        if run.step >= args.num_steps:
+        if run.step >= args.num_steps and not run.unreported:
             process.say(f"done     already at step {run.step:,}; raise --num-steps to go on")
         else:
             seconds_before = time.perf_counter() - PROCESS_START
@@ -534,16 +636,23 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
                 text = sample_text(run) if process.rank == 0 else ""
                 seconds = time.perf_counter() - PROCESS_START
                 process.say(describe_result(run, record, text, seconds_before, seconds))
-        del run  # and with it DDP's wrapper: it must go before its connections do
+        run = None  # and with it DDP's wrapper: it must go before its connections do
         process.close()
         return code
     except (UsageError, DataError, SnapshotError) as error:
-        print_error(error)
+        complain(error)
         return 2
+    except NotFinite as error:
+        complain(error)
+        return 3
+    except SaveError as error:
+        assert run is not None
+        complain(f"{error}; make room, then {way_back(run)}")
+        return 3
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        print_error(f"out of memory with {next_knob(args)}")
+        complain(f"out of memory with {next_knob(args, run)}")
         return 4
     except KeyboardInterrupt:
         print(
@@ -552,16 +661,28 @@ def run_safely(args: argparse.Namespace, make_process: Callable[[], OneProcess])
         return 130
 
 
-def next_knob(args: argparse.Namespace) -> str:
-    """The settings that memory ran out with, and the cheapest change that helps."""
-    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}"
-    if args.use_activation_checkpoint == "none":
-        return f"{now}; try --use-activation-checkpoint (same results, some more time)"
+def next_knob(args: argparse.Namespace, run: Run | None) -> str:
+    """The settings that memory ran out with, and the next change: what helps most at least cost.
+
+    All but the last leave a run that can be resumed: the same sequences make the same step.
+    """
+    policy = args.use_activation_checkpoint
+    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}; try"
+    back = f"; {way_back(run)}" if run is not None and run.saved_step else ""
+    if run is None:  # it was not even set up
+        return f"{now} a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
+    if args.loss_chunks == 1:
+        return f"{now} --loss-chunks 0 (never holds all logits, costs nothing){back}"
+    if policy != "full" or args.recompute_layers is not None:
+        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full, in all layers")
+        return f"{now} {knob} (same results, some more time){back}"
     if args.batch_size > 1:
         part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)
         size, steps = args.batch_size // part, args.grad_accum_steps * part
-        return f"{now}; try --batch-size {size} --grad-accum-steps {steps} (the same sequences)"
-    return f"{now}; try a shorter --seq-len or a smaller model"
+        return f"{now} --batch-size {size} --grad-accum-steps {steps} (the same sequences){back}"
+    if run.process.device.type == "cuda" and not args.offload_activations:
+        return f"{now} --offload-activations{back}"
+    return f"{now} a shorter --seq-len or a smaller model"
 
 
 if __name__ == "__main__":

@@ -69,9 +69,10 @@ class TokenFile:
         except (ValueError, EOFError) as error:
             raise DataError(f"{path}: not a complete .npy file") from error
         if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
+            order = "big-endian " if array.dtype.str.startswith(">") else ""
             raise DataError(
-                f"{path}: holds {array.dtype.name} of shape {array.shape}; want one row of uint16 "
-                "or uint32 tokens"
+                f"{path}: holds {order}{array.dtype.name} of shape {array.shape}; want one row of "
+                "uint16 or uint32 tokens"
             )
         return cls(path, array.dtype.name, array.offset, array.shape[0])
 

@@ -7,7 +7,8 @@ import platform
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,13 @@ def build_cache(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say)
         temporary.mkdir()
         try:
             meta = build(temporary) | {"python": platform.python_version()}
-            meta["sizes"] = {path.name: path.stat().st_size for path in temporary.iterdir()}
+            meta["crc32"] = checksums(temporary, meta, os.listdir(temporary))
             (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
             for path in temporary.iterdir():
                 with open(path, "rb+") as file:
                     os.fsync(file.fileno())
             if folder.exists():
-                say(f"{folder} is damaged (a file is missing or cut off): built anew")
+                say(f"{shown(folder)} is incomplete or damaged: built anew")
                 shutil.rmtree(folder)
             os.rename(temporary, folder)
             return meta
@@ -71,13 +72,29 @@ def _lock(cache_dir: Path, say: Say) -> Iterator[bool]:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """meta.json of a complete cache; None where there is none, or a file has lost bytes."""
+    """meta.json of a complete cache; None where there is none, or a bit of it has changed.
+
+    All of it is read for that, as the text was to find the folder. A flipped bit is an id that
+    nobody wrote: at best an index error hours later, at worst a word that is trained on.
+    """
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
-    except (OSError, ValueError, LookupError, TypeError):
+        saved = meta.pop("crc32")
+        found = checksums(folder, meta, saved.keys() - {"meta.json"})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    return meta if sizes == meta["sizes"] else None
+    return meta if found == saved else None
+
+
+def checksums(folder: Path, meta: dict[str, Any], names: Iterable[str]) -> dict[str, int]:
+    """CRC-32 of files of a cache and, as "meta.json", of what that says besides."""
+    sums = {"meta.json": zlib.crc32(json.dumps(meta, sort_keys=True).encode())}
+    for name in names:
+        sums[name] = 0
+        with open(folder / name, "rb") as file:
+            while block := file.read(2**20):
+                sums[name] = zlib.crc32(block, sums[name])
+    return sums
 
 
 def hash_files(paths: list[Path]) -> str:

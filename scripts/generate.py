@@ -50,6 +50,8 @@ def generate(args: argparse.Namespace) -> list[str]:
         model.load_state_dict(state["model"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         raise SnapshotError(f"{args.checkpoint_path} holds no model: is it damaged?") from None
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        raise SnapshotError(f"{args.checkpoint_path} holds NaN weights: take an older snapshot")
     model.to(device).eval()
     try:
         prompt = tokenizer.encode(args.prompt).tolist()

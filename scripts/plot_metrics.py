@@ -37,6 +37,8 @@ def load(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
         records = [r for r in records if isinstance(r.get("step"), int)]
         if not records:
             raise UsageError(f"{path} has no line with a step in it: is it a metrics.jsonl?")
+        if any(isinstance(v, int) and abs(v) >= 2**63 for r in records for v in r.values()):
+            raise UsageError(f"{path} holds a number too large to draw: is it a metrics.jsonl?")
         name = path.name.removesuffix(".jsonl").removesuffix(".metrics")
         runs[name if name not in runs else str(path)] = records
     return runs

@@ -17,6 +17,9 @@ TINY = (
 ).split()
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
 def run(command: list[str], timeout: float = 120, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         command,
@@ -42,11 +45,11 @@ def torchrun(
     processes: int = 2,
     script: str = "train_ddp.py",
     expect: int = 0,
+    launch: tuple[str, ...] = (),
     **env: str,
 ) -> subprocess.CompletedProcess:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += [f"--nproc-per-node={processes}", script, *TINY]
-    result = run([*launch, "--checkpoint-path", str(path), *flags], **env)
+    command = [*TORCHRUN, f"--nproc-per-node={processes}", *launch, script, *TINY]
+    result = run([*command, "--checkpoint-path", str(path), *flags], **env)
     assert result.returncode == expect, result.stdout + result.stderr
     return result
 

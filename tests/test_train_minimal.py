@@ -424,58 +424,7 @@ def test_compiled_blocks(tmp_path):
             assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
 
 
-# ---- mistakes: one line, exit code 2, nothing written
-
-MISTAKES = {
-    "zero": ("--batch-size=0", "--batch-size: must be a whole number of at least 1"),
-    "negative": ("--num-steps=-3", "--num-steps: must be a whole number"),
-    "nan": ("--lr=nan", "--lr: must be a number above 0"),
-    "infinite": ("--weight-decay=inf", "--weight-decay: must be a number"),
-    "text": ("--seq-len=long", "--seq-len: must be a whole number"),
-    "ratio": ("--val-ratio=1", "--val-ratio: must be a number above 0 and below 1"),
-    "unknown flag": ("--learning-rate=1", "unrecognized arguments: --learning-rate=1"),
-    "unknown policy": ("--use-activation-checkpoint=some", "--use-activation-checkpoint: invalid"),
-    "heads": ("--n-heads=3", "--d-model (16) must be divisible by --n-heads (3)"),
-    "too long": (
-        "--max-position-embeddings=8",
-        "--seq-len 16 is above --max-position-embeddings 8",
-    ),
-    "layers": ("--recompute-layers=9", "--recompute-layers"),
-    "min above max": ("--min-lr=1", "--min-lr 1 is above --lr"),
-    "contradiction": ("--no-amp --amp-dtype=float16", "--no-amp"),
-    "no cuda": ("--device=cuda", "--device cuda"),
-    "no snapshot": ("--resume", "--resume: there is no snapshot"),
-    "window": ("--seq-len=999", "--seq-len"),
-    "unknown tokenizer": ("--tokenizer-name=nonesuch", "--tokenizer-name"),
-    "huge": (
-        "--n-layers=1000000000",
-        "--n-layers: must be a whole number",
-    ),
-    "huger": ("--seed=1" + "0" * 400, "--seed: must be a whole number"),
-    "two lines": ("--no\nsuch", "unrecognized arguments"),
-    "group": ("--use-activation-checkpoint=mlp --recompute-group=2", "--recompute-group"),
-    "offload of nothing": ("--offload-activations", "--offload-activations needs"),
-    "empty name": ("--train-data= --tokenizer-name=bpe", "--train-data: an empty name"),
-    "missing data": ("--train-data=no/such/file.txt --tokenizer-name=bpe", "no/such/file.txt"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_cost_one_line(tmp_path, capsys, monkeypatch, mistake):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    flags, message = MISTAKES[mistake]
-    argv = [*TINY, "--checkpoint-path", str(tmp_path / "new" / "run.pt"), *flags.split(" ")]
-    if mistake in ("unknown tokenizer", "missing data", "empty name"):
-        for word in ("--use-toy-data", "--vocab-size", "31"):
-            argv.remove(word)
-    try:
-        code = main(argv)
-    except SystemExit as stop:  # argparse leaves that way
-        code = stop.code
-    lines = capsys.readouterr().err.splitlines()
-    assert code == 2
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0]
-    assert list(tmp_path.iterdir()) == []
+# ---- resuming with other flags, or beside another run; see also test_bad_input.py
 
 
 def resume_mistake(tmp_path, capsys, *flags: str) -> str:
@@ -508,36 +457,6 @@ def test_resuming_another_run_is_refused(tmp_path, capsys, flags, message):
     assert re.search(message, resume_mistake(tmp_path, capsys, *flags.split()))
 
 
-@pytest.mark.parametrize("content", [b"", b"no snapshot at all", bytes(range(256)) * 8])
-def test_resuming_from_something_else_is_refused(tmp_path, capsys, content):
-    (tmp_path / "run.pt").write_bytes(content)
-    line = resume_mistake(tmp_path, capsys)
-    assert "run.pt" in line and "snapshot" in line
-
-
-def test_resuming_from_a_mere_model_is_refused(tmp_path, capsys):
-    torch.save({"weight": torch.zeros(3)}, tmp_path / "run.pt")
-    assert "no MiniGPT snapshot" in resume_mistake(tmp_path, capsys)
-
-
-def test_unwritable_checkpoint_path(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "run.best.pt").mkdir()
-    for path in ("file/run.pt", ".", "run.pt", "n" * 300 + ".pt"):
-        assert train_here(tmp_path / path) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "--checkpoint-path" in line
-    assert {p.name for p in tmp_path.iterdir()} == {"file", "run.best.pt"}
-
-
-def test_a_file_that_is_no_snapshot_is_not_replaced(tmp_path, capsys):
-    novel = tmp_path / "novel.txt"
-    novel.write_text("my only copy")
-    assert train_here(novel) == 2
-    assert "is no snapshot" in capsys.readouterr().err
-    assert [p.read_text() for p in tmp_path.iterdir()] == ["my only copy"]
-
-
 def test_second_run_on_the_same_files_is_refused(tmp_path, capsys, monkeypatch):
     path = tmp_path / "run.pt"
     real = train_minimal.train_step
@@ -551,32 +470,6 @@ def test_second_run_on_the_same_files_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_minimal, "train_step", train_step)
     assert train_here(path) == 0
     assert train_here(path, "--resume", "--num-steps=21") == 0  # its end opened the lock
-
-
-STRANGE = {
-    "step": "5",
-    "best_val_loss": None,
-    "config": [],
-    "tokenizer": "gpt2",
-    "data": {},
-    "model": {},
-    "optimizer": {},
-}
-
-
-@pytest.mark.parametrize("key", [*STRANGE, "moments", "dtype"])
-def test_strange_parts_of_a_snapshot_are_refused(tmp_path, capsys, key):
-    path = tmp_path / "run.pt"
-    assert train_here(path, "--num-steps=2") == 0
-    state = snapshot(path)
-    if key == "moments":
-        state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(2)
-    elif key == "dtype":
-        state["model"] = {name: value.half() for name, value in state["model"].items()}
-    else:
-        state[key] = STRANGE[key]
-    torch.save(state, path)
-    assert "run.pt" in resume_mistake(tmp_path, capsys)
 
 
 def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
@@ -602,15 +495,6 @@ def test_precision_may_change(tmp_path):
     for steps, precision in enumerate((FP32, BF16, "--amp-dtype=float16", FP32), 1):
         resume = ["--resume"] if path.exists() else []
         assert train_here(path, precision, f"--num-steps={steps}", *resume) == 0
-
-
-def test_mistake_in_a_real_process(tmp_path):
-    result = train(tmp_path / "run.pt", "--d-model=15", expect=2)
-    assert result.stderr == "error: --d-model (15) must be divisible by --n-heads (2)\n"
-    result = run([sys.executable, "train_ddp.py"])
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: train_ddp.py is started by torchrun")
-    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

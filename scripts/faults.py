@@ -1,0 +1,190 @@
+"""The trainers, with something going wrong at a chosen moment. scripts/reliability.py runs this.
+
+FAULTS="nan:1:7 kill:0:9" torchrun --nproc-per-node=2 -m scripts.faults [flags of train_ddp.py]
+PAUSE=0.05 python -m scripts.faults [flags of train_minimal.py]
+
+A fault is kind:rank:step, a kind of STEP_FAULTS (it strikes before that step) or of SAVE_FAULTS
+(while the snapshot of that step is saved). Faults strike in the first attempt only: what torchrun
+starts again may show that it gets through. PAUSE makes each step last that many seconds longer.
+Each process writes what it has after each step (the hash of its weights, the loss scale) into
+RUN.rankR.jsonl beside its snapshot RUN.pt. All of it stands here, none of it in the trainers.
+"""
+
+import errno
+import io
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+from unittest.mock import patch
+
+import train_ddp  # before torch: it starts the clock
+import train_minimal
+
+# isort: split
+import torch
+
+import snapshot
+
+RANK = os.environ.get("RANK", "0")
+real_train_step, real_save_snapshot = train_minimal.train_step, train_minimal.save_snapshot
+real_save, real_replace = torch.save, os.replace
+
+
+def faults_at(step: int, kinds: object) -> list[str]:
+    """The kinds of FAULTS that are due now, in this process."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return []
+    words = [word.split(":") for word in os.environ.get("FAULTS", "").split()]
+    return [kind for kind, *when in words if kind in kinds and when == [RANK, str(step)]]  # type: ignore[operator]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- Faults in a step
+
+
+def bad_gradient(value: float) -> Callable[[train_minimal.Run], Any]:
+    """In one weight's gradient, of this process alone, on its way into the average."""
+    name = "blocks.0.mlp.c_fc.weight"
+    return lambda run: run.model.get_parameter(name).register_hook(lambda g: g * value).remove
+
+
+def infinite_loss(run: train_minimal.Run) -> Any:
+    """With gradients that are finite: a step that looks only at those would be taken."""
+    wrapped = run.wrapped
+    run.wrapped = lambda *batch: wrapped(*batch) + math.inf  # type: ignore[assignment]
+    return lambda: setattr(run, "wrapped", wrapped)
+
+
+def error(run: train_minimal.Run) -> None:
+    raise ArithmeticError("injected by scripts/faults.py")
+
+
+def no_memory_on_the_gpu(run: train_minimal.Run) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def no_more_memory(run: train_minimal.Run) -> None:
+    """From now on the system gives this process not a byte: a real failure of the CPU allocator."""
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+
+
+STEP_FAULTS: dict[str, Callable[[train_minimal.Run], Any]] = {
+    "nan": bad_gradient(math.nan),
+    "overflow": bad_gradient(math.inf),
+    "infinite-loss": infinite_loss,
+    "error": error,
+    "kill": lambda run: die(),
+    "hang": lambda run: time.sleep(1000),
+    "cuda-oom": no_memory_on_the_gpu,
+    "oom": no_more_memory,
+}
+
+
+def train_step(run: train_minimal.Run) -> Any:
+    time.sleep(float(os.environ.get("PAUSE", "0")))
+    undo = [STEP_FAULTS[kind](run) for kind in faults_at(run.step, STEP_FAULTS)]
+    result = real_train_step(run)
+    for remove in undo:
+        if remove is not None:
+            remove()
+    scale = run.scaler.get_scale() if run.scaler.is_enabled() else None
+    record = {"step": run.step, "weights": weights_hash(run.model.state_dict()), "scale": scale}
+    with open(snapshot.beside(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
+        file.write(json.dumps(record) + "\n")
+    return result
+
+
+def weights_hash(weights: dict[str, torch.Tensor]) -> str:
+    """Equal for weights that are equal to the bit."""
+    digest = sha256()
+    for name in sorted(weights):
+        digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- Faults in a save
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk that has room for 8 KiB more."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > 8192:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
+        return super().write(data)
+
+
+def open_on_full_disk(path: Any, mode: str = "r", **options: Any) -> Any:
+    return FullDisk(path, "w") if mode == "wb" else open(path, mode, **options)
+
+
+def save_half(state: Any, file: BinaryIO) -> None:
+    whole = io.BytesIO()
+    real_save(state, whole)
+    file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+    file.flush()
+    die()
+
+
+class DyingReplace:
+    """os.replace, which the process does not outlive: before the first, or after number n."""
+
+    def __init__(self, survived: int) -> None:
+        self.left = survived
+
+    def __call__(self, source: Any, target: Any) -> None:
+        if self.left == 0:
+            die()
+        real_replace(source, target)
+        self.left -= 1
+        if self.left == 0:
+            die()
+
+
+SAVE_FAULTS: dict[str, Any] = {
+    "die-before-save": None,
+    "die-half-written": lambda: patch.object(torch, "save", save_half),
+    "die-written": lambda: patch.object(os, "replace", DyingReplace(0)),
+    "die-moved-previous": lambda: patch.object(os, "replace", DyingReplace(1)),
+    "die-renamed": lambda: patch.object(os, "replace", DyingReplace(2)),
+    "die-after-save": None,
+    "disk-full": lambda: patch.object(snapshot, "open", open_on_full_disk, create=True),
+}
+
+
+def save_snapshot(path: Path, state: snapshot.State, *args: Any, **options: Any) -> None:
+    newest = not path.stem.endswith(".best")
+    faults = faults_at(state["step"], SAVE_FAULTS) if newest else []
+    if not faults:
+        return real_save_snapshot(path, state, *args, **options)
+    (fault,) = faults
+    if fault == "die-before-save":
+        die()
+    elif fault == "die-after-save":
+        real_save_snapshot(path, state, *args, **options)
+        die()
+    with SAVE_FAULTS[fault]():
+        real_save_snapshot(path, state, *args, **options)
+
+
+if __name__ == "__main__":
+    # train_ddp has no names of its own for these: it calls train_minimal's loop.
+    train_minimal.train_step = train_step
+    train_minimal.save_snapshot = save_snapshot
+    if "WORLD_SIZE" in os.environ:
+        train_ddp.main_and_exit()
+    else:
+        sys.exit(train_minimal.main())

@@ -1,0 +1,106 @@
+"""The rows of scripts/reliability.py, with smaller counts: real trainers, killed and resumed.
+
+`python -m scripts.reliability` measures them in full. What other tests ask faster, of the functions
+themselves, is marked slow here.
+"""
+
+import json
+import sys
+
+import pytest
+
+from scripts import reliability
+from scripts.reliability import ROWS, Row
+from scripts.trainer_process import Bench, NotHeld, Trainer, check, kill_all, pids_of
+from snapshot import beside
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+slow = pytest.mark.slow
+
+COUNTS = [
+    pytest.param("kill", {"kills": 2, "steps": 40}),
+    pytest.param("save", {"points": ["die-half-written"]}),
+    pytest.param("bits", {}),
+    pytest.param("code", {}),
+    pytest.param("orphans", {}, marks=slow),
+    pytest.param("offline", {}, marks=slow),
+    pytest.param("damage", {}, marks=slow),
+    pytest.param("signals", {"numbers": [2]}, marks=slow),
+    pytest.param("restarts", {"times": 4}, marks=slow),
+    pytest.param("elastic", {}, marks=slow),
+    pytest.param("hang", {}, marks=slow),
+    pytest.param("exit", {"times": 8}, marks=slow),
+    pytest.param("second", {}, marks=slow),
+    pytest.param("nan", {}, marks=slow),
+    pytest.param("fp16", {}, marks=slow),
+    pytest.param("disk", {}, marks=slow),
+    pytest.param("oom", {}, marks=slow),
+    pytest.param("resume", {}, marks=slow),
+    pytest.param("cache", {}, marks=slow),
+    pytest.param("flat", {}, marks=slow),
+]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    yield Bench(folder)
+    kill_all(folder)
+
+
+@pytest.mark.parametrize(("name", "counts"), COUNTS)
+def test_row_is_held(bench, name, counts):
+    print(ROWS[name].measure(bench, **counts))
+    assert pids_of(bench.folder) == []
+
+
+def test_every_row_is_here():
+    """But the one that runs test_bad_input.py."""
+    assert {param.values[0] for param in COUNTS} == ROWS.keys() - {"input"}
+
+
+def test_a_run_that_differs_is_noticed(bench):
+    """What all rows rely on: another seed, or another step, is another run."""
+    path = bench.path()
+    bench.train(path, "--seed=5")
+    with pytest.raises(NotHeld, match="the final weights differ"):
+        bench.check_same(path)
+    with pytest.raises(NotHeld, match="ended at step 15"):
+        bench.check_same(beside(path, ".prev.pt"))
+
+
+def test_what_does_not_end_is_ended(bench):
+    path = bench.path()
+    run = Trainer(path, PAUSE="1000")
+    with pytest.raises(NotHeld, match="no end within 1 s"):
+        run.end(0, seconds=1)
+    assert pids_of(path) == []
+
+
+def test_the_table_and_the_exit_code(tmp_path, monkeypatch, capsys):
+    def lost(bench):
+        check(False, "2 of\n3")
+
+    def broken(bench):
+        raise KeyError("weights")
+
+    rows = {
+        "good": Row("good", "a thing", "3 of 3", lambda bench: "3 of 3"),
+        "lost": Row("lost", "another", "3 of 3", lost),
+        "broken": Row("broken", "a third", "3 of 3", broken),
+    }
+    for name, one in rows.items():
+        monkeypatch.setitem(ROWS, name, one)
+    file = tmp_path / "x.json"
+    assert reliability.main(["--only", "good"]) == 0
+    assert reliability.main(["--only", *rows, "--json", str(file)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "| a thing | 3 of 3 | 3 of 3 | held |" in lines
+    assert "| another | 3 of 3 | 2 of 3 | **not held** |" in lines
+    assert "| a third | 3 of 3 | KeyError: 'weights' | **not held** |" in lines
+    written = json.loads(file.read_text())["rows"]
+    assert [(one["row"], one["held"]) for one in written] == [
+        ("good", True),
+        ("lost", False),
+        ("broken", False),
+    ]
