@@ -321,10 +321,11 @@ def draw_frontier(
         for name, memory in POLICIES.items():
             words = f": {PANELS[name]}" if memory["recompute"] == "none" else ""
             points[name + words] = point(**memory)
-        n_layers = planner.config.n_layers
-        quarters = sorted({n_layers * i // 4 for i in range(5)})
+        quarters = sorted({planner.config.n_layers * i // 4 for i in (1, 2, 3)} - {0})
         for name in MIXED:
-            line = np.array([point(recompute=name, recompute_layers=n) for n in quarters])
+            mixes = ({"recompute": name, "recompute_layers": n} for n in quarters)
+            ways = [POLICIES["none"], *mixes, POLICIES[name]]
+            line = np.array([point(**memory) for memory in ways])
             axis.plot(line[:, 0], line[:, 1] / GIB, color="#999999", linewidth=1.2, zorder=1)
         axis.lines[0].set_label("a policy in only a part of the blocks")
         axis.legend(loc="upper right", frameon=False)

@@ -93,7 +93,8 @@ def test_frontier_has_a_point_for_each_policy(plt, planner):
     for name, line in zip(script.MIXED, lines, strict=True):
         assert tuple(line[0]) == points[list(script.POLICIES).index("none")]
         assert tuple(line[-1]) == points[list(script.POLICIES).index(name)]
-        assert len(line) == 3  # in 0, 1 and 2 blocks
+        half = planner.step(8, recompute=name, recompute_layers=1)
+        assert line[1:-1].tolist() == [[script.relative_flops(half), half.peak / 2**30]]
     plt.close(figure)
 
 
@@ -146,6 +147,7 @@ def test_pictures_and_numbers(plt, planner, tmp_path, capsys, monkeypatch):
     rows = content["rows"]
     assert {row["policy"] for row in rows} >= {"none", "cheap", "mlp", "full"}
     assert {row["batch_size"] for row in rows} == {8, *script.BATCHES}
+    assert len({(row["name"], row["loss_chunks"], row["batch_size"]) for row in rows}) == len(rows)
     for row in rows:
         assert sum(row["at_peak"].values()) == row["predicted_bytes"]
     for name, recorded in content["recorded_bytes"].items():
