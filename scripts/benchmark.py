@@ -1,0 +1,508 @@
+"""What each recompute policy costs and saves, measured on this machine: time and peak memory.
+
+GPT-2 small, every policy, at the same batch and at the largest batch that fits in 8 GiB:
+    python -m scripts.benchmark --n-layers 12 --n-heads 12 --d-model 768 --seq-len 1024 \
+        --batch-size 2 --largest-batch --memory-budget 8GiB
+
+Beside Hugging Face's GPT-2 in the same loop (pip install transformers):
+    python -m scripts.benchmark --policies none full --peer transformers
+
+Each measurement is a process of its own that does the trainer's own steps (train_step) on random
+tokens. The processes take turns, so that whatever else the machine does hits all alike, and what is
+reported are medians. Peak memory is what tensors took at most: on a GPU as counted by PyTorch's
+caching allocator, on a CPU as torch.profiler saw its allocator in one more step. There the resident
+set stands beside it, above what it was before the model was made: kernels' own memory and malloc's
+gaps are in that too.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from closed_form import step_flops
+from flags import (
+    UsageError,
+    choose_device,
+    choose_precision,
+    fill_in,
+    model_config,
+    number,
+    print_error,
+)
+from flags import build_parser as trainers_parser
+from memory import Planner, is_out_of_memory
+from metrics import StepClock, format_bytes
+from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from plan import default_budget, describe_recompute, make_planner
+from train_minimal import OneProcess, Run, make_optimizer, train_step
+
+GPT2 = "transformers.models.gpt2.modeling_gpt2"  # an optional dependency
+WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second finds it there
+# bfloat16 (T4, V100: float16) FLOP/s of the tensor cores, dense, with float32 sums, by the name
+# that CUDA reports. From NVIDIA's data sheets, which like to print twice as much (2:4 sparsity),
+# and for GeForce from the appendices of the GA102 and Ada whitepapers.
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    "Tesla T4": 65e12,
+    "Tesla V100-SXM2-16GB": 125e12,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of a table: what a process of its own measures."""
+
+    policy: str
+    batch_size: int
+    compiled: bool = False
+    peer: str | None = None  # another library's model instead of ours
+    largest: bool = False  # the largest batch that fits
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = trainers_parser("python -m scripts.benchmark", "unused")
+    parser.description = (
+        "Measure what each recompute policy costs and saves. Takes the trainers' flags; those of "
+        "data and running have no effect, except for --vocab-size (default here: 50257). With "
+        "--compile everything is measured without it, too."
+    )
+    count = number(int, 1, 10**6)
+    add = parser.add_argument_group("benchmark").add_argument
+    # fmt: off
+    add("--policies", nargs="+", choices=RECOMPUTE_POLICIES, default=list(RECOMPUTE_POLICIES),
+        metavar="POLICY", help=f"(default: {' '.join(RECOMPUTE_POLICIES)})")
+    add("--repeats", type=count, default=3, metavar="N",
+        help="processes for each measurement, which take turns (default: %(default)s)")
+    add("--steps", type=count, default=5, metavar="N",
+        help="timed steps of each process (default: %(default)s)")
+    add("--largest-batch", action="store_true",
+        help="also at the largest batch that fits in --memory-budget")
+    add("--peer", choices=("transformers",),
+        help="also Hugging Face's GPT2LMHeadModel, with and without its gradient checkpointing")
+    add("--json", type=Path, metavar="FILE", help="write the raw numbers there")
+    add("--worker", help=argparse.SUPPRESS)  # a Job: measure it, here and now
+    # fmt: on
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Finds mistakes before anything is measured, and fills in defaults. Raises UsageError."""
+    if args.json and not (args.json.parent.is_dir() and os.access(args.json.parent, os.W_OK)):
+        raise UsageError(f"--json {args.json}: there is no folder {args.json.parent} to write to")
+    if args.use_activation_checkpoint != "none":
+        raise UsageError("--use-activation-checkpoint: here --policies names what is measured")
+    if args.memory_budget is not None and not args.largest_batch:
+        raise UsageError("--memory-budget is for --largest-batch")
+    if args.peer and find_spec(args.peer) is None:
+        raise UsageError(f"--peer {args.peer} is not installed: pip install {args.peer}")
+    # The trainers' check knows one policy, and a budget for auto alone.
+    budget, args.memory_budget = args.memory_budget, None
+    args.use_activation_checkpoint = "full"
+    fill_in(args)
+    args.memory_budget, args.vocab_size = budget, args.vocab_size or 50257
+    for policy in args.policies:
+        config_of(args, Job(policy, args.batch_size))
+
+
+def config_of(args: argparse.Namespace, job: Job) -> MiniGPTConfig:
+    """Raises UsageError if the flags do not go with the policy."""
+    memory: dict[str, Any] = {"use_activation_checkpoint": job.policy}
+    if job.policy == "none":  # the others' settings are not for it
+        memory |= {"recompute_layers": None, "recompute_group": 1, "offload_activations": False}
+    try:
+        return model_config(argparse.Namespace(**{**vars(args), **memory}), args.vocab_size)
+    except UsageError as error:
+        message = str(error).replace("--use-activation-checkpoint", "--policies")
+        raise UsageError(message) from None
+
+
+# ------------------------------------------------------------- in a process for each measurement
+
+
+class RandomTokens:
+    """What train_step takes batches from, after it has seeded torch: all models see the same."""
+
+    def __init__(self, vocab_size: int, batch_size: int, seq_len: int, device: torch.device):
+        self.vocab_size, self.shape, self.device = vocab_size, (batch_size, seq_len + 1), device
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        rows = torch.randint(self.vocab_size, self.shape, device=self.device)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+class Transformers(nn.Module):
+    """Hugging Face's GPT-2 of the same shape, called as ours is: (ids, labels) -> loss."""
+
+    def __init__(self, config: MiniGPTConfig):
+        super().__init__()
+        library: Any = import_module(GPT2)
+        self.gpt2 = library.GPT2LMHeadModel(
+            library.GPT2Config(
+                vocab_size=config.vocab_size,
+                n_positions=config.max_position_embeddings,
+                n_embd=config.d_model,
+                n_layer=config.n_layers,
+                n_head=config.n_heads,
+                n_inner=config.d_ff,
+                resid_pdrop=config.dropout,
+                embd_pdrop=config.dropout,
+                attn_pdrop=config.dropout,
+                # The same function as its default, gelu_new, which takes an operator for each step
+                # of the formula, more time and more memory: let it be at its best.
+                activation_function="gelu_pytorch_tanh",
+                attn_implementation="sdpa",
+                use_cache=False,
+                bos_token_id=None,  # (50256 may not be in the vocabulary)
+                eos_token_id=None,
+            )
+        )
+        if config.recompute == "full":
+            self.gpt2.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        # Given `labels` alone it would shift them, and predict one token a sequence less than ours.
+        return self.gpt2(input_ids, labels=labels, shift_labels=labels).loss
+
+
+def make_run(args: argparse.Namespace, job: Job, device: torch.device) -> Run:
+    """What train_step needs of a run: no data, no files."""
+    config, precision = config_of(args, job), choose_precision(args, device)
+    torch.manual_seed(args.seed)
+    model: Any = (Transformers if job.peer else MiniGPT)(config).to(device).train()
+    if job.compiled:
+        model.compile_blocks()
+    tokens: Any = RandomTokens(args.vocab_size, job.batch_size, args.seq_len, device)
+    unused: Any = None  # by train_step
+    return Run(
+        args=args,
+        process=OneProcess(device),
+        data=unused,
+        identity=unused,
+        model=model,
+        wrapped=model,
+        optimizer=make_optimizer(model, args, device),
+        scaler=torch.amp.GradScaler(device.type, enabled=precision == torch.float16),
+        precision=precision,
+        train_batches=tokens,
+        val_batches=unused,
+        token_bytes=unused,
+        clock=StepClock(),
+    )
+
+
+def timed_step(run: Run) -> float:
+    """Seconds of the next step."""
+    run.step += 1
+    start = time.perf_counter()
+    train_step(run)
+    if run.process.device.type != "cpu":
+        torch.accelerator.synchronize()  # Python runs ahead of it
+    return time.perf_counter() - start
+
+
+def cpu_allocator_peak(run: Run) -> int:
+    """The most bytes that tensors on a CPU take at a time, in one more step."""
+    there: list[Tensor] = list(run.model.parameters())
+    there += chain(*(state.values() for state in run.optimizer.state.values()))
+    if isinstance(run.model, MiniGPT):  # the buffers of --offload-activations
+        there += chain(*run.model.host_memory.unused.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        timed_step(run)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    events = [event for event in events if event["name"] == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    # (What a tensor gives back is an event of its own, with a minus.)
+    since_then = accumulate(event["args"]["Bytes"] for event in events)
+    return sum(tensor.nbytes for tensor in there) + max(since_then)
+
+
+def resident_set(field: str) -> int | None:
+    """Bytes of "VmRSS", now, or of its peak, "VmHWM"; None where there is no /proc.
+
+    Not getrusage: its ru_maxrss begins with the peak of the process that started this one.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+
+def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
+    """Seconds of each timed step, and the peak in bytes."""
+    device = choose_device(args.device)
+    if job.peer:
+        import_module(GPT2)  # it should not count below
+    before = resident_set("VmRSS")
+    run = make_run(args, job, device)
+    for _ in range(WARM_UP):
+        timed_step(run)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    result: dict[str, Any] = {"step_s_all": [timed_step(run) for _ in range(args.steps)]}
+    result |= {"peak_bytes": None, "peak_kind": None, "reserved_bytes": None, "rss_bytes": None}
+    if device.type == "cuda":
+        result["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        result["reserved_bytes"] = torch.cuda.max_memory_reserved(device)  # with the cache's gaps
+        result["peak_kind"] = "cuda"
+    elif device.type == "cpu":
+        after = resident_set("VmHWM")  # before the profiler takes memory of its own
+        if before is not None and after is not None:
+            result["rss_bytes"] = after - before
+        result["peak_bytes"], result["peak_kind"] = cpu_allocator_peak(run), "cpu allocator"
+    return result
+
+
+# ------------------------------------------------------------------------- in the main process
+
+
+def plan(args: argparse.Namespace, device: torch.device, precision: torch.dtype) -> Planner:
+    return make_planner(
+        args,
+        config_of(args, Job("none", args.batch_size)),
+        device_type=device.type,
+        precision=precision,
+        make_optimizer=lambda model: make_optimizer(model, args, device),
+        ddp=False,
+    )
+
+
+def choose_jobs(args: argparse.Namespace, planner: Planner) -> list[Job]:
+    pair = ("none", "full")  # what the peer has
+    policies = list(dict.fromkeys([*args.policies, *(pair if args.peer else ())]))
+    ways = (False, True) if args.compile else (False,)
+    jobs = [Job(policy, args.batch_size, way) for way in ways for policy in policies]
+    if args.peer:
+        jobs += [Job(policy, args.batch_size, peer=args.peer) for policy in pair]
+    if not args.largest_batch:
+        return jobs
+    budget = args.memory_budget or default_budget(choose_device(args.device), processes=1)
+    for policy in policies:
+        memory = asdict(config_of(args, Job(policy, 1)))
+        size = planner.largest_batch(budget, args.batch_size, **memory)
+        if size == 0:
+            print(f"{policy}: not one sequence fits in {format_bytes(budget)}", file=sys.stderr)
+        else:
+            jobs += [Job(policy, size, way, largest=True) for way in ways]
+    return jobs
+
+
+def run_worker(argv: list[str], job: Job) -> dict[str, Any] | None:
+    """What `measure` returns, in a process of its own; None if it ran out of memory."""
+    command = [sys.executable, "-m", "scripts.benchmark", *argv, "--worker", json.dumps(vars(job))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == -9:  # Linux ends the process that takes too much
+        return None
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def take_turns(
+    jobs: list[Job], repeats: int, run: Callable[[Job], dict[str, Any] | None]
+) -> dict[Job, list[dict[str, Any]]]:
+    """All jobs once, then all of them again. What ran out of memory is left out from then on."""
+    results: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
+    with tqdm(total=repeats * len(jobs), unit="run") as bar:
+        for _ in range(repeats):
+            for job in list(results):
+                result = run(job)
+                bar.update()
+                if result is None:
+                    del results[job]
+                else:
+                    results[job].append(result)
+    return results
+
+
+def utilization(
+    config: MiniGPTConfig, seq_len: int, tokens_per_s: float, peak_flops: float | None
+) -> dict[str, float | None]:
+    """What share of the peak the FLOPs that a step needs are, and those that it does.
+
+    Model and hardware FLOPs utilization: Chowdhery et al., 2022, section 4.1.
+    """
+    if peak_flops is None:
+        return {"mfu": None, "hfu": None}
+    needed, replayed = step_flops(config, seq_len)
+    share = tokens_per_s / peak_flops
+    return {"mfu": share * needed, "hfu": share * (needed + replayed)}
+
+
+def make_row(
+    args: argparse.Namespace, job: Job, results: list[dict[str, Any]], planner: Planner
+) -> dict[str, Any]:
+    """One measurement, as it goes into the JSON file."""
+    config = config_of(args, job)
+    seconds = list(chain(*(result["step_s_all"] for result in results)))
+    step_s = statistics.median(seconds)
+    tokens_per_s = job.batch_size * args.grad_accum_steps * args.seq_len / step_s
+    peak_flops = None
+    if torch.cuda.is_available() and planner.precision != torch.float32:
+        peak_flops = PEAK_FLOPS.get(torch.cuda.get_device_name())
+    row = {
+        **vars(job),
+        "name": describe_recompute(config) + (", compiled" if job.compiled else ""),
+        "layers": config.recompute_layers,
+        "group": config.recompute_group,
+        "seq_len": args.seq_len,
+        "step_s": step_s,
+        "step_s_all": seconds,
+        "tokens_per_s": tokens_per_s,
+        **utilization(config, args.seq_len, tokens_per_s, peak_flops),
+        "predicted_bytes": planner.step(job.batch_size, **asdict(config)).peak,
+        "peak_kind": results[0]["peak_kind"],
+    }
+    for name in ("peak_bytes", "reserved_bytes", "rss_bytes"):
+        values = [result[name] for result in results]
+        row[name] = None if None in values else statistics.median_low(values)
+    if job.peer:  # neither planned nor counted
+        row |= {"predicted_bytes": None, "hfu": None}
+    return row
+
+
+def show(form: Callable[[Any], str], value: Any) -> str:
+    return "" if value is None else form(value)
+
+
+def markdown(header: str, lines: list[list[str]]) -> str:
+    columns = header.split("|")
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def policy_table(rows: list[dict[str, Any]]) -> str:
+    """Times are compared with the first row's."""
+    lines = []
+    for row in rows:
+        peak, predicted = row["peak_bytes"], row["predicted_bytes"]
+        line = [row["name"], f"{row['batch_size']} x {row['seq_len']}"]
+        line += [f"{1000 * row['step_s']:,.1f} ms", f"{row['tokens_per_s']:,.0f}"]
+        line += [f"{rows[0]['tokens_per_s'] / row['tokens_per_s'] - 1:+.1%}"]
+        line += [show(format_bytes, peak), show("{:.4f}".format, peak and predicted / peak)]
+        line += [show(format_bytes, row["rss_bytes"])]
+        line += [show("{:.1%}".format, row[name]) for name in ("mfu", "hfu")]
+        lines.append(line)
+    header = "policy|batch|step|tokens/s|time per token|peak|predicted / peak|resident|MFU|HFU"
+    return markdown(header, lines)
+
+
+def peer_table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
+    """The peer runs none and full, and nothing compiled."""
+    lines = []
+    for row in theirs:
+        for own in ours:
+            if own["policy"] == row["policy"] and not own["compiled"]:
+                lines.append([own["name"]])
+                for name, form in (("step_s", "{:.3f} s".format), ("peak_bytes", format_bytes)):
+                    a, b = own[name], row[name]
+                    lines[-1] += [show(form, a), show(form, b), show("{:.2f}".format, a and a / b)]
+    header = "policy|step, ours|the peer's|ratio|peak, ours|the peer's|ratio"
+    return markdown(header, lines)
+
+
+def report(rows: list[dict[str, Any]], failed: list[Job]) -> str:
+    """Markdown: a table for each kind of comparison that was made."""
+    equal = [row for row in rows if not row["largest"] and not row["peer"]]
+    largest = [row for row in rows if row["largest"]]
+    theirs = [row for row in rows if row["peer"]]
+    parts = ["### At equal batch\n", policy_table(equal)]
+    if largest:
+        parts += ["### At the largest batch that fits\n", policy_table(largest)]
+    if theirs:
+        parts += [f"### Beside {theirs[0]['peer']}\n", peer_table(equal, theirs)]
+    for job in failed:
+        way = job.policy + (", compiled" if job.compiled else "")
+        parts.append(f"Out of memory: {job.peer or 'MiniGPT'}, {way}, batch {job.batch_size}\n")
+    return "\n".join(parts)
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{device.type}: {name}, {torch.get_num_threads()} thread(s)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(argv)
+    try:
+        check(args)
+        if args.worker:
+            print(json.dumps(measure(args, Job(**json.loads(args.worker)))))
+            return 0
+        device = choose_device(args.device)
+        precision = choose_precision(args, device)
+        planner = plan(args, device, precision)
+        jobs = choose_jobs(args, planner)
+    except UsageError as error:
+        print_error(error)
+        return 2
+    except (RuntimeError, MemoryError) as error:
+        if args.worker and is_out_of_memory(error):
+            print("null")
+            return 0
+        raise
+    results = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
+    failed = [job for job in jobs if job not in results]
+    rows = [make_row(args, job, results[job], planner) for job in results]
+    about = {
+        "command": shlex.join(["python", "-m", "scripts.benchmark", *argv]),
+        "device": describe_device(device),
+        "precision": str(precision).removeprefix("torch."),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if args.peer:
+        about[args.peer] = version(args.peer)
+    print(report(rows, failed))
+    print("\n".join(f"{name}: {value}" for name, value in about.items()))
+    if args.json:
+        result = {**about, "config": asdict(planner.config), "rows": rows}
+        result |= {"out_of_memory": [vars(job) for job in failed]}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

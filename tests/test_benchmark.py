@@ -1,0 +1,282 @@
+"""scripts/benchmark.py: do its figures mean what they say? (Not: are they good.)"""
+
+import itertools
+import json
+import statistics
+import subprocess
+from dataclasses import asdict
+from functools import partial
+
+import pytest
+import torch
+from runs import ROOT
+
+from closed_form import step_flops
+from model import MiniGPT, MiniGPTConfig
+from scripts import benchmark
+from scripts.benchmark import Job
+
+SHAPE = (
+    "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
+    "--batch-size 8 --loss-chunks 2"
+).split()
+
+
+def arguments(*flags: str):
+    args = benchmark.build_parser().parse_args([*SHAPE, "--steps", "1", *flags])
+    benchmark.check(args)
+    return args
+
+
+SECONDS = itertools.count(1)
+
+
+def fake_worker(argv, job):
+    return {
+        "step_s_all": [float(next(SECONDS)), 0.5],  # each process is slower than the one before
+        "peak_bytes": 1000 * job.batch_size,
+        "peak_kind": "cpu allocator",
+        "reserved_bytes": None,
+        "rss_bytes": 5 << 20,
+    }
+
+
+def test_measured_in_processes_of_their_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=240))
+    file = tmp_path / "rows.json"
+    flags = ["--policies", "none", "full", "--repeats", "1", "--steps", "2", "--json", str(file)]
+    ballast = torch.ones(2**27)  # 512 MiB of this process, which no worker must report as its own
+    assert benchmark.main([*SHAPE, *flags]) == 0
+    del ballast
+    result = json.loads(file.read_text())
+    assert result["torch"] == torch.__version__ and result["command"].endswith(" ".join(flags))
+    assert result["config"]["vocab_size"] == 211 and result["out_of_memory"] == []
+    none, full = result["rows"]
+    assert (none["policy"], full["policy"]) == ("none", "full")
+    for row in result["rows"]:
+        assert len(row["step_s_all"]) == 2 and min(row["step_s_all"]) > 0
+        assert row["peak_bytes"] == pytest.approx(row["predicted_bytes"], rel=0.02)
+        assert row["peak_kind"] == "cpu allocator" and row["mfu"] is None and row["hfu"] is None
+        assert 0 < row["rss_bytes"] < 2**29
+        assert (row["layers"], row["group"], row["compiled"]) == (None, 1, False)
+    assert full["peak_bytes"] < none["peak_bytes"]
+    printed = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in printed if line.startswith("| full |"))
+    assert line.split(" | ")[1] == "8 x 32" and " MiB | " in line
+
+
+@pytest.mark.parametrize(
+    ("policy", "flags"),
+    [
+        ("cheap", []),
+        ("none", ["--grad-accum-steps", "2"]),
+        ("full", ["--recompute-layers", "1"]),
+        ("full", ["--offload-activations"]),
+    ],
+)
+def test_the_allocators_record_agrees_with_the_planner(policy, flags):
+    args, job = arguments(*flags), Job(policy, 8)
+    config = benchmark.config_of(args, job)
+    planner = benchmark.plan(args, torch.device("cpu"), torch.float32)
+    measured = benchmark.measure(args, job)["peak_bytes"]
+    assert measured == pytest.approx(planner.step(8, **asdict(config)).peak, rel=0.02)
+
+
+def test_peak_of_the_record_counted_by_hand(monkeypatch):
+    args = arguments()
+    run = benchmark.make_run(args, Job("none", 8), torch.device("cpu"))
+
+    def step(run):
+        a = torch.empty(250_000)  # 1 MB
+        del a
+        b, c = torch.empty(500_000), torch.empty(250_000)  # 3 MB at once
+        del b, c
+
+    monkeypatch.setattr(benchmark, "train_step", step)
+    weights = sum(p.nbytes for p in run.model.parameters())
+    assert benchmark.cpu_allocator_peak(run) == weights + 3_000_000
+
+
+def test_all_models_see_the_same_tokens_and_every_step_others():
+    def batches(job, steps=2):
+        run = benchmark.make_run(arguments(), job, torch.device("cpu"))
+        seen = []
+        run.wrapped.register_forward_pre_hook(lambda _, ids_and_labels: seen.append(ids_and_labels))
+        for _ in range(steps):
+            benchmark.timed_step(run)
+        return seen
+
+    (ids, labels), (later, _) = batches(Job("none", 3))
+    assert ids.shape == (3, 32) and torch.equal(ids[:, 1:], labels[:, :-1])
+    assert not torch.equal(ids, later)
+    assert torch.equal(batches(Job("full", 3))[1][0], later)
+
+
+def test_processes_take_turns_and_medians_are_reported(monkeypatch, tmp_path, capsys):
+    order = []
+
+    def worker(argv, job):
+        order.append(job.policy)
+        if job.policy == "mlp" and order.count("mlp") == 2:
+            return None  # out of memory
+        return fake_worker(argv, job)
+
+    monkeypatch.setattr(benchmark, "run_worker", worker)
+    file = tmp_path / "rows.json"
+    flags = ["--policies", "none", "mlp", "full", "--repeats", "3", "--json", str(file)]
+    assert benchmark.main([*SHAPE, *flags, "--grad-accum-steps", "2"]) == 0
+    assert order == "none mlp full none mlp full none full".split()
+    result = json.loads(file.read_text())
+    assert [row["policy"] for row in result["rows"]] == ["none", "full"]
+    assert [job["policy"] for job in result["out_of_memory"]] == ["mlp"]
+    for row in result["rows"]:
+        assert len(row["step_s_all"]) == 6
+        assert row["step_s"] == statistics.median(row["step_s_all"]) > 0.5
+        assert row["tokens_per_s"] == pytest.approx(2 * 8 * 32 / row["step_s"])
+    printed = capsys.readouterr().out
+    assert "Out of memory: MiniGPT, mlp, batch 8" in printed
+    none, full = result["rows"]
+    assert f"| {full['step_s'] / none['step_s'] - 1:+.1%} |" in printed
+
+
+def test_largest_batch_is_what_the_planner_says(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, "run_worker", fake_worker)
+    file = tmp_path / "rows.json"
+    flags = ["--policies", "none", "full", "--repeats", "1", "--json", str(file), "--compile"]
+    budget = ["--largest-batch", "--memory-budget", "12MB"]
+    assert benchmark.main([*SHAPE, *flags, *budget]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    equal, largest = rows[:4], rows[4:]
+    assert [(row["policy"], row["compiled"]) for row in equal] == [
+        ("none", False),
+        ("full", False),
+        ("none", True),
+        ("full", True),
+    ]
+    assert {row["batch_size"] for row in equal} == {8}
+    sizes = {row["policy"]: row["batch_size"] for row in largest}
+    assert sizes["full"] > sizes["none"] > 8
+    for row in largest:
+        assert row["largest"] and row["predicted_bytes"] == pytest.approx(12e6, rel=0.1)
+    assert "### At the largest batch that fits" in capsys.readouterr().out
+    # Too small for one sequence: said, and gone on.
+    assert benchmark.main([*SHAPE, *flags, "--largest-batch", "--memory-budget", "1kB"]) == 0
+    assert "none: not one sequence fits in 1000 B" in capsys.readouterr().err
+    assert len(json.loads(file.read_text())["rows"]) == 4
+
+
+def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):
+    def full(args, job):
+        raise MemoryError
+
+    monkeypatch.setattr(benchmark, "measure", full)
+    assert benchmark.main([*SHAPE, "--worker", json.dumps(vars(Job("none", 8)))]) == 0
+    assert json.loads(capsys.readouterr().out) is None
+    killed = subprocess.CompletedProcess([], returncode=-9, stdout="", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *command, **how: killed)
+    assert benchmark.run_worker([], Job("none", 8)) is None
+    killed.returncode = 1
+    with pytest.raises(RuntimeError, match="scripts.benchmark"):
+        benchmark.run_worker([], Job("none", 8))
+
+
+def test_mfu_and_hfu():
+    config = benchmark.config_of(arguments(), Job("full", 8))
+    needed, replayed = step_flops(config, 32)
+    # A card that does exactly what 1000 tokens/s need is at 100 %.
+    shares = benchmark.utilization(config, 32, 1000.0, 1000 * needed)
+    assert shares["mfu"] == pytest.approx(1.0)
+    assert shares["hfu"] == pytest.approx(1 + replayed / needed) and shares["hfu"] > 1.1
+    # GPT-2 small at 150,000 tokens/s on an A100: 6 x 124M x 150,000 / 312e12 = 36 %, and attention.
+    small = MiniGPTConfig(dropout=0.0)
+    peak = benchmark.PEAK_FLOPS["NVIDIA A100-SXM4-40GB"]
+    assert 0.36 < benchmark.utilization(small, 1024, 150_000.0, peak)["mfu"] < 0.40
+    assert benchmark.utilization(small, 1024, 150_000.0, None) == {"mfu": None, "hfu": None}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--policies", "none", "half"], "--policies: invalid choice: 'half'"),
+        (["--peer", "nanoGPT"], "--peer: invalid choice"),
+        (["--json", "nowhere/rows.json"], "there is no folder nowhere"),
+        (["--memory-budget", "8"], "--memory-budget: must be a number with a unit"),
+        (["--memory-budget", "8GiB"], "--memory-budget is for --largest-batch"),
+        (["--repeats", "0"], "--repeats: must be"),
+        (["--use-activation-checkpoint"], "--policies names what is measured"),
+        (["--recompute-group", "2"], "--recompute-group 2 needs --policies full"),
+        (["--d-model", "33"], "--d-model (33)"),
+    ],
+)
+def test_mistakes(capsys, monkeypatch, flags, message):
+    monkeypatch.setattr(benchmark, "run_worker", None)  # nothing is measured
+    try:
+        code = benchmark.main([*SHAPE, *flags])
+    except SystemExit as stop:
+        code = stop.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and line.startswith("error: ") and message in line
+
+
+def test_no_transformers(capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
+    assert benchmark.main([*SHAPE, "--peer", "transformers"]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+def test_the_peer_is_measured_beside_ours(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, "run_worker", fake_worker)
+    monkeypatch.setattr(benchmark, "find_spec", lambda name: True)
+    monkeypatch.setattr(benchmark, "version", lambda name: "5.0")
+    file = tmp_path / "rows.json"
+    flags = ["--policies", "cheap", "--repeats", "1", "--peer", "transformers", "--json", str(file)]
+    assert benchmark.main([*SHAPE, *flags]) == 0
+    result = json.loads(file.read_text())
+    assert [(row["policy"], row["peer"]) for row in result["rows"]] == [
+        ("cheap", None),
+        ("none", None),
+        ("full", None),
+        ("none", "transformers"),
+        ("full", "transformers"),
+    ]
+    assert result["transformers"] == "5.0"
+    _, ours, _, theirs, _ = result["rows"]
+    assert theirs["predicted_bytes"] is None
+    lines = capsys.readouterr().out.splitlines()
+    none = next(line for line in lines[lines.index("### Beside transformers") :] if "none" in line)
+    assert none.split(" | ")[3] == f"{ours['step_s'] / theirs['step_s']:.2f}"
+
+
+@pytest.mark.slow
+def test_the_peer_is_the_same_model():
+    """With our weights it has our loss, on as many tokens."""
+    pytest.importorskip("transformers")
+    config = benchmark.config_of(arguments(), Job("none", 8))
+    ours, theirs = MiniGPT(config), benchmark.Transformers(config)
+    names = [("token_embedding", "wte"), ("position_embedding", "wpe"), ("blocks", "h")]
+    state = {}
+    for name, value in ours.state_dict().items():
+        for our_name, their_name in names:
+            name = name.replace(our_name, their_name)
+        is_linear = value.dim() == 2 and "w" not in name.split(".")[0]
+        state[f"transformer.{name}"] = value.t() if is_linear else value  # (its Conv1D)
+    state["lm_head.weight"] = ours.token_embedding.weight
+    theirs.gpt2.load_state_dict(state)
+    assert theirs.gpt2.config._attn_implementation == "sdpa"
+    rows = torch.randint(211, (3, 33))
+    ids, labels = rows[:, :-1], rows[:, 1:].contiguous()
+    torch.testing.assert_close(theirs(ids, labels), ours(ids, labels))
+    n_parameters = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
+    assert n_parameters[0] == n_parameters[1]
+
+
+@pytest.mark.slow
+def test_the_peer_recomputes_when_told_to():
+    pytest.importorskip("transformers")
+    args = arguments("--loss-chunks", "1", "--n-layers", "6")
+    peaks = [
+        benchmark.measure(args, Job(policy, 8, peer="transformers"))["peak_bytes"]
+        for policy in ("none", "full")
+    ]
+    assert peaks[1] < 0.8 * peaks[0]
