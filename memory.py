@@ -248,7 +248,7 @@ class Planner:
         device_type: the kind of device it is planned for. The fake tensors are the CPU's in any
             case; for a GPU its fused dropout and attention are put in.
         accumulate: forward runs beside the gradients of an earlier micro-batch.
-        ddp: DistributedDataParallel's buckets are there.
+        ddp: gradients stay, in the buckets of DistributedDataParallel.
     """
 
     def __init__(
@@ -306,14 +306,23 @@ class Planner:
             beside = step.total[inside].max() - head(step.batch_size)
             return np.append(np.delete(step.total, inside), beside)
 
-        growth = (parts(one) - parts(two)) / (first - other)
+        start = parts(one)
+        growth = (start - parts(two)) / (first - other)
+
+        def beside_the_head(sequences: int) -> np.ndarray:
+            return start + growth * (sequences - first)
 
         def peak(sequences: int) -> int:
-            bytes_now = parts(one) + growth * (sequences - first)
-            return int(max(bytes_now[:-1].max(), bytes_now[-1] + head(sequences)))
+            now = beside_the_head(sequences)
+            return int(max(now[:-1].max(), now[-1] + head(sequences)))
 
+        # Chunks are whole: the head's bytes do not grow evenly, all others do. So look for the last
+        # batch that could fit, and from there down.
+        most = bisect_right(range(1, 10**6), budget, key=lambda n: beside_the_head(n).max())
+        while most > 0 and peak(most) > budget:
+            most -= 1
         asked = batch_size if self.step(batch_size, **memory).peak <= budget else 0
-        return max(asked, bisect_right(range(1, 10**6), budget, key=peak))
+        return max(asked, most)
 
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
         """What train_minimal.train_step does, without its data and its numbers."""
@@ -326,7 +335,9 @@ class Planner:
                 tracker.add(parameter).kind = "parameters"
                 for state in self.optimizer.state[parameter].values():
                     tracker.add(state).kind = "optimizer"
-            buckets = self.make_gradients(tracker)
+                if self.accumulate or self.ddp:
+                    parameter.grad = torch.empty_like(parameter)
+                    tracker.add(parameter.grad).kind = "gradients"
             ids, labels = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             tracker.add(ids).kind = "activations"  # backward will want them
             if config.offload_activations and self.on_cpu:
@@ -343,21 +354,7 @@ class Planner:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        del buckets
         return summarize(tracker, config, batch_size, self.seq_len, forward_end)
-
-    def make_gradients(self, tracker: StorageTracker) -> list[Tensor]:
-        """Those that are there before forward; returns what nothing else holds."""
-        buckets = []
-        for parameter in self.model.parameters():
-            if self.accumulate or self.ddp:
-                parameter.grad = torch.empty_like(parameter)
-                tracker.add(parameter.grad).kind = "gradients"
-            if self.accumulate and self.ddp:
-                # Until the last micro-batch they do not go through the buckets.
-                buckets.append(torch.empty_like(parameter))
-                tracker.add(buckets[-1]).kind = "gradients"
-        return buckets
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         enabled = self.precision != torch.float32

@@ -5,6 +5,7 @@ or, if nothing fits, the nearest thing that would.
 """
 
 import argparse
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable
@@ -61,6 +62,8 @@ def pick_recompute(planner: Planner, batch_size: int, budget: int) -> StepMemory
     rungs = [{"recompute_group": 1, "recompute_layers": None, **rung} for rung in RUNGS]
     rungs.sort(key=lambda rung: recompute_cost(replace(config, **rung), planner.seq_len))
     smallest = best = planner.step(batch_size, **rungs[0])  # none
+    if best.peak <= budget:
+        return best
     for rung in rungs[1:]:
 
         def first_layers(n: int, rung: dict[str, Any] = rung) -> dict[str, Any]:
@@ -69,25 +72,36 @@ def pick_recompute(planner: Planner, batch_size: int, budget: int) -> StepMemory
         def cost(n: int) -> tuple[float, int]:
             return recompute_cost(replace(config, **first_layers(n)), planner.seq_len)
 
-        def fits(n: int) -> bool:
-            return planner.step(batch_size, **first_layers(n)).peak <= budget
+        def peak(n: int) -> int:
+            return planner.step(batch_size, **(first_layers(n) if n else rungs[0])).peak
 
         most = n_layers
         if best.peak <= budget:  # only what is cheaper is of interest now
             most = bisect_left(
                 range(1, n_layers + 1), recompute_cost(best.config, planner.seq_len), key=cost
             )
-        if most > 0 and fits(most):
-            # The peak is a convex function of n: from the first n that fits, all up to `most` do.
-            n = 1 + bisect_left(range(1, most + 1), True, key=fits)
-            best = planner.step(batch_size, **first_layers(n))
+        if most > 0 and peak(most) <= budget:
+            best = planner.step(batch_size, **first_layers(fewest_layers(peak, most, budget)))
         elif most == n_layers:
             smallest = min(smallest, planner.step(batch_size, **rung), key=lambda step: step.peak)
     return best if best.peak <= budget else smallest
 
 
+def fewest_layers(peak: Callable[[int], int], most: int, budget: int) -> int:
+    """The first n in 1..most with peak(n) within the budget; n = 0 is over it, `most` is not.
+
+    The peak falls with n, nearly along a line: so interpolate, and look on both sides.
+    """
+    low, high = 0, most
+    while high - low > 1:
+        share = (peak(low) - budget) / (peak(low) - peak(high))
+        n = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        low, high = (low, n) if peak(n) <= budget else (n, high)
+    return high
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes that tensors can still take on the device."""
+    """Bytes that tensors can still take on the device. Raises UsageError if nobody knows."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -96,6 +110,8 @@ def free_memory(device: torch.device) -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
     except (OSError, StopIteration):  # not Linux: what is built in, as an upper limit
+        if not hasattr(os, "sysconf"):
+            raise UsageError("--memory-budget: this system does not tell what is free") from None
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:  # a container may have less than the machine
         limit, used = (

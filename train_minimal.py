@@ -266,7 +266,9 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     if finite:
         run.scaler.step(run.optimizer)
     run.scaler.update()  # float16: halves the loss scale after an overflow
-    run.optimizer.zero_grad(set_to_none=True)  # frees them (not DDP's buckets) for the next forward
+    # Frees them for the next forward. In DDP's buckets they stay: out of them, the gradients of
+    # several micro-batches would gather beside the buckets.
+    run.optimizer.zero_grad(set_to_none=not process.ddp)
     clock.lap("optimizer")
     return torch.stack(losses), grad_norm
 

@@ -20,10 +20,12 @@ TINY = (
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
-def run(command: list[str], timeout: float = 120, **env: str) -> subprocess.CompletedProcess:
+def run(
+    command: list[str], timeout: float = 120, cwd: Path = ROOT, **env: str
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=os.environ | env,
         capture_output=True,
         text=True,

@@ -41,6 +41,7 @@ def fake_worker(argv, job):
     }
 
 
+@pytest.mark.slow
 def test_measured_in_processes_of_their_own(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=240))

@@ -1,19 +1,23 @@
 """The planner is right: about real steps, about formulas, and about what fits."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from test_model import random_ids
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from closed_form import closed_form, recompute_cost, step_flops
 from memory import KINDS, Planner
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from plan import RUNGS, describe_recompute, pick_recompute, recompute_flags
+from scripts.ladder import LiveStorages
 
 T = 32
 CONFIG = MiniGPTConfig(
@@ -174,6 +178,33 @@ def test_ddp_holds_gradients_all_the_time():
     assert gradients[0] == sum(p.nbytes for p in plan.model.parameters())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ddp_takes_what_is_predicted(accumulate, tmp_path):
+    """By the ladder's tracker, around the real wrapper, as the trainers use it."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with LiveStorages() as storages:
+            model = MiniGPT(CONFIG).train()
+            optimizer = adamw(model)
+            wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            for _ in range(3):  # DDP sorts its buckets anew in the second step
+                storages.peak = storages.now
+                for micro_batch in range(accumulate):
+                    last = micro_batch == accumulate - 1
+                    with nullcontext() if last else wrapper.no_sync():
+                        ids = random_ids(16, T)
+                        wrapper(ids, ids).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)  # as train_step does with DDP
+        del wrapper
+    finally:
+        dist.destroy_process_group()
+    predicted = planner(ddp=True, accumulate=accumulate > 1).step(16).peak
+    assert predicted == pytest.approx(storages.peak, rel=0.003)
+
+
 # ---- closed form
 
 
@@ -263,8 +294,8 @@ def test_largest_batch_is_the_largest(chunks, memory, batch_size, monkeypatch):
     for budget in (2**22, 2**23):
         most = plan.largest_batch(budget, batch_size, **memory)
         assert most > 3
-        assert plan.step(most, **memory).peak <= budget * 1.002
-        assert plan.step(most + 1, **memory).peak > budget * 0.998
+        assert plan.step(most, **memory).peak <= budget
+        assert plan.step(most + 1, **memory).peak > budget
     assert plan.largest_batch(2**20, batch_size, **memory) == 0  # the weights alone are more
 
 

@@ -341,10 +341,9 @@ def test_each_attempt_meets_under_a_name_of_its_own():
 def test_a_process_that_hangs_ends_the_job(tmp_path):
     """By the timeout; and one line says so."""
     path = tmp_path / "run.pt"
-    result = faulty_torchrun(path, "hang:1:7", "--save-interval=5", expect=1, MINIGPT_TIMEOUT_S="3")
-    assert errors(result) == [
-        "error: rank 0 waited 3 s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
-    ]
+    result = faulty_torchrun(path, "hang:1:7", "--save-interval=5", expect=1, MINIGPT_TIMEOUT_S="5")
+    waited = "error: rank 0 waited 5 s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+    assert waited in errors(result)  # (rank 1, too, if it is that slow to wake up)
     assert "train_ddp.py" not in result.stderr  # no traceback but torchrun's own
     assert snapshot(path)["step"] == 5
 

@@ -1,9 +1,12 @@
 """What the README says is so."""
 
 import re
+import shutil
+import sys
+from importlib.util import find_spec
 
 import pytest
-from runs import ROOT
+from runs import ROOT, run
 
 from flags import build_parser
 from model import MiniGPT
@@ -56,3 +59,62 @@ def test_no_other_documents_have_dead_links():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
+
+
+# ---- its commands, run one after the other in a fresh copy, made small by flags at their end
+
+SHAPE = "--n-layers 1 --n-heads 2 --d-model 16 --d-ff 32 --seq-len 16 --max-position-embeddings 16"
+TRAINING = f"{SHAPE} --num-steps 4 --eval-batches 1 --sample-tokens 4"
+SMALL = {
+    "train_minimal.py": TRAINING,
+    "train_ddp.py": TRAINING,
+    "scripts.plan_memory": SHAPE,
+    "scripts.memory_timeline": f"{SHAPE} --vocab-size 61",
+    "scripts.benchmark": f"{SHAPE} --vocab-size 61 --policies none full --repeats 1 --steps 1",
+    "scripts.generate": "--max-new-tokens 5",
+    "scripts.plot_metrics": "",
+    "scripts.kept_tensors": "--d-model 16 --n-heads 2 --seq-len 16",
+    "scripts.checkpoint_from_scratch": "",
+}
+ELSEWHERE = {"scripts.ladder", "scripts.reliability", "pytest"}  # have tests of their own
+
+
+def runnable() -> list[str]:
+    text = README.replace("\\\n", " ")
+    bash = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M))
+    indented = re.findall(r"^    (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
+    commands = []
+    for line in [*bash.splitlines(), *indented]:
+        command = line.split("#")[0].split("&&")[-1].strip()
+        if command.startswith(("python ", "torchrun ")):
+            commands.append(command)
+    return commands
+
+
+def program(command: str) -> str:
+    found = re.search(r"train_\w+\.py|(?<=-m )\S+", command)
+    assert found, command
+    return found[0]
+
+
+def test_every_command_is_run_somewhere():
+    assert {program(command) for command in runnable()} <= SMALL.keys() | ELSEWHERE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws pictures")
+def test_commands_run(tmp_path):
+    made = shutil.ignore_patterns(".*", "__pycache__", "cache", "*.pt", "*.lock", "*.jsonl")
+    fresh = shutil.copytree(ROOT, tmp_path / "fresh", ignore=made)
+    (fresh / "data" / "train.txt").write_text("a line of text for a model to learn from\n" * 500)
+    for command in runnable():
+        name = program(command)
+        if name in ELSEWHERE:
+            continue
+        words = f"{command} {SMALL[name]}"
+        if "--train-data" in words:
+            words += " --tokenizer-name byte"
+        words = words.replace("torchrun", f"{sys.executable} -m torch.distributed.run --standalone")
+        words = re.sub(r"^python", sys.executable, words)
+        result = run(["bash", "-c", words], timeout=300, cwd=fresh)
+        assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"

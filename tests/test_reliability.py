@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at proces
 slow = pytest.mark.slow
 
 COUNTS = [
-    pytest.param("kill", {"kills": 2, "steps": 40}),
-    pytest.param("save", {"points": ["die-half-written"]}),
+    pytest.param("kill", {"kills": 1, "steps": 30}),
+    pytest.param("save", {"points": ["die-half-written"]}, marks=slow),
     pytest.param("bits", {}),
     pytest.param("code", {}),
     pytest.param("orphans", {}, marks=slow),

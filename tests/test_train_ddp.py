@@ -30,6 +30,7 @@ def test_two_processes_equal_one_with_two_micro_batches(tmp_path, flags):
             assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_snapshots_go_from_one_trainer_to_the_other(tmp_path):
     """1 -> 2 -> 1 processes with the same batch: still the same weights."""
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
