@@ -30,8 +30,8 @@ def closed_form(
                 - with dropout a mask of N C for each half, on a device that fuses it
     head        in chunks of r tokens: gradients of the weight 4 V C and of its input 4 N C, under
                 autocast a copy of the weight 2 V C, and the larger of
-                - float32 logits, log-softmax and a temporary 12 V r, autocast's copy of x 2 r C
-                - the gradients that a chunk adds a V C + a V r + 4 r C
+                - float32 logits, log-softmax and their gradient 12 V r
+                - the gradients of a chunk: a V r + 4 r C, under autocast the weight's, 2 V C
                 at once (loss_chunks=1) 12 V N, and autocast's copies 2 V C + 2 N C
 
     Their sum is not the peak: gradients come while activations go.
@@ -85,8 +85,8 @@ def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> 
     if n_chunks <= 1:
         return 12 * V * n_tokens + 2 * amp * (V * C + n_tokens * C)
     r, a = math.ceil(n_tokens / n_chunks), 2 if amp else 4
-    logits = 12 * V * r + 2 * amp * r * C
-    gradients = a * V * C + a * V * r + 4 * r * C
+    logits = 12 * V * r
+    gradients = a * V * r + 4 * r * C + 2 * amp * V * C
     return (4 + 2 * amp) * V * C + 4 * n_tokens * C + max(logits, gradients)
 
 

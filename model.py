@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from recompute import POLICIES, HostMemory, Offload, run_blocks
@@ -347,7 +347,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         device_type = x.device.type
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
-        cast_weight = weight.detach().to(dtype).requires_grad_()
+        cast_weight = weight.detach().to(dtype)
         count = (labels != -100).sum()  # stays on the device: reading it would stall a GPU
         # float16 ends at 6e-8. The usual cure, GradScaler's factor, comes only in backward, when
         # these gradients are long made; so they carry a factor of their own (a power of two:
@@ -357,18 +357,30 @@ class ChunkedHeadLoss(torch.autograd.Function):
         total = torch.zeros((), device=x.device)
         grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
         for x_chunk, label_chunk, grad_x_chunk in zip(
-            x.chunk(n_chunks), labels.chunk(n_chunks), grad_x.chunk(n_chunks), strict=True
+            x.detach().chunk(n_chunks),
+            labels.chunk(n_chunks),
+            grad_x.chunk(n_chunks),
+            strict=True,
         ):
             # The identity hooks keep this small graph to itself: whoever counts or offloads what
             # the model keeps for backward must not see tensors that are gone a line later.
             with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
-                x_chunk = x_chunk.detach().requires_grad_()
-                loss = chunk_loss(x_chunk, cast_weight, label_chunk) / count
-                gradients = torch.autograd.grad(loss * scale, (x_chunk, cast_weight))
-            grad_x_chunk.copy_(gradients[0])
-            grad_weight.add_(gradients[1])
+                logits = F.linear(x_chunk.requires_grad_(), cast_weight)  # (n, V)
+                edge = get_gradient_edge(logits)  # where its gradient arrives: backward ends there
+                loss = F.cross_entropy(logits.float(), label_chunk, reduction="sum") / count
+                del logits
+                (grad_logits,) = torch.autograd.grad(loss * scale, edge)
             total += loss.detach()
-            del gradients, loss  # not beside the next chunk's logits
+            del loss, edge
+            # The rest by hand, as it can add to what is there: to write a (V, C) gradient for each
+            # chunk would take as long as the matmul.
+            x_chunk = x_chunk.detach().to(dtype)
+            grad_x_chunk.copy_(grad_logits @ cast_weight)
+            if dtype == grad_weight.dtype:
+                grad_weight.addmm_(grad_logits.T, x_chunk)
+            else:
+                grad_weight += grad_logits.T @ x_chunk
+            del grad_logits  # not beside the next chunk's logits
         ctx.save_for_backward(grad_x.div_(scale), grad_weight.div_(scale))
         ctx.from_head = from_head
         return total
