@@ -186,9 +186,8 @@ temporaries. T={SEQ_LEN}, bfloat16 autocast without its cache, dropout 0, gradie
 head in as many chunks as it chooses itself, in one for `plain`. FLOPs of a whole step of 124M, B=2,
 in units of `none`'s. FlopCounterMode does not count the CPU's fused attention: the first column of
 FLOPs is matrix products alone, in which `sdpa` equals `full`. With dropout the CPU has no fused
-attention, and the products of the plain one are counted. Where `sdpa`, `full` and groups share one
-peak, no block stands at it: it is the end of backward, where the two gradients of the token
-embedding, as embedding and as head, and their sum are alive together.
+attention, and the products of the plain one are counted. Where `sdpa` and `full` share one peak, it
+stands in the first block's backward, when nearly nothing is kept and nearly all gradients are there.
 """
 
 
