@@ -187,7 +187,7 @@ head in as many chunks as it chooses itself, in one for `plain`. FLOPs of a whol
 in units of `none`'s. FlopCounterMode does not count the CPU's fused attention: the first column of
 FLOPs is matrix products alone, in which `sdpa` equals `full`. With dropout the CPU has no fused
 attention, and the products of the plain one are counted. Where `sdpa` and `full` share one peak, it
-stands in the first block's backward, when nearly nothing is kept and nearly all gradients are there.
+stands in the first block's backward: nearly nothing is kept there, but all gradients are there.
 """
 
 
