@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from closed_form import closed_form, recompute_cost, step_flops
 from memory import KINDS, Planner
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from plan import RUNGS, describe_recompute, pick_recompute, recompute_flags
+from plan import RUNGS, describe_recompute, fewest_layers, pick_recompute, recompute_flags
 from scripts.ladder import LiveStorages
 
 T = 32
@@ -248,6 +248,8 @@ def test_flops_equal_those_that_torch_counts(memory):
     attention = 2 * T * 2 * T * config.d_model  # of one block: needed thrice, replayed once
     again = config.n_recomputed if config.recompute in ("attn", "full") else 0
     expected = needed + replayed - attention * (3 * config.n_layers + again)
+    # Nor a product that adds in place to what is there: the head's weight gradient.
+    expected -= 2 * 2 * T * config.vocab_size * config.d_model
     assert counter.get_total_flops() == expected
 
 
@@ -280,6 +282,15 @@ def test_auto_takes_the_cheapest_that_fits(shape):
     assert pick_recompute(plan, batch_size, max(peaks)).config.recompute == "none"
     nothing = pick_recompute(plan, batch_size, min(peaks) - 1)
     assert nothing.peak == min(peaks)
+
+
+@pytest.mark.parametrize(
+    "peaks", [[90, 80, 70, 60, 50], [90, 89, 60, 59, 50], [90, 60, 55, 51, 50]]
+)
+def test_fewest_layers(peaks):
+    for budget in range(50, 90):
+        first = next(n for n, peak in enumerate(peaks) if peak <= budget)
+        assert fewest_layers(peaks.__getitem__, 4, budget) == first
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 4])
