@@ -361,7 +361,7 @@ def killed_torchrun(bench: Bench) -> str:
 def second_run(bench: Bench) -> str:
     """Two runs that write the same files by turns leave the snapshot of neither."""
     path = bench.path()
-    first = Trainer(path, PAUSE="0.2")
+    first = Trainer(path, PAUSE="1")  # slow enough to outlive the other's start
     first.wait_for_step(1)
     second = bench.train(path, "--seed=5", expect=2)
     check("another run" in second.errors()[0], second.errors()[0])
