@@ -124,12 +124,14 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
-def choose_recompute(make: MakePlanner, args: argparse.Namespace, budget: int) -> StepMemory:
-    """What `auto` takes.
+def choose_recompute(
+    planner: Planner, make: MakePlanner, args: argparse.Namespace, budget: int
+) -> StepMemory:
+    """What `auto` takes. `make` plans for other flags, in case nothing fits with these.
 
     Raises UsageError, with the nearest thing that would fit, if no policy does.
     """
-    step = pick_recompute(make(args), args.batch_size, budget)
+    step = pick_recompute(planner, args.batch_size, budget)
     if step.peak <= budget:
         return step
     limit = f"--memory-budget {format_bytes(budget)}"

@@ -452,8 +452,8 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     )
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
-    config = model_config(args, data.tokenizer.vocab_size)
-    config, plan = plan_memory(args, process, config, precision)
+    asked = model_config(args, data.tokenizer.vocab_size)
+    config, plan = plan_memory(args, process, asked, precision)
     identity = identify(args, process, config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
@@ -509,16 +509,17 @@ def plan_memory(
         make_optimizer=lambda model: make_optimizer(model, args, device),
         ddp=process.ddp,
     )
-    words = ""
+    words, planner = "", None
     if args.use_activation_checkpoint == "auto":
+        planner = make(args)
         budget = args.memory_budget or default_budget(device, process.processes_on_device)
-        config = choose_recompute(make, args, budget).config
+        config = choose_recompute(planner, make, args, budget).config
         words = f"auto takes {describe_recompute(config)}: the least that fits "
         words += f"{format_bytes(budget)}\nmemory   "
     if process.rank > 0:
         return config, words
     try:
-        words += describe_plan(make(args), config, args.batch_size)
+        words += describe_plan(planner or make(args), config, args.batch_size)
     except Exception as error:  # an aside: where fake tensors do not work, train anyway
         words += f"the peak could not be predicted ({type(error).__name__})"
     return config, words
