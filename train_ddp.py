@@ -192,7 +192,7 @@ def complain_once(message: object) -> None:
     The first of a machine says it and ends, for which torchrun ends the others. If it has nothing
     to complain about, they live long enough to say it themselves.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") not in ("0", ""):
         time.sleep(10)
     print_error(message)
 

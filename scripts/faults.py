@@ -1,4 +1,5 @@
-"""The trainers, with something going wrong at a chosen moment. scripts/reliability.py runs this.
+"""The trainers, with something going wrong at a chosen moment. scripts/reliability.py and
+tests/test_nothing_lost.py run this.
 
 FAULTS="nan:1:7 kill:0:9" torchrun --nproc-per-node=2 -m scripts.faults [flags of train_ddp.py]
 PAUSE=0.05 python -m scripts.faults [flags of train_minimal.py]
@@ -65,8 +66,19 @@ def infinite_loss(run: train_minimal.Run) -> Any:
     return lambda: setattr(run, "wrapped", wrapped)
 
 
+class Injected(Exception):
+    """A bug, somewhere."""
+
+
 def error(run: train_minimal.Run) -> None:
-    raise ArithmeticError("injected by scripts/faults.py")
+    raise Injected
+
+
+def stall(run: train_minimal.Run) -> None:
+    """A hang that ends when torchrun asks it to; a true one makes it wait 30 s before it kills."""
+    while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # as long as it has taken no note
+        time.sleep(0.1)
+    os._exit(1)
 
 
 def no_memory_on_the_gpu(run: train_minimal.Run) -> None:
@@ -88,6 +100,7 @@ STEP_FAULTS: dict[str, Callable[[train_minimal.Run], Any]] = {
     "error": error,
     "kill": lambda run: die(),
     "hang": lambda run: time.sleep(1000),
+    "stall": stall,
     "cuda-oom": no_memory_on_the_gpu,
     "oom": no_more_memory,
 }

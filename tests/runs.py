@@ -50,7 +50,7 @@ def torchrun(
     launch: tuple[str, ...] = (),
     **env: str,
 ) -> subprocess.CompletedProcess:
-    command = [*TORCHRUN, f"--nproc-per-node={processes}", *launch, script, *TINY]
+    command = [*TORCHRUN, f"--nproc-per-node={processes}", *launch, *script.split(), *TINY]
     result = run([*command, "--checkpoint-path", str(path), *flags], **env)
     assert result.returncode == expect, result.stdout + result.stderr
     return result

@@ -1,6 +1,6 @@
 """What a run does when something goes wrong around it: no step is lost, no bad one is kept.
 
-The faults are injected by faults.py, in a process of its own, or here by hand.
+The faults are injected by scripts/faults.py, in a process of its own, or here by hand.
 """
 
 import os
@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-import faults as faults_module
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +20,9 @@ from runs import ROOT, TINY, TORCHRUN, metrics, run, same, snapshot, torchrun
 
 import train_ddp
 import train_minimal
+from scripts.faults import Injected, weights_hash
+from scripts.faults import train_step as faulty_step
+from scripts.trainer_process import history
 from train_minimal import main
 
 FP32, FP16 = "--no-amp", "--amp-dtype=float16"
@@ -31,14 +33,14 @@ def train_here(path, *flags: str) -> int:
 
 
 def faulty(path, faults: str, *flags: str, expect: int = 0):
-    command = [sys.executable, "tests/faults.py", *TINY, "--checkpoint-path", str(path), *flags]
+    command = [sys.executable, "-m", "scripts.faults", *TINY, "--checkpoint-path", str(path), *flags]
     result = run(command, FAULTS=faults)
     assert result.returncode == expect, result.stdout + result.stderr
     return result
 
 
 def faulty_torchrun(path, faults: str, *flags: str, **options):
-    return torchrun(path, *flags, script="tests/faults.py", FAULTS=faults, **options)
+    return torchrun(path, *flags, script="-m scripts.faults", FAULTS=faults, **options)
 
 
 def errors(result) -> list[str]:
@@ -55,7 +57,7 @@ def inject(monkeypatch):
 
     def set_faults(faults: str) -> None:
         monkeypatch.setenv("FAULTS", faults)
-        monkeypatch.setattr(train_minimal, "train_step", faults_module.train_step)
+        monkeypatch.setattr(train_minimal, "train_step", faulty_step)
 
     return set_faults
 
@@ -77,7 +79,7 @@ def states_after_each_step(monkeypatch, tmp_path) -> dict[int, dict]:
     return states
 
 
-@pytest.mark.parametrize("fault", ["nan", "infinite_loss"])
+@pytest.mark.parametrize("fault", ["nan", "infinite-loss"])
 @pytest.mark.parametrize("precision", [FP32, FP16])
 def test_a_step_that_is_not_finite_changes_nothing(
     tmp_path, monkeypatch, inject, capsys, fault, precision
@@ -117,7 +119,7 @@ def test_a_save_that_falls_on_a_skipped_step_is_made_up_for(tmp_path, inject):
     assert snapshot(path)["step"] == 20  # the last step saves in any case
     assert snapshot(tmp_path / "run.prev.pt")["step"] == 15
     inject("nan:0:10 nan:0:11 error:0:13")
-    with pytest.raises(faults_module.Fault):
+    with pytest.raises(Injected):
         train_here(path, FP32, "--save-interval=5")
     assert snapshot(path)["step"] == 12
 
@@ -142,7 +144,7 @@ def test_float16_finds_its_scale_and_resumes_while_it_does(tmp_path, inject, cap
     assert skipped >= 4
     assert snapshot(whole)["scaler"]["scale"] == 2.0 ** (27 - skipped)
     inject("error:0:4")
-    with pytest.raises(faults_module.Fault):
+    with pytest.raises(Injected):
         train_here(path, FP16, "--resume", "--warmup-steps=0", "--save-interval=1")
     assert snapshot(path)["step"] == 1  # the scale is still too large
     inject("")
@@ -162,15 +164,17 @@ def test_all_processes_skip_or_none(tmp_path):
     """A gradient, then a loss, of process 1 alone; then three of them."""
     path = tmp_path / "run.pt"
     result = faulty_torchrun(
-        path, "nan:1:4 infinite_loss:1:7 nan:1:11 infinite_loss:0:12 nan:1:13", FP32,
+        path, "nan:1:4 infinite-loss:1:7 nan:1:11 infinite-loss:0:12 nan:1:13", FP32,
         "--save-interval=5", "--grad-accum-steps=2", expect=1,
     )  # fmt: skip
     steps = re.findall(r"warning  step (\d+): .* skipped", result.stdout)
     assert steps == ["4", "7", "11", "12"]
     assert "in a row, 11 to 13" in errors(result)[0] and "exitcode  : 3" in result.stderr
-    first, second = (torch.load(tmp_path / f"run.rank{rank}.pt") for rank in (0, 1))
-    assert same(first, second) and finite(first)
-    assert snapshot(path)["step"] == 10
+    after = history(path, rank=0)
+    assert after == history(path, rank=1)
+    assert len({after[step]["weights"] for step in (10, 11, 12, 13)}) == 1
+    state = snapshot(path)
+    assert state["step"] == 10 and weights_hash(state["model"]) == after[13]["weights"]
 
 
 # ---- Save first, then evaluate
@@ -186,11 +190,11 @@ def test_an_evaluation_that_dies_is_made_up_for(tmp_path, monkeypatch, inject, s
 
     def evaluate(run):
         if run.step == step:
-            raise faults_module.Fault
+            raise Injected
         return real(run)
 
     monkeypatch.setattr(train_minimal, "evaluate", evaluate)
-    with pytest.raises(faults_module.Fault):
+    with pytest.raises(Injected):
         train_here(path, *flags)
     assert snapshot(path)["step"] == step and metrics(path)[-1]["step"] == step - 1
     monkeypatch.undo()
@@ -212,7 +216,7 @@ def test_what_was_evaluated_after_the_save_still_counts(tmp_path, monkeypatch, i
     evaluate = lambda run: dict(val_loss=next(losses), val_ppl=1.0, val_bits_per_byte=None)  # noqa: E731
     monkeypatch.setattr(train_minimal, "evaluate", evaluate)
     inject("error:0:22")
-    with pytest.raises(faults_module.Fault):
+    with pytest.raises(Injected):
         train_here(path, *flags)
     inject("")
     assert train_here(path, *flags, "--resume") == 0
@@ -341,7 +345,7 @@ def test_each_attempt_meets_under_a_name_of_its_own():
 def test_a_process_that_hangs_ends_the_job(tmp_path):
     """By the timeout; and one line says so."""
     path = tmp_path / "run.pt"
-    result = faulty_torchrun(path, "hang:1:7", "--save-interval=5", expect=1, MINIGPT_TIMEOUT_S="5")
+    result = faulty_torchrun(path, "stall:1:7", "--save-interval=5", expect=1, MINIGPT_TIMEOUT_S="5")
     waited = "error: rank 0 waited 5 s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
     assert waited in errors(result)  # (rank 1, too, if it is that slow to wake up)
     assert "train_ddp.py" not in result.stderr  # no traceback but torchrun's own
@@ -352,7 +356,7 @@ def test_a_process_that_hangs_ends_the_job(tmp_path):
 def test_nobody_outlives_torchrun(tmp_path):
     """kill -9 leaves torchrun no time to end those that it started."""
     path = tmp_path / "run.pt"
-    command = [*TORCHRUN, "--nproc-per-node=2", "tests/faults.py", *TINY, "--num-steps=100000"]
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "scripts.faults", *TINY, "--num-steps=100000"]
     command += ["--log-interval=1", f"--checkpoint-path={path}"]
     launcher = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -397,7 +401,7 @@ KNOBS = {
 @pytest.mark.parametrize("flags", KNOBS)
 def test_out_of_memory_names_what_helps_next(tmp_path, inject, capsys, flags):
     path = tmp_path / "run.pt"
-    inject("out_of_memory:0:7")
+    inject("cuda-oom:0:7")
     assert train_here(path, "--save-interval=5", *flags.split()) == 4
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(r"error: out of memory with --batch-size \d --seq-len 16, recompute \w+;", line)
@@ -433,7 +437,7 @@ def test_one_line_for_all_processes(tmp_path):
 
 @pytest.mark.slow
 def test_one_line_of_a_process_that_is_alone_with_it(tmp_path):
-    result = faulty_torchrun(tmp_path / "run.pt", "out_of_memory:1:3", expect=1)
+    result = faulty_torchrun(tmp_path / "run.pt", "cuda-oom:1:3", expect=1)
     assert sum("out of memory with --batch-size 2" in line for line in errors(result)) == 1
     assert "exitcode  : 4" in result.stderr
 
