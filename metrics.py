@@ -218,7 +218,11 @@ def describe_run(run: "Run", plan: str, resumed: Resumed | None) -> str:
         if changed := changes(resumed.state, run.identity):
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
     elif args.checkpoint_path.exists():
-        lines.append(f"note     {args.checkpoint_path} will be replaced (--resume continues it)")
+        old = beside(args.checkpoint_path, ".old.pt")
+        lines.append(
+            f"note     {args.checkpoint_path} is of another run (--resume goes on with it); "
+            f"this one's first save renames it to {old.name}"
+        )
     return "\n".join(lines)
 
 

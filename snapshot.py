@@ -3,7 +3,8 @@
 A snapshot is a dict of plain types and tensors, written by `torch.save` and read with
 `weights_only=True`, so that opening somebody's file never runs their code. The file that
 `--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
-before) and `.best.pt` (lowest validation loss).
+before), `.best.pt` (lowest validation loss), and `.old.pt` (the newest one of the run that had the
+name before: somebody may merely have forgotten `--resume`).
 
 A snapshot is written before its step is evaluated and logged; `record` is the log line that was due
 then, for the run that goes on from it. `run` names the run, for torchrun's restarts (`load_own`).
@@ -74,7 +75,7 @@ def check_writable(path: Path, resuming: bool) -> None:
                 f"--checkpoint-path: {path} is there and is no snapshot; name another file"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix in (".prev.pt", ".best.pt", ".metrics.jsonl", ".lock"):
+        for suffix in (".prev.pt", ".best.pt", ".old.pt", ".metrics.jsonl", ".lock"):
             if beside(path, suffix).is_dir():
                 raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
             if beside(path, suffix) == path:
@@ -111,12 +112,13 @@ def lock(path: Path) -> IO[str] | None:
     return file
 
 
-def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
+def save_snapshot(path: Path, state: State, keep_as: str | None = None) -> None:
     """Write `state` to `path` so that a crash at any moment leaves a complete snapshot.
 
     Never in place: a process that dies half-way through overwriting its only snapshot has lost
     the run. The new file is complete, and on the disk (fsync), before a rename, which is atomic,
-    gives it its name. With `keep_previous` the file that had the name becomes `.prev.pt`.
+    gives it its name. The file that had it is replaced, or kept under the suffix `keep_as`:
+    `.prev.pt`, or `.old.pt` if it is of another run.
 
     Raises SaveError if the disk does not take it.
     """
@@ -128,8 +130,10 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        if keep_previous and path.exists():
-            os.replace(path, beside(path, ".prev.pt"))
+        if keep_as and path.exists():
+            os.replace(path, beside(path, keep_as))
+        if keep_as == ".old.pt":  # that run's: never to be taken for the one before ours
+            beside(path, ".prev.pt").unlink(missing_ok=True)
         os.replace(temporary, path)
         if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
             folder = os.open(path.parent, os.O_RDONLY)

@@ -587,7 +587,8 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
             "best_val_loss": run.best_val_loss,
             "record": record,
         }
-        save_snapshot(path, state, keep_previous=newest)
+        before = ".prev.pt" if run.saved_step else ".old.pt"  # ours, or another run's
+        save_snapshot(path, state, keep_as=before if newest else None)
     if newest:
         run.saved_step = run.step
 

@@ -33,7 +33,7 @@ def train_here(path, *flags: str) -> int:
 
 
 def faulty(path, faults: str, *flags: str, expect: int = 0):
-    command = [sys.executable, "-m", "scripts.faults", *TINY, "--checkpoint-path", str(path), *flags]
+    command = [sys.executable, "-m", "scripts.faults", *TINY, f"--checkpoint-path={path}", *flags]
     result = run(command, FAULTS=faults)
     assert result.returncode == expect, result.stdout + result.stderr
     return result
@@ -345,7 +345,9 @@ def test_each_attempt_meets_under_a_name_of_its_own():
 def test_a_process_that_hangs_ends_the_job(tmp_path):
     """By the timeout; and one line says so."""
     path = tmp_path / "run.pt"
-    result = faulty_torchrun(path, "stall:1:7", "--save-interval=5", expect=1, MINIGPT_TIMEOUT_S="5")
+    result = faulty_torchrun(
+        path, "stall:1:7", "--save-interval=5", expect=1, MINIGPT_TIMEOUT_S="5"
+    )
     waited = "error: rank 0 waited 5 s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
     assert waited in errors(result)  # (rank 1, too, if it is that slow to wake up)
     assert "train_ddp.py" not in result.stderr  # no traceback but torchrun's own

@@ -19,7 +19,7 @@ def state(step: int) -> dict:
 def test_previous_is_kept(tmp_path):
     path = tmp_path / "run.pt"
     for step in (1, 2, 3):
-        save_snapshot(path, state(step), keep_previous=True)
+        save_snapshot(path, state(step), keep_as=".prev.pt")
     assert read_snapshot(path)["step"] == 3
     assert read_snapshot(tmp_path / "run.prev.pt")["step"] == 2
     assert len(list(tmp_path.iterdir())) == 2
@@ -44,7 +44,7 @@ def test_failed_save_harms_nothing(tmp_path, monkeypatch, failing):
     what, name = {"fsync": (os, "fsync")}.get(failing, (torch, "save"))
     monkeypatch.setattr(what, name, hidden if failing == "hidden" else disk_full)
     with pytest.raises(SaveError, match="run.pt: disk full; it needs 0.0 MB, .* MB are free"):
-        save_snapshot(path, state(2), keep_previous=True)
+        save_snapshot(path, state(2), keep_as=".prev.pt")
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
     assert read_snapshot(path)["step"] == 1
@@ -86,7 +86,7 @@ def test_every_flipped_bit_in_the_stored_data_is_noticed(tmp_path):
 def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     path = tmp_path / "run.pt"
     save_snapshot(path, state(1))
-    save_snapshot(path, state(2), keep_previous=True)
+    save_snapshot(path, state(2), keep_as=".prev.pt")
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     if damage == "empty":

@@ -482,6 +482,33 @@ def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
     assert snapshot(path)["step"] == 20 and snapshot(previous)["step"] == 10
 
 
+def test_a_forgotten_resume_costs_nothing(tmp_path, monkeypatch, capsys, uninterrupted):
+    """The run that is replaced can still go on, from its newest snapshot."""
+    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
+    with monkeypatch.context() as here, pytest.raises(Crash):
+        crash_after(10, here)
+        train_here(path, "--save-interval=5")
+    before = path.read_bytes()
+    capsys.readouterr()
+    assert train_here(path, "--save-interval=5", "--seed=5") == 0
+    assert "first save renames it to run.old.pt" in capsys.readouterr().out
+    assert old.read_bytes() == before
+    assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [20, 15]
+    assert train_here(old, "--save-interval=5", "--resume") == 0
+    whole, _ = uninterrupted("--save-interval=5")
+    assert same(snapshot(old)["model"], whole["model"])
+
+
+def test_another_run_s_snapshot_is_never_the_one_before(tmp_path, capsys):
+    """To go on from it would be to go on with the other run."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--save-interval=5") == 0
+    assert train_here(path, "--num-steps=3") == 0
+    path.write_bytes(path.read_bytes()[:1000])
+    assert train_here(path, "--resume") == 2
+    assert "run.pt is no snapshot, or a damaged one" in capsys.readouterr().err
+
+
 def test_settings_of_the_optimizer_may_change(tmp_path):
     path = tmp_path / "run.pt"
     assert train_here(path, "--num-steps=2") == 0
