@@ -14,7 +14,7 @@ import torch
 from snapshot import Resumed, SaveError, beside, cannot_save, changes, saving
 
 if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
-    from train_minimal import Run
+    from run import Run
 
 
 def perplexity(loss: float) -> float:

@@ -10,8 +10,9 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,9 @@ from flags import UsageError
 from memory import Planner, StepMemory
 from metrics import format_bytes
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+
+if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
+    from run import OneProcess
 
 MakePlanner = Callable[[argparse.Namespace], Planner]
 
@@ -217,3 +221,63 @@ def default_budget(device: torch.device, processes: int) -> int:
     Not all of it: kernels need room to work in, and an allocator cannot use every gap.
     """
     return int(0.9 * free_memory(device) / processes)
+
+
+def plan_memory(
+    args: argparse.Namespace,
+    process: "OneProcess",
+    config: MiniGPTConfig,
+    precision: torch.dtype,
+    make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer],
+) -> tuple[MiniGPTConfig, str]:
+    """The config, with what `auto` takes, and in words what memory a step will need.
+
+    Raises UsageError if `auto` finds nothing that fits.
+    """
+    make = partial(
+        make_planner,
+        config=config,
+        device_type=process.device.type,
+        precision=precision,
+        make_optimizer=make_optimizer,
+        ddp=process.ddp,
+    )
+    words, planner = "", None
+    if args.use_activation_checkpoint == "auto":
+        planner = make(args)
+        budget = args.memory_budget or default_budget(process.device, process.processes_on_device)
+        config = choose_recompute(planner, make, args, budget).config
+        words = f"auto takes {describe_recompute(config)}: the least that fits "
+        words += f"{format_bytes(budget)}\nmemory   "
+    if process.rank > 0:
+        return config, words
+    try:
+        words += describe_plan(planner or make(args), config, args.batch_size)
+    except Exception as error:  # an aside: where fake tensors do not work, train anyway
+        words += f"the peak could not be predicted ({type(error).__name__})"
+    return config, words
+
+
+def next_knob(args: argparse.Namespace, device: torch.device | None, way_back: str | None) -> str:
+    """The settings that memory ran out with, and the next change: what helps most at least cost.
+
+    `device`: None if the run was not even set up. `way_back`: how to go on from what was saved; all
+    changes but the last leave a run that can: the same sequences make the same step.
+    """
+    policy = args.use_activation_checkpoint
+    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}; try"
+    back = f"; {way_back}" if way_back else ""
+    if device is None:
+        return f"{now} a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
+    if args.loss_chunks == 1:
+        return f"{now} --loss-chunks 0 (never holds all logits, costs nothing){back}"
+    if policy != "full" or args.recompute_layers is not None:
+        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full, in all layers")
+        return f"{now} {knob} (same results, some more time){back}"
+    if args.batch_size > 1:
+        part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)
+        size, steps = args.batch_size // part, args.grad_accum_steps * part
+        return f"{now} --batch-size {size} --grad-accum-steps {steps} (the same sequences){back}"
+    if device.type == "cuda" and not args.offload_activations:
+        return f"{now} --offload-activations{back}"
+    return f"{now} a shorter --seq-len or a smaller model"

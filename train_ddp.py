@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from train_minimal import OneProcess, run_safely  # before torch: it starts the clock
+from train_minimal import run_safely  # before torch: it starts the clock
 
 # isort: split
 import torch
@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flags import UsageError, build_parser, choose_device, print_error
 from model import MiniGPT
+from run import OneProcess
 
 START = "start it with torchrun: torchrun --nproc-per-node=2 train_ddp.py"
 

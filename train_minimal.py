@@ -13,8 +13,8 @@ Go on where a run stopped (same flags, plus one):
 
 Several devices: see train_ddp.py, which is the list of differences.
 
-Read learning_rate, train_step, evaluate and train first: they are the training. Before them stands
-what they share, after them how a run is set up. The flags are in flags.py.
+Read learning_rate, train_step, evaluate and train: they are the training. What a run consists of,
+how it is set up and saved, stands in run.py; the flags in flags.py.
 """
 
 import os
@@ -30,13 +30,8 @@ import argparse
 import math
 import signal
 import sys
-import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
 from io import TextIOWrapper
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,100 +39,24 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import DataError, Dataset, TrainBatches, ValBatches, load_dataset
-from flags import (
-    UsageError,
-    build_parser,
-    choose_device,
-    choose_precision,
-    fill_in,
-    model_config,
-    print_error,
-)
+from data import DataError
+from flags import UsageError, build_parser, choose_device, fill_in, print_error
 from memory import is_out_of_memory
 from metrics import (
     MetricsFile,
-    StepClock,
     card_memory,
     describe_result,
-    describe_run,
-    format_bytes,
     format_line,
-    logged_at,
     peak_memory,
     perplexity,
 )
-from model import MiniGPT, MiniGPTConfig
-from plan import (
-    choose_recompute,
-    default_budget,
-    describe_plan,
-    describe_recompute,
-    make_planner,
-)
-from snapshot import (
-    Resumed,
-    SaveError,
-    SnapshotError,
-    State,
-    beside,
-    check_resumable,
-    check_writable,
-    load_newest,
-    load_own,
-    lock,
-    restore,
-    save_snapshot,
-)
+from plan import next_knob
+from run import OneProcess, Run, save, set_up
+from snapshot import SaveError, SnapshotError, beside
 
 
 class NotFinite(Exception):
     """Training cannot go on: infinities and NaNs, step after step."""
-
-
-class OneProcess:
-    """What the loop asks of the world when there is one process. train_ddp.py has the other one."""
-
-    rank, world_size = 0, 1
-    ddp, processes_on_device = False, 1
-
-    def __init__(self, device: torch.device):
-        if type(self) is OneProcess and os.environ.get("WORLD_SIZE", "1") != "1":
-            world = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
-            raise UsageError(f"torchrun starts train_ddp.py; this is for one process, but {world}")
-        self.device = device
-        self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
-
-    def start(self) -> None:
-        """Meet the other processes. Called when data and flags are known to be good."""
-
-    def wrap(self, model: MiniGPT) -> nn.Module:
-        """The model that the loop calls."""
-        return model
-
-    def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
-        """A context for forward *and* backward: average gradients over processes, or not yet."""
-        return nullcontext()
-
-    def sum(self, values: list[float]) -> list[float]:
-        """Each value summed over all processes."""
-        return values
-
-    def largest(self, value: int) -> int:
-        """The largest of all processes' values."""
-        return value
-
-    def say(self, line: str) -> None:
-        """Print a line once, however many processes there are, beside the progress bar."""
-        # The reader may be gone (`| head -3`), or the disk with the log full. That ends many
-        # programs, and rightly; hours of training it should not. The run goes on in silence:
-        # metrics.jsonl has all the figures, and the snapshots are still written.
-        with suppress(OSError):
-            tqdm.write(line)
-            sys.stdout.flush()
-
-    def close(self) -> None:
-        """Leave the other processes."""
 
 
 class StopSignal:
@@ -159,45 +78,6 @@ class StopSignal:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-@dataclass
-class Run:
-    """One training run: what the functions below share."""
-
-    args: argparse.Namespace
-    process: OneProcess
-    data: Dataset
-    identity: State  # what a snapshot says about the run: config, flags, tokenizer, data
-    model: MiniGPT
-    wrapped: nn.Module  # the model as the loop calls it: itself, or in DDP's wrapper
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    precision: torch.dtype
-    train_batches: TrainBatches
-    val_batches: ValBatches
-    token_bytes: Tensor  # (V,) bytes that each token id stands for
-    clock: StepClock
-    held_lock: object = None  # keeps a second run off our files as long as this one lives
-    metrics: MetricsFile | None = None  # only process 0 has one
-    step: int = 0  # steps done
-    skipped: int = 0  # the last ones of them in a row whose update was skipped
-    saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
-    stopped_by: int = 0  # the signal that ended the run before its last step
-    best_val_loss: float = math.inf
-    # The log record of the step that was resumed from, if it has not been logged yet.
-    unreported: dict[str, Any] = field(default_factory=dict)
-
-    def autocast(self) -> torch.autocast:
-        """Matmuls in the chosen precision; LayerNorm, softmax and loss stay in float32.
-
-        Without the weight cache: it would hold a low-precision copy of every weight until the
-        forward ends, to save casts that this model does not repeat.
-        """
-        enabled = self.precision != torch.float32
-        dtype = self.precision if enabled else None  # float32 is no dtype of autocast's
-        device_type = self.process.device.type
-        return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
 
 
 # ------------------------------------------------------------------------------------ learning
@@ -427,172 +307,6 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------- setting up a run
-
-
-def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
-    """Data, model, optimizer; or the last snapshot of them.
-
-    What a user can get wrong goes wrong here, before anything is written or trained.
-    Raises UsageError, DataError or SnapshotError.
-    """
-    device, precision = process.device, choose_precision(args, process.device)
-    load = load_newest if args.resume else partial(load_own, run_id=process.run_id)
-    resumed = load(args.checkpoint_path)
-    data = load_dataset(
-        args.train_data,
-        args.val_data,
-        val_ratio=args.val_ratio,
-        tokenizer_name=args.tokenizer_name,
-        vocab_size=args.vocab_size,
-        toy=args.use_toy_data,
-        max_tokens=args.max_tokens,
-        seed=args.data_seed,
-        say=process.say,
-    )
-    train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
-    val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
-    asked = model_config(args, data.tokenizer.vocab_size)
-    config, plan = plan_memory(args, process, asked, precision)
-    identity = identify(args, process, config, data)
-    if resumed is not None:
-        check_resumable(resumed.state, identity, resumed.path)
-        identity["run"] = resumed.state.get("run")
-    check_writable(args.checkpoint_path, resuming=resumed is not None)
-    held_lock = lock(args.checkpoint_path) if process.rank == 0 else None
-
-    process.start()
-    step = resumed.state["step"] if resumed is not None else 0
-    if process.sum([step])[0] != step * process.world_size:
-        raise SnapshotError(f"--resume: not all processes see the same {args.checkpoint_path}")
-    torch.manual_seed(args.seed)
-    model = MiniGPT(config).to(device)
-    run = Run(
-        args=args,
-        process=process,
-        data=data,
-        identity=identity,
-        model=model,
-        wrapped=model,
-        optimizer=make_optimizer(model, args, device),
-        scaler=torch.amp.GradScaler(device.type, enabled=precision == torch.float16),
-        precision=precision,
-        train_batches=train_batches,
-        val_batches=val_batches,
-        token_bytes=torch.from_numpy(data.tokenizer.byte_lengths()).to(device),
-        clock=StepClock(),
-        held_lock=held_lock,
-    )
-    if resumed is not None:
-        go_on_from(resumed, run)
-    if process.rank == 0:
-        process.say(describe_run(run, plan, resumed))
-    if args.compile:
-        model.compile_blocks()
-    run.wrapped = process.wrap(model)
-    return run
-
-
-def plan_memory(
-    args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, precision: torch.dtype
-) -> tuple[MiniGPTConfig, str]:
-    """The config, with what `auto` takes, and in words what memory a step will need.
-
-    Raises UsageError if `auto` finds nothing that fits.
-    """
-    device = process.device
-    make = partial(
-        make_planner,
-        config=config,
-        device_type=device.type,
-        precision=precision,
-        make_optimizer=lambda model: make_optimizer(model, args, device),
-        ddp=process.ddp,
-    )
-    words, planner = "", None
-    if args.use_activation_checkpoint == "auto":
-        planner = make(args)
-        budget = args.memory_budget or default_budget(device, process.processes_on_device)
-        config = choose_recompute(planner, make, args, budget).config
-        words = f"auto takes {describe_recompute(config)}: the least that fits "
-        words += f"{format_bytes(budget)}\nmemory   "
-    if process.rank > 0:
-        return config, words
-    try:
-        words += describe_plan(planner or make(args), config, args.batch_size)
-    except Exception as error:  # an aside: where fake tensors do not work, train anyway
-        words += f"the peak could not be predicted ({type(error).__name__})"
-    return config, words
-
-
-def go_on_from(resumed: Resumed, run: Run) -> None:
-    """Put the run where the snapshot left it."""
-    args, process = run.args, run.process
-    restore(resumed, run.model, run.optimizer, run.scaler)
-    run.step = run.saved_step = resumed.state["step"]
-    run.best_val_loss = resumed.state["best_val_loss"]
-    if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
-        os.replace(resumed.path, args.checkpoint_path)
-    # The snapshot was written before its step was evaluated and logged. Was that still done?
-    logged = None
-    if process.rank == 0:
-        logged = logged_at(run.step, beside(args.checkpoint_path, ".metrics.jsonl"))
-        run.best_val_loss = min(run.best_val_loss, (logged or {}).get("val_loss") or math.inf)
-    if process.largest(int(process.rank == 0 and logged is None)):
-        run.unreported = dict(resumed.state.get("record", {}))
-
-
-def make_optimizer(
-    model: MiniGPT, args: argparse.Namespace, device: torch.device
-) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019), as one fused kernel where the device has it.
-
-    Weight decay pulls matrices towards zero. A bias or a LayerNorm gain has no reason to be small.
-    """
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    fused = device.type in ("cuda", "cpu")
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
-
-
-def identify(
-    args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, data: Dataset
-) -> State:
-    """The part of a snapshot that says which run it is of (plain types, no tensors)."""
-    return {
-        "run": process.run_id,
-        "config": asdict(config),
-        "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-        "tokenizer": data.tokenizer.state(),
-        "data": {
-            "description": data.description,
-            "fingerprint": data.fingerprint,
-            "sequences_per_step": args.batch_size * args.grad_accum_steps * process.world_size,
-        },
-    }
-
-
-def save(run: Run, path: Path, record: dict[str, Any]) -> None:
-    """Write a snapshot of the run. Process 0 does it: all have the same weights."""
-    newest = path == run.args.checkpoint_path
-    if run.process.rank == 0:
-        state = run.identity | {
-            "model": run.model.state_dict(),
-            "optimizer": run.optimizer.state_dict(),
-            "scaler": run.scaler.state_dict(),
-            "step": run.step,
-            "best_val_loss": run.best_val_loss,
-            "record": record,
-        }
-        before = ".prev.pt" if run.saved_step else ".old.pt"  # ours, or another run's
-        save_snapshot(path, state, keep_as=before if newest else None)
-    if newest:
-        run.saved_step = run.step
-
-
 def sample_text(run: Run) -> str:
     """A document from its beginning. The same run always samples the same text."""
     if run.args.sample_tokens == 0:
@@ -656,37 +370,15 @@ def run_safely(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        complain(f"out of memory with {next_knob(args, run)}")
+        device = run.process.device if run is not None else None
+        way = way_back(run) if run is not None and run.saved_step else None
+        complain(f"out of memory with {next_knob(args, device, way)}")
         return 4
     except KeyboardInterrupt:
         print(
             "\nstopped; --resume goes on from the last snapshot, if there is one", file=sys.stderr
         )
         return 130
-
-
-def next_knob(args: argparse.Namespace, run: Run | None) -> str:
-    """The settings that memory ran out with, and the next change: what helps most at least cost.
-
-    All but the last leave a run that can be resumed: the same sequences make the same step.
-    """
-    policy = args.use_activation_checkpoint
-    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}; try"
-    back = f"; {way_back(run)}" if run is not None and run.saved_step else ""
-    if run is None:  # it was not even set up
-        return f"{now} a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
-    if args.loss_chunks == 1:
-        return f"{now} --loss-chunks 0 (never holds all logits, costs nothing){back}"
-    if policy != "full" or args.recompute_layers is not None:
-        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full, in all layers")
-        return f"{now} {knob} (same results, some more time){back}"
-    if args.batch_size > 1:
-        part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)
-        size, steps = args.batch_size // part, args.grad_accum_steps * part
-        return f"{now} --batch-size {size} --grad-accum-steps {steps} (the same sequences){back}"
-    if run.process.device.type == "cuda" and not args.offload_activations:
-        return f"{now} --offload-activations{back}"
-    return f"{now} a shorter --seq-len or a smaller model"
 
 
 if __name__ == "__main__":

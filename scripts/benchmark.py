@@ -54,7 +54,8 @@ from memory import Planner, is_out_of_memory
 from metrics import StepClock, format_bytes
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from plan import default_budget, describe_recompute, make_planner
-from train_minimal import OneProcess, Run, make_optimizer, train_step
+from run import OneProcess, Run, make_optimizer
+from train_minimal import train_step
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"  # an optional dependency
 WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second finds it there

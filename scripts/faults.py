@@ -31,10 +31,12 @@ import train_minimal
 # isort: split
 import torch
 
+import run as run_module
 import snapshot
+from run import Run
 
 RANK = os.environ.get("RANK", "0")
-real_train_step, real_save_snapshot = train_minimal.train_step, train_minimal.save_snapshot
+real_train_step, real_save_snapshot = train_minimal.train_step, snapshot.save_snapshot
 real_save, real_replace = torch.save, os.replace
 
 
@@ -53,13 +55,13 @@ def die() -> None:
 # ---- Faults in a step
 
 
-def bad_gradient(value: float) -> Callable[[train_minimal.Run], Any]:
+def bad_gradient(value: float) -> Callable[[Run], Any]:
     """In one weight's gradient, of this process alone, on its way into the average."""
     name = "blocks.0.mlp.c_fc.weight"
     return lambda run: run.model.get_parameter(name).register_hook(lambda g: g * value).remove
 
 
-def infinite_loss(run: train_minimal.Run) -> Any:
+def infinite_loss(run: Run) -> Any:
     """With gradients that are finite: a step that looks only at those would be taken."""
     wrapped = run.wrapped
     run.wrapped = lambda *batch: wrapped(*batch) + math.inf  # type: ignore[assignment]
@@ -70,22 +72,22 @@ class Injected(Exception):
     """A bug, somewhere."""
 
 
-def error(run: train_minimal.Run) -> None:
+def error(run: Run) -> None:
     raise Injected
 
 
-def stall(run: train_minimal.Run) -> None:
+def stall(run: Run) -> None:
     """A hang that ends when torchrun asks it to; a true one makes it wait 30 s before it kills."""
     while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # as long as it has taken no note
         time.sleep(0.1)
     os._exit(1)
 
 
-def no_memory_on_the_gpu(run: train_minimal.Run) -> None:
+def no_memory_on_the_gpu(run: Run) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def no_more_memory(run: train_minimal.Run) -> None:
+def no_more_memory(run: Run) -> None:
     """From now on the system gives this process not a byte: a real failure of the CPU allocator."""
     import resource
 
@@ -93,12 +95,13 @@ def no_more_memory(run: train_minimal.Run) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
 
 
-STEP_FAULTS: dict[str, Callable[[train_minimal.Run], Any]] = {
+STEP_FAULTS: dict[str, Callable[[Run], Any]] = {
     "nan": bad_gradient(math.nan),
     "overflow": bad_gradient(math.inf),
     "infinite-loss": infinite_loss,
     "error": error,
     "kill": lambda run: die(),
+    "term": lambda run: os.kill(os.getpid(), signal.SIGTERM),
     "hang": lambda run: time.sleep(1000),
     "stall": stall,
     "cuda-oom": no_memory_on_the_gpu,
@@ -106,7 +109,7 @@ STEP_FAULTS: dict[str, Callable[[train_minimal.Run], Any]] = {
 }
 
 
-def train_step(run: train_minimal.Run) -> Any:
+def train_step(run: Run) -> Any:
     time.sleep(float(os.environ.get("PAUSE", "0")))
     undo = [STEP_FAULTS[kind](run) for kind in faults_at(run.step, STEP_FAULTS)]
     result = real_train_step(run)
@@ -194,9 +197,8 @@ def save_snapshot(path: Path, state: snapshot.State, *args: Any, **options: Any)
 
 
 if __name__ == "__main__":
-    # train_ddp has no names of its own for these: it calls train_minimal's loop.
     train_minimal.train_step = train_step
-    train_minimal.save_snapshot = save_snapshot
+    run_module.save_snapshot = save_snapshot
     if "WORLD_SIZE" in os.environ:
         train_ddp.main_and_exit()
     else:

@@ -34,7 +34,7 @@ from flags import UsageError, choose_device, choose_precision, model_config, pri
 from memory import KINDS, Planner, StepMemory, follow
 from model import MiniGPT
 from plan import RUNGS, describe_recompute, make_planner
-from train_minimal import make_optimizer
+from run import make_optimizer
 
 GIB = 2**30
 PHASES = ("forward", "head", "backward", "optimizer")

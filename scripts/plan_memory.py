@@ -46,7 +46,7 @@ from plan import (
     recompute_flags,
     way_out,
 )
-from train_minimal import make_optimizer
+from run import make_optimizer
 
 
 @dataclass(frozen=True)

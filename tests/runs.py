@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+import train_minimal
+
 ROOT = Path(__file__).parent.parent
 # The smallest run that still has everything: two layers, dropout, epochs of 6 steps (12 windows).
 TINY = (
@@ -39,6 +41,12 @@ def train(path: Path, *flags: str, expect: int = 0) -> subprocess.CompletedProce
     result = run(command)
     assert result.returncode == expect, result.stdout + result.stderr
     return result
+
+
+def train_here(path: Path, *flags: str) -> int:
+    """Like `train`, but in this process, whose random state is somewhere else each time."""
+    torch.rand(int(torch.randint(1, 100, ())))
+    return train_minimal.main([*TINY, "--checkpoint-path", str(path), *flags])
 
 
 def torchrun(

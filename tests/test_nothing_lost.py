@@ -16,20 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from runs import ROOT, TINY, TORCHRUN, metrics, run, same, snapshot, torchrun
+from runs import ROOT, TINY, TORCHRUN, metrics, run, same, snapshot, torchrun, train_here
 
 import train_ddp
 import train_minimal
 from scripts.faults import Injected, weights_hash
 from scripts.faults import train_step as faulty_step
 from scripts.trainer_process import history
-from train_minimal import main
 
 FP32, FP16 = "--no-amp", "--amp-dtype=float16"
-
-
-def train_here(path, *flags: str) -> int:
-    return main([*TINY, "--checkpoint-path", str(path), *flags])
 
 
 def faulty(path, faults: str, *flags: str, expect: int = 0):
@@ -161,7 +156,11 @@ def test_float16_that_never_finds_a_scale_ends_the_run(tmp_path, inject, capsys)
 
 
 def test_all_processes_skip_or_none(tmp_path):
-    """A gradient, then a loss, of process 1 alone; then three of them."""
+    """A gradient, then a loss, of process 1 alone; then three of them.
+
+    And all have the same weights after each step, though they average gradients only in the second
+    micro-batch: one that steps on gradients of its own drifts at once.
+    """
     path = tmp_path / "run.pt"
     result = faulty_torchrun(
         path, "nan:1:4 infinite-loss:1:7 nan:1:11 infinite-loss:0:12 nan:1:13", FP32,
@@ -415,7 +414,7 @@ def test_out_of_memory_before_training(tmp_path, monkeypatch, capsys):
     def make_optimizer(*args):
         raise MemoryError
 
-    monkeypatch.setattr(train_minimal, "make_optimizer", make_optimizer)
+    monkeypatch.setattr("run.make_optimizer", make_optimizer)
     assert train_here(tmp_path / "run.pt") == 4
     assert "; try a smaller model (--n-layers, --d-model)" in capsys.readouterr().err
 

@@ -1,8 +1,9 @@
 """Two processes are one process with twice the micro-batches: to the bit."""
 
 import pytest
-import torch
-from runs import metrics, same, snapshot, torchrun, train
+from runs import metrics, same, snapshot, torchrun, train_here
+
+from scripts.trainer_process import history
 
 FULL = "--use-activation-checkpoint"
 
@@ -20,7 +21,7 @@ def test_two_processes_equal_one_with_two_micro_batches(tmp_path, flags):
     """Weights, losses, validation loss; 12 validation windows in batches of 5 are 5, 5 and 2."""
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     both = (*flags, "--batch-size=5", "--eval-interval=7")
-    train(one, *both, "--grad-accum-steps=2")
+    assert train_here(one, *both, "--grad-accum-steps=2") == 0
     torchrun(two, *both)
     assert same(weights(one), weights(two))
     assert same(snapshot(one)["optimizer"]["state"], snapshot(two)["optimizer"]["state"])
@@ -35,10 +36,10 @@ def test_snapshots_go_from_one_trainer_to_the_other(tmp_path):
     """1 -> 2 -> 1 processes with the same batch: still the same weights."""
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
     constant = ("--lr-scheduler=constant", "--warmup-steps=0", "--lr=1e-2", FULL)
-    train(whole, *constant, "--grad-accum-steps=2", "--num-steps=9")
-    train(path, *constant, "--grad-accum-steps=2", "--num-steps=3")
+    assert train_here(whole, *constant, "--grad-accum-steps=2", "--num-steps=9") == 0
+    assert train_here(path, *constant, "--grad-accum-steps=2", "--num-steps=3") == 0
     torchrun(path, *constant, "--resume", "--num-steps=6")
-    train(path, *constant, "--resume", "--grad-accum-steps=2", "--num-steps=9")
+    assert train_here(path, *constant, "--resume", "--grad-accum-steps=2", "--num-steps=9") == 0
     assert same(weights(path), weights(whole))
     assert not [name for name in weights(path) if name.startswith(("module.", "_orig_mod."))]
 
@@ -48,7 +49,7 @@ def test_four_micro_batches_in_two_processes(tmp_path):
     """((a + b) + c) + d is not (a + c) + (b + d) in the last bit, and nothing more than that."""
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     flags = ("--no-amp", "--num-steps=1")
-    train(one, *flags, "--grad-accum-steps=4")
+    assert train_here(one, *flags, "--grad-accum-steps=4") == 0
     torchrun(two, *flags, "--grad-accum-steps=2")
     # After one step Adam's first moment is a tenth of the (clipped) gradient.
     moments = [snapshot(path)["optimizer"]["state"].values() for path in (one, two)]
@@ -56,23 +57,15 @@ def test_four_micro_batches_in_two_processes(tmp_path):
         assert (a["exp_avg"] - b["exp_avg"]).norm() <= 1e-6 * a["exp_avg"].norm()
 
 
-def test_ranks_end_with_the_same_weights(tmp_path):
-    """With no_sync in play: a rank that steps on gradients of its own drifts at once."""
-    torchrun(tmp_path / "run.pt", "--grad-accum-steps=2", script="tests/ddp_all_ranks_save.py")
-    first, second = (torch.load(tmp_path / f"run.rank{rank}.pt") for rank in (0, 1))
-    assert same(first, second)
-    assert same(first, weights(tmp_path / "run.pt"))
-
-
 def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
     """torchrun exits with 1 whatever its processes do; the snapshot tells that all agreed."""
-    path, whole, script = tmp_path / "run.pt", tmp_path / "whole.pt", "tests/ddp_all_ranks_save.py"
-    torchrun(path, script=script, expect=1, STOP_RANK="1", STOP_STEP="6")
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    torchrun(path, script="-m scripts.faults", expect=1, FAULTS="term:1:6")
     assert snapshot(path)["step"] == 6
-    first, second = (torch.load(tmp_path / f"run.rank{rank}.pt") for rank in (0, 1))
-    assert same(first, second) and same(first, weights(path))
+    first, second = (history(path, rank) for rank in (0, 1))
+    assert first == second and max(first) == 6
     torchrun(path, "--resume")
-    train(whole, "--grad-accum-steps=2")
+    assert train_here(whole, "--grad-accum-steps=2") == 0
     assert same(weights(path), weights(whole))
 
 

@@ -8,21 +8,17 @@ import sys
 
 import pytest
 import torch
-from runs import TINY, metrics, run, same, snapshot, train
+from runs import TINY, metrics, run, same, snapshot, train, train_here
 
 import train_minimal
-from flags import build_parser, cpu_has_bfloat16, fill_in
+from flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
 from metrics import format_line
-from train_minimal import learning_rate, main
+from model import MiniGPT
+from run import OneProcess, make_optimizer, set_up
+from train_minimal import learning_rate
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
-
-
-def train_here(path, *flags: str) -> int:
-    """Like runs.train, but in this process, whose random state is somewhere else each time."""
-    torch.rand(int(torch.randint(1, 100, ())))
-    return main([*TINY, "--checkpoint-path", str(path), *flags])
 
 
 class Crash(Exception):
@@ -111,12 +107,12 @@ def test_float16_scaler_resumes(tmp_path, monkeypatch, uninterrupted):
 
 
 def test_resumed_in_another_process(tmp_path):
-    """Once as a user does it: three processes, the policy changed on the way."""
+    """Once as a user does it, in two processes; the policy is changed on the way."""
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    train(whole)
-    train(parts, "--num-steps=12", "--lr-scheduler=constant", "--warmup-steps=1")
-    train(parts, "--resume", FULL, "--lr-scheduler=constant", "--warmup-steps=1")
-    train(whole, "--lr-scheduler=constant", "--warmup-steps=1")
+    constant = ("--lr-scheduler=constant", "--warmup-steps=1")
+    train(parts, "--num-steps=12", *constant)
+    train(parts, "--resume", FULL, *constant)
+    assert train_here(whole, *constant) == 0
     assert same(snapshot(whole)["model"], snapshot(parts)["model"])
 
 
@@ -188,7 +184,7 @@ def test_validation_loss_is_that_of_all_tokens_at_once(tmp_path):
     losses = []
     for batch_size in (5, 12):
         argv = [*TINY, f"--batch-size={batch_size}", f"--checkpoint-path={tmp_path}/run.pt"]
-        run = train_minimal.set_up(arguments(*argv), train_minimal.OneProcess(torch.device("cpu")))
+        run = set_up(arguments(*argv), OneProcess(torch.device("cpu")))
         assert len(run.val_batches) == {5: 3, 12: 1}[batch_size]
         losses.append(train_minimal.evaluate(run)["val_loss"])
         run.held_lock.close()
@@ -279,8 +275,8 @@ def test_clipping_sees_true_gradients(tmp_path):
 
 def test_weight_decay_is_for_matrices(tmp_path):
     args = arguments("--weight-decay=0.3")
-    model = train_minimal.MiniGPT(train_minimal.model_config(args, 31))
-    optimizer = train_minimal.make_optimizer(model, args, torch.device("cpu"))
+    model = MiniGPT(model_config(args, 31))
+    optimizer = make_optimizer(model, args, torch.device("cpu"))
     decayed, free = optimizer.param_groups
     assert decayed["weight_decay"] == 0.3 and free["weight_decay"] == 0
     assert all(p.dim() == 2 for p in decayed["params"]) and all(
@@ -293,9 +289,9 @@ def test_precision_follows_the_hardware(monkeypatch):
     cpu = torch.device("cpu")
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr("flags.cpu_has_bfloat16", lambda has=has: has)
-        assert train_minimal.choose_precision(arguments(), cpu) == dtype
-    assert train_minimal.choose_precision(arguments(BF16), cpu) == torch.bfloat16
-    assert train_minimal.choose_precision(arguments(FP32), cpu) == torch.float32
+        assert choose_precision(arguments(), cpu) == dtype
+    assert choose_precision(arguments(BF16), cpu) == torch.bfloat16
+    assert choose_precision(arguments(FP32), cpu) == torch.float32
     assert isinstance(cpu_has_bfloat16(), bool)
 
 
@@ -336,7 +332,7 @@ def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeyp
     def fail(*args):
         raise NotImplementedError("no such device")
 
-    monkeypatch.setattr(train_minimal, "describe_plan", fail)
+    monkeypatch.setattr("plan.describe_plan", fail)
     assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
     assert "could not be predicted (NotImplementedError)" in capsys.readouterr().out
 
