@@ -5,6 +5,7 @@ A mistake costs the user one line and exit code 2, before anything is read or wr
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -64,6 +65,16 @@ def byte_count(text: str) -> int:
         )
     power = " kmgt".index(match[2] or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def output_file(text: str) -> Path:
+    """An argparse type: a file that can be written, before hours are spent on what goes into it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} to write to")
+    return path
 
 
 def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:

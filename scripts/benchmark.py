@@ -17,7 +17,6 @@ gaps are in that too.
 
 import argparse
 import json
-import os
 import platform
 import shlex
 import statistics
@@ -47,6 +46,7 @@ from flags import (
     fill_in,
     model_config,
     number,
+    output_file,
     print_error,
 )
 from flags import build_parser as trainers_parser
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="also at the largest batch that fits in --memory-budget")
     add("--peer", choices=("transformers",),
         help="also Hugging Face's GPT2LMHeadModel, with and without its gradient checkpointing")
-    add("--json", type=Path, metavar="FILE", help="write the raw numbers there")
+    add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
     add("--worker", help=argparse.SUPPRESS)  # a Job: measure it, here and now
     # fmt: on
     return parser
@@ -119,8 +119,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Finds mistakes before anything is measured, and fills in defaults. Raises UsageError."""
-    if args.json and not (args.json.parent.is_dir() and os.access(args.json.parent, os.W_OK)):
-        raise UsageError(f"--json {args.json}: there is no folder {args.json.parent} to write to")
     if args.use_activation_checkpoint != "none":
         raise UsageError("--use-activation-checkpoint: here --policies names what is measured")
     if args.memory_budget is not None and not args.largest_batch:

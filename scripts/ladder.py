@@ -9,7 +9,6 @@ disagree with memory.py. Nothing here depends on the speed of the machine, or on
 """
 
 import json
-import os
 import sys
 import time
 import weakref
@@ -17,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from flags import OneLineParser
+from flags import OneLineParser, output_file
 from model import MiniGPT, MiniGPTConfig
 
 SEQ_LEN = 1024
@@ -193,10 +191,10 @@ stands in the first block's backward: nearly nothing is kept there, but all grad
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m scripts.ladder", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the raw numbers there"
+    )
     args = parser.parse_args(argv)
-    if args.json and not (args.json.parent.is_dir() and os.access(args.json.parent, os.W_OK)):
-        parser.error(f"--json {args.json}: there is no folder {args.json.parent} to write to")
 
     start = time.perf_counter()
     total = len(RUNGS) * (len(CONFIGURATIONS) + 2)

@@ -30,7 +30,14 @@ from torch.profiler import profile, record_function
 
 import flags
 from closed_form import step_flops
-from flags import UsageError, choose_device, choose_precision, model_config, print_error
+from flags import (
+    UsageError,
+    choose_device,
+    choose_precision,
+    model_config,
+    output_file,
+    print_error,
+)
 from memory import KINDS, Planner, StepMemory, follow
 from model import MiniGPT
 from plan import RUNGS, describe_recompute, make_planner
@@ -405,16 +412,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     # fmt: off
     add("--out", type=Path, default=Path(), metavar="FOLDER",
         help="where the pictures go (default: here)")
-    add("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add("--json", type=output_file, metavar="FILE", help="write the numbers there")
     add("--measure", action="store_true",
         help="also train, and draw the allocator's own record over the prediction (slow on a CPU)")
     add("--measured", type=Path, metavar="FILE",
         help="from scripts.benchmark --json: the frontier shows its times, not FLOPs")
     # fmt: on
     args = parser.parse_args(argv)
-    for flag, folder in (("--out", args.out), ("--json", args.json and args.json.parent)):
-        if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise UsageError(f"{flag}: there is no folder {folder} to write to")
+    if not (args.out.is_dir() and os.access(args.out, os.W_OK)):
+        raise UsageError(f"--out: there is no folder {args.out} to write to")
     flags.fill_in(args)
     args.vocab_size = args.vocab_size or 50257
     if not args.no_amp and args.amp_dtype == "auto":

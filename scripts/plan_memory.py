@@ -11,13 +11,11 @@ laptop. `--device cuda` plans for a GPU wherever you are.
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from flags import (
     fill_in,
     model_config,
     number,
+    output_file,
     print_error,
 )
 from memory import Planner, StepMemory
@@ -87,10 +86,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("plan (all else as in train_minimal.py)").add_argument
     add("--nproc-per-node", type=number(int, 1, 10**4), metavar="N",
         help="plan for train_ddp.py, with N processes on a machine")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write the table there, in bytes")
+    add("--json", type=output_file, metavar="FILE", help="write the table there, in bytes")
     args = parser.parse_args(argv)
-    if args.json and not (args.json.parent.is_dir() and os.access(args.json.parent, os.W_OK)):
-        parser.error(f"--json {args.json}: there is no folder {args.json.parent} to write to")
     args.use_activation_checkpoint = "auto"
     args.recompute_layers, args.recompute_group, args.offload_activations = None, 1, False
     return fill_in(args)

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import torch
 
-from flags import OneLineParser
+from flags import OneLineParser, output_file
 from scripts.faults import SAVE_FAULTS, weights_hash
 from scripts.trainer_process import (
     DEADLINE,
@@ -690,12 +690,10 @@ def table(results: list[Result]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m scripts.reliability", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", default=list(ROWS),
                         help=f"some rows: {' '.join(ROWS)}")  # fmt: skip
     args = parser.parse_args(argv)
-    if args.json and not (args.json.parent.is_dir() and os.access(args.json.parent, os.W_OK)):
-        parser.error(f"--json {args.json}: there is no folder {args.json.parent} to write to")
     if sys.platform != "linux":
         parser.error("scripts.reliability needs Linux: it looks at processes through /proc")
 

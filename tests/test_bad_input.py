@@ -464,7 +464,8 @@ SCRIPTS = {
     "plot: no picture format": plots("x.jsonl", RECORD, "--output x.jsonl", output="x.jsonl"),
     "plot: no folder": plots("x.jsonl", RECORD, "--output no/x.png", output="no/x.png"),
     "kept_tensors: heads": Case("kept_tensors", "--d-model=50", ("--d-model, --n-heads: ",)),
-    "ladder: no folder": Case("ladder", "--json=no/x.json", ("--json no/x.json: there is no",)),
+    "ladder: no folder": Case("ladder", "--json=no/x.json", ("--json: there is no folder no",)),
+    "ladder: a folder": Case("ladder", "--json=.", ("--json: . is a folder",)),
 }
 
 TABLES = {

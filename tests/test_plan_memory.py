@@ -15,21 +15,25 @@ SHAPE = (
 ).split()
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> dict:
+    return plan(tmp_path_factory.mktemp("plain"), "--memory-budget=1GiB")
+
+
 def plan(tmp_path, *flags: str) -> dict:
     path = tmp_path / "plan.json"
     assert plan_memory.main([*SHAPE, "--json", str(path), *flags]) == 0
     return json.loads(path.read_text())
 
 
-def test_a_row_for_each_policy_and_the_cheapest_that_fits_is_marked(tmp_path, capsys):
-    wide = plan(tmp_path, "--memory-budget=1GiB")
-    names = [row["name"] for row in wide["rows"]]
+def test_a_row_for_each_policy_and_the_cheapest_that_fits_is_marked(tmp_path, capsys, plain):
+    names = [row["name"] for row in plain["rows"]]
     assert names == [
         *("none", "cheap", "selective", "mlp", "attn", "sdpa", "full"),
         *("full in groups of 2", "full, offloaded"),
     ]
-    peaks = {row["name"]: row["peak_bytes"] for row in wide["rows"]}
-    assert wide["takes"] == "none" and all(row["fits"] for row in wide["rows"])
+    peaks = {row["name"]: row["peak_bytes"] for row in plain["rows"]}
+    assert plain["takes"] == "none" and all(row["fits"] for row in plain["rows"])
     capsys.readouterr()
 
     budget = (peaks["none"] + peaks["full"]) // 2
@@ -47,8 +51,8 @@ def test_a_row_for_each_policy_and_the_cheapest_that_fits_is_marked(tmp_path, ca
     assert out.splitlines()[-1].endswith(shlex.join(taken["flags"]))
 
 
-def test_the_command_runs_what_was_planned(tmp_path, capsys):
-    budget = [row["peak_bytes"] for row in plan(tmp_path)["rows"]][1]
+def test_the_command_runs_what_was_planned(tmp_path, capsys, plain):
+    budget = plain["rows"][1]["peak_bytes"]
     flags = ["--use-activation-checkpoint", "--recompute-group=2", "--lr", "1e-3", "--grad-accum=2"]
     flags[-1] = "--grad-accum-steps=2"
     capsys.readouterr()
@@ -63,12 +67,12 @@ def test_the_command_runs_what_was_planned(tmp_path, capsys):
         assert getattr(args, name) == getattr(asked, name)
 
 
-def test_ddp_and_accumulation_are_planned(tmp_path, capsys):
-    alone, ddp = plan(tmp_path), plan(tmp_path, "--nproc-per-node", "2")
-    assert ddp["rows"][0]["at_peak"]["gradients"] > alone["rows"][0]["at_peak"]["gradients"]
+def test_ddp_and_accumulation_are_planned(tmp_path, capsys, plain):
+    ddp = plan(tmp_path, "--nproc-per-node", "2")
+    assert ddp["rows"][0]["at_peak"]["gradients"] > plain["rows"][0]["at_peak"]["gradients"]
     assert "torchrun --nproc-per-node=2 train_ddp.py" in capsys.readouterr().out
     several = plan(tmp_path, "--grad-accum-steps=2")
-    assert several["rows"][0]["peak_bytes"] > alone["rows"][0]["peak_bytes"]
+    assert several["rows"][0]["peak_bytes"] > plain["rows"][0]["peak_bytes"]
 
 
 def test_a_gpu_that_is_not_here(tmp_path, capsys, monkeypatch):
@@ -109,7 +113,7 @@ def test_vocabulary_is_known_without_data(flags, vocabulary):
         ("--memory-budget -1GiB", "--memory-budget"),
         ("--memory-budget 8QiB", "--memory-budget: must be a number with a unit"),
         ("--n-heads 3", "must be divisible by --n-heads"),
-        ("--json nowhere/plan.json", "--json nowhere/plan.json: there is no folder nowhere"),
+        ("--json nowhere/plan.json", "--json: there is no folder nowhere"),
         ("--tokenizer-name nonsense.tiktoken", "nonsense.tiktoken"),
         ("--nproc-per-node 0", "--nproc-per-node"),
     ],

@@ -23,7 +23,7 @@ def test_the_two_commands():
     lines = re.findall(r"^    (pip install -r .*)$", README, re.M)
     assert lines == [
         "pip install -r requirements.txt && python train_minimal.py --use-activation-checkpoint",
-        "pip install -r requirements-dev.txt && python -m pytest",
+        "pip install -r requirements-dev.txt && python -m pytest -n 2",
     ]
 
 

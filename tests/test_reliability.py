@@ -20,7 +20,7 @@ slow = pytest.mark.slow
 COUNTS = [
     pytest.param("kill", {"kills": 1, "steps": 30}),
     pytest.param("save", {"points": ["die-half-written"]}, marks=slow),
-    pytest.param("bits", {}),
+    pytest.param("bits", {"flips": 60}),
     pytest.param("code", {}),
     pytest.param("orphans", {}, marks=slow),
     pytest.param("offline", {}, marks=slow),
