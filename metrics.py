@@ -199,16 +199,15 @@ def describe_run(run: "Run", plan: str, resumed: Resumed | None) -> str:
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     n_parameters = sum(p.numel() for p in run.model.parameters())
-    micro_batches = args.grad_accum_steps * run.process.world_size
-    epochs = run.train_batches.epoch(args.num_steps * micro_batches)
+    epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {config.n_layers} layers x {config.d_model}, "
         f"{config.n_heads} heads, vocabulary {config.vocab_size:,}",
         f"device   {run.process.world_size} x {device.type} ({hardware}), "
         f"{str(run.precision).removeprefix('torch.')}",
-        f"batch    {micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a step, "
-        f"{args.num_steps:,} steps, {epochs:.2f} epochs",
+        f"batch    {run.micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a "
+        f"step, {args.num_steps:,} steps, {epochs:.2f} epochs",
         f"memory   {plan}",
     ]
     if resumed is not None:
@@ -219,9 +218,10 @@ def describe_run(run: "Run", plan: str, resumed: Resumed | None) -> str:
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
     elif args.checkpoint_path.exists():
         old = beside(args.checkpoint_path, ".old.pt")
+        replacing = ", replacing that" if old.exists() else ""
         lines.append(
-            f"note     {args.checkpoint_path} is of another run (--resume goes on with it); "
-            f"this one's first save renames it to {old.name}"
+            f"note     {args.checkpoint_path} is of another run, and becomes {old.name}{replacing} "
+            "(--resume goes on with it)"
         )
     return "\n".join(lines)
 
@@ -247,7 +247,7 @@ def describe_result(
         *([f"speed    {speed}"] if run.clock.steps else []),  # none: only an evaluation was left
         f"memory   peak {format_bytes(peak or 0)} ({kind})",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
-        f"saved    {args.checkpoint_path}, lowest validation loss: {best}",
+        f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
         f"next     python -m scripts.generate --checkpoint-path {args.checkpoint_path}",
     ]
     if sample:

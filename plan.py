@@ -272,7 +272,8 @@ def next_knob(args: argparse.Namespace, device: torch.device | None, way_back: s
     if args.loss_chunks == 1:
         return f"{now} --loss-chunks 0 (never holds all logits, costs nothing){back}"
     if policy != "full" or args.recompute_layers is not None:
-        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full, in all layers")
+        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full")
+        knob += "" if args.recompute_layers is None else " without --recompute-layers"
         return f"{now} {knob} (same results, some more time){back}"
     if args.batch_size > 1:
         part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import Dataset, TrainBatches, ValBatches, load_dataset
-from flags import UsageError, choose_precision, model_config
+from flags import choose_precision, model_config
 from metrics import MetricsFile, StepClock, describe_run, logged_at
 from model import MiniGPT, MiniGPTConfig
 from plan import plan_memory
@@ -34,6 +34,7 @@ from snapshot import (
     load_newest,
     load_own,
     lock,
+    peek,
     restore,
     save_snapshot,
 )
@@ -46,9 +47,6 @@ class OneProcess:
     ddp, processes_on_device = False, 1
 
     def __init__(self, device: torch.device):
-        if type(self) is OneProcess and os.environ.get("WORLD_SIZE", "1") != "1":
-            world = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
-            raise UsageError(f"torchrun starts train_ddp.py; this is for one process, but {world}")
         self.device = device
         self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
 
@@ -86,7 +84,7 @@ class OneProcess:
 
 @dataclass
 class Run:
-    """One training run: what the functions below share."""
+    """One training run: what the loop and its functions share."""
 
     args: argparse.Namespace
     process: OneProcess
@@ -103,13 +101,18 @@ class Run:
     clock: StepClock
     held_lock: object = None  # keeps a second run off our files as long as this one lives
     metrics: MetricsFile | None = None  # only process 0 has one
-    step: int = 0  # steps done
+    step: int = 0  # steps done; while one is being done, its number
     skipped: int = 0  # the last ones of them in a row whose update was skipped
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
     stopped_by: int = 0  # the signal that ended the run before its last step
     best_val_loss: float = math.inf
     # The log record of the step that was resumed from, if it has not been logged yet.
     unreported: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def micro_batches(self) -> int:
+        """In a step, of all processes."""
+        return self.args.grad_accum_steps * self.process.world_size
 
     def autocast(self) -> torch.autocast:
         """Matmuls in the chosen precision; LayerNorm, softmax and loss stay in float32.
@@ -130,19 +133,11 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     Raises UsageError, DataError or SnapshotError.
     """
     device, precision = process.device, choose_precision(args, process.device)
-    load = load_newest if args.resume else partial(load_own, run_id=process.run_id)
-    resumed = load(args.checkpoint_path)
-    data = load_dataset(
-        args.train_data,
-        args.val_data,
-        val_ratio=args.val_ratio,
-        tokenizer_name=args.tokenizer_name,
-        vocab_size=args.vocab_size,
-        toy=args.use_toy_data,
-        max_tokens=args.max_tokens,
-        seed=args.data_seed,
-        say=process.say,
-    )
+    if args.resume:
+        resumed: Resumed | None = load_newest(args.checkpoint_path)
+    else:  # what this very run has saved, before torchrun started it again
+        resumed = load_own(args.checkpoint_path, process.run_id)
+    data = load_data(args, process)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     asked = model_config(args, data.tokenizer.vocab_size)
@@ -155,9 +150,12 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
         identity["run"] = resumed.state.get("run")
     check_writable(args.checkpoint_path, resuming=resumed is not None)
     held_lock = lock(args.checkpoint_path) if process.rank == 0 else None
+    step = resumed.state["step"] if resumed is not None else 0
+    if resumed is not None and process.rank == 0 and peek(resumed.path).get("step") != step:
+        raise SnapshotError(f"--resume: another run was still writing {resumed.path}; try again")
 
     process.start()
-    step = resumed.state["step"] if resumed is not None else 0
+    # Some may see no file, or an older one: on disks of several machines.
     if process.sum([step])[0] != step * process.world_size:
         raise SnapshotError(f"--resume: not all processes see the same {args.checkpoint_path}")
     torch.manual_seed(args.seed)
@@ -180,12 +178,26 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     )
     if resumed is not None:
         go_on_from(resumed, run)
-    if process.rank == 0:
-        process.say(describe_run(run, plan, resumed))
+    process.say(describe_run(run, plan, resumed))
     if args.compile:
         model.compile_blocks()
     run.wrapped = process.wrap(model)
     return run
+
+
+def load_data(args: argparse.Namespace, process: OneProcess) -> Dataset:
+    """Tokens, as the flags of the group "data" ask for. Raises DataError."""
+    return load_dataset(
+        args.train_data,
+        args.val_data,
+        val_ratio=args.val_ratio,
+        tokenizer_name=args.tokenizer_name,
+        vocab_size=args.vocab_size,
+        toy=args.use_toy_data,
+        max_tokens=args.max_tokens,
+        seed=args.data_seed,
+        say=process.say,
+    )
 
 
 def make_optimizer(
@@ -233,8 +245,7 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
             "best_val_loss": run.best_val_loss,
             "record": record,
         }
-        before = ".prev.pt" if run.saved_step else ".old.pt"  # ours, or another run's
-        save_snapshot(path, state, keep_as=before if newest else None)
+        save_snapshot(path, state, keep_previous=newest)
     if newest:
         run.saved_step = run.step
 

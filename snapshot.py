@@ -3,8 +3,7 @@
 A snapshot is a dict of plain types and tensors, written by `torch.save` and read with
 `weights_only=True`, so that opening somebody's file never runs their code. The file that
 `--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
-before), `.best.pt` (lowest validation loss), and `.old.pt` (the newest one of the run that had the
-name before: somebody may merely have forgotten `--resume`).
+before) and `.best.pt` (lowest validation loss).
 
 A snapshot is written before its step is evaluated and logged; `record` is the log line that was due
 then, for the run that goes on from it. `run` names the run, for torchrun's restarts (`load_own`).
@@ -58,7 +57,9 @@ def beside(path: Path, suffix: str) -> Path:
     """`checkpoints/run.pt`, `.prev.pt` -> `checkpoints/run.prev.pt`."""
     if not path.name:
         raise SnapshotError(f"--checkpoint-path: {path} is not a file")
-    return path.with_name(path.stem + suffix)
+    # `lr0.01` and `lr0.02` are two runs: what follows the last point is not always an ending.
+    stem = path.stem if path.suffix in (".pt", ".pth", ".ckpt") else path.name
+    return path.with_name(stem + suffix)
 
 
 def check_writable(path: Path, resuming: bool) -> None:
@@ -78,8 +79,6 @@ def check_writable(path: Path, resuming: bool) -> None:
         for suffix in (".prev.pt", ".best.pt", ".old.pt", ".metrics.jsonl", ".lock"):
             if beside(path, suffix).is_dir():
                 raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
-            if beside(path, suffix) == path:
-                raise SnapshotError(f"--checkpoint-path: {path} is the lock's name; name another")
         longest = temporary_name(beside(path, ".metrics.jsonl"))
         longest.touch()
         longest.unlink()
@@ -95,30 +94,55 @@ def temporary_name(path: Path) -> Path:
 def lock(path: Path) -> IO[str] | None:
     """Keep a second run off the same files; the kernel opens the lock when this process ends.
 
-    Returns the open lock file, to be held while the run lives (None where there is no fcntl).
+    Returns the open lock file, to be held while the run lives (None where there are no locks).
     Raises SnapshotError if another run has it.
     """
     try:
         import fcntl
     except ImportError:  # Windows
         return None
-    file = open(beside(path, ".lock"), "w")
+    try:
+        file = open(beside(path, ".lock"), "w")
+    except OSError as error:
+        reason = f"cannot write {beside(path, '.lock')}: {error.strerror}"
+        raise SnapshotError(f"--checkpoint-path: {reason}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise SnapshotError(
             f"--checkpoint-path: another run is writing to {path}; name another file"
         ) from None
+    except OSError:  # a file system that has no locks
+        return None
     return file
 
 
-def save_snapshot(path: Path, state: State, keep_as: str | None = None) -> None:
+def step_aside(path: Path) -> None:
+    """Rename what an older run has left: `run.pt` to `run.old.pt`, and so its log and the others.
+
+    For a new run of that name. Perhaps somebody has merely forgotten `--resume`: the old one can
+    still go on, as `run.old.pt`, and is never taken for the new one. (One that had been renamed
+    before goes.) Raises SnapshotError if that is just what it is doing.
+    """
+    old, suffixes = beside(path, ".old.pt"), (".prev.pt", ".best.pt", ".metrics.jsonl")
+    if not path.exists() and not beside(path, ".prev.pt").exists():
+        return
+    held = lock(old)
+    pairs = [(path, old)] + [(beside(path, suffix), beside(old, suffix)) for suffix in suffixes]
+    for file, renamed in pairs:
+        renamed.unlink(missing_ok=True)
+        if file.exists():
+            os.replace(file, renamed)
+    if held is not None:
+        held.close()
+
+
+def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
     """Write `state` to `path` so that a crash at any moment leaves a complete snapshot.
 
     Never in place: a process that dies half-way through overwriting its only snapshot has lost
     the run. The new file is complete, and on the disk (fsync), before a rename, which is atomic,
-    gives it its name. The file that had it is replaced, or kept under the suffix `keep_as`:
-    `.prev.pt`, or `.old.pt` if it is of another run.
+    gives it its name. With `keep_previous` the file that had the name becomes `.prev.pt`.
 
     Raises SaveError if the disk does not take it.
     """
@@ -130,10 +154,8 @@ def save_snapshot(path: Path, state: State, keep_as: str | None = None) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        if keep_as and path.exists():
-            os.replace(path, beside(path, keep_as))
-        if keep_as == ".old.pt":  # that run's: never to be taken for the one before ours
-            beside(path, ".prev.pt").unlink(missing_ok=True)
+        if keep_previous and path.exists():
+            os.replace(path, beside(path, ".prev.pt"))
         os.replace(temporary, path)
         if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
             folder = os.open(path.parent, os.O_RDONLY)
@@ -186,7 +208,7 @@ def read_snapshot(path: Path) -> State:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            if is_torchscript(archive):
                 raise SnapshotError(f"{path} is no snapshot but a TorchScript program")
             damaged = archive.testzip()
         if damaged is not None:
@@ -208,12 +230,17 @@ def read_snapshot(path: Path) -> State:
     return state
 
 
+def is_torchscript(archive: zipfile.ZipFile) -> bool:
+    """Of a program torch.load would print a warning before it refuses it."""
+    return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
 def peek(path: Path) -> State:
     """A snapshot whose weights, which may be many GB, are not read; {} if it is none."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                return {}  # TorchScript: torch.load would print a warning
+            if is_torchscript(archive):
+                return {}
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return state if KEYS.keys() <= state.keys() else {}
     except Exception:
@@ -236,9 +263,11 @@ def load_newest(path: Path) -> Resumed:
     """
     previous = beside(path, ".prev.pt")
     if not path.exists() and not previous.exists():
+        old = beside(path, ".old.pt")
+        name = f"name {old}, of the run before," if old.exists() else "name the file"
         raise SnapshotError(
             f"--resume: there is no snapshot {path}; start without --resume, "
-            "or name the file with --checkpoint-path"
+            f"or {name} with --checkpoint-path"
         )
     try:
         return Resumed(read_snapshot(path), path)

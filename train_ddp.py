@@ -43,6 +43,7 @@ from model import MiniGPT
 from run import OneProcess
 
 START = "start it with torchrun: torchrun --nproc-per-node=2 train_ddp.py"
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class TorchrunProcess(OneProcess):
@@ -50,10 +51,7 @@ class TorchrunProcess(OneProcess):
 
     def __init__(self, device_name: str):
         if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
-            raise UsageError(
-                "train_ddp.py is started by torchrun: torchrun --nproc-per-node=2 train_ddp.py "
-                "(for one device: python train_minimal.py)"
-            )
+            raise UsageError(f"train_ddp.py: {START} (for one device: python train_minimal.py)")
         self.world_size = environment_number("WORLD_SIZE", 1, 10**6)
         self.rank = environment_number("RANK", 0, self.world_size - 1)
         self.local_rank = environment_number("LOCAL_RANK", 0, self.rank)
@@ -159,11 +157,11 @@ def end_with_torchrun() -> None:
 
     Nobody would see, stop or restart it any more, while it keeps its GPU and the snapshots' lock.
     By SIGKILL: one that tried to save first could wait for ever for another that is gone. (To
-    stop and save, send SIGTERM to torchrun: it passes it on.)
+    stop and save, send SIGTERM to torchrun: it passes it on, and leaves 30 seconds for it.)
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        parent, set_parent_death_signal = os.getppid(), 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died just before
             os._exit(1)
 
@@ -171,9 +169,10 @@ def end_with_torchrun() -> None:
 def common_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """A name that all processes of this attempt agree on, and that no earlier attempt knew.
 
-    Each writes a random key over that of its predecessor, and all read the keys until all have
-    read the same ones: the others are alive, or they would not have read one's own new key.
-    (torchrun also counts attempts, but each machine does so by itself.)
+    Each writes a random key over that of its predecessor, then again and again reads all keys and
+    publishes their hash. My key is new, so only a process that is alive can publish a hash with it
+    inside: when all hashes are the same, all are alive and agree. (torchrun also counts attempts,
+    but each machine does so by itself.)
     """
     store.set(f"minigpt/key/{rank}", uuid.uuid4().hex)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -213,7 +212,7 @@ def lost_others(error: Exception) -> str | None:
     if isinstance(error, TimeoutError) or "imed out" in text or "timeout" in text:
         seconds = os.environ.get("MINIGPT_TIMEOUT_S")
         return f"{rank} waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
-    return f"{rank} lost the connection to another process, which has ended"
+    return f"{rank} lost the connection to another process: {text.splitlines()[0][:200]}"
 
 
 def main_and_exit() -> None:

@@ -14,7 +14,7 @@ Go on where a run stopped (same flags, plus one):
 Several devices: see train_ddp.py, which is the list of differences.
 
 Read learning_rate, train_step, evaluate and train: they are the training. What a run consists of,
-how it is set up and saved, stands in run.py; the flags in flags.py.
+how it is set up and saved, stands in run.py (`run` is a `Run`); the flags are in flags.py.
 """
 
 import os
@@ -52,39 +52,14 @@ from metrics import (
 )
 from plan import next_knob
 from run import OneProcess, Run, save, set_up
-from snapshot import SaveError, SnapshotError, beside
-
-
-class NotFinite(Exception):
-    """Training cannot go on: infinities and NaNs, step after step."""
-
-
-class StopSignal:
-    """Ctrl-C (SIGINT) and a cluster's SIGTERM: finish the step and save, instead of dying in it.
-
-    A context around training. The handler only takes a note, as the signal may come anywhere in
-    the step. A second signal does what signals do: it ends the process at once.
-    """
-
-    def __enter__(self) -> "StopSignal":
-        self.number = 0
-        self.before = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def note(self, number: int, frame: object) -> None:
-        self.number = number
-        signal.signal(number, signal.SIG_DFL)
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
+from snapshot import SaveError, SnapshotError, beside, step_aside
 
 # ------------------------------------------------------------------------------------ learning
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """The rate for step 1..num_steps: a warm-up from 0, then down to `--min-lr` at the last step.
+    """The rate for step 1..num_steps: a warm-up from 0, then down to `--min-lr` at the last step
+    (unless it is to stay constant).
 
     A function of the step, not a scheduler object: nothing to save, nothing to restore.
     """
@@ -121,15 +96,17 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
         input_ids, labels = run.train_batches[number]  # (B, T), (B, T)
         clock.lap("data")
 
-        last = micro_batch == args.grad_accum_steps - 1
-        with process.sync_gradients(now=last):
+        last_of_step = micro_batch == args.grad_accum_steps - 1
+        with process.sync_gradients(now=last_of_step):
             with run.autocast():
                 loss = run.wrapped(input_ids, labels)
             clock.lap("forward")
-            # A loss can be infinite and all its gradients finite (the logit of the right token
-            # is -inf). Times NaN they are not; times 1 not a bit of them changes.
+            # An infinite loss can have finite gradients (the right token's logit is -inf) and
+            # would pass the check below. inf * 0 + 1 is NaN, and makes them NaN; a loss that is
+            # finite is multiplied by exactly 1.
             one_or_nan = loss.detach() * 0 + 1
             # backward adds to the gradients that are there; divided by A, the sum is the mean.
+            # (The scaler does nothing unless the precision is float16.)
             run.scaler.scale(loss * one_or_nan / args.grad_accum_steps).backward()
             clock.lap("backward")
         losses.append(loss.detach())
@@ -146,8 +123,8 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     if finite:
         run.scaler.step(run.optimizer)
     run.scaler.update()  # float16: halves the loss scale after an overflow
-    # Frees them for the next forward. In DDP's buckets they stay: out of them, the gradients of
-    # several micro-batches would gather beside the buckets.
+    # Freed, the gradients leave room for the next forward. DDP's are views of its buckets, which
+    # stay: they are zeroed in place, or backward would make new ones beside the buckets.
     run.optimizer.zero_grad(set_to_none=not process.ddp)
     clock.lap("optimizer")
     return torch.stack(losses), grad_norm
@@ -191,15 +168,18 @@ def train(run: Run) -> dict[str, Any]:
     args, process, clock = run.args, run.process, run.clock
     record: dict[str, Any] = run.unreported
     if process.rank == 0:
+        if run.step == 0:
+            step_aside(args.checkpoint_path)
         run.metrics = MetricsFile(beside(args.checkpoint_path, ".metrics.jsonl"), run.step)
     hide_bar = process.rank > 0 or not sys.stderr.isatty()
     bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
     run.model.train()
     save_due = False
-    if run.unreported:  # the run that is resumed died between the save and the evaluation
-        report(run, record)
     clock.pause()
-    with StopSignal() as stop:
+    if record:  # of the step that is resumed from: its run died between the save and the log
+        evaluate_and_log(run, record, due(run.step, args.eval_interval, args.num_steps))
+        clock.pause()
+    with bar, StopSignal() as stop:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1
             losses, grad_norm = train_step(run)
@@ -211,13 +191,13 @@ def train(run: Run) -> dict[str, Any]:
                 note_skipped(run)  # raises NotFinite after several in a row
             # All processes must stop after the same step, whichever of them got the signal.
             run.stopped_by = process.largest(stop.number)
-            last = run.step == args.num_steps or run.stopped_by > 0
+            last_step = run.step == args.num_steps or run.stopped_by > 0
             log_now = due(run.step, args.log_interval, args.num_steps)
             evaluate_now = due(run.step, args.eval_interval, args.num_steps)
-            # While steps are being skipped a save that is due waits for a good one: if no good one
-            # comes, both snapshots on the disk are from before the trouble.
+            # While steps are being skipped the weights stay as they are; to save them again would
+            # only push the snapshot before out of .prev.pt. A save that is due waits.
             save_due = save_due or due(run.step, args.save_interval, args.num_steps)
-            save_now = (save_due and not run.skipped) or last
+            save_now = (save_due and not run.skipped) or last_step
             if log_now or evaluate_now or save_now:
                 record = measure(run, losses, grad_norm)
                 if save_now:
@@ -225,11 +205,35 @@ def train(run: Run) -> dict[str, Any]:
                     save(run, args.checkpoint_path, record)
                     save_due = False
                     clock.pause()
-                report(run, record)
-    bar.close()
+                evaluate_and_log(run, record, evaluate_now)
     if run.metrics is not None:
         run.metrics.close()
     return record
+
+
+class StopSignal:
+    """Ctrl-C (SIGINT) and a cluster's SIGTERM: finish the step and save, instead of dying in it.
+
+    A context around training. The handler only takes a note, as the signal may come anywhere in
+    the step. A second one of the same kind does what signals do: it ends the process at once.
+    """
+
+    def __enter__(self) -> "StopSignal":
+        self.number = 0
+        self.before = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number: int, frame: object) -> None:
+        self.number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class NotFinite(Exception):
+    """Training cannot go on: infinities and NaNs, step after step."""
 
 
 def note_skipped(run: Run) -> None:
@@ -261,10 +265,10 @@ def way_back(run: Run) -> str:
     return "start again (nothing was saved yet)"
 
 
-def report(run: Run, record: dict[str, Any]) -> None:
+def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:
     """Evaluate if it is time to (adding to `record`), keep the best weights, log the step."""
     args, process, clock = run.args, run.process, run.clock
-    if due(run.step, args.eval_interval, args.num_steps):
+    if evaluate_now:
         clock.pause()
         record |= evaluate(run)
         if record["val_loss"] < run.best_val_loss:
@@ -279,28 +283,27 @@ def report(run: Run, record: dict[str, Any]) -> None:
 
 def due(step: int, interval: int, num_steps: int) -> bool:
     """Every `interval` steps (0 = never), and always at the last one."""
-    return step == num_steps or (interval > 0 and step % interval == 0)
+    return step >= num_steps or (interval > 0 and step % interval == 0)
 
 
 def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     """The log record of the step that was just done, and of the time since the last record."""
     args, process, clock = run.args, run.process, run.clock
-    micro_batches = losses.numel() * process.world_size
     # Over all micro-batches of all processes: the loss that this step descended. Reading it waits
     # for the GPU, which makes the times below true.
-    loss = process.sum([sum(losses.tolist())])[0] / micro_batches
+    loss = process.sum([sum(losses.tolist())])[0] / run.micro_batches
     clock.lap("log")
     seconds = clock.end_interval()
     peak, kind = peak_memory(process.device)
     return {
         "step": run.step,
-        "epoch": run.train_batches.epoch(run.step * micro_batches),
+        "epoch": run.train_batches.epoch(run.step * run.micro_batches),
         "lr": run.optimizer.param_groups[0]["lr"],
         "train_loss": loss,
         "train_ppl": perplexity(loss),
         "grad_norm": grad_norm.item(),
         "step_ms": 1000 * seconds,
-        "tokens_per_s": micro_batches * args.batch_size * args.seq_len / seconds,
+        "tokens_per_s": run.micro_batches * args.batch_size * args.seq_len / seconds,
         "eta_s": (args.num_steps - run.step) * seconds,
         "peak_memory_bytes": peak,
         "peak_memory_kind": kind,
@@ -324,7 +327,14 @@ def sample_text(run: Run) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Train on one device; returns the exit code."""
     args = build_parser("train_minimal.py", "checkpoints/minigpt_single.pt").parse_args(argv)
-    return run_safely(args, lambda: OneProcess(choose_device(args.device)))
+
+    def alone() -> OneProcess:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            world = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
+            raise UsageError(f"torchrun starts train_ddp.py; this is for one process, but {world}")
+        return OneProcess(choose_device(args.device))
+
+    return run_safely(args, alone)
 
 
 def run_safely(
@@ -332,7 +342,10 @@ def run_safely(
     make_process: Callable[[], OneProcess],
     complain: Callable[[object], None] = print_error,
 ) -> int:
-    """Train; turn what went wrong, unless it is a bug, into one line and an exit code."""
+    """Train; turn what went wrong, unless it is a bug, into one line and an exit code.
+
+    0 done, 2 bad input, 3 stopped safely, 4 out of memory, 128 + n stopped by signal n.
+    """
     code, run = 0, None
     try:
         fill_in(args)
@@ -354,7 +367,8 @@ def run_safely(
                 text = sample_text(run) if process.rank == 0 else ""
                 seconds = time.perf_counter() - PROCESS_START
                 process.say(describe_result(run, record, text, seconds_before, seconds))
-        run = None  # and with it DDP's wrapper: it must go before its connections do
+        run = None  # and with it DDP's wrapper: it must go before its connections do. (None of
+        # the lines below needs it any more.)
         process.close()
         return code
     except (UsageError, DataError, SnapshotError) as error:

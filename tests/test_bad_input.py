@@ -368,7 +368,6 @@ PLACES = {
         "--checkpoint-path: run.pt is there and is no .*snapshot; name another file",
         **{"run.pt": saved({"model": {"weight": torch.zeros(3)}})},
     ),
-    "the lock itself": place("--checkpoint-path=run.lock", "--checkpoint-path.*run.lock"),
     "the training text": Case(
         "text",
         "--tokenizer-name=byte --train-data=x.txt --checkpoint-path=x.txt",
@@ -551,7 +550,7 @@ def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     [
         ([*TRAINER, "--d-model=15"], r"--d-model \(15\) must be divisible by --n-heads \(2\)"),
         ([*TRAINER, "--train-data=none.txt"], "--use-toy-data"),
-        (["train_ddp.py"], "train_ddp.py is started by torchrun"),
+        (["train_ddp.py"], "train_ddp.py: start it with torchrun"),
         (["-m", "scripts.generate", "--checkpoint-path=none.pt"], "there is no snapshot none.pt"),
     ],
     ids=["flags", "data", "ddp", "generate"],

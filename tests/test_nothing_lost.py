@@ -393,7 +393,7 @@ KNOBS = {
     "--loss-chunks=1": "--loss-chunks 0 ",
     "": "--use-activation-checkpoint (same results",
     "--use-activation-checkpoint=mlp": "--use-activation-checkpoint full",
-    "--use-activation-checkpoint --recompute-layers=1": "--use-activation-checkpoint full, in all",
+    "--use-activation-checkpoint --recompute-layers=1": "--use-activation-checkpoint full without",
     "--use-activation-checkpoint --batch-size=6": "--batch-size 3 --grad-accum-steps 2",
     "--use-activation-checkpoint --batch-size=1": "a shorter --seq-len or a smaller model",
 }

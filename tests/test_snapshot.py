@@ -3,12 +3,22 @@
 import errno
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 import snapshot
-from snapshot import KEYS, SaveError, SnapshotError, load_newest, read_snapshot, save_snapshot
+from snapshot import (
+    KEYS,
+    SaveError,
+    SnapshotError,
+    beside,
+    load_newest,
+    lock,
+    read_snapshot,
+    save_snapshot,
+)
 
 
 def state(step: int) -> dict:
@@ -19,7 +29,7 @@ def state(step: int) -> dict:
 def test_previous_is_kept(tmp_path):
     path = tmp_path / "run.pt"
     for step in (1, 2, 3):
-        save_snapshot(path, state(step), keep_as=".prev.pt")
+        save_snapshot(path, state(step), keep_previous=True)
     assert read_snapshot(path)["step"] == 3
     assert read_snapshot(tmp_path / "run.prev.pt")["step"] == 2
     assert len(list(tmp_path.iterdir())) == 2
@@ -44,7 +54,7 @@ def test_failed_save_harms_nothing(tmp_path, monkeypatch, failing):
     what, name = {"fsync": (os, "fsync")}.get(failing, (torch, "save"))
     monkeypatch.setattr(what, name, hidden if failing == "hidden" else disk_full)
     with pytest.raises(SaveError, match="run.pt: disk full; it needs 0.0 MB, .* MB are free"):
-        save_snapshot(path, state(2), keep_as=".prev.pt")
+        save_snapshot(path, state(2), keep_previous=True)
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
     assert read_snapshot(path)["step"] == 1
@@ -86,7 +96,7 @@ def test_every_flipped_bit_in_the_stored_data_is_noticed(tmp_path):
 def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     path = tmp_path / "run.pt"
     save_snapshot(path, state(1))
-    save_snapshot(path, state(2), keep_as=".prev.pt")
+    save_snapshot(path, state(2), keep_previous=True)
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     if damage == "empty":
@@ -123,3 +133,19 @@ def test_code_in_a_snapshot_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SnapshotError, match="refused"):
         read_snapshot(tmp_path / "run.pt")
     assert not (tmp_path / "exploded").exists()
+
+
+def test_names_that_differ_after_a_point_are_two_runs():
+    assert beside(Path("lr0.01"), ".prev.pt") != beside(Path("lr0.02"), ".prev.pt")
+    assert beside(Path("x/run.pt"), ".prev.pt") == beside(Path("x/run.ckpt"), ".prev.pt")
+    assert beside(Path("x/run.pt"), ".prev.pt") == Path("x/run.prev.pt")
+
+
+def test_a_file_system_without_locks_costs_no_run(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert lock(tmp_path / "run.pt") is None

@@ -479,7 +479,7 @@ def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
 
 
 def test_a_forgotten_resume_costs_nothing(tmp_path, monkeypatch, capsys, uninterrupted):
-    """The run that is replaced can still go on, from its newest snapshot."""
+    """The run that had the name can still go on under its new one, with its log."""
     path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
     with monkeypatch.context() as here, pytest.raises(Crash):
         crash_after(10, here)
@@ -487,12 +487,57 @@ def test_a_forgotten_resume_costs_nothing(tmp_path, monkeypatch, capsys, uninter
     before = path.read_bytes()
     capsys.readouterr()
     assert train_here(path, "--save-interval=5", "--seed=5") == 0
-    assert "first save renames it to run.old.pt" in capsys.readouterr().out
+    assert "run.pt is of another run, and becomes run.old.pt (--res" in capsys.readouterr().out
     assert old.read_bytes() == before
     assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [20, 15]
     assert train_here(old, "--save-interval=5", "--resume") == 0
-    whole, _ = uninterrupted("--save-interval=5")
-    assert same(snapshot(old)["model"], whole["model"])
+    whole, whole_log = uninterrupted("--save-interval=5")
+    assert same(snapshot(old)["model"], whole["model"]) and logged(old) == whole_log
+    assert len(logged(path)) == 20
+
+
+def test_a_run_that_goes_on_as_the_old_one_is_left_alone(tmp_path, capsys, monkeypatch):
+    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
+    assert train_here(path, "--num-steps=2") == train_here(path, "--num-steps=3") == 0
+    real, before = train_minimal.train_step, path.read_bytes()
+
+    def train_step(run):  # of the old run; meanwhile somebody starts a third
+        monkeypatch.setattr(train_minimal, "train_step", real)
+        assert train_here(path, "--num-steps=4") == 2
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    assert train_here(old, "--num-steps=4", "--resume") == 0
+    assert "another run is writing to" in capsys.readouterr().err
+    assert path.read_bytes() == before and snapshot(old)["step"] == 4
+
+
+def test_a_snapshot_beyond_the_last_step(tmp_path, capsys):
+    """It was copied without its log: its step is evaluated and logged again."""
+    path, other = tmp_path / "run.pt", tmp_path / "other.pt"
+    assert train_here(path, "--num-steps=7", "--warmup-steps=1") == 0
+    other.write_bytes(path.read_bytes())
+    assert train_here(other, "--resume", "--num-steps=5", "--warmup-steps=1") == 0
+    assert [record["val_loss"] for record in metrics(other)] == [metrics(path)[-1]["val_loss"]]
+    assert train_here(other, "--resume", "--num-steps=5", "--warmup-steps=1") == 0
+    assert "already at step 7" in capsys.readouterr().out
+
+
+def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeypatch):
+    """The run before was still at its last save: to go on from the one before would drop that."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--num-steps=2") == 0
+    later = snapshot(path) | {"step": 3}
+    real = train_minimal.set_up.__globals__["check_writable"]
+
+    def check_writable(*args, **options):
+        torch.save(later, path)
+        return real(*args, **options)
+
+    monkeypatch.setattr("run.check_writable", check_writable)
+    assert train_here(path, "--resume") == 2
+    assert "another run was still writing" in capsys.readouterr().err
+    assert snapshot(path)["step"] == 3
 
 
 def test_another_run_s_snapshot_is_never_the_one_before(tmp_path, capsys):
