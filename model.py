@@ -320,14 +320,11 @@ def head_loss(
         return F.cross_entropy(F.linear(x, weight).float(), labels)
     if torch.is_grad_enabled():
         return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, from_head)
-    chunks = zip(x.chunk(n_chunks), labels.chunk(n_chunks), strict=True)
-    total = sum(chunk_loss(x_chunk, weight, label_chunk) for x_chunk, label_chunk in chunks)
+    total = sum(
+        F.cross_entropy(F.linear(x_chunk, weight).float(), label_chunk, reduction="sum")
+        for x_chunk, label_chunk in zip(x.chunk(n_chunks), labels.chunk(n_chunks), strict=True)
+    )
     return total / (labels != -100).sum()
-
-
-def chunk_loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Summed cross-entropy of one chunk of tokens: (n, C), (V, C), (n,) -> scalar float32."""
-    return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
 
 
 class ChunkedHeadLoss(torch.autograd.Function):

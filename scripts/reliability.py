@@ -104,7 +104,7 @@ def killed_in_training(bench: Bench, kills: int = 20, steps: int = 160) -> str:
         check(lost <= INTERVAL, f"kill {number} lost {lost} steps")
     bench.train(path, *flags, "--resume")
     bench.check_same(path, *flags)
-    return f"{kills} of {kills}, at most {lost} steps of {INTERVAL} lost"
+    return f"{kills} of {kills} end bit-identical, at most {lost} steps of {INTERVAL} lost"
 
 
 DEATHS_IN_A_SAVE = [fault for fault in SAVE_FAULTS if fault.startswith("die")]
@@ -123,7 +123,8 @@ def killed_in_a_save(bench: Bench, points: Sequence[str] = DEATHS_IN_A_SAVE) -> 
         left = [p.name for p in path.parent.glob(".*.tmp")]
         check(not left, f"{fault} left {left}")
     check(set(kept) <= {INTERVAL, 2 * INTERVAL}, f"resumed from steps {kept}")
-    return f"{len(points)} of {len(points)}, resumed from steps {', '.join(map(str, kept))}"
+    steps = ", ".join(map(str, kept))
+    return f"{len(points)} of {len(points)} end bit-identical, from steps {steps}"
 
 
 # -------------------------------------------------------------------- damaged, or dangerous
@@ -197,7 +198,7 @@ def flipped_bits(bench: Bench, flips: int = 200) -> str:
             accepted += 1
         except Exception:  # whatever it stumbles over
             pass
-    figure = f"{noticed} of {flips} (torch.load by itself accepts {accepted})"
+    figure = f"{noticed} of {flips} noticed (torch.load by itself accepts {accepted})"
     check(noticed == flips, figure)
     return figure
 
@@ -263,7 +264,7 @@ def signals(bench: Bench, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGIN
     run.end(-signal.SIGTERM)
     at_once = time.monotonic() - sent
     check(at_once < 0.5, f"the second signal took {at_once:.1f} s")
-    return f"6 of 6 within {slowest:.1f} s and resumed bit-identical; second: {at_once:.2f} s"
+    return f"6 of 6 saved within {slowest:.1f} s, end bit-identical; second: {at_once:.2f} s"
 
 
 # ------------------------------------------------------------------------ several processes
@@ -283,7 +284,8 @@ def restarts(bench: Bench, times: int = 10) -> str:
         faults = f"{fault}:{i // 2 % 2}:{1 + i * (STEPS - 1) // max(times - 1, 1)}"
         bench.train(path, processes=2, torchrun="--max-restarts=3", FAULTS=faults)
         bench.check_same(path)
-    return f"{times} of {times}, {(time.monotonic() - start) / times:.1f} s each"
+    seconds = (time.monotonic() - start) / times
+    return f"{times} of {times} end with the single-process weights, {seconds:.1f} s each"
 
 
 @row(
@@ -303,7 +305,7 @@ def elastic(bench: Bench) -> str:
     bench.check_same(path)
     other = bench.train(path, "--resume", "--num-steps=25", "--grad-accum-steps=1", expect=2)
     check("--grad-accum-steps 2 fits" in other.errors()[0], other.errors()[0])
-    return "bit-identical; another batch: exit 2, `--grad-accum-steps 2 fits`"
+    return "ends bit-identical; another batch: exit 2, `--grad-accum-steps 2 fits`"
 
 
 @row("hang", "a rank that hangs", "the job ends within its timeout, with a line that says so")
@@ -336,7 +338,7 @@ def exit_codes(bench: Bench, times: int = 20, at_once: int = 4) -> str:
 
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:  # they are each other's load
         failures = [failure for failure in pool.map(run, range(times)) if failure]
-    figure = f"{times - len(failures)} of {times}, {2 * at_once} processes at a time"
+    figure = f"{times - len(failures)} of {times} exit 0, {2 * at_once} processes at a time"
     check(not failures, f"{figure}: {failures[:1]}")
     return figure
 
@@ -414,7 +416,7 @@ def float16_overflow(bench: Bench) -> str:
     bench.train(path, *flags, expect=-signal.SIGKILL, FAULTS="overflow:0:6 kill:0:10")
     bench.train(path, *flags, "--resume")
     check(history(path)[STEPS] == after[STEPS], "the resumed run ended elsewhere")
-    return f"unchanged, {scales[0]:g} -> {scales[1]:g}, resumed bit-identical"
+    return f"weights unchanged, scale {scales[0]:g} -> {scales[1]:g}, resumed bit-identical"
 
 
 @row(
@@ -434,7 +436,7 @@ def disk_full(bench: Bench) -> str:
     check(not left, f"left is {left}")
     bench.train(path, "--resume")
     bench.check_same(path)
-    return f"intact, nothing left over, exit 3: {line.split(': ', 2)[2][:60]} ..."
+    return f"older ones intact, nothing left over, exit 3: {line.split(': ', 2)[2][:60]} ..."
 
 
 @row(
@@ -460,7 +462,7 @@ def out_of_memory(bench: Bench) -> str:
             found, ("--use-activation-checkpoint", "--grad-accum-steps 4", "--seq-len"), strict=True
         ):
             check(knob in line.split("try", 1)[-1], line)
-    return "exit 4, 6 of 6; first recompute, then a smaller micro-batch, then shorter sequences"
+    return "6 of 6 exit 4; first recompute, then a smaller micro-batch, then shorter sequences"
 
 
 # ---------------------------------------------------------------------------- bad input, data
@@ -509,7 +511,7 @@ def other_flags(bench: Bench) -> str:
     bench.check_same(path)
     finished = bench.train(path, "--resume")
     check(f"already at step {STEPS}" in finished.out.read_text(), "a finished run did not say so")
-    return f"{len(REFUSED)} of {len(REFUSED)} refused, 4 changes logged, policy bit-identical"
+    return f"{len(REFUSED)} of {len(REFUSED)} refused, 4 changes logged, policy: bit-identical"
 
 
 BUILD_CACHE = """
@@ -579,7 +581,7 @@ def malformed_input(bench: Bench) -> str:
     counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", last)}
     passed, other = counts.pop("passed", 0), {k: n for k, n in counts.items() if "fail" in k}
     check(result.returncode == 0 and passed >= 40 and not other, last)
-    return f"{passed} of {passed}"
+    return f"{passed} of {passed}: one line, exit 2, no file changed"
 
 
 @row("flat", "memory and file descriptors over 2,000 steps", "flat")

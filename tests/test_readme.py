@@ -1,5 +1,6 @@
 """What the README says is so."""
 
+import json
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ from runs import ROOT, run
 
 from flags import build_parser
 from model import MiniGPT
+from scripts.reliability import ROWS
 
 README = (ROOT / "README.md").read_text()
 
@@ -118,3 +120,10 @@ def test_commands_run(tmp_path):
         words = re.sub(r"^python", sys.executable, words)
         result = run(["bash", "-c", words], timeout=300, cwd=fresh)
         assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
+
+
+def test_the_reliability_table_is_what_was_measured():
+    rows = json.loads((ROOT / "scripts/results/reliability.json").read_text())["rows"]
+    assert {row["row"] for row in rows} == ROWS.keys()
+    for row in rows:
+        assert row["held"] and f"| {row['what']} | {row['measured']} |" in README
