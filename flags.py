@@ -70,10 +70,12 @@ def byte_count(text: str) -> int:
 def output_file(text: str) -> Path:
     """An argparse type: a file that can be written, before hours are spent on what goes into it."""
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"{path} is a folder")
-    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+    if not (os.path.isdir(path.parent) and os.access(path.parent, os.W_OK)):
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent} to write to")
+    if os.path.exists(path) and not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
     return path
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snapshot import Resumed, SaveError, beside, cannot_save, changes, saving
+from snapshot import Resumed, SaveError, beside, cannot_save, changes, old_stays, saving
 
 if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
     from run import Run
@@ -218,11 +218,10 @@ def describe_run(run: "Run", plan: str, resumed: Resumed | None) -> str:
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
     elif args.checkpoint_path.exists():
         old = beside(args.checkpoint_path, ".old.pt")
-        replacing = ", replacing that" if old.exists() else ""
-        lines.append(
-            f"note     {args.checkpoint_path} is of another run, and becomes {old.name}{replacing} "
-            "(--resume goes on with it)"
-        )
+        fate = f"becomes {old}: --resume --checkpoint-path {old} goes on with it"
+        if old_stays(args.checkpoint_path):
+            fate = f"is replaced; {old}, which got further, stays"
+        lines.append(f"note     {args.checkpoint_path} is of another run and {fate}")
     return "\n".join(lines)
 
 

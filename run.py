@@ -31,10 +31,9 @@ from snapshot import (
     beside,
     check_resumable,
     check_writable,
+    claim,
     load_newest,
     load_own,
-    lock,
-    peek,
     restore,
     save_snapshot,
 )
@@ -149,12 +148,10 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
         check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
     check_writable(args.checkpoint_path, resuming=resumed is not None)
-    held_lock = lock(args.checkpoint_path) if process.rank == 0 else None
-    step = resumed.state["step"] if resumed is not None else 0
-    if resumed is not None and process.rank == 0 and peek(resumed.path).get("step") != step:
-        raise SnapshotError(f"--resume: another run was still writing {resumed.path}; try again")
+    held_lock = claim(args.checkpoint_path, resumed) if process.rank == 0 else None
 
     process.start()
+    step = resumed.state["step"] if resumed is not None else 0
     # Some may see no file, or an older one: on disks of several machines.
     if process.sum([step])[0] != step * process.world_size:
         raise SnapshotError(f"--resume: not all processes see the same {args.checkpoint_path}")

@@ -3,7 +3,8 @@
 A snapshot is a dict of plain types and tensors, written by `torch.save` and read with
 `weights_only=True`, so that opening somebody's file never runs their code. The file that
 `--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
-before) and `.best.pt` (lowest validation loss).
+before) and `.best.pt` (lowest validation loss). What an older run has left under that name becomes
+`.old.pt`, `.old.prev.pt` and so on when a new one starts.
 
 A snapshot is written before its step is evaluated and logged; `record` is the log line that was due
 then, for the run that goes on from it. `run` names the run, for torchrun's restarts (`load_own`).
@@ -45,6 +46,9 @@ KEYS = {
 }
 
 
+ENDINGS = ("", ".pt", ".pth", ".ckpt")
+
+
 class SnapshotError(ValueError):
     """A snapshot cannot be written, read or continued; one line that says why and what to do."""
 
@@ -58,7 +62,7 @@ def beside(path: Path, suffix: str) -> Path:
     if not path.name:
         raise SnapshotError(f"--checkpoint-path: {path} is not a file")
     # `lr0.01` and `lr0.02` are two runs: what follows the last point is not always an ending.
-    stem = path.stem if path.suffix in (".pt", ".pth", ".ckpt") else path.name
+    stem = path.stem if path.suffix in ENDINGS else path.name
     return path.with_name(stem + suffix)
 
 
@@ -71,14 +75,22 @@ def check_writable(path: Path, resuming: bool) -> None:
     try:
         if path.exists() and not path.is_file():
             raise SnapshotError(f"--checkpoint-path: {path} is not a file")
-        if path.exists() and not resuming and not peek(path):
-            raise SnapshotError(
-                f"--checkpoint-path: {path} is there and is no snapshot; name another file"
-            )
+        old = beside(path, ".old.pt")
+        for file in () if resuming else (path, old):
+            if file.exists() and not peek(file):
+                raise SnapshotError(
+                    f"--checkpoint-path: {file} is there and is no snapshot; name another file"
+                )
+        for twin in [] if resuming else [beside(path, ending) for ending in ENDINGS]:
+            if twin != path and peek(twin):
+                raise SnapshotError(
+                    f"--checkpoint-path: {path} would share its log with {twin}; name another file"
+                )
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix in (".prev.pt", ".best.pt", ".old.pt", ".metrics.jsonl", ".lock"):
-            if beside(path, suffix).is_dir():
-                raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
+        for file in (path, old):
+            for suffix in (".prev.pt", ".best.pt", ".metrics.jsonl", ".lock"):
+                if beside(file, suffix).is_dir():
+                    raise SnapshotError(f"--checkpoint-path: {beside(file, suffix)} is a folder")
         longest = temporary_name(beside(path, ".metrics.jsonl"))
         longest.touch()
         longest.unlink()
@@ -121,20 +133,32 @@ def step_aside(path: Path) -> None:
     """Rename what an older run has left: `run.pt` to `run.old.pt`, and so its log and the others.
 
     For a new run of that name. Perhaps somebody has merely forgotten `--resume`: the old one can
-    still go on, as `run.old.pt`, and is never taken for the new one. (One that had been renamed
-    before goes.) Raises SnapshotError if that is just what it is doing.
+    still go on, as `run.old.pt`, and is never taken for the new one. If there is such a file
+    already, the run that got further is kept. Raises SnapshotError if another run is writing there.
     """
-    old, suffixes = beside(path, ".old.pt"), (".prev.pt", ".best.pt", ".metrics.jsonl")
-    if not path.exists() and not beside(path, ".prev.pt").exists():
+    old, previous = beside(path, ".old.pt"), beside(path, ".prev.pt")
+    if not path.exists() and previous.exists():  # killed between the two renames of a save
+        os.replace(previous, path)
+    if not path.exists():
         return
     held = lock(old)
-    pairs = [(path, old)] + [(beside(path, suffix), beside(old, suffix)) for suffix in suffixes]
-    for file, renamed in pairs:
-        renamed.unlink(missing_ok=True)
+    suffixes = (".prev.pt", ".best.pt", ".metrics.jsonl")
+    ours = [*(beside(path, suffix) for suffix in suffixes), path]
+    olds = [*(beside(old, suffix) for suffix in suffixes), old]
+    # The snapshot comes last: should this process die now, the next one goes on from here.
+    if old.exists():
+        for file in ours if old_stays(path) else olds:
+            file.unlink(missing_ok=True)
+    for file, renamed in zip(ours, olds, strict=True):
         if file.exists():
             os.replace(file, renamed)
     if held is not None:
         held.close()
+
+
+def old_stays(path: Path) -> bool:
+    """Has the run that was renamed before got further than the one that is to be renamed now?"""
+    return peek(beside(path, ".old.pt")).get("step", -1) > peek(path).get("step", -1)
 
 
 def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
@@ -242,7 +266,7 @@ def peek(path: Path) -> State:
             if is_torchscript(archive):
                 return {}
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return state if KEYS.keys() <= state.keys() else {}
+        return state if KEYS.keys() <= state.keys() and state["step"] >= 0 else {}
     except Exception:
         return {}
 
@@ -261,10 +285,10 @@ def load_newest(path: Path) -> Resumed:
 
     Raises SnapshotError if neither can be read.
     """
-    previous = beside(path, ".prev.pt")
-    if not path.exists() and not previous.exists():
-        old = beside(path, ".old.pt")
-        name = f"name {old}, of the run before," if old.exists() else "name the file"
+    previous, old = beside(path, ".prev.pt"), beside(path, ".old.pt")
+    # (Path.exists raises for a name that is too long.)
+    if not os.path.exists(path) and not os.path.exists(previous):
+        name = f"name {old}, of the run before," if os.path.exists(old) else "name the file"
         raise SnapshotError(
             f"--resume: there is no snapshot {path}; start without --resume, "
             f"or {name} with --checkpoint-path"
@@ -285,8 +309,23 @@ def load_own(path: Path, run_id: str) -> Resumed | None:
     """
     if not any(peek(file).get("run") == run_id for file in (path, beside(path, ".prev.pt"))):
         return None
-    resumed = load_newest(path)
-    return resumed if resumed.state.get("run") == run_id else None
+    return load_newest(path)
+
+
+def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
+    """`lock` the files of a run that is about to start.
+
+    Raises SnapshotError if another run has them, or has saved since `resumed` was read.
+    """
+    held = lock(path)
+    if resumed is None:
+        if path.exists():
+            lock(beside(path, ".old.pt"))  # and let go of it: step_aside is going to need it
+        return held
+    now = peek(resumed.path)
+    if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):
+        raise SnapshotError(f"--resume: another run was still at {resumed.path}; try again")
+    return held
 
 
 def check_resumable(saved: State, now: State, path: Path) -> None:

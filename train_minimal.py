@@ -178,7 +178,6 @@ def train(run: Run) -> dict[str, Any]:
     clock.pause()
     if record:  # of the step that is resumed from: its run died between the save and the log
         evaluate_and_log(run, record, due(run.step, args.eval_interval, args.num_steps))
-        clock.pause()
     with bar, StopSignal() as stop:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1

@@ -352,6 +352,18 @@ PLACES = {
         "", "--checkpoint-path: run.metrics.jsonl is a folder", **{"run.metrics.jsonl": None}
     ),
     "the lock is a folder": place("", "--checkpoint-path: .*run.lock", **{"run.lock": None}),
+    "another run's log": place(
+        "--checkpoint-path=run.ckpt", "share its log with run.pt", **{"run.pt": changed()}
+    ),
+    "the old one is no snapshot": place(
+        "", "--checkpoint-path: run.old.pt is there and is no snapshot", **{"run.old.pt": b"mine"}
+    ),
+    "the old log is a folder": place(
+        "", "run.old.metrics.jsonl is a folder", **{"run.old.metrics.jsonl": None}
+    ),
+    "a name too long to resume": place(
+        f"--resume --checkpoint-path={'n' * 300}.pt", "--resume: there is no snapshot"
+    ),
     "a name too long": place(f"--checkpoint-path={'n' * 300}.pt", "--checkpoint-path: .*too long"),
     "a text": place(
         "--checkpoint-path=novel.txt",

@@ -320,6 +320,8 @@ def test_restarted_by_torchrun(tmp_path, fault):
     result = faulty_torchrun(path, fault, *RESTARTS, launch=("--max-restarts=1",))
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
     assert [r["step"] for r in metrics(path)] == list(range(1, 21))
+    old = snapshot(tmp_path / "run.old.pt")
+    assert (old["step"], old["args"]["lr"]) == (20, 0.001)
     saved = (int(fault.split(":")[2]) - 1) // 5 * 5
     resumed = re.findall(r"^resume   .*run.pt, step (\d+)$", result.stdout, re.MULTILINE)
     assert resumed == ([str(saved)] if saved else [])

@@ -10,11 +10,13 @@ import pytest
 import torch
 from runs import TINY, metrics, run, same, snapshot, train, train_here
 
+import snapshot as snapshot_module
 import train_minimal
 from flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
 from metrics import format_line
 from model import MiniGPT
 from run import OneProcess, make_optimizer, set_up
+from snapshot import step_aside
 from train_minimal import learning_rate
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
@@ -487,13 +489,58 @@ def test_a_forgotten_resume_costs_nothing(tmp_path, monkeypatch, capsys, uninter
     before = path.read_bytes()
     capsys.readouterr()
     assert train_here(path, "--save-interval=5", "--seed=5") == 0
-    assert "run.pt is of another run, and becomes run.old.pt (--res" in capsys.readouterr().out
+    assert f"run.pt is of another run and becomes {old}: --resume --ch" in capsys.readouterr().out
     assert old.read_bytes() == before
     assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [20, 15]
     assert train_here(old, "--save-interval=5", "--resume") == 0
     whole, whole_log = uninterrupted("--save-interval=5")
     assert same(snapshot(old)["model"], whole["model"]) and logged(old) == whole_log
     assert len(logged(path)) == 20
+
+
+def test_of_two_old_runs_the_one_that_got_further_stays(tmp_path, capsys):
+    """A job that starts again and again without --resume must not lose the days of the first."""
+    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
+    for steps, expected in ((9, None), (2, 9), (3, 9), (10, 9), (2, 10)):
+        assert train_here(path, f"--num-steps={steps}", "--save-interval=1") == 0
+        assert snapshot(path)["step"] == steps
+        if expected:
+            assert snapshot(old)["step"] == expected == metrics(old)[-1]["step"]
+            assert snapshot(tmp_path / "run.old.prev.pt")["step"] == expected - 1
+    assert "which got further, stays" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("survived", range(4))
+def test_killed_while_the_old_run_is_renamed(tmp_path, monkeypatch, survived):
+    """The next start does the rest."""
+    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
+    for steps in (3, 7):
+        assert train_here(path, f"--num-steps={steps}", "--save-interval=1") == 0
+    before, renames = path.read_bytes(), []
+
+    def replace(source, target):
+        if len(renames) == survived:
+            raise Crash
+        renames.append(source)
+        real(source, target)
+
+    real = os.replace
+    with monkeypatch.context() as here, pytest.raises(Crash):
+        here.setattr(os, "replace", replace)
+        step_aside(path)
+    step_aside(path)
+    assert old.read_bytes() == before and metrics(old)[-1]["step"] == 7
+    assert snapshot(tmp_path / "run.old.prev.pt")["step"] == 6
+    assert not path.exists() and not (tmp_path / "run.prev.pt").exists()
+
+
+def test_what_is_left_of_a_run_that_was_killed_in_a_save_is_renamed_too(tmp_path):
+    path, previous = tmp_path / "run.pt", tmp_path / "run.prev.pt"
+    assert train_here(path, "--num-steps=2", "--save-interval=1") == 0
+    before = previous.read_bytes()
+    path.unlink()
+    step_aside(path)
+    assert (tmp_path / "run.old.pt").read_bytes() == before and not previous.exists()
 
 
 def test_a_run_that_goes_on_as_the_old_one_is_left_alone(tmp_path, capsys, monkeypatch):
@@ -507,8 +554,11 @@ def test_a_run_that_goes_on_as_the_old_one_is_left_alone(tmp_path, capsys, monke
         return real(run)
 
     monkeypatch.setattr(train_minimal, "train_step", train_step)
+    capsys.readouterr()
     assert train_here(old, "--num-steps=4", "--resume") == 0
-    assert "another run is writing to" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "another run is writing to" in err
+    assert "of another run and becomes" not in out  # it is known before the run is announced
     assert path.read_bytes() == before and snapshot(old)["step"] == 4
 
 
@@ -528,15 +578,14 @@ def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeyp
     path = tmp_path / "run.pt"
     assert train_here(path, "--num-steps=2") == 0
     later = snapshot(path) | {"step": 3}
-    real = train_minimal.set_up.__globals__["check_writable"]
 
     def check_writable(*args, **options):
         torch.save(later, path)
-        return real(*args, **options)
+        return snapshot_module.check_writable(*args, **options)
 
     monkeypatch.setattr("run.check_writable", check_writable)
     assert train_here(path, "--resume") == 2
-    assert "another run was still writing" in capsys.readouterr().err
+    assert "another run was still at" in capsys.readouterr().err
     assert snapshot(path)["step"] == 3
 
 
