@@ -44,8 +44,7 @@ KEYS = {
     "data": dict,
     "best_val_loss": float,
 }
-
-
+# Names that differ in nothing else have the same log, and the same lock.
 ENDINGS = ("", ".pt", ".pth", ".ckpt")
 
 
