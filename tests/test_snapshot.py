@@ -149,3 +149,14 @@ def test_a_file_system_without_locks_costs_no_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     assert lock(tmp_path / "run.pt") is None
+
+
+def test_a_lock_that_may_not_be_written_is_named(tmp_path, monkeypatch):
+    """It is another user's, in a folder of the group; (root may write it: so by hand)."""
+
+    def refuse(*args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(snapshot, "open", refuse, raising=False)
+    with pytest.raises(SnapshotError, match="run.lock: Permission denied"):
+        lock(tmp_path / "run.pt")
