@@ -175,7 +175,8 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     )
     if resumed is not None:
         go_on_from(resumed, run)
-    process.say(describe_run(run, plan, resumed))
+    if process.rank == 0:  # it looks at files
+        process.say(describe_run(run, plan, resumed))
     if args.compile:
         model.compile_blocks()
     run.wrapped = process.wrap(model)

@@ -46,6 +46,7 @@ KEYS = {
 }
 # Names that differ in nothing else have the same log, and the same lock.
 ENDINGS = ("", ".pt", ".pth", ".ckpt")
+SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl")  # what lies beside a snapshot: see `beside`
 
 
 class SnapshotError(ValueError):
@@ -68,26 +69,16 @@ def beside(path: Path, suffix: str) -> Path:
 def check_writable(path: Path, resuming: bool) -> None:
     """Make the folder of `path`; raise SnapshotError if snapshots could not be written there.
 
-    Called before training: hours later is a bad time to learn of a typing error. And a name that
-    was typed wrongly must not cost anybody a file that is no snapshot.
+    Called before training: hours later is a bad time to learn of a typing error.
     """
     try:
         if path.exists() and not path.is_file():
             raise SnapshotError(f"--checkpoint-path: {path} is not a file")
-        old = beside(path, ".old.pt")
-        for file in () if resuming else (path, old):
-            if file.exists() and not peek(file):
-                raise SnapshotError(
-                    f"--checkpoint-path: {file} is there and is no snapshot; name another file"
-                )
-        for twin in [] if resuming else [beside(path, ending) for ending in ENDINGS]:
-            if twin != path and peek(twin):
-                raise SnapshotError(
-                    f"--checkpoint-path: {path} would share its log with {twin}; name another file"
-                )
+        if not resuming:
+            check_free(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        for file in (path, old):
-            for suffix in (".prev.pt", ".best.pt", ".metrics.jsonl", ".lock"):
+        for file in (path, beside(path, ".old.pt")):
+            for suffix in (*SUFFIXES, ".lock"):
                 if beside(file, suffix).is_dir():
                     raise SnapshotError(f"--checkpoint-path: {beside(file, suffix)} is a folder")
         longest = temporary_name(beside(path, ".metrics.jsonl"))
@@ -96,6 +87,23 @@ def check_writable(path: Path, resuming: bool) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise SnapshotError(f"--checkpoint-path: cannot write {path}: {reason}") from None
+
+
+def check_free(path: Path) -> None:
+    """Raise SnapshotError if a new run of that name would take what is not an older one's.
+
+    A name that was typed wrongly must not cost anybody a file that is no snapshot.
+    """
+    for file in (path, beside(path, ".old.pt")):
+        if file.exists() and not peek(file):
+            raise SnapshotError(
+                f"--checkpoint-path: {file} is there and is no snapshot; name another file"
+            )
+    for twin in (beside(path, ending) for ending in ENDINGS):
+        if twin != path and peek(twin):
+            raise SnapshotError(
+                f"--checkpoint-path: {path} would share its log with {twin}; name another file"
+            )
 
 
 def temporary_name(path: Path) -> Path:
@@ -141,9 +149,8 @@ def step_aside(path: Path) -> None:
     if not path.exists():
         return
     held = lock(old)
-    suffixes = (".prev.pt", ".best.pt", ".metrics.jsonl")
-    ours = [*(beside(path, suffix) for suffix in suffixes), path]
-    olds = [*(beside(old, suffix) for suffix in suffixes), old]
+    ours = [*(beside(path, suffix) for suffix in SUFFIXES), path]
+    olds = [*(beside(old, suffix) for suffix in SUFFIXES), old]
     # The snapshot comes last: should this process die now, the next one goes on from here.
     if old.exists():
         for file in ours if old_stays(path) else olds:

@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,12 +40,12 @@ real_train_step, real_save_snapshot = train_minimal.train_step, snapshot.save_sn
 real_save, real_replace = torch.save, os.replace
 
 
-def faults_at(step: int, kinds: object) -> list[str]:
+def faults_at(step: int, kinds: Container[str]) -> list[str]:
     """The kinds of FAULTS that are due now, in this process."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return []
     words = [word.split(":") for word in os.environ.get("FAULTS", "").split()]
-    return [kind for kind, *when in words if kind in kinds and when == [RANK, str(step)]]  # type: ignore[operator]
+    return [kind for kind, *when in words if kind in kinds and when == [RANK, str(step)]]
 
 
 def die() -> None:

@@ -3,6 +3,7 @@
 import pytest
 from runs import metrics, same, snapshot, torchrun, train_here
 
+from scripts.faults import weights_hash
 from scripts.trainer_process import history
 
 FULL = "--use-activation-checkpoint"
@@ -64,6 +65,7 @@ def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
     assert snapshot(path)["step"] == 6
     first, second = (history(path, rank) for rank in (0, 1))
     assert first == second and max(first) == 6
+    assert first[6]["weights"] == weights_hash(weights(path))
     torchrun(path, "--resume")
     assert train_here(whole, "--grad-accum-steps=2") == 0
     assert same(weights(path), weights(whole))

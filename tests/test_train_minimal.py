@@ -10,13 +10,12 @@ import pytest
 import torch
 from runs import TINY, metrics, run, same, snapshot, train, train_here
 
-import snapshot as snapshot_module
 import train_minimal
 from flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
 from metrics import format_line
 from model import MiniGPT
 from run import OneProcess, make_optimizer, set_up
-from snapshot import step_aside
+from snapshot import check_writable, step_aside
 from train_minimal import learning_rate
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
@@ -579,11 +578,11 @@ def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeyp
     assert train_here(path, "--num-steps=2") == 0
     later = snapshot(path) | {"step": 3}
 
-    def check_writable(*args, **options):
+    def save_and_check(*args, **options):
         torch.save(later, path)
-        return snapshot_module.check_writable(*args, **options)
+        return check_writable(*args, **options)
 
-    monkeypatch.setattr("run.check_writable", check_writable)
+    monkeypatch.setattr("run.check_writable", save_and_check)
     assert train_here(path, "--resume") == 2
     assert "another run was still at" in capsys.readouterr().err
     assert snapshot(path)["step"] == 3
