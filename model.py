@@ -317,14 +317,19 @@ def head_loss(
         n_chunks = math.ceil(labels.numel() * weight.size(0) / CHUNK)
     n_chunks = min(n_chunks, labels.numel())
     if n_chunks <= 1:
-        return F.cross_entropy(F.linear(x, weight).float(), labels)
+        return F.cross_entropy(at_least_float32(F.linear(x, weight)), labels)
     if torch.is_grad_enabled():
         return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, from_head)
     total = sum(
-        F.cross_entropy(F.linear(x_chunk, weight).float(), label_chunk, reduction="sum")
+        F.cross_entropy(at_least_float32(F.linear(x_chunk, weight)), label_chunk, reduction="sum")
         for x_chunk, label_chunk in zip(x.chunk(n_chunks), labels.chunk(n_chunks), strict=True)
     )
     return total / (labels != -100).sum()
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Sums over a vocabulary need it; float64 stays what it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class ChunkedHeadLoss(torch.autograd.Function):
@@ -351,7 +356,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         # exact), about the number of tokens, which undoes the mean's division.
         scale = 2.0 ** math.floor(math.log2(labels.numel())) if dtype == torch.float16 else 1.0
 
-        total = torch.zeros((), device=x.device)
+        total = at_least_float32(torch.zeros((), device=x.device, dtype=dtype))
         grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
         for x_chunk, label_chunk, grad_x_chunk in zip(
             x.detach().chunk(n_chunks),
@@ -364,7 +369,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
             with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
                 logits = F.linear(x_chunk.requires_grad_(), cast_weight)  # (n, V)
                 edge = get_gradient_edge(logits)  # where its gradient arrives: backward ends there
-                loss = F.cross_entropy(logits.float(), label_chunk, reduction="sum") / count
+                loss = F.cross_entropy(at_least_float32(logits), label_chunk, reduction="sum")
+                loss = loss / count
                 del logits
                 (grad_logits,) = torch.autograd.grad(loss * scale, edge)
             total += loss.detach()

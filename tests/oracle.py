@@ -1,0 +1,108 @@
+"""What a step must give, written down once more without a line of ours: plain, slow, by formulas.
+
+A GPT-2 on plain autograd, AdamW and its schedule by hand, a sampler on Python lists. Nothing of the
+project is imported here; nn.functional only where a formula would be a page (embedding: indexing;
+LayerNorm, GELU, softmax, cross-entropy: as in the papers).
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return x / ((x * x).mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gpt_logits(w: Weights, ids: Tensor, n_layers: int, n_heads: int) -> Tensor:
+    """(B, T) -> (B, T, V), with weights named as in a snapshot."""
+    T = ids.size(1)
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    x = w["token_embedding.weight"][ids] + w["position_embedding.weight"][:T]
+    for i in range(n_layers):
+        b = {
+            name.removeprefix(f"blocks.{i}."): p for name, p in w.items() if f"blocks.{i}." in name
+        }
+        normed = layer_norm(x, b["ln_1.weight"], b["ln_1.bias"])
+        qkv = normed @ b["attn.c_attn.weight"].T + b["attn.c_attn.bias"]
+        heads = []
+        for q, k, v in zip(*(part.chunk(n_heads, -1) for part in qkv.chunk(3, -1)), strict=True):
+            scores = q @ k.transpose(1, 2) / math.sqrt(q.size(-1))
+            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v)
+        x = x + torch.cat(heads, -1) @ b["attn.c_proj.weight"].T + b["attn.c_proj.bias"]
+        normed = layer_norm(x, b["ln_2.weight"], b["ln_2.bias"])
+        wide = gelu(normed @ b["mlp.c_fc.weight"].T + b["mlp.c_fc.bias"])
+        x = x + wide @ b["mlp.c_proj.weight"].T + b["mlp.c_proj.bias"]
+    return layer_norm(x, w["ln_f.weight"], w["ln_f.bias"]) @ w["token_embedding.weight"].T
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """In nats, over the labels that are not -100."""
+    there = labels >= 0
+    right = logits[there].gather(-1, labels[there][:, None])[:, 0]
+    return (logits[there].logsumexp(-1) - right).mean()
+
+
+def loss_and_gradients(
+    weights: Weights, batches: list[tuple[Tensor, Tensor]], n_layers: int, n_heads: int
+) -> tuple[list[float], Weights]:
+    """Losses of the micro-batches, and the gradient of their mean."""
+    w = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    losses = [mean_loss(gpt_logits(w, ids, n_layers, n_heads), labels) for ids, labels in batches]
+    (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+    return [loss.item() for loss in losses], {name: p.grad for name, p in w.items()}
+
+
+class AdamW:
+    """Loshchilov and Hutter (2019), algorithm 2, with the norm of all gradients limited before."""
+
+    def __init__(self, weights: Weights, decay: float, limit: float):
+        self.decay, self.limit, self.t = decay, limit, 0
+        self.m = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.v = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def step(self, weights: Weights, gradients: Weights, lr: float) -> float:
+        """Changes `weights`; returns the norm of the gradients before it was limited."""
+        self.t += 1
+        norm = math.sqrt(sum((g * g).sum().item() for g in gradients.values()))
+        for name, weight in weights.items():
+            g = gradients[name] * min(1, self.limit / (norm + 1e-6))
+            self.m[name] = 0.9 * self.m[name] + 0.1 * g
+            self.v[name] = 0.95 * self.v[name] + 0.05 * g * g
+            m, v = self.m[name] / (1 - 0.9**self.t), self.v[name] / (1 - 0.95**self.t)
+            decay = self.decay if weight.dim() > 1 else 0.0
+            weights[name] = weight - lr * decay * weight - lr * m / (v.sqrt() + 1e-8)
+        return norm
+
+
+def windows(files: list[list[int]], T: int) -> list[list[int]]:
+    """T + 1 tokens each, side by side: the last token of one is the first of the next."""
+    found = []
+    for tokens in files:
+        for start in range(0, len(tokens) - T, T):
+            found.append(tokens[start : start + T + 1])
+    return found
+
+
+def training_batch(
+    all_windows: list[list[int]], B: int, seed: int, number: int
+) -> tuple[Tensor, Tensor]:
+    """Micro-batch `number`: epochs follow each other, each in an order of its own."""
+    n, rows = len(all_windows), []
+    for sample in range(number * B, (number + 1) * B):
+        order = np.random.default_rng([seed, sample // n]).permutation(n)
+        rows.append(all_windows[order[sample % n]])
+    return shifted(rows)
+
+
+def shifted(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([row[:-1] for row in rows]), torch.tensor([row[1:] for row in rows])

@@ -1,0 +1,258 @@
+"""Right, not only consistent: against a model, an optimizer and a sampler that are not ours.
+
+Everywhere else two paths of ours are compared, and both could be wrong. Here loss and the gradient
+of every parameter, what a step changes, and which tokens it sees are computed by tests/oracle.py
+and by Hugging Face's GPT-2, which share no line with ours.
+"""
+
+import math
+from importlib.util import find_spec
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from runs import TINY as RUN
+
+from data import TokenFile, TrainBatches, ValBatches
+from flags import build_parser, fill_in
+from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from run import OneProcess, set_up
+from train_minimal import evaluate, learning_rate, train_step
+
+CPU = torch.device("cpu")
+SHAPE = dict(vocab_size=61, max_position_embeddings=20, n_layers=3, n_heads=2, d_model=16, d_ff=48)
+LAYERS, HEADS = 3, 2
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+MEMORY = [
+    *({"recompute": policy} for policy in RECOMPUTE_POLICIES),
+    {"recompute": "mlp", "recompute_layers": 1},
+    {"recompute": "full", "recompute_group": 2},
+    {"recompute": "full", "offload_activations": True},
+]
+
+
+def make(dtype: torch.dtype, **memory) -> MiniGPT:
+    torch.manual_seed(0)
+    model = MiniGPT(MiniGPTConfig(**SHAPE, dropout=0.0, **memory)).to(dtype).train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # not zero biases and unit gains, which hide mistakes
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def micro_batches(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for i in range(n):
+        ids, labels = torch.randint(0, 61, (2, 3, 17), generator=generator)
+        labels[i, ::5] = -100
+        batches.append((ids, labels))
+    return batches
+
+
+def ours(model: MiniGPT, batches) -> tuple[list[float], oracle.Weights]:
+    losses = []
+    for ids, labels in batches:
+        loss = model(ids, labels)
+        (loss / len(batches)).backward()
+        losses.append(loss.item())
+    return losses, {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_close(found, expected, tolerance: float) -> None:
+    """Losses relative; a gradient's worst entry in units of the gradient's largest."""
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        error = (found[1][name] - gradient).abs().max() / gradient.abs().max()
+        assert error.item() < tolerance, name
+
+
+@pytest.fixture(scope="module", params=TOLERANCE, ids=str)
+def expected(request):
+    """dtype, and what the plain GPT makes of one and of two micro-batches."""
+    weights = make(request.param).state_dict()
+    found = {n: oracle.loss_and_gradients(weights, micro_batches(n), LAYERS, HEADS) for n in (1, 2)}
+    return request.param, found
+
+
+@pytest.mark.parametrize("loss_chunks", [0, 1, 4])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("memory", MEMORY, ids=str)
+def test_loss_and_every_gradient(expected, memory, accumulate, loss_chunks):
+    dtype, found = expected
+    model = make(dtype, loss_chunks=loss_chunks, **memory)
+    assert_close(ours(model, micro_batches(accumulate)), found[accumulate], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("loss_chunks", [1, 4])
+def test_loss_without_gradients_and_logits(expected, loss_chunks):
+    dtype, found = expected
+    ((ids, labels),) = micro_batches(1)
+    model = make(dtype, loss_chunks=loss_chunks).eval()
+    logits = oracle.gpt_logits(model.state_dict(), ids, LAYERS, HEADS)
+    torch.testing.assert_close(model(ids), logits, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    with torch.no_grad():
+        assert model(ids, labels).item() == pytest.approx(found[1][0][0], rel=TOLERANCE[dtype])
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("memory", [{}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("loss_chunks", [1, 4])
+def test_transformers_gpt2(memory, dtype, loss_chunks):
+    """The same weights in Hugging Face's GPT-2; its Conv1D has matrices the other way round."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    ends = dict(bos_token_id=None, eos_token_id=None)
+    shape = dict(vocab_size=61, n_positions=20, n_embd=16, n_layer=LAYERS, n_head=HEADS, n_inner=48)
+    theirs = GPT2LMHeadModel(GPT2Config(**shape, **off, **ends)).to(dtype)
+    model = make(dtype, loss_chunks=loss_chunks, **memory)
+    names = {"token_embedding": "wte", "position_embedding": "wpe", "blocks": "h"}
+
+    def name_there(name: str) -> str:
+        first, rest = name.split(".", 1)
+        return f"transformer.{names.get(first, first)}.{rest}"
+
+    def turned(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.T if name.startswith("blocks") and tensor.dim() == 2 else tensor
+
+    state = {name_there(name): turned(name, w) for name, w in model.state_dict().items()}
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    theirs.load_state_dict(state)
+    batches, losses = micro_batches(2), []
+    for ids, labels in batches:
+        loss = theirs(ids, labels=labels, shift_labels=labels).loss
+        (loss / 2).backward()
+        losses.append(loss.item())
+    parameters = dict(theirs.named_parameters())
+    gradients = {
+        name: turned(name, parameters[name_there(name)].grad) for name in model.state_dict()
+    }
+    # (Its loss is computed in float32 whatever the model is in.)
+    assert_close(ours(model, batches), (losses, gradients), max(TOLERANCE[dtype], 5e-7))
+
+
+# ---- the data
+
+
+def token_files(folder, *counts: int) -> tuple[list[list[int]], list[TokenFile]]:
+    """Tokens that tell where they are from: no two of them are the same."""
+    lists, files, first = [], [], 0
+    for i, count in enumerate(counts):
+        lists.append(list(range(first, first + count)))
+        first += count
+        np.array(lists[-1], dtype=np.uint16).tofile(folder / f"{i}.bin")
+        files.append(TokenFile.open(folder / f"{i}.bin"))
+    return lists, files
+
+
+def test_training_batches_are_a_plain_samplers(tmp_path):
+    """Which windows, in which order, and their labels; over three epochs, whose ends lie inside of
+    batches; files that end in the middle of a window, at its end, and before the first."""
+    lists, files = token_files(tmp_path, 40, 8, 0, 7, 1, 43, 36)
+    windows = oracle.windows(lists, 7)
+    assert len(windows) == 5 + 1 + 0 + 0 + 0 + 6 + 5
+    batches = TrainBatches(files, 3, 7, 5, CPU)
+    seen = []
+    for number in range(17):
+        for found, expected in zip(
+            batches[number], oracle.training_batch(windows, 3, 5, number), strict=True
+        ):
+            assert found.dtype == torch.int64 and torch.equal(found, expected)
+        assert torch.equal(batches[number][1], batches[number][0] + 1)
+        seen += [row[0].item() for row in batches[number][0]]
+        assert batches.epoch(number + 1) == len(seen) / 17
+    for epoch in range(3):  # each window once, and in a new order
+        assert sorted(seen[17 * epoch : 17 * (epoch + 1)]) == [window[0] for window in windows]
+    assert seen[:17] != seen[17:34] != seen[34:]
+    assert all(map(torch.equal, batches[2], batches[2]))  # of its number alone
+
+
+def test_validation_batches_are_a_plain_samplers(tmp_path):
+    lists, files = token_files(tmp_path, 50, 30)
+    windows = oracle.windows(lists, 7)
+    assert len(windows) == 7 + 4
+    for limit, expected in ((0, range(11)), (9, range(11)), (2, [0, 1, 3, 5, 7, 9])):
+        batches = ValBatches(files, 3, 7, limit, CPU)
+        rows = [windows[i] for i in expected]
+        parts = [oracle.shifted(rows[i : i + 3]) for i in range(0, len(rows), 3)]
+        assert len(batches) == len(parts)
+        for i, (ids, labels) in enumerate(parts):
+            assert torch.equal(batches[i][0], ids) and torch.equal(batches[i][1], labels)
+
+
+# ---- the step
+
+
+def start(tmp_path, *flags: str):
+    argv = [*RUN, "--no-amp", "--dropout=0", f"--checkpoint-path={tmp_path}/run.pt", *flags]
+    run = set_up(fill_in(build_parser("test", "x.pt").parse_args(argv)), OneProcess(CPU))
+    run.model.double()  # then rounding cannot hide a mistake, nor look like one
+    run.model.train()
+    return run
+
+
+def rows_of(batches) -> list[list[int]]:
+    """All windows of a data set, as lists."""
+    return batches.windows.read(np.arange(len(batches.windows))).tolist()
+
+
+def test_steps_are_the_formulas(tmp_path):
+    """Three whole steps of the trainer: tokens, losses, norm, rate, update."""
+    flags = "--grad-accum-steps=2 --grad-clip-norm=0.5 --lr=0.01 --min-lr=0.001 --warmup-steps=2"
+    run = start(tmp_path, *flags.split(), "--weight-decay=0.3", "--num-steps=5")
+    windows = rows_of(run.train_batches)
+    weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    optimizer = oracle.AdamW(weights, decay=0.3, limit=0.5)
+    half_way_down = 0.001 + 0.009 * (1 + math.cos(math.pi / 3)) / 2
+    for step, lr in enumerate([0.005, 0.01, half_way_down], 1):
+        numbers = (2 * step - 2, 2 * step - 1)
+        batches = [oracle.training_batch(windows, 2, 3, number) for number in numbers]
+        losses, gradients = oracle.loss_and_gradients(weights, batches, 2, 2)
+        norm = optimizer.step(weights, gradients, lr)
+        run.step = step
+        found, found_norm = train_step(run)
+        assert found.tolist() == pytest.approx(losses, rel=1e-6)
+        assert norm > 0.5  # it was limited
+        assert found_norm.item() == pytest.approx(norm, rel=1e-10)
+        for name, parameter in run.model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), weights[name], rtol=1e-9, atol=1e-9)
+            assert parameter.grad is None
+
+
+def test_evaluation_is_the_mean_over_all_tokens(tmp_path):
+    run = start(tmp_path, "--batch-size=5")
+    run.token_bytes = torch.arange(31) % 3  # toy data has no text: invent one
+    ids, labels = oracle.shifted(rows_of(run.val_batches))
+    weights = run.model.state_dict()
+    loss = oracle.mean_loss(oracle.gpt_logits(weights, ids, 2, 2), labels).item()
+    found = evaluate(run)
+    assert found["val_loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["val_ppl"] == pytest.approx(math.exp(loss), rel=1e-6)
+    n_bytes = sum(token % 3 for token in labels.flatten().tolist())
+    bits = loss * labels.numel() / math.log(2) / n_bytes
+    assert found["val_bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    assert run.model.training
+
+
+def test_learning_rates_by_hand():
+    def rates(*flags: str) -> list[float]:
+        words = ["--lr=8", "--min-lr=2", "--num-steps=8", *flags]
+        args = fill_in(build_parser("test", "x.pt").parse_args(words))
+        return [learning_rate(step, args) for step in range(1, 9)]
+
+    c = [(1 + math.cos(math.pi * i / 6)) / 2 for i in range(7)]
+    cosine = [4, 8, *(2 + 6 * c[i] for i in range(1, 7))]
+    assert rates("--warmup-steps=2") == pytest.approx(cosine)
+    linear = [4, 8, 7, 6, 5, 4, 3, 2]
+    assert rates("--warmup-steps=2", "--lr-scheduler=linear") == pytest.approx(linear)
+    constant = [2, 4, 6, 8, 8, 8, 8, 8]
+    assert rates("--warmup-steps=4", "--lr-scheduler=constant") == pytest.approx(constant)
+    assert rates("--warmup-steps=0", "--lr-scheduler=linear") == pytest.approx(
+        [8 - 6 * i / 8 for i in range(1, 9)]
+    )
+    assert rates("--warmup-steps=8") == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8])
+    assert rates("--warmup-steps=9")[-1] == pytest.approx(64 / 9)
