@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from recompute import POLICIES, HostMemory, Offload, run_blocks
+from memory.policies import POLICIES, HostMemory, Offload, run_blocks
 
 RECOMPUTE_POLICIES = ("none", *POLICIES, "full")
 

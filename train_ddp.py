@@ -38,9 +38,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import UsageError, build_parser, choose_device, print_error
 from model import MiniGPT
-from run import OneProcess
+from trainer.flags import UsageError, build_parser, choose_device, print_error
+from trainer.run import OneProcess
 
 START = "start it with torchrun: torchrun --nproc-per-node=2 train_ddp.py"
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>

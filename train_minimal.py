@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import DataError
-from flags import UsageError, build_parser, choose_device, fill_in, print_error
-from memory import is_out_of_memory
-from metrics import (
+from planner.step import is_out_of_memory
+from trainer.flags import UsageError, build_parser, choose_device, fill_in, print_error
+from trainer.metrics import (
     MetricsFile,
     card_memory,
     describe_result,
@@ -50,9 +50,9 @@ from metrics import (
     peak_memory,
     perplexity,
 )
-from plan import next_knob
-from run import OneProcess, Run, save, set_up
-from snapshot import SaveError, SnapshotError, beside, step_aside
+from trainer.plan import next_knob
+from trainer.run import OneProcess, Run, save, set_up
+from trainer.snapshot import SaveError, SnapshotError, beside, step_aside
 
 # ------------------------------------------------------------------------------------ learning
 

@@ -38,8 +38,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from closed_form import step_flops
-from flags import (
+from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from planner.formulas import step_flops
+from planner.step import Planner, is_out_of_memory
+from train_minimal import train_step
+from trainer.flags import (
     UsageError,
     choose_device,
     choose_precision,
@@ -49,13 +52,10 @@ from flags import (
     output_file,
     print_error,
 )
-from flags import build_parser as trainers_parser
-from memory import Planner, is_out_of_memory
-from metrics import StepClock, format_bytes
-from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from plan import default_budget, describe_recompute, make_planner
-from run import OneProcess, Run, make_optimizer
-from train_minimal import train_step
+from trainer.flags import build_parser as trainers_parser
+from trainer.metrics import StepClock, format_bytes
+from trainer.plan import default_budget, describe_recompute, make_planner
+from trainer.run import OneProcess, Run, make_optimizer
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"  # an optional dependency
 WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second finds it there

@@ -30,9 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from flags import OneLineParser, number
-from memory import kept_for_backward
 from model import Block, MiniGPT, MiniGPTConfig
+from planner.step import kept_for_backward
+from trainer.flags import OneLineParser, number
 
 # ---------------------------------------------------------------------------------------------
 # Part 1: the checkpoint.

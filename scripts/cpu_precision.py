@@ -15,8 +15,8 @@ from dataclasses import asdict
 
 import torch
 
-from flags import OneLineParser, cpu_has_bfloat16, number
 from model import MiniGPT, MiniGPTConfig
+from trainer.flags import OneLineParser, cpu_has_bfloat16, number
 
 
 def step_seconds(model: MiniGPT, ids: torch.Tensor, dtype: torch.dtype) -> float:

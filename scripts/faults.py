@@ -31,9 +31,9 @@ import train_minimal
 # isort: split
 import torch
 
-import run as run_module
-import snapshot
-from run import Run
+import trainer.run as run_module
+from trainer import snapshot
+from trainer.run import Run
 
 RANK = os.environ.get("RANK", "0")
 real_train_step, real_save_snapshot = train_minimal.train_step, snapshot.save_snapshot

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from data import Tokenizer
-from flags import OneLineParser, UsageError, choose_device, number, print_error
 from model import MiniGPT, MiniGPTConfig
-from snapshot import SnapshotError, read_snapshot
+from trainer.flags import OneLineParser, UsageError, choose_device, number, print_error
+from trainer.snapshot import SnapshotError, read_snapshot
 
 
 def build_parser() -> argparse.ArgumentParser:

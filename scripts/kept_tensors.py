@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flags import OneLineParser, UsageError, number, print_error
-from memory import Storage, kept_for_backward
-from metrics import format_bytes
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from planner.step import Storage, kept_for_backward
+from trainer.flags import OneLineParser, UsageError, number, print_error
+from trainer.metrics import format_bytes
 
 ROOT = Path(__file__).parent.parent
 

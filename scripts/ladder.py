@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from flags import OneLineParser, output_file
 from model import MiniGPT, MiniGPTConfig
+from trainer.flags import OneLineParser, output_file
 
 SEQ_LEN = 1024
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)

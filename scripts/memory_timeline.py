@@ -28,9 +28,11 @@ import torch
 from torch import nn
 from torch.profiler import profile, record_function
 
-import flags
-from closed_form import step_flops
-from flags import (
+from model import MiniGPT
+from planner.formulas import step_flops
+from planner.step import KINDS, Planner, StepMemory, follow
+from trainer import flags
+from trainer.flags import (
     UsageError,
     choose_device,
     choose_precision,
@@ -38,10 +40,8 @@ from flags import (
     output_file,
     print_error,
 )
-from memory import KINDS, Planner, StepMemory, follow
-from model import MiniGPT
-from plan import RUNGS, describe_recompute, make_planner
-from run import make_optimizer
+from trainer.plan import RUNGS, describe_recompute, make_planner
+from trainer.run import make_optimizer
 
 GIB = 2**30
 PHASES = ("forward", "head", "backward", "optimizer")

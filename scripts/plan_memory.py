@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from closed_form import closed_form, step_flops
 from data import DataError
 from data.tokenizer import load_tokenizer
-from flags import (
+from planner.formulas import closed_form, step_flops
+from planner.step import Planner, StepMemory
+from trainer.flags import (
     UsageError,
     build_parser,
     choose_device,
@@ -34,9 +35,8 @@ from flags import (
     output_file,
     print_error,
 )
-from memory import Planner, StepMemory
-from metrics import format_bytes
-from plan import (
+from trainer.metrics import format_bytes
+from trainer.plan import (
     RUNGS,
     default_budget,
     describe_recompute,
@@ -45,7 +45,7 @@ from plan import (
     recompute_flags,
     way_out,
 )
-from run import make_optimizer
+from trainer.run import make_optimizer
 
 
 @dataclass(frozen=True)

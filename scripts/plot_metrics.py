@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flags import OneLineParser, UsageError, print_error
-from metrics import read_metrics
+from trainer.flags import OneLineParser, UsageError, print_error
+from trainer.metrics import read_metrics
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, each with a marker of its own.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]

@@ -35,7 +35,6 @@ from pathlib import Path
 
 import torch
 
-from flags import OneLineParser, output_file
 from scripts.faults import SAVE_FAULTS, weights_hash
 from scripts.trainer_process import (
     DEADLINE,
@@ -52,7 +51,8 @@ from scripts.trainer_process import (
     pids_of,
     wait_until,
 )
-from snapshot import SnapshotError, beside, load_newest, read_snapshot
+from trainer.flags import OneLineParser, output_file
+from trainer.snapshot import SnapshotError, beside, load_newest, read_snapshot
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
 
 from scripts.faults import weights_hash
-from snapshot import beside, read_snapshot
+from trainer.snapshot import beside, read_snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
 # The smallest run that still has everything: two layers, dropout, epochs of 6 steps, two sequences

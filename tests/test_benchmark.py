@@ -11,8 +11,8 @@ import pytest
 import torch
 from runs import ROOT
 
-from closed_form import step_flops
 from model import MiniGPT, MiniGPTConfig
+from planner.formulas import step_flops
 from scripts import benchmark
 from scripts.benchmark import Job
 

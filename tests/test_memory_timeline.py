@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from memory import KINDS
+from planner.step import KINDS
 from scripts import memory_timeline as script
 
 TINY = (

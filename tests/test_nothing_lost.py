@@ -416,7 +416,7 @@ def test_out_of_memory_before_training(tmp_path, monkeypatch, capsys):
     def make_optimizer(*args):
         raise MemoryError
 
-    monkeypatch.setattr("run.make_optimizer", make_optimizer)
+    monkeypatch.setattr("trainer.run.make_optimizer", make_optimizer)
     assert train_here(tmp_path / "run.pt") == 4
     assert "; try a smaller model (--n-layers, --d-model)" in capsys.readouterr().err
 

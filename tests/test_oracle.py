@@ -15,10 +15,10 @@ import torch
 from runs import TINY as RUN
 
 from data import TokenFile, TrainBatches, ValBatches
-from flags import build_parser, fill_in
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from run import OneProcess, set_up
 from train_minimal import evaluate, learning_rate, train_step
+from trainer.flags import build_parser, fill_in
+from trainer.run import OneProcess, set_up
 
 CPU = torch.device("cpu")
 SHAPE = dict(vocab_size=61, max_position_embeddings=20, n_layers=3, n_heads=2, d_model=16, d_ff=48)

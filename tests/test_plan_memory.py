@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from flags import build_parser, byte_count
 from scripts import plan_memory
+from trainer.flags import build_parser, byte_count
 
 SHAPE = (
     "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32 "

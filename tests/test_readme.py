@@ -9,9 +9,9 @@ from importlib.util import find_spec
 import pytest
 from runs import ROOT, run
 
-from flags import build_parser
 from model import MiniGPT
 from scripts.reliability import ROWS
+from trainer.flags import build_parser
 
 README = (ROOT / "README.md").read_text()
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_model import random_ids, tiny
 
-from memory import Storage, kept_for_backward
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from planner.step import Storage, kept_for_backward
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 CHANGES = [
@@ -252,7 +252,7 @@ def test_weights_never_travel(policy):
 
 def test_offloaded_copy_is_what_backward_gets(monkeypatch):
     """Spoil the copies: the gradients must change, else nothing was offloaded at all."""
-    import recompute
+    from memory import policies as recompute
 
     def gradients():
         model = tiny(recompute="full", offload_activations=True).train()

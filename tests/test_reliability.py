@@ -12,7 +12,7 @@ import pytest
 from scripts import reliability
 from scripts.reliability import ROWS, Row
 from scripts.trainer_process import Bench, NotHeld, Trainer, check, kill_all, pids_of
-from snapshot import beside
+from trainer.snapshot import beside
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 slow = pytest.mark.slow

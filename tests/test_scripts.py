@@ -7,10 +7,10 @@ import shutil
 import pytest
 from runs import TINY, run
 
-from flags import build_parser
 from model import RECOMPUTE_POLICIES
 from scripts import generate, kept_tensors, plot_metrics
 from train_minimal import main as train
+from trainer.flags import build_parser
 
 
 @pytest.fixture(scope="module")

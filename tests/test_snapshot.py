@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import snapshot
-from snapshot import (
+from trainer import snapshot
+from trainer.snapshot import (
     KEYS,
     SaveError,
     SnapshotError,

@@ -11,12 +11,12 @@ import torch
 from runs import TINY, metrics, run, same, snapshot, train, train_here
 
 import train_minimal
-from flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
-from metrics import format_line
 from model import MiniGPT
-from run import OneProcess, make_optimizer, set_up
-from snapshot import check_writable, step_aside
 from train_minimal import learning_rate
+from trainer.flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
+from trainer.metrics import format_line
+from trainer.run import OneProcess, make_optimizer, set_up
+from trainer.snapshot import check_writable, step_aside
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
@@ -289,7 +289,7 @@ def test_weight_decay_is_for_matrices(tmp_path):
 def test_precision_follows_the_hardware(monkeypatch):
     cpu = torch.device("cpu")
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("flags.cpu_has_bfloat16", lambda has=has: has)
+        monkeypatch.setattr("trainer.flags.cpu_has_bfloat16", lambda has=has: has)
         assert choose_precision(arguments(), cpu) == dtype
     assert choose_precision(arguments(BF16), cpu) == torch.bfloat16
     assert choose_precision(arguments(FP32), cpu) == torch.float32
@@ -333,7 +333,7 @@ def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeyp
     def fail(*args):
         raise NotImplementedError("no such device")
 
-    monkeypatch.setattr("plan.describe_plan", fail)
+    monkeypatch.setattr("trainer.plan.describe_plan", fail)
     assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
     assert "could not be predicted (NotImplementedError)" in capsys.readouterr().out
 
@@ -582,7 +582,7 @@ def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeyp
         torch.save(later, path)
         return check_writable(*args, **options)
 
-    monkeypatch.setattr("run.check_writable", save_and_check)
+    monkeypatch.setattr("trainer.run.check_writable", save_and_check)
     assert train_here(path, "--resume") == 2
     assert "another run was still at" in capsys.readouterr().err
     assert snapshot(path)["step"] == 3

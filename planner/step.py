@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -29,9 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
-from closed_form import head_bytes
+from memory.policies import HostMemory
 from model import CHUNK, MiniGPT, MiniGPTConfig
-from recompute import HostMemory
+from planner.formulas import head_bytes
+
+ROOT = Path(__file__).parent.parent
 
 # ------------------------------------------------------------------------------------- counting
 
@@ -142,11 +145,11 @@ class StorageTracker(TorchDispatchMode):
 
 
 def line_of_the_model() -> str:
-    """The innermost line of model.py or recompute.py on the stack: "model.py:87"."""
+    """The innermost line of the model or of memory/ on the stack: "model.py:87"."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        name = frame.f_code.co_filename.rpartition("/")[2]
-        if name in ("model.py", "recompute.py"):
+        name = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+        if name == "model.py" or name.startswith("memory/"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

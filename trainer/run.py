@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import Dataset, TrainBatches, ValBatches, load_dataset
-from flags import choose_precision, model_config
-from metrics import MetricsFile, StepClock, describe_run, logged_at
 from model import MiniGPT, MiniGPTConfig
-from plan import plan_memory
-from snapshot import (
+from trainer.flags import choose_precision, model_config
+from trainer.metrics import MetricsFile, StepClock, describe_run, logged_at
+from trainer.plan import plan_memory
+from trainer.snapshot import (
     Resumed,
     SnapshotError,
     State,

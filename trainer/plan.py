@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from closed_form import recompute_cost
-from flags import UsageError
-from memory import Planner, StepMemory
-from metrics import format_bytes
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from planner.formulas import recompute_cost
+from planner.step import Planner, StepMemory
+from trainer.flags import UsageError
+from trainer.metrics import format_bytes
 
 if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
-    from run import OneProcess
+    from trainer.run import OneProcess
 
 MakePlanner = Callable[[argparse.Namespace], Planner]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snapshot import Resumed, SaveError, beside, cannot_save, changes, old_stays, saving
+from trainer.snapshot import Resumed, SaveError, beside, cannot_save, changes, old_stays, saving
 
 if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
-    from run import Run
+    from trainer.run import Run
 
 
 def perplexity(loss: float) -> float:
