@@ -1,78 +1,86 @@
 """The ladder of recompute policies: what a block keeps for backward, and what it replays instead.
 
-Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on;
-autograd keeps them all. `replay(f, x)` below keeps x alone, and calls f again when backward asks.
-A policy is a choice of what to wrap in it. Two facts make that choice interesting:
+Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on:
+autograd keeps a tensor as soon as it goes *into* the operator whose backward will need it.
+`checkpoint(f, x)` keeps x alone, and calls f(x) once more when backward asks for the first of the
+others. (scripts/checkpoint_from_scratch.py is a checkpoint of thirty lines that tells what happens
+while it happens.) A policy is a choice of what to wrap in it. Two facts make it interesting:
 
 - The replay ends as soon as the last tensor that backward needs is there (*early stop*). A linear
   layer's input is kept before the layer runs: if f ends in one, that matmul is not done again. So
-  `replay(lambda wide: c_proj(gelu(wide)), wide)` recomputes a GELU, and no matmul at all.
-- Dropout keeps a mask *after* it ran. As the end of f it would force the matmul before it to be
-  replayed. So it stands outside: a policy returns the residual stream and the block's last update
-  apart, and `MiniGPT.forward` adds them, with dropout.
+  `checkpoint(lambda wide: c_proj(gelu(wide)), wide)` replays a GELU, and no matmul at all.
+- Dropout keeps a mask *after* it ran. At the end of f it would force the matmul before it to be
+  replayed. So a block returns its last update apart, and the caller adds it, with dropout, outside
+  of every checkpoint: see `Block` in model.py.
 
-No policy changes one bit of the loss or of a gradient. What a block keeps, under bfloat16 autocast
-with fused attention and no dropout, in units of B * T * C bytes (plus 4 H / C for the softmax's
-normaliser and 16 / C for mean and deviation of the LayerNorms, where those are kept):
+No policy changes one bit of the loss or of a gradient. What a block makes, in units of B * T * C
+bytes under bfloat16 autocast (where the residual stream stays float32), with d_ff = 4 C:
 
-    policy     keeps  of them                               replays             matmuls done twice
-    none          36  everything                            nothing             none
-    cheap         24  residuals, q k v, attention, c_fc     LayerNorms, GELU    none
-    selective     24  x, results of matmuls and attention   LayerNorms, GELU    none
-    attn          26  x, and all of the MLP half            attention half      c_attn, attention
-    mlp           18  x, and all of the attention half      MLP half            c_fc
-    sdpa           6  x, attention's result                 the rest            c_attn, c_proj, c_fc
-    full           4  x                                     all                 those, and attention
+    x  4     ln_1  2     qkv  6     attention  2     x2  4     ln_2  2     c_fc  8     gelu  8
+
+x goes in, x2 is x after attention's half, the others are results of the layers of that name. With
+fused attention and no dropout a block keeps of them (and 4 H / C for the softmax's normaliser, 16 /
+C for mean and deviation of the LayerNorms, where those are kept):
+
+    policy     keeps                                           replays          matmuls done twice
+    none       36  all of them                                 nothing          none
+    cheap      24  x, qkv, attention, x2, c_fc                 LayerNorms, GELU none
+    selective  24  x, qkv, attention, both c_proj (2 each), c_fc   the same     none
+    attn       26  x, x2, ln_2, c_fc, gelu                     attention's half c_attn, attention
+    mlp        18  x, ln_1, qkv, attention, x2                 MLP's half       c_fc
+    sdpa        6  x, attention                                the rest         c_attn, c_proj, c_fc
+    full        4  x                                           all              those, and attention
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-if TYPE_CHECKING:
-    from model import Block
+from .offload import HostMemory, Offload
 
-# (residual stream, last update of the block, to be added to it)
+# What a block returns: the residual stream x2, and the update that is still to be added to it.
 Halves = tuple[Tensor, Tensor]
 
 # Never the reentrant variant: it replays all (no early stop) and fails in some DDP settings. The
 # RNG state is kept (the default), else dropout would draw other masks in the replay: wrong
 # gradients, without an error.
-replay = partial(checkpoint, use_reentrant=False)
+checkpoint = partial(torch_checkpoint, use_reentrant=False)
+
+# A policy is called by the block itself, `block(x, "cheap")`, in place of its plain forward: what
+# hangs on a block's forward (sharded weights, a compiler) then works with every policy. `block` is
+# a model.Block.
 
 
-def cheap(block: Block, x: Tensor) -> Halves:
+def cheap(block: Any, x: Tensor) -> Halves:
     """Replay what is pointwise. Megatron-LM: output-discarding recompute; llm.c: -r 2."""
-    qkv = replay(lambda x: block.attn.c_attn(block.ln_1(x)), x)
-    x = x + block.dropout(block.attn.c_proj(block.attn.attend(qkv)))
-    wide = replay(lambda x: block.mlp.c_fc(block.ln_2(x)), x)
-    return x, replay(lambda wide: block.mlp.c_proj(F.gelu(wide, approximate="tanh")), wide)
+    qkv = checkpoint(lambda before: block.attn.c_attn(block.ln_1(before)), x)
+    x2 = x + block.dropout(block.attn.c_proj(block.attn.attend(qkv)))
+    wide = checkpoint(lambda before: block.mlp.c_fc(block.ln_2(before)), x2)
+    return x2, checkpoint(lambda w: block.mlp.c_proj(F.gelu(w, approximate="tanh")), wide)
 
 
-def mlp(block: Block, x: Tensor) -> Halves:
+def replay_mlp(block: Any, x: Tensor) -> Halves:
     """Replay the MLP half. Megatron-LM: --recompute-modules mlp."""
-    x = x + block.dropout(block.attn(block.ln_1(x)))
-    return x, replay(lambda x: block.mlp(block.ln_2(x)), x)
+    x2 = x + block.dropout(block.attn(block.ln_1(x)))
+    return x2, checkpoint(lambda before: block.mlp(block.ln_2(before)), x2)
 
 
-def attn(block: Block, x: Tensor) -> Halves:
+def replay_attention(block: Any, x: Tensor) -> Halves:
     """Replay the attention half. Megatron-LM: --recompute-modules core_attn, and its linears."""
-    x = x + block.dropout(replay(lambda x: block.attn(block.ln_1(x)), x))
-    return x, block.mlp(block.ln_2(x))
+    x2 = x + block.dropout(checkpoint(lambda before: block.attn(block.ln_1(before)), x))
+    return x2, block.mlp(block.ln_2(x2))
 
 
-# Operator by operator: `replay` runs the whole block again, but the results of the listed operators
-# were kept and are handed out instead of being computed. Overloads must be named (.default), and a
-# linear layer with a bias is addmm, not mm. Which attention operator runs depends on the device.
+# Operator by operator: the checkpoint is around the whole block, but the results of the listed
+# operators are kept, and handed out in the replay instead of being computed. Overloads must be
+# named (.default), and a linear layer with a bias is addmm, not mm. Which attention operator runs
+# depends on the device.
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -86,140 +94,55 @@ MATMUL_OPS = [
 ]
 
 
-def keep_results_of(operators: list) -> Callable[[Block, Tensor], Halves]:
+def keep_results_of(operators: list) -> Callable[[Any, Tensor], Halves]:
     contexts = partial(create_selective_checkpoint_contexts, operators)
-    return lambda block, x: replay(block.halves, x, context_fn=contexts)
+    return lambda block, x: checkpoint(block.forward, x, context_fn=contexts)
 
 
-sdpa = keep_results_of(ATTENTION_OPS)  # axolotl, Megatron-LM: what costs most at long T is kept
-selective = keep_results_of(ATTENTION_OPS + MATMUL_OPS)  # torchtitan, torchtune, JAX dots_saveable
-
-
-def run_blocks(blocks: Sequence[Block], x: Tensor) -> Halves:
-    """The blocks one after the other; the last one's update is not added yet."""
-    for block in blocks[:-1]:
-        x = block(x)
-    return blocks[-1].halves(x)
-
-
-POLICIES: dict[str, Callable[[Block, Tensor], Halves]] = {
+POLICIES: dict[str, Callable[[Any, Tensor], Halves]] = {
     "cheap": cheap,
-    "selective": selective,
-    "mlp": mlp,
-    "attn": attn,
-    "sdpa": sdpa,
+    "selective": keep_results_of(ATTENTION_OPS + MATMUL_OPS),  # torchtitan, JAX dots_saveable
+    "mlp": replay_mlp,
+    "attn": replay_attention,
+    "sdpa": keep_results_of(ATTENTION_OPS),  # axolotl: what costs most at long T is kept
 }
+# `full` is not among them: it is the line in MiniGPT.forward.
+RECOMPUTE_POLICIES = ("none", *POLICIES, "full")
 
 
-class Offload:
-    """What autograd keeps of one forward waits in CPU memory until backward asks for it.
+def schedule(
+    blocks: Iterable[Any], config: Any, training: bool, host: HostMemory
+) -> Iterator[tuple[Callable[..., Halves], str]]:
+    """What MiniGPT.forward calls, one after the other: (block, policy) for `block(x, policy)`.
 
-    With `full` that is one tensor a block. DeepSpeed calls it cpu_checkpointing, Unsloth does it by
-    default. It is exact: a copy out and a copy back.
-
-    On a GPU the copies run beside the computation: into pinned buffers (others cannot be copied
-    asynchronously), on a stream for each direction, and the tensors of the block before come back
-    while a block's backward runs. What happens last in forward is needed first in backward and
-    would come straight back: the caller leaves it out. On a CPU the same code makes plain copies.
+    Each block, by the policy of `config` (a model.MiniGPTConfig), unless other fields of it say:
+    only the first `recompute_layers`; `recompute_group` of them as if they were one; with
+    `offload_activations`, what the policy keeps in CPU memory. Evaluation recomputes nothing.
     """
-
-    def __init__(self, host: HostMemory):
-        self.host = host
-        self.newest: Ticket | None = None
-
-    def block(self, blocks: Sequence[Block]) -> saved_tensors_hooks:
-        """The context in which `blocks` run forward."""
-        # Weights stay. They are told by their storage: what a linear layer saves is weight.t(),
-        # which is no Parameter. (Low-precision copies of weights, which autocast makes, are tensors
-        # like others, and travel with the policies that keep some; `full` keeps none.)
-        weights = {
-            StorageWeakRef(weight.untyped_storage())
-            for block in blocks
-            for weight in block.parameters()
-        }
-
-        def pack(tensor: Tensor) -> Tensor | Ticket:
-            if tensor.numel() == 0 or StorageWeakRef(tensor.untyped_storage()) in weights:
-                return tensor  # nothing to send (older torch has such), or it stays there anyway
-            self.newest = Ticket(tensor, self.host, self.newest)
-            return self.newest
-
-        return saved_tensors_hooks(pack, unpack)
-
-
-class HostMemory:
-    """CPU memory that outlives a step, because pinning takes milliseconds a buffer."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        # (shape, strides, dtype) -> buffers that are not in use
-        self.unused: dict[tuple, list[Tensor]] = {}
-
-
-class Ticket:
-    """One tensor in CPU memory, and how to get it back."""
-
-    def __init__(self, tensor: Tensor, host: HostMemory, previous: Ticket | None):
-        self.device, self.previous = tensor.device, previous
-        self.unused = host.unused.setdefault((tensor.shape, tensor.stride(), tensor.dtype), [])
-        self.back: Tensor | None = None
-        self.taken = False
-        self.event: torch.cuda.Event | None = None
-        on_gpu = self.device.type == "cuda"
-        if self.unused:
-            self.copy = self.unused.pop()
+    blocks, policy = list(blocks), config.recompute
+    n_recomputed = config.n_recomputed if training else 0
+    offload = Offload(host) if config.offload_activations else None
+    for i in range(0, n_recomputed, config.recompute_group):
+        group = blocks[i : min(i + config.recompute_group, n_recomputed)]
+        block = group[0] if len(group) == 1 else one_by_one(group)
+        # (The last block's backward comes first: what it keeps would come straight back.)
+        if offload is None or i + len(group) == len(blocks):
+            yield block, policy
         else:
-            self.copy = torch.empty_like(tensor, device=host.device, pin_memory=on_gpu)
-        if not on_gpu:
-            self.copy.copy_(tensor)
-            return
-        out, home = streams(self.device)
-        out.wait_stream(torch.cuda.current_stream())  # the tensor must be there,
-        out.wait_stream(home)  # and the buffer read by its last user
-        with torch.cuda.stream(out):
-            self.copy.copy_(tensor, non_blocking=True)
-        tensor.record_stream(out)  # its memory must not be reused before the copy is done
-
-    def fetch(self) -> None:
-        """Start to bring the tensor home, unless it is on its way."""
-        if self.back is not None:
-            return
-        if self.device.type != "cuda":
-            self.back = self.copy.to(self.device, copy=True)
-            return
-        out, home = streams(self.device)
-        home.wait_stream(out)
-        with torch.cuda.stream(home):
-            self.back = torch.empty_like(self.copy, device=self.device)
-            self.back.copy_(self.copy, non_blocking=True)
-        self.event = home.record_event()
-
-    def take(self) -> Tensor:
-        """The tensor on its device, for the current stream to use."""
-        self.fetch()
-        tensor, self.back, self.taken = self.back, None, True
-        assert tensor is not None  # fetch saw to that
-        if self.event is not None:
-            now = torch.cuda.current_stream()
-            now.wait_event(self.event)
-            tensor.record_stream(now)
-        return tensor
-
-    def __del__(self) -> None:
-        self.unused.append(self.copy)  # backward is through with it: the next forward may use it
+            # Only hooks that are around a checkpoint see its input, so it moves in here.
+            run = partial(checkpoint, block) if policy == "full" else partial(block, policy=policy)
+            yield offload.around(run, group), "none"
+    for block in blocks[n_recomputed:]:
+        yield block, "none"
 
 
-def unpack(kept: Tensor | Ticket) -> Tensor:
-    """What backward gets. While it computes with it, the tensor before comes home, too."""
-    if isinstance(kept, Tensor):
-        return kept
-    tensor = kept.take()
-    if kept.previous is not None and not kept.previous.taken:
-        kept.previous.fetch()
-    return tensor
+def one_by_one(blocks: list) -> Callable[..., Halves]:
+    """Several blocks that are called as if they were one."""
 
+    def run(x: Tensor, policy: str = "none") -> Halves:
+        for block in blocks[:-1]:
+            x, update = block(x, policy)
+            x = x + block.dropout(update)
+        return blocks[-1](x, policy)
 
-@lru_cache
-def streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """One stream to the CPU, one home."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+    return run

@@ -1,4 +1,4 @@
-"""Memory and FLOPs of a training step as formulas: to understand what memory.py counts.
+"""Memory and FLOPs of a training step as formulas: to understand what planner/step.py counts.
 
 Letters: B sequences of T tokens a micro-batch, N = B T; V vocabulary, L layers, C channels
 (d_model), F channels inside the MLP (d_ff), H heads.
@@ -8,20 +8,21 @@ import math
 
 import torch
 
-from model import CHUNK, RECOMPUTE_POLICIES, MiniGPTConfig
+from memory.head import count_chunks
+from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
 
 def closed_form(
     config: MiniGPTConfig, batch_size: int, seq_len: int, precision: torch.dtype
 ) -> dict[str, int]:
-    """Bytes of the parts of a training step; `memory.Planner` finds the same by counting.
+    """Bytes of the parts of a training step; `Planner` finds the same by counting.
 
     a = 2 is the size of an activation under autocast, else a = 4.
 
     parameters  4 P, where P = (V + T_max) C + L (4 C^2 + 2 C F + 9 C + F) + 2 C
     gradients   4 P
     optimizer   8 P for AdamW's two moments, and a step counter of 4 for each tensor
-    blocks      what the policy keeps (see recompute.py) of each block's
+    blocks      what the policy keeps (see memory/policies.py) of each block's
                 - attention half: x 4 N C, ln_1's output a N C, its mean and deviation 8 N, q k v
                   3 a N C, attention's output a N C, the softmax's normaliser 4 N H
                 - MLP half: x 4 N C, ln_2's output a N C, its mean and deviation 8 N, outputs of
@@ -81,7 +82,7 @@ def closed_form(
 def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> int:
     """The head's part of `closed_form`."""
     V, C, amp = config.vocab_size, config.d_model, precision != torch.float32
-    n_chunks = config.loss_chunks or math.ceil(n_tokens * V / CHUNK)
+    n_chunks = count_chunks(n_tokens, V, config.loss_chunks)
     if n_chunks <= 1:
         return 12 * V * n_tokens + 2 * amp * (V * C + n_tokens * C)
     r, a = math.ceil(n_tokens / n_chunks), 2 if amp else 4
@@ -95,8 +96,8 @@ def step_flops(config: MiniGPTConfig, seq_len: int) -> tuple[float, float]:
 
     Needed: forward is 2 for each weight, the head included, and 2 T C a block for the two products
     of causal attention, of which half are masked; backward is twice forward (Chowdhery et al.,
-    2022, appendix B, without the half). Replayed: see the table in recompute.py; the last matmul
-    of a region is not, as its result is not needed.
+    2022, appendix B, without the half). Replayed: see the table in memory/policies.py; the last
+    matmul of a region is not, as its result is not needed.
     """
     C, F, n = config.d_model, config.d_ff, config.n_recomputed
     c_attn, c_proj, linear, attention = 6 * C * C, 2 * C * C, 2 * C * F, 2 * seq_len * C

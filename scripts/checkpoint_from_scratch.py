@@ -31,7 +31,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import Block, MiniGPT, MiniGPTConfig
-from planner.step import kept_for_backward
+from planner.tracker import kept_for_backward
 from trainer.flags import OneLineParser, number
 
 # ---------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def tell(event: str, ticket: Ticket | None = None, tensor: Tensor | None = None)
 
 
 def tell_the_story(dropout: float) -> None:
-    """One block, forward and backward. Its two halves end before the last dropout: see model.py."""
+    """One block, forward and backward. It ends before its last dropout: see model.py."""
     global narrator
     torch.manual_seed(0)
     block = Block(MiniGPTConfig(n_heads=2, d_model=8, d_ff=32, dropout=dropout))
@@ -221,7 +221,7 @@ def tell_the_story(dropout: float) -> None:
     try:
         with narrator:
             narrator.headline("FORWARD: each tensor that backward will need goes, a #ticket stays.")
-            x, update = checkpoint(block.halves, x)
+            x, update = checkpoint(block, x)
             n = len(narrator.owners)
             narrator.headline(f"\nKept: x and {n} tickets. BACKWARD begins at the end:")
             (x + update).sum().backward()

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from planner.step import Storage, kept_for_backward
+from planner.tracker import Storage, kept_for_backward
 from trainer.flags import OneLineParser, UsageError, number, print_error
 from trainer.metrics import format_bytes
 

@@ -1,5 +1,6 @@
 """Started by torchrun in test_train_ddp.py: with DDP and accumulation, every policy == none."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -27,7 +28,10 @@ def gradients(bfloat16: bool, **variant) -> list[torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16, cache_enabled=False):
             loss = wrapped(ids, ids)
         loss.backward()
-    return [p.grad.clone() for p in model.parameters()]
+    found = [p.grad.clone() for p in model.parameters()]
+    del wrapped
+    gc.collect()  # its threads must be gone before the connections are
+    return found
 
 
 dist.init_process_group("gloo")

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from planner.choose import RUNGS, describe_recompute, fewest_layers, pick_recompute, recompute_flags
 from planner.formulas import closed_form, recompute_cost, step_flops
 from planner.step import KINDS, Planner
 from scripts.ladder import LiveStorages
-from trainer.plan import RUNGS, describe_recompute, fewest_layers, pick_recompute, recompute_flags
 
 T = 32
 CONFIG = MiniGPTConfig(
@@ -298,9 +298,7 @@ def test_fewest_layers(peaks):
     ("memory", "batch_size"), [({}, 1), ({}, 12), ({"recompute": "full"}, 2)], ids=str
 )
 def test_largest_batch_is_the_largest(chunks, memory, batch_size, monkeypatch):
-    monkeypatch.setattr("model.CHUNK", 2**15)
-    monkeypatch.setattr("planner.formulas.CHUNK", 2**15)
-    monkeypatch.setattr("planner.step.CHUNK", 2**15)
+    monkeypatch.setattr("memory.head.CHUNK", 2**15)
     plan = planner(replace(CONFIG, loss_chunks=chunks))
     for budget in (2**22, 2**23):
         most = plan.largest_batch(budget, batch_size, **memory)

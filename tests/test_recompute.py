@@ -7,7 +7,7 @@ import torch
 from test_model import random_ids, tiny
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from planner.step import Storage, kept_for_backward
+from planner.tracker import Storage, kept_for_backward
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 CHANGES = [
@@ -252,7 +252,7 @@ def test_weights_never_travel(policy):
 
 def test_offloaded_copy_is_what_backward_gets(monkeypatch):
     """Spoil the copies: the gradients must change, else nothing was offloaded at all."""
-    from memory import policies as recompute
+    from memory import offload
 
     def gradients():
         model = tiny(recompute="full", offload_activations=True).train()
@@ -265,13 +265,13 @@ def test_offloaded_copy_is_what_backward_gets(monkeypatch):
 
     tickets: list = []
     clean = gradients()
-    real = recompute.Ticket.__init__
+    real = offload.Moved.__init__
 
     def init(self, *args):
         real(self, *args)
         tickets.append(self)
 
-    monkeypatch.setattr(recompute.Ticket, "__init__", init)
+    monkeypatch.setattr(offload.Moved, "__init__", init)
     assert not all(map(torch.equal, clean, gradients()))
     assert len(tickets) == 1
 

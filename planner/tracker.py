@@ -1,0 +1,173 @@
+"""Count memory without using any: which storages operators make, and how long they live.
+
+The model runs on *fake* tensors, which have shapes and storages but no memory, while a tracker
+notes when each storage comes and goes. That works on any machine, also for models that would not
+fit in it. `kept_for_backward` is the simplest use of it; planner/step.py follows a whole step.
+"""
+
+import math
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
+
+from memory import HostMemory
+from model import MiniGPT
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(eq=False)
+class Storage:
+    """A piece of memory; described as the first tensor that lived in it."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    born: int  # the operator that made it, counted from 1; 0 = was there before
+    died: float = math.inf  # the last operator that saw it
+    operator: str = ""  # "addmm"
+    module: str = ""  # where: "MiniGPT.blocks.0.attn.c_attn"
+    line: str = ""  # "model.py:87", the line that asked for it
+    phase: str = ""  # forward, head, backward or optimizer
+    in_block: bool = False
+    replayed: bool = False  # by an activation checkpoint, in backward
+    kind: str = "temporaries"  # one of KINDS
+
+
+class StorageTracker(TorchDispatchMode):
+    """Notes every storage that operators make, without keeping any of them alive.
+
+    It looks after each operator: what a kernel takes and gives back inside is not seen.
+    """
+
+    def __init__(
+        self,
+        modules: ModuleTracker | None = None,
+        stand_in: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`modules` knows the module that is running; `stand_in` is what fakes real tensors."""
+        super().__init__()
+        self.modules, self.stand_in = modules, stand_in
+        self.storages: list[Storage] = []  # in order of birth
+        self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
+        self.stand_ins: list[Tensor] = []
+        self.now = 0  # operators seen
+        # (from this operator on, phase, block that is at work)
+        self.places: list[tuple[int, str, int | None]] = [(0, "", None)]
+
+    def enter(self, phase: str, block: int | None = None) -> None:
+        self.places.append((self.now + 1, phase, block))
+
+    @property
+    def phase(self) -> str:
+        return self.places[-1][1]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # nothing happens, and it is asked all the time
+        kwargs = kwargs or {}
+        if self.stand_in is not None:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+                    self.add_given(tensor)
+        result = func(*args, **kwargs)
+        self.now += 1
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.add(tensor, func.__name__)
+        return result
+
+    def add_given(self, tensor: Tensor) -> None:
+        """A real tensor, which operators will see as a fake one."""
+        assert self.stand_in is not None
+        self.stand_ins.append(self.stand_in(tensor))
+        self.add(self.stand_ins[-1])
+
+    def add(self, tensor: Tensor, operator: str = "") -> Storage:
+        """The storage of `tensor`: known (the tensor is a view, or changed in place) or new."""
+        memory = tensor.untyped_storage()
+        address = memory._cdata
+        if address in self.known:
+            return self.known[address][1]
+        shape, size = tuple(tensor.shape), memory.nbytes()
+        operator = operator.split(".")[0]  # "addmm.default"
+        storage = Storage(size, shape, tensor.dtype, tensor.device, self.now, operator=operator)
+        if operator:
+            _, storage.phase, block = self.places[-1]
+            storage.in_block = block is not None
+            # In backward, nothing but a replay builds a graph.
+            storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
+        if operator and self.modules is not None:
+            storage.module = max(self.modules.parents - {"Global"}, key=len, default="")
+            storage.line = line_of_the_model()
+
+        def gone(_: weakref.ref) -> None:
+            del self.known[address]  # the next storage at this address is another one
+            storage.died = self.now
+
+        self.known[address] = weakref.ref(memory, gone), storage
+        self.storages.append(storage)
+        return storage
+
+    def alive(self) -> list[Storage]:
+        return [storage for storage in self.storages if storage.died == math.inf]
+
+    def restart(self) -> None:
+        """Count from here; what is alive was there before."""
+        self.storages = self.alive()
+        self.now, self.places = 0, [(0, "", None)]
+        for storage in self.storages:
+            storage.born = 0
+
+
+def line_of_the_model() -> str:
+    """The innermost line of the model or of memory/ on the stack: "model.py:87"."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+        if name == "model.py" or name.startswith("memory/"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:
+    """What `forward()`, with gradients, adds to the memory of the model's device until backward.
+
+    Parameters and inputs are there anyway and do not count; low-precision copies of weights, which
+    autocast makes, do; so do the head's gradients, which `loss_chunks` makes in forward.
+    """
+    weight = next(model.parameters())
+    if isinstance(weight, FakeTensor):  # the model was built fake, and too large for this machine
+        fake = weight.fake_mode
+    else:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+    if isinstance(model, MiniGPT):
+        model.host_memory = HostMemory()  # (see the end: real steps cannot use fake buffers)
+    modules = ModuleTracker()
+    tracker = StorageTracker(modules, fake.from_tensor)
+    for parameter in model.parameters():
+        if isinstance(parameter, FakeTensor):
+            tracker.add(parameter)
+        else:
+            tracker.add_given(parameter)
+    with fake, modules, tracker:
+        result = forward()
+    graph = result.grad_fn  # it holds all the rest; the result itself is the caller's
+    del result
+    kept = [s for s in tracker.alive() if s.operator and s.device.type == weight.device.type]
+    del graph
+    if isinstance(model, MiniGPT):
+        model.host_memory = HostMemory()
+    return [storage for storage in kept if storage.bytes]
