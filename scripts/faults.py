@@ -34,6 +34,7 @@ import torch
 import trainer.run as run_module
 from trainer import snapshot
 from trainer.run import Run
+from trainer.torchrun import main_and_exit
 
 RANK = os.environ.get("RANK", "0")
 real_train_step, real_save_snapshot = train_minimal.train_step, snapshot.save_snapshot
@@ -200,6 +201,6 @@ if __name__ == "__main__":
     train_minimal.train_step = train_step
     run_module.save_snapshot = save_snapshot
     if "WORLD_SIZE" in os.environ:
-        train_ddp.main_and_exit()
+        main_and_exit(train_ddp.main)
     else:
         sys.exit(train_minimal.main())

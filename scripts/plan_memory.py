@@ -22,6 +22,7 @@ import torch
 
 from data import DataError
 from data.tokenizer import load_tokenizer
+from planner.choose import RUNGS, describe_recompute, pick_recompute, recompute_flags
 from planner.formulas import closed_form, step_flops
 from planner.step import Planner, StepMemory
 from trainer.flags import (
@@ -36,16 +37,8 @@ from trainer.flags import (
     print_error,
 )
 from trainer.metrics import format_bytes
-from trainer.plan import (
-    RUNGS,
-    default_budget,
-    describe_recompute,
-    make_planner,
-    pick_recompute,
-    recompute_flags,
-    way_out,
-)
-from trainer.run import make_optimizer
+from trainer.plan import default_budget, make_planner, way_out
+from trainer.setup import make_optimizer
 
 
 @dataclass(frozen=True)

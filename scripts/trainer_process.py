@@ -1,6 +1,6 @@
 """Trainers in processes of their own: start, watch, signal and kill them, compare what they leave.
 
-The harness of scripts/reliability.py, which has the rows of the table.
+The harness of scripts/reliability.py, and what a row of its table is.
 """
 
 import json
@@ -13,6 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +180,18 @@ class Bench:
         check(ours["step"] == theirs["step"], f"ended at step {ours['step']}")
         same = weights_hash(ours["model"]) == weights_hash(theirs["model"])
         check(same, "the final weights differ from the undisturbed run's")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    what: str
+    wanted: str
+    measure: Callable[[Bench], str]  # returns what was measured, or raises NotHeld
+
+
+def row(name: str, what: str, wanted: str) -> Callable[[Callable[[Bench], str]], Row]:
+    """Makes a row of the function that measures it; scripts/reliability.py puts it in the table."""
+    return partial(Row, name, what, wanted)

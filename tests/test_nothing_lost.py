@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from runs import ROOT, TINY, TORCHRUN, metrics, run, same, snapshot, torchrun, train_here
 
-import train_ddp
 import train_minimal
 from scripts.faults import Injected, weights_hash
 from scripts.faults import train_step as faulty_step
 from scripts.trainer_process import history
+from trainer.torchrun import common_name
 
 FP32, FP16 = "--no-amp", "--amp-dtype=float16"
 
@@ -333,14 +333,14 @@ def test_each_attempt_meets_under_a_name_of_its_own():
     for attempt in range(1, 4):
         with ThreadPoolExecutor(2) as pool:
             arguments = 2, timedelta(seconds=30)
-            first = pool.submit(train_ddp.common_name, store, attempt % 2, *arguments)
+            first = pool.submit(common_name, store, attempt % 2, *arguments)
             time.sleep(0.2)
-            second = pool.submit(train_ddp.common_name, store, 1 - attempt % 2, *arguments)
+            second = pool.submit(common_name, store, 1 - attempt % 2, *arguments)
             assert first.result() == second.result()
             names.add(first.result())
         assert len(names) == attempt
     with pytest.raises(TimeoutError):  # the other one never comes
-        train_ddp.common_name(store, 0, 2, timedelta(seconds=0.2))
+        common_name(store, 0, 2, timedelta(seconds=0.2))
 
 
 def test_a_process_that_hangs_ends_the_job(tmp_path):
@@ -416,17 +416,17 @@ def test_out_of_memory_before_training(tmp_path, monkeypatch, capsys):
     def make_optimizer(*args):
         raise MemoryError
 
-    monkeypatch.setattr("trainer.run.make_optimizer", make_optimizer)
+    monkeypatch.setattr("trainer.setup.make_optimizer", make_optimizer)
     assert train_here(tmp_path / "run.pt") == 4
     assert "; try a smaller model (--n-layers, --d-model)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["evaluate", "sample_text"])
+@pytest.mark.parametrize("where", ["train_minimal.evaluate", "trainer.endings.sample_text"])
 def test_out_of_memory_after_the_save(tmp_path, monkeypatch, capsys, where):
     def fail(run):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: ...")
 
-    monkeypatch.setattr(train_minimal, where, fail)
+    monkeypatch.setattr(where, fail)
     assert train_here(tmp_path / "run.pt") == 4
     assert "step 20, with --resume" in capsys.readouterr().err
     assert snapshot(tmp_path / "run.pt")["step"] == 20

@@ -18,7 +18,8 @@ from data import TokenFile, TrainBatches, ValBatches
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from train_minimal import evaluate, learning_rate, train_step
 from trainer.flags import build_parser, fill_in
-from trainer.run import OneProcess, set_up
+from trainer.process import OneProcess
+from trainer.setup import set_up
 
 CPU = torch.device("cpu")
 SHAPE = dict(vocab_size=61, max_position_embeddings=20, n_layers=3, n_heads=2, d_model=16, d_ff=48)

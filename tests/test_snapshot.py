@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from trainer import snapshot
+from trainer.claim import lock
 from trainer.snapshot import (
     KEYS,
     SaveError,
     SnapshotError,
     beside,
     load_newest,
-    lock,
     read_snapshot,
     save_snapshot,
 )
@@ -157,6 +157,6 @@ def test_a_lock_that_may_not_be_written_is_named(tmp_path, monkeypatch):
     def refuse(*args):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(snapshot, "open", refuse, raising=False)
+    monkeypatch.setattr("trainer.claim.open", refuse, raising=False)
     with pytest.raises(SnapshotError, match="run.lock: Permission denied"):
         lock(tmp_path / "run.pt")

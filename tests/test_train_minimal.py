@@ -13,10 +13,11 @@ from runs import TINY, metrics, run, same, snapshot, train, train_here
 import train_minimal
 from model import MiniGPT
 from train_minimal import learning_rate
+from trainer.claim import check_writable, step_aside
 from trainer.flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
 from trainer.metrics import format_line
-from trainer.run import OneProcess, make_optimizer, set_up
-from trainer.snapshot import check_writable, step_aside
+from trainer.process import OneProcess
+from trainer.setup import make_optimizer, set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
@@ -582,7 +583,7 @@ def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeyp
         torch.save(later, path)
         return check_writable(*args, **options)
 
-    monkeypatch.setattr("trainer.run.check_writable", save_and_check)
+    monkeypatch.setattr("trainer.setup.check_writable", save_and_check)
     assert train_here(path, "--resume") == 2
     assert "another run was still at" in capsys.readouterr().err
     assert snapshot(path)["step"] == 3

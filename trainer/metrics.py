@@ -1,4 +1,4 @@
-"""Measure and print: perplexity, time per phase, peak memory, the log line, metrics.jsonl."""
+"""Measure: perplexity, time by phase, peak memory; metrics.jsonl and the log line that says it."""
 
 import json
 import math
@@ -6,15 +6,14 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from trainer.snapshot import Resumed, SaveError, beside, cannot_save, changes, old_stays, saving
-
-if TYPE_CHECKING:  # for the reader and the type checker only: imports point the other way
-    from trainer.run import Run
+from .snapshot import SaveError, cannot_save, saving
 
 
 def perplexity(loss: float) -> float:
@@ -51,9 +50,10 @@ def card_memory(device: torch.device) -> int | None:
 class StepClock:
     """Where a step's time goes, on the host's clock.
 
-    `lap(phase)` books the time since the last lap to that phase; `pause()` drops it, so that
-    evaluating and saving do not count as training. A GPU works on while Python runs ahead: there
-    only the sum of the phases means something, and only because reading the loss waits for it.
+    `lap(phase)` books the time since the last lap to that phase; what is done `with paused()` is
+    booked to none, as evaluating and saving are no training. A GPU works on while Python runs
+    ahead: there only the sum of the phases means something, and only because reading the loss
+    waits for it.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,12 @@ class StepClock:
         self.interval[phase] += now - self.last
         self.last = now
 
-    def pause(self) -> None:
-        self.last = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.last = time.perf_counter()
 
     def end_step(self) -> None:
         self.steps += 1
@@ -187,68 +191,3 @@ def logged_at(step: int, path: Path) -> dict[str, Any] | None:
     """The record of that step; None if it was not logged."""
     records = read_metrics(path) if path.exists() else []
     return next((r for r in records if r.get("step") == step), None)
-
-
-# ------------------------------------------------------------- what a person reads, first and last
-
-
-def describe_run(run: "Run", plan: str, resumed: Resumed | None) -> str:
-    """What is about to happen, before it does. `plan`: what memory a step will need."""
-    args, config, device = run.args, run.model.config, run.process.device
-    hardware = f"{torch.get_num_threads()} thread(s)"
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    n_parameters = sum(p.numel() for p in run.model.parameters())
-    epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
-    lines = [
-        f"data     {run.data.description}",
-        f"model    {n_parameters:,} parameters: {config.n_layers} layers x {config.d_model}, "
-        f"{config.n_heads} heads, vocabulary {config.vocab_size:,}",
-        f"device   {run.process.world_size} x {device.type} ({hardware}), "
-        f"{str(run.precision).removeprefix('torch.')}",
-        f"batch    {run.micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a "
-        f"step, {args.num_steps:,} steps, {epochs:.2f} epochs",
-        f"memory   {plan}",
-    ]
-    if resumed is not None:
-        if resumed.damage:
-            lines.append(f"resume   {resumed.damage}; taking the one before")
-        lines.append(f"resume   {resumed.path}, step {run.step:,}")
-        if changed := changes(resumed.state, run.identity):
-            lines.append(f"resume   changed, from here on: {', '.join(changed)}")
-    elif args.checkpoint_path.exists():
-        old = beside(args.checkpoint_path, ".old.pt")
-        fate = f"becomes {old}: --resume --checkpoint-path {old} goes on with it"
-        if old_stays(args.checkpoint_path):
-            fate = f"is replaced; {old}, which got further, stays"
-        lines.append(f"note     {args.checkpoint_path} is of another run and {fate}")
-    return "\n".join(lines)
-
-
-def describe_result(
-    run: "Run", record: dict[str, Any], sample: str, seconds_before: float, seconds: float
-) -> str:
-    """The last screen: what came out, what it cost, where it lies, what to try next."""
-    args, device = run.args, run.process.device
-    tokens = args.seq_len * run.identity["data"]["sequences_per_step"]
-    speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
-    if device.type == "cpu":  # elsewhere the host's clock does not see what the device does
-        speed += f", {run.clock.overhead():.1%} of the time outside forward, backward, optimizer"
-    validation = f"loss {record['val_loss']:.4f}, perplexity {record['val_ppl']:.2f}"
-    if record["val_bits_per_byte"] is not None:
-        validation += f", {record['val_bits_per_byte']:.3f} bits/byte"
-    peak, kind = peak_memory(device)
-    best = beside(args.checkpoint_path, ".best.pt")
-    lines = [
-        "",
-        f"train    loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}",
-        f"val      {validation}",
-        *([f"speed    {speed}"] if run.clock.steps else []),  # none: only an evaluation was left
-        f"memory   peak {format_bytes(peak or 0)} ({kind})",
-        f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
-        f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
-        f"next     python -m scripts.generate --checkpoint-path {args.checkpoint_path}",
-    ]
-    if sample:
-        lines = ["", "sample", *("    " + line for line in sample.splitlines()), *lines]
-    return "\n".join(lines)

@@ -1,128 +1,34 @@
-"""One training run: what it consists of, how it is set up, how it is saved and goes on.
-
-Everything around the loop of train_minimal.py that is not the loop. `OneProcess` is what the loop
-asks of the world; train_ddp.py has the answers of several processes.
-"""
+"""How a run is set up: data, model and optimizer, or the last snapshot of them."""
 
 import argparse
 import math
 import os
-import sys
-import uuid
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
 
 from data import Dataset, TrainBatches, ValBatches, load_dataset
 from model import MiniGPT, MiniGPTConfig
-from trainer.flags import choose_precision, model_config
-from trainer.metrics import MetricsFile, StepClock, describe_run, logged_at
-from trainer.plan import plan_memory
-from trainer.snapshot import (
+
+from .claim import check_writable, claim, step_aside
+from .flags import choose_precision, model_config
+from .metrics import MetricsFile, StepClock, logged_at
+from .plan import plan_memory
+from .process import OneProcess
+from .report import describe_run
+from .run import Run
+from .snapshot import (
     Resumed,
     SnapshotError,
     State,
     beside,
     check_resumable,
-    check_writable,
-    claim,
     load_newest,
     load_own,
     restore,
-    save_snapshot,
 )
-
-
-class OneProcess:
-    """What the loop asks of the world when there is one process. train_ddp.py has the other one."""
-
-    rank, world_size = 0, 1
-    ddp, processes_on_device = False, 1
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
-
-    def start(self) -> None:
-        """Meet the other processes. Called when data and flags are known to be good."""
-
-    def wrap(self, model: MiniGPT) -> nn.Module:
-        """The model that the loop calls."""
-        return model
-
-    def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
-        """A context for forward *and* backward: average gradients over processes, or not yet."""
-        return nullcontext()
-
-    def sum(self, values: list[float]) -> list[float]:
-        """Each value summed over all processes."""
-        return values
-
-    def largest(self, value: int) -> int:
-        """The largest of all processes' values."""
-        return value
-
-    def say(self, line: str) -> None:
-        """Print a line once, however many processes there are, beside the progress bar."""
-        # The reader may be gone (`| head -3`), or the disk with the log full. That ends many
-        # programs, and rightly; hours of training it should not. The run goes on in silence:
-        # metrics.jsonl has all the figures, and the snapshots are still written.
-        with suppress(OSError):
-            tqdm.write(line)
-            sys.stdout.flush()
-
-    def close(self) -> None:
-        """Leave the other processes."""
-
-
-@dataclass
-class Run:
-    """One training run: what the loop and its functions share."""
-
-    args: argparse.Namespace
-    process: OneProcess
-    data: Dataset
-    identity: State  # what a snapshot says about the run: config, flags, tokenizer, data
-    model: MiniGPT
-    wrapped: nn.Module  # the model as the loop calls it: itself, or in DDP's wrapper
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    precision: torch.dtype
-    train_batches: TrainBatches
-    val_batches: ValBatches
-    token_bytes: Tensor  # (V,) bytes that each token id stands for
-    clock: StepClock
-    held_lock: object = None  # keeps a second run off our files as long as this one lives
-    metrics: MetricsFile | None = None  # only process 0 has one
-    step: int = 0  # steps done; while one is being done, its number
-    skipped: int = 0  # the last ones of them in a row whose update was skipped
-    saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
-    stopped_by: int = 0  # the signal that ended the run before its last step
-    best_val_loss: float = math.inf
-    # The log record of the step that was resumed from, if it has not been logged yet.
-    unreported: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def micro_batches(self) -> int:
-        """In a step, of all processes."""
-        return self.args.grad_accum_steps * self.process.world_size
-
-    def autocast(self) -> torch.autocast:
-        """Matmuls in the chosen precision; LayerNorm, softmax and loss stay in float32.
-
-        Without the weight cache: it would hold a low-precision copy of every weight until the
-        forward ends, to save casts that this model does not repeat.
-        """
-        enabled = self.precision != torch.float32
-        dtype = self.precision if enabled else None  # float32 is no dtype of autocast's
-        device_type = self.process.device.type
-        return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
 
 
 def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
@@ -183,6 +89,15 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     return run
 
 
+def start_log(run: Run) -> None:
+    """The first that is written: an older run's files are renamed, metrics.jsonl is opened."""
+    path = run.args.checkpoint_path
+    if run.process.rank == 0:
+        if run.step == 0:
+            step_aside(path)
+        run.metrics = MetricsFile(beside(path, ".metrics.jsonl"), run.step)
+
+
 def load_data(args: argparse.Namespace, process: OneProcess) -> Dataset:
     """Tokens, as the flags of the group "data" ask for. Raises DataError."""
     return load_dataset(
@@ -229,23 +144,6 @@ def identify(
             "sequences_per_step": args.batch_size * args.grad_accum_steps * process.world_size,
         },
     }
-
-
-def save(run: Run, path: Path, record: dict[str, Any]) -> None:
-    """Write a snapshot of the run. Process 0 does it: all have the same weights."""
-    newest = path == run.args.checkpoint_path
-    if run.process.rank == 0:
-        state = run.identity | {
-            "model": run.model.state_dict(),
-            "optimizer": run.optimizer.state_dict(),
-            "scaler": run.scaler.state_dict(),
-            "step": run.step,
-            "best_val_loss": run.best_val_loss,
-            "record": record,
-        }
-        save_snapshot(path, state, keep_previous=newest)
-    if newest:
-        run.saved_step = run.step
 
 
 def go_on_from(resumed: Resumed, run: Run) -> None:

@@ -1,0 +1,188 @@
+"""How a run ends: done, stopped by a signal, by NaNs, by a full disk or memory, by a mistake.
+
+Each has its exit code and one line that says how to go on.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable
+from io import TextIOWrapper
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data import DataError
+
+from .flags import UsageError, fill_in, print_error
+from .process import OneProcess
+from .report import describe_result, sample_text
+from .run import Run
+from .setup import set_up
+from .snapshot import SaveError, SnapshotError
+from .start import PROCESS_START
+
+
+def run_safely(
+    args: argparse.Namespace,
+    make_process: Callable[[argparse.Namespace], OneProcess],
+    train: Callable[[Run], dict[str, Any]],
+    complain: Callable[[object], None] = print_error,
+) -> int:
+    """Set up and `train`; turn what went wrong, unless it is a bug, into one line and an exit code.
+
+    0 done, 2 bad input, 3 stopped safely, 4 out of memory, 128 + n stopped by signal n.
+    """
+    code, run = 0, None
+    try:
+        fill_in(args)
+        if isinstance(sys.stdout, TextIOWrapper):  # half a character in a sample is no crash
+            sys.stdout.reconfigure(errors="replace")
+        torch.autograd.set_detect_anomaly(args.detect_anomaly)
+        process = make_process(args)
+        run = set_up(args, process)
+        if run.step >= args.num_steps and not run.unreported:
+            process.say(f"done     already at step {run.step:,}; raise --num-steps to go on")
+        else:
+            seconds_before = time.perf_counter() - PROCESS_START
+            record = train(run)
+            if run.stopped_by and run.step < args.num_steps:
+                name = signal.Signals(run.stopped_by).name
+                process.say(f"stopped  {name} after step {run.step:,}: saved; go on with --resume")
+                code = 128 + run.stopped_by
+            else:
+                text = sample_text(run) if process.rank == 0 else ""
+                seconds = time.perf_counter() - PROCESS_START
+                process.say(describe_result(run, record, text, seconds_before, seconds))
+        run = None  # and with it DDP's wrapper: it must go before its connections do. (None of
+        # the lines below needs it any more.)
+        process.close()
+        return code
+    except (UsageError, DataError, SnapshotError) as error:
+        complain(error)
+        return 2
+    except NotFinite as error:
+        complain(error)
+        return 3
+    except SaveError as error:
+        assert run is not None
+        complain(f"{error}; make room, then {way_back(run)}")
+        return 3
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        device = run.process.device if run is not None else None
+        way = way_back(run) if run is not None and run.saved_step else None
+        complain(f"out of memory with {next_knob(args, device, way)}")
+        return 4
+    except KeyboardInterrupt:
+        print(
+            "\nstopped; --resume goes on from the last snapshot, if there is one", file=sys.stderr
+        )
+        return 130
+
+
+class StopSignal:
+    """Ctrl-C (SIGINT) and a cluster's SIGTERM: finish the step and save, instead of dying in it.
+
+    A context around training. The handler only takes a note, as the signal may come anywhere in
+    the step. A second one of the same kind does what signals do: it ends the process at once.
+    """
+
+    def __enter__(self) -> "StopSignal":
+        self.number = 0
+        self.before = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number: int, frame: object) -> None:
+        self.number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class NotFinite(Exception):
+    """Training cannot go on: infinities and NaNs, step after step."""
+
+
+def nan_if_infinite(loss: Tensor) -> Tensor:
+    """The same loss, if it is finite; else one whose gradients are all NaN.
+
+    An infinite loss can have finite gradients (the right token's logit is -inf): nothing would be
+    wrong with the gradients' norm, by which a step is skipped. inf * 0 + 1 is NaN, and so is all
+    that it is multiplied with; a finite loss is multiplied by exactly 1.
+    """
+    return loss * (loss.detach() * 0 + 1)
+
+
+def note_skipped(run: Run) -> None:
+    """Say that this step changed nothing. Raises NotFinite after too many of them in a row.
+
+    A single bad batch is no reason to stop. Nor is float16, whose GradScaler looks for the largest
+    scale that just does not overflow, by overflowing now and then; but from 65,536 down to 1 it
+    needs 16 halvings, so a longer series has another reason.
+    """
+    args, float16 = run.args, run.scaler.is_enabled()
+    limit = 20 if float16 else 3
+    if run.skipped < limit:
+        scale = f" (float16: the loss scale is now {run.scaler.get_scale():g})" if float16 else ""
+        run.process.say(
+            f"warning  step {run.step}: loss or gradients are not finite, update skipped{scale}"
+        )
+        return
+    flags = "--amp-dtype bfloat16 or --no-amp" if float16 else f"a lower --lr than {args.lr:.2g}"
+    raise NotFinite(
+        f"loss or gradients were not finite in {limit} steps in a row, {run.step - limit + 1} to "
+        f"{run.step}; {way_back(run)}, and try {flags}; --detect-anomaly finds the operation"
+    )
+
+
+def way_back(run: Run) -> str:
+    """What to do when training had to stop."""
+    if run.saved_step:
+        return f"go on from {run.args.checkpoint_path}, step {run.saved_step}, with --resume"
+    return "start again (nothing was saved yet)"
+
+
+def next_knob(args: argparse.Namespace, device: torch.device | None, way_back: str | None) -> str:
+    """The settings that memory ran out with, and the next change: what helps most at least cost.
+
+    `device`: None if the run was not even set up. `way_back`: how to go on from what was saved; all
+    changes but the last leave a run that can: the same sequences make the same step.
+    """
+    policy = args.use_activation_checkpoint
+    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}; try"
+    back = f"; {way_back}" if way_back else ""
+    if device is None:
+        return f"{now} a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
+    if args.loss_chunks == 1:
+        return f"{now} --loss-chunks 0 (never holds all logits, costs nothing){back}"
+    if policy != "full" or args.recompute_layers is not None:
+        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full")
+        knob += "" if args.recompute_layers is None else " without --recompute-layers"
+        return f"{now} {knob} (same results, some more time){back}"
+    if args.batch_size > 1:
+        part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)
+        size, steps = args.batch_size // part, args.grad_accum_steps * part
+        return f"{now} --batch-size {size} --grad-accum-steps {steps} (the same sequences){back}"
+    if device.type == "cuda" and not args.offload_activations:
+        return f"{now} --offload-activations{back}"
+    return f"{now} a shorter --seq-len or a smaller model"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """CUDA says so with a class of its own, the others in their message only."""
+    messages = (
+        "can't allocate memory",
+        "not enough memory",
+        "MPS backend out of memory",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        message in str(error) for message in messages
+    )

@@ -1,0 +1,79 @@
+"""What the loop asks of the world, with the answers of a single process.
+
+A trainer for several is a class with other answers to the same questions, and nothing else:
+train_ddp.py is one.
+"""
+
+import argparse
+import os
+import sys
+import uuid
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from model import MiniGPT
+
+from .flags import UsageError, choose_device
+
+
+class OneProcess:
+    """One process, one device."""
+
+    rank, world_size = 0, 1
+    keeps_gradients = False  # from step to step: their memory has to be zeroed, not freed
+    processes_on_device = 1  # that share its memory
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
+
+    @classmethod
+    def alone(cls, args: argparse.Namespace) -> "OneProcess":
+        """As the flags ask for. Raises UsageError, also if torchrun has started several."""
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            world = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
+            raise UsageError(f"torchrun starts train_ddp.py; this is for one process, but {world}")
+        return cls(choose_device(args.device))
+
+    def start(self) -> None:
+        """Meet the other processes. Called when data and flags are known to be good."""
+
+    def wrap(self, model: MiniGPT) -> nn.Module:
+        """The model that the loop calls."""
+        return model
+
+    def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
+        """A context for forward *and* backward: average gradients over processes, or not yet."""
+        return nullcontext()
+
+    def clip_gradients(self, model: MiniGPT, limit: float) -> Tensor:
+        """Scale all gradients so that their norm is at most `limit`; returns the norm () before."""
+        return nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Each value summed over all processes."""
+        return values
+
+    def largest(self, value: int) -> int:
+        """The largest of all processes' values."""
+        return value
+
+    def gather(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Weights and moments, whole, for a snapshot. All processes call it, process 0 writes."""
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def say(self, line: str) -> None:
+        """Print a line once, however many processes there are, beside the progress bar."""
+        # The reader may be gone (`| head -3`), or the disk with the log full. That ends many
+        # programs, and rightly; hours of training it should not. The run goes on in silence:
+        # metrics.jsonl has all the figures, and the snapshots are still written.
+        with suppress(OSError):
+            tqdm.write(line)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leave the other processes."""

@@ -1,0 +1,116 @@
+"""What a person reads of a run: the first lines, a step's record, the last screen."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .claim import old_stays
+from .metrics import card_memory, format_bytes, format_line, format_time, peak_memory, perplexity
+from .run import Run
+from .snapshot import Resumed, beside, changes
+
+
+def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
+    """What is about to happen, before it does. `plan`: what memory a step will need."""
+    args, config, device = run.args, run.model.config, run.process.device
+    hardware = f"{torch.get_num_threads()} thread(s)"
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    n_parameters = sum(p.numel() for p in run.model.parameters())
+    epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
+    lines = [
+        f"data     {run.data.description}",
+        f"model    {n_parameters:,} parameters: {config.n_layers} layers x {config.d_model}, "
+        f"{config.n_heads} heads, vocabulary {config.vocab_size:,}",
+        f"device   {run.process.world_size} x {device.type} ({hardware}), "
+        f"{str(run.precision).removeprefix('torch.')}",
+        f"batch    {run.micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a "
+        f"step, {args.num_steps:,} steps, {epochs:.2f} epochs",
+        f"memory   {plan}",
+    ]
+    if resumed is not None:
+        if resumed.damage:
+            lines.append(f"resume   {resumed.damage}; taking the one before")
+        lines.append(f"resume   {resumed.path}, step {run.step:,}")
+        if changed := changes(resumed.state, run.identity):
+            lines.append(f"resume   changed, from here on: {', '.join(changed)}")
+    elif args.checkpoint_path.exists():
+        old = beside(args.checkpoint_path, ".old.pt")
+        fate = f"becomes {old}: --resume --checkpoint-path {old} goes on with it"
+        if old_stays(args.checkpoint_path):
+            fate = f"is replaced; {old}, which got further, stays"
+        lines.append(f"note     {args.checkpoint_path} is of another run and {fate}")
+    return "\n".join(lines)
+
+
+def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
+    """The log record of the step that was just done, and of the time since the last record."""
+    args, process, clock = run.args, run.process, run.clock
+    # Over all micro-batches of all processes: the loss that this step descended. Reading it waits
+    # for the GPU, which makes the times below true.
+    loss = process.sum([sum(losses.tolist())])[0] / run.micro_batches
+    clock.lap("log")
+    seconds = clock.end_interval()
+    peak, kind = peak_memory(process.device)
+    return {
+        "step": run.step,
+        "epoch": run.train_batches.epoch(run.step * run.micro_batches),
+        "lr": run.optimizer.param_groups[0]["lr"],
+        "train_loss": loss,
+        "train_ppl": perplexity(loss),
+        "grad_norm": grad_norm.item(),
+        "step_ms": 1000 * seconds,
+        "tokens_per_s": run.micro_batches * args.batch_size * args.seq_len / seconds,
+        "eta_s": (args.num_steps - run.step) * seconds,
+        "peak_memory_bytes": peak,
+        "peak_memory_kind": kind,
+    }
+
+
+def log(run: Run, record: dict[str, Any]) -> None:
+    """One line for the person, the same in metrics.jsonl."""
+    if run.metrics is not None:
+        run.metrics.write(record)
+    run.process.say(format_line(record, run.args.num_steps, card_memory(run.process.device)))
+    run.clock.lap("log")
+
+
+def sample_text(run: Run) -> str:
+    """A document from its beginning. The same run always samples the same text."""
+    if run.args.sample_tokens == 0:
+        return ""
+    torch.manual_seed(run.args.seed)
+    start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
+    with run.autocast():
+        ids = run.model.generate(start, run.args.sample_tokens, temperature=0.8, top_k=40)
+    return run.data.tokenizer.decode(ids[0, 1:].tolist())
+
+
+def describe_result(
+    run: Run, record: dict[str, Any], sample: str, seconds_before: float, seconds: float
+) -> str:
+    """The last screen: what came out, what it cost, where it lies, what to try next."""
+    args, device = run.args, run.process.device
+    tokens = args.seq_len * run.identity["data"]["sequences_per_step"]
+    speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
+    if device.type == "cpu":  # elsewhere the host's clock does not see what the device does
+        speed += f", {run.clock.overhead():.1%} of the time outside forward, backward, optimizer"
+    validation = f"loss {record['val_loss']:.4f}, perplexity {record['val_ppl']:.2f}"
+    if record["val_bits_per_byte"] is not None:
+        validation += f", {record['val_bits_per_byte']:.3f} bits/byte"
+    peak, kind = peak_memory(device)
+    best = beside(args.checkpoint_path, ".best.pt")
+    lines = [
+        "",
+        f"train    loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}",
+        f"val      {validation}",
+        *([f"speed    {speed}"] if run.clock.steps else []),  # none: only an evaluation was left
+        f"memory   peak {format_bytes(peak or 0)} ({kind})",
+        f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
+        f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
+        f"next     python -m scripts.generate --checkpoint-path {args.checkpoint_path}",
+    ]
+    if sample:
+        lines = ["", "sample", *("    " + line for line in sample.splitlines()), *lines]
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""A training run: what the loop and its functions share, and how it is saved."""
+
+import argparse
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data import Dataset, TrainBatches, ValBatches
+from model import MiniGPT
+
+from .metrics import MetricsFile, StepClock
+from .process import OneProcess
+from .snapshot import State, save_snapshot
+
+
+@dataclass
+class Run:
+    """One training run: what the loop and its functions share."""
+
+    args: argparse.Namespace
+    process: OneProcess
+    data: Dataset
+    identity: State  # what a snapshot says about the run: config, flags, tokenizer, data
+    model: MiniGPT
+    wrapped: nn.Module  # the model as the loop calls it: itself, or in DDP's wrapper
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    precision: torch.dtype
+    train_batches: TrainBatches
+    val_batches: ValBatches
+    token_bytes: Tensor  # (V,) bytes that each token id stands for
+    clock: StepClock
+    held_lock: object = None  # keeps a second run off our files as long as this one lives
+    metrics: MetricsFile | None = None  # only process 0 has one
+    step: int = 0  # steps done; while one is being done, its number
+    skipped: int = 0  # the last ones of them in a row whose update was skipped
+    saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
+    stopped_by: int = 0  # the signal that ended the run before its last step
+    best_val_loss: float = math.inf
+    # The log record of the step that was resumed from, if it has not been logged yet.
+    unreported: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def micro_batches(self) -> int:
+        """In a step, of all processes."""
+        return self.args.grad_accum_steps * self.process.world_size
+
+    def autocast(self) -> torch.autocast:
+        """Matmuls in the chosen precision; LayerNorm, softmax and loss stay in float32.
+
+        Without the weight cache: it would hold a low-precision copy of every weight until the
+        forward ends, to save casts that this model does not repeat.
+        """
+        enabled = self.precision != torch.float32
+        dtype = self.precision if enabled else None  # float32 is no dtype of autocast's
+        device_type = self.process.device.type
+        return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
+
+
+def save(run: Run, path: Path, record: dict[str, Any]) -> None:
+    """Write a snapshot of the run. All processes call it, process 0 writes."""
+    newest = path == run.args.checkpoint_path
+    state = run.process.gather(run.model, run.optimizer)
+    if run.process.rank == 0:
+        state |= run.identity | {
+            "scaler": run.scaler.state_dict(),
+            "step": run.step,
+            "best_val_loss": run.best_val_loss,
+            "record": record,
+        }
+        save_snapshot(path, state, keep_previous=newest)
+    if newest:
+        run.saved_step = run.step

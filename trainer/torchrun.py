@@ -1,0 +1,170 @@
+"""What keeps several processes safe that torchrun started: how they meet, and how they end.
+
+Nothing here is about training: train_ddp.py is.
+"""
+
+import ctypes
+import hashlib
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .flags import UsageError, choose_device, print_error
+
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+class Torchrun:
+    """What torchrun has told this process: who it is, and where the others are."""
+
+    def __init__(self, script: str):
+        """`script`: what torchrun was to start. Raises UsageError if it was not torchrun."""
+        self.start = f"start it with torchrun: torchrun --nproc-per-node=2 {script}"
+        if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
+            alone = "(for one device: python train_minimal.py)"
+            raise UsageError(f"{script}: {self.start} {alone}")
+        self.world_size = self.number("WORLD_SIZE", 1, 10**6)
+        self.rank = self.number("RANK", 0, self.world_size - 1)
+        self.local_rank = self.number("LOCAL_RANK", 0, self.rank)
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        port = self.number("MASTER_PORT", 1, 2**16 - 1)
+        if not os.environ.get("MASTER_ADDR"):
+            raise UsageError(f"MASTER_ADDR is not set; {self.start}")
+        # The longest that processes wait for each other; above what one of them alone may take to
+        # save, to compile, to read its data. MINIGPT_TIMEOUT_S is for tests, and for slow disks.
+        os.environ.setdefault("MINIGPT_TIMEOUT_S", "1800")
+        self.timeout = timedelta(seconds=self.number("MINIGPT_TIMEOUT_S", 1, 10**6))
+        end_with_torchrun()
+        self.store = None  # none if it was something else that sets the same variables
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # This store lives in torchrun itself, longer than any process that it starts.
+            self.store = dist.TCPStore(
+                os.environ["MASTER_ADDR"], port, is_master=False, timeout=self.timeout
+            )
+
+    def number(self, name: str, low: int, high: int) -> int:
+        """A variable that torchrun sets. Raises UsageError if it cannot have been torchrun."""
+        text = os.environ.get(name, "")
+        if not (text.isdecimal() and low <= int(text) <= high):
+            raise UsageError(f"{name}={text} is not a number from {low} to {high}; {self.start}")
+        return int(text)
+
+    def device(self, name: str) -> torch.device:
+        """The device of this process, by --device. Raises UsageError."""
+        device = choose_device(name)
+        if device.type == "cuda":
+            n_gpus = torch.cuda.device_count()
+            if self.local_rank >= n_gpus:
+                raise UsageError(f"--nproc-per-node: more processes than GPUs ({n_gpus})")
+            device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(device)
+        elif device.type == "mps":
+            if name == "mps":
+                raise UsageError("--device mps: no backend of torch.distributed has it; use cpu")
+            device = torch.device("cpu")
+        return device
+
+    def run_id(self, new: str) -> str:
+        """The name of the run: of all processes, and of those that are started again.
+
+        The store remembers it for `torchrun --max-restarts`. (The user started the run without
+        --resume; see snapshot.load_own.)
+        """
+        if self.store is None:
+            return new
+        return self.store.compare_set("minigpt/run", "", new).decode()
+
+    def meeting(self) -> dict[str, Any]:
+        """For dist.init_process_group: where and when."""
+        if self.store is None:
+            return {"timeout": self.timeout}
+        # The store also remembers the addresses of processes that died (pytorch#135712): those
+        # that are alive meet under a name of their own.
+        name = common_name(self.store, self.rank, self.world_size, self.timeout)
+        who = {"rank": self.rank, "world_size": self.world_size}
+        return {"timeout": self.timeout, "store": dist.PrefixStore(name, self.store), **who}
+
+
+def end_with_torchrun() -> None:
+    """Have the kernel end this process when torchrun dies, even by `kill -9` (Linux only).
+
+    Nobody would see, stop or restart it any more, while it keeps its GPU and the snapshots' lock.
+    By SIGKILL: one that tried to save first could wait for ever for another that is gone. (To
+    stop and save, send SIGTERM to torchrun: it passes it on, and leaves 30 seconds for it.)
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died just before
+            os._exit(1)
+
+
+def common_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that all processes of this attempt agree on, and that no earlier attempt knew.
+
+    Each writes a random key over that of its predecessor, then again and again reads all keys and
+    publishes their hash. My key is new, so only a process that is alive can publish a hash with it
+    inside: when all hashes are the same, all are alive and agree. (torchrun also counts attempts,
+    but each machine does so by itself.)
+    """
+    store.set(f"minigpt/key/{rank}", uuid.uuid4().hex)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        keys = [store.get(f"minigpt/key/{r}") for r in range(world_size)]
+        name = hashlib.sha256(b"".join(keys)).hexdigest()
+        store.set(f"minigpt/read/{rank}", name)
+        if all(store.get(f"minigpt/read/{r}") == name.encode() for r in range(world_size)):
+            return name
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+def complain_once(message: object) -> None:
+    """One line, though all processes may have found the same mistake.
+
+    The first of a machine says it and ends, for which torchrun ends the others. If it has nothing
+    to complain about, they live long enough to say it themselves.
+    """
+    if os.environ.get("LOCAL_RANK", "0") not in ("0", ""):
+        time.sleep(10)
+    print_error(message)
+
+
+def lost_others(error: Exception) -> str | None:
+    """What to say if this process failed only because another one did; None if it did not."""
+    text = str(error)
+    if not (isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text):
+        return None
+    rank = f"rank {os.environ.get('RANK')}"
+    if isinstance(error, TimeoutError) or "imed out" in text or "timeout" in text:
+        seconds = os.environ.get("MINIGPT_TIMEOUT_S")
+        return f"{rank} waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+    return f"{rank} lost the connection to another process: {text.splitlines()[0][:200]}"
+
+
+def main_and_exit(main: Callable[[], int]) -> NoReturn:
+    """`main`; if anything went wrong, end this process without further ado."""
+    try:
+        code = main()
+    except Exception as error:
+        code = 1
+        if line := lost_others(error):
+            print_error(line)
+        else:
+            traceback.print_exc()
+    if code != 0:
+        # Not sys.exit: on its way out Python would wait for a conversation with processes that
+        # in turn wait for this one. torchrun sees the exit code and ends the others.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(0)
