@@ -119,8 +119,8 @@ class Block(nn.Module):
 class MiniGPT(nn.Module):
     """A GPT-2-shaped language model.
 
-    `model(input_ids)` returns logits; `model(input_ids, labels)` returns the mean loss and never
-    holds the whole (B, T, V) logits (see memory/head.py).
+    `model(input_ids)` returns logits; `model(input_ids, labels)` returns the mean loss, and holds
+    no more than 32 MB of logits at a time (see memory/head.py).
 
     Args of a call:
         input_ids: (B, T) int64, T at most `max_position_embeddings`.

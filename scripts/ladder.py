@@ -5,7 +5,7 @@ python -m scripts.ladder
 Two training steps of the real model, optimizer included, run on *fake* tensors, which have shapes
 and storages but no memory; what is reported is the second, when AdamW's state is there. The
 tracker counts every storage that an operator returns and knows nothing of this project: it can
-disagree with memory.py. Nothing here depends on the speed of the machine, or on its memory.
+disagree with the planner. Nothing here depends on the speed of the machine, or on its memory.
 """
 
 import json

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memory.head import head_loss
+from memory.head import count_chunks, head_loss
 from model import MiniGPT, MiniGPTConfig
 
 TINY = dict(
@@ -192,6 +192,15 @@ def test_chunked_head_in_float16_keeps_small_gradients():
     with torch.autocast("cpu", torch.float16):
         gradient = head_with_gradients(x, weight, labels, 8)[2][100:]
     assert ((gradient - exact).norm() / exact.norm()).item() < 0.01
+
+
+def test_how_many_chunks():
+    """As few as keep a chunk's logits within 2**23 elements; never more than there are tokens."""
+    assert count_chunks(768, 1024) == 1 == count_chunks(8192, 1024)
+    assert count_chunks(8193, 1024) == 2
+    assert count_chunks(2 * 1024, 50257) == 13 and count_chunks(12 * 1024, 50257) == 74
+    assert count_chunks(3, 2**23) == 3 == count_chunks(3, 2**24)
+    assert (count_chunks(10, 61, 1), count_chunks(10, 61, 4), count_chunks(10, 61, 11)) == (1, 4, 10)
 
 
 def tied_gradients(loss_chunks: int, forwards: int = 1) -> dict[str, torch.Tensor]:
