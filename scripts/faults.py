@@ -1,5 +1,5 @@
 """The trainers, with something going wrong at a chosen moment. scripts/reliability.py and
-tests/test_nothing_lost.py run this.
+tests/test_nothing_lost*.py run this.
 
 FAULTS="nan:1:7 kill:0:9" torchrun --nproc-per-node=2 -m scripts.faults [flags of train_ddp.py]
 PAUSE=0.05 python -m scripts.faults [flags of train_minimal.py]

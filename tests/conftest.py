@@ -5,6 +5,7 @@ what is set here.
 """
 
 import os
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -17,3 +18,9 @@ import torch  # noqa: E402
 def one_thread():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    """Where a data set may be kept (and not pytest's own, which no test needs)."""
+    return tmp_path / "cache"

@@ -22,6 +22,10 @@ TINY = (
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
+class Crash(Exception):
+    pass
+
+
 def run(
     command: list[str], timeout: float = 120, cwd: Path = ROOT, **env: str
 ) -> subprocess.CompletedProcess:

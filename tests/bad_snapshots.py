@@ -1,0 +1,204 @@
+"""Mistakes in what a run leaves behind, for test_bad_input.py: a table for each subject.
+
+Snapshots that are none, or strange; places where none can lie; and the scripts that read them.
+"""
+
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bad_input import Case, Write
+from runs import snapshot
+
+TRAINED = Path()  # the folder of a finished run; set by the fixture
+
+# ---- Snapshots
+
+
+def resume(content: Write, *says: str, flags: str = "--resume") -> Case:
+    return Case("toy", flags, says, {"run.pt": content, "run.lock": b""})
+
+
+class Bomb:
+    def __reduce__(self):
+        return Path.mkdir, (Path("exploded"),)
+
+
+def zipped(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("novel.txt", "my only copy")
+
+
+def torchscript(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has deprecated it; the files are still around
+        torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.zeros(1, 1)), path)
+
+
+def saved(value: Any, **options: Any) -> Callable[[Path], None]:
+    return lambda path: torch.save(value, path, **options)
+
+
+def changed(**parts: Any) -> Callable[[Path], None]:
+    """The fixture's snapshot, with parts that no run has written."""
+    return lambda path: torch.save(snapshot(TRAINED / "run.pt") | parts, path)
+
+
+def changed_config(**parts: Any) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        state = snapshot(TRAINED / "run.pt")
+        torch.save(state | {"config": state["config"] | parts}, path)
+
+    return write
+
+
+def moments(path: Path) -> None:
+    state = snapshot(TRAINED / "run.pt")
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(2)
+    torch.save(state, path)
+
+
+def half(path: Path) -> None:
+    state = snapshot(TRAINED / "run.pt")
+    torch.save(state | {"model": {k: v.half() for k, v in state["model"].items()}}, path)
+
+
+def first_bytes(count: int) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes((TRAINED / "run.pt").read_bytes()[:count])
+
+
+NO_SNAPSHOT = "run.pt is no snapshot, or a damaged one"
+STRANGE = "run.pt .*(strange|damaged|was trained|no sequences)"
+SNAPSHOTS = {
+    "none to resume": Case(
+        "toy", "--resume", ("--resume: there is no snapshot run.pt; start without --resume",)
+    ),
+    "empty": resume(b"", NO_SNAPSHOT),
+    "text": resume(b"no snapshot at all", NO_SNAPSHOT),
+    "random bytes": resume(bytes(range(256)) * 8, NO_SNAPSHOT),
+    "cut off": resume(first_bytes(3000), NO_SNAPSHOT),
+    "a folder": resume(None, "run.pt"),
+    "another zip": resume(zipped, NO_SNAPSHOT),
+    "torch's old format": resume(saved({}, _use_new_zipfile_serialization=False), NO_SNAPSHOT),
+    "TorchScript": resume(torchscript, "run.pt"),
+    "a mere model": resume(saved({"weight": torch.zeros(3)}), "run.pt is no MiniGPT snapshot"),
+    "a mere tensor": resume(saved(torch.zeros(3)), "run.pt is no MiniGPT snapshot"),
+    "code": resume(saved({"model": Bomb()}), "run.pt holds more than plain data: refused"),
+    "step": resume(changed(step="5"), STRANGE),
+    "negative step": resume(changed(step=-5), STRANGE),
+    "best_val_loss": resume(changed(best_val_loss=None), STRANGE),
+    "config": resume(changed(config=[]), STRANGE),
+    "tokenizer": resume(changed(tokenizer="gpt2"), STRANGE),
+    "data": resume(changed(data={}), STRANGE),
+    "model": resume(changed(model={}), STRANGE),
+    "optimizer": resume(changed(optimizer={}), STRANGE),
+    "moments": resume(moments, STRANGE),
+    "dtype": resume(half, STRANGE),
+}
+
+
+def place(words: str, *says: str, **files: Write) -> Case:
+    return Case("toy", words, says, files)
+
+
+PLACES = {
+    "in a file": place("--checkpoint-path=x/run.pt", "--checkpoint-path: .* x/run.pt", x=b""),
+    "a folder": place("--checkpoint-path=.", "--checkpoint-path: . is not a file"),
+    "the best one is a folder": place(
+        "", "--checkpoint-path: run.best.pt is a folder", **{"run.best.pt": None}
+    ),
+    "the log is a folder": place(
+        "", "--checkpoint-path: run.metrics.jsonl is a folder", **{"run.metrics.jsonl": None}
+    ),
+    "the lock is a folder": place("", "--checkpoint-path: .*run.lock", **{"run.lock": None}),
+    "another run's log": place(
+        "--checkpoint-path=run.ckpt", "share its log with run.pt", **{"run.pt": changed()}
+    ),
+    "the old one is no snapshot": place(
+        "", "--checkpoint-path: run.old.pt is there and is no snapshot", **{"run.old.pt": b"mine"}
+    ),
+    "the old log is a folder": place(
+        "", "run.old.metrics.jsonl is a folder", **{"run.old.metrics.jsonl": None}
+    ),
+    "a name too long to resume": place(
+        f"--resume --checkpoint-path={'n' * 300}.pt", "--resume: there is no snapshot"
+    ),
+    "a name too long": place(f"--checkpoint-path={'n' * 300}.pt", "--checkpoint-path: .*too long"),
+    "a text": place(
+        "--checkpoint-path=novel.txt",
+        "--checkpoint-path: novel.txt is there and is no snapshot; name another file",
+        **{"novel.txt": b"my only copy"},
+    ),
+    "another zip": place(
+        "--checkpoint-path=novel.zip",
+        "--checkpoint-path: novel.zip is there and is no snapshot; name another file",
+        **{"novel.zip": zipped},
+    ),
+    "somebody else's weights": place(
+        "",
+        "--checkpoint-path: run.pt is there and is no .*snapshot; name another file",
+        **{"run.pt": saved({"model": {"weight": torch.zeros(3)}})},
+    ),
+    "the training text": Case(
+        "text",
+        "--tokenizer-name=byte --train-data=x.txt --checkpoint-path=x.txt",
+        ("--checkpoint-path: x.txt is there and is no snapshot",),
+        {"x.txt": b"word " * 400},
+    ),
+    "a read-only file system": place("--checkpoint-path=/proc/x/run.pt", "--checkpoint-path: "),
+}
+
+# ---- Scripts
+
+
+def writes(content: Write, *says: str, flags: str = "") -> Case:
+    return Case("generate", flags, says, {"run.pt": content})
+
+
+def plots(name: str, content: Write, *says: str, output: str = "x.png") -> Case:
+    return Case("plot", f"{name} --output={output}", says, {name: content})
+
+
+RECORD = b'{"step": 1, "train_loss": 2.5}\n'
+SCRIPTS = {
+    "generate: no snapshot": Case("generate", "", ("there is no snapshot run.pt",)),
+    "generate: a folder": writes(None, "cannot read run.pt"),
+    "generate: text": writes(b"text", NO_SNAPSHOT),
+    "generate: code": writes(saved({"model": Bomb()}), "run.pt holds more than plain data"),
+    "generate: a config without sense": writes(changed_config(n_heads="2"), "run.pt holds no"),
+    "generate: a config with more": writes(changed_config(rope=True), "run.pt holds no model"),
+    "generate: no tokenizer": writes(changed(tokenizer={}), "run.pt holds no model"),
+    "generate: NaN": writes(
+        lambda path: changed(
+            model={
+                name: torch.full_like(weight, torch.nan)
+                for name, weight in snapshot(TRAINED / "run.pt")["model"].items()
+            }
+        )(path),
+        "run.pt .*NaN",
+    ),
+    "generate: temperature": Case("generate", "--temperature=-1", ("--temperature: must be",)),
+    "generate: seed": Case("generate", f"--seed={2**70}", ("--seed: must be",)),
+    "generate: top p": Case("generate", "--top-p=2", ("--top-p: must be",)),
+    "generate: prompt": writes(
+        changed(), "--prompt: the toy tokenizer reads numbers", flags="--prompt=words"
+    ),
+    "plot: nothing": plots("x.jsonl", b"", "x.jsonl has no line with a step"),
+    "plot: text": plots("x.jsonl", b"not json", "x.jsonl has no line with a step"),
+    "plot: a binary": plots("x.jsonl", b"\xff\x00\xfe" * 99, "x.jsonl has no line with a step"),
+    "plot: lists": plots("x.jsonl", b"[1, 2]", "x.jsonl has no line with a step"),
+    "plot: no step": plots("x.jsonl", b'{"loss": 3}', "x.jsonl has no line with a step"),
+    "plot: a folder": plots("x.jsonl", None, "cannot read x.jsonl"),
+    "plot: no such file": Case("plot", "x.jsonl", ("cannot read x.jsonl: No such file",)),
+    "plot: numbers too large": plots(
+        "x.jsonl", b'{"step": 1, "train_loss": 1' + b"0" * 999 + b"}", "x.jsonl"
+    ),
+    "plot: no picture format": plots("x.jsonl", RECORD, "--output x.jsonl", output="x.jsonl"),
+    "plot: no folder": plots("x.jsonl", RECORD, "--output no/x.png", output="no/x.png"),
+    "kept_tensors: heads": Case("kept_tensors", "--d-model=50", ("--d-model, --n-heads: ",)),
+    "ladder: no folder": Case("ladder", "--json=no/x.json", ("--json: there is no folder no",)),
+    "ladder: a folder": Case("ladder", "--json=.", ("--json: . is a folder",)),
+}

@@ -1,0 +1,160 @@
+"""What several processes do when something goes wrong with one: no step is lost, nobody hangs.
+
+All skip a step or none does, torchrun's restart goes on by itself, nobody waits or lives on in
+vain, and one line says it for all. The faults are injected by scripts/faults.py; in one process:
+test_nothing_lost.py.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from runs import ROOT, TINY, TORCHRUN, metrics, same, snapshot, torchrun, train_here
+
+from scripts.faults import weights_hash
+from scripts.trainer_process import history
+from trainer.torchrun import common_name
+
+FP32 = "--no-amp"
+
+
+def faulty_torchrun(path, faults: str, *flags: str, **options):
+    return torchrun(path, *flags, script="-m scripts.faults", FAULTS=faults, **options)
+
+
+def errors(result) -> list[str]:
+    return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+
+
+def test_all_processes_skip_or_none(tmp_path):
+    """A gradient, then a loss, of process 1 alone; then three of them.
+
+    And all have the same weights after each step, though they average gradients only in the second
+    micro-batch: one that steps on gradients of its own drifts at once.
+    """
+    path = tmp_path / "run.pt"
+    result = faulty_torchrun(
+        path, "nan:1:4 infinite-loss:1:7 nan:1:11 infinite-loss:0:12 nan:1:13", FP32,
+        "--save-interval=5", "--grad-accum-steps=2", expect=1,
+    )  # fmt: skip
+    steps = re.findall(r"warning  step (\d+): .* skipped", result.stdout)
+    assert steps == ["4", "7", "11", "12"]
+    assert "in a row, 11 to 13" in errors(result)[0] and "exitcode  : 3" in result.stderr
+    after = history(path, rank=0)
+    assert after == history(path, rank=1)
+    assert len({after[step]["weights"] for step in (10, 11, 12, 13)}) == 1
+    state = snapshot(path)
+    assert state["step"] == 10 and weights_hash(state["model"]) == after[13]["weights"]
+
+
+# ---- Several processes
+
+
+RESTARTS = ("--save-interval=5", "--no-amp")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill:0:9",
+        *[pytest.param(f, marks=pytest.mark.slow) for f in ("error:1:3", "kill:1:17", "error:0:9")],
+    ],
+)
+def test_restarted_by_torchrun(tmp_path, fault):
+    """It goes on by itself, though nobody said --resume, and ends with one process's weights.
+
+    Not from the snapshot of another run that it was about to replace, and that is further on.
+    """
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    assert train_here(whole, *RESTARTS, "--grad-accum-steps=2") == 0
+    assert train_here(path, *RESTARTS, "--grad-accum-steps=2", "--lr=0.001") == 0
+    result = faulty_torchrun(path, fault, *RESTARTS, launch=("--max-restarts=1",))
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+    assert [r["step"] for r in metrics(path)] == list(range(1, 21))
+    old = snapshot(tmp_path / "run.old.pt")
+    assert (old["step"], old["args"]["lr"]) == (20, 0.001)
+    saved = (int(fault.split(":")[2]) - 1) // 5 * 5
+    resumed = re.findall(r"^resume   .*run.pt, step (\d+)$", result.stdout, re.MULTILINE)
+    assert resumed == ([str(saved)] if saved else [])
+
+
+def test_each_attempt_meets_under_a_name_of_its_own():
+    """Whoever comes first finds what the attempt before has left, and must not take it."""
+    store, names = dist.HashStore(), set()
+    for attempt in range(1, 4):
+        with ThreadPoolExecutor(2) as pool:
+            arguments = 2, timedelta(seconds=30)
+            first = pool.submit(common_name, store, attempt % 2, *arguments)
+            time.sleep(0.2)
+            second = pool.submit(common_name, store, 1 - attempt % 2, *arguments)
+            assert first.result() == second.result()
+            names.add(first.result())
+        assert len(names) == attempt
+    with pytest.raises(TimeoutError):  # the other one never comes
+        common_name(store, 0, 2, timedelta(seconds=0.2))
+
+
+def test_a_process_that_hangs_ends_the_job(tmp_path):
+    """By the timeout; and one line says so."""
+    path = tmp_path / "run.pt"
+    result = faulty_torchrun(
+        path, "stall:1:7", "--save-interval=5", expect=1, MINIGPT_TIMEOUT_S="5"
+    )
+    waited = "error: rank 0 waited 5 s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+    assert waited in errors(result)  # (rank 1, too, if it is that slow to wake up)
+    assert "train_ddp.py" not in result.stderr  # no traceback but torchrun's own
+    assert snapshot(path)["step"] == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_nobody_outlives_torchrun(tmp_path):
+    """kill -9 leaves torchrun no time to end those that it started."""
+    path = tmp_path / "run.pt"
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "scripts.faults", *TINY, "--num-steps=100000"]
+    command += ["--log-interval=1", f"--checkpoint-path={path}"]
+    launcher = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert any(line.startswith("step") for line in launcher.stdout)  # both are training
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        assert len(children) == 2
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    survivors = [int(pid) for pid in children if alive(pid)]
+    for pid in survivors:
+        os.kill(pid, signal.SIGKILL)
+    assert not survivors
+
+
+def alive(pid: str) -> bool:
+    """And no zombie, which only waits for a parent to ask about it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_one_line_for_all_processes(tmp_path):
+    """Each of them would say it."""
+    result = torchrun(tmp_path / "run.pt", "--d-model=15", expect=1)
+    assert len(errors(result)) == 1 and "exitcode  : 2" in result.stderr
+
+
+@pytest.mark.slow
+def test_one_line_of_a_process_that_is_alone_with_it(tmp_path):
+    result = faulty_torchrun(tmp_path / "run.pt", "cuda-oom:1:3", expect=1)
+    assert sum("out of memory with --batch-size 2" in line for line in errors(result)) == 1
+    assert "exitcode  : 4" in result.stderr

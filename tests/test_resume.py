@@ -1,0 +1,294 @@
+"""A resumed run ends as the one that nothing happened to, to the bit: weights, optimizer, log.
+
+Whatever ended the first part: a crash, a signal, a damaged file, a forgotten --resume. What must
+not change in between is refused by the name of its flag; the rest may change. Two runs that want
+the same files: test_claim.py; see also test_bad_input.py.
+"""
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+from runs import TINY, Crash, metrics, run, same, snapshot, train, train_here
+
+import train_minimal
+
+FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
+LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
+
+
+def crash_after(step: int, monkeypatch) -> None:
+    real = train_minimal.train_step
+
+    def train_step(run):
+        if run.step > step:
+            raise Crash
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+
+
+def logged(path) -> list[tuple]:
+    return [tuple(record.get(key) for key in LOSSES) for record in metrics(path)]
+
+
+# ---- resumed == uninterrupted
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Final snapshot and metrics of the run that nothing happened to, by its flags."""
+    done = {}
+
+    def get(*flags: str):
+        if flags not in done:
+            path = tmp_path_factory.mktemp("whole") / "run.pt"
+            assert train_here(path, *flags) == 0
+            done[flags] = snapshot(path), logged(path)
+        return done[flags]
+
+    return get
+
+
+@pytest.mark.parametrize("stop", [1, 9, 12, 19], ids=["first", "middle", "epoch", "last"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("precision", [FP32, BF16])
+def test_resumed_equals_uninterrupted(
+    tmp_path, monkeypatch, uninterrupted, precision, policy, stop
+):
+    flags = (precision, f"{FULL}={policy}", "--eval-interval=4")
+    path = tmp_path / "run.pt"
+    crash_after(stop, monkeypatch)
+    with pytest.raises(Crash):
+        train_here(path, *flags, f"--save-interval={stop}")
+    assert snapshot(path)["step"] == stop
+    monkeypatch.undo()
+    assert train_here(path, *flags, "--resume") == 0
+    whole, whole_log = uninterrupted(*flags)
+    resumed = snapshot(path)
+    for key in ("model", "optimizer", "scaler", "step", "best_val_loss"):
+        assert same(resumed[key], whole[key]), key
+    assert logged(path) == whole_log
+
+
+def test_steps_done_twice_are_logged_once(tmp_path, monkeypatch, uninterrupted):
+    path = tmp_path / "run.pt"
+    crash_after(8, monkeypatch)
+    with pytest.raises(Crash):
+        train_here(path, FP32, "--eval-interval=4", "--save-interval=5")
+    assert [record["step"] for record in metrics(path)] == list(range(1, 9))
+    with open(path.with_name("run.metrics.jsonl"), "a") as file:
+        file.write('{"step": 9, "train_lo')  # cut short by the crash
+    monkeypatch.undo()
+    assert train_here(path, FP32, "--eval-interval=4", "--resume") == 0
+    assert logged(path) == uninterrupted(FP32, "--eval-interval=4")[1]
+
+
+def test_float16_scaler_resumes(tmp_path, monkeypatch, uninterrupted):
+    flags = ("--amp-dtype=float16",)
+    path = tmp_path / "run.pt"
+    crash_after(9, monkeypatch)
+    with pytest.raises(Crash):
+        train_here(path, *flags, "--save-interval=9")
+    assert snapshot(path)["scaler"]["_growth_tracker"] == 9
+    monkeypatch.undo()
+    assert train_here(path, *flags, "--resume") == 0
+    whole, _ = uninterrupted(*flags)
+    assert same(snapshot(path)["model"], whole["model"])
+    assert same(snapshot(path)["scaler"], whole["scaler"])
+
+
+def test_resumed_in_another_process(tmp_path):
+    """Once as a user does it, in two processes; the policy is changed on the way."""
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    constant = ("--lr-scheduler=constant", "--warmup-steps=1")
+    train(parts, "--num-steps=12", *constant)
+    train(parts, "--resume", FULL, *constant)
+    assert train_here(whole, *constant) == 0
+    assert same(snapshot(whole)["model"], snapshot(parts)["model"])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_saves_and_stops(tmp_path, monkeypatch, uninterrupted, capsys, number, code):
+    path, real = tmp_path / "run.pt", train_minimal.train_step
+
+    def train_step(run):
+        if run.step == 7:
+            os.kill(os.getpid(), number)  # in the middle of step 7
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    before = signal.getsignal(number)
+    assert train_here(path, FP32, "--eval-interval=4") == code
+    assert signal.getsignal(number) is before
+    assert f"{number.name} after step 7: saved" in capsys.readouterr().out
+    assert snapshot(path)["step"] == 7 and metrics(path)[-1]["step"] == 7
+    monkeypatch.undo()
+    assert train_here(path, FP32, "--eval-interval=4", "--resume") == 0
+    whole, whole_log = uninterrupted(FP32, "--eval-interval=4")
+    assert same(snapshot(path)["model"], whole["model"]) and logged(path) == whole_log
+
+
+def test_second_signal_ends_at_once(tmp_path):
+    script = """
+import os, signal, sys, train_minimal
+real = train_minimal.train_step
+def train_step(run):
+    if run.step == 7:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(run)
+train_minimal.train_step = train_step
+sys.exit(train_minimal.main(sys.argv[1:]))
+"""
+    path = tmp_path / "run.pt"
+    result = run([sys.executable, "-c", script, *TINY, "--checkpoint-path", str(path)])
+    assert result.returncode == -signal.SIGTERM
+    assert not path.exists()
+
+
+def test_recompute_changes_no_weight(uninterrupted):
+    for precision in (FP32, BF16):
+        none, _ = uninterrupted(precision, f"{FULL}=none", "--eval-interval=4")
+        full, _ = uninterrupted(precision, f"{FULL}=full", "--eval-interval=4")
+        assert same(none["model"], full["model"])
+
+
+@pytest.mark.parametrize("policy", ["cheap", "mlp", "full"])
+def test_offloaded_run_ends_with_the_same_weights(tmp_path, uninterrupted, policy):
+    """The whole trainer, which counts what is kept on fake tensors before it begins."""
+    path = tmp_path / "run.pt"
+    assert (
+        train_here(path, FP32, "--eval-interval=4", f"{FULL}={policy}", "--offload-activations")
+        == 0
+    )
+    assert same(snapshot(path)["model"], uninterrupted(FP32, "--eval-interval=4")[0]["model"])
+
+
+def test_evaluating_more_often_changes_no_weight(uninterrupted):
+    often, _ = uninterrupted("--eval-interval=1")
+    seldom, _ = uninterrupted("--eval-interval=0")
+    assert same(often["model"], seldom["model"])
+
+
+def test_dropout_differs_between_steps_and_seeds(uninterrupted):
+    a, _ = uninterrupted("--seed=1")
+    b, _ = uninterrupted("--seed=2")
+    assert not same(a["model"], b["model"])
+    assert len({train_minimal.seed_of(s, n) for s in range(20) for n in range(200)}) == 4000
+
+
+def test_finished_run_says_so(tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    assert train_here(path) == 0
+    before = path.read_bytes()
+    assert train_here(path, "--resume") == 0
+    assert "already at step 20" in capsys.readouterr().out
+    assert path.read_bytes() == before
+
+
+def test_more_steps_may_be_asked_for(tmp_path):
+    path = tmp_path / "run.pt"
+    assert train_here(path) == 0
+    assert train_here(path, "--resume", "--num-steps=25", "--lr=1e-4") == 0
+    assert snapshot(path)["step"] == 25
+    assert [record["step"] for record in metrics(path)] == list(range(1, 26))
+
+
+def test_best_snapshot_survives_a_resumed_run_that_gets_worse(tmp_path):
+    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
+    assert train_here(path) == 0
+    before = best.read_bytes()
+    worse = ("--num-steps=22", "--lr=3", "--eval-interval=1", "--lr-scheduler=constant")
+    assert train_here(path, "--resume", *worse) == 0
+    assert metrics(path)[-1]["val_loss"] > metrics(path)[19]["val_loss"]
+    assert best.read_bytes() == before
+
+
+# ---- resuming with other flags, or what is not the newest
+
+
+def resume_mistake(tmp_path, capsys, *flags: str) -> str:
+    path = tmp_path / "run.pt"
+    if not path.exists():
+        assert train_here(path, "--num-steps=2") == 0
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    capsys.readouterr()
+    assert train_here(path, "--resume", *flags) == 2
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--n-layers=3", "--n-layers: .* was trained with 2, this run has 3"),
+        ("--d-model=32", "--d-model: .* was trained with 16, this run has 32"),
+        ("--vocab-size=32", "--vocab-size: .* was trained with 31, this run has 32"),
+        ("--seq-len=8 --max-position-embeddings=16", "--seq-len: .* 16, this run has 8"),
+        ("--seed=5", "--seed: .* was trained with 1337, this run has 5"),
+        ("--data-seed=5", "--data-seed: .* was trained with 3, this run has 5"),
+        ("--dropout=0", "--dropout: .* was trained with 0.1, this run has 0"),
+        ("--max-tokens=100", "--train-data"),
+        ("--batch-size=1", "--batch-size: .* 2 sequences .* --grad-accum-steps 2 fits"),
+    ],
+)
+def test_resuming_another_run_is_refused(tmp_path, capsys, flags, message):
+    assert re.search(message, resume_mistake(tmp_path, capsys, *flags.split()))
+
+
+def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
+    """And not kept in its place at the next save."""
+    path, previous = tmp_path / "run.pt", tmp_path / "run.prev.pt"
+    assert train_here(path, "--save-interval=10") == 0
+    path.write_bytes(path.read_bytes()[:1000])
+    assert train_here(path, "--resume") == 0
+    assert "run.pt is no snapshot" in capsys.readouterr().out
+    assert snapshot(path)["step"] == 20 and snapshot(previous)["step"] == 10
+
+
+def test_a_forgotten_resume_costs_nothing(tmp_path, monkeypatch, capsys, uninterrupted):
+    """The run that had the name can still go on under its new one, with its log."""
+    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
+    with monkeypatch.context() as here, pytest.raises(Crash):
+        crash_after(10, here)
+        train_here(path, "--save-interval=5")
+    before = path.read_bytes()
+    capsys.readouterr()
+    assert train_here(path, "--save-interval=5", "--seed=5") == 0
+    assert f"run.pt is of another run and becomes {old}: --resume --ch" in capsys.readouterr().out
+    assert old.read_bytes() == before
+    assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [20, 15]
+    assert train_here(old, "--save-interval=5", "--resume") == 0
+    whole, whole_log = uninterrupted("--save-interval=5")
+    assert same(snapshot(old)["model"], whole["model"]) and logged(old) == whole_log
+    assert len(logged(path)) == 20
+
+
+def test_a_snapshot_beyond_the_last_step(tmp_path, capsys):
+    """It was copied without its log: its step is evaluated and logged again."""
+    path, other = tmp_path / "run.pt", tmp_path / "other.pt"
+    assert train_here(path, "--num-steps=7", "--warmup-steps=1") == 0
+    other.write_bytes(path.read_bytes())
+    assert train_here(other, "--resume", "--num-steps=5", "--warmup-steps=1") == 0
+    assert [record["val_loss"] for record in metrics(other)] == [metrics(path)[-1]["val_loss"]]
+    assert train_here(other, "--resume", "--num-steps=5", "--warmup-steps=1") == 0
+    assert "already at step 7" in capsys.readouterr().out
+
+
+def test_settings_of_the_optimizer_may_change(tmp_path):
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--num-steps=2") == 0
+    assert train_here(path, "--resume", "--num-steps=3", "--weight-decay=0.7") == 0
+    groups = snapshot(path)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
+
+
+def test_precision_may_change(tmp_path):
+    path = tmp_path / "run.pt"
+    for steps, precision in enumerate((FP32, BF16, "--amp-dtype=float16", FP32), 1):
+        resume = ["--resume"] if path.exists() else []
+        assert train_here(path, precision, f"--num-steps={steps}", *resume) == 0
