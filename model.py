@@ -98,7 +98,7 @@ class Block(nn.Module):
     The update is still to be added to x, with dropout; the caller does that. Inside, the addition
     would be inside of the caller's activation checkpoint as well, and dropout, which needs its mask
     in backward, would make the replay run to the end. So a block ends in a matmul, whose result
-    backward does not need: the replay stops before it, and spares a third of the block.
+    backward does not need: the replay stops before it.
     """
 
     def __init__(self, config: MiniGPTConfig):
@@ -154,9 +154,9 @@ class MiniGPT(nn.Module):
         for block, policy in schedule(self.blocks, self.config, self.training, self.host_memory):
             if policy == "full":
                 # The activation checkpoint. Kept for backward: the input x, nothing else. Backward
-                # runs the block again from it (with the same dropout masks: torch keeps the RNG
-                # state) and pays two thirds of a block's forward for that: the replay stops at the
-                # last tensor that backward needs, before the block's last matmul.
+                # runs the block again from it, with the same dropout masks (torch keeps the RNG
+                # state), and pays the block's forward once more, minus its last matmul: the replay
+                # stops at the last tensor that backward needs.
                 x, update = checkpoint(block, x, use_reentrant=False)
             else:
                 x, update = block(x, policy)  # "none": every intermediate is kept

@@ -1,4 +1,4 @@
-"""The head: from the last hidden states to the loss, without ever holding the logits.
+"""The head: from the last hidden states to the loss, without ever holding all logits.
 
 For a small GPT it, not the blocks, is the first wall. With 50,257 tokens in the vocabulary the
 logits, their log-softmax and its gradient take 12 to 16 bytes for each of N * V entries: 1.2 GB at
@@ -93,11 +93,11 @@ def head_loss(x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tenso
     x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
     n_chunks = count_chunks(labels.numel(), weight.size(0), n_chunks)
     if n_chunks <= 1:
-        return cross_entropy(F.linear(x, weight), labels, "mean")
+        return F.cross_entropy(at_least_float32(F.linear(x, weight)), labels)
     if torch.is_grad_enabled():
         return ChunkedHeadLoss.apply(x, weight, labels, n_chunks)
     total = sum(
-        cross_entropy(F.linear(x_chunk, weight), label_chunk, "sum")
+        F.cross_entropy(at_least_float32(F.linear(x_chunk, weight)), label_chunk, reduction="sum")
         for x_chunk, label_chunk in zip(x.chunk(n_chunks), labels.chunk(n_chunks), strict=True)
     )
     return total / (labels != -100).sum()
@@ -108,10 +108,9 @@ def count_chunks(n_tokens: int, vocab_size: int, asked: int = 0) -> int:
     return min(asked or math.ceil(n_tokens * vocab_size / CHUNK), n_tokens)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """In float32 at least, which a sum over a vocabulary needs; float64 stays what it is."""
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(exact), labels, reduction=reduction)
+def at_least_float32(logits: Tensor) -> Tensor:
+    """A sum over a vocabulary needs it; float64 stays what it is."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class ChunkedHeadLoss(torch.autograd.Function):
@@ -150,7 +149,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
             with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
                 logits = F.linear(x_chunk.requires_grad_(), cast_weight)  # (n, V)
                 edge = get_gradient_edge(logits)  # where its gradient arrives: backward ends there
-                loss = cross_entropy(logits, label_chunk, "sum") / count
+                loss = F.cross_entropy(at_least_float32(logits), label_chunk, reduction="sum")
+                loss = loss / count
                 del logits
                 (grad_logits,) = torch.autograd.grad(loss * scale, edge)
             total += loss.detach()

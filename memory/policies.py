@@ -143,6 +143,7 @@ def one_by_one(blocks: list) -> Callable[..., Halves]:
         for block in blocks[:-1]:
             x, update = block(x, policy)
             x = x + block.dropout(update)
+            del update  # not beside the next block
         return blocks[-1](x, policy)
 
     return run

@@ -7,7 +7,7 @@
 #
 # 0.5M tokens a step, as GPT-2 and GPT-3 had: 16 x 30 sequences of 1,024. What is added on the
 # command line comes last and wins. If the card is full: halve --batch-size, double
-# --grad-accum-steps; the result stays the same.
+# --grad-accum-steps: the same sequences a step, the same training up to rounding.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { echo "usage: scripts/gpt2_small.sh TEXT_OR_TOKENS [flags of train_minimal.py]" >&2; exit 2; }

@@ -50,7 +50,7 @@ def test_the_rungs_stand_in_order():
     assert peaks == sorted(set(peaks))
 
 
-def test_full_replays_two_thirds_of_a_forward():
+def test_full_replays_all_but_the_last_matmul_of_a_block():
     none, cheap, full = (
         ladder.step_flops(replace(SMALL, **ladder.RUNGS[rung]), 2, 16)
         for rung in ("none", "cheap", "full")

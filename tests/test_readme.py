@@ -1,24 +1,34 @@
-"""What the README says is so."""
+"""What the README and docs/ say is so."""
 
+import inspect
 import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import torch
 from runs import ROOT, run
 
-from model import MiniGPT
+from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from planner import Planner
+from planner.formulas import step_flops
+from scripts import plan_memory
 from scripts.reliability import ROWS
 from trainer.flags import build_parser
 
 README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+TEXTS = [README, *DOCS.values()]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*.md")])
 
 
 def commands(pattern: str) -> list[str]:
-    joined = README.replace("\\\n", " ")
-    return re.findall(pattern, joined)
+    joined = "\n".join(TEXTS).replace("\\\n", " ")
+    return list(dict.fromkeys(re.findall(pattern, joined)))
 
 
 def test_the_two_commands():
@@ -29,8 +39,18 @@ def test_the_two_commands():
     ]
 
 
+def test_the_readme_stays_short():
+    assert len(README.splitlines()) <= 230
+
+
+def test_every_document_is_linked_from_the_readme():
+    linked = set(re.findall(r"\]\(docs/([\w.]+)[)#]", README))
+    assert linked == DOCS.keys() and linked
+
+
 def test_every_flag_is_there_and_no_other():
-    table = README.split("## Flags")[1].split("Exit codes")[0]
+    table = DOCS["flags.md"].split("## Flags")[1].split("## Exit codes")[0]
+    table = "\n".join(line for line in table.splitlines() if line.startswith("|"))
     parser = build_parser("train_minimal.py", "x.pt")
     known = {action.option_strings[-1] for action in parser._actions} - {"--help"}
     assert set(re.findall(r"`(--[a-z-]+)", table)) == known
@@ -41,10 +61,13 @@ def test_commands_are_valid(text):
     build_parser("test", "x.pt").parse_args(text.split())
 
 
+@pytest.mark.parametrize("text", commands(r"\n    python -m scripts\.plan_memory ([^\n#]*)"))
+def test_plans_are_valid(text):
+    plan_memory.parse(text.split())
+
+
 def test_the_shown_lines_are_in_the_model():
     """The README's excerpt, comments left out, is what MiniGPT.forward does."""
-    import inspect
-
     source = inspect.getsource(MiniGPT.forward)
     excerpt = README.split("```python\n")[1].split("```")[0]
     assert "checkpoint(" in excerpt
@@ -52,18 +75,24 @@ def test_the_shown_lines_are_in_the_model():
         assert line.strip() in source
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings: lower case, no punctuation, a hyphen for a space."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_no_other_documents_have_dead_links():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-# ---- its commands, run one after the other in a fresh copy, made small by flags at their end
+# ---- their commands, run one after the other in a fresh copy, made small by flags at their end
 
 SHAPE = "--n-layers 1 --n-heads 2 --d-model 16 --d-ff 32 --seq-len 16 --max-position-embeddings 16"
 TRAINING = f"{SHAPE} --num-steps 4 --eval-batches 1 --sample-tokens 4"
@@ -82,15 +111,18 @@ ELSEWHERE = {"scripts.ladder", "scripts.reliability", "pytest"}  # have tests of
 
 
 def runnable() -> list[str]:
-    text = README.replace("\\\n", " ")
-    bash = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M))
-    indented = re.findall(r"^    (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
+    """The commands in the blocks, as a reader would copy them, page after page; each once."""
     commands = []
-    for line in [*bash.splitlines(), *indented]:
-        command = line.split("#")[0].split("&&")[-1].strip()
-        if command.startswith(("python ", "torchrun ")):
-            commands.append(command)
-    return commands
+    for page in TEXTS:
+        text = page.replace("\\\n", " ")
+        bash = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M))
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+        indented = re.findall(r"^    (.*)$", prose, re.M)
+        for line in [*bash.splitlines(), *indented]:
+            command = line.split("#")[0].split("&&")[-1].strip()
+            if command.startswith(("python ", "torchrun ")):
+                commands.append(command)
+    return list(dict.fromkeys(commands))
 
 
 def program(command: str) -> str:
@@ -122,9 +154,78 @@ def test_commands_run(tmp_path):
         assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
 
 
+# ---- their figures
+
+
 def test_the_reliability_table_is_what_was_measured():
     rows = json.loads((ROOT / "scripts/results/reliability.json").read_text())["rows"]
     assert {row["row"] for row in rows} == ROWS.keys()
     for row in rows:
         assert row["held"] and row["what"] == ROWS[row["row"]].what
-        assert f"| {row['what']} | {row['measured']} |" in README
+        assert f"| {row['what']} | {row['measured']} |" in DOCS["reliability.md"]
+    assert f" in {len(rows)} ways " in " ".join(README.split())
+
+
+MIB = 2**20
+GPT2_SMALL = MiniGPTConfig(dropout=0.0)
+
+
+def cells(text: str, head: str) -> list[list[str]]:
+    """The rows of the table that begins with `head`, without bold type and what is in brackets."""
+    rows = text.split(f"\n{head}")[1].split("\n\n")[0].splitlines()[2:]
+    bare = (re.sub(r" \([^)]*\)|\*\*| MiB", "", row) for row in rows)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in bare]
+
+
+def ladder_figures(column: str) -> dict[str, float]:
+    figures = json.loads((ROOT / "scripts/results/ladder.json").read_text())["figures"]
+    return {figure["rung"]: figure["value"] for figure in figures if figure["column"] == column}
+
+
+def relative_flops(**memory) -> str:
+    needed, replayed = step_flops(replace(GPT2_SMALL, **memory), 1024)
+    return f"{(needed + replayed) / needed:.2f}"
+
+
+def test_the_first_table_is_what_was_predicted():
+    rungs = ("plain", "full, head at once", "none", "cheap", "mlp", "full")
+    head_at_once = {"recompute": "full", "loss_chunks": 1}
+    planner = Planner(
+        GPT2_SMALL,
+        1024,
+        precision=torch.bfloat16,
+        make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+        device_type="cuda",
+    )
+    floor = 16 * sum(parameter.numel() for parameter in planner.model.parameters()) / MIB
+    assert f"The *floor* is {floor:,.0f} MiB" in README
+    wanted = []
+    for batch_size in (2, 12):
+        figures = ladder_figures(f"124M, B={batch_size}")
+        figures[rungs[1]] = planner.step(batch_size, **head_at_once).peak / MIB
+        wanted.append([f"{figures[rung]:,.0f}" for rung in rungs])
+        wanted.append([f"{figures[rung] - floor:,.0f}" for rung in rungs])
+    policies = ("none", "full", "none", "cheap", "mlp", "full")
+    wanted.append([relative_flops(recompute=policy) for policy in policies])
+    rows = cells(README, "| | 2 sequences")
+    assert [list(column) for column in zip(*rows, strict=True)][1:] == wanted
+
+
+def test_the_ladder_is_what_was_predicted():
+    rows = cells(DOCS["ladder.md"], "| policy | keeps")
+    assert len(rows) == len(RECOMPUTE_POLICIES) + 1
+    small, large = ladder_figures("124M, B=12"), ladder_figures("1.5B, B=4")
+    for name, *_, of_small, of_large, flops in rows:
+        policy, *group = re.findall(r"`([^`]*)`", name)
+        rung = "full, groups of 2" if group else policy
+        assert (of_small, of_large) == (f"{small[rung]:,.0f}", f"{large[rung]:,.0f}")
+        assert flops == relative_flops(recompute=policy, recompute_group=2 if group else 1)
+
+
+def test_flops_are_explained_once_in_the_same_words():
+    in_readme, in_ladder = (
+        re.findall(r"^\*FLOPs\*: .*?\n\n", page, re.S | re.M)
+        for page in (README, DOCS["ladder.md"])
+    )
+    assert in_readme == in_ladder and len(in_readme) == 1
+    assert sum("*FLOPs*:" in page for page in TEXTS) == 2

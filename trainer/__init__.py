@@ -1,9 +1,9 @@
 """What surrounds the loop of train_minimal.py; a reader who came for training can do without.
 
-flags.py      the command line                     metrics.py   what is measured, metrics.jsonl
-process.py    what the loop asks of the world      report.py    what is printed
-run.py        a run: set up, saved, gone on with   endings.py   signals, errors, exit codes
-plan.py       the planner, asked by flags          torchrun.py  what keeps several processes safe
+run.py        what a run consists of               metrics.py   what is measured, metrics.jsonl
+setup.py      how it is set up, or gone on with    report.py    what is printed
+process.py    what the loop asks of the world      endings.py   signals, errors, exit codes
+flags.py      the command line                     torchrun.py  what keeps several processes safe
+plan.py       the planner, asked by flags          start.py     what comes before `import torch`
 snapshot.py   the file                             claim.py     whose file it is
-start.py      what has to come before `import torch`
 """

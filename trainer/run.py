@@ -64,9 +64,11 @@ class Run:
 def save(run: Run, path: Path, record: dict[str, Any]) -> None:
     """Write a snapshot of the run. All processes call it, process 0 writes."""
     newest = path == run.args.checkpoint_path
-    state = run.process.gather(run.model, run.optimizer)
+    whole = run.process.gather(run.model, run.optimizer)
     if run.process.rank == 0:
-        state |= run.identity | {
+        state = {
+            **run.identity,
+            **whole,
             "scaler": run.scaler.state_dict(),
             "step": run.step,
             "best_val_loss": run.best_val_loss,
