@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from memory.head import count_chunks, head_loss
 from model import MiniGPT, MiniGPTConfig
 
 TINY = dict(
@@ -116,121 +114,6 @@ def test_too_long_a_sequence_is_an_error():
 def test_impossible_config(field, value, message):
     with pytest.raises(ValueError, match=message):
         MiniGPTConfig(**{**TINY, field: value})
-
-
-# ---- the head
-
-
-def head_inputs(n_tokens: int, vocab_size: int = 97, channels: int = 16):
-    torch.manual_seed(1)
-    x = torch.randn(1, n_tokens, channels, requires_grad=True)
-    weight = (0.1 * torch.randn(vocab_size, channels)).requires_grad_()
-    labels = torch.randint(0, vocab_size, (1, n_tokens))
-    return x, weight, labels
-
-
-def head_with_gradients(x, weight, labels, n_chunks: int, factor: float = 1.0):
-    """Loss, and the gradients of `factor` times the loss."""
-    loss = head_loss(x, weight, labels, n_chunks)
-    return loss, *torch.autograd.grad(factor * loss, (x, weight))
-
-
-@pytest.mark.parametrize("n_tokens", [32, 37])
-@pytest.mark.parametrize("n_chunks", [2, 5, 37])
-@pytest.mark.parametrize("ignored", [False, True])
-def test_chunked_head_equals_the_plain_one(n_tokens, n_chunks, ignored):
-    x, weight, labels = head_inputs(n_tokens)
-    if ignored:
-        labels[0, ::3] = -100
-    plain = F.cross_entropy(F.linear(x, weight).flatten(0, 1), labels.flatten())
-    expected = torch.autograd.grad(3 * plain, (x, weight))
-    loss, *gradients = head_with_gradients(x, weight, labels, n_chunks, factor=3)
-    torch.testing.assert_close(loss, plain, rtol=2e-7, atol=0)
-    torch.testing.assert_close(gradients[0], expected[0], rtol=1e-5, atol=1e-8)
-    torch.testing.assert_close(gradients[1], expected[1], rtol=1e-5, atol=1e-8)
-    with torch.no_grad():
-        torch.testing.assert_close(head_loss(x, weight, labels, n_chunks), plain.detach())
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("n_tokens", [256, 250])
-def test_chunked_head_gives_hidden_states_the_same_gradient(precision, n_tokens):
-    """To the bit (rows of a matmul do not know of each other); the weight's is summed in another
-    order, which float32 sees in its last digits and bfloat16 in its own."""
-    x, weight, labels = head_inputs(n_tokens, channels=64)
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
-        plain, *expected = head_with_gradients(x, weight, labels, 1)
-        chunked, *found = head_with_gradients(x, weight, labels, 4)
-    torch.testing.assert_close(chunked, plain, rtol=2e-7, atol=0)
-    assert torch.equal(found[0], expected[0])
-    error = ((found[1] - expected[1]).norm() / expected[1].norm()).item()
-    assert error < (1e-6 if precision == "fp32" else 4e-3)
-
-
-def test_chunked_head_with_a_grad_scaler():
-    """The scaler's factor comes in backward, when the head's gradients are made already."""
-    gradients = []
-    for dtype in (torch.float32, torch.float16):
-        model = tiny(loss_chunks=4)
-        ids = random_ids(4, 16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
-        with torch.autocast("cpu", dtype, enabled=dtype == torch.float16, cache_enabled=False):
-            loss = model(ids, ids)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        gradients.append(model.token_embedding.weight.grad)
-    exact, scaled = gradients
-    assert ((scaled - exact).norm() / exact.norm()).item() < 5e-3
-
-
-def test_chunked_head_in_float16_keeps_small_gradients():
-    """A token that never is the label gets gradients of p / N: nearly nothing in float16."""
-    x, weight, labels = head_inputs(1024, vocab_size=4096)
-    labels %= 100
-    exact = head_with_gradients(x, weight, labels, 1)[2][100:]
-    with torch.autocast("cpu", torch.float16):
-        gradient = head_with_gradients(x, weight, labels, 8)[2][100:]
-    assert ((gradient - exact).norm() / exact.norm()).item() < 0.01
-
-
-def test_how_many_chunks():
-    """As few as keep a chunk's logits within 2**23 elements; never more than there are tokens."""
-    assert count_chunks(768, 1024) == 1 == count_chunks(8192, 1024)
-    assert count_chunks(8193, 1024) == 2
-    assert count_chunks(2 * 1024, 50257) == 13 and count_chunks(12 * 1024, 50257) == 74
-    assert count_chunks(3, 2**23) == 3 == count_chunks(3, 2**24)
-    assert [count_chunks(10, 61, asked) for asked in (1, 4, 11)] == [1, 4, 10]
-
-
-def tied_gradients(loss_chunks: int, forwards: int = 1) -> dict[str, torch.Tensor]:
-    model = tiny(loss_chunks=loss_chunks)
-    batches = [random_ids(4, 16) for _ in range(forwards)]
-    sum(model(ids, ids.roll(-1, 1)) * (i + 1) for i, ids in enumerate(batches)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("forwards", [1, 2])
-def test_the_tied_weight_gets_the_gradients_of_both_its_uses(forwards):
-    expected, found = (tied_gradients(chunks, forwards) for chunks in (1, 4))
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("loss_chunks", [1, 4])
-def test_slices_of_the_embeddings_gradient_change_no_bit(loss_chunks, monkeypatch):
-    whole = tied_gradients(loss_chunks)
-    monkeypatch.setattr("memory.head.CHUNK", 300)  # of 61 * 32
-    sliced = tied_gradients(loss_chunks)
-    assert all(torch.equal(whole[name], sliced[name]) for name in whole)
-
-
-def test_backward_twice_is_an_error_not_a_wrong_gradient():
-    ids = random_ids(4, 16)
-    loss = tiny(loss_chunks=4)(ids, ids)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 # ---- sampling
