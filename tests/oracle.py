@@ -6,6 +6,7 @@ LayerNorm, GELU, softmax, cross-entropy: as in the papers).
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,11 +24,18 @@ def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def gpt_logits(w: Weights, ids: Tensor, n_layers: int, n_heads: int) -> Tensor:
-    """(B, T) -> (B, T, V), with weights named as in a snapshot."""
+def gpt_logits(
+    w: Weights,
+    ids: Tensor,
+    n_layers: int,
+    n_heads: int,
+    drop: Callable[[Tensor], Tensor] = lambda x: x,
+    drop_scores: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Tensor:
+    """(B, T) -> (B, T, V), with weights named as in a snapshot; `drop`s are where GPT-2's are."""
     T = ids.size(1)
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    x = w["token_embedding.weight"][ids] + w["position_embedding.weight"][:T]
+    x = drop(w["token_embedding.weight"][ids] + w["position_embedding.weight"][:T])
     for i in range(n_layers):
         b = {
             name.removeprefix(f"blocks.{i}."): p for name, p in w.items() if f"blocks.{i}." in name
@@ -37,11 +45,11 @@ def gpt_logits(w: Weights, ids: Tensor, n_layers: int, n_heads: int) -> Tensor:
         heads = []
         for q, k, v in zip(*(part.chunk(n_heads, -1) for part in qkv.chunk(3, -1)), strict=True):
             scores = q @ k.transpose(1, 2) / math.sqrt(q.size(-1))
-            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v)
-        x = x + torch.cat(heads, -1) @ b["attn.c_proj.weight"].T + b["attn.c_proj.bias"]
+            heads.append(drop_scores(scores.masked_fill(future, -math.inf).softmax(-1)) @ v)
+        x = x + drop(torch.cat(heads, -1) @ b["attn.c_proj.weight"].T + b["attn.c_proj.bias"])
         normed = layer_norm(x, b["ln_2.weight"], b["ln_2.bias"])
         wide = gelu(normed @ b["mlp.c_fc.weight"].T + b["mlp.c_fc.bias"])
-        x = x + wide @ b["mlp.c_proj.weight"].T + b["mlp.c_proj.bias"]
+        x = x + drop(wide @ b["mlp.c_proj.weight"].T + b["mlp.c_proj.bias"])
     return layer_norm(x, w["ln_f.weight"], w["ln_f.bias"]) @ w["token_embedding.weight"].T
 
 

@@ -1,6 +1,7 @@
 """The model is GPT-2, causal, and starts where an untrained model should."""
 
 import math
+from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 import torch
@@ -94,6 +95,16 @@ def test_overfits_one_batch():
 def test_too_long_a_sequence_is_an_error():
     with pytest.raises(ValueError, match="max_position_embeddings is 16"):
         tiny()(random_ids(1, 17))
+
+
+def test_the_defaults_are_gpt2_small_without_recompute():
+    shape = dict(vocab_size=50257, max_position_embeddings=1024, n_layers=12, n_heads=12)
+    shape |= dict(d_model=768, d_ff=3072, dropout=0.1)
+    memory = dict(recompute="none", recompute_layers=None, recompute_group=1)
+    memory |= dict(offload_activations=False, loss_chunks=0)
+    assert asdict(MiniGPTConfig()) == shape | memory
+    with pytest.raises(FrozenInstanceError):
+        MiniGPTConfig().dropout = 0.0
 
 
 @pytest.mark.parametrize(

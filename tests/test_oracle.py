@@ -98,6 +98,31 @@ def test_loss_without_gradients_and_logits(expected, loss_chunks):
         assert model(ids, labels).item() == pytest.approx(found[1][0][0], rel=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("memory", MEMORY, ids=str)
+def test_dropout_is_where_gpt2_has_it(memory, monkeypatch):
+    """Made visible: here it does not drop, it multiplies by 1 + p."""
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def visible(x, p, training=True, inplace=False):
+        return x * (1 + p) if training else x
+
+    def attention(q, k, v, dropout_p, is_causal):
+        return (1 + dropout_p) * real(q, k, v, is_causal=is_causal)
+
+    monkeypatch.setattr("torch.nn.functional.dropout", visible)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attention)
+    model = MiniGPT(MiniGPTConfig(**SHAPE, dropout=0.5, **memory)).double()
+    ((ids, _),) = micro_batches(1)
+    for training, p in ((True, 0.5), (False, 0.0)):
+
+        def drop(x, p=p):
+            return x * (1 + p)
+
+        expected = oracle.gpt_logits(model.state_dict(), ids, LAYERS, HEADS, drop, drop)
+        found = model.train(training)(ids)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("memory", [{}, {"recompute": "full"}], ids=str)
