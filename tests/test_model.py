@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, asdict
 import pytest
 import torch
 
-from model import MiniGPT, MiniGPTConfig
+from model import MiniGPT, MiniGPTConfig, sample
 
 TINY = dict(
     vocab_size=61,
@@ -144,8 +144,6 @@ def test_generate_is_greedy_at_temperature_zero():
 
 
 def test_top_k_and_top_p_only_draw_what_they_may():
-    from model import sample
-
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
 
     def drawn(**limits):
@@ -157,3 +155,45 @@ def test_top_k_and_top_p_only_draw_what_they_may():
     assert drawn(top_p=0.7) == {0, 1}  # 0.5 is not yet 0.7: the second is in, the third is not
     assert drawn(top_p=0.4) == {0}
     assert drawn(top_k=99) == {0, 1, 2, 3}
+
+
+def probabilities(logits, monkeypatch, temperature=1.0, top_k=None, top_p=None) -> list:
+    """What `sample` draws from."""
+    seen = []
+    monkeypatch.setattr(torch, "multinomial", lambda p, num_samples: seen.append(p) or p[:, :1])
+    sample(torch.tensor(logits), temperature, top_k, top_p)
+    return seen[0].tolist()
+
+
+def test_temperature_top_k_and_top_p_by_hand(monkeypatch):
+    two = [[math.log(4.0), math.log(1.0)], [0.0, 0.0]]  # 4 : 1, and 1 : 1
+    by_temperature = {1.0: [0.8, 0.2], 0.5: [16 / 17, 1 / 17], 2.0: [2 / 3, 1 / 3]}
+    for temperature, expected in by_temperature.items():
+        first, second = probabilities(two, monkeypatch, temperature)
+        assert first == pytest.approx(expected) and second == pytest.approx([0.5, 0.5])
+    rows = [[0.0, 3.0, 1.0, 2.0], [9.0, 9.0, 1.0, 0.0]]
+    first, second = probabilities(rows, monkeypatch, top_k=2)
+    assert first == pytest.approx([0, math.e / (math.e + 1), 0, 1 / (math.e + 1)])
+    assert second == pytest.approx([0.5, 0.5, 0, 0])
+    # The fewest whose sum is at least p: at 0.5 one of two equal ones is enough.
+    assert sorted(probabilities([[0.0, 0.0]], monkeypatch, top_p=0.5)[0]) == [0, 1]
+    assert sorted(probabilities([[0.0, 0.0]], monkeypatch, top_p=0.51)[0]) == [0.5, 0.5]
+    assert probabilities([[0.0, 1.0]], monkeypatch, top_p=0.0)[0] == [0, 1]  # never none
+    assert sample(torch.tensor([[0.0, 1.0]]), 1e-7, None, None).tolist() == [[1]]
+
+
+def test_generate_asks_with_the_last_tokens_that_fit_and_draws_at_the_last_one(monkeypatch):
+    model, seen = tiny().eval(), []
+
+    def likeliest(logits, *how):
+        seen.append((logits, how))
+        return logits.argmax(-1, keepdim=True)
+
+    monkeypatch.setattr("model.sample", likeliest)
+    start = random_ids(2, 15)
+    out = model.generate(start, 3, temperature=0.7, top_k=5, top_p=0.9)
+    assert out.shape == (2, 18) and torch.equal(out[:, :15], start) and not model.training
+    for i, (logits, how) in enumerate(seen):
+        expected = model(out[:, max(0, 15 + i - 16) : 15 + i])[:, -1]
+        torch.testing.assert_close(logits, expected)
+        assert how == (0.7, 5, 0.9)
