@@ -7,12 +7,12 @@ GPT-2 small, every policy, at the same batch and at the largest batch that fits 
 Beside Hugging Face's GPT-2 in the same loop (pip install transformers):
     python -m scripts.benchmark --policies none full --peer transformers
 
-Each measurement is a process of its own that does the trainer's own steps (train_step) on random
-tokens. The processes take turns, so that whatever else the machine does hits all alike, and what is
-reported are medians. Peak memory is what tensors took at most: on a GPU as counted by PyTorch's
-caching allocator, on a CPU as torch.profiler saw its allocator in one more step. There the resident
-set stands beside it, above what it was before the model was made: kernels' own memory and malloc's
-gaps are in that too.
+Each measurement is a process of its own (benchmark_worker.py) that does the trainer's own steps
+(train_step) on random tokens. The processes take turns, so that whatever else the machine does hits
+all alike, and what is reported are medians. Peak memory is what tensors took at most: on a GPU as
+counted by PyTorch's caching allocator, on a CPU as torch.profiler saw its allocator in one more
+step. There the resident set stands beside it, above what it was before the model was made: kernels'
+own memory and malloc's gaps are in that too.
 """
 
 import argparse
@@ -22,43 +22,38 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib import import_module
+from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from planner.choose import describe_recompute
 from planner.formulas import step_flops
-from planner.step import Planner, is_out_of_memory
-from train_minimal import train_step
+from planner.step import Planner
+from scripts.benchmark_worker import Job, config_of, measure
+from trainer.endings import is_out_of_memory
 from trainer.flags import (
     UsageError,
     choose_device,
     choose_precision,
     fill_in,
-    model_config,
     number,
     output_file,
     print_error,
 )
 from trainer.flags import build_parser as trainers_parser
-from trainer.metrics import StepClock, format_bytes
-from trainer.plan import default_budget, describe_recompute, make_planner
-from trainer.run import OneProcess, Run, make_optimizer
+from trainer.metrics import format_bytes
+from trainer.plan import default_budget, make_planner
+from trainer.setup import make_optimizer
 
-GPT2 = "transformers.models.gpt2.modeling_gpt2"  # an optional dependency
-WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second finds it there
 # bfloat16 (T4, V100: float16) FLOP/s of the tensor cores, dense, with float32 sums, by the name
 # that CUDA reports. From NVIDIA's data sheets, which like to print twice as much (2:4 sparsity),
 # and for GeForce from the appendices of the GA102 and Ada whitepapers.
@@ -78,17 +73,6 @@ PEAK_FLOPS = {
     "Tesla T4": 65e12,
     "Tesla V100-SXM2-16GB": 125e12,
 }
-
-
-@dataclass(frozen=True)
-class Job:
-    """One row of a table: what a process of its own measures."""
-
-    policy: str
-    batch_size: int
-    compiled: bool = False
-    peer: str | None = None  # another library's model instead of ours
-    largest: bool = False  # the largest batch that fits
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -132,161 +116,6 @@ def check(args: argparse.Namespace) -> None:
     args.memory_budget, args.vocab_size = budget, args.vocab_size or 50257
     for policy in args.policies:
         config_of(args, Job(policy, args.batch_size))
-
-
-def config_of(args: argparse.Namespace, job: Job) -> MiniGPTConfig:
-    """Raises UsageError if the flags do not go with the policy."""
-    memory: dict[str, Any] = {"use_activation_checkpoint": job.policy}
-    if job.policy == "none":  # the others' settings are not for it
-        memory |= {"recompute_layers": None, "recompute_group": 1, "offload_activations": False}
-    try:
-        return model_config(argparse.Namespace(**{**vars(args), **memory}), args.vocab_size)
-    except UsageError as error:
-        message = str(error).replace("--use-activation-checkpoint", "--policies")
-        raise UsageError(message) from None
-
-
-# ------------------------------------------------------------- in a process for each measurement
-
-
-class RandomTokens:
-    """What train_step takes batches from, after it has seeded torch: all models see the same."""
-
-    def __init__(self, vocab_size: int, batch_size: int, seq_len: int, device: torch.device):
-        self.vocab_size, self.shape, self.device = vocab_size, (batch_size, seq_len + 1), device
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        rows = torch.randint(self.vocab_size, self.shape, device=self.device)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-class Transformers(nn.Module):
-    """Hugging Face's GPT-2 of the same shape, called as ours is: (ids, labels) -> loss."""
-
-    def __init__(self, config: MiniGPTConfig):
-        super().__init__()
-        library: Any = import_module(GPT2)
-        self.gpt2 = library.GPT2LMHeadModel(
-            library.GPT2Config(
-                vocab_size=config.vocab_size,
-                n_positions=config.max_position_embeddings,
-                n_embd=config.d_model,
-                n_layer=config.n_layers,
-                n_head=config.n_heads,
-                n_inner=config.d_ff,
-                resid_pdrop=config.dropout,
-                embd_pdrop=config.dropout,
-                attn_pdrop=config.dropout,
-                # The same function as its default, gelu_new, which takes an operator for each step
-                # of the formula, more time and more memory: let it be at its best.
-                activation_function="gelu_pytorch_tanh",
-                attn_implementation="sdpa",
-                use_cache=False,
-                bos_token_id=None,  # (50256 may not be in the vocabulary)
-                eos_token_id=None,
-            )
-        )
-        if config.recompute == "full":
-            self.gpt2.gradient_checkpointing_enable({"use_reentrant": False})
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        # Given `labels` alone it would shift them, and predict one token a sequence less than ours.
-        return self.gpt2(input_ids, labels=labels, shift_labels=labels).loss
-
-
-def make_run(args: argparse.Namespace, job: Job, device: torch.device) -> Run:
-    """What train_step needs of a run: no data, no files."""
-    config, precision = config_of(args, job), choose_precision(args, device)
-    torch.manual_seed(args.seed)
-    model: Any = (Transformers if job.peer else MiniGPT)(config).to(device).train()
-    if job.compiled:
-        model.compile_blocks()
-    tokens: Any = RandomTokens(args.vocab_size, job.batch_size, args.seq_len, device)
-    unused: Any = None  # by train_step
-    return Run(
-        args=args,
-        process=OneProcess(device),
-        data=unused,
-        identity=unused,
-        model=model,
-        wrapped=model,
-        optimizer=make_optimizer(model, args, device),
-        scaler=torch.amp.GradScaler(device.type, enabled=precision == torch.float16),
-        precision=precision,
-        train_batches=tokens,
-        val_batches=unused,
-        token_bytes=unused,
-        clock=StepClock(),
-    )
-
-
-def timed_step(run: Run) -> float:
-    """Seconds of the next step."""
-    run.step += 1
-    start = time.perf_counter()
-    train_step(run)
-    if run.process.device.type != "cpu":
-        torch.accelerator.synchronize()  # Python runs ahead of it
-    return time.perf_counter() - start
-
-
-def cpu_allocator_peak(run: Run) -> int:
-    """The most bytes that tensors on a CPU take at a time, in one more step."""
-    there: list[Tensor] = list(run.model.parameters())
-    there += chain(*(state.values() for state in run.optimizer.state.values()))
-    if isinstance(run.model, MiniGPT):  # the buffers of --offload-activations
-        there += chain(*run.model.host_memory.unused.values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        timed_step(run)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    events = [event for event in events if event["name"] == "[memory]"]
-    events.sort(key=lambda event: event["ts"])
-    # (What a tensor gives back is an event of its own, with a minus.)
-    since_then = accumulate(event["args"]["Bytes"] for event in events)
-    return sum(tensor.nbytes for tensor in there) + max(since_then)
-
-
-def resident_set(field: str) -> int | None:
-    """Bytes of "VmRSS", now, or of its peak, "VmHWM"; None where there is no /proc.
-
-    Not getrusage: its ru_maxrss begins with the peak of the process that started this one.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field + ":"))
-
-
-def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
-    """Seconds of each timed step, and the peak in bytes."""
-    device = choose_device(args.device)
-    if job.peer:
-        import_module(GPT2)  # it should not count below
-    before = resident_set("VmRSS")
-    run = make_run(args, job, device)
-    for _ in range(WARM_UP):
-        timed_step(run)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    result: dict[str, Any] = {"step_s_all": [timed_step(run) for _ in range(args.steps)]}
-    result |= {"peak_bytes": None, "peak_kind": None, "reserved_bytes": None, "rss_bytes": None}
-    if device.type == "cuda":
-        result["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        result["reserved_bytes"] = torch.cuda.max_memory_reserved(device)  # with the cache's gaps
-        result["peak_kind"] = "cuda"
-    elif device.type == "cpu":
-        after = resident_set("VmHWM")  # before the profiler takes memory of its own
-        if before is not None and after is not None:
-            result["rss_bytes"] = after - before
-        result["peak_bytes"], result["peak_kind"] = cpu_allocator_peak(run), "cpu allocator"
-    return result
-
-
-# ------------------------------------------------------------------------- in the main process
 
 
 def plan(args: argparse.Namespace, device: torch.device, precision: torch.dtype) -> Planner:

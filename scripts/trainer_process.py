@@ -91,6 +91,7 @@ class Trainer:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             kill_all(self.path)
+            self.process.wait()  # until it is gone from /proc
             raise NotHeld(f"no end within {seconds:.0f} s: {last_line(self.out)}") from None
         if code not in expected:
             kill_all(self.path)

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py: do its figures mean what they say? (Not: are they good.)"""
+"""scripts/benchmark.py, and its worker: do its figures mean what they say? (Not: are they good.)"""
 
 import itertools
 import json
@@ -13,8 +13,8 @@ from runs import ROOT
 
 from model import MiniGPT, MiniGPTConfig
 from planner.formulas import step_flops
-from scripts import benchmark
-from scripts.benchmark import Job
+from scripts import benchmark, benchmark_worker
+from scripts.benchmark_worker import Job
 
 SHAPE = (
     "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
@@ -78,15 +78,15 @@ def test_measured_in_processes_of_their_own(tmp_path, capsys, monkeypatch):
 )
 def test_the_allocators_record_agrees_with_the_planner(policy, flags):
     args, job = arguments(*flags), Job(policy, 8)
-    config = benchmark.config_of(args, job)
+    config = benchmark_worker.config_of(args, job)
     planner = benchmark.plan(args, torch.device("cpu"), torch.float32)
-    measured = benchmark.measure(args, job)["peak_bytes"]
+    measured = benchmark_worker.measure(args, job)["peak_bytes"]
     assert measured == pytest.approx(planner.step(8, **asdict(config)).peak, rel=0.02)
 
 
 def test_peak_of_the_record_counted_by_hand(monkeypatch):
     args = arguments()
-    run = benchmark.make_run(args, Job("none", 8), torch.device("cpu"))
+    run = benchmark_worker.make_run(args, Job("none", 8), torch.device("cpu"))
 
     def step(run):
         a = torch.empty(250_000)  # 1 MB
@@ -94,18 +94,18 @@ def test_peak_of_the_record_counted_by_hand(monkeypatch):
         b, c = torch.empty(500_000), torch.empty(250_000)  # 3 MB at once
         del b, c
 
-    monkeypatch.setattr(benchmark, "train_step", step)
+    monkeypatch.setattr(benchmark_worker, "train_step", step)
     weights = sum(p.nbytes for p in run.model.parameters())
-    assert benchmark.cpu_allocator_peak(run) == weights + 3_000_000
+    assert benchmark_worker.cpu_allocator_peak(run) == weights + 3_000_000
 
 
 def test_all_models_see_the_same_tokens_and_every_step_others():
     def batches(job, steps=2):
-        run = benchmark.make_run(arguments(), job, torch.device("cpu"))
+        run = benchmark_worker.make_run(arguments(), job, torch.device("cpu"))
         seen = []
         run.wrapped.register_forward_pre_hook(lambda _, ids_and_labels: seen.append(ids_and_labels))
         for _ in range(steps):
-            benchmark.timed_step(run)
+            benchmark_worker.timed_step(run)
         return seen
 
     (ids, labels), (later, _) = batches(Job("none", 3))
@@ -183,7 +183,7 @@ def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):
 
 
 def test_mfu_and_hfu():
-    config = benchmark.config_of(arguments(), Job("full", 8))
+    config = benchmark_worker.config_of(arguments(), Job("full", 8))
     needed, replayed = step_flops(config, 32)
     # A card that does exactly what 1000 tokens/s need is at 100 %.
     shares = benchmark.utilization(config, 32, 1000.0, 1000 * needed)
@@ -254,8 +254,8 @@ def test_the_peer_is_measured_beside_ours(monkeypatch, tmp_path, capsys):
 def test_the_peer_is_the_same_model():
     """With our weights it has our loss, on as many tokens."""
     pytest.importorskip("transformers")
-    config = benchmark.config_of(arguments(), Job("none", 8))
-    ours, theirs = MiniGPT(config), benchmark.Transformers(config)
+    config = benchmark_worker.config_of(arguments(), Job("none", 8))
+    ours, theirs = MiniGPT(config), benchmark_worker.Transformers(config)
     names = [("token_embedding", "wte"), ("position_embedding", "wpe"), ("blocks", "h")]
     state = {}
     for name, value in ours.state_dict().items():
@@ -278,7 +278,7 @@ def test_the_peer_recomputes_when_told_to():
     pytest.importorskip("transformers")
     args = arguments("--loss-chunks", "1", "--n-layers", "6")
     peaks = [
-        benchmark.measure(args, Job(policy, 8, peer="transformers"))["peak_bytes"]
+        benchmark_worker.measure(args, Job(policy, 8, peer="transformers"))["peak_bytes"]
         for policy in ("none", "full")
     ]
     assert peaks[1] < 0.8 * peaks[0]

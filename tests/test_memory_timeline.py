@@ -8,6 +8,8 @@ import pytest
 
 from planner.step import KINDS
 from scripts import memory_timeline as script
+from scripts import memory_timeline_numbers as numbers
+from scripts import memory_timeline_pictures as pictures
 
 TINY = (
     "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8 --vocab-size 997 "
@@ -18,7 +20,7 @@ TINY = (
 @pytest.fixture(scope="module")
 def plt():
     pytest.importorskip("matplotlib")
-    return script.load_pyplot()
+    return pictures.load_pyplot()
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +29,18 @@ def planner():
 
 
 def steps(planner):
-    return {name: planner.step(8, **script.POLICIES[name]) for name in script.PANELS}
+    return {name: planner.step(8, **numbers.POLICIES[name]) for name in numbers.PANELS}
 
 
 def titles(figure):
     return figure.get_suptitle().split("\n")
 
 
-@pytest.mark.parametrize("name", script.POLICIES)
+@pytest.mark.parametrize("name", numbers.POLICIES)
 def test_each_phase_is_as_wide_as_its_flops(planner, name):
-    step = planner.step(8, **script.POLICIES[name])
-    at, replayed = script.flops_done(step), script.relative_flops(step) - 1
-    starts = [at[step.phase(phase).start] for phase in script.PHASES]
+    step = planner.step(8, **numbers.POLICIES[name])
+    at, replayed = numbers.flops_done(step), numbers.relative_flops(step) - 1
+    starts = [at[step.phase(phase).start] for phase in numbers.PHASES]
     forward, head, backward = np.diff(starts)
     assert starts[0] == 0 and at[-1] == pytest.approx(1 + replayed + 1 / 50)
     assert (np.diff(at) >= 0).all()
@@ -51,67 +53,67 @@ def test_each_phase_is_as_wide_as_its_flops(planner, name):
 
 
 def test_timeline_stacks_what_the_planner_counts(plt, planner):
-    figure = script.draw_timeline(plt, planner, 8, {})
-    panels = dict(zip(script.PANELS, figure.axes, strict=False))  # (the last one is enlarged)
-    assert set(script.COLORS) == set(KINDS)
+    figure = pictures.draw_timeline(plt, planner, 8, {})
+    panels = dict(zip(numbers.PANELS, figure.axes, strict=False))  # (the last one is enlarged)
+    assert set(pictures.COLORS) == set(KINDS)
     for name, step in steps(planner).items():
         tops = np.zeros(len(step.timeline))
         layers = panels[name].collections[: len(KINDS)]
-        for kind, layer in zip(script.COLORS, layers, strict=True):
+        for kind, layer in zip(pictures.COLORS, layers, strict=True):
             tops += step.timeline[:, KINDS.index(kind)]
             outline = layer.get_paths()[0].vertices
             assert layer.get_facecolor() == pytest.approx(
-                np.array([plt.matplotlib.colors.to_rgba(script.COLORS[kind])])
+                np.array([plt.matplotlib.colors.to_rgba(pictures.COLORS[kind])])
             )
             # All its edges are there, at the right time and height (in KiB: GiB are too coarse).
             drawn = {(round(x, 6), round(y * 2**20)) for x, y in outline}
-            wanted = zip(script.flops_done(step), tops / 2**10, strict=True)
+            wanted = zip(numbers.flops_done(step), tops / 2**10, strict=True)
             assert {(round(x, 6), round(y)) for x, y in wanted} <= drawn
         assert (tops == step.total).all()
         (marker,) = (line for line in panels[name].lines if line.get_marker() == "v")
-        at = script.flops_done(step)[step.total.argmax()]
+        at = numbers.flops_done(step)[step.total.argmax()]
         assert marker.get_xydata().tolist() == [[at, step.peak / 2**30]]
         texts = [text.get_text() for text in panels[name].texts]
         assert f"peak {step.peak / 2**30:.2f} GiB" in texts
-        assert {text.strip() for text in texts} >= set(script.PHASES)
+        assert {text.strip() for text in texts} >= set(numbers.PHASES)
         assert f"{name}: " in panels[name].get_title(loc="left")
-    share = script.relative_flops(steps(planner)["full"]) - 1
+    share = numbers.relative_flops(steps(planner)["full"]) - 1
     assert f"+{100 * share:.0f}% FLOPs" in panels["full"].get_title(loc="left")
     assert titles(figure)[1] == "0.06M parameters, batch of 8 x 32 tokens, bfloat16, predicted"
     plt.close(figure)
 
 
 def test_frontier_has_a_point_for_each_policy(plt, planner):
-    figure = script.draw_frontier(plt, planner, 8, None)
+    figure = pictures.draw_frontier(plt, planner, 8, None)
     (axis,) = figure.axes
     points = [tuple(line.get_xydata()[0]) for line in axis.lines if line.get_marker() == "o"]
-    expected = [planner.step(8, **memory) for memory in script.POLICIES.values()]
-    assert points == [(script.relative_flops(s), s.peak / 2**30) for s in expected]
+    expected = [planner.step(8, **memory) for memory in numbers.POLICIES.values()]
+    assert points == [(numbers.relative_flops(s), s.peak / 2**30) for s in expected]
     shown = {text.get_text().split(":")[0] for text in axis.texts if text.get_visible()}
-    assert shown >= set(script.POLICIES)
+    assert shown >= set(numbers.POLICIES)
     lines = [line.get_xydata() for line in axis.lines if line.get_marker() != "o"]
-    for name, line in zip(script.MIXED, lines, strict=True):
-        assert tuple(line[0]) == points[list(script.POLICIES).index("none")]
-        assert tuple(line[-1]) == points[list(script.POLICIES).index(name)]
+    for name, line in zip(pictures.MIXED, lines, strict=True):
+        assert tuple(line[0]) == points[list(numbers.POLICIES).index("none")]
+        assert tuple(line[-1]) == points[list(numbers.POLICIES).index(name)]
         half = planner.step(8, recompute=name, recompute_layers=1)
-        assert line[1:-1].tolist() == [[script.relative_flops(half), half.peak / 2**30]]
+        assert line[1:-1].tolist() == [[numbers.relative_flops(half), half.peak / 2**30]]
     plt.close(figure)
 
 
 def test_bars_add_up_to_the_peak(plt, planner):
-    figure = script.draw_made_of(plt, planner)
-    for axis, batch_size in zip(figure.axes, script.BATCHES, strict=True):
+    figure = pictures.draw_made_of(plt, planner)
+    for axis, batch_size in zip(figure.axes, pictures.BATCHES, strict=True):
         bars = axis.patches
-        for i, name in enumerate(script.BARS):
-            step = planner.step(batch_size, **script.POLICIES[name])
+        for i, name in enumerate(pictures.BARS):
+            step = planner.step(batch_size, **numbers.POLICIES[name])
             parts = bars[i * len(KINDS) : (i + 1) * len(KINDS)]
             widths = [part.get_width() * 2**30 for part in parts]
-            assert widths == pytest.approx([step.at_peak[kind] for kind in script.COLORS])
+            assert widths == pytest.approx([step.at_peak[kind] for kind in pictures.COLORS])
             assert parts[-1].get_x() + parts[-1].get_width() == pytest.approx(step.peak / 2**30)
             assert axis.texts[i].get_text().startswith(f"{step.peak / 2**30:.2f} GiB")
         (state,) = axis.lines
-        assert state.get_xdata()[0] * 2**30 == 16 * script.n_parameters(planner)
-    full, plain = (planner.step(12, **script.POLICIES[name]).peak for name in ("full", "plain"))
+        assert state.get_xdata()[0] * 2**30 == 16 * pictures.n_parameters(planner)
+    full, plain = (planner.step(12, **numbers.POLICIES[name]).peak for name in ("full", "plain"))
     assert axis.texts[-1].get_text().endswith(f", {full / plain - 1:+.0%}")
     plt.close(figure)
 
@@ -121,13 +123,13 @@ def test_a_real_step_is_as_predicted(precision):
     args = script.parse([*TINY, *precision])
     planner = script.prepare(args)
     for step in steps(planner).values():
-        at, total = script.record_step(planner, step, args)
+        at, total = numbers.record_step(planner, step, args)
         assert total.max() == pytest.approx(step.peak, rel=0.02)
         assert total[-1] == pytest.approx(step.total[-1], rel=0.001)  # nothing forgotten
-        assert (np.diff(at) >= 0).all() and at[-1] == script.flops_done(step)[-1]
+        assert (np.diff(at) >= 0).all() and at[-1] == numbers.flops_done(step)[-1]
         # Stretched to stand over the prediction: like it wherever a part of the step begins.
         for operator, phase, block in step.places[1:]:
-            begins = script.flops_done(step)[operator]
+            begins = numbers.flops_done(step)[operator]
             recorded = total[max(np.searchsorted(at, begins) - 1, 0)]
             low, high = sorted(step.total[[operator - 1, operator]])
             assert 0.9 * low < recorded < 1.1 * high, (phase, block)
@@ -146,12 +148,12 @@ def test_pictures_and_numbers(plt, planner, tmp_path, capsys, monkeypatch):
     assert content["command"] == f"python -m scripts.memory_timeline {' '.join(flags)}"
     rows = content["rows"]
     assert {row["policy"] for row in rows} >= {"none", "cheap", "mlp", "full"}
-    assert {row["batch_size"] for row in rows} == {8, *script.BATCHES}
+    assert {row["batch_size"] for row in rows} == {8, *pictures.BATCHES}
     assert len({(row["name"], row["loss_chunks"], row["batch_size"]) for row in rows}) == len(rows)
     for row in rows:
         assert sum(row["at_peak"].values()) == row["predicted_bytes"]
     for name, recorded in content["recorded_bytes"].items():
-        memory = {"loss_chunks": 2} | script.POLICIES[name]
+        memory = {"loss_chunks": 2} | numbers.POLICIES[name]
         (predicted,) = (
             row["predicted_bytes"]
             for row in rows
@@ -159,7 +161,7 @@ def test_pictures_and_numbers(plt, planner, tmp_path, capsys, monkeypatch):
             and (row["batch_size"], row["group"], row["layers"]) == (8, 1, None)
         )
         assert recorded == pytest.approx(predicted, rel=0.02)
-    assert list(content["recorded_bytes"]) == list(script.PANELS)
+    assert list(content["recorded_bytes"]) == list(numbers.PANELS)
 
 
 MEASURED = {
@@ -179,13 +181,13 @@ MEASURED = {
 def test_frontier_of_a_benchmark(plt, planner, tmp_path):
     file = tmp_path / "benchmark.json"
     file.write_text(json.dumps(MEASURED))
-    measured = script.load_measured(script.parse([*TINY, "--measured", str(file)]))
+    measured = numbers.load_measured(script.parse([*TINY, "--measured", str(file)]))
     assert measured[0] == {
         "none": (0.5, 2**30),
         "full!": (0.6, 2**29),
         "other full": (1.0, 2**28),
     }
-    figure = script.draw_frontier(plt, planner, 8, measured)
+    figure = pictures.draw_frontier(plt, planner, 8, measured)
     (axis,) = figure.axes
     assert [tuple(line.get_xydata()[0]) for line in axis.lines] == [(0.5, 1), (0.6, 0.5), (1, 0.25)]
     assert axis.get_xlabel() == "time of a step (s)"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from scripts import reliability
+from scripts import reliability, reliability_conditions, reliability_endings
 from scripts.reliability import ROWS, Row
 from scripts.trainer_process import Bench, NotHeld, Trainer, check, kill_all, pids_of
 from trainer.snapshot import beside
@@ -57,6 +57,13 @@ def test_row_is_held(bench, name, counts):
 def test_every_row_is_here():
     """But the one that runs test_bad_input.py."""
     assert {param.values[0] for param in COUNTS} == ROWS.keys() - {"input"}
+
+
+def test_every_function_is_in_the_table():
+    """In the order of the table."""
+    halves = (reliability_endings, reliability_conditions)
+    rows = [one for half in halves for one in vars(half).values() if isinstance(one, Row)]
+    assert list(ROWS.items()) == [(row.name, row) for row in rows]
 
 
 def test_a_run_that_differs_is_noticed(bench):
