@@ -52,7 +52,6 @@ from trainer.flags import (
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes
 from trainer.plan import default_budget, make_planner
-from trainer.setup import make_optimizer
 
 # bfloat16 (T4, V100: float16) FLOP/s of the tensor cores, dense, with float32 sums, by the name
 # that CUDA reports. From NVIDIA's data sheets, which like to print twice as much (2:4 sparsity),
@@ -119,14 +118,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def plan(args: argparse.Namespace, device: torch.device, precision: torch.dtype) -> Planner:
-    return make_planner(
-        args,
-        config_of(args, Job("none", args.batch_size)),
-        device_type=device.type,
-        precision=precision,
-        make_optimizer=lambda model: make_optimizer(model, args, device),
-        ddp=False,
-    )
+    config = config_of(args, Job("none", args.batch_size))
+    return make_planner(args, config, device, precision)
 
 
 def choose_jobs(args: argparse.Namespace, planner: Planner) -> list[Job]:

@@ -21,8 +21,7 @@ from train_minimal import train_step
 from trainer.flags import UsageError, choose_device, choose_precision, model_config
 from trainer.metrics import StepClock
 from trainer.process import OneProcess
-from trainer.run import Run
-from trainer.setup import make_optimizer
+from trainer.run import Run, make_optimizer
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"  # an optional dependency
 WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second finds it there

@@ -50,7 +50,6 @@ from trainer.flags import (
     print_error,
 )
 from trainer.plan import make_planner
-from trainer.setup import make_optimizer
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -89,14 +88,8 @@ def prepare(args: argparse.Namespace) -> Planner:
     device = choose_device(args.device)
     if args.measure and device.type not in DEVICE_TYPES:
         raise UsageError(f"--measure: nothing records {device.type}'s allocator: try --device cpu")
-    return make_planner(
-        args,
-        model_config(args, args.vocab_size),
-        device_type=device.type,
-        precision=choose_precision(args, device),
-        make_optimizer=lambda model: make_optimizer(model, args, device),
-        ddp=False,
-    )
+    config = model_config(args, args.vocab_size)
+    return make_planner(args, config, device, choose_precision(args, device))
 
 
 def row(step: StepMemory) -> dict[str, Any]:

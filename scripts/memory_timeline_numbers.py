@@ -16,7 +16,7 @@ from planner.formulas import step_flops
 from planner.step import Planner, StepMemory, follow
 from scripts.allocator_trace import allocations, trace_events
 from trainer.flags import UsageError, choose_device
-from trainer.setup import make_optimizer
+from trainer.run import make_optimizer
 
 PHASES = ("forward", "head", "backward", "optimizer")
 # As the pictures name them -> what `Planner.step` is told.

@@ -38,7 +38,6 @@ from trainer.flags import (
 )
 from trainer.metrics import format_bytes
 from trainer.plan import default_budget, make_planner, way_out
-from trainer.setup import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -224,9 +223,8 @@ def main(argv: list[str] | None = None) -> int:
         make = partial(
             make_planner,
             config=config,
-            device_type=kind,
+            device=torch.device(kind),
             precision=precision,
-            make_optimizer=lambda model: make_optimizer(model, args, torch.device(kind)),
             ddp=bool(args.nproc_per_node),
         )
         planner = make(args)

@@ -18,7 +18,8 @@ from train_minimal import learning_rate
 from trainer.flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
 from trainer.metrics import format_line
 from trainer.process import OneProcess
-from trainer.setup import make_optimizer, set_up
+from trainer.run import make_optimizer
+from trainer.setup import set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from model import MiniGPT, MiniGPTConfig
+from model import MiniGPTConfig
 from planner import Planner, StepMemory
 from planner.choose import RUNGS, describe_recompute, pick_recompute
 
 from .flags import UsageError
 from .metrics import format_bytes
 from .process import OneProcess
+from .run import make_optimizer
 
 MakePlanner = Callable[[argparse.Namespace], Planner]
 
@@ -28,19 +29,17 @@ MakePlanner = Callable[[argparse.Namespace], Planner]
 def make_planner(
     args: argparse.Namespace,
     config: MiniGPTConfig,
-    *,
-    device_type: str,
+    device: torch.device,
     precision: torch.dtype,
-    make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer],
-    ddp: bool,
+    ddp: bool = False,
 ) -> Planner:
-    """The planner of the run that the flags ask for."""
+    """The planner of the run that the flags ask for, on a device that need not be there."""
     return Planner(
         config,
         args.seq_len,
         precision=precision,
-        make_optimizer=make_optimizer,
-        device_type=device_type,
+        make_optimizer=partial(make_optimizer, args=args, device=device),
+        device_type=device.type,
         accumulate=args.grad_accum_steps > 1,
         ddp=ddp,
     )
@@ -150,7 +149,6 @@ def plan_memory(
     process: OneProcess,
     config: MiniGPTConfig,
     precision: torch.dtype,
-    make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer],
 ) -> tuple[MiniGPTConfig, str]:
     """The config, with what `auto` takes, and in words what memory a step will need.
 
@@ -159,9 +157,8 @@ def plan_memory(
     make = partial(
         make_planner,
         config=config,
-        device_type=process.device.type,
+        device=process.device,
         precision=precision,
-        make_optimizer=make_optimizer,
         ddp=process.keeps_gradients,
     )
     words, planner = "", None

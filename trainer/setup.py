@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from .metrics import MetricsFile, StepClock, logged_at
 from .plan import plan_memory
 from .process import OneProcess
 from .report import describe_run
-from .run import Run
+from .run import Run, make_optimizer
 from .snapshot import (
     Resumed,
     SnapshotError,
@@ -46,9 +45,7 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     asked = model_config(args, data.tokenizer.vocab_size)
-    config, plan = plan_memory(
-        args, process, asked, precision, partial(make_optimizer, args=args, device=device)
-    )
+    config, plan = plan_memory(args, process, asked, precision)
     identity = identify(args, process, config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
@@ -111,22 +108,6 @@ def load_data(args: argparse.Namespace, process: OneProcess) -> Dataset:
         seed=args.data_seed,
         say=process.say,
     )
-
-
-def make_optimizer(
-    model: MiniGPT, args: argparse.Namespace, device: torch.device
-) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019), as one fused kernel where the device has it.
-
-    Weight decay pulls matrices towards zero. A bias or a LayerNorm gain has no reason to be small.
-    """
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    fused = device.type in ("cuda", "cpu")
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
 
 
 def identify(
