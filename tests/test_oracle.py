@@ -16,7 +16,7 @@ from runs import TINY as RUN
 
 from data import TokenFile, TrainBatches, ValBatches
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from train_minimal import evaluate, learning_rate, train_step
+from train_minimal import evaluate, learning_rate, seed_of, train_step
 from trainer.flags import build_parser, fill_in
 from trainer.process import OneProcess
 from trainer.setup import set_up
@@ -249,6 +249,44 @@ def test_steps_are_the_formulas(tmp_path):
             assert parameter.grad is None
 
 
+def test_each_micro_batch_of_each_process_has_a_number_of_its_own(tmp_path):
+    """Of three processes with two micro-batches each; here they take their turns in one."""
+    run = start(tmp_path, "--grad-accum-steps=2")
+    batches, asked, seeds = run.train_batches, [], []
+
+    class Recorder:
+        def __getitem__(self, number: int):
+            asked.append(number)
+            seeds.append(torch.initial_seed())
+            return batches[0]
+
+    run.train_batches = Recorder()
+    run.process.world_size = 3
+    for run.step in (1, 2, 3):
+        for run.process.rank in range(3):
+            train_step(run)
+    one_by_one = [6 * step + 3 * i + rank for step in range(3) for rank in range(3) for i in (0, 1)]
+    assert asked == one_by_one and sorted(asked) == list(range(18))
+    assert seeds == [seed_of(run.args.seed, number) for number in asked]
+    assert set(run.clock.total) == {"data", "forward", "backward", "optimizer"}
+
+
+def test_evaluation_is_shared_out_and_added_up(tmp_path):
+    """Batches of 5, 5 and 2 windows over two processes: the first has two of them."""
+    run = start(tmp_path, "--batch-size=5")
+    run.token_bytes = torch.arange(31) % 3
+    whole, shares = evaluate(run), []
+    run.process.world_size, run.process.sum = 2, lambda values: shares.append(values) or values
+    for run.process.rank in (0, 1):
+        evaluate(run)
+    nats, tokens, n_bytes = map(sum, zip(*shares, strict=True))
+    assert [share[1] for share in shares] == [7 * 16, 5 * 16]
+    assert whole["val_loss"] == pytest.approx(nats / tokens)
+    assert whole["val_bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes)
+    run.token_bytes = torch.zeros(31)
+    assert evaluate(run)["val_bits_per_byte"] is None
+
+
 def test_evaluation_is_the_mean_over_all_tokens(tmp_path):
     run = start(tmp_path, "--batch-size=5")
     run.token_bytes = torch.arange(31) % 3  # toy data has no text: invent one
@@ -281,4 +319,5 @@ def test_learning_rates_by_hand():
         [8 - 6 * i / 8 for i in range(1, 9)]
     )
     assert rates("--warmup-steps=8") == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8])
+    assert rates("--warmup-steps=7")[-1] == pytest.approx(2)
     assert rates("--warmup-steps=9")[-1] == pytest.approx(64 / 9)
