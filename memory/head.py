@@ -60,17 +60,12 @@ class TiedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(weight, ids)
-        ctx.set_materialize_grads(False)  # None, not zeros, if the head was not used
         return F.embedding(ids, weight), weight
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_embedded: Tensor | None, grad_weight: Tensor | None):
-        weight, ids = ctx.saved_tensors
-        if grad_weight is None:
-            grad_weight = torch.zeros_like(weight)
-        if grad_embedded is None:
-            return grad_weight, None
+    def backward(ctx, grad_embedded: Tensor, grad_weight: Tensor):
+        weight, ids = ctx.saved_tensors  # (autograd makes zeros of a gradient that is not there)
         # A slice of channels at a time, or there would be a second (V, C) after all.
         n_slices = math.ceil(weight.numel() / CHUNK)
         for total, part in zip(

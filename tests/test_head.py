@@ -153,7 +153,10 @@ def test_only_so_many_logits_at_a_time(monkeypatch, asked, rows, grad):
         head_loss(x, weight, labels, asked)
     sizes = [size for _, size in operators.seen if size % 97 == 0 and size != 97 * 16]
     assert max(sizes) == rows * 97
-    assert operators.count("_log_softmax") == -(-64 // rows)
+    n_chunks = -(-64 // rows)
+    assert operators.count("_log_softmax") == n_chunks
+    # Gradients are taken on the way, unless all logits are there at once and can wait for backward.
+    assert operators.count("nll_loss_backward") == (n_chunks if grad and n_chunks > 1 else 0)
 
 
 @pytest.mark.parametrize(("chunk", "slices"), [(2**23, 1), (61 * 32, 1), (61 * 16, 2), (300, 7)])
@@ -176,8 +179,8 @@ def test_each_end_of_the_tied_weight_alone():
         for gradients, plain in ((found, False), (expected, True)):
             torch.manual_seed(0)
             embedding, total = TiedEmbedding(61, 16), torch.zeros(())
-            embedded = F.embedding(labels, embedding.weight) if plain else embedding(labels)
             if uses_lookup:
+                embedded = F.embedding(labels, embedding.weight) if plain else embedding(labels)
                 total = total + embedded.square().sum()
             for _ in range(n_heads):
                 logits = F.linear(x, embedding.weight) if plain else embedding.logits(x)
@@ -212,3 +215,8 @@ def test_a_second_derivative_is_refused_not_wrong(chunks):
     first = torch.autograd.grad(model(ids, ids), weights, create_graph=True)
     with pytest.raises(RuntimeError):
         sum(gradient.square().sum() for gradient in first).backward()
+    x, weight, labels = head_inputs(32)
+    loss = head_loss(x, weight, labels, 4)
+    (first,) = torch.autograd.grad(loss * loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()

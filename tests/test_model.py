@@ -103,6 +103,9 @@ def test_the_defaults_are_gpt2_small_without_recompute():
     memory = dict(recompute="none", recompute_layers=None, recompute_group=1)
     memory |= dict(offload_activations=False, loss_chunks=0)
     assert asdict(MiniGPTConfig()) == shape | memory
+    assert MiniGPTConfig().n_recomputed == 0 == MiniGPTConfig(recompute_layers=3).n_recomputed
+    assert MiniGPTConfig(recompute="mlp").n_recomputed == 12
+    assert MiniGPTConfig(recompute="mlp", recompute_layers=3).n_recomputed == 3
     with pytest.raises(FrozenInstanceError):
         MiniGPTConfig().dropout = 0.0
 

@@ -1,11 +1,13 @@
 """Recompute changes what is kept, and nothing else: not one bit of the result."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 from test_model import random_ids, tiny
 
+from memory.policies import one_by_one
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner.tracker import Storage, kept_for_backward
 
@@ -15,6 +17,7 @@ CHANGES = [
     {"recompute_layers": 1},
     {"offload_activations": True},
     {"recompute_group": 2},
+    {"recompute_group": 3},
     {"recompute_group": 2, "recompute_layers": 3, "offload_activations": True},
 ]
 
@@ -248,6 +251,45 @@ def test_weights_never_travel(policy):
     weights = {tuple(p.shape) for p in model.parameters()}
     weights |= {shape[::-1] for shape in weights}
     assert not [key for key in model.host_memory.unused if tuple(key[0]) in weights]
+
+
+@pytest.mark.parametrize("policy", ["cheap", "mlp", "attn", "full"])
+def test_what_travels_is_what_the_policy_keeps(policy):
+    """Of all blocks but the last. (The caches of selective policies are no saved tensors.)"""
+
+    def saved(n_layers: int) -> int:
+        """Bytes, each time that autograd saves something that is no weight."""
+        model, ids, sizes = tiny(recompute=policy, n_layers=n_layers), random_ids(3, 16), []
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def note(tensor):
+            if tensor.untyped_storage().data_ptr() not in weights:
+                sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            model(ids, ids)
+        return sum(sizes)
+
+    model, _ = run_offloaded(policy, steps=1)
+    travelled = sum(buffer.nbytes for row in model.host_memory.unused.values() for buffer in row)
+    assert travelled == saved(4) - saved(1)
+
+
+def test_a_group_holds_no_update_beside_its_next_block():
+    updates = []
+
+    class Stage:
+        dropout = torch.nn.Identity()
+
+        def __call__(self, x, policy):
+            assert all(update() is None for update in updates)
+            update = torch.ones(3)
+            updates.append(weakref.ref(update))
+            return x, update
+
+    one_by_one([Stage(), Stage(), Stage()])(torch.zeros(3))
+    assert len(updates) == 3
 
 
 def test_offloaded_copy_is_what_backward_gets(monkeypatch):
