@@ -1,4 +1,4 @@
-"""MiniGPT: everything a tensor passes through, from token ids to the loss.
+"""MiniGPT: what a tensor passes through, from token ids to the loss.
 
 The architecture is GPT-2's (Radford et al., 2019): learned positions, pre-LayerNorm blocks, tanh
 GELU, biases, and a head that shares its weight with the token embedding.
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.n_heads = config.n_heads
         self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)  # q, k and v in one matmul
         self.c_proj = nn.Linear(config.d_model, config.d_model)
-        self.dropout = config.dropout
+        self.dropout = config.dropout  # a number: the fused kernel drops by itself
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(self.attend(self.c_attn(x)))
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         """(B, T, 3C) -> (B, T, C)."""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = qkv.view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        # The fused kernel never holds the (B, H, T, T) scores: its backward computes them again.
+        # A fused kernel never holds the (B, H, T, T) scores: its backward computes them again.
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
@@ -120,7 +120,7 @@ class MiniGPT(nn.Module):
     """A GPT-2-shaped language model.
 
     `model(input_ids)` returns logits; `model(input_ids, labels)` returns the mean loss, and holds
-    no more than 32 MB of logits at a time (see memory/head.py).
+    about 32 MB of logits at a time, unless `loss_chunks` says otherwise (see memory/head.py).
 
     Args of a call:
         input_ids: (B, T) int64, T at most `max_position_embeddings`.

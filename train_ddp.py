@@ -17,7 +17,7 @@ backward runs; so all take the same step and stay alike. The loop is train_minim
 object what depends on the number of processes (trainer/process.py); this file has DDP's answers.
 """
 
-import trainer.start  # noqa: F401  # before torch: it starts the clock
+import trainer.start  # noqa: F401  # before torch: the clock, and how OpenMP waits
 
 # isort: split
 import argparse
@@ -59,7 +59,7 @@ class DDPProcess(OneProcess):
         # its own message, and none waits for another that is gone.
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, **self.torchrun.meeting())
-        # For what must not wait for the GPUs.
+        # For the signal to stop, which must not wait for the GPUs.
         self.on_cpu = dist.new_group(backend="gloo", timeout=self.torchrun.timeout)
 
     def wrap(self, model: MiniGPT) -> nn.Module:

@@ -19,7 +19,7 @@ answers what depends on how many processes there are; alone, it does nothing spe
 (trainer/process.py). `clock` notes where the time goes.
 """
 
-import trainer.start  # noqa: F401  # before torch: it starts the clock
+import trainer.start  # noqa: F401  # before torch: the clock, and how OpenMP waits
 
 # isort: split
 import argparse
@@ -117,7 +117,7 @@ def seed_of(seed: int, number: int) -> int:
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float | None]:
-    """Loss on the fixed validation batches, the same number for any number of processes.
+    """Loss on the fixed validation batches, the same for any number of processes up to rounding.
 
     Process r takes the batches r, r + W, r + 2W, ...; what is added up over processes is nats,
     tokens and bytes, not means, because the last batch may be smaller.
@@ -144,7 +144,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """All steps from `run.step` to the last, or to a signal. Returns the last log record."""
+    """All steps after `run.step` to the last, or to a signal. Returns the last log record."""
     args, process, clock = run.args, run.process, run.clock
     with clock.paused():
         start_log(run)
@@ -189,7 +189,7 @@ def save_is_due(run: Run) -> bool:
     """At the end, and when the last save is in another interval.
 
     But not while steps are being skipped: the weights stay as they are, and to save them again
-    would only push the snapshot before out of `.prev.pt`. Such a save waits.
+    would only push the snapshot before out of `.prev.pt`. Such a save waits, unless the run ends.
     """
     interval = run.args.save_interval
     if run.step == run.args.num_steps or run.stopped_by:

@@ -1,4 +1,4 @@
-"""Techniques that save memory, for a model to use. Nothing here knows the rest of the project.
+"""Techniques that save memory, for a model to use. Nothing here imports the rest of the project.
 
 policies.py: what a block keeps, what it replays. offload.py: what it keeps, in CPU memory.
 head.py: the loss without its logits, and one gradient for the weight that both ends share.

@@ -1,8 +1,8 @@
 """The head: from the last hidden states to the loss, without ever holding all logits.
 
 For a small GPT it, not the blocks, is the first wall. With 50,257 tokens in the vocabulary the
-logits, their log-softmax and its gradient take 12 to 16 bytes for each of N * V entries: 1.2 GB at
-B=2, T=1024. Two ideas, one class each:
+logits, their log-softmax and its gradient take 12 bytes for each of N * V entries, in bfloat16 two
+or four more: 1.2 GB at B=2, T=1024. Two ideas, one class each:
 
     ChunkedHeadLoss    cut into chunks of tokens, and only one chunk's logits are alive
     TiedLookup         the head's weight is the token embedding's: two gradients, one buffer
@@ -43,7 +43,7 @@ class TiedEmbedding(nn.Embedding):
         return head_loss(x, self.take_weight(), labels, n_chunks)
 
     def take_weight(self) -> Tensor:
-        """As it came through the lookup; the plain one has the same values, and costs a buffer."""
+        """As the lookup returned it; `self.weight` itself would get a second gradient buffer."""
         weight, self.for_head = self.for_head, None
         return self.weight if weight is None else weight
 
@@ -99,7 +99,7 @@ def head_loss(x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tenso
 
 
 def count_chunks(n_tokens: int, vocab_size: int, asked: int = 0) -> int:
-    """In how many chunks the head runs; `asked`: 0 = as few as keep the logits below `CHUNK`."""
+    """In how many chunks the head runs; `asked`: 0 = chunks of about `CHUNK` logits."""
     return min(asked or math.ceil(n_tokens * vocab_size / CHUNK), n_tokens)
 
 

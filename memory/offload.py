@@ -39,7 +39,7 @@ class Offload:
     def around(self, run: Callable[[Tensor], Any], blocks: Sequence[nn.Module]) -> Callable:
         """`run` (of `blocks`), with what it keeps in CPU memory; called as blocks are."""
 
-        def run_with_hooks(x: Tensor, policy: str) -> Any:
+        def run_with_hooks(x: Tensor, _: str) -> Any:
             with self.hooks(blocks):
                 return run(x)
 
@@ -114,7 +114,8 @@ class Moved:
         return tensor
 
     def __del__(self) -> None:
-        self.unused.append(self.copy)  # backward is through with it: the next forward may use it
+        if hasattr(self, "copy"):  # else there was no memory for it
+            self.unused.append(self.copy)  # backward is done: the next forward may use it
 
 
 def unpack(kept: Tensor | Moved) -> Tensor:

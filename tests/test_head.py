@@ -88,7 +88,7 @@ def test_chunked_head_in_float16_keeps_small_gradients():
 
 
 def test_how_many_chunks():
-    """As few as keep a chunk's logits within 2**23 elements; never more than there are tokens."""
+    """Of about 2**23 logits; never more than there are tokens."""
     assert count_chunks(768, 1024) == 1 == count_chunks(8192, 1024)
     assert count_chunks(8193, 1024) == 2
     assert count_chunks(2 * 1024, 50257) == 13 and count_chunks(12 * 1024, 50257) == 74

@@ -11,9 +11,13 @@ import signal
 import sys
 
 import pytest
+import torch
 from runs import TINY, Crash, metrics, run, same, snapshot, train, train_here
 
 import train_minimal
+from trainer.flags import build_parser, fill_in
+from trainer.process import OneProcess
+from trainer.setup import set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
@@ -292,3 +296,18 @@ def test_precision_may_change(tmp_path):
     for steps, precision in enumerate((FP32, BF16, "--amp-dtype=float16", FP32), 1):
         resume = ["--resume"] if path.exists() else []
         assert train_here(path, precision, f"--num-steps={steps}", *resume) == 0
+
+
+def test_all_processes_agree_on_the_lowest_loss(tmp_path):
+    """Process 0 alone reads the log, which knows more than a snapshot of before its evaluation."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--eval-interval=5") == 0
+    best = min(record["val_loss"] for record in metrics(path) if "val_loss" in record)
+    argv = [*TINY, f"--checkpoint-path={path}", "--resume", "--num-steps=30"]
+    for rank in (0, 1):
+        process, asked = OneProcess(torch.device("cpu")), []
+        process.rank, process.sum = rank, lambda values, asked=asked: asked.append(values) or values
+        resumed = set_up(fill_in(build_parser("test", "x.pt").parse_args(argv)), process)
+        assert asked[-1] == [best if rank == 0 else 0.0] == [resumed.best_val_loss]
+        if resumed.held_lock is not None:
+            resumed.held_lock.close()

@@ -124,7 +124,9 @@ def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
     held = lock(path)
     if resumed is None:
         if path.exists():
-            lock(beside(path, ".old.pt"))  # and let go of it: step_aside is going to need it
+            old = lock(beside(path, ".old.pt"))
+            if old is not None:
+                old.close()  # step_aside is going to need it
         return held
     now = peek(resumed.path)
     if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):

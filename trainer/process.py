@@ -24,7 +24,7 @@ class OneProcess:
     """One process, one device."""
 
     rank, world_size = 0, 1
-    keeps_gradients = False  # from step to step: their memory has to be zeroed, not freed
+    keeps_gradients = False  # are they in memory that stays, to be zeroed instead of freed?
     processes_on_device = 1  # that share its memory
 
     def __init__(self, device: torch.device):

@@ -140,5 +140,7 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
     if process.rank == 0:
         logged = logged_at(run.step, beside(args.checkpoint_path, ".metrics.jsonl"))
         run.best_val_loss = min(run.best_val_loss, (logged or {}).get("val_loss") or math.inf)
+    # Process 0 alone has the log, and all must agree on what is the best.
+    (run.best_val_loss,) = process.sum([run.best_val_loss if process.rank == 0 else 0.0])
     if process.largest(int(process.rank == 0 and logged is None)):
         run.unreported = dict(resumed.state.get("record", {}))
