@@ -140,3 +140,15 @@ def test_batches_on_a_gpu(shards) -> None:
     on_gpu, on_cpu = (TrainBatches(shards, B, T, 0, where)[3] for where in (device, CPU))
     for a, b in zip(on_gpu, on_cpu, strict=True):
         assert a.device.type == "cuda" and torch.equal(a.cpu(), b)
+
+
+def test_the_shortest_files(tmp_path):
+    """Shorter than a header, they can only be plain tokens; with llm.c's magic, only be cut off."""
+    path = tmp_path / "x.bin"
+    for size in range(0, 16, 2):
+        path.write_bytes(bytes(size))
+        assert TokenFile.open(path) == TokenFile(path, "uint16", 0, size // 2)
+    for size in (12, 14, 16):
+        path.write_bytes(np.array([20240520, 1, 4], dtype="<u4").tobytes() + bytes(size - 12))
+        with pytest.raises(DataError, match="its header promises 4 tokens"):
+            TokenFile.open(path)

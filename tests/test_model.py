@@ -5,8 +5,9 @@ from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 import torch
+import torch._dynamo
 
-from model import MiniGPT, MiniGPTConfig, sample
+from model import RECOMPUTE_POLICIES, Block, MiniGPT, MiniGPTConfig, sample
 
 TINY = dict(
     vocab_size=61,
@@ -116,18 +117,36 @@ def test_the_defaults_are_gpt2_small_without_recompute():
         ("n_heads", 3, "must be divisible by n_heads"),
         ("n_layers", 0, "n_layers must be at least 1"),
         ("dropout", 1.0, "dropout must be in"),
+        ("dropout", 1.5, "dropout must be in"),
+        ("dropout", -0.5, "dropout must be in"),
         ("dropout", math.nan, "dropout must be in"),
         ("recompute", "some", "recompute must be one of none, cheap"),
         ("recompute_group", 0, "recompute_group must be at least 1"),
         ("recompute_group", 2, "recompute_group 2 needs recompute full"),
         ("offload_activations", True, "needs a recompute policy"),
         ("recompute_layers", 3, "recompute_layers must be in 0..2"),
+        ("recompute_layers", -1, "recompute_layers must be in 0..2"),
         ("loss_chunks", -1, "loss_chunks must be at least 0"),
     ],
 )
 def test_impossible_config(field, value, message):
     with pytest.raises(ValueError, match=message):
         MiniGPTConfig(**{**TINY, field: value})
+
+
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES[:-1])
+def test_only_whole_blocks_share_a_checkpoint(policy):
+    with pytest.raises(ValueError, match=f"recompute_group 2 needs recompute full, not {policy}"):
+        MiniGPTConfig(**TINY, recompute=policy, recompute_group=2)
+
+
+def test_compile_is_asked_for_each_block_and_not_for_ddps_buckets(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Block, "compile", lambda block: compiled.append(block))
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    model = tiny()
+    model.compile_blocks()
+    assert compiled == list(model.blocks) and torch._dynamo.config.optimize_ddp is False
 
 
 # ---- sampling
@@ -186,17 +205,21 @@ def test_temperature_top_k_and_top_p_by_hand(monkeypatch):
 
 
 def test_generate_asks_with_the_last_tokens_that_fit_and_draws_at_the_last_one(monkeypatch):
-    model, seen = tiny().eval(), []
+    model, seen = tiny(dropout=0.5).train(), []
 
     def likeliest(logits, *how):
+        assert not model.training and not logits.requires_grad
         seen.append((logits, how))
         return logits.argmax(-1, keepdim=True)
 
     monkeypatch.setattr("model.sample", likeliest)
     start = random_ids(2, 15)
     out = model.generate(start, 3, temperature=0.7, top_k=5, top_p=0.9)
-    assert out.shape == (2, 18) and torch.equal(out[:, :15], start) and not model.training
+    assert out.shape == (2, 18) and torch.equal(out[:, :15], start) and model.training
+    model.eval()
     for i, (logits, how) in enumerate(seen):
         expected = model(out[:, max(0, 15 + i - 16) : 15 + i])[:, -1]
         torch.testing.assert_close(logits, expected)
         assert how == (0.7, 5, 0.9)
+    model.generate(start, 1)
+    assert seen[-1][1] == (1.0, None, None)
