@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data import DataError, TokenFile, TrainBatches, ValBatches
-from data.batches import slice_files
+from data.batches import hash_ids, slice_files
 
 CPU = torch.device("cpu")
 B, T = 3, 4
@@ -152,3 +152,50 @@ def test_the_shortest_files(tmp_path):
         path.write_bytes(np.array([20240520, 1, 4], dtype="<u4").tobytes() + bytes(size - 12))
         with pytest.raises(DataError, match="its header promises 4 tokens"):
             TokenFile.open(path)
+
+
+def test_slices_are_those_of_the_whole_row(shards):
+    """Every start and stop, across the ends of files and beyond the last."""
+    ids = [np.fromfile(f.path, f.dtype, f.count, offset=f.offset).tolist() for f in shards]
+    whole = sum(ids, [])
+    for start in range(0, len(whole) + 2, 3):
+        for stop in (start, start + 1, start + 5, start + 50, len(whole), len(whole) + 9):
+            parts = slice_files(shards, start, stop)
+            found = [np.fromfile(p.path, p.dtype, p.count, offset=p.offset).tolist() for p in parts]
+            assert sum(found, []) == whole[start:stop] and all(found)
+
+
+class Vocabulary:
+    vocab_size, name = 100, "tiny"
+
+
+def test_the_fingerprint_is_of_the_tokens_and_where_files_end(tmp_path, monkeypatch):
+    def fingerprint(*rows: list[int], offset: int = 0, dtype=np.uint16) -> str:
+        files = [
+            token_file(tmp_path / f"{i}", np.array(row, dtype), offset)
+            for i, row in enumerate(rows)
+        ]
+        return hash_ids(files, Vocabulary())
+
+    rows = list(range(90))
+    same = fingerprint(rows)
+    assert same == fingerprint(rows, offset=64)  # not of the header
+    others = [[*rows[:-1], 99], [99, *rows[1:]], [*rows[:40], 41, 40, *rows[42:]], rows[:-1]]
+    hashes = {same, *map(fingerprint, others), fingerprint(rows[:50], rows[50:])}
+    hashes |= {fingerprint(rows, dtype=np.uint32), fingerprint(rows[:50], rows[50:80], rows[80:])}
+    assert len(hashes) == 8
+    for scan in (1, 7, 45, 89, 90):  # some tokens at a time: no difference
+        monkeypatch.setattr("data.batches.SCAN", scan)
+        assert fingerprint(rows) == same
+
+
+@pytest.mark.parametrize("scan", [2, 2**20])
+@pytest.mark.parametrize("place", [0, 3, 4])
+def test_an_id_that_the_tokenizer_does_not_have(tmp_path, monkeypatch, scan, place):
+    monkeypatch.setattr("data.batches.SCAN", scan)
+    ids = np.array([5, 99, 0, 99, 7], dtype=np.uint16)
+    hash_ids([token_file(tmp_path / "x", ids)], Vocabulary())  # 99 is the last one
+    for wrong in (100, 250):
+        ids[place] = wrong
+        with pytest.raises(DataError, match=f"id {wrong}, but --tokenizer-name tiny ends at 99;"):
+            hash_ids([token_file(tmp_path / "x", ids)], Vocabulary())
