@@ -199,3 +199,27 @@ def test_an_id_that_the_tokenizer_does_not_have(tmp_path, monkeypatch, scan, pla
         ids[place] = wrong
         with pytest.raises(DataError, match=f"id {wrong}, but --tokenizer-name tiny ends at 99;"):
             hash_ids([token_file(tmp_path / "x", ids)], Vocabulary())
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda files, T: TrainBatches(files, B, T, 0, CPU), "training"),
+        (lambda files, T: ValBatches(files, B, T, 0, CPU), "validation"),
+    ],
+)
+def test_too_few_tokens_in_a_row(shards, make, kind):
+    make(shards, 42)  # the longest file has 43
+    for files, T, longest in ((shards, 43, 43), (shards[1:2], 7, 4), ([], 7, 0)):
+        says = (
+            f"--seq-len {T} needs {T + 1} {kind} tokens in a row, the longest file has {longest}:"
+        )
+        with pytest.raises(DataError, match=says):
+            make(files, T)
+
+
+def test_validation_batches_end(shards):
+    batches = ValBatches(shards, B, T, 0, CPU)
+    for index in (-2, -1, len(batches), len(batches) + 1):
+        with pytest.raises(IndexError, match=f"validation batch {index} of {len(batches)}"):
+            batches[index]
