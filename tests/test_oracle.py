@@ -6,6 +6,7 @@ and by Hugging Face's GPT-2, which share no line with ours.
 """
 
 import math
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import numpy as np
@@ -262,11 +263,14 @@ def test_each_micro_batch_of_each_process_has_a_number_of_its_own(tmp_path):
 
     run.train_batches = Recorder()
     run.process.world_size = 3
+    synchronised = []
+    run.process.sync_gradients = lambda now: synchronised.append(now) or nullcontext()
     for run.step in (1, 2, 3):
         for run.process.rank in range(3):
             train_step(run)
     one_by_one = [6 * step + 3 * i + rank for step in range(3) for rank in range(3) for i in (0, 1)]
     assert asked == one_by_one and sorted(asked) == list(range(18))
+    assert synchronised == [False, True] * 9  # with the last micro-batch of a step
     assert seeds == [seed_of(run.args.seed, number) for number in asked]
     assert set(run.clock.total) == {"data", "forward", "backward", "optimizer"}
 
