@@ -3,13 +3,14 @@
 import errno
 import os
 import random
+import stat
 from pathlib import Path
 
 import pytest
 import torch
 
 from trainer import snapshot
-from trainer.claim import lock
+from trainer.claim import claim, lock, old_stays
 from trainer.snapshot import (
     KEYS,
     SaveError,
@@ -18,6 +19,7 @@ from trainer.snapshot import (
     load_newest,
     read_snapshot,
     save_snapshot,
+    saving,
 )
 
 
@@ -160,3 +162,81 @@ def test_a_lock_that_may_not_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.claim.open", refuse, raising=False)
     with pytest.raises(SnapshotError, match="run.lock: Permission denied"):
         lock(tmp_path / "run.pt")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be synchronised elsewhere")
+def test_a_save_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):
+    """And no descriptor stays open."""
+    path, real, synced = tmp_path / "run.pt", os.fsync, []
+
+    def fsync(descriptor):
+        about = os.fstat(descriptor)
+        synced.append((stat.S_ISDIR(about.st_mode), about.st_size, path.exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    descriptors = [os.dup(0)]
+    save_snapshot(path, state(1))
+    descriptors.append(os.dup(0))
+    (is_folder, size, named), (then_folder, _, then_named) = synced
+    assert not is_folder and size == path.stat().st_size and not named
+    assert then_folder and then_named
+    assert descriptors[1] == descriptors[0] + 1
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_only_what_is_asked_for_stays(tmp_path):
+    """No snapshot before, unless it is to be kept; nothing of a process that was killed in a save,
+    but what another run is just writing."""
+    path = tmp_path / "run.pt"
+    for name in (".run.pt.123.tmp", ".run2.pt.123.tmp"):
+        (tmp_path / name).write_text("half")
+    for step in (1, 2):
+        save_snapshot(path, state(step))
+    assert {p.name for p in tmp_path.iterdir()} == {"run.pt", ".run2.pt.123.tmp"}
+
+
+def test_a_bug_in_a_save_is_no_full_disk(tmp_path):
+    with pytest.raises(KeyError), saving(tmp_path / "run.pt", 1) as temporary:
+        temporary.write_text("half")
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(
+        SaveError, match="cannot save .*run.pt: Input/output error; it needs 2.5 MB"
+    ):
+        with saving(tmp_path / "run.pt", 2_500_000):  # which had not even begun to write
+            raise OSError(errno.EIO, "Input/output error")
+    with pytest.raises(SaveError, match="run.pt: something; .* its folder is gone"):
+        with saving(tmp_path / "gone" / "run.pt", 1):
+            raise OSError("something")
+
+
+def test_a_folder_is_no_name(tmp_path):
+    with pytest.raises(SnapshotError, match="is not a file"):
+        beside(Path("/"), ".prev.pt")
+
+
+def test_which_of_two_older_runs_stays(tmp_path):
+    """The one that got further; of equals the newer one."""
+    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
+    assert not old_stays(path)  # there is neither
+    for ours, theirs in ((0, None), (None, 0), (3, 2), (3, 3), (3, 4)):
+        for file, step in ((path, ours), (old, theirs)):
+            file.unlink(missing_ok=True)
+            if step is not None:
+                save_snapshot(file, state(step))
+        assert old_stays(path) == ((ours, theirs) in ((None, 0), (3, 4)))
+
+
+@pytest.mark.parametrize("change", [{"step": 4}, {"step": 6}, {"run": "a"}, {"run": "z"}])
+def test_a_run_that_has_moved_on_is_not_resumed(tmp_path, change):
+    path = tmp_path / "run.pt"
+    before = state(5) | {"run": "m"}
+    save_snapshot(path, before)
+    resumed = load_newest(path)
+    held = claim(path, resumed)
+    held.close()
+    save_snapshot(path, before | change)
+    with pytest.raises(SnapshotError, match="another run was still at"):
+        claim(path, resumed)
