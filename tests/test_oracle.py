@@ -275,6 +275,16 @@ def test_each_micro_batch_of_each_process_has_a_number_of_its_own(tmp_path):
     assert set(run.clock.total) == {"data", "forward", "backward", "optimizer"}
 
 
+def test_seeds_are_what_they_were():
+    """A snapshot of last year must go on to the same bits; torch takes 63 of them."""
+    assert [seed_of(1337, number) for number in (0, 1)] == [
+        6791203004760804454,
+        8311963500192281539,
+    ]
+    seeds = [seed_of(5, number) for number in range(100)]
+    assert 0 <= min(seeds) and 2**62 < max(seeds) < 2**63
+
+
 def test_evaluation_is_shared_out_and_added_up(tmp_path):
     """Batches of 5, 5 and 2 windows over two processes: the first has two of them."""
     run = start(tmp_path, "--batch-size=5")
@@ -283,6 +293,11 @@ def test_evaluation_is_shared_out_and_added_up(tmp_path):
     run.process.world_size, run.process.sum = 2, lambda values: shares.append(values) or values
     for run.process.rank in (0, 1):
         evaluate(run)
+    graphs = []
+    run.model.ln_f.register_forward_hook(lambda _, args, x: graphs.append(x.requires_grad))
+    evaluate(run)
+    assert graphs and not any(graphs)
+    del shares[2:]
     nats, tokens, n_bytes = map(sum, zip(*shares, strict=True))
     assert [share[1] for share in shares] == [7 * 16, 5 * 16]
     assert whole["val_loss"] == pytest.approx(nats / tokens)
