@@ -148,12 +148,12 @@ def train(run: Run) -> dict[str, Any]:
     args, process, clock = run.args, run.process, run.clock
     with clock.paused():
         start_log(run)
-    run.model.train()
+        hide_bar = process.rank > 0 or not sys.stderr.isatty()
+        bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
+        run.model.train()
     record = run.unreported
     if record:  # of the step that is resumed from: its run died between the save and the log
         evaluate_and_log(run, record, due(run.step, args.eval_interval, args.num_steps))
-    hide_bar = process.rank > 0 or not sys.stderr.isatty()
-    bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
     with bar, StopSignal() as stop:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1

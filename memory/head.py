@@ -151,7 +151,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
             total += loss.detach()
             del loss, edge
             # The rest by hand, as it can add to what is there: to write a (V, C) gradient for each
-            # chunk would take as long as the matmul.
+            # chunk would take as long as the matmul. (Autocast does not cast for addmm_.)
+            x_chunk = x_chunk.detach().to(dtype)
             grad_x_chunk.copy_(grad_logits @ cast_weight)
             if dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad_logits.T, x_chunk)

@@ -86,7 +86,7 @@ def table(policy: str, tensors: list[Storage], unit: int) -> str:
         kind = str(tensor.dtype).removeprefix("torch.")
         lines.append(
             f"  {format_bytes(tensor.bytes):>10} {tensor.bytes / unit:5.2f}  {kind:<8} {shape:<12} "
-            f"{name[:34]:<34} {tensor.line:<16} {code}"
+            f"{name[:34]:<34} {tensor.line:<22} {code}"
         )
     return "\n".join(lines)
 

@@ -126,6 +126,18 @@ def test_backward_twice_is_an_error_not_a_wrong_gradient():
         loss.backward()
 
 
+def test_a_weight_that_is_in_the_low_precision_already():
+    """x comes from a LayerNorm, which autocast runs in float32 on a GPU."""
+    x, weight, labels = head_inputs(64)
+    low = weight.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        plain, *expected = head_with_gradients(x, low, labels, 1)
+        chunked, *found = head_with_gradients(x, low, labels, 4)
+    torch.testing.assert_close(chunked, plain, rtol=2e-7, atol=0)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and ((a - b).norm() / b.norm()).item() < 0.02
+
+
 class Operators(TorchDispatchMode):
     """What ran: (name, largest result in elements)."""
 

@@ -13,6 +13,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -35,8 +36,7 @@ class Torchrun:
         self.world_size = self.number("WORLD_SIZE", 1, 10**6)
         self.rank = self.number("RANK", 0, self.world_size - 1)
         self.local_rank = self.number("LOCAL_RANK", 0, self.rank)
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        port = self.number("MASTER_PORT", 1, 2**16 - 1)
+        self.port = self.number("MASTER_PORT", 1, 2**16 - 1)
         if not os.environ.get("MASTER_ADDR"):
             raise UsageError(f"MASTER_ADDR is not set; {self.start}")
         # The longest that processes wait for each other; above what one of them alone may take to
@@ -44,12 +44,23 @@ class Torchrun:
         os.environ.setdefault("MINIGPT_TIMEOUT_S", "1800")
         self.timeout = timedelta(seconds=self.number("MINIGPT_TIMEOUT_S", 1, 10**6))
         end_with_torchrun()
-        self.store = None  # none if it was something else that sets the same variables
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # This store lives in torchrun itself, longer than any process that it starts.
-            self.store = dist.TCPStore(
-                os.environ["MASTER_ADDR"], port, is_master=False, timeout=self.timeout
-            )
+
+    @property
+    def local_world_size(self) -> int:
+        """Processes on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    @cached_property
+    def store(self) -> dist.Store | None:
+        """Lives in torchrun itself, longer than any process that it starts.
+
+        None if it was something else that sets the same variables.
+        """
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return None
+        return dist.TCPStore(
+            os.environ["MASTER_ADDR"], self.port, is_master=False, timeout=self.timeout
+        )
 
     def number(self, name: str, low: int, high: int) -> int:
         """A variable that torchrun sets. Raises UsageError if it cannot have been torchrun."""
