@@ -19,13 +19,6 @@ from scripts.faults import train_step as faulty_step
 FP32, FP16 = "--no-amp", "--amp-dtype=float16"
 
 
-def faulty(path, faults: str, *flags: str, expect: int = 0):
-    command = [sys.executable, "-m", "scripts.faults", *TINY, f"--checkpoint-path={path}", *flags]
-    result = run(command, FAULTS=faults)
-    assert result.returncode == expect, result.stdout + result.stderr
-    return result
-
-
 def finite(weights: dict) -> bool:
     return all(bool(w.isfinite().all()) for w in weights.values())
 
