@@ -21,15 +21,12 @@ from typing import Any
 import torch
 
 from data import DataError
-from data.tokenizer import load_tokenizer
 from planner.choose import RUNGS, describe_recompute, pick_recompute, recompute_flags
 from planner.formulas import closed_form, step_flops
 from planner.step import Planner, StepMemory
 from trainer.flags import (
     UsageError,
     build_parser,
-    choose_device,
-    choose_precision,
     fill_in,
     model_config,
     number,
@@ -37,7 +34,7 @@ from trainer.flags import (
     print_error,
 )
 from trainer.metrics import format_bytes
-from trainer.plan import default_budget, make_planner, way_out
+from trainer.plan import make_planner, target, vocabulary, way_out
 
 
 @dataclass(frozen=True)
@@ -83,34 +80,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.use_activation_checkpoint = "auto"
     args.recompute_layers, args.recompute_group, args.offload_activations = None, 1, False
     return fill_in(args)
-
-
-def target(args: argparse.Namespace) -> tuple[str, torch.dtype, int | None]:
-    """What is planned for: (kind of device, precision, budget in bytes or None).
-
-    A device that is not there can be planned for as well, only not be asked how much it has free.
-    """
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if there.get(args.device, True):
-        device = choose_device(args.device)
-        processes = args.nproc_per_node or 1
-        share = processes if device.type == "cpu" else 1
-        budget = args.memory_budget or default_budget(device, share)
-        return device.type, choose_precision(args, device), budget
-    precision = torch.float32 if args.no_amp or args.device == "mps" else torch.bfloat16
-    if args.amp_dtype != "auto":
-        precision = getattr(torch, args.amp_dtype)
-    return args.device, precision, args.memory_budget
-
-
-def vocabulary(args: argparse.Namespace) -> int:
-    """Ids of the tokenizer that the run would have, without its data. Raises DataError."""
-    if args.use_toy_data:
-        return args.vocab_size or 256
-    name = args.tokenizer_name or ("gpt2" if args.train_data else "bpe")
-    if name == "bpe":
-        return args.vocab_size or 1024  # if the text is long enough to train as many
-    return 50257 if name == "gpt2" else load_tokenizer(name).vocab_size
 
 
 def rows(planner: Planner, batch_size: int, budget: int | None) -> tuple[list[Row], StepMemory]:
@@ -218,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         args = parse(argv)
-        kind, precision, budget = target(args)
+        kind, precision, budget = target(args, args.nproc_per_node or 1)
         config = model_config(args, vocabulary(args))
         make = partial(
             make_planner,

@@ -62,7 +62,9 @@ FLAGS = {
     "ratio": flags("--val-ratio=1", "--val-ratio: must be a number above 0 and below 1"),
     "dropout": flags("--dropout=1", "--dropout: must be a number .* at most 0.99"),
     "unknown flag": flags("--learning-rate=1", "unrecognized arguments: --learning-rate=1"),
-    "abbreviated flag": flags("--num-step=1", "unrecognized arguments: --num-step=1"),
+    "abbreviated flag": flags(
+        "--num-step=1", "unrecognized arguments: --num-step=1; did you mean --num-steps?"
+    ),
     "unknown policy": flags(
         "--use-activation-checkpoint=some", "--use-activation-checkpoint: invalid choice: 'some'"
     ),

@@ -114,6 +114,7 @@ def test_vocabulary_is_known_without_data(flags, vocabulary):
         ("--memory-budget 8QiB", "--memory-budget: must be a number with a unit"),
         ("--n-heads 3", "must be divisible by --n-heads"),
         ("--json nowhere/plan.json", "--json: there is no folder nowhere"),
+        ("--model gpt3", "--model: invalid choice: 'gpt3'"),
         ("--tokenizer-name nonsense.tiktoken", "nonsense.tiktoken"),
         ("--nproc-per-node 0", "--nproc-per-node"),
     ],
@@ -129,7 +130,15 @@ def test_bad_input_gets_one_line(flags, message, capsys):
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("8GiB", 2**33), ("8gib", 2**33), ("1.5 MiB", 3 * 2**19), ("8GB", 8 * 10**9), ("500b", 500)],
+    [
+        ("8GiB", 2**33),
+        ("8gib", 2**33),
+        ("1.5 MiB", 3 * 2**19),
+        ("8GB", 8 * 10**9),
+        ("500b", 500),
+        ("8G", 2**33),
+        ("500 m", 500 * 2**20),
+    ],
 )
 def test_sizes(text, count):
     assert byte_count(text) == count

@@ -52,7 +52,7 @@ def test_every_flag_is_there_and_no_other():
     table = DOCS["flags.md"].split("## Flags")[1].split("## Exit codes")[0]
     table = "\n".join(line for line in table.splitlines() if line.startswith("|"))
     parser = build_parser("train_minimal.py", "x.pt")
-    known = {action.option_strings[-1] for action in parser._actions} - {"--help"}
+    known = {action.option_strings[0] for action in parser._actions} - {"-h"}
     assert set(re.findall(r"`(--[a-z-]+)", table)) == known
 
 

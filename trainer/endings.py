@@ -17,6 +17,7 @@ from torch import Tensor
 from data import DataError
 
 from .flags import UsageError, fill_in, print_error
+from .plan import next_knob
 from .process import OneProcess
 from .report import describe_result, sample_text
 from .run import Run
@@ -146,32 +147,6 @@ def way_back(run: Run) -> str:
     if run.saved_step:
         return f"go on from {run.args.checkpoint_path}, step {run.saved_step}, with --resume"
     return "start again (nothing was saved yet)"
-
-
-def next_knob(args: argparse.Namespace, device: torch.device | None, way_back: str | None) -> str:
-    """The settings that memory ran out with, and the next change: what helps most at least cost.
-
-    `device`: None if the run was not even set up. `way_back`: how to go on from what was saved; all
-    changes but the last leave a run that can: the same sequences make the same step.
-    """
-    policy = args.use_activation_checkpoint
-    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}; try"
-    back = f"; {way_back}" if way_back else ""
-    if device is None:
-        return f"{now} a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
-    if args.loss_chunks == 1:
-        return f"{now} --loss-chunks 0 (never holds all logits, costs nothing){back}"
-    if policy != "full" or args.recompute_layers is not None:
-        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full")
-        knob += "" if args.recompute_layers is None else " without --recompute-layers"
-        return f"{now} {knob} (same results, some more time){back}"
-    if args.batch_size > 1:
-        part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)
-        size, steps = args.batch_size // part, args.grad_accum_steps * part
-        return f"{now} --batch-size {size} --grad-accum-steps {steps} (the same sequences){back}"
-    if device.type == "cuda" and not args.offload_activations:
-        return f"{now} --offload-activations{back}"
-    return f"{now} a shorter --seq-len or a smaller model"
 
 
 def is_out_of_memory(error: Exception) -> bool:

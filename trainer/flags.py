@@ -4,6 +4,7 @@ A mistake costs the user one line and exit code 2, before anything is read or wr
 """
 
 import argparse
+import difflib
 import math
 import os
 import re
@@ -22,12 +23,54 @@ class UsageError(ValueError):
     """Flags that cannot work together: one line that names the flag and the way out."""
 
 
+# --model: a shape by name (Radford et al., 2019, table 2; the heads are 64 channels wide). What
+# else the name stands for: GPT-2's vocabulary and its 1,024 positions.
+SHAPES: dict[str, dict[str, int]] = {
+    "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
+    "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
+    "gpt2-large": {"n_layers": 36, "n_heads": 20, "d_model": 1280},
+    "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600},
+}
+
+
 class OneLineParser(argparse.ArgumentParser):
     """argparse prints a screen of usage before the one line that matters."""
 
     def error(self, message: str) -> NoReturn:
         print_error(message.removeprefix("argument "))
         self.exit(2)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+        return parsed
+
+
+class TrainerParser(OneLineParser):
+    """Also notes which flags were `typed`: what --resume takes from a snapshot gives way to them,
+    and so does what --model stands for."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        untyped = object()
+        names = [action.dest for action in self._actions if action.dest != "help"]
+        parsed = super().parse_args(args, argparse.Namespace(**dict.fromkeys(names, untyped)))
+        typed = {name for name in names if getattr(parsed, name) is not untyped}
+        for name in set(names) - typed:
+            setattr(parsed, name, self.get_default(name))
+        if parsed.model is not None:
+            shape = SHAPES[parsed.model]
+            others: dict[str, Any] = {"seq_len": 1024, "max_position_embeddings": 1024}
+            if not parsed.use_toy_data:
+                others["tokenizer_name"] = "gpt2"
+            for name in (shape | others).keys() - typed:
+                setattr(parsed, name, (shape | others)[name])
+            typed |= shape.keys()
+        parsed.typed = typed
+        return parsed
 
 
 def print_error(message: object) -> None:
@@ -56,15 +99,15 @@ def number(kind: type, low: float, high: float = math.inf, *, open: bool = False
 
 
 def byte_count(text: str) -> int:
-    """An argparse type: "8GiB" or "500 MB" -> bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b\s*", text.lower())
+    """An argparse type: "8GiB", "8G" (the same) or "500 MB" (powers of 1,000) -> bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?b)?|b)\s*", text.lower())
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(
             f"must be a number with a unit (KiB MiB GiB TiB, or kB MB GB TB), as in 8GiB, "
             f"not {text[:40]!r}"
         )
     power = " kmgt".index(match[2] or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    return int(float(match[1]) * (1000 if match[3] == "b" else 1024) ** power)
 
 
 def output_file(text: str) -> Path:
@@ -79,9 +122,20 @@ def output_file(text: str) -> Path:
     return path
 
 
+def output_folder(text: str) -> Path:
+    """An argparse type: a folder that can be written to, or made by whoever writes."""
+    path = Path(text)
+    there = next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
+    if not os.path.isdir(there):
+        raise argparse.ArgumentTypeError(f"{there} is a file, no folder")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{there} cannot be written to")
+    return path
+
+
 def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     """The parser of train_minimal.py and train_ddp.py; they differ in where snapshots go."""
-    parser = OneLineParser(
+    parser = TrainerParser(
         prog=prog,
         description="Train a MiniGPT and see what activation memory costs.",
         allow_abbrev=False,
@@ -111,6 +165,9 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--data-seed", type=seed, metavar="N", help="of the shuffle (default: --seed)")
 
     add = parser.add_argument_group("model").add_argument
+    add("--model", choices=tuple(SHAPES),
+        help="a shape by name, with 1,024 positions and --tokenizer-name gpt2; single flags "
+        "override it (default: the small shape below)")
     add("--n-layers", type=layers, default=3, metavar="N", help="(default: %(default)s)")
     add("--n-heads", type=size, default=4, metavar="N", help="(default: %(default)s)")
     add("--d-model", type=size, default=128, metavar="N", help="channels (default: %(default)s)")
@@ -132,7 +189,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="only in the first N blocks (default: all)")
     add("--recompute-group", type=count, default=1, metavar="K",
         help="with full: keep one input for every K blocks (default: %(default)s)")
-    add("--offload-activations", action="store_true",
+    add("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
         help="what the policy keeps waits in CPU memory")
     add("--loss-chunks", type=count_or_zero, default=0, metavar="N",
         help="compute head and loss in N chunks of tokens; 1 = at once, 0 = choose (default: 0)")
@@ -166,7 +223,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--no-amp", action="store_true", help="float32 throughout")
     add("--amp-dtype", choices=("auto", "bfloat16", "float16"), default="auto",
         help="(default: bfloat16 where the hardware has it, else float16 on cuda, else float32)")
-    add("--compile", action="store_true", help="torch.compile each block: slow start, fast steps")
+    add("--compile", action=argparse.BooleanOptionalAction, default=False,
+        help="torch.compile each block: slow start, fast steps")
 
     add = parser.add_argument_group("running").add_argument
     add("--log-interval", type=count_or_zero, default=50, metavar="N",
@@ -179,10 +237,11 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="0 = the whole validation set (default: %(default)s)")
     add("--checkpoint-path", type=Path, default=Path(checkpoint_path), metavar="FILE",
         help="the newest snapshot (default: %(default)s)")
-    add("--resume", action="store_true", help="go on from --checkpoint-path")
+    add("--resume", action="store_true",
+        help="go on from --checkpoint-path, with the flags of that run where none are typed")
     add("--sample-tokens", type=count_or_zero, default=128, metavar="N",
         help="length of the sample at the end, 0 = none (default: %(default)s)")
-    add("--detect-anomaly", action="store_true",
+    add("--detect-anomaly", action=argparse.BooleanOptionalAction, default=False,
         help="find the operation that made a NaN in backward (slow)")
     # fmt: on
     return parser
@@ -213,6 +272,11 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
     elif args.memory_budget is not None:
         raise UsageError("--memory-budget is for --use-activation-checkpoint auto")
     model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
+    if args.use_activation_checkpoint == "none" and args.recompute_layers is not None:
+        raise UsageError(
+            f"--recompute-layers {args.recompute_layers} needs --use-activation-checkpoint: "
+            "full is the usual policy"
+        )
     return args
 
 

@@ -14,16 +14,45 @@ from typing import Any
 
 import torch
 
+from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Planner, StepMemory
 from planner.choose import RUNGS, describe_recompute, pick_recompute
 
-from .flags import UsageError
+from .flags import UsageError, choose_device, choose_precision
 from .metrics import format_bytes
 from .process import OneProcess
 from .run import make_optimizer
 
 MakePlanner = Callable[[argparse.Namespace], Planner]
+
+
+def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dtype, int | None]:
+    """What is planned for: (kind of device, precision, budget in bytes or None).
+
+    A device that is not there can be planned for as well, only not be asked how much it has free.
+    `processes`: on one machine.
+    """
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if there.get(args.device, True):
+        device = choose_device(args.device)
+        share = processes if device.type == "cpu" else 1
+        budget = args.memory_budget or default_budget(device, share)
+        return device.type, choose_precision(args, device), budget
+    precision = torch.float32 if args.no_amp or args.device == "mps" else torch.bfloat16
+    if args.amp_dtype != "auto":
+        precision = getattr(torch, args.amp_dtype)
+    return args.device, precision, args.memory_budget
+
+
+def vocabulary(args: argparse.Namespace) -> int:
+    """Ids of the tokenizer that the run would have, without its data. Raises DataError."""
+    if args.use_toy_data:
+        return args.vocab_size or 256
+    name = args.tokenizer_name or ("gpt2" if args.train_data else "bpe")
+    if name == "bpe":
+        return args.vocab_size or 1024  # if the text is long enough to train as many
+    return 50257 if name == "gpt2" else load_tokenizer(name).vocab_size
 
 
 def make_planner(
@@ -127,6 +156,32 @@ def way_out(make: MakePlanner, args: argparse.Namespace, step: StepMemory, budge
         f"weights, gradients and AdamW's state alone take {format_bytes(state)}: "
         "a smaller --d-model, --n-layers or vocabulary"
     )
+
+
+def next_knob(args: argparse.Namespace, device: torch.device | None, way_back: str | None) -> str:
+    """The settings that memory ran out with, and the next change: what helps most at least cost.
+
+    `device`: None if the run was not even set up. `way_back`: how to go on from what was saved; all
+    changes but the last leave a run that can: the same sequences make the same step.
+    """
+    policy = args.use_activation_checkpoint
+    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}; try"
+    back = f"; {way_back}" if way_back else ""
+    if device is None:
+        return f"{now} a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
+    if args.loss_chunks == 1:
+        return f"{now} --loss-chunks 0 (never holds all logits, costs nothing){back}"
+    if policy != "full" or args.recompute_layers is not None:
+        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full")
+        knob += "" if args.recompute_layers is None else " without --recompute-layers"
+        return f"{now} {knob} (same results, some more time){back}"
+    if args.batch_size > 1:
+        part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)
+        size, steps = args.batch_size // part, args.grad_accum_steps * part
+        return f"{now} --batch-size {size} --grad-accum-steps {steps} (the same sequences){back}"
+    if device.type == "cuda" and not args.offload_activations:
+        return f"{now} --offload-activations{back}"
+    return f"{now} a shorter --seq-len or a smaller model"
 
 
 def describe_plan(planner: Planner, chosen: MiniGPTConfig, batch_size: int) -> str:

@@ -117,7 +117,11 @@ def identify(
     return {
         "run": process.run_id,
         "config": asdict(config),
-        "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "args": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(args).items()
+            if name != "typed"
+        },
         "tokenizer": data.tokenizer.state(),
         "data": {
             "description": data.description,
