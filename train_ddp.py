@@ -51,6 +51,7 @@ class DDPProcess(OneProcess):
         super().__init__(self.torchrun.device(args.device))
         self.rank, self.world_size = self.torchrun.rank, self.torchrun.world_size
         self.run_id = self.torchrun.run_id(self.run_id)
+        self.command = self.torchrun.command
         if self.device.type == "cpu":  # one memory for all processes of the machine
             self.processes_on_device = self.torchrun.local_world_size
 

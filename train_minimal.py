@@ -8,8 +8,8 @@ GPT-2 small on your own text, on one GPU:
     python train_minimal.py --train-data data/train.txt --n-layers 12 --n-heads 12 --d-model 768 \
         --d-ff 3072 --seq-len 1024 --batch-size 2 --num-steps 10000 --use-activation-checkpoint
 
-Go on where a run stopped (same flags, plus one):
-    python train_minimal.py --use-activation-checkpoint --resume
+Go on where a run stopped, with the flags that it had:
+    python train_minimal.py --resume
 
 Several devices: see train_ddp.py, which is the list of differences.
 
@@ -36,7 +36,7 @@ from trainer.endings import StopSignal, nan_if_infinite, note_skipped, run_safel
 from trainer.flags import build_parser
 from trainer.metrics import perplexity
 from trainer.process import OneProcess
-from trainer.report import log, measure
+from trainer.report import log, measure, show
 from trainer.run import Run, save
 from trainer.setup import start_log
 from trainer.snapshot import beside
@@ -147,14 +147,15 @@ def train(run: Run) -> dict[str, Any]:
     """All steps after `run.step` to the last, or to a signal. Returns the last log record."""
     args, process, clock = run.args, run.process, run.clock
     with clock.paused():
-        start_log(run)
+        start_log(run, next_rate=learning_rate(run.step + 1, args))
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
         run.model.train()
     record = run.unreported
     if record:  # of the step that is resumed from: its run died between the save and the log
         evaluate_and_log(run, record, due(run.step, args.eval_interval, args.num_steps))
-    with bar, StopSignal() as stop:
+    first = run.step + 1
+    with bar, StopSignal(run) as stop:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1
             losses, grad_norm = train_step(run)
@@ -175,6 +176,8 @@ def train(run: Run) -> dict[str, Any]:
                     with clock.paused():
                         save(run, args.checkpoint_path, record)
                 evaluate_and_log(run, record, evaluate_now)
+            elif run.step == first:  # a sign of life: the first interval may last an hour
+                show(run, measure(run, losses, grad_norm), label="first    ")
     if run.metrics is not None:
         run.metrics.close()
     return record

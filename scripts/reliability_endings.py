@@ -31,7 +31,8 @@ from scripts.trainer_process import (
     row,
     wait_until,
 )
-from trainer.snapshot import SnapshotError, beside, load_newest, read_snapshot
+from trainer.resume import load_newest
+from trainer.snapshot import SnapshotError, beside, read_snapshot
 
 # --------------------------------------------------------------------- killed, and resumed
 

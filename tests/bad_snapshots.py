@@ -117,12 +117,6 @@ PLACES = {
     "another run's log": place(
         "--checkpoint-path=run.ckpt", "share its log with run.pt", **{"run.pt": changed()}
     ),
-    "the old one is no snapshot": place(
-        "", "--checkpoint-path: run.old.pt is there and is no snapshot", **{"run.old.pt": b"mine"}
-    ),
-    "the old log is a folder": place(
-        "", "run.old.metrics.jsonl is a folder", **{"run.old.metrics.jsonl": None}
-    ),
     "a name too long to resume": place(
         f"--resume --checkpoint-path={'n' * 300}.pt", "--resume: there is no snapshot"
     ),

@@ -11,7 +11,8 @@ import torch
 from runs import Crash, metrics, snapshot, train, train_here
 
 import train_minimal
-from trainer.claim import check_writable, step_aside
+from trainer.claim import check_writable, files_of, name_aside, replaced_runs, step_aside
+from trainer.snapshot import beside
 
 
 def test_second_run_on_the_same_files_is_refused(tmp_path, capsys, monkeypatch):
@@ -29,24 +30,49 @@ def test_second_run_on_the_same_files_is_refused(tmp_path, capsys, monkeypatch):
     assert train_here(path, "--resume", "--num-steps=21") == 0  # its end opened the lock
 
 
-def test_of_two_old_runs_the_one_that_got_further_stays(tmp_path, capsys):
-    """A job that starts again and again without --resume must not lose the days of the first."""
-    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
-    for steps, expected in ((9, None), (2, 9), (3, 9), (10, 9), (2, 10)):
+def test_no_run_s_files_are_deleted_by_another(tmp_path, capsys):
+    """A demo, an own model, and a third run under the same name: all three are still there."""
+    path, seen = tmp_path / "run.pt", {}
+    for steps in (9, 2, 3, 10):
         assert train_here(path, f"--num-steps={steps}", "--save-interval=1") == 0
-        assert snapshot(path)["step"] == steps
-        if expected:
-            assert snapshot(old)["step"] == expected == metrics(old)[-1]["step"]
-            assert snapshot(tmp_path / "run.old.prev.pt")["step"] == expected - 1
-    assert "which got further, stays" in capsys.readouterr().out
+        for file in replaced_runs(path):
+            if file not in seen:
+                seen[file] = snapshot(file)["step"]
+                assert str(file) in capsys.readouterr().out
+            assert snapshot(file)["step"] == seen[file] == metrics(file)[-1]["step"]
+            assert snapshot(beside(file, ".prev.pt"))["step"] == seen[file] - 1
+            assert snapshot(beside(file, ".best.pt"))["best_val_loss"] < 10
+    assert [seen[file] for file in replaced_runs(path)] == [9, 2, 3]
+
+
+def test_the_lowest_loss_alone_is_kept_too(tmp_path):
+    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
+    assert train_here(path, "--num-steps=2") == 0
+    before = best.read_bytes()
+    path.unlink()
+    assert train_here(path, "--num-steps=3") == 0
+    assert before in [file.read_bytes() for file in tmp_path.glob("run.2*.best.pt")]
+
+
+def test_two_runs_that_ended_in_the_same_second(tmp_path):
+    path = tmp_path / "run.pt"
+    for steps in (2, 3, 4):
+        assert train_here(path, f"--num-steps={steps}") == 0
+        os.utime(path, (10**9, 10**9))
+    step_aside(path)
+    old = replaced_runs(path)
+    assert sorted(snapshot(file)["step"] for file in old) == [2, 3, 4]
+    assert len({file.stem[:21] for file in old}) == 1  # run.2001-09-09-014640, -2, -3
+    assert all(metrics(file)[-1]["step"] == snapshot(file)["step"] for file in old)
 
 
 @pytest.mark.parametrize("survived", range(4))
 def test_killed_while_the_old_run_is_renamed(tmp_path, monkeypatch, survived):
     """The next start does the rest."""
-    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
+    path = tmp_path / "run.pt"
     for steps in (3, 7):
         assert train_here(path, f"--num-steps={steps}", "--save-interval=1") == 0
+    os.utime(tmp_path / "run.best.pt")  # saved after the snapshot of the same step
     before, renames = path.read_bytes(), []
 
     def replace(source, target):
@@ -60,9 +86,10 @@ def test_killed_while_the_old_run_is_renamed(tmp_path, monkeypatch, survived):
         here.setattr(os, "replace", replace)
         step_aside(path)
     step_aside(path)
+    old = replaced_runs(path)[-1]
     assert old.read_bytes() == before and metrics(old)[-1]["step"] == 7
-    assert snapshot(tmp_path / "run.old.prev.pt")["step"] == 6
-    assert not path.exists() and not (tmp_path / "run.prev.pt").exists()
+    assert snapshot(beside(old, ".prev.pt"))["step"] == 6 and beside(old, ".best.pt").exists()
+    assert not any(file.exists() for file in files_of(path))
 
 
 def test_what_is_left_of_a_run_that_was_killed_in_a_save_is_renamed_too(tmp_path):
@@ -71,26 +98,22 @@ def test_what_is_left_of_a_run_that_was_killed_in_a_save_is_renamed_too(tmp_path
     before = previous.read_bytes()
     path.unlink()
     step_aside(path)
-    assert (tmp_path / "run.old.pt").read_bytes() == before and not previous.exists()
+    (old,) = replaced_runs(path)
+    assert old.read_bytes() == before and not previous.exists()
 
 
-def test_a_run_that_goes_on_as_the_old_one_is_left_alone(tmp_path, capsys, monkeypatch):
-    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
-    assert train_here(path, "--num-steps=2") == train_here(path, "--num-steps=3") == 0
-    real, before = train_minimal.train_step, path.read_bytes()
+def test_a_log_alone_is_no_run(tmp_path):
+    (tmp_path / "run.metrics.jsonl").write_text("{}\n")
+    assert name_aside(tmp_path / "run.pt") is None
 
-    def train_step(run):  # of the old run; meanwhile somebody starts a third
-        monkeypatch.setattr(train_minimal, "train_step", real)
-        assert train_here(path, "--num-steps=4") == 2
-        return real(run)
 
-    monkeypatch.setattr(train_minimal, "train_step", train_step)
-    capsys.readouterr()
-    assert train_here(old, "--num-steps=4", "--resume") == 0
-    out, err = capsys.readouterr()
-    assert "another run is writing to" in err
-    assert "of another run and becomes" not in out  # it is known before the run is announced
-    assert path.read_bytes() == before and snapshot(old)["step"] == 4
+def test_only_runs_of_that_name_are_older_ones_of_it(tmp_path):
+    names = ["run.2026-01-02-030405.pt", "run.2026-01-02-030405-2.pt"]
+    others = ["run.pt", "run.prev.pt", "run.2026-01-02-030405.best.pt", "runs.2026-01-02-030405.pt"]
+    for name in names + others:
+        (tmp_path / name).touch()
+    assert {file.name for file in replaced_runs(tmp_path / "run.pt")} == set(names)
+    assert replaced_runs(tmp_path / "nowhere" / "run.pt") == []
 
 
 def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeypatch):

@@ -307,8 +307,8 @@ def test_what_changed_is_said(tmp_path, capsys):
     assert train_here(path, "--resume", *changed, "--use-activation-checkpoint") == 0
     (line,) = re.findall("resume   changed.*", capsys.readouterr().out)
     assert line.partition(": ")[2] == (
-        "--num-steps 3 -> 4, --lr 0.025 -> 0.001, --min-lr 0.0025 -> 0.0001, "
-        "--log-interval 1 -> 2, --use-activation-checkpoint none -> full"
+        "--use-activation-checkpoint none -> full, --num-steps 3 -> 4, --lr 0.025 -> 0.001, "
+        "--min-lr 0.0025 -> 0.0001, --log-interval 1 -> 2"
     )
     assert train_here(path, "--resume", "--num-steps=5", *changed[1:], "--save-interval=5") == 0
     assert "--save-interval 0 -> 5" in capsys.readouterr().out

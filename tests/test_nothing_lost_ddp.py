@@ -21,6 +21,7 @@ from runs import ROOT, TINY, TORCHRUN, metrics, same, snapshot, torchrun, train_
 
 from scripts.faults import weights_hash
 from scripts.trainer_process import history
+from trainer.claim import replaced_runs
 from trainer.torchrun import common_name
 
 FP32 = "--no-amp"
@@ -79,7 +80,7 @@ def test_restarted_by_torchrun(tmp_path, fault):
     result = faulty_torchrun(path, fault, *RESTARTS, launch=("--max-restarts=1",))
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
     assert [r["step"] for r in metrics(path)] == list(range(1, 21))
-    old = snapshot(tmp_path / "run.old.pt")
+    old = snapshot(replaced_runs(path)[-1])
     assert (old["step"], old["args"]["lr"]) == (20, 0.001)
     saved = (int(fault.split(":")[2]) - 1) // 5 * 5
     resumed = re.findall(r"^resume   .*run.pt, step (\d+)$", result.stdout, re.MULTILINE)

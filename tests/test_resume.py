@@ -15,8 +15,10 @@ import torch
 from runs import TINY, Crash, metrics, run, same, snapshot, train, train_here
 
 import train_minimal
+from trainer.claim import replaced_runs
 from trainer.flags import build_parser, fill_in
 from trainer.process import OneProcess
+from trainer.resume import load_newest
 from trainer.setup import set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
@@ -256,14 +258,17 @@ def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
 
 def test_a_forgotten_resume_costs_nothing(tmp_path, monkeypatch, capsys, uninterrupted):
     """The run that had the name can still go on under its new one, with its log."""
-    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
+    path = tmp_path / "run.pt"
     with monkeypatch.context() as here, pytest.raises(Crash):
         crash_after(10, here)
         train_here(path, "--save-interval=5")
     before = path.read_bytes()
     capsys.readouterr()
     assert train_here(path, "--save-interval=5", "--seed=5") == 0
-    assert f"run.pt is of another run and becomes {old}: --resume --ch" in capsys.readouterr().out
+    (old,) = replaced_runs(path)
+    command = f"python train_minimal.py --resume --checkpoint-path {old}"
+    note = f"run.pt is of another run and becomes {old}; to go on with that one: {command}\n"
+    assert note in capsys.readouterr().out
     assert old.read_bytes() == before
     assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [20, 15]
     assert train_here(old, "--save-interval=5", "--resume") == 0
@@ -307,7 +312,8 @@ def test_all_processes_agree_on_the_lowest_loss(tmp_path):
     for rank in (0, 1):
         process, asked = OneProcess(torch.device("cpu")), []
         process.rank, process.sum = rank, lambda values, asked=asked: asked.append(values) or values
-        resumed = set_up(fill_in(build_parser("test", "x.pt").parse_args(argv)), process)
+        args = fill_in(build_parser("test", "x.pt").parse_args(argv))
+        resumed = set_up(args, process, load_newest(path))
         assert asked[-1] == [best if rank == 0 else 0.0] == [resumed.best_val_loss]
         if resumed.held_lock is not None:
             resumed.held_lock.close()

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from trainer import snapshot
-from trainer.claim import claim, lock, old_stays
+from trainer.claim import claim, lock
+from trainer.resume import load_newest
 from trainer.snapshot import (
     KEYS,
     SaveError,
     SnapshotError,
     beside,
-    load_newest,
     read_snapshot,
     save_snapshot,
     saving,
@@ -215,18 +215,6 @@ def test_a_bug_in_a_save_is_no_full_disk(tmp_path):
 def test_a_folder_is_no_name(tmp_path):
     with pytest.raises(SnapshotError, match="is not a file"):
         beside(Path("/"), ".prev.pt")
-
-
-def test_which_of_two_older_runs_stays(tmp_path):
-    """The one that got further; of equals the newer one."""
-    path, old = tmp_path / "run.pt", tmp_path / "run.old.pt"
-    assert not old_stays(path)  # there is neither
-    for ours, theirs in ((0, None), (None, 0), (3, 2), (3, 3), (3, 4)):
-        for file, step in ((path, ours), (old, theirs)):
-            file.unlink(missing_ok=True)
-            if step is not None:
-                save_snapshot(file, state(step))
-        assert old_stays(path) == ((ours, theirs) in ((None, 0), (3, 4)))
 
 
 @pytest.mark.parametrize("change", [{"step": 4}, {"step": 6}, {"run": "a"}, {"run": "z"}])

@@ -5,18 +5,12 @@ may write there, and locks the name; what an older run has left under it is rena
 """
 
 import os
+import re
+import time
 from pathlib import Path
 from typing import IO
 
-from .snapshot import (
-    ENDINGS,
-    SUFFIXES,
-    Resumed,
-    SnapshotError,
-    beside,
-    peek,
-    temporary_name,
-)
+from .snapshot import ENDINGS, SUFFIXES, Resumed, SnapshotError, beside, peek, temporary_name
 
 
 def check_writable(path: Path, resuming: bool) -> None:
@@ -30,10 +24,9 @@ def check_writable(path: Path, resuming: bool) -> None:
         if not resuming:
             check_free(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        for file in (path, beside(path, ".old.pt")):
-            for suffix in (*SUFFIXES, ".lock"):
-                if beside(file, suffix).is_dir():
-                    raise SnapshotError(f"--checkpoint-path: {beside(file, suffix)} is a folder")
+        for suffix in (*SUFFIXES, ".lock"):
+            if beside(path, suffix).is_dir():
+                raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
         longest = temporary_name(beside(path, ".metrics.jsonl"))
         longest.touch()
         longest.unlink()
@@ -47,11 +40,10 @@ def check_free(path: Path) -> None:
 
     A name that was typed wrongly must not cost anybody a file that is no snapshot.
     """
-    for file in (path, beside(path, ".old.pt")):
-        if file.exists() and not peek(file):
-            raise SnapshotError(
-                f"--checkpoint-path: {file} is there and is no snapshot; name another file"
-            )
+    if path.exists() and not peek(path):
+        raise SnapshotError(
+            f"--checkpoint-path: {path} is there and is no snapshot; name another file"
+        )
     for twin in (beside(path, ending) for ending in ENDINGS):
         if twin != path and peek(twin):
             raise SnapshotError(
@@ -86,34 +78,60 @@ def lock(path: Path) -> IO[str] | None:
 
 
 def step_aside(path: Path) -> None:
-    """Rename what an older run has left: `run.pt` to `run.old.pt`, and so its log and the others.
+    """Rename what an older run has saved, for a new run of that name: see `name_aside`.
 
-    For a new run of that name. Perhaps somebody has merely forgotten `--resume`: the old one can
-    still go on, as `run.old.pt`, and is never taken for the new one. If there is such a file
-    already, the run that got further is kept. Raises SnapshotError if another run is writing there.
+    Nothing is deleted and nothing is overwritten: perhaps somebody has merely forgotten --resume,
+    or will want those weights tomorrow.
     """
-    old, previous = beside(path, ".old.pt"), beside(path, ".prev.pt")
+    aside, previous = name_aside(path), beside(path, ".prev.pt")
+    if aside is None:
+        return
     if not path.exists() and previous.exists():  # killed between the two renames of a save
         os.replace(previous, path)
-    if not path.exists():
-        return
-    held = lock(old)
-    ours = [*(beside(path, suffix) for suffix in SUFFIXES), path]
-    olds = [*(beside(old, suffix) for suffix in SUFFIXES), old]
     # The snapshot comes last: should this process die now, the next one goes on from here.
-    if old.exists():
-        for file in ours if old_stays(path) else olds:
-            file.unlink(missing_ok=True)
-    for file, renamed in zip(ours, olds, strict=True):
+    for file, renamed in reversed(list(zip(files_of(path), files_of(aside), strict=True))):
         if file.exists():
             os.replace(file, renamed)
-    if held is not None:
-        held.close()
 
 
-def old_stays(path: Path) -> bool:
-    """Has the run that was renamed before got further than the one that is to be renamed now?"""
-    return peek(beside(path, ".old.pt")).get("step", -1) > peek(path).get("step", -1)
+def files_of(path: Path) -> list[Path]:
+    """What a run writes, but for its lock."""
+    return [path, *(beside(path, suffix) for suffix in SUFFIXES)]
+
+
+def name_aside(path: Path) -> Path | None:
+    """What the older run at `path` is going to be called: `run.2026-11-22-101500.pt`, by the time
+    at which it last saved. None if there is none: a log alone, of a run that saved nothing, is no
+    run.
+    """
+    snapshots = (file for file in files_of(path) if file.suffix != ".jsonl" and file.exists())
+    newest = next(snapshots, None)
+    if newest is None:
+        return None
+    date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(newest.stat().st_mtime))
+    names = (beside(path, f".{date}{again}.pt") for again in ("", *(f"-{n}" for n in range(2, 99))))
+    return next(aside for aside in names if is_free(aside, path))
+
+
+def is_free(aside: Path, path: Path) -> bool:
+    """Can the files at `path` have that name, with nothing overwritten?
+
+    What is there without a snapshot is of the very run at `path`: a kill has cut its renaming
+    short, and those that are still here belong to them.
+    """
+    pairs = zip(files_of(path), files_of(aside), strict=True)
+    return not aside.exists() and not any(a.exists() and b.exists() for a, b in pairs)
+
+
+def replaced_runs(path: Path) -> list[Path]:
+    """The snapshots of older runs that had the name `path`, the newest last."""
+    stem = re.escape(beside(path, "").name)
+    pattern = re.compile(stem + r"\.\d{4}-\d\d-\d\d-\d{6}(-\d+)?\.pt")
+    try:
+        files = [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
+    except OSError:
+        return []
+    return sorted(files, key=lambda file: file.stat().st_mtime)
 
 
 def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
@@ -123,10 +141,6 @@ def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
     """
     held = lock(path)
     if resumed is None:
-        if path.exists():
-            old = lock(beside(path, ".old.pt"))
-            if old is not None:
-                old.close()  # step_aside is going to need it
         return held
     now = peek(resumed.path)
     if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):

@@ -4,10 +4,12 @@ Each has its exit code and one line that says how to go on.
 """
 
 import argparse
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import Any
 
@@ -16,12 +18,12 @@ from torch import Tensor
 
 from data import DataError
 
-from .flags import UsageError, fill_in, print_error
+from .flags import UsageError, print_error
 from .plan import next_knob
 from .process import OneProcess
-from .report import describe_result, sample_text
+from .report import describe_result, resume_command, sample_text
 from .run import Run
-from .setup import set_up
+from .setup import start_run
 from .snapshot import SaveError, SnapshotError
 from .start import PROCESS_START
 
@@ -38,20 +40,24 @@ def run_safely(
     """
     code, run = 0, None
     try:
-        fill_in(args)
         if isinstance(sys.stdout, TextIOWrapper):  # half a character in a sample is no crash
             sys.stdout.reconfigure(errors="replace")
-        torch.autograd.set_detect_anomaly(args.detect_anomaly)
-        process = make_process(args)
-        run = set_up(args, process)
+        run = start_run(args, make_process)
+        process = run.process
         if run.step >= args.num_steps and not run.unreported:
-            process.say(f"done     already at step {run.step:,}; raise --num-steps to go on")
+            process.say(
+                f"done     already at step {run.step:,}; raise --num-steps to go on: "
+                f"{resume_command(run)} --num-steps {2 * run.step}"
+            )
         else:
             seconds_before = time.perf_counter() - PROCESS_START
             record = train(run)
             if run.stopped_by and run.step < args.num_steps:
                 name = signal.Signals(run.stopped_by).name
-                process.say(f"stopped  {name} after step {run.step:,}: saved; go on with --resume")
+                process.say(
+                    f"stopped  {name} after step {run.step:,}: saved; go on with --resume: "
+                    + resume_command(run)
+                )
                 code = 128 + run.stopped_by
             else:
                 text = sample_text(run) if process.rank == 0 else ""
@@ -88,9 +94,13 @@ def run_safely(
 class StopSignal:
     """Ctrl-C (SIGINT) and a cluster's SIGTERM: finish the step and save, instead of dying in it.
 
-    A context around training. The handler only takes a note, as the signal may come anywhere in
-    the step. A second one of the same kind does what signals do: it ends the process at once.
+    A context around training. The handler only takes a note (and says so, as a step may be long):
+    the signal may come anywhere in the step. A second one of the same kind does what signals do:
+    it ends the process at once.
     """
+
+    def __init__(self, run: Run):
+        self.run = run
 
     def __enter__(self) -> "StopSignal":
         self.number = 0
@@ -100,6 +110,13 @@ class StopSignal:
     def note(self, number: int, frame: object) -> None:
         self.number = number
         signal.signal(number, signal.SIG_DFL)
+        if self.run.process.rank == 0:
+            clock = self.run.clock
+            seconds = 1 / clock.steps_per_second() if clock.steps else 0
+            about = f" (about {seconds:.0f} s)" if seconds > 2 else ""
+            line = f"\nstopping finishing this step{about} and saving; again to stop at once\n"
+            with suppress(OSError):  # not print: the signal may have come in the middle of one
+                os.write(2, line.encode())
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self.before.items():

@@ -26,6 +26,7 @@ class OneProcess:
     rank, world_size = 0, 1
     keeps_gradients = False  # are they in memory that stays, to be zeroed instead of freed?
     processes_on_device = 1  # that share its memory
+    command: tuple[str, ...] = ("python", "train_minimal.py")  # what started it, but for its flags
 
     def __init__(self, device: torch.device):
         self.device = device

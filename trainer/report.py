@@ -1,14 +1,17 @@
 """What a person reads of a run: the first lines, a step's record, the last screen."""
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .claim import old_stays
+from .claim import name_aside
 from .metrics import card_memory, format_bytes, format_line, format_time, peak_memory, perplexity
+from .resume import changes, data_changed
 from .run import Run
-from .snapshot import Resumed, beside, changes
+from .snapshot import Resumed, State, beside
 
 
 def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
@@ -33,15 +36,36 @@ def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
         if resumed.damage:
             lines.append(f"resume   {resumed.damage}; taking the one before")
         lines.append(f"resume   {resumed.path}, step {run.step:,}")
-        if changed := changes(resumed.state, run.identity):
-            lines.append(f"resume   changed, from here on: {', '.join(changed)}")
-    elif args.checkpoint_path.exists():
-        old = beside(args.checkpoint_path, ".old.pt")
-        fate = f"becomes {old}: --resume --checkpoint-path {old} goes on with it"
-        if old_stays(args.checkpoint_path):
-            fate = f"is replaced; {old}, which got further, stays"
-        lines.append(f"note     {args.checkpoint_path} is of another run and {fate}")
+        if run.step < args.num_steps:  # else there is no "from here on"
+            lines += describe_changes(resumed.state, run.identity)
+    elif aside := name_aside(args.checkpoint_path):
+        lines.append(
+            f"note     {args.checkpoint_path} is of another run and becomes {aside}; to go on with "
+            f"that one: {resume_command(run, aside)}"
+        )
     return "\n".join(lines)
+
+
+def describe_changes(saved: State, now: State) -> list[str]:
+    """What is no longer as it was when the snapshot was written."""
+    lines = []
+    if changed := changes(saved, now):
+        lines.append(f"resume   changed, from here on: {', '.join(changed)}")
+    if data_changed(saved, now):
+        lines.append(
+            f"resume   the data changed, it was {saved['data'].get('description')}: from here on "
+            "other sequences train and validate, in another order; validation losses of before "
+            "do not compare"
+        )
+    return lines
+
+
+def resume_command(run: Run, path: Path | None = None) -> str:
+    """What to type to go on from `path`, by default the run's own: it needs no other flag."""
+    words = [*run.process.command, "--resume"]
+    if path is not None or "checkpoint_path" in run.args.typed:
+        words += ["--checkpoint-path", str(path or run.args.checkpoint_path)]
+    return shlex.join(words)
 
 
 def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
@@ -72,7 +96,13 @@ def log(run: Run, record: dict[str, Any]) -> None:
     """One line for the person, the same in metrics.jsonl."""
     if run.metrics is not None:
         run.metrics.write(record)
-    run.process.say(format_line(record, run.args.num_steps, card_memory(run.process.device)))
+    show(run, record)
+
+
+def show(run: Run, record: dict[str, Any], label: str = "") -> None:
+    """The line for the person alone."""
+    line = format_line(record, run.args.num_steps, card_memory(run.process.device))
+    run.process.say(label + line)
     run.clock.lap("log")
 
 
@@ -101,6 +131,7 @@ def describe_result(
         validation += f", {record['val_bits_per_byte']:.3f} bits/byte"
     peak, kind = peak_memory(device)
     best = beside(args.checkpoint_path, ".best.pt")
+    generate = "python -m scripts.generate --checkpoint-path".split() + [str(args.checkpoint_path)]
     lines = [
         "",
         f"train    loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}",
@@ -109,7 +140,7 @@ def describe_result(
         f"memory   peak {format_bytes(peak or 0)} ({kind})",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
-        f"next     python -m scripts.generate --checkpoint-path {args.checkpoint_path}",
+        f"next     {shlex.join(generate)}",
     ]
     if sample:
         lines = ["", "sample", *("    " + line for line in sample.splitlines()), *lines]

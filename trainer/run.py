@@ -41,6 +41,7 @@ class Run:
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
     stopped_by: int = 0  # the signal that ended the run before its last step
     best_val_loss: float = math.inf
+    rate_before: float | None = None  # the last learning rate, if another schedule goes on from it
     # The log record of the step that was resumed from, if it has not been logged yet.
     unreported: dict[str, Any] = field(default_factory=dict)
 

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,34 +13,38 @@ from data import Dataset, TrainBatches, ValBatches, load_dataset
 from model import MiniGPT, MiniGPTConfig
 
 from .claim import check_writable, claim, step_aside
-from .flags import choose_precision, model_config
+from .flags import choose_precision, fill_in, model_config
 from .metrics import MetricsFile, StepClock, logged_at
 from .plan import plan_memory
 from .process import OneProcess
 from .report import describe_run
+from .resume import check_resumable, load_newest, load_own, restore, take_flags
 from .run import Run, make_optimizer
-from .snapshot import (
-    Resumed,
-    SnapshotError,
-    State,
-    beside,
-    check_resumable,
-    load_newest,
-    load_own,
-    restore,
-)
+from .snapshot import Resumed, SnapshotError, State, beside
+
+SCHEDULE = "num_steps lr min_lr lr_scheduler warmup_steps".split()
 
 
-def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
-    """Data, model, optimizer; or the last snapshot of them.
+def start_run(
+    args: argparse.Namespace, make_process: Callable[[argparse.Namespace], OneProcess]
+) -> Run:
+    """The run that the flags ask for; with --resume, those of the snapshot where none were typed.
 
     What a user can get wrong goes wrong here, before anything is written or trained.
     Raises UsageError, DataError or SnapshotError.
     """
+    resumed = load_newest(args.checkpoint_path) if args.resume else None
+    if resumed is not None:
+        take_flags(args, resumed)
+    fill_in(args)
+    torch.autograd.set_detect_anomaly(args.detect_anomaly)
+    return set_up(args, make_process(args), resumed)
+
+
+def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | None = None) -> Run:
+    """Data, model, optimizer; or the last snapshot of them. Raises what `start_run` does."""
     device, precision = process.device, choose_precision(args, process.device)
-    if args.resume:
-        resumed: Resumed | None = load_newest(args.checkpoint_path)
-    else:  # what this very run has saved, before torchrun started it again
+    if resumed is None:  # what this very run has saved, before torchrun started it again
         resumed = load_own(args.checkpoint_path, process.run_id)
     data = load_data(args, process)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
@@ -86,9 +91,17 @@ def set_up(args: argparse.Namespace, process: OneProcess) -> Run:
     return run
 
 
-def start_log(run: Run) -> None:
-    """The first that is written: an older run's files are renamed, metrics.jsonl is opened."""
+def start_log(run: Run, next_rate: float) -> None:
+    """The first that is written: an older run's files are renamed, metrics.jsonl is opened.
+
+    `next_rate`: the learning rate of the next step, which may come as a surprise after --resume.
+    """
     path = run.args.checkpoint_path
+    if run.rate_before is not None:
+        run.process.say(
+            f"resume   the learning rate was {run.rate_before:.2e} at step {run.step:,} and is "
+            f"{next_rate:.2e} at the next: the schedule is another one now"
+        )
     if run.process.rank == 0:
         if run.step == 0:
             step_aside(path)
@@ -137,6 +150,7 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
     restore(resumed, run.model, run.optimizer, run.scaler)
     run.step = run.saved_step = resumed.state["step"]
     run.best_val_loss = resumed.state["best_val_loss"]
+    record = resumed.state.get("record", {})
     if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
         os.replace(resumed.path, args.checkpoint_path)
     # The snapshot was written before its step was evaluated and logged. Was that still done?
@@ -147,4 +161,7 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
     # Process 0 alone has the log, and all must agree on what is the best.
     (run.best_val_loss,) = process.sum([run.best_val_loss if process.rank == 0 else 0.0])
     if process.largest(int(process.rank == 0 and logged is None)):
-        run.unreported = dict(resumed.state.get("record", {}))
+        run.unreported = dict(record)
+    saved = resumed.state["args"]
+    if any(saved.get(name) != getattr(args, name) for name in SCHEDULE):
+        run.rate_before = record.get("lr")

@@ -3,11 +3,12 @@
 A snapshot is a dict of plain types and tensors, written by `torch.save` and read with
 `weights_only=True`, so that opening somebody's file never runs their code. The file that
 `--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
-before) and `.best.pt` (lowest validation loss). What an older run has left under that name becomes
-`.old.pt`, `.old.prev.pt` and so on when a new one starts: claim.py.
+before) and `.best.pt` (lowest validation loss). What an older run has left under that name is
+renamed when a new one starts: claim.py. How a run goes on from one: resume.py.
 
 A snapshot is written before its step is evaluated and logged; `record` is the log line that was due
-then, for the run that goes on from it. `run` names the run, for torchrun's restarts (`load_own`).
+then, for the run that goes on from it. `run` names the run, for torchrun's restarts
+(resume.load_own).
 
 What is *not* in it: random-number state and the position in the data. Both are functions of the
 step (see `train_minimal.train_step`), and what need not be saved cannot be restored wrongly.
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 State = dict[str, Any]
@@ -187,123 +187,3 @@ class Resumed:
     state: State
     path: Path
     damage: str | None = None
-
-
-def load_newest(path: Path) -> Resumed:
-    """The snapshot at `path`, or, if that is gone or damaged, the one before it.
-
-    Raises SnapshotError if neither can be read.
-    """
-    previous, old = beside(path, ".prev.pt"), beside(path, ".old.pt")
-    # (Path.exists raises for a name that is too long.)
-    if not os.path.exists(path) and not os.path.exists(previous):
-        name = f"name {old}, of the run before," if os.path.exists(old) else "name the file"
-        raise SnapshotError(
-            f"--resume: there is no snapshot {path}; start without --resume, "
-            f"or {name} with --checkpoint-path"
-        )
-    try:
-        return Resumed(read_snapshot(path), path)
-    except SnapshotError as error:
-        if not previous.exists():
-            raise SnapshotError(f"--resume: {error}") from None
-        return Resumed(read_snapshot(previous), previous, damage=str(error))
-
-
-def load_own(path: Path, run_id: str) -> Resumed | None:
-    """The newest snapshot if it is of the run `run_id`; None if that run has saved nothing yet.
-
-    What a run finds that torchrun has started again: its own, or one of an older run, which it was
-    to replace and must not go on from. Raises SnapshotError as `load_newest` does.
-    """
-    if not any(peek(file).get("run") == run_id for file in (path, beside(path, ".prev.pt"))):
-        return None
-    return load_newest(path)
-
-
-def check_resumable(saved: State, now: State, path: Path) -> None:
-    """Raise SnapshotError if a run that is identified by `now` cannot go on from `saved`.
-
-    Free to change: how memory is spent (it changes no result), learning rate, number of steps,
-    intervals, and the number of processes as long as the batch of all of them together stays.
-    """
-    shape = "n_layers n_heads d_model d_ff max_position_embeddings dropout vocab_size".split()
-    rows = [("--tokenizer-name", saved["tokenizer"].get("name"), now["tokenizer"]["name"])]
-    rows += [(flag(name), saved["config"].get(name), now["config"][name]) for name in shape]
-    for name in ("seq_len", "seed", "data_seed"):
-        rows.append((flag(name), saved["args"].get(name), now["args"][name]))
-    for name, before, after in rows:
-        if before != after:
-            raise SnapshotError(
-                f"{name}: {path} was trained with {before}, this run has {after}; pass the old "
-                "value to resume, or another --checkpoint-path to start a new run"
-            )
-    if saved["data"].get("fingerprint") != now["data"]["fingerprint"]:
-        raise SnapshotError(
-            f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
-            f"has {now['data']['description']}; the data must stay the same to resume"
-        )
-    before, after = saved["data"].get("sequences_per_step"), now["data"]["sequences_per_step"]
-    if not isinstance(before, int):
-        raise SnapshotError(f"{path} is no MiniGPT snapshot (no sequences per step)")
-    if before != after:
-        steps = now["args"]["grad_accum_steps"] * before / after
-        way_out = f"--grad-accum-steps {steps:.0f}" if steps == int(steps) else "the old batch"
-        raise SnapshotError(
-            f"--batch-size: {path} was trained with {before} sequences a step over all processes, "
-            f"this run has {after}; {way_out} fits"
-        )
-
-
-def changes(saved: State, now: State) -> list[str]:
-    """The flags that may change, and did: `--lr 0.001 -> 0.0001`."""
-    free = (
-        "num_steps lr min_lr lr_scheduler warmup_steps weight_decay grad_clip_norm log_interval "
-        "eval_interval save_interval eval_batches use_activation_checkpoint"
-    ).split()
-    before, after = saved["args"], now["args"]
-
-    def short(value: object) -> str:
-        return f"{value:g}" if isinstance(value, float) else str(value)
-
-    return [
-        f"{flag(name)} {short(before[name])} -> {short(after[name])}"
-        for name in free
-        if name in before and before[name] != after[name]
-    ]
-
-
-def flag(name: str) -> str:
-    """`n_layers` -> `--n-layers`."""
-    return "--" + name.replace("_", "-")
-
-
-def restore(
-    resumed: Resumed,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-) -> None:
-    """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit."""
-    state = resumed.state
-    expected = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
-    settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    try:
-        found = {name: (value.shape, value.dtype) for name, value in state["model"].items()}
-        if found != expected:
-            raise ValueError
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        for parameter, moments in optimizer.state.items():
-            if not all(moments[m].shape == parameter.shape for m in ("exp_avg", "exp_avg_sq")):
-                raise ValueError
-        if state["scaler"] and scaler.is_enabled():  # empty unless that run was in float16
-            scaler.load_state_dict(state["scaler"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
-        raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None
-    # The moments are the snapshot's, the settings (weight decay, fused or not) are this run's.
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)

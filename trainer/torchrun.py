@@ -29,6 +29,7 @@ class Torchrun:
 
     def __init__(self, script: str):
         """`script`: what torchrun was to start. Raises UsageError if it was not torchrun."""
+        self.script = script
         self.start = f"start it with torchrun: torchrun --nproc-per-node=2 {script}"
         if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
             alone = "(for one device: python train_minimal.py)"
@@ -48,7 +49,18 @@ class Torchrun:
     @property
     def local_world_size(self) -> int:
         """Processes on this machine."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+        return self.number("LOCAL_WORLD_SIZE", 1, self.world_size)
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What was typed, but for the script's flags; of several machines, this one's part."""
+        words = ["torchrun", f"--nproc-per-node={self.local_world_size}"]
+        if self.world_size > self.local_world_size:
+            nodes, node = os.environ.get("GROUP_WORLD_SIZE", "?"), os.environ.get("GROUP_RANK", "?")
+            words += [f"--nnodes={nodes}", f"--node-rank={node}"]
+            words += [f"--master-addr={os.environ['MASTER_ADDR']}", f"--master-port={self.port}"]
+        return (*words, self.script)
 
     @cached_property
     def store(self) -> dist.Store | None:

@@ -1,0 +1,213 @@
+"""--resume needs nothing else: the snapshot has the flags; what is typed wins, or is refused.
+
+What a resumed run computes: test_resume.py.
+"""
+
+import re
+import shlex
+import signal
+from types import SimpleNamespace
+
+import pytest
+from runs import Crash, metrics, same, snapshot, train_here
+
+import train_ddp
+import train_minimal
+from trainer.flags import build_parser, fill_in
+from trainer.resume import same_batch, take_flags
+from trainer.snapshot import Resumed, SnapshotError
+
+
+def resume_alone(path, *flags: str) -> int:
+    return train_minimal.main(["--resume", "--checkpoint-path", str(path), *flags])
+
+
+def stop_before(step: int, monkeypatch) -> None:
+    real = train_minimal.train_step
+
+    def train_step(run):
+        if run.step == step:
+            raise Crash
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+
+
+FLAGS = "--use-activation-checkpoint=cheap --recompute-layers=1 --grad-accum-steps=2 --lr=0.01"
+
+
+def test_no_other_flag_is_needed(tmp_path, monkeypatch, capsys):
+    """The weights are those of the uninterrupted run, though nothing of it was typed again."""
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    flags = [*FLAGS.split(), "--save-interval=5", "--seed=4"]
+    assert train_here(whole, *flags) == 0
+    with monkeypatch.context() as here, pytest.raises(Crash):
+        stop_before(12, here)
+        train_here(path, *flags)
+    capsys.readouterr()
+    assert resume_alone(path) == 0
+    assert "changed" not in capsys.readouterr().out
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+    ours, theirs = (snapshot(file)["args"] for file in (path, whole))
+    own = {"resume": True, "checkpoint_path": str(path)}
+    assert ours == theirs | own
+    assert [r["step"] for r in metrics(path)] == [r["step"] for r in metrics(whole)]
+
+
+def taken(before: str, typed: str):
+    """The flags of a run of `before` that is resumed with `typed`."""
+    parser = build_parser("test", "x.pt")
+    saved = vars(fill_in(parser.parse_args(before.split())))
+    args = parser.parse_args(["--resume", *typed.split()])
+    take_flags(args, Resumed({"args": saved}, args.checkpoint_path))
+    return fill_in(args)
+
+
+@pytest.mark.parametrize(
+    ("before", "typed", "expected"),
+    [
+        ("--num-steps 77 --val-ratio 0.3", "", {"num_steps": 77, "val_ratio": 0.3}),
+        ("--num-steps 77", "--num-steps 1000", {"num_steps": 1000, "warmup_steps": 3}),
+        ("--train-data a.txt b.txt", "", {"train_data": ["a.txt", "b.txt"]}),
+        ("--model gpt2 --seq-len 64", "", {"d_model": 768, "seq_len": 64, "n_heads": 12}),
+        ("--model gpt2 --seq-len 64", "--model gpt2", {"d_model": 768, "seq_len": 64}),
+        ("--compile", "", {"compile": True}),
+        ("--compile", "--no-compile", {"compile": False}),
+        ("--lr 0.01", "--lr 0.001", {"min_lr": 0.0001}),  # it was a tenth of the rate, and is
+        ("--lr 0.01 --min-lr 0.0005", "--lr 0.001", {"min_lr": 0.0005}),
+        ("--no-amp", "--amp-dtype bfloat16", {"no_amp": False, "amp_dtype": "bfloat16"}),
+        ("--amp-dtype bfloat16", "--no-amp", {"no_amp": True, "amp_dtype": "auto"}),
+        (
+            "--use-activation-checkpoint auto --memory-budget 1GiB",
+            "--use-activation-checkpoint mlp",
+            {"use_activation_checkpoint": "mlp", "memory_budget": None},
+        ),
+        (
+            "--use-activation-checkpoint --recompute-layers 2 --offload-activations",
+            "--use-activation-checkpoint none",
+            {"recompute_layers": None, "offload_activations": False},
+        ),
+        (
+            "--use-activation-checkpoint --recompute-layers 2",
+            "--recompute-layers 1",
+            {"use_activation_checkpoint": "full", "recompute_layers": 1},
+        ),
+    ],
+)
+def test_what_is_typed_wins(before, typed, expected):
+    args = taken(before, typed)
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "typed", "named"),
+    [
+        ("", "--seq-len 128", "--seq-len: x.pt was trained with 64, this run has 128"),
+        ("", "--model gpt2", "--n-layers: x.pt was trained with 3, this run has 12"),
+        ("--model gpt2", "--d-model 96", "--d-model: x.pt was trained with 768"),
+        ("--seed 4", "--seed 5", "--seed: x.pt was trained with 4, this run has 5"),
+    ],
+)
+def test_the_flag_that_was_typed_is_blamed(before, typed, named):
+    with pytest.raises(SnapshotError, match=named):
+        taken(before, typed)
+
+
+@pytest.mark.parametrize("strange", [{"n_layers": "3"}, {"lr": {}}, {"compile": None}])
+def test_a_strange_flag_in_a_snapshot(strange):
+    parser = build_parser("test", "x.pt")
+    args = parser.parse_args(["--resume"])
+    with pytest.raises(SnapshotError, match="strange --" + next(iter(strange)).replace("_", "-")):
+        take_flags(args, Resumed({"args": strange}, args.checkpoint_path))
+
+
+def test_a_path_with_a_space_can_be_pasted(tmp_path, monkeypatch, capfd):
+    """From stopped, note and next, through a shell's eyes."""
+    folder = tmp_path / "my runs"
+    path = folder / "it's.pt"
+    real = train_minimal.train_step
+
+    def train_step(run):
+        if run.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return real(run)
+
+    with monkeypatch.context() as here:
+        here.setattr(train_minimal, "train_step", train_step)
+        assert train_here(path) == 143
+    out, err = capfd.readouterr()
+    assert "finishing this step and saving; again to stop at once" in err
+    (command,) = re.findall("^stopped .*with --resume: (.*)", out, re.M)
+    words = ["python", "train_minimal.py", "--resume", "--checkpoint-path", str(path)]
+    assert shlex.split(command) == words
+    assert train_minimal.main(shlex.split(command)[2:]) == 0
+    (command,) = re.findall("^next     (.*)", capfd.readouterr().out, re.M)
+    assert shlex.split(command)[1:] == ["-m", "scripts.generate", "--checkpoint-path", str(path)]
+    assert train_here(path, "--num-steps=2") == 0
+    (command,) = re.findall("to go on with that one: (.*)", capfd.readouterr().out)
+    assert train_minimal.main([*shlex.split(command)[2:], "--num-steps=21"]) == 0
+    assert "step 20\n" in capfd.readouterr().out
+
+
+def test_the_end_names_the_command_that_goes_on(tmp_path, capsys):
+    """And of a run that does not go on nothing is said to have changed "from here on"."""
+    path = tmp_path / "run.pt"
+    assert train_here(path) == 0
+    capsys.readouterr()
+    assert resume_alone(path, "--log-interval=7") == 0
+    out = capsys.readouterr().out
+    assert "already at step 20; raise --num-steps" in out and "changed" not in out
+    (command,) = re.findall("to go on: (.*)", out)
+    assert train_minimal.main(shlex.split(command)[2:]) == 0
+    assert snapshot(path)["step"] == 40
+
+
+def test_a_jump_of_the_learning_rate_is_said(tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    assert train_here(path) == 0
+    assert resume_alone(path, "--num-steps=30") == 0
+    records = metrics(path)
+    said = f"was {records[19]['lr']:.2e} at step 20 and is {records[20]['lr']:.2e} at the next"
+    assert said in capsys.readouterr().out and records[20]["lr"] > 1.5 * records[19]["lr"]
+    assert resume_alone(path, "--num-steps=30") == 0
+    assert "learning rate was" not in capsys.readouterr().out
+
+
+def test_the_first_step_is_said_at_once(tmp_path, capsys):
+    """But not recorded: the log's intervals stay what they are."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--log-interval=10") == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^first    step +1/20 \| .*loss ", out, re.M)
+    assert [r["step"] for r in metrics(path)] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("before", "processes", "size", "steps", "words"),
+    [
+        (24, 1, 12, 1, "--grad-accum-steps 2 fits"),
+        (24, 3, 12, 1, "--batch-size 8 fits"),
+        (24, 4, 12, 2, "--batch-size 6 --grad-accum-steps 1 fits"),
+        (30, 1, 12, 1, "--batch-size 10 --grad-accum-steps 3 fits"),
+        (24, 5, 12, 1, "cannot be dealt out evenly to 5 processes"),
+    ],
+)
+def test_the_old_batch_on_another_number_of_processes(before, processes, size, steps, words):
+    args = {"batch_size": size, "grad_accum_steps": steps}
+    assert words in same_batch(before, size * steps * processes, args)
+
+
+def test_commands_of_several_processes(monkeypatch):
+    monkeypatch.setattr("trainer.torchrun.end_with_torchrun", lambda: None)
+    world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world |= {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "MINIGPT_TIMEOUT_S": "9"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    args = SimpleNamespace(device="cpu")
+    assert train_ddp.DDPProcess(args).command == ("torchrun", "--nproc-per-node=2", "train_ddp.py")
+    for name, value in {"WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "3", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert shlex.join(train_ddp.DDPProcess(args).command) == (
+        "torchrun --nproc-per-node=2 --nnodes=3 --node-rank=0 --master-addr=host "
+        "--master-port=29500 train_ddp.py"
+    )

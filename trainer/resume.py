@@ -1,0 +1,192 @@
+"""Go on from a snapshot: from which file, with which flags, and what may have changed meanwhile."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .claim import replaced_runs
+from .snapshot import Resumed, SnapshotError, State, beside, peek, read_snapshot
+
+# What decides every weight of the run, besides its data and its batch: it must stay.
+FIXED = (
+    "n_layers n_heads d_model d_ff max_position_embeddings dropout seq_len seed data_seed"
+).split()
+DATA = "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
+# A flag that is typed also decides these: they are not taken from the snapshot then.
+DECIDES = {
+    "use_activation_checkpoint": (
+        "recompute_layers recompute_group offload_activations memory_budget"
+    ).split(),
+    "amp_dtype": ["no_amp"],
+    "no_amp": ["amp_dtype"],
+    "train_data": ["use_toy_data"],
+    "use_toy_data": ["train_data", "val_data"],
+}
+
+
+def load_newest(path: Path) -> Resumed:
+    """The snapshot at `path`, or, if that is gone or damaged, the one before it.
+
+    Raises SnapshotError if neither can be read.
+    """
+    previous = beside(path, ".prev.pt")
+    # (Path.exists raises for a name that is too long.)
+    if not os.path.exists(path) and not os.path.exists(previous):
+        older = replaced_runs(path)
+        name = f"name {older[-1]}, of the run before," if older else "name the file"
+        raise SnapshotError(
+            f"--resume: there is no snapshot {path}; start without --resume, "
+            f"or {name} with --checkpoint-path"
+        )
+    try:
+        return Resumed(read_snapshot(path), path)
+    except SnapshotError as error:
+        if not previous.exists():
+            raise SnapshotError(f"--resume: {error}") from None
+        return Resumed(read_snapshot(previous), previous, damage=str(error))
+
+
+def load_own(path: Path, run_id: str) -> Resumed | None:
+    """The newest snapshot if it is of the run `run_id`; None if that run has saved nothing yet.
+
+    What a run finds that torchrun has started again: its own, or one of an older run, which it was
+    to replace and must not go on from. Raises SnapshotError as `load_newest` does.
+    """
+    if not any(peek(file).get("run") == run_id for file in (path, beside(path, ".prev.pt"))):
+        return None
+    return load_newest(path)
+
+
+def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
+    """Give `args` the flags of the run that is resumed, where none were typed.
+
+    Raises SnapshotError if one was typed that the run cannot change.
+    """
+    saved, moot = resumed.state["args"], {"resume", "checkpoint_path"}
+    for name in FIXED:
+        if name in args.typed and name in saved:
+            check_same(flag(name), saved[name], getattr(args, name), resumed.path)
+    for name in args.typed:
+        moot |= {name, *DECIDES.get(name, ())}
+    if "lr" in args.typed and saved.get("min_lr") == saved.get("lr", 0) / 10:
+        moot.add("min_lr")  # it was left to the default, and that follows --lr
+    for name in (vars(args).keys() & saved.keys()) - moot:
+        value, default = saved[name], getattr(args, name)
+        kinds = (type(default),) if default is not None else (int, float, str, list, type(None))
+        if not isinstance(value, kinds):
+            raise SnapshotError(f"{resumed.path} is no MiniGPT snapshot (a strange {flag(name)})")
+        setattr(args, name, value)
+
+
+def check_same(name: str, before: object, after: object, path: Path) -> None:
+    if before != after:
+        raise SnapshotError(
+            f"{name}: {path} was trained with {before}, this run has {after}; pass the old "
+            "value to resume, or another --checkpoint-path to start a new run"
+        )
+
+
+def check_resumable(saved: State, now: State, path: Path) -> None:
+    """Raise SnapshotError if a run that is identified by `now` cannot go on from `saved`.
+
+    Free to change: how memory is spent (it changes no result), learning rate, number of steps,
+    intervals, and the number of processes as long as the batch of all of them together stays. A
+    text that was edited is still the text that the flags name: `changes` tells of it.
+    """
+    rows = [("--tokenizer-name", saved["tokenizer"].get("name"), now["tokenizer"]["name"])]
+    for name in (*FIXED, "vocab_size"):
+        before, after = (s["config"].get(name, s["args"].get(name)) for s in (saved, now))
+        rows.append((flag(name), before, after))
+    for name, before, after in rows:
+        check_same(name, before, after, path)
+    asked = [{name: s["args"].get(name) for name in DATA} for s in (saved, now)]
+    if data_changed(saved, now) and asked[0] != asked[1]:
+        raise SnapshotError(
+            f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
+            f"has {now['data']['description']}; the data must stay the same to resume"
+        )
+    before, after = saved["data"].get("sequences_per_step"), now["data"]["sequences_per_step"]
+    if not isinstance(before, int):
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (no sequences per step)")
+    if before != after:
+        raise SnapshotError(
+            f"--batch-size: {path} was trained with {before} sequences a step over all processes, "
+            f"this run has {after}; {same_batch(before, after, now['args'])}"
+        )
+
+
+def data_changed(saved: State, now: State) -> bool:
+    return bool(saved["data"].get("fingerprint") != now["data"]["fingerprint"])
+
+
+def same_batch(before: int, after: int, args: State) -> str:
+    """Flags with which a step has `before` sequences; with `args` it has `after` of them."""
+    size, steps = args["batch_size"], args["grad_accum_steps"]
+    processes = after // (size * steps)
+    if before % processes:
+        return f"they cannot be dealt out evenly to {processes} processes: start another number"
+    of_each = before // processes
+    if of_each % size == 0:
+        return f"--grad-accum-steps {of_each // size} fits"
+    largest = max(n for n in range(1, min(size, of_each) + 1) if of_each % n == 0)
+    words = f"--batch-size {largest}"
+    if of_each != largest * steps:
+        words += f" --grad-accum-steps {of_each // largest}"
+    return f"{words} fits"
+
+
+def changes(saved: State, now: State) -> list[str]:
+    """The flags that may change, and did: `--lr 0.001 -> 0.0001`."""
+    before, after = saved["args"], now["args"]
+
+    def short(value: object) -> str:
+        if isinstance(value, list):
+            return " ".join(map(str, value))
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    return [
+        f"{flag(name)} {short(before[name])} -> {short(after[name])}"
+        for name in after
+        if name not in ("resume", "checkpoint_path", "model")
+        and name in before
+        and before[name] != after[name]
+    ]
+
+
+def flag(name: str) -> str:
+    """`n_layers` -> `--n-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def restore(
+    resumed: Resumed,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit."""
+    state = resumed.state
+    expected = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    try:
+        found = {name: (value.shape, value.dtype) for name, value in state["model"].items()}
+        if found != expected:
+            raise ValueError
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        for parameter, moments in optimizer.state.items():
+            if not all(moments[m].shape == parameter.shape for m in ("exp_avg", "exp_avg_sq")):
+                raise ValueError
+        if state["scaler"] and scaler.is_enabled():  # empty unless that run was in float16
+            scaler.load_state_dict(state["scaler"])
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None
+    # The moments are the snapshot's, the settings (weight decay, fused or not) are this run's.
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
