@@ -76,5 +76,10 @@ class OneProcess:
             tqdm.write(line)
             sys.stdout.flush()
 
+    def waiting(self, words: str) -> AbstractContextManager[Any]:
+        """On a terminal, say meanwhile what the silence is about."""
+        hide = None if self.rank == 0 else True  # None: unless it is a terminal
+        return tqdm(desc=words, bar_format="{desc} ...", leave=False, disable=hide)
+
     def close(self) -> None:
         """Leave the other processes."""

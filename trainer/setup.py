@@ -50,7 +50,8 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     asked = model_config(args, data.tokenizer.vocab_size)
-    config, plan = plan_memory(args, process, asked, precision)
+    with process.waiting("predicting the memory of a step"):
+        config, plan = plan_memory(args, process, asked, precision)
     identity = identify(args, process, config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
