@@ -1,8 +1,10 @@
 """Text in, batches out. Read corpus.py for the way of the data, tokenizer.py for text -> ids and
-batches.py for ids -> batches; documents.py reads text, store.py keeps the cache whole."""
+batches.py for ids -> batches. files.py finds what is named, documents.py reads it, store.py keeps
+the cache whole; token_files.py and toy.py need no text."""
 
 from .batches import TokenFile, TrainBatches, ValBatches
-from .corpus import Dataset, load_dataset
+from .corpus import load_dataset
+from .dataset import Dataset
 from .tokenizer import DataError, Tokenizer
 
 __all__ = [

@@ -2,13 +2,11 @@
 
     paths -> documents -> train | val -> ids -> data/cache/<key>/{train.bin,val.bin,...}
 
-Token files made elsewhere (nanoGPT, llm.c, .npy) skip all that and are read in place.
+Token files made elsewhere skip all that (token_files.py), and so do toy data (toy.py).
 """
 
 import os
 import platform
-import random
-import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,44 +19,25 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from .batches import TokenFile, hash_ids, slice_files
-from .documents import (
-    CACHE_DIR,
-    CHUNK,
-    TOKEN_SUFFIXES,
-    find_files,
-    find_stdlib,
-    read_documents,
-    read_text,
-)
+from .dataset import Dataset, cached_dataset, label
+from .documents import CHUNK, read_documents, read_text
+from .files import CACHE_DIR, TOKEN_SUFFIXES, find_files, find_stdlib
 from .store import Say, build_cache, hash_files, key, read_meta, shown
+from .token_files import load_token_files
 from .tokenizer import (
     DataError,
     Tokenizer,
-    ToyTokenizer,
     format_ranks,
     load_tokenizer,
     parse_ranks,
     train_bpe,
 )
+from .toy import TOY_SUCCESSORS, load_toy
 
 BPE_TRAINING_CHARS = 10_000_000
 ENCODING_THREADS = min(4, os.cpu_count() or 1)
-TOY_SUCCESSORS = 4
-TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
 Piece = tuple[str, str | None]  # "train" or "val", and a chunk of text; None starts a document
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """What to train on. fingerprint: hex, the same for the same content, tokenizer and split."""
-
-    train: tuple[TokenFile, ...]
-    val: tuple[TokenFile, ...]
-    tokenizer: Tokenizer
-    description: str
-    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -107,26 +86,22 @@ def load_dataset(
     _check_vocab_size(vocab_size, name)
     try:
         if toy:
-            return _load_toy(vocab_size or 256, max_tokens, seed, cache_dir, say)
+            return load_toy(vocab_size or 256, max_tokens, seed, cache_dir, say)
         train = find_files(train_data, "--train-data") if train_data else find_stdlib()
         val = find_files(val_data, "--val-data") if val_data else []
         kinds = {path.suffix in TOKEN_SUFFIXES for path in train + val}
         if kinds == {True}:
-            return _load_token_files(train, val, val_ratio, name, max_tokens)
+            return load_token_files(train, val, val_ratio, name, max_tokens)
         if kinds == {True, False}:
             raise DataError(
                 "--train-data, --val-data: found both text and token files (.bin, .npy); name "
                 "files of one kind"
             )
-        label = f"Python {platform.python_version()} standard library"
-        source = Source(_label(train_data) if train_data else label, train, val, val_ratio)
+        stdlib = f"Python {platform.python_version()} standard library"
+        source = Source(label(train_data) if train_data else stdlib, train, val, val_ratio)
         return _load_text(source, name, vocab_size or 1024, max_tokens, cache_dir, say)
     except OSError as error:
         raise DataError(f"{error.filename or cache_dir}: {error.strerror or error}") from error
-
-
-def _label(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _check_vocab_size(vocab_size: int | None, name: str) -> None:
@@ -140,9 +115,6 @@ def _check_vocab_size(vocab_size: int | None, name: str) -> None:
     least = 257 if name == "bpe" else 2 * TOY_SUCCESSORS
     if not least <= vocab_size <= 2**20:
         raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")
-
-
-# ---- Text: split, encode, cache ------------------------------------------------------------------
 
 
 def _load_text(
@@ -181,7 +153,7 @@ def _load_text(
     saved = folder / "tokenizer.tiktoken"
     tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
     about = f"{source.label}: {meta['documents']:,} documents, {meta['bytes'] / 1e6:.2f} MB"
-    return _dataset(folder, meta, tokenizer, about)
+    return cached_dataset(folder, meta, tokenizer, about)
 
 
 def _check(source: Source) -> int:
@@ -306,95 +278,3 @@ def _in_order(
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-
-
-# ---- Toy data and token files --------------------------------------------------------------------
-
-
-def _load_toy(
-    vocab_size: int, max_tokens: int | None, seed: int, cache_dir: Path, say: Say
-) -> Dataset:
-    """A random walk in which every id has 4 equally likely successors, fixed by `seed`.
-
-    No model can beat ln 4 = 1.386 nats, and a bigram table reaches it; every id is equally
-    common, so a model that learned nothing stays at ln(vocab_size).
-    """
-    counts = [min(count, max_tokens or count) for count in (TOY_TRAIN, TOY_VAL)]
-    tokenizer = ToyTokenizer(vocab_size)
-    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-
-    def build(folder: Path) -> dict[str, Any]:
-        rng = random.Random(seed)
-        order = rng.sample(range(vocab_size), vocab_size)
-        steps = rng.sample(range(vocab_size), TOY_SUCCESSORS)  # distinct, so successors are too
-        ids = [order[0]]
-        for step in rng.choices(steps, k=sum(counts) - 1):
-            ids.append(order[(ids[-1] + step) % vocab_size])
-        walk = np.array(ids, dtype=dtype)
-        walk[: counts[0]].tofile(folder / "train.bin")
-        walk[counts[0] :].tofile(folder / "val.bin")
-        return {
-            "tokenizer": "toy",
-            "vocab_size": vocab_size,
-            "corpus": f"toy data, seed {seed}",
-            "dtype": dtype,
-            "train_tokens": counts[0],
-            "val_tokens": counts[1],
-        }
-
-    folder = cache_dir / key("toy", vocab_size, counts, seed)
-    meta = read_meta(folder) or build_cache(folder, build, say)
-    about = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
-    return _dataset(folder, meta, tokenizer, about)
-
-
-def _load_token_files(
-    train: list[Path], val: list[Path], ratio: float, name: str, max_tokens: int | None
-) -> Dataset:
-    if name == "bpe":
-        raise DataError(
-            f"--tokenizer-name bpe: {train[0]} holds ids already, there is no text to train it "
-            "on; name the tokenizer that made them, for example gpt2"
-        )
-    tokenizer = load_tokenizer(name)
-    label = _label([path.name for path in train])
-    # nanoGPT writes train.bin and val.bin, llm.c fineweb_train_000001.bin and fineweb_val_...
-    named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
-    if not val and 0 < len(named_val) < len(train):
-        train, val = [path for path in train if path not in named_val], named_val
-    train_files = [TokenFile.open(path) for path in train]
-    val_files = [TokenFile.open(path) for path in val]
-    if not val_files:
-        total = sum(file.count for file in train_files)
-        n_val = max(1, int(total * ratio))
-        val_files = slice_files(train_files, total - n_val, total)
-        train_files = slice_files(train_files, 0, total - n_val)
-    limit = max_tokens or sys.maxsize
-    train_files, val_files = slice_files(train_files, 0, limit), slice_files(val_files, 0, limit)
-    content = [hash_ids(files, tokenizer) for files in (train_files, val_files)]
-    counts = [sum(file.count for file in files) for files in (train_files, val_files)]
-    return Dataset(
-        tuple(train_files),
-        tuple(val_files),
-        tokenizer,
-        _describe(label, counts, tokenizer),
-        key(content, tokenizer.fingerprint),
-    )
-
-
-def _dataset(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str) -> Dataset:
-    counts = [meta["train_tokens"], meta["val_tokens"]]
-    train, val = (
-        TokenFile(folder / f"{split}.bin", meta["dtype"], 0, count)
-        for split, count in zip(("train", "val"), counts, strict=True)
-    )
-    return Dataset(
-        (train,), (val,), tokenizer, _describe(about, counts, tokenizer), fingerprint=folder.name
-    )
-
-
-def _describe(about: str, counts: list[int], tokenizer: Tokenizer) -> str:
-    return (
-        f"{about}; {counts[0]:,} training and {counts[1]:,} validation tokens "
-        f"({tokenizer.name}, {tokenizer.vocab_size:,} ids)"
-    )

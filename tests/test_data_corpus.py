@@ -17,7 +17,8 @@ from tiktoken_ext import openai_public
 from data import DataError, Dataset, Tokenizer, load_dataset
 from data import documents as documents_module
 from data import tokenizer as tokenizer_module
-from data.documents import find_files, read_text, split_text
+from data.documents import read_text, split_text
+from data.files import find_files
 from data.tokenizer import train_bpe
 
 # ---- Reading in chunks ---------------------------------------------------------------------------

@@ -1,0 +1,44 @@
+"""What a trainer gets: where the ids lie, what made them, and from what."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .batches import TokenFile
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What to train on. fingerprint: hex, the same for the same content, tokenizer and split."""
+
+    train: tuple[TokenFile, ...]
+    val: tuple[TokenFile, ...]
+    tokenizer: Tokenizer
+    description: str
+    fingerprint: str
+
+
+def cached_dataset(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str) -> Dataset:
+    """The content of a folder of the cache; `about` says what it was made from."""
+    counts = [meta["train_tokens"], meta["val_tokens"]]
+    train, val = (
+        TokenFile(folder / f"{split}.bin", meta["dtype"], 0, count)
+        for split, count in zip(("train", "val"), counts, strict=True)
+    )
+    return Dataset(
+        (train,), (val,), tokenizer, describe(about, counts, tokenizer), fingerprint=folder.name
+    )
+
+
+def describe(about: str, counts: list[int], tokenizer: Tokenizer) -> str:
+    """counts: training tokens, validation tokens."""
+    return (
+        f"{about}; {counts[0]:,} training and {counts[1]:,} validation tokens "
+        f"({tokenizer.name}, {tokenizer.vocab_size:,} ids)"
+    )
+
+
+def label(names: list[str]) -> str:
+    """Files or folders in as few words as a line has room for."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
