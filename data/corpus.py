@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from .dataset import Dataset, cached_dataset, label
 from .documents import CHUNK, read_documents, read_text
-from .files import CACHE_DIR, TOKEN_SUFFIXES, find_files, find_stdlib
+from .files import CACHE_DIR, TOKEN_SUFFIXES, find_files, find_stdlib, warn_of_shared
+from .formats import check_text
 from .store import Say, build_cache, hash_files, key, read_meta, shown
 from .token_files import load_token_files
 from .tokenizer import (
@@ -87,21 +88,34 @@ def load_dataset(
     try:
         if toy:
             return load_toy(vocab_size or 256, max_tokens, seed, cache_dir, say)
-        train = find_files(train_data, "--train-data") if train_data else find_stdlib()
-        val = find_files(val_data, "--val-data") if val_data else []
-        kinds = {path.suffix in TOKEN_SUFFIXES for path in train + val}
-        if kinds == {True}:
+        train, val = _find(train_data, val_data, say)
+        if train[0].suffix in TOKEN_SUFFIXES:
             return load_token_files(train, val, val_ratio, name, max_tokens)
-        if kinds == {True, False}:
-            raise DataError(
-                "--train-data, --val-data: found both text and token files (.bin, .npy); name "
-                "files of one kind"
-            )
         stdlib = f"Python {platform.python_version()} standard library"
         source = Source(label(train_data) if train_data else stdlib, train, val, val_ratio)
         return _load_text(source, name, vocab_size or 1024, max_tokens, cache_dir, say)
     except OSError as error:
         raise DataError(f"{error.filename or cache_dir}: {error.strerror or error}") from error
+
+
+def _find(
+    train_data: list[str] | None, val_data: list[str] | None, say: Say
+) -> tuple[list[Path], list[Path]]:
+    """The files to train on and to validate on, all of one kind; and what is odd about them."""
+    notes: list[str] = []
+    train = find_files(train_data, "--train-data", notes.append) if train_data else find_stdlib()
+    val = find_files(val_data, "--val-data", notes.append) if val_data else []
+    kinds = {path.suffix in TOKEN_SUFFIXES for path in train + val}
+    if kinds == {True, False}:
+        raise DataError(
+            "--train-data, --val-data: found both text and token files (.bin, .npy); name files "
+            "of one kind"
+        )
+    if kinds == {False}:
+        check_text(train + val)
+    for line in [*notes, *warn_of_shared(train, val)]:
+        say(line)
+    return train, val
 
 
 def _check_vocab_size(vocab_size: int | None, name: str) -> None:
@@ -252,7 +266,7 @@ def _encode(
     with (
         open(folder / "train.bin", "wb") as train,
         open(folder / "val.bin", "wb") as val,
-        tqdm(total=source.size, unit="B", unit_scale=True, disable=None) as bar,
+        tqdm(total=source.size, unit="B", unit_scale=True, disable=None, leave=False) as bar,
         ThreadPoolExecutor(ENCODING_THREADS) as pool,
     ):
         file_of = {"train": train, "val": val}

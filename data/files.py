@@ -1,20 +1,26 @@
 """Names to files: what --train-data and --val-data mean, and the corpus that everybody has."""
 
+import filecmp
 import glob
+import hashlib
 import os
 import sysconfig
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .dataset import label
+from .store import Say
 from .tokenizer import DataError
 
 CACHE_DIR = Path(__file__).resolve().parent / "cache"
-TOKEN_SUFFIXES = {".bin", ".npy"}
-TEXT_SUFFIXES = set(
+TOKEN_SUFFIXES = (".bin", ".npy")
+TEXT_SUFFIXES = tuple(
     ".txt .text .md .rst .tex .org .log .srt .jsonl .json .csv .tsv .xml .html .htm .css .yaml "
     ".yml .toml .ini .cfg .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .js .ts .rb "
     ".php .pl .lua .r .jl .hs .ml .swift .sh .sql".split()
 )
+SHOWN_SUFFIXES = 5  # of those that were skipped
 # Tests are two thirds of the standard library (and Debian ships it without them); encodings and
 # pydoc_data are tables; the others are gone from newer Pythons.
 STDLIB_SKIPS = set(
@@ -23,37 +29,111 @@ STDLIB_SKIPS = set(
 )
 
 
-def find_files(patterns: Sequence[str], flag: str) -> list[Path]:
+def find_files(names: Sequence[str], flag: str, note: Say) -> list[Path]:
     """Files, folders (recursive) and globs as a list of files, each once, in the order given.
 
-    Raises DataError that names `flag` and the pattern that finds nothing usable.
+    A folder's files of unknown suffix are passed over: `note` gets one line that says so. Raises
+    DataError that names `flag` and the name that finds nothing usable.
     """
     found: dict[Path, None] = {}
-    for pattern in patterns:
-        if not pattern:
-            raise DataError(f"{flag}: an empty name")
-        paths = [Path(pattern)]
-        if not paths[0].exists():  # a file whose name holds a [ is not a pattern
-            paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
-        if not paths:
-            what = "no file matches" if glob.has_magic(pattern) else "no such file or folder"
-            raise DataError(f"{flag} {pattern}: {what}")
-        for path in paths:
-            inside = _walk(path, TEXT_SUFFIXES | TOKEN_SUFFIXES) if path.is_dir() else []
-            if path.is_dir() and not inside:
-                raise DataError(f"{flag} {path}: no text or token file in this folder")
-            if not path.is_dir() and not path.is_file():
+    walked: dict[Path, None] = {}  # what folders gave
+    skipped: dict[Path, None] = {}
+    folders: list[str] = []
+    for name in names:
+        usable: list[Path] = []
+        others: list[Path] = []
+        for path in _expand(name, flag):
+            if path.is_dir():
+                inside, rest = _walk(path, {*TEXT_SUFFIXES, *TOKEN_SUFFIXES})
+                usable, others = usable + inside, others + rest
+                walked |= dict.fromkeys(inside)
+                folders += [str(path)] * bool(inside or rest)
+            elif not path.is_file():
                 raise DataError(f"{flag} {path}: not a regular file")
-            if path.is_file() and path.stat().st_size == 0:
+            elif path.stat().st_size == 0:
                 raise DataError(f"{flag} {path}: the file is empty")
-            found |= dict.fromkeys(inside or [path])
+            else:
+                usable.append(path)
+        if not usable:
+            kinds = f" ({count_suffixes(others)})" if others else ""
+            known = " ".join([*TEXT_SUFFIXES, *TOKEN_SUFFIXES])
+            raise DataError(
+                f"{flag} {name}: no text or token file in this folder{kinds}; known are {known}"
+            )
+        found |= dict.fromkeys(usable)
+        skipped |= dict.fromkeys(others)
+    if left := [path for path in skipped if path not in found]:
+        taken = "1 file" if len(walked) == 1 else f"{len(walked):,} files"
+        note(
+            f"note     {flag} {label(folders)}: {taken} taken, {len(left):,} skipped "
+            f"({count_suffixes(left)}); a file named by itself is read whatever its suffix"
+        )
     return list(found)
+
+
+def _expand(name: str, flag: str) -> list[Path]:
+    """The file or folder of that name, else what the pattern matches."""
+    if not name:
+        raise DataError(f"{flag}: an empty name")
+    if Path(name).exists():  # a file whose name holds a [ is not a pattern
+        return [Path(name)]
+    paths = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
+    if not paths and glob.has_magic(name):
+        raise DataError(f"{flag} {name}: no file matches")
+    if not paths:
+        raise DataError(f"{flag} {name}: no such file or folder")
+    return paths
+
+
+def count_suffixes(paths: Iterable[Path]) -> str:
+    """`.pdf 12, .docx 3`: the commonest first."""
+    kinds = Counter(path.suffix.lower() or "without suffix" for path in sorted(paths)).most_common()
+    rest = sum(number for _, number in kinds[SHOWN_SUFFIXES:])
+    shown = kinds[:SHOWN_SUFFIXES] + [("others", rest)] * bool(rest)
+    return ", ".join(f"{suffix} {number:,}" for suffix, number in shown)
+
+
+def warn_of_shared(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
+    """One line if files of `val` are in `train` as well, or copies of theirs are."""
+    shared = _find_shared(train, val) if val else []
+    if not shared:
+        return []
+    file, twin = shared[0]
+    name, where = str(file), f"a copy of {twin} in --train-data"
+    if file.samefile(twin):
+        where = "the same file as in --train-data"
+    if len(shared) > 1:
+        name, where = f"{file} and {len(shared) - 1:,} more", "in --train-data as well"
+    part = "" if len(shared) == len(val) else f" on {len(shared):,} of its {len(val):,} files"
+    blind = f"the validation loss will not see overfitting{part}"
+    return [f"warning  --val-data {name}: {where}: {blind}"]
+
+
+def _find_shared(train: Sequence[Path], val: Sequence[Path]) -> list[tuple[Path, Path]]:
+    """Files of `val`, each with its twin in `train`."""
+
+    def size_and_head(path: Path) -> tuple[int, bytes]:
+        with open(path, "rb") as file:
+            return path.stat().st_size, hashlib.sha256(file.read(4096)).digest()
+
+    sizes = {path.stat().st_size for path in val}
+    alike: defaultdict[tuple[int, bytes], list[Path]] = defaultdict(list)
+    for path in train:
+        if path.stat().st_size in sizes:
+            alike[size_and_head(path)].append(path)
+    shared = []
+    for path in val:
+        for twin in alike.get(size_and_head(path), []):  # only these are read to their end
+            if twin.samefile(path) or filecmp.cmp(twin, path, shallow=False):
+                shared.append((path, twin))
+                break
+    return shared
 
 
 def find_stdlib() -> list[Path]:
     """The running interpreter's standard library, .py only: a corpus that everybody has."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(root, {".py"}, STDLIB_SKIPS)
+    files, _ = _walk(root, {".py"}, STDLIB_SKIPS)
     if sum(path.stat().st_size for path in files) < 1_000_000:
         raise DataError(
             f"--train-data: the built-in corpus, Python's standard library, is not in {root}; "
@@ -62,9 +142,13 @@ def find_stdlib() -> list[Path]:
     return files
 
 
-def _walk(root: Path, suffixes: set[str], skips: Iterable[str] = ()) -> list[Path]:
-    """Files in a fixed order: not hidden, not empty, not in our own token cache."""
-    found = []
+def _walk(
+    root: Path, suffixes: set[str], skips: Iterable[str] = ("__pycache__",)
+) -> tuple[list[Path], list[Path]]:
+    """Files of these suffixes in a fixed order, and the others: none of them hidden, empty, or in
+    our own token cache."""
+    found: list[Path] = []
+    others: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [
             name
@@ -72,6 +156,6 @@ def _walk(root: Path, suffixes: set[str], skips: Iterable[str] = ()) -> list[Pat
             if name[0] != "." and name not in skips and Path(folder, name).resolve() != CACHE_DIR
         ]
         for path in (Path(folder, name) for name in names if name[0] != "."):
-            if path.suffix.lower() in suffixes and path.is_file() and path.stat().st_size:
-                found.append(path)
-    return sorted(found)  # os.walk's order is the file system's
+            if path.is_file() and path.stat().st_size:
+                (found if path.suffix.lower() in suffixes else others).append(path)
+    return sorted(found), others  # os.walk's order is the file system's

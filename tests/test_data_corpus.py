@@ -18,7 +18,6 @@ from data import DataError, Dataset, Tokenizer, load_dataset
 from data import documents as documents_module
 from data import tokenizer as tokenizer_module
 from data.documents import read_text, split_text
-from data.files import find_files
 from data.tokenizer import train_bpe
 
 # ---- Reading in chunks ---------------------------------------------------------------------------
@@ -83,25 +82,6 @@ def test_jsonl_is_one_document_a_line(cache, tmp_path) -> None:
     assert texts(data.val) == [f"line {i}\nü".encode() for i in (9, 19, 29)]
     assert len(texts(data.train)) == 27
     assert "30 documents" in data.description
-
-
-def test_folders_and_globs(tmp_path) -> None:
-    for name in ("b.txt", "a.md", "sub/c.py", "sub/.hidden.txt", ".git/d.txt", "e.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    (tmp_path / "empty.txt").touch()
-
-    def names(*patterns: str) -> list[str]:
-        found = find_files([str(tmp_path / pattern) for pattern in patterns], "--train-data")
-        return [path.relative_to(tmp_path).as_posix() for path in found]
-
-    assert names("") == ["a.md", "b.txt", "sub/c.py"]
-    (tmp_path / "empty.txt").unlink()
-    assert names("*.txt", "b.txt", "a.md") == ["b.txt", "a.md"]
-    assert names("**/*.py") == ["sub/c.py"]
-    assert names("e.png") == ["e.png"]  # named on purpose: whether it is text, its bytes tell
-    (tmp_path / "[x].txt").write_text("x")
-    assert names("[x].txt") == ["[x].txt"]
 
 
 def llmc(tokens: np.ndarray, magic: int, version: int) -> bytes:

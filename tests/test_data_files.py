@@ -1,0 +1,266 @@
+"""Names to files: nothing is passed over, or taken for text, without a word.
+
+What a folder leaves out is counted; a file that is no text is told by its first bytes, whatever its
+name; validation that is trained on is noticed. What the files hold: test_data_corpus.py.
+"""
+
+import gzip
+import os
+import sqlite3
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpora import load, texts
+
+from data import DataError
+from data.files import TEXT_SUFFIXES, TOKEN_SUFFIXES, find_files
+from data.formats import check_text
+
+# ---- Which files are meant
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"this is {name}")
+
+
+def find(folder: Path, *names: str) -> tuple[list[str], list[str]]:
+    """The files that are found, and what is said about the others."""
+    lines: list[str] = []
+    found = find_files([str(folder / name) for name in names], "--train-data", lines.append)
+    return [path.relative_to(folder).as_posix() for path in found], lines
+
+
+def test_folders_and_globs(tmp_path) -> None:
+    write(tmp_path, "b.txt", "a.md", "sub/c.py", "sub/.hidden.txt", ".git/d.txt", "e.png")
+    (tmp_path / "empty.txt").touch()
+    assert find(tmp_path, "")[0] == ["a.md", "b.txt", "sub/c.py"]
+    (tmp_path / "empty.txt").unlink()
+    assert find(tmp_path, "*.txt", "b.txt", "a.md")[0] == ["b.txt", "a.md"]
+    assert find(tmp_path, "**/*.py")[0] == ["sub/c.py"]
+    # Named on purpose: whether it is text, its bytes tell.
+    assert find(tmp_path, "e.png") == (["e.png"], [])
+    write(tmp_path, "[x].txt")
+    assert find(tmp_path, "[x].txt")[0] == ["[x].txt"]
+
+
+def test_what_a_folder_leaves_out_is_counted(tmp_path) -> None:
+    write(tmp_path, "docs/a.txt", "docs/b.md", "docs/1.pdf", "docs/2.PDF", "docs/sub/3.pdf")
+    write(tmp_path, "docs/x.docx", "docs/LICENSE", "other/y.md", "plain/z.txt")
+    (line,) = find(tmp_path, "docs")[1]
+    assert line.startswith(f"note     --train-data {tmp_path}/docs: 2 files taken, 5 skipped (.pdf")
+    assert "(.pdf 3, without suffix 1, .docx 1)" in line
+    # One line for all folders, in which a file that is named besides is not of the skipped.
+    found, (line,) = find(tmp_path, "docs", "other", "docs/x.docx", "plain/z.txt")
+    assert len(found) == 5
+    assert "docs and 1 more: 3 files taken, 4 skipped (.pdf 3, without suffix 1);" in line
+    assert find(tmp_path, "plain")[1] == []  # nothing to say
+    for number in range(6):
+        write(tmp_path, *(f"many/{i}.kind{number}" for i in range(number + 1)), "many/x.txt")
+    (line,) = find(tmp_path, "many")[1]
+    assert "many: 1 file taken, 21 skipped (.kind5 6, .kind4 5, " in line
+    assert ", .kind1 2, others 1)" in line
+
+
+def test_what_nobody_would_train_on_is_no_news(tmp_path) -> None:
+    write(tmp_path, "a.txt", ".DS_Store", ".git/config", "__pycache__/a.pyc", ".cache/x.bin")
+    (tmp_path / "empty.pdf").touch()
+    os.symlink("nowhere", tmp_path / "broken.pdf")
+    assert find(tmp_path, "") == (["a.txt"], [])
+
+
+def test_a_folder_with_nothing_usable_lists_what_would_be(tmp_path) -> None:
+    write(tmp_path, "docs/1.pdf", "docs/2.pdf")
+    with pytest.raises(DataError) as error:
+        find(tmp_path, "docs")
+    message = str(error.value)
+    assert f"{tmp_path}/docs: no text or token file in this folder (.pdf 2); known are" in message
+    assert {*TEXT_SUFFIXES, *TOKEN_SUFFIXES} <= {*message.split()}
+    # A pattern may match such a folder beside others.
+    write(tmp_path, "docs/pictures/a.png", "docs/texts/a.txt", "docs/zoo/a.png")
+    found, (line,) = find(tmp_path, "docs/[tpz]*")
+    assert found == ["docs/texts/a.txt"] and "1 file taken, 2 skipped (.png 2)" in line
+
+
+def test_lines_are_said_once_and_only_of_data_that_are_taken(cache, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i in range(30):
+        write(tmp_path, f"docs/{i}.txt")
+    write(tmp_path, "docs/x.docx")
+    for lines in ([], []):  # when it is encoded, and when it has been
+        load(cache, "docs", val=["docs"], say=lines.append)
+        said = [line for line in lines if not line.startswith("encoding")]
+        assert [line.split()[1] for line in said] == ["--train-data", "--val-data", "--val-data"]
+    write(tmp_path, "docs/y.bin")
+    lines = []
+    with pytest.raises(DataError, match="both text and token files"):
+        load(cache, "docs", say=lines.append)
+    assert lines == []
+
+
+# ---- Validation that is trained on
+
+
+def warnings(cache: Path, *paths: str, val: list[str]) -> list[str]:
+    lines: list[str] = []
+    load(cache, *paths, val=val, say=lines.append)
+    return [line for line in lines if not line.startswith("encoding")]
+
+
+def test_validation_that_is_trained_on_is_noticed(cache, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "docs/a.txt", "docs/b.txt", "other/c.txt")
+    os.symlink(tmp_path / "docs/a.txt", "link.txt")
+    blind = "in --train-data: the validation loss will not see overfitting"
+    same = f"the same file as {blind}"
+    for val in ("docs/a.txt", "other/../docs/a.txt", str(tmp_path / "docs/a.txt"), "link.txt"):
+        for train in ("docs/a.txt", "docs", "docs/*.txt"):
+            (line,) = warnings(cache, train, val=[val])
+            assert line == f"warning  --val-data {val}: {same}"
+    Path("copy.txt").write_bytes(Path("docs/b.txt").read_bytes())
+    (line,) = warnings(cache, "docs", val=["copy.txt"])
+    assert line == f"warning  --val-data copy.txt: a copy of docs/b.txt {blind}"
+    (line,) = warnings(cache, "docs", val=["docs/a.txt", "other/c.txt"])
+    assert line == f"warning  --val-data docs/a.txt: {same} on 1 of its 2 files"
+    (line,) = warnings(cache, "docs", val=["docs"])
+    assert line.startswith("warning  --val-data docs/a.txt and 1 more: in --train-data as well: ")
+    assert warnings(cache, "docs", val=["other"]) == []
+    Path("other/c.txt").write_text("that is docs/a.txt")  # another text of the same length
+    assert warnings(cache, "docs", val=["other"]) == []
+
+
+def test_a_copy_is_one_to_its_end(cache, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = np.random.default_rng(0).integers(0, 257, 10_000).astype(np.uint16)
+    for name, last in (("train", 0), ("other", 1), ("val", 0)):
+        ids[-1] = last
+        ids.tofile(f"{name}.bin")
+    assert warnings(cache, "train.bin", val=["other.bin"]) == []
+    (line,) = warnings(cache, "other.bin", "train.bin", val=["val.bin"])
+    assert "val.bin: a copy of train.bin in --train-data" in line
+    assert not cache.exists()
+
+
+# ---- What is no text
+
+
+def zipped(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("word/document.xml", "<xml/>")
+
+
+def database(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("create table texts (text)")
+    connection.commit()
+    connection.close()
+
+
+def tar(path: Path) -> None:
+    (path.parent / "member.txt").write_text("text " * 99)
+    with tarfile.open(path, "w") as archive:
+        archive.add(path.parent / "member.txt", "member.txt")
+
+
+PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\nBT (Hello) Tj ET\n"  # all ASCII
+GIF = b"GIF89a\x10\x20\x10\x20\x77\0\0"
+# name -> (its content, what it is called, the way out)
+NO_TEXT = {
+    "a.pdf": (PDF, "a PDF", "`pdftotext a.pdf a.txt`"),
+    "a.PDF": (b"\xef\xbb\xbf\r\n" + PDF, "a PDF", "`pdftotext a.PDF a.txt`"),
+    "a.txt": (PDF, "a PDF", "`pdftotext a.txt a.txt.txt`"),  # not onto itself
+    "my book.pdf": (PDF, "a PDF", "`pdftotext 'my book.pdf' 'my book.txt'`"),
+    "a.rtf": (rb"{\rtf1\ansi Hello}", "an RTF document", "`pandoc a.rtf -o a.txt`"),
+    "a.docx": (zipped, "a .docx file", "`pandoc a.docx -o a.txt`"),
+    "a.xlsx": (zipped, "a .xlsx file", 'to a .txt, or to a .jsonl with {"text": ...} in each'),
+    "a.pt": (lambda path: torch.save({}, path), "a .pt file", "name files of text"),
+    "a.zip": (zipped, "a zip archive", "`unzip a.zip -d a`"),
+    "archive": (zipped, "a zip archive", "`unzip archive -d archive.d`"),
+    "a.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1\0", "an old Office document", "to a .txt"),
+    "a.jsonl.gz": (gzip.compress(b"{}"), "compressed by gzip", "`gunzip -c a.jsonl.gz > a.jsonl`"),
+    "a.jsonl": (gzip.compress(b"{}"), "compressed by gzip", "`gunzip -c a.jsonl > a.txt`"),
+    "a.tar.gz": (gzip.compress(b"tar"), "compressed by gzip", "`tar -xf a.tar.gz`"),
+    "a.tgz": (gzip.compress(b"tar"), "compressed by gzip", "`tar -xf a.tgz`"),
+    "a.tar": (tar, "a tar archive", "`tar -xf a.tar`"),
+    "a.zst": (b"\x28\xb5\x2f\xfd\x04", "compressed by zstd", "`unzstd -c a.zst > a.txt`"),
+    "a.parquet": (b"PAR1\x15\x04\x15\x10PAR1", "a Parquet table", "to a .txt, or to a .jsonl"),
+    "a.db": (database, "an SQLite database", "to a .txt, or to a .jsonl"),
+    "a.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a picture", "`tesseract a.png a`"),
+    "a.jpg": (b"\xff\xd8\xff\xe0\0\x10JFIF", "a picture", "`tesseract a.jpg a`"),
+    "a.gif": (GIF, "a picture", "`tesseract a.gif a`"),
+    "a.mp3": (b"ID3\x03\0\0", "sound or video", "a transcript"),
+    "a.elf": (b"\x7fELF\x02\x01\x01\0", "a program", "name files of text"),
+    "a.exe": (b"MZ\x90\0\x03\0", "a program", "name files of text"),
+    "a.pkl": (b"\x80\x04\x95\x0f", "a Python pickle", "name files of text"),
+    "ids.txt": (b"\x93NUMPY\x01\0", "a NumPy array", "end in .npy"),
+    "lfs.txt": (
+        b"version https://git-lfs.github.com/spec/v1\noid",
+        "what Git LFS leaves in place of a file",
+        "`git lfs pull`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_a_file_that_is_no_text_is_told_by_its_first_bytes(
+    name, cache, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, what, way_out = NO_TEXT[name]
+    Path(name).write_bytes(content) if isinstance(content, bytes) else content(Path(name))
+    with pytest.raises(DataError) as error:
+        load(cache, name)
+    message = str(error.value)
+    assert message.startswith(f"{name}: {what}, not text; ") and way_out in message
+    assert "\n" not in message and not cache.exists()
+
+
+def test_it_is_looked_for_before_anything_else(cache, tmp_path, monkeypatch) -> None:
+    """In folders and in --val-data, too; and a missing tokenizer is not what is wrong."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "docs/a.txt", "b.txt")
+    Path("docs/z.txt").write_bytes(PDF)
+    monkeypatch.setattr("data.corpus.load_tokenizer", None)
+    for train, val in (("docs", None), ("b.txt", ["docs"]), ("docs/z.txt", None)):
+        lines: list[str] = []
+        with pytest.raises(DataError, match="docs/z.txt: a PDF, not text"):
+            load(cache, train, val=val, say=lines.append)
+        assert lines == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "%PDF is how such a file begins, for example %PDF-1.4",
+        "GIF89a was the last version of the format; GIF8 is what both begin with.",
+        "BM, MZ, PK, PAR1 and RIFF are abbreviations. ID3 as well, and OggS, fLaC, ARROW1.",
+        "MZ is said to be one of the authors",
+        "PAR1 was a yeast gene", "PK\nand so on", "BZh stands for something", "Rar! he cried",
+        "SQLite format 3 is what a database begins with", "ID3 tags", "{\\rtfm}",
+        "RIFFs of the eighties", "II* and MM* are endings", "x" * 257 + "ustar",
+        "version https://example.org", "\ufeff\n\n text", "7z\n", "é" * 300,
+    ],
+)  # fmt: skip
+def test_a_text_that_only_begins_so_is_read(text, cache, tmp_path) -> None:
+    path = tmp_path / "notes.weird"
+    path.write_text(text * 3)
+    data = load(cache, path)
+    got = b"".join(texts(data.train) + texts(data.val)).decode()
+    assert got == (text * 3).removeprefix("\ufeff")
+
+
+def test_our_own_files_are_text() -> None:
+    check_text(Path(__file__).parent.parent.rglob("*.py"))
+    check_text(Path(__file__).parent.parent.rglob("*.md"))
+
+
+def test_the_readme_lists_every_known_suffix() -> None:
+    """As it stands there in one block, so that it can be found and is complete."""
+    readme = (Path(__file__).parent.parent / "data/README.md").read_text()
+    blocks = [block.split() for block in readme.split("```")]
+    assert [*TEXT_SUFFIXES, *TOKEN_SUFFIXES] in blocks
