@@ -43,12 +43,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Source:
-    """Text files and how to split them. ratio: the validation part, unless `val` is given."""
+    """Text files and how to split them. ratio: the validation part, unless `val` is given;
+    max_tokens: the cap of each part."""
 
     label: str
     train: list[Path]
     val: list[Path]
     ratio: float
+    max_tokens: int | None
 
     @property
     def size(self) -> int:
@@ -66,6 +68,8 @@ def load_dataset(
     toy: bool = False,
     max_tokens: int | None = None,
     seed: int = 0,
+    tokenizer: Tokenizer | None = None,
+    fingerprint: str | None = None,
     cache_dir: Path = CACHE_DIR,
     say: Say = print,
 ) -> Dataset:
@@ -73,6 +77,9 @@ def load_dataset(
 
     train_data None is the built-in corpus, Python's standard library. max_tokens caps training
     and validation, each. seed is for toy data alone. Safe to call from many processes at once.
+    A run that goes on brings the tokenizer and the fingerprint that its Dataset had: its ids keep
+    their meaning even if the text that a bpe was trained on has changed, and data that have not
+    changed have that fingerprint again. A tokenizer of another name is left aside.
     Raises DataError; bad input is found before anything is written.
     """
     name = tokenizer_name or ("toy" if toy else "gpt2" if train_data else "bpe")
@@ -88,12 +95,14 @@ def load_dataset(
     try:
         if toy:
             return load_toy(vocab_size or 256, max_tokens, seed, cache_dir, say)
+        known = tokenizer if tokenizer is not None and tokenizer.name == name else None
         train, val = _find(train_data, val_data, say)
         if train[0].suffix in TOKEN_SUFFIXES:
-            return load_token_files(train, val, val_ratio, name, max_tokens)
+            return load_token_files(train, val, val_ratio, name, max_tokens, known)
         stdlib = f"Python {platform.python_version()} standard library"
-        source = Source(label(train_data) if train_data else stdlib, train, val, val_ratio)
-        return _load_text(source, name, vocab_size or 1024, max_tokens, cache_dir, say)
+        about = label(train_data) if train_data else stdlib
+        source = Source(about, train, val, val_ratio, max_tokens)
+        return _load_text(source, name, vocab_size or 1024, known, fingerprint, cache_dir, say)
     except OSError as error:
         raise DataError(f"{error.filename or cache_dir}: {error.strerror or error}") from error
 
@@ -135,15 +144,26 @@ def _load_text(
     source: Source,
     name: str,
     vocab_size: int,
-    max_tokens: int | None,
+    known: Tokenizer | None,
+    fingerprint: str | None,
     cache_dir: Path,
     say: Say,
 ) -> Dataset:
-    known = None if name == "bpe" else load_tokenizer(name)
-    vocabulary = known.fingerprint if known else f"bpe {vocab_size} {BPE_TRAINING_CHARS}"
+    if name != "bpe":
+        known = known or load_tokenizer(name)
     content = [hash_files(source.train), hash_files(source.val)]
     split = "given" if source.val else source.ratio
-    folder = cache_dir / key(content, vocabulary, split, max_tokens)
+
+    def place(vocabulary: str) -> tuple[Path, dict[str, Any] | None]:
+        folder = cache_dir / key(content, vocabulary, split, source.max_tokens)
+        return folder, read_meta(folder)
+
+    if known and name != "bpe":
+        folder, meta = place(known.fingerprint)
+    else:  # a BPE follows from its text and size: it has a place before it is trained
+        folder, meta = place(f"bpe {vocab_size} {BPE_TRAINING_CHARS}")
+        if known and not _made_by(known, folder, meta, fingerprint):
+            folder, meta = place(known.fingerprint)
 
     def build(temporary: Path) -> dict[str, Any]:
         tokenizer = known or _train(source, count, vocab_size, say)
@@ -157,17 +177,27 @@ def _load_text(
             "documents": count,
             "bytes": source.size,
             "sha256": content,
-            **_encode(source, count, tokenizer, temporary, max_tokens),
+            **_encode(source, count, tokenizer, temporary),
         }
 
-    meta = read_meta(folder)
     if meta is None:
         count = _check(source)
         meta = build_cache(folder, build, say)
     saved = folder / "tokenizer.tiktoken"
     tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
-    about = f"{source.label}: {meta['documents']:,} documents, {meta['bytes'] / 1e6:.2f} MB"
+    documents = "1 document" if meta["documents"] == 1 else f"{meta['documents']:,} documents"
+    about = f"{source.label}: {documents}, {meta['bytes'] / 1e6:.2f} MB"
     return cached_dataset(folder, meta, tokenizer, about)
+
+
+def _made_by(
+    known: Tokenizer, folder: Path, meta: dict[str, Any] | None, fingerprint: str | None
+) -> bool:
+    """Are the ids in this folder those of the BPE `known`? If they are still to be made: is it the
+    text that `known` was trained on? Training again would give it again, so it need not be."""
+    if meta is None:
+        return folder.name == fingerprint
+    return (folder / "tokenizer.tiktoken").read_text() == format_ranks(known.ranks)
 
 
 def _check(source: Source) -> int:
@@ -240,12 +270,10 @@ def _train(source: Source, count: int, vocab_size: int, say: Say) -> Tokenizer:
     return tokenizer
 
 
-def _encode(
-    source: Source, count: int, tokenizer: Tokenizer, folder: Path, max_tokens: int | None
-) -> dict[str, Any]:
+def _encode(source: Source, count: int, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Write train.bin and val.bin into `folder`; returns their part of meta.json."""
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    limit = max_tokens or sys.maxsize
+    limit = source.max_tokens or sys.maxsize
     count_of = {"train": 0, "val": 0}
 
     def pieces() -> Iterator[Piece]:

@@ -7,19 +7,25 @@ from pathlib import Path
 from .batches import TokenFile, hash_ids, slice_files
 from .dataset import Dataset, describe, label
 from .store import key
-from .tokenizer import DataError, load_tokenizer
+from .tokenizer import DataError, Tokenizer, load_tokenizer
 
 
 def load_token_files(
-    train: list[Path], val: list[Path], ratio: float, name: str, max_tokens: int | None
+    train: list[Path],
+    val: list[Path],
+    ratio: float,
+    name: str,
+    max_tokens: int | None,
+    tokenizer: Tokenizer | None,
 ) -> Dataset:
-    """Validation: `val`, else the files named so, else the tail. Raises DataError."""
+    """Validation: `val`, else the files named so, else the tail. tokenizer: that of `name`, where
+    a run that goes on brings it. Raises DataError."""
     if name == "bpe":
         raise DataError(
             f"--tokenizer-name bpe: {train[0]} holds ids already, there is no text to train it "
             "on; name the tokenizer that made them, for example gpt2"
         )
-    tokenizer = load_tokenizer(name)
+    tokenizer = tokenizer or load_tokenizer(name)
     about = label([path.name for path in train])
     # nanoGPT writes train.bin and val.bin, llm.c fineweb_train_000001.bin and fineweb_val_...
     named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]

@@ -113,10 +113,13 @@ class Tokenizer:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
         """The tokenizer that returned `state`, with no file or network. Raises DataError."""
-        if state["name"] == ToyTokenizer.name:
-            return ToyTokenizer(state["vocab_size"])
-        ranks = parse_ranks(state["ranks"].encode(), "tokenizer state")
-        return cls(state["name"], ranks, state["pattern"], state["special_tokens"])
+        try:
+            if state["name"] == ToyTokenizer.name:
+                return ToyTokenizer(state["vocab_size"])
+            ranks = parse_ranks(state["ranks"].encode(), "tokenizer state")
+            return cls(state["name"], ranks, state["pattern"], state["special_tokens"])
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise DataError("a tokenizer that no run has saved: is the file damaged?") from error
 
 
 class ToyTokenizer(Tokenizer):
