@@ -186,7 +186,9 @@ def _load_text(
     saved = folder / "tokenizer.tiktoken"
     tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
     documents = "1 document" if meta["documents"] == 1 else f"{meta['documents']:,} documents"
-    about = f"{source.label}: {documents}, {meta['bytes'] / 1e6:.2f} MB"
+    size = meta["bytes"]
+    amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
+    about = f"{source.label}: {documents}, {amount}"
     return cached_dataset(folder, meta, tokenizer, about)
 
 

@@ -9,13 +9,16 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from runs import Crash, metrics, same, snapshot, train_here
+from runs import TINY, Crash, metrics, same, snapshot, train_here
 
 import train_ddp
 import train_minimal
+from data import load_dataset
 from trainer.flags import build_parser, fill_in
 from trainer.resume import same_batch, take_flags
 from trainer.snapshot import Resumed, SnapshotError
+
+OWN_TEXT = [word for word in TINY if word != "--use-toy-data"]
 
 
 def resume_alone(path, *flags: str) -> int:
@@ -211,3 +214,57 @@ def test_commands_of_several_processes(monkeypatch):
         "torchrun --nproc-per-node=2 --nnodes=3 --node-rank=0 --master-addr=host "
         "--master-port=29500 train_ddp.py"
     )
+
+
+TEXT = "--tokenizer-name=bpe --vocab-size=300 --num-steps=4 --seq-len=8 --max-position-embeddings=8"
+
+
+@pytest.fixture
+def text_run(tmp_path, monkeypatch, capsys):
+    """A finished run on a text: (its snapshot, the text)."""
+    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
+    text, path = tmp_path / "my text.txt", tmp_path / "run.pt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    flags = [*OWN_TEXT, f"--train-data={text}", *TEXT.split(), f"--checkpoint-path={path}"]
+    assert train_minimal.main(flags) == 0
+    capsys.readouterr()
+    return path, text
+
+
+def test_a_text_that_was_edited_is_gone_on_with(text_run, capsys):
+    """One more line forbids nothing. It is encoded as before, and what changed is said."""
+    path, text = text_run
+    tokenizer = snapshot(path)["tokenizer"]
+    text.write_text(text.read_text() + "zebras quarrel with quiet quetzals, one line more\n" * 9)
+    assert resume_alone(path, "--num-steps=6") == 0
+    out = capsys.readouterr().out
+    said = re.search(r"resume   the data changed, it was .*my text.txt.* 1.76 kB; .*: .*", out)
+    assert said and "validation losses of before do not compare" in said[0]
+    assert snapshot(path)["step"] == 6 and snapshot(path)["tokenizer"] == tokenizer
+    assert "training a BPE" not in out
+    assert resume_alone(path, "--num-steps=8") == 0  # and that is its data from now on
+    assert "data changed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--val-ratio=0.3", "--max-tokens=100", "--train-data={other}"])
+def test_other_data_is_refused(text_run, tmp_path, capsys, flag):
+    path, text = text_run
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text() + "another one\n")
+    assert resume_alone(path, "--num-steps=6", flag.format(other=other)) == 2
+    assert "--train-data: " in capsys.readouterr().err and snapshot(path)["step"] == 4
+
+
+def test_the_same_text_may_have_moved(text_run, tmp_path, capsys):
+    path, text = text_run
+    other = tmp_path / "other.txt"
+    text.rename(other)
+    assert resume_alone(path, "--num-steps=6", f"--train-data={other}") == 0
+    out = capsys.readouterr().out
+    assert f"--train-data {text} -> {other}" in out and "data changed" not in out
+
+
+def test_another_vocabulary_is_refused(text_run, capsys):
+    path, _ = text_run
+    assert resume_alone(path, "--num-steps=6", "--vocab-size=290") == 2
+    assert "--vocab-size: " in capsys.readouterr().err

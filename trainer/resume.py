@@ -100,6 +100,10 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     for name in (*FIXED, "vocab_size"):
         before, after = (s["config"].get(name, s["args"].get(name)) for s in (saved, now))
         rows.append((flag(name), before, after))
+    # The tokenizer is the snapshot's; what was typed does not show in it.
+    typed, known = now["args"]["vocab_size"], saved["config"].get("vocab_size")
+    if typed not in (saved["args"].get("vocab_size"), known):
+        rows.append(("--vocab-size", known, typed))
     for name, before, after in rows:
         check_same(name, before, after, path)
     asked = [{name: s["args"].get(name) for name in DATA} for s in (saved, now)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from data import Dataset, TrainBatches, ValBatches, load_dataset
+from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_dataset
 from model import MiniGPT, MiniGPTConfig
 
 from .claim import check_writable, claim, step_aside
@@ -46,7 +46,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
     device, precision = process.device, choose_precision(args, process.device)
     if resumed is None:  # what this very run has saved, before torchrun started it again
         resumed = load_own(args.checkpoint_path, process.run_id)
-    data = load_data(args, process)
+    data = load_data(args, process, resumed)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     asked = model_config(args, data.tokenizer.vocab_size)
@@ -109,8 +109,20 @@ def start_log(run: Run, next_rate: float) -> None:
         run.metrics = MetricsFile(beside(path, ".metrics.jsonl"), run.step)
 
 
-def load_data(args: argparse.Namespace, process: OneProcess) -> Dataset:
-    """Tokens, as the flags of the group "data" ask for. Raises DataError."""
+def load_data(
+    args: argparse.Namespace, process: OneProcess, resumed: Resumed | None = None
+) -> Dataset:
+    """Tokens, as the flags of the group "data" ask for; by the tokenizer of the run that goes on.
+
+    Raises DataError, or SnapshotError if that tokenizer is none.
+    """
+    tokenizer = fingerprint = None
+    if resumed is not None:
+        fingerprint = resumed.state["data"].get("fingerprint")
+        try:
+            tokenizer = Tokenizer.from_state(resumed.state["tokenizer"])
+        except DataError as error:
+            raise SnapshotError(f"{resumed.path} holds {error}") from None
     return load_dataset(
         args.train_data,
         args.val_data,
@@ -120,6 +132,8 @@ def load_data(args: argparse.Namespace, process: OneProcess) -> Dataset:
         toy=args.use_toy_data,
         max_tokens=args.max_tokens,
         seed=args.data_seed,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
         say=process.say,
     )
 
