@@ -192,12 +192,12 @@ def test_the_first_step_is_said_at_once(tmp_path, capsys):
         (24, 3, 12, 1, "--batch-size 8 fits"),
         (24, 4, 12, 2, "--batch-size 6 --grad-accum-steps 1 fits"),
         (30, 1, 12, 1, "--batch-size 10 --grad-accum-steps 3 fits"),
-        (24, 5, 12, 1, "cannot be dealt out evenly to 5 processes"),
+        (24, 5, 12, 1, "they cannot be dealt out evenly to 5 processes: start another number"),
     ],
 )
 def test_the_old_batch_on_another_number_of_processes(before, processes, size, steps, words):
     args = {"batch_size": size, "grad_accum_steps": steps}
-    assert words in same_batch(before, size * steps * processes, args)
+    assert same_batch(before, size * steps * processes, args) == words
 
 
 def test_commands_of_several_processes(monkeypatch):
