@@ -180,7 +180,7 @@ def look_at_all() -> dict[str, list[BlockTensor]]:
     return {policy: [t for t in seen[policy] if t.name in drawn] for policy in seen}
 
 
-def kept(tensors: list[BlockTensor]) -> float:
+def kept_btc(tensors: list[BlockTensor]) -> float:
     """In BTC."""
     return sum(tensor.bytes for tensor in tensors if tensor.kept) / BTC
 
@@ -201,7 +201,7 @@ def text_table(blocks: dict[str, list[BlockTensor]]) -> str:
     for row in zip(*blocks.values(), strict=True):
         marks = "  ".join(f"{MARKS[tensor.state]:^9}" for tensor in row)
         lines.append(f"{row[0].name:{width}} {row[0].bytes / BTC:6.2f}  {marks}")
-    sums = "  ".join(f"{kept(tensors):^9.2f}" for tensors in blocks.values())
+    sums = "  ".join(f"{kept_btc(tensors):^9.2f}" for tensors in blocks.values())
     lines.append(f"{'kept (BTC)':{width}} {'':6}  {sums}")
     costs = "  ".join(f"{relative_flops(policy):^9.2f}" for policy in blocks)
     lines.append(f"{'FLOPs of a step':{width}} {'':6}  {costs}")
@@ -264,7 +264,7 @@ def draw(plt: Any, blocks: dict[str, list[BlockTensor]]) -> Any:
     for column, (policy, tensors) in enumerate(blocks.items()):
         middle = {"x": column + 0.4, "ha": "center"}
         axis.text(y=-0.5, s=policy, va="bottom", weight="bold", **middle)
-        axis.text(y=top + 0.4, s=f"{kept(tensors):.1f}", va="top", weight="bold", **middle)
+        axis.text(y=top + 0.4, s=f"{kept_btc(tensors):.1f}", va="top", weight="bold", **middle)
         axis.text(y=top + 2.1, s=f"{relative_flops(policy):.2f}", va="top", **middle)
     axis.set(xlim=(-2.6, len(blocks) - 0.1), ylim=(top + 3.6, -2))
     axis.axis("off")
@@ -306,16 +306,22 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         plt = None if args.text else load_pyplot()
+        blocks = look_at_all()
+        if plt is None:
+            print(text_table(blocks))
+            return 0
+        file = args.out / f"block_policies.{args.format}"
+        save(draw(plt, blocks), file, text_table(blocks))
+        print(f"wrote {file}")
     except UsageError as error:
         print_error(error)
         return 2
-    blocks = look_at_all()
-    if plt is None:
-        print(text_table(blocks))
-        return 0
-    file = args.out / f"block_policies.{args.format}"
-    save(draw(plt, blocks), file, text_table(blocks))
-    print(f"wrote {file}")
+    except OSError as error:  # a full disk
+        print_error(f"--out: {error.filename}: {error.strerror}")
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -107,7 +107,13 @@ SMALL = {
     "scripts.kept_tensors": "--d-model 16 --n-heads 2 --seq-len 16",
     "scripts.checkpoint_from_scratch": "",
 }
-ELSEWHERE = {"scripts.ladder", "scripts.reliability", "pytest"}  # have tests of their own
+ELSEWHERE = {  # have tests of their own
+    "scripts.block_picture",
+    "scripts.ladder",
+    "scripts.lesson",
+    "scripts.reliability",
+    "pytest",
+}
 
 
 def runnable() -> list[str]:

@@ -1,0 +1,303 @@
+"""The exercises of docs/lesson.md, and whether an answer to them is right.
+
+python -m scripts.lesson                   # what there is
+python -m scripts.lesson 4                 # shows exercise 4
+python -m scripts.lesson 4 30              # is 30 the answer to it?
+python -m scripts.lesson 4 --measure       # see for yourself
+python -m scripts.lesson 4 --solution      # the answer, and why (without a number: all of them)
+
+The texts are docs/lesson.md's own. The answers are computed when they are asked for, by the model
+and the planner (lesson_numbers.py). Exit codes: 0 right, 3 not yet right, 2 no answer at all.
+"""
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from model import RECOMPUTE_POLICIES
+from scripts.lesson_numbers import MEASURES
+from trainer.flags import OneLineParser, UsageError, byte_count, number, print_error
+
+PAGE = Path(__file__).parent.parent / "docs" / "lesson.md"
+NOT_YET = 3
+SIZES = {"MiB": 2**20, "GiB": 2**30}
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """How an answer is read, and what is said about it. The question is in docs/lesson.md."""
+
+    unit: str  # "" = just a number
+    why: str  # when it is right
+    hint: str  # when it is not, and not one of:
+    mistakes: tuple[tuple[float | str, str], ...] = ()  # (a wrong answer, what to say to it)
+    tolerance: float = 0.0  # of a number, relative
+    choices: tuple[str, ...] = ()  # no number, but one of these
+    digits: int = 2
+
+    def read(self, text: str) -> float | str:
+        """Raises UsageError if that cannot be an answer."""
+        if self.choices:
+            word = text.strip("'\"`.() ").lower()
+            if word not in self.choices:
+                raise UsageError(f"answer one of {', '.join(self.choices)}, not {text[:40]!r}")
+            return word
+        if self.unit in SIZES and re.search(r"[kmgt]i?b?$", text.lower()):
+            try:
+                return byte_count(text.replace(",", "")) / SIZES[self.unit]
+            except argparse.ArgumentTypeError as error:
+                raise UsageError(f"the answer {error}") from None
+        unit = f"(?:{self.unit}|x|times)?" if self.unit else "(?:x|times)?"
+        plain = re.sub(rf"(?i)\s*{unit}$", "", text.strip().replace(",", ""))
+        match = re.fullmatch(r"([-+]?\d*\.?\d+)\.?(?:/(\d*\.?\d+))?", plain)
+        if not match or (match[2] and not float(match[2])):
+            what = f"a number ({self.unit})" if self.unit else "a number"
+            raise UsageError(f"the answer must be {what}, not {text[:40]!r}")
+        return float(match[1]) / float(match[2] or 1)  # 4/3 is a number, too
+
+    def is_near(self, given: float | str, answer: float | str) -> bool:
+        if isinstance(given, str) or isinstance(answer, str):
+            return given == answer
+        return abs(given - answer) <= self.tolerance * abs(answer)
+
+    def comment(self, given: float | str) -> str:
+        """What to say to a wrong answer: where to look, and not what is right."""
+        return next(
+            (words for wrong, words in self.mistakes if self.is_near(given, wrong)), self.hint
+        )
+
+    def show(self, answer: float | str) -> str:
+        if isinstance(answer, str):
+            return answer
+        exact = f"{answer:,.{self.digits}f}"
+        exact = exact.rstrip("0").rstrip(".") if "." in exact else exact
+        return f"{exact} {self.unit}".strip()
+
+
+EXERCISES: dict[int, Exercise] = {
+    1: Exercise(
+        unit="",
+        why="A linear layer's backward needs the layer's input, GELU's needs GELU's. Nobody needs "
+        "y: the result of a last matmul is never kept.",
+        hint="Go through the three operations one by one: which tensor is in the formula of its "
+        "gradient, what went in or what came out?",
+        mistakes=(
+            (4, "One of them is only handed on: whose gradient has it in its formula?"),
+            (
+                2,
+                "Weights want their gradients, too; and GELU has no weights, but a slope.",
+            ),
+        ),
+    ),
+    2: Exercise(
+        unit="BTC",
+        tolerance=0.01,
+        why="x, ln_1, q, k, v, attention, x2 and ln_2 are 8 tensors of the width C, c_fc and gelu "
+        "count for 4 each: 16 tensors of 4 BTC. Not one c_proj is among them.",
+        hint="Count in tensors of the width C, of 4 BTC each: q, k and v are three, c_fc is four.",
+        mistakes=(
+            (72, "Both results of a c_proj are in that. An addition needs neither of its inputs."),
+            (68, "One result too many: what comes out of a c_proj goes into an addition."),
+            (16, "That many tensors, yes; and how many bytes has a number in float32?"),
+            (32, "That would be 2 bytes a number; float32 has 4."),
+            (40, "That is c_fc and gelu as if they were 1 C wide; they are 4 C."),
+            (60, "One is missing. Is x there, and x2 as well?"),
+        ),
+    ),
+    3: Exercise(
+        unit="BTC",
+        tolerance=0.01,
+        why="x and x2 stay at 4, the 14 others are 2 now: 8 + 28. Papers that keep the stream in "
+        "16 bits as well have 32 (and with masks of dropout 34).",
+        hint="Take the 16 tensors of exercise 2 again: which have 4 bytes a number, which have 2?",
+        mistakes=(
+            (32, "Not all of it is halved: the residual stream is not."),
+            (34, "One tensor of the residual stream is in it; a block has two."),
+            (64, "That was float32."),
+        ),
+    ),
+    4: Exercise(
+        unit="BTC",
+        tolerance=0.01,
+        why="ln_1 and ln_2 (2 each) and gelu (8) go: a third of the block, and no matmul is done "
+        "again. What they are made from (x, x2, c_fc) has to stay for it.",
+        hint="Subtract from exercise 3 what two LayerNorms and a GELU return.",
+        mistakes=(
+            (12, "So much goes. How much stays?"),
+            (28, "One kind of the two: LayerNorms (2 each) and GELU (8)."),
+            (32, "One kind of the two: LayerNorms (2 each) and GELU (8)."),
+            (16, "c_fc must stay: GELU is made from it, and making c_fc again is a matmul."),
+            (26, "There are two LayerNorms in a block."),
+        ),
+    ),
+    5: Exercise(
+        unit="",
+        tolerance=0.004,
+        why="Of 12 C^2 weights in a block the last 4 are not multiplied again: 1 + (8/12) / 3. The "
+        "head, which is not replayed at all, makes it 1.17 for GPT-2 small.",
+        hint="Forward is 1 of the 3 parts of a step. Which share of a block's forward is replayed?",
+        mistakes=(
+            (4 / 3, "That is the textbook's. Which matmul's result does nobody need?"),
+            (1.17, "That is GPT-2 small with its head; here there are only blocks."),
+            (5 / 3, "The replay is a share of forward, and forward is a third of the step."),
+            (1 + 11 / 36, "A matmul less, but not that one: which is the last of a block?"),
+            (2 / 9, "That is what is added. And the step itself?"),
+        ),
+    ),
+    6: Exercise(
+        unit="",
+        choices=("a", "b", "c", "d"),
+        why="The loss is forward's and forward is the same; but backward multiplies with the masks "
+        "of other dice. So checkpoint keeps the generator's state, and then nothing differs.",
+        hint="When is the loss computed, before the replay or after? And what does backward do "
+        "with a dropout mask?",
+        mistakes=(
+            ("a", "Shapes and types are all as they were; who would notice?"),
+            ("b", "When is the loss computed, before the replay or after?"),
+            ("d", "Backward of dropout multiplies with the mask. Which one does it get?"),
+        ),
+    ),
+    7: Exercise(
+        unit="GiB",
+        tolerance=0.02,
+        digits=1,
+        why="12 bytes for each of tokens x ids, more than all 12 blocks keep. So the head runs in "
+        "chunks here; with it at once, even `full` would save less than a third of the peak.",
+        hint="Tokens x ids x 3 tensors x 4 bytes; a GiB has 2^30 bytes.",
+        mistakes=(
+            (2.3, "That is one of the three."),
+            (4.6, "That is two of the three."),
+            (3.45, "float32 has 4 bytes a number."),
+            (7.41, "Those are GB (10^9); a GiB has 2^30 bytes."),
+            (0.58, "That is one sequence."),
+        ),
+    ),
+    8: Exercise(
+        unit="",
+        why="A block in full is as much as 9 inputs, so what a group saves in inputs it loses nine "
+        "times over: 4 L / K + 36 K has its minimum at sqrt(L) / 3, which is 1.2 for 12.",
+        hint="Write down 4 L / K + 36 K for L = 12 and K = 1, 2, 3, 4.",
+        mistakes=(
+            (3, "That is sqrt(12), for inputs as large as blocks. Here they are a ninth."),
+            (4, "That is sqrt(12), for inputs as large as blocks. Here they are a ninth."),
+            (12, "Then all 12 blocks are there in full at a time: as without recompute."),
+        ),
+    ),
+    9: Exercise(
+        unit="MiB",
+        tolerance=0.01,
+        digits=0,
+        why="The gradients, 4 bytes a parameter, wait through every forward but the first. Still "
+        "the smaller batch wins: activations shrink by more.",
+        hint="What is summed from one micro-batch to the next, and how many bytes a parameter?",
+        mistakes=(
+            (1899, "That is all 16 bytes. Which of them were not there before?"),
+            (1424, "Those 12 bytes, weights and moments, are there in any case."),
+            (949, "The moments are there in any case."),
+            (498, "Those are MB (10^6); a MiB has 2^20 bytes."),
+            (0, "Gradients are summed over the micro-batches: where are they meanwhile?"),
+        ),
+    ),
+    10: Exercise(
+        unit="",
+        choices=RECOMPUTE_POLICIES,
+        why="16 bytes a parameter leave 2.1 GiB of the 4, and 12 blocks of 18 BTC, 9 MiB each, "
+        "take 1.9. `auto` would look further, for a policy in only a part of the blocks.",
+        hint="4 GiB less 16 bytes a parameter; a BTC is 12 x 1,024 x 768 bytes, times 12 blocks.",
+        mistakes=(
+            ("none", "12 blocks of 36 BTC are 3.8 GiB, and the parameters' 16 bytes come on top."),
+            ("cheap", "12 blocks of 24 BTC are 2.5 GiB; how much do the 16 bytes leave?"),
+            ("selective", "It keeps as much as cheap; how much do the 16 bytes leave?"),
+            ("attn", "It keeps 26 BTC, more than cheap."),
+            ("sdpa", "It fits, but one that costs less does, too."),
+            ("full", "It fits, but one that costs less does, too."),
+        ),
+    ),
+}
+
+
+def sections() -> dict[int, str]:
+    """Number -> the exercise as it stands in docs/lesson.md, with its title."""
+    parts = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]
+    return {
+        int(part.partition(".")[0]): part.strip()
+        for part in parts
+        if part.partition(".")[0].isdigit()
+    }
+
+
+def solution(n: int) -> str:
+    return f"{n}: {EXERCISES[n].show(MEASURES[n]().answer)}. {EXERCISES[n].why}"
+
+
+def check(n: int, text: str) -> int:
+    """Print what there is to say to an answer, and return the exit code. Raises UsageError."""
+    exercise = EXERCISES[n]
+    try:
+        given = exercise.read(text)
+    except UsageError as error:
+        raise UsageError(f"exercise {n}: {error}") from None
+    answer = MEASURES[n]().answer
+    if exercise.is_near(given, answer):
+        print(f"right: {exercise.show(answer)}. {exercise.why}")
+        return 0
+    print(f"not yet: {exercise.comment(given)}")
+    return NOT_YET
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m scripts.lesson",
+        description="Exercises on activation memory (docs/lesson.md), and whether you are right.",
+        epilog="exit codes: 0 right (or nothing to check), 3 not yet right, 2 no answer at all",
+    )
+    add = parser.add_argument
+    add("exercise", nargs="?", type=number(int, 1, len(EXERCISES)), metavar="N",
+        help=f"an exercise, 1 to {len(EXERCISES)}; alone: show it")  # fmt: skip
+    add("answer", nargs="*", metavar="ANSWER", help="is it right?")
+    add("--measure", action="store_true", help="see for yourself, in a few seconds")
+    add("--solution", action="store_true", help="the answer, and why (without N: all of them)")
+    return parser
+
+
+def contents() -> str:
+    titles = (section.partition("\n")[0] for section in sections().values())
+    return "\n".join([*titles, "", "python -m scripts.lesson N [ANSWER]"])
+
+
+def do(args: argparse.Namespace) -> int:
+    """What was asked for; returns the exit code. Raises UsageError."""
+    n, code = args.exercise, 0
+    if n is None:
+        if args.measure:
+            raise UsageError("--measure needs the number of an exercise")
+        for line in map(solution, EXERCISES) if args.solution else [contents()]:
+            print(line, flush=True)
+        return 0
+    if args.answer:
+        code = check(n, " ".join(args.answer))
+    if args.measure:
+        print(MEASURES[n]().lines)
+    if args.solution:
+        print(solution(n))
+    if not (args.answer or args.measure or args.solution):
+        print(sections()[n])
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return do(args)
+    except UsageError as error:
+        print_error(error)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""docs/lesson.md: its exercises are the script's, right answers pass, plausible mistakes do not."""
+
+import re
+
+import pytest
+from runs import ROOT
+
+from scripts import block_picture, checkpoint_from_scratch, kept_tensors, lesson, lesson_numbers
+from scripts.lesson import EXERCISES, NOT_YET, sections
+from scripts.lesson_numbers import MEASURES, Measured
+
+N_PARAMETERS = 124_439_808  # of GPT-2 small
+PAGE = (ROOT / "docs" / "lesson.md").read_text()
+PROGRAMS = {
+    "scripts.lesson": lesson.main,
+    "scripts.kept_tensors": kept_tensors.main,
+    "scripts.checkpoint_from_scratch": checkpoint_from_scratch.main,
+}
+COMMANDS = re.findall(r"^    python -m (scripts\.\w+) ?(.*)$", PAGE, re.M)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[int, Measured]:
+    return {n: measure() for n, measure in MEASURES.items()}
+
+
+@pytest.fixture
+def known(measured, monkeypatch):
+    """Answers are computed once for all tests."""
+    for n, result in measured.items():
+        monkeypatch.setitem(MEASURES, n, lambda result=result: result)
+    return measured
+
+
+def ask(capsys, *words: str) -> tuple[int, str, str]:
+    try:
+        code = lesson.main(list(words))
+    except SystemExit as stop:  # argparse leaves that way
+        code = int(stop.code or 0)
+    return code, *capsys.readouterr()
+
+
+def test_the_page_and_the_script_have_the_same_exercises(capsys):
+    assert [*sections()] == [*EXERCISES] == [*MEASURES] == list(range(1, len(EXERCISES) + 1))
+    in_words = {8: "Eight", 9: "Nine", 10: "Ten"}[len(EXERCISES)]
+    assert f"\n{in_words} short exercises" in PAGE
+    for n in EXERCISES:
+        code, out, _ = ask(capsys, str(n))
+        assert code == 0 and out.strip() in PAGE and out.startswith(f"{n}. ")
+        # each ends with what to measure it by
+        assert re.search(r"^    python -m scripts\.", out, re.M)
+    code, out, _ = ask(capsys)
+    assert code == 0 and len(re.findall(r"^\d+\. ", out, re.M)) == len(EXERCISES)
+
+
+@pytest.mark.parametrize(("program", "words"), COMMANDS)
+def test_the_commands_of_the_page(program, words, capsys, known):
+    code = PROGRAMS[program](words.split())
+    assert code == (NOT_YET if words == "4 30" else 0)
+    assert capsys.readouterr().out
+
+
+def test_every_exercise_has_a_command():
+    assert len(COMMANDS) >= len(EXERCISES) + 2
+
+
+# ---- The answers, by another way than the script's where there is one
+
+
+def test_answers_are_those_that_stand_in_the_documents(known):
+    """docs/ladder.md and docs/planning.md say the same, and have tests of their own."""
+    ladder = (ROOT / "docs" / "ladder.md").read_text()
+    answers = {n: result.answer for n, result in known.items()}
+    assert answers[1] == 3
+    assert round(answers[2]) == 8 * 4 + 2 * 16 and round(answers[3]) == 36
+    assert f"\n| `none` | {answers[3]:.0f} |" in ladder
+    assert f"\n| `cheap` | {answers[4]:.0f} |" in ladder
+    assert round(answers[5], 2) == round(1 + 8 / 36, 2)
+    assert answers[6] == "c"
+    assert f"{answers[7] * 1024:,.0f} MiB for 12 sequences" in ladder
+    assert answers[8] == 1
+    assert round(answers[9]) == round(4 * N_PARAMETERS / 2**20)
+    assert answers[10] == "mlp"
+
+
+def kept_btc(policy: str) -> float:
+    return block_picture.kept_btc([t for t in block_picture.look(policy) if not t.of_a_weight])
+
+
+def test_figures_of_the_page():
+    """What an exercise tells its reader to count with."""
+    planner = lesson_numbers.planner()
+    assert sum(p.numel() for p in planner.model.parameters()) == N_PARAMETERS
+    assert f"{N_PARAMETERS:,} parameters" in PAGE and f"{planner.config.vocab_size:,} ids" in PAGE
+    given = re.findall(r"(\d+) (?:BTC )?with\s`(\w+)`", sections()[10])
+    assert [policy for _, policy in given] == ["none", "cheap", "mlp", "sdpa", "full"]
+    for btc, policy in given:
+        assert int(btc) == round(kept_btc(policy))
+    assert f"{lesson_numbers.BUDGET // 2**30} GiB" in sections()[10]
+    memory = f"{lesson_numbers.SEQUENCES} sequences of {lesson_numbers.SEQ_LEN:,} tokens"
+    for n in (7, 10):
+        assert memory in " ".join(sections()[n].split())
+
+
+def test_the_measurement_shows_the_answer(known):
+    for n, result in known.items():
+        if n in (2, 3, 4, 5, 7):
+            assert f"{result.answer:.2f}" in result.lines
+    assert known[1].lines.count("kept") == known[1].answer
+    assert "loss equal to the bit, 0 of 28" in known[6].lines
+    assert not re.search(r"preserve_rng_state=False.* 0 of 28", known[6].lines)
+    peaks = [float(peak) for peak in re.findall(r"([\d.]+) GiB", known[8].lines)]
+    assert len(peaks) == 6 and peaks == sorted(peaks)
+    before, now = re.findall(r"^([\d,]+) MiB", known[9].lines, re.M)
+    added = int(now.replace(",", "")) - int(before.replace(",", ""))
+    assert abs(added - known[9].answer) <= 1
+    assert re.search(r"^attn .*no$", known[10].lines, re.M)
+    assert re.search(r"^mlp .*fits$", known[10].lines, re.M)
+
+
+# What people write, right or wrong; the wrong ones are mistakes that a class would make.
+RIGHT = {
+    1: ("3", "3."),
+    2: ("64", "64.08", "64 BTC"),
+    3: ("36", "36 btc", "36.1"),
+    4: ("24", "24.06 BTC"),
+    5: ("1.22", "1.222", "11/9", "1.22x", "1.22 times"),
+    6: ("c", "C", "(c)"),
+    7: ("6.9", "6.9 GiB", "7", "7067 MiB", "7,067MiB", "7.4 GB"),
+    8: ("1",),
+    9: ("475", "474.7", "475 MiB", "498 MB"),
+    10: ("mlp", "MLP", "`mlp`"),
+}
+WRONG = {
+    1: ("4", "2", "1", "-3"),
+    2: ("16", "32", "36", "60", "68", "72"),
+    3: ("18", "32", "34", "35", "37", "64"),
+    4: ("12", "16", "26", "28", "32", "36"),
+    5: ("4/3", "1.33", "1.17", "1.25", "5/3", "0.22", "1"),
+    6: ("a", "b", "d"),
+    7: ("2.3", "4.6", "3.45", "7.4", "0.58", "6.9 MiB"),
+    8: ("2", "3", "4", "12", "3.5", "1.2"),
+    9: ("0", "498", "949", "1424", "1,899", "1.9 GiB", "475 GiB"),
+    10: ("none", "cheap", "selective", "attn", "sdpa", "full"),
+}
+
+
+@pytest.mark.parametrize("n", EXERCISES)
+def test_right_answers_are_accepted(n, known, capsys):
+    for text in RIGHT[n]:
+        code, out, err = ask(capsys, str(n), *text.split())
+        assert code == 0 and out.startswith("right: ") and EXERCISES[n].why in out, text
+        assert out.count("\n") == 1 and not err
+
+
+@pytest.mark.parametrize("n", EXERCISES)
+def test_mistakes_are_refused_and_not_given_away(n, known, capsys):
+    right = EXERCISES[n].show(known[n].answer).split()[0]
+    mistakes = {str(wrong) for wrong, _ in EXERCISES[n].mistakes}
+    for text in {*WRONG[n], *mistakes}:
+        code, out, err = ask(capsys, str(n), *text.split())
+        assert code == NOT_YET == 3 and out.startswith("not yet: "), text
+        assert out.count("\n") == 1 and not err
+        if n not in (1, 6, 8):  # (a single digit or letter stands in every sentence)
+            assert not re.search(rf"\b{re.escape(right)}\b", out), text
+
+
+def test_a_known_mistake_gets_words_of_its_own():
+    for exercise in EXERCISES.values():
+        for wrong, words in exercise.mistakes:
+            assert exercise.comment(wrong) == words
+    assert EXERCISES[2].comment(5.0) == EXERCISES[2].hint
+
+
+def test_solutions(known, capsys):
+    code, out, _ = ask(capsys, "--solution")
+    assert code == 0 and len(out.splitlines()) == len(EXERCISES)
+    for n, line in zip(EXERCISES, out.splitlines(), strict=True):
+        assert line == lesson.solution(n) and line.startswith(f"{n}: ")
+    assert ask(capsys, "3", "--solution")[:2] == (0, lesson.solution(3) + "\n")
+    code, out, _ = ask(capsys, "3", "32", "--solution")
+    assert code == NOT_YET and out.endswith(lesson.solution(3) + "\n")
+
+
+def test_answers_are_computed_when_asked(known, capsys, monkeypatch):
+    """No number is written down in the script: a model that keeps 50 BTC changes the answer."""
+    monkeypatch.setitem(MEASURES, 3, lambda: Measured(50.0, ""))
+    assert ask(capsys, "3", "50")[0] == 0
+    assert ask(capsys, "3", "36")[0] == NOT_YET
+    monkeypatch.undo()
+    monkeypatch.setattr(lesson_numbers, "BUDGET", 3 * 2**30)
+    assert lesson_numbers.policy_for_a_card().answer == "sdpa"
+    monkeypatch.setattr(lesson_numbers, "checkpoint", checkpoint_that_forgets_nothing)
+    assert lesson_numbers.other_dice().answer == "d"
+
+
+def checkpoint_that_forgets_nothing(function, *args, use_reentrant, preserve_rng_state):
+    return checkpoint_from_scratch.checkpoint(function, *args)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["11"], "N: must be a whole number of at least 1 and at most 10, not '11'"),
+        (["0"], "N: must be"),
+        (["two"], "N: must be a whole number"),
+        (["4", "many"], r"exercise 4: the answer must be a number \(BTC\), not 'many'"),
+        (["4", ""], "exercise 4: the answer must be a number"),
+        (["4", "24", "12"], "exercise 4: the answer must be a number"),
+        (["7", "nan"], "exercise 7: the answer must be a number"),
+        (["9", "3/0"], "exercise 9: the answer must be a number"),
+        (["6", "e"], "exercise 6: answer one of a, b, c, d, not 'e'"),
+        (["10", "auto"], "exercise 10: answer one of none, cheap, .*, not 'auto'"),
+        (["--measure"], "--measure needs the number of an exercise"),
+        (["3", "--hint"], "unrecognized arguments: --hint"),
+    ],
+)
+def test_what_is_no_answer_costs_one_line(words, says, capsys):
+    code, out, err = ask(capsys, *words)
+    (line,) = err.splitlines()
+    assert code == 2 and not out and re.search(f"^error: {says}", line), line
