@@ -64,9 +64,8 @@ class Exercise:
 
     def comment(self, given: float | str) -> str:
         """What to say to a wrong answer: where to look, and not what is right."""
-        return next(
-            (words for wrong, words in self.mistakes if self.is_near(given, wrong)), self.hint
-        )
+        comments = (words for wrong, words in self.mistakes if self.is_near(given, wrong))
+        return next(comments, self.hint)
 
     def show(self, answer: float | str) -> str:
         if isinstance(answer, str):

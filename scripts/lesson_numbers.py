@@ -7,7 +7,7 @@ from (`python -m scripts.lesson N --measure`).
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import torch
@@ -117,6 +117,7 @@ def other_dice() -> Measured:
     return Measured(answer, "\n".join(lines))
 
 
+@cache  # it remembers its steps
 def planner(accumulate: bool = False) -> Planner:
     """Of GPT-2 small on a GPU."""
     return Planner(
