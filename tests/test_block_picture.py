@@ -123,3 +123,23 @@ def test_a_file_is_no_folder(tmp_path, capsys):
         block_picture.main(["--out", str(tmp_path / "file")])
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and line.startswith("error: --out: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "stopped"),
+        (OSError(28, "No space left on device", "out/x.png"), 2, "error: --out: out/x.png: No"),
+    ],
+    ids=["Ctrl-C", "full disk"],
+)
+def test_interrupted(error, code, line, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(block_picture, "look_at_all", fail)
+    assert block_picture.main(["--out", str(tmp_path / "new")]) == code
+    assert capsys.readouterr().err.strip().startswith(line)
+    assert list(tmp_path.iterdir()) == []
