@@ -287,7 +287,7 @@ def do(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_intermixed_args(argv)  # 3 --measure 36
     try:
         return do(args)
     except UsageError as error:

@@ -178,6 +178,7 @@ def test_solutions(known, capsys):
     for n, line in zip(EXERCISES, out.splitlines(), strict=True):
         assert line == lesson.solution(n) and line.startswith(f"{n}: ")
     assert ask(capsys, "3", "--solution")[:2] == (0, lesson.solution(3) + "\n")
+    assert ask(capsys, "3", "--solution", "36")[1].startswith("right: ")
     code, out, _ = ask(capsys, "3", "32", "--solution")
     assert code == NOT_YET and out.endswith(lesson.solution(3) + "\n")
 
