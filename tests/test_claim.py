@@ -54,6 +54,22 @@ def test_the_lowest_loss_alone_is_kept_too(tmp_path):
     assert before in [file.read_bytes() for file in tmp_path.glob("run.2*.best.pt")]
 
 
+def test_nor_does_it_join_the_files_of_another_run(tmp_path):
+    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
+    for steps in (2, 3):
+        assert train_here(path, f"--num-steps={steps}") == 0
+        for file in (path, best):
+            os.utime(file, (10**9, 10**9))
+        if steps == 2:
+            step_aside(path)
+            (old,) = replaced_runs(path)
+            for suffix in (".best.pt", ".metrics.jsonl"):  # its owner did not want them
+                beside(old, suffix).unlink()
+    path.unlink()
+    step_aside(path)
+    assert not beside(old, ".best.pt").exists() and not best.exists()
+
+
 def test_two_runs_that_ended_in_the_same_second(tmp_path):
     path = tmp_path / "run.pt"
     for steps in (2, 3, 4):
