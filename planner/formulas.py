@@ -42,13 +42,10 @@ def closed_form(
     not keep; autocast's float32 residual stream makes it 36 N C without masks. Rajbhandari et al.,
     2020, section 3.1, has the 16 P.
     """
-    V, C, F = config.vocab_size, config.d_model, config.d_ff
-    H, L = config.n_heads, config.n_layers
+    C, F, H, L = config.d_model, config.d_ff, config.n_heads, config.n_layers
     N, amp = batch_size * seq_len, precision != torch.float32
     a = 2 if amp else 4
-    n_parameters = (V + config.max_position_embeddings) * C + 2 * C
-    n_parameters += L * (4 * C * C + 2 * C * F + 9 * C + F)
-    n_tensors = 4 + 12 * L
+    P = count_parameters(config)
 
     masks = N * C if config.dropout else 0
     statistics, normaliser = 8 * N, 4 * N * H
@@ -71,12 +68,25 @@ def closed_form(
         kept = policies["full"] * math.ceil(n / config.recompute_group)
         kept += policies["none"] * (L - n)
     return {
-        "parameters": 4 * n_parameters,
-        "gradients": 4 * n_parameters,
-        "optimizer": 8 * n_parameters + 4 * n_tensors,
+        "parameters": 4 * P,
+        "gradients": 4 * P,
+        "optimizer": 8 * P + 4 * (4 + 12 * L),
         "blocks": kept,
         "head": head_bytes(config, N, precision),
     }
+
+
+def count_parameters(config: MiniGPTConfig) -> int:
+    """P of `closed_form`."""
+    V, C, F = config.vocab_size, config.d_model, config.d_ff
+    P = (V + config.max_position_embeddings) * C + 2 * C
+    return P + config.n_layers * (4 * C * C + 2 * C * F + 9 * C + F)
+
+
+def state_bytes(config: MiniGPTConfig) -> int:
+    """Weights, gradients and AdamW's moments: no step takes less, whatever it recomputes."""
+    parts = closed_form(config, 1, 1, torch.float32)
+    return parts["parameters"] + parts["gradients"] + parts["optimizer"]
 
 
 def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> int:

@@ -34,6 +34,8 @@ KINDS = (
     "temporaries",  # the rest, gone before the phase ends
 )
 
+MANY_CHUNKS, FEW_CHUNKS = 100, 10  # of the head, see `Planner.plan`
+
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -105,6 +107,7 @@ class Planner:
         self.on_cpu, self.accumulate, self.ddp = device_type == "cpu", accumulate, ddp
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
+        self.watch: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
             if not self.on_cpu:
@@ -120,8 +123,25 @@ class Planner:
         """A step on `batch_size` sequences. `memory`: changes of the config (recompute="full")."""
         config = replace(self.config, **memory)
         if (batch_size, config) not in self.steps:
-            self.steps[batch_size, config] = self.simulate(batch_size, config)
+            self.watch()
+            self.steps[batch_size, config] = self.plan(batch_size, config)
         return self.steps[batch_size, config]
+
+    def plan(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
+        """A simulation; but all chunks of the head are alike, and there may be millions of them.
+
+        Then a few larger ones are simulated, and the head goes by its formula.
+        """
+        n_tokens = batch_size * self.seq_len
+        if head.count_chunks(n_tokens, config.vocab_size, config.loss_chunks) <= MANY_CHUNKS:
+            return self.simulate(batch_size, config)
+        few = replace(config, loss_chunks=FEW_CHUNKS)
+        step = self.simulate(batch_size, few)
+        excess = head_bytes(few, n_tokens, self.precision)
+        excess -= head_bytes(config, n_tokens, self.precision)
+        of_the_head = step.timeline[step.phase("head"), KINDS.index("head")]  # (a view)
+        of_the_head[:] = np.minimum(of_the_head, of_the_head.max() - excess)
+        return replace(step, config=config)
 
     def largest_batch(self, budget: int, batch_size: int, **memory: Any) -> int:
         """The most sequences whose peak stays within `budget` bytes; 0 = not even one does.
@@ -130,7 +150,9 @@ class Planner:
         the head, which gets more chunks instead of larger ones; it goes by its formula.
         """
         fewest = 1
-        if not self.config.loss_chunks:  # enough for two chunks: one would be another program
+        if not replace(
+            self.config, **memory
+        ).loss_chunks:  # enough for two chunks: one would be another program
             fewest += 2 * head.CHUNK // (self.config.vocab_size * self.seq_len)
         first = max(batch_size, fewest)
         other = fewest if fewest < first else first + 1

@@ -1,12 +1,12 @@
 """Will it fit, and what is the cheapest way to make it fit? An answer before the run.
 
 The flags are the trainers' own; add nothing but what you ask:
-    python -m scripts.plan_memory --n-layers 12 --d-model 768 --n-heads 12 --seq-len 1024 \
-        --batch-size 12 --tokenizer-name gpt2 --device cuda --memory-budget 8GiB
+    python -m scripts.plan_memory --model gpt2 --device cuda --memory-budget 8GiB
 
 One training step of that model is simulated for each recompute policy, on tensors that have shapes
 but no memory: no GPU is needed, nothing is downloaded, 1.5 billion parameters take a minute on a
-laptop. `--device cuda` plans for a GPU wherever you are.
+laptop. `--device cuda` plans for a GPU wherever you are. What is recommended leaves a tenth of the
+budget to what tensors are not: kernels, the CUDA context, an allocator's gaps.
 """
 
 import argparse
@@ -15,14 +15,14 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from data import DataError
 from planner.choose import RUNGS, describe_recompute, pick_recompute, recompute_flags
-from planner.formulas import closed_form, step_flops
+from planner.formulas import closed_form, count_parameters, recompute_cost, state_bytes, step_flops
 from planner.step import Planner, StepMemory
 from trainer.flags import (
     UsageError,
@@ -33,8 +33,24 @@ from trainer.flags import (
     output_file,
     print_error,
 )
+from trainer.knobs import Knob
 from trainer.metrics import format_bytes
-from trainer.plan import make_planner, target, vocabulary, way_out
+from trainer.plan import SMALLER, Plans, target, vocabulary
+from trainer.room import SHARE
+
+
+@dataclass(frozen=True)
+class Room:
+    """What tensors may take, in bytes; None where nobody knows."""
+
+    budget: int | None  # all that was given
+    safe: int | None  # of that, what a recommendation may take
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, budget: int | None) -> "Room":
+        if budget is None or args.memory_budget is None:
+            return cls(budget, budget)  # (a share of what is free has left its margin)
+        return cls(budget, int(SHARE * budget))
 
 
 @dataclass(frozen=True)
@@ -45,8 +61,21 @@ class Row:
     flags: list[str]
     step: StepMemory
     replayed: float  # FLOPs done twice, in units of what the step needs
-    fits: bool | None  # in the budget; None = there is none
-    largest_batch: int | None
+    room: Room
+    largest_batch: int | None  # in the budget
+    safe_batch: int | None  # in the safe part of it
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.room.budget is None else self.step.peak <= self.room.budget
+
+    @property
+    def safe(self) -> bool:
+        return self.room.safe is not None and self.step.peak <= self.room.safe
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        return recompute_cost(self.step.config, self.step.seq_len)
 
     def as_json(self) -> dict[str, Any]:
         config, step = self.step.config, self.step
@@ -64,7 +93,9 @@ class Row:
             "kept_bytes_per_block": step.kept_per_block,
             "replayed": self.replayed,
             "fits": self.fits,
+            "fits_safely": None if self.fits is None else self.safe,
             "largest_batch": self.largest_batch,
+            "largest_batch_safely": self.safe_batch,
         }
 
 
@@ -82,49 +113,63 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return fill_in(args)
 
 
-def rows(planner: Planner, batch_size: int, budget: int | None) -> tuple[list[Row], StepMemory]:
-    """Every policy, and what `auto` would take (it gets a row of its own if it is a mix)."""
-    ways = [*RUNGS, {"recompute": "full", "offload_activations": True}]
-    taken = pick_recompute(planner, batch_size, sys.maxsize if budget is None else budget)
-    memory = {name: getattr(taken.config, name) for name in ("recompute", "recompute_group")}
+def rows(planner: Planner, batch_size: int, room: Room) -> list[Row]:
+    """Every policy, and the least recompute that fits (a row of its own if it is a mix)."""
+    ways = [*RUNGS, OFFLOADED]
+    taken = pick_recompute(planner, batch_size, sys.maxsize if room.safe is None else room.safe)
     if taken.config.recompute_layers is not None:
-        memory["recompute_layers"] = taken.config.recompute_layers
+        memory = {name: getattr(taken.config, name) for name in MIX}
         before = [way["recompute"] for way in ways].index(taken.config.recompute)
         ways.insert(before, memory)
     needed, _ = step_flops(planner.config, planner.seq_len)
     table = []
     for way in ways:
         step = planner.step(batch_size, **way)
-        largest = None if budget is None else planner.largest_batch(budget, batch_size, **way)
+        largest, safe = (
+            None if budget is None else planner.largest_batch(budget, batch_size, **way)
+            for budget in (room.budget, room.safe)
+        )
         table.append(
             Row(
                 name=describe_recompute(step.config),
                 flags=recompute_flags(step.config),
                 step=step,
                 replayed=step_flops(step.config, planner.seq_len)[1] / needed,
-                fits=None if budget is None else step.peak <= budget,
+                room=room,
                 largest_batch=largest,
+                safe_batch=safe,
             )
         )
-    return table, taken
+    return table
 
 
-def format_table(table: list[Row], taken: StepMemory) -> str:
+OFFLOADED: dict[str, Any] = {"recompute": "full", "offload_activations": True}
+MIX = ("recompute", "recompute_group", "recompute_layers")
+
+
+def recommend(table: list[Row]) -> Row | None:
+    """The row that recomputes least, of those that fit and leave a margin; offload is the last."""
+    safe = [row for row in table if row.safe]
+    return min(safe, key=lambda row: (row.step.config.offload_activations, row.cost), default=None)
+
+
+def format_table(table: list[Row], taken: Row | None) -> str:
     """Aligned columns; `taken` is marked."""
     lines = [
-        ("", "policy", "peak", "where", "kept a block", "FLOPs twice", "fits", "largest batch")
+        (" ", "policy", "peak", "where", "kept a block", "FLOPs twice", "fits", "largest batch")
     ]
     for row in table:
+        fits = {True: "yes" if row.safe else "tight", False: "no", None: "?"}[row.fits]
         lines.append(
             (
-                ">" if row.step is taken else "",
+                ">" if row is taken else "",
                 row.name,
                 format_bytes(row.step.peak),
                 row.step.where,
                 format_bytes(row.step.kept_per_block),
                 f"{row.replayed:.1%}",
-                {True: "yes", False: "no", None: "?"}[row.fits],
-                "?" if row.largest_batch is None else f"{row.largest_batch:,}",
+                fits,
+                "?" if row.safe_batch is None else f"{row.safe_batch:,}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -137,35 +182,54 @@ def format_table(table: list[Row], taken: StepMemory) -> str:
     )
 
 
-def describe_target(
-    args: argparse.Namespace, planner: Planner, kind: str, budget: int | None
-) -> str:
+def describe_target(args: argparse.Namespace, plans: Plans, room: Room) -> str:
     """What the table below is about."""
-    config, precision = planner.config, str(planner.precision).removeprefix("torch.")
-    n_parameters = sum(p.numel() for p in planner.model.parameters())
-    parts = closed_form(config, args.batch_size, args.seq_len, planner.precision)
-    state = parts["parameters"] + parts["gradients"] + parts["optimizer"]
-    if budget is None:
+    config, kind = model_config(args, plans.vocab_size), plans.device.type
+    if room.budget is None:
         limit = f"no {kind} here and no --memory-budget: what fits cannot be told"
+    elif room.budget == room.safe:
+        limit = f"{format_bytes(room.budget)}, {SHARE:.0%} of what is free"
     else:
-        limit = format_bytes(budget) + ("" if args.memory_budget else ", 90 % of what is free")
+        limit = f"{format_bytes(room.budget)}, of which tensors may take "
+        limit += f"{format_bytes(room.safe or 0)}: {SHARE:.0%}, as auto leaves of what is free"
     lines = [
-        f"model    {n_parameters:,} parameters: {config.n_layers} layers x {config.d_model}, "
-        f"{config.n_heads} heads, vocabulary {config.vocab_size:,}",
+        f"model    {count_parameters(config):,} parameters: {config.n_layers} layers x "
+        f"{config.d_model}, {config.n_heads} heads, vocabulary {config.vocab_size:,}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
-        f"device   {kind}, {precision}" + (", DistributedDataParallel" if planner.ddp else ""),
+        f"device   {kind}, {str(plans.precision).removeprefix('torch.')}"
+        + (", DistributedDataParallel" if plans.ddp else ""),
         f"budget   {limit}",
-        f"always   {format_bytes(state)}: weights, gradients, AdamW (16 bytes a parameter)",
+        f"always   {format_bytes(state_bytes(config))}: weights, gradients, AdamW "
+        "(16 bytes a parameter)",
     ]
+    if assumed := assumptions(args, config.vocab_size):
+        lines.append(f"note     assumed, as nothing else was asked: {', '.join(assumed)}")
     if args.compile:
         lines.append("note     eager code is simulated; the compiler may keep less, or more")
     return "\n".join(lines)
+
+
+def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
+    """What stands for flags that were left out by someone who asked for a model of their own."""
+    shape = {"n_layers": "layers", "d_model": "channels", "n_heads": "heads"}
+    if args.model or not args.typed & (shape.keys() | {"d_ff", "seq_len", "vocab_size"}):
+        return []
+    assumed = [
+        f"{getattr(args, name)} {noun}" for name, noun in shape.items() if name not in args.typed
+    ]
+    if not args.typed & {"tokenizer_name", "vocab_size", "train_data"}:
+        words = f"a vocabulary of {vocab_size:,}"
+        assumed.append(words + ("" if args.use_toy_data else " (--tokenizer-name gpt2: 50,257)"))
+    if "seq_len" not in args.typed:
+        assumed.append(f"{args.seq_len} tokens (--seq-len)")
+    return assumed
 
 
 def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
     """The trainer's command: what was asked, with what was found."""
     mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--recompute-layers": 1}
     mine |= {"--recompute-group": 1, "--offload-activations": 0, "--use-activation-checkpoint": 0}
+    mine |= {flag: 1 for flag in flags if flag.startswith("--") and flag not in mine}
     kept, skip = [], 0
     for i, word in enumerate(argv):
         name, _, value = word.partition("=")
@@ -183,48 +247,93 @@ def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) ->
     return shlex.join([*start, *kept, *flags])
 
 
+def verdict(
+    argv: list[str], args: argparse.Namespace, plans: Plans, room: Room, table: list[Row]
+) -> str:
+    """What to run; or why nothing fits, and what would."""
+    if room.safe is None:
+        return "--memory-budget 8GiB, say, tells what fits, and which of them to take"
+    lines, taken = [], recommend(table)
+    if taken and not taken.step.config.offload_activations:
+        return command_line(argv, args, taken.flags)
+    why, knob = plans.way_out(args, room.safe)
+    if taken:  # offloaded; there may be something cheaper than that
+        if knob and "offload_activations" not in knob.flags:
+            lines = [f"or, instead of offloading, {knob.command(args)} ({knob.words})"]
+        return "\n".join([*lines, command_line(argv, args, taken.flags)])
+    for row in table:
+        if row.fits:
+            left = format_bytes((room.budget or 0) - row.step.peak)
+            lines.append(f"tight    {row.name} would leave {left} for all that tensors are not")
+    if knob is None:
+        return "\n".join([*lines, f"nothing fits; {why}{SMALLER}"])
+    lines.append(f"nothing fits; {why}{knob.command(args)} fits ({knob.words})")
+    return "\n".join([*lines, command_line(argv, args, words_of(knob))])
+
+
+def words_of(knob: Knob) -> list[str]:
+    """A knob's flags, for a command."""
+    words = []
+    for name, value in knob.flags.items():
+        if value is not None:
+            words += ["--" + name.replace("_", "-")] + [str(value)] * (value is not True)
+    return words
+
+
+def as_json(
+    argv: list[str], args: argparse.Namespace, plans: Plans, room: Room, table: list[Row]
+) -> str:
+    taken = recommend(table)
+    config = (taken or min(table, key=lambda row: row.step.peak)).step.config
+    result = {
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", "-m", "scripts.plan_memory", *argv]),
+        "config": asdict(model_config(args, plans.vocab_size)),
+        "batch_size": args.batch_size,
+        "seq_len": args.seq_len,
+        "device": plans.device.type,
+        "precision": str(plans.precision).removeprefix("torch."),
+        "budget_bytes": room.budget,
+        "safe_bytes": room.safe,
+        "takes": taken and taken.name,
+        "closed_form": closed_form(config, args.batch_size, args.seq_len, plans.precision),
+        "rows": [row.as_json() for row in table],
+    }
+    return json.dumps(result, indent=1) + "\n"
+
+
+def plan(argv: list[str], bar: tqdm) -> int:
+    """Print the plan. Raises UsageError or DataError."""
+    args = parse(argv)
+    kind, precision, budget = target(args, args.nproc_per_node or 1)
+    room = Room.of(args, budget)
+    plans = Plans(
+        vocabulary(args), torch.device(kind), precision, bool(args.nproc_per_node), bar.update
+    )
+    args.use_activation_checkpoint = "none"  # what the rows and the way out are changes of
+    bar.write(describe_target(args, plans, room) + "\n")
+    table: list[Row] = []
+    if room.budget is None or plans.state(args) < room.budget:
+        table = rows(plans.planner(args), args.batch_size, room)
+        bar.write(format_table(table, recommend(table)) + "\n")
+    bar.write(verdict(argv, args, plans, room, table))
+    if args.json:
+        table = table or rows(plans.planner(args), args.batch_size, room)
+        args.json.write_text(as_json(argv, args, plans, room, table))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        args = parse(argv)
-        kind, precision, budget = target(args, args.nproc_per_node or 1)
-        config = model_config(args, vocabulary(args))
-        make = partial(
-            make_planner,
-            config=config,
-            device=torch.device(kind),
-            precision=precision,
-            ddp=bool(args.nproc_per_node),
-        )
-        planner = make(args)
-        table, taken = rows(planner, args.batch_size, budget)
+        with tqdm(desc="simulating", unit=" steps", disable=None, leave=False) as bar:
+            return plan(sys.argv[1:] if argv is None else argv, bar)
     except (UsageError, DataError) as error:
         print_error(error)
         return 2
-    print(describe_target(args, planner, kind, budget), end="\n\n")
-    print(format_table(table, taken), end="\n\n")
-    row = next(row for row in table if row.step is taken)
-    if row.fits is False:
-        print("nothing fits; " + way_out(make, args, taken, budget or 0))
-    else:
-        print(command_line(argv, args, row.flags))
-    if args.json:
-        result = {
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "command": shlex.join(["python", "-m", "scripts.plan_memory", *argv]),
-            "config": asdict(config),
-            "batch_size": args.batch_size,
-            "seq_len": args.seq_len,
-            "device": kind,
-            "precision": str(precision).removeprefix("torch."),
-            "budget_bytes": budget,
-            "takes": None if row.fits is False else row.name,
-            "closed_form": closed_form(taken.config, args.batch_size, args.seq_len, precision),
-            "rows": [row.as_json() for row in table],
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trainer.flags import UsageError
-from trainer.plan import default_budget, free_memory
+from trainer.room import default_budget, free_memory, own_memory, total_memory
 
 CPU = torch.device("cpu")
 
@@ -23,12 +24,16 @@ def machine(monkeypatch, tmp_path):
             path.write_text(content)
 
     monkeypatch.setattr(
-        "trainer.plan.Path", lambda *parts: tmp_path / Path(*parts).relative_to("/")
+        "trainer.room.Path", lambda *parts: tmp_path / Path(*parts).relative_to("/")
     )
     return make
 
 
 MEMINFO = "MemTotal:  9000 kB\nMemFree: 1 kB\nMemAvailable:    2000 kB\nBuffers: 7 kB\n"
+CACHED = "anon 300000\nfile 0\ninactive_file 200000\nactive_file 1\n"
+STATISTICS = "/sys/fs/cgroup/memory.stat"
+V1_LIMIT = "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+V1_USED = "/sys/fs/cgroup/memory/memory.usage_in_bytes"
 LIMIT, USED = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
 
 
@@ -40,12 +45,53 @@ LIMIT, USED = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
         ({LIMIT: "1500000\n", USED: "500000\n"}, 1_000_000),
         ({LIMIT: "9500000\n", USED: "500000\n"}, 2_048_000),
         ({LIMIT: "1500000\n"}, 2_048_000),
+        ({LIMIT: "1500000\n", USED: "500000\n", STATISTICS: CACHED}, 1_200_000),
+        ({V1_LIMIT: "1500000\n", V1_USED: "500000\n"}, 1_000_000),
     ],
-    ids=["none", "no limit", "tighter than the machine", "wider", "half of it"],
+    ids=["none", "no limit", "tighter", "wider", "half of it", "cached files", "version 1"],
 )
 def test_free_on_linux(machine, container, free):
     machine({"/proc/meminfo": MEMINFO} | container)
     assert free_memory(CPU) == free
+
+
+@pytest.mark.parametrize(
+    ("container", "total"),
+    [
+        ({}, 9_216_000),
+        ({LIMIT: "max\n"}, 9_216_000),
+        ({LIMIT: "1500000\n"}, 1_500_000),
+        ({V1_LIMIT: "1500000\n"}, 1_500_000),
+        ({V1_LIMIT: "9223372036854771712\n"}, 9_216_000),
+    ],
+    ids=["none", "no limit", "version 2", "version 1", "version 1, no limit"],
+)
+def test_in_all_on_linux(machine, container, total):
+    machine({"/proc/meminfo": MEMINFO} | container)
+    assert total_memory(CPU) == total
+
+
+def test_in_all_elsewhere(machine, monkeypatch):
+    machine({})
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
+    assert total_memory(CPU) == 4_096_000
+    monkeypatch.delattr(os, "sysconf")
+    assert total_memory(CPU) is None
+    card = SimpleNamespace(total_memory=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert total_memory(torch.device("cuda", 0)) == 9
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 50)
+    assert total_memory(torch.device("mps")) == 50
+
+
+def test_own_memory(machine):
+    machine({"/proc/self/statm": "900 30 5 1 0 100 0\n"})
+    assert own_memory() == 30 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_own_memory_is_nothing_where_nobody_knows(machine):
+    machine({})
+    assert own_memory() == 0
 
 
 def test_free_elsewhere_is_at_most_what_is_built_in(machine, monkeypatch):

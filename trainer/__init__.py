@@ -5,5 +5,6 @@ setup.py      how it is set up, or gone on with    report.py    what is printed
 process.py    what the loop asks of the world      endings.py   signals, errors, exit codes
 flags.py      the command line                     torchrun.py  what keeps several processes safe
 plan.py       the planner, asked by flags          start.py     what comes before `import torch`
+room.py       what memory a device has             knobs.py     what to change when it is little
 snapshot.py   the file                             claim.py     whose file it is
 """

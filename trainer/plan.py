@@ -1,15 +1,13 @@
 """The planner, asked by flags: what `auto` takes, what a run will need, what would fit.
 
 planner/ tells what a step takes and which way to recompute is the cheapest; here are the flags that
-ask, what is free on this machine, and the sentences for the user.
+ask, and the sentences for the user. room.py knows the device, knobs.py what to change.
 """
 
 import argparse
-import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +16,25 @@ from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Planner, StepMemory
 from planner.choose import RUNGS, describe_recompute, pick_recompute
+from planner.formulas import state_bytes
 
-from .flags import UsageError, choose_device, choose_precision
+from .flags import UsageError, choose_device, choose_precision, model_config
+from .knobs import Knob, nearest, settings
+from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
 from .metrics import format_bytes
 from .process import OneProcess
+from .room import default_budget, free_memory, own_memory, total_memory
 from .run import make_optimizer
 
-MakePlanner = Callable[[argparse.Namespace], Planner]
+SMALLER = "a smaller --d-model, --n-layers or vocabulary"
+NO_RECOMPUTE: dict[str, Any] = RUNGS[0] | {"recompute_group": 1, "recompute_layers": None}
+
+
+class TooLarge(MemoryError):
+    """A step is predicted to take more than the device has in all: one line, with what would fit.
+
+    Nothing has run out yet. It would; on a CPU the system then ends the process without a word.
+    """
 
 
 def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dtype, int | None]:
@@ -74,119 +84,96 @@ def make_planner(
     )
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that tensors can still take on the device. Raises UsageError if nobody knows."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
-    except (OSError, StopIteration):  # not Linux: what is built in, as an upper limit
-        if not hasattr(os, "sysconf"):
-            raise UsageError("--memory-budget: this system does not tell what is free") from None
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:  # a container may have less than the machine
-        limit, used = (
-            int(Path("/sys/fs/cgroup", name).read_text())
-            for name in ("memory.max", "memory.current")
-        )
-        free = min(free, limit - used)
-    except (OSError, ValueError):  # none, or "max"
-        pass
-    return free
+@dataclass(frozen=True)
+class Plans:
+    """What steps take on one device with one vocabulary, for whatever other flags."""
+
+    vocab_size: int
+    device: torch.device
+    precision: torch.dtype
+    ddp: bool = False
+    watch: Callable[[], object] = lambda: None  # called before each step that is simulated
+    made: dict[tuple, Planner] = field(default_factory=dict)
+
+    def planner(self, args: argparse.Namespace) -> Planner:
+        """The same one for all flags that differ in batch size and recompute only."""
+        config = model_config(args, self.vocab_size)
+        key = replace(config, **NO_RECOMPUTE), args.seq_len, args.grad_accum_steps > 1
+        if key not in self.made:
+            self.watch()
+            planner = make_planner(args, config, self.device, self.precision, self.ddp)
+            planner.watch, self.made[key] = self.watch, planner
+        return self.made[key]
+
+    def state(self, args: argparse.Namespace) -> int:
+        """Bytes of weights, gradients and AdamW's moments; nothing is simulated for that."""
+        return state_bytes(model_config(args, self.vocab_size))
+
+    def peak(self, args: argparse.Namespace) -> int:
+        """Bytes at the peak of a step; for `auto`, of the most that it recomputes."""
+        names = ("recompute", "recompute_group", "recompute_layers", "offload_activations")
+        config = model_config(args, self.vocab_size)
+        memory = {name: getattr(config, name) for name in names}
+        return self.planner(args).step(args.batch_size, **memory).peak
+
+    def way_out(self, args: argparse.Namespace, budget: int) -> tuple[str, Knob | None]:
+        """The least change that makes a step fit in `budget` bytes; first why, if that is plain."""
+        why, state = "", self.state(args)
+        if state >= budget:
+            why = f"weights, gradients and AdamW's state alone take {format_bytes(state)}, more "
+            why += f"than the {format_bytes(budget)} that tensors may take: "
+        return why, nearest(args, self.device.type, budget, self.state, self.peak)
 
 
-def default_budget(device: torch.device, processes: int) -> int:
-    """What tensors may take if nobody says: most of what is free, shared by `processes`.
-
-    Not all of it: kernels need room to work in, and an allocator cannot use every gap.
-    """
-    return int(0.9 * free_memory(device) / processes)
-
-
-def choose_recompute(
-    planner: Planner, make: MakePlanner, args: argparse.Namespace, budget: int
-) -> StepMemory:
-    """What `auto` takes. `make` plans for other flags, in case nothing fits with these.
-
-    Raises UsageError, with the nearest thing that would fit, if no policy does.
-    """
-    step = pick_recompute(planner, args.batch_size, budget)
-    if step.peak <= budget:
-        return step
+def choose_recompute(plans: Plans, args: argparse.Namespace, budget: int) -> StepMemory:
+    """What `auto` takes. Raises UsageError, with what would fit, if nothing does."""
+    state = plans.state(args)
+    smallest = f"above {format_bytes(state)}"
+    if state < budget:
+        step = pick_recompute(plans.planner(args), args.batch_size, budget)
+        if step.peak <= budget:
+            return step
+        smallest = f"{format_bytes(step.peak)} ({describe_recompute(step.config)})"
     limit = f"--memory-budget {format_bytes(budget)}"
     if args.memory_budget is None:
         limit = f"--use-activation-checkpoint auto: {format_bytes(budget)} are free"
-    raise UsageError(
-        f"{limit}, but the smallest peak is {format_bytes(step.peak)} "
-        f"({describe_recompute(step.config)}); {way_out(make, args, step, budget)}"
-    )
+    most = argparse.Namespace(**vars(args) | {"use_activation_checkpoint": "full"})
+    why, knob = plans.way_out(most, budget)
+    fits = f"{knob.command(most)} fits ({knob.words})" if knob else SMALLER
+    raise UsageError(f"{limit}, but the smallest peak is {smallest}; {why}{fits}")
 
 
-def way_out(make: MakePlanner, args: argparse.Namespace, step: StepMemory, budget: int) -> str:
-    """The nearest thing to these flags that fits, when recompute is not enough."""
+def check_room(plans: Plans, args: argparse.Namespace, process: OneProcess, peak: int) -> str:
+    """A line of warning if `peak` bytes are more than is free now; else nothing.
 
-    def changed(**flags: Any) -> argparse.Namespace:
-        return argparse.Namespace(**{**vars(args), **flags})
-
-    names = ("recompute", "recompute_group", "recompute_layers", "offload_activations")
-    memory = {name: getattr(step.config, name) for name in names}
-    smaller = [n for n in range(args.batch_size - 1, 0, -1) if args.batch_size % n == 0]
-    planner = make(changed(grad_accum_steps=2))  # any number: gradients are there during forward
-    for size in smaller:
-        if planner.step(size, **memory).peak <= budget:
-            steps = args.grad_accum_steps * args.batch_size // size
-            return f"--batch-size {size} --grad-accum-steps {steps} fits (the same sequences)"
-    planner = make(args)
-    if not planner.on_cpu and memory["recompute"] != "none":
-        offloaded = memory | {"offload_activations": True}
-        if planner.step(args.batch_size, **offloaded).peak <= budget:
-            return "--use-activation-checkpoint --offload-activations fits"
-    seq_len = args.seq_len // 2
-    while seq_len >= 8:
-        planner = make(changed(seq_len=seq_len, grad_accum_steps=2))
-        if planner.step(1, **memory).peak <= budget:
-            steps = args.grad_accum_steps * args.batch_size
-            return f"--seq-len {seq_len} --batch-size 1 --grad-accum-steps {steps} fits"
-        seq_len //= 2
-    state = sum(step.timeline[-1]) + sum(p.nbytes for p in planner.model.parameters())
-    return (
-        f"weights, gradients and AdamW's state alone take {format_bytes(state)}: "
-        "a smaller --d-model, --n-layers or vocabulary"
-    )
-
-
-def next_knob(args: argparse.Namespace, device: torch.device | None, way_back: str | None) -> str:
-    """The settings that memory ran out with, and the next change: what helps most at least cost.
-
-    `device`: None if the run was not even set up. `way_back`: how to go on from what was saved; all
-    changes but the last leave a run that can: the same sequences make the same step.
+    Raises TooLarge if they are more than the device has in all.
     """
-    policy = args.use_activation_checkpoint
-    now = f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}; try"
-    back = f"; {way_back}" if way_back else ""
-    if device is None:
-        return f"{now} a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
-    if args.loss_chunks == 1:
-        return f"{now} --loss-chunks 0 (never holds all logits, costs nothing){back}"
-    if policy != "full" or args.recompute_layers is not None:
-        knob = "--use-activation-checkpoint" + ("" if policy == "none" else " full")
-        knob += "" if args.recompute_layers is None else " without --recompute-layers"
-        return f"{now} {knob} (same results, some more time){back}"
-    if args.batch_size > 1:
-        part = next(n for n in range(2, args.batch_size + 1) if args.batch_size % n == 0)
-        size, steps = args.batch_size // part, args.grad_accum_steps * part
-        return f"{now} --batch-size {size} --grad-accum-steps {steps} (the same sequences){back}"
-    if device.type == "cuda" and not args.offload_activations:
-        return f"{now} --offload-activations{back}"
-    return f"{now} a shorter --seq-len or a smaller model"
+    device, processes = process.device, process.processes_on_device
+    total, own = total_memory(device), own_memory() if device.type == "cpu" else 0
+    try:
+        free, budget = free_memory(device), default_budget(device, processes)
+    except UsageError:  # nobody knows
+        return ""
+    too_large = total is not None and processes * (peak + own) > total
+    if not too_large and processes * peak <= free:
+        return ""
+    need = f"{processes} processes, each " if processes > 1 else ""
+    need += f"{format_bytes(peak)} predicted"
+    has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or free)}"
+    why, knob = plans.way_out(args, budget)
+    way_out = f"{knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
+    if not too_large:
+        need += f", but {format_bytes(free)} are free now ({has} in all)"
+        return f"\nwarning  {need}; {why}try {way_out}"
+    if own:
+        need += f" beside the {format_bytes(own)} that Python, PyTorch and data take"
+    now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
+    raise TooLarge(f"{now}; {why}try {way_out}")
 
 
 def describe_plan(planner: Planner, chosen: MiniGPTConfig, batch_size: int) -> str:
     """Predicted memory of a step as chosen, beside that without recompute."""
-    none = planner.step(batch_size, **dict(RUNGS[0], recompute_group=1, recompute_layers=None))
+    none = planner.step(batch_size, **NO_RECOMPUTE)
     parts = [(none, "without recompute")]
     if chosen.recompute != "none":
         parts.insert(0, (planner.step(batch_size, **asdict(chosen)), describe_recompute(chosen)))
@@ -207,26 +194,24 @@ def plan_memory(
 ) -> tuple[MiniGPTConfig, str]:
     """The config, with what `auto` takes, and in words what memory a step will need.
 
-    Raises UsageError if `auto` finds nothing that fits.
+    Raises UsageError if `auto` finds nothing that fits, TooLarge if the device can never hold it.
     """
-    make = partial(
-        make_planner,
-        config=config,
-        device=process.device,
-        precision=precision,
-        ddp=process.keeps_gradients,
-    )
-    words, planner = "", None
+    plans = Plans(config.vocab_size, process.device, precision, process.keeps_gradients)
+    words = ""
     if args.use_activation_checkpoint == "auto":
-        planner = make(args)
         budget = args.memory_budget or default_budget(process.device, process.processes_on_device)
-        config = choose_recompute(planner, make, args, budget).config
+        config = choose_recompute(plans, args, budget).config
         words = f"auto takes {describe_recompute(config)}: the least that fits "
         words += f"{format_bytes(budget)}\nmemory   "
     if process.rank > 0:
         return config, words
     try:
-        words += describe_plan(planner or make(args), config, args.batch_size)
+        check_room(plans, args, process, plans.state(args))  # before anything is simulated
+        planner = plans.planner(args)
+        words += describe_plan(planner, config, args.batch_size)
+        peak = planner.step(args.batch_size, **asdict(config)).peak
+        return config, words + check_room(plans, args, process, peak)
+    except TooLarge:
+        raise
     except Exception as error:  # an aside: where fake tensors do not work, train anyway
-        words += f"the peak could not be predicted ({type(error).__name__})"
-    return config, words
+        return config, f"{words}the peak could not be predicted ({type(error).__name__})"

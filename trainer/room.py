@@ -1,0 +1,87 @@
+"""What memory a device has: in all, free now, and what of that tensors may take."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from .flags import UsageError
+
+# Of what is there, the share that tensors may take: kernels need room to work in, a GPU's driver
+# some hundred MiB, and an allocator cannot use every gap.
+SHARE = 0.9
+
+# A container may have less than the machine. Its limit, what it has taken, and what of that is
+# cached files, which give way: in cgroups version 2, then version 1.
+CGROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors can still take on the device. Raises UsageError if nobody knows."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    free = number_in("/proc/meminfo", "MemAvailable:")
+    # Not Linux: what is built in, as an upper limit.
+    free = built_in_memory() if free is None else 1024 * free
+    if free is None:
+        raise UsageError("--memory-budget: this system does not tell what is free")
+    for limit_file, used_file, statistics, cached in CGROUPS:
+        limit, used = number_in(cgroup(limit_file)), number_in(cgroup(used_file))
+        if limit is not None and used is not None:
+            free = min(free, limit - used + (number_in(cgroup(statistics), cached) or 0))
+    return free
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes that the device, or the container, has in all; None if nobody knows."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    total = number_in("/proc/meminfo", "MemTotal:")
+    limits = [built_in_memory() if total is None else 1024 * total]
+    limits += [number_in(cgroup(limit_file)) for limit_file, *_ in CGROUPS]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def own_memory() -> int:
+    """Bytes of CPU memory that this process holds now: Python, PyTorch, data. 0: unknown."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def default_budget(device: torch.device, processes: int) -> int:
+    """What tensors may take if nobody says: most of what is free, shared by `processes`."""
+    return int(SHARE * free_memory(device) / processes)
+
+
+def built_in_memory() -> int | None:
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cgroup(name: str) -> str:
+    return f"/sys/fs/cgroup/{name}"
+
+
+def number_in(file: str, name: str = "") -> int | None:
+    """The number after `name` in a file; None if it is not there, or says "max"."""
+    try:
+        words = Path(file).read_text().split()
+        return int(words[words.index(name) + 1 if name else 0])
+    except (OSError, ValueError, IndexError):
+        return None
