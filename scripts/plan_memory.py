@@ -261,13 +261,15 @@ def verdict(
         if knob and "offload_activations" not in knob.flags:
             lines = [f"or, instead of offloading, {knob.command(args)} ({knob.words})"]
         return "\n".join([*lines, command_line(argv, args, taken.flags)])
-    for row in table:
-        if row.fits:
-            left = format_bytes((room.budget or 0) - row.step.peak)
-            lines.append(f"tight    {row.name} would leave {left} for all that tensors are not")
+    nothing = "nothing fits"
+    if tight := [row for row in table if row.fits]:
+        row = min(tight, key=lambda row: row.step.peak)
+        left = format_bytes((room.budget or 0) - row.step.peak)
+        lines.append(f"tight    {row.name} leaves {left} to kernels, the CUDA context and gaps")
+        nothing += " with a margin"
     if knob is None:
-        return "\n".join([*lines, f"nothing fits; {why}{SMALLER}"])
-    lines.append(f"nothing fits; {why}{knob.command(args)} fits ({knob.words})")
+        return "\n".join([*lines, f"{nothing}; {why}{SMALLER}"])
+    lines.append(f"{nothing}; {why}{knob.command(args)} fits ({knob.words})")
     return "\n".join([*lines, command_line(argv, args, words_of(knob))])
 
 

@@ -308,6 +308,27 @@ def test_largest_batch_is_the_largest(chunks, memory, batch_size, monkeypatch):
     assert plan.largest_batch(2**20, batch_size, **memory) == 0  # the weights alone are more
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("memory", [{}, {"recompute": "full"}], ids=str)
+def test_of_many_chunks_a_few_tell(memory, precision, monkeypatch):
+    """The peak at a thousandth (autocast casts a copy for each), and never below it."""
+    for chunks in (23, 200):
+        config = replace(CONFIG, loss_chunks=chunks)
+        monkeypatch.setattr("planner.step.MANY_CHUNKS", 10**6)
+        every = planner(config, precision).step(24, **memory)
+        monkeypatch.setattr("planner.step.MANY_CHUNKS", 20)
+        few = planner(config, precision).step(24, **memory)
+        assert len(few.timeline) < len(every.timeline) and few.config == every.config
+        assert every.peak <= few.peak <= 1.001 * every.peak
+        assert (few.where, few.kept) == (every.where, every.kept)
+
+
+def test_a_giant_batch_is_simulated_with_few_operators():
+    giant, small = (planner(replace(CONFIG, loss_chunks=0)).step(n) for n in (10**6, 10**4))
+    assert len(giant.timeline) <= len(small.timeline) < 2000
+    assert giant.peak == pytest.approx(100 * small.peak, rel=0.1)
+
+
 def test_names_and_flags_of_a_choice():
     config = replace(CONFIG, recompute="full", recompute_group=2, recompute_layers=3)
     assert describe_recompute(config) == "full in groups of 2 in 3 of 4 blocks"

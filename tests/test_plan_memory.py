@@ -4,10 +4,14 @@ import json
 import re
 import shlex
 
+import numpy as np
 import pytest
+import torch
 
+from planner import Planner
 from scripts import plan_memory
-from trainer.flags import build_parser, byte_count
+from trainer.flags import build_parser, byte_count, fill_in
+from trainer.plan import Plans
 
 SHAPE = (
     "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32 "
@@ -80,15 +84,133 @@ def test_a_gpu_that_is_not_here(tmp_path, capsys, monkeypatch):
     result = plan(tmp_path, "--device=cuda")
     assert result["precision"] == "bfloat16" and result["budget_bytes"] is None
     assert {row["fits"] for row in result["rows"]} == {None}
-    assert "no cuda here and no --memory-budget" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no cuda here and no --memory-budget" in out
+    assert result["takes"] is None and not re.search("^>", out, re.M)  # nobody knows
     assert plan(tmp_path, "--device=cuda", "--amp-dtype=float16")["precision"] == "float16"
     assert plan(tmp_path, "--device=cuda", "--no-amp")["precision"] == "float32"
 
 
 def test_nothing_fits(tmp_path, capsys):
-    result = plan(tmp_path, "--memory-budget=200KiB")
-    assert result["takes"] is None and not any(row["fits"] for row in result["rows"])
-    assert re.search(r"nothing fits; .*(fits|alone take)", capsys.readouterr().out)
+    for budget in (120, 200):
+        result = plan(tmp_path, f"--memory-budget={budget}KiB")
+        assert result["takes"] is None and not any(row["fits"] for row in result["rows"])
+        assert re.search(r"nothing fits; .*(fits|alone take)", capsys.readouterr().out)
+
+
+def test_table_and_verdict_agree(tmp_path, capsys):
+    """From the state alone to all that is asked for: what is recommended fits with a margin."""
+    roomy = plan(tmp_path, "--device=cuda", "--memory-budget=1GiB")
+    state = sum(roomy["closed_form"][kind] for kind in ("parameters", "gradients", "optimizer"))
+    budgets = np.linspace(1.3 * state, 1.2 * roomy["rows"][0]["peak_bytes"], 7).astype(int)
+    verdicts = set()
+    for budget in budgets.tolist():
+        capsys.readouterr()
+        result = plan(tmp_path, "--device=cuda", f"--memory-budget={budget}b")
+        head, table, verdict = capsys.readouterr().out.split("\n\n")
+        assert "of which tensors may take" in head and "90%, as auto leaves" in head
+        safe = tight = False
+        for row, line in zip(result["rows"], table.splitlines()[1:], strict=True):
+            word = "yes" if row["peak_bytes"] <= int(0.9 * budget) else "tight"
+            word = word if row["peak_bytes"] <= budget else "no"
+            safe, tight = safe or word == "yes", tight or word == "tight"
+            assert f"  {word}  " in line
+            assert (int(line.split()[-1].replace(",", "")) >= 8) == (word == "yes")
+            assert (row["largest_batch"] >= 8) == row["fits"] == (word != "no")
+            assert line.startswith(">") == (row["name"] == result["takes"])
+            assert row["name"] != result["takes"] or word == "yes"
+        assert (result["takes"] is not None) == safe
+        assert ("nothing fits" in verdict) == (not safe)
+        assert ("tight    " in verdict) == ("with a margin" in verdict) == (tight and not safe)
+        verdicts.add(result["takes"] or "nothing")
+        command = verdict.splitlines()[-1]
+        if command.startswith("python"):  # it does what it promises
+            again = fill_in(build_parser("test", "x.pt").parse_args(command.split()[2:]))
+            assert Plans(61, torch.device("cuda"), torch.bfloat16).peak(again) <= 0.9 * budget
+    assert {"none", "nothing"} < verdicts and len(verdicts) >= 4
+
+
+def test_offload_is_taken_if_nothing_else_fits_and_what_else_there_is_is_said(tmp_path, capsys):
+    flags = ("--device=cuda", "--batch-size=64", "--n-layers=4")
+    peaks = {row["name"]: row["peak_bytes"] for row in plan(tmp_path, *flags)["rows"]}
+    capsys.readouterr()
+    budget = (peaks["full"] + peaks["full, offloaded"]) // 2 / 0.9
+    result = plan(tmp_path, *flags, f"--memory-budget={budget / 1024}KiB")
+    *_, instead, command = capsys.readouterr().out.splitlines()
+    assert result["takes"] == "full, offloaded" and command.endswith("full --offload-activations")
+    assert instead.startswith("or, instead of offloading, --use-activation-checkpoint --batch-size")
+
+
+def test_what_the_state_settles_is_answered_at_once(capsys, monkeypatch):
+    monkeypatch.setattr(Planner, "__init__", lambda *args: pytest.fail("planned"))
+    flags = "--use-toy-data --n-layers 48 --d-model 1600 --n-heads 25 --device cuda".split()
+    assert plan_memory.main([*flags, "--memory-budget", "1GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing fits; weights, gradients and AdamW's state alone take 22.0 GiB, more" in out
+    assert out.count("\n\n") == 1  # no table
+
+
+def test_a_giant_batch_is_answered(tmp_path, monkeypatch):
+    simulate = Planner.simulate
+
+    def count(self, batch_size, config):
+        step = simulate(self, batch_size, config)
+        assert len(step.timeline) < 5000
+        return step
+
+    monkeypatch.setattr(Planner, "simulate", count)
+    result = plan(tmp_path, "--batch-size=1000000", "--memory-budget=1GiB")
+    assert result["takes"] is None and result["rows"][0]["largest_batch"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("flags", "assumed"),
+    [
+        ("", None),
+        ("--batch-size 4 --device cuda", None),
+        ("--model gpt2", None),
+        ("--model gpt2 --n-layers 6", None),
+        ("--n-layers 12 --d-model 768", "4 heads, a vocabulary of 1,024 (--tokenizer-name gpt2: "
+         "50,257), 64 tokens (--seq-len)"),
+        ("--seq-len 32 --tokenizer-name byte", "3 layers, 128 channels, 4 heads"),
+        ("--n-layers 1 --n-heads 2 --d-model 32 --use-toy-data --seq-len 8",
+         "a vocabulary of 256"),
+        ("--n-layers 1 --n-heads 2 --d-model 32 --train-data x.txt --seq-len 8", None),
+    ],
+)  # fmt: skip
+def test_what_was_assumed_is_said(flags, assumed):
+    args = plan_memory.parse(flags.split())
+    words = plan_memory.assumptions(args, plan_memory.vocabulary(args))
+    assert ", ".join(words) == (assumed or "")
+
+
+def test_it_says_what_was_assumed_in_the_head(capsys):
+    assert plan_memory.main("--n-layers 1 --memory-budget 1MB --device cuda".split()) == 0
+    assert "\nnote     assumed, as nothing else was asked: 128 channels," in capsys.readouterr().out
+
+
+def test_redirected_output_has_no_progress_in_it(tmp_path, capsys):
+    plan(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_is_shown_while_it_simulates(monkeypatch):
+    said = []
+
+    class Bar:
+        update, write = lambda self, n=1: said.append("step"), staticmethod(said.append)
+
+    assert plan_memory.plan(SHAPE, Bar()) == 0
+    assert said[0] != "step" and said[1:10] == 9 * ["step"]  # first what it is about
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Planner, "simulate", interrupt)
+    assert plan_memory.main(SHAPE) == 130
+    assert capsys.readouterr().err == "stopped\n"
 
 
 @pytest.mark.parametrize(
