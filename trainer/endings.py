@@ -19,7 +19,7 @@ from torch import Tensor
 from data import DataError
 
 from .flags import UsageError, print_error
-from .plan import next_knob
+from .plan import TooLarge, next_knob
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
 from .run import Run
@@ -77,6 +77,9 @@ def run_safely(
         assert run is not None
         complain(f"{error}; make room, then {way_back(run)}")
         return 3
+    except TooLarge as error:
+        complain(error)
+        return 4
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
