@@ -15,13 +15,18 @@ step. There the resident set stands beside it, above what it was before the mode
 own memory and malloc's gaps are in that too.
 """
 
+import sys
+
+if not __package__:  # python scripts/benchmark.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import argparse
 import json
 import platform
 import shlex
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict

@@ -15,6 +15,11 @@ Read on: part 1 is the checkpoint, part 2 the story teller, part 3 the compariso
 """
 
 import sys
+
+if not __package__:  # python scripts/checkpoint_from_scratch.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress

@@ -6,10 +6,15 @@ Both precisions take turns in one process, so that a noisy neighbour slows both;
 the ratio of the medians. The trainers' default (`--amp-dtype auto`) should be the faster one.
 """
 
+import sys
+
+if not __package__:  # python scripts/cpu_precision.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import json
 import platform
 import statistics
-import sys
 import time
 from dataclasses import asdict
 

@@ -11,13 +11,18 @@ Each process writes what it has after each step (the hash of its weights, the lo
 RUN.rankR.jsonl beside its snapshot RUN.pt. All of it stands here, none of it in the trainers.
 """
 
+import sys
+
+if not __package__:  # python scripts/faults.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import errno
 import io
 import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Container
 from hashlib import sha256

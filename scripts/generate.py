@@ -1,19 +1,30 @@
 """Let a trained MiniGPT write. Needs a snapshot and nothing else: no data folder, no network.
 
 python -m scripts.generate --prompt "def " --max-new-tokens 200 --temperature 0.8 --top-k 40
+
+The text appears as it is written, and ends where the model ends it: at <|endoftext|>.
 """
 
-import argparse
 import sys
+
+if not __package__:  # python scripts/generate.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
+import argparse
+from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from data import Tokenizer
 from model import MiniGPT, MiniGPTConfig
 from trainer.flags import OneLineParser, UsageError, choose_device, number, print_error
 from trainer.snapshot import SnapshotError, read_snapshot
+
+SEPARATOR = "\n----------------\n"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,40 +45,87 @@ def build_parser() -> argparse.ArgumentParser:
         help="1 = off (default: %(default)s)")
     add("--seed", type=number(int, 0, 2**63 - 1), default=1337, metavar="N",
         help="(default: %(default)s)")
+    add("--ignore-eot", action="store_true",
+        help="write on after <|endoftext|>, up to --max-new-tokens")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     # fmt: on
     return parser
 
 
-@torch.no_grad()
-def generate(args: argparse.Namespace) -> list[str]:
-    """The samples, prompt included. Raises SnapshotError or UsageError."""
-    device = choose_device(args.device)
-    state = read_snapshot(args.checkpoint_path)
+def load(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
+    """The model in a snapshot, and its tokenizer. Raises SnapshotError."""
+    state = read_snapshot(path)
     try:
         tokenizer = Tokenizer.from_state(state["tokenizer"])
         model = MiniGPT(MiniGPTConfig(**state["config"]))
         model.load_state_dict(state["model"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
-        raise SnapshotError(f"{args.checkpoint_path} holds no model: is it damaged?") from None
+        raise SnapshotError(f"{path} holds no model: is it damaged?") from None
     if not all(weight.isfinite().all() for weight in model.parameters()):
-        raise SnapshotError(f"{args.checkpoint_path} holds NaN weights: take an older snapshot")
-    model.to(device).eval()
+        raise SnapshotError(f"{path} holds NaN weights: take an older snapshot")
+    return model.to(device).eval(), tokenizer
+
+
+def encode_prompt(text: str, model: MiniGPT, tokenizer: Tokenizer) -> list[int]:
+    """Raises UsageError if the tokenizer cannot encode it."""
     try:
-        prompt = tokenizer.encode(args.prompt).tolist()
+        prompt = tokenizer.encode(text).tolist()
     except ValueError as error:
         raise UsageError(f"--prompt: {error}") from None
-    # Documents were trained with <|endoftext|> before them: that is how a text begins.
-    start = torch.tensor([[tokenizer.eot_id, *prompt]] * args.num_samples, device=device)
+    limit = model.config.max_position_embeddings
+    if len(prompt) > limit:
+        print(
+            f"note: --prompt has {len(prompt)} tokens; the model sees the last {limit} of them, "
+            "the longest that it was made for",
+            file=sys.stderr,
+        )
+    return prompt
+
+
+def write(
+    args: argparse.Namespace, model: MiniGPT, tokenizer: Tokenizer, device: torch.device
+) -> Iterator[str]:
+    """All that is to be printed, samples with their prompt, piece by piece as it comes.
+
+    The samples grow side by side, each by a token at a time; those behind the first one that is not
+    finished wait. Raises UsageError.
+    """
+    prompt = encode_prompt(args.prompt, model, tokenizer)
+    # Documents were trained with <|endoftext|> before them: that is how a text begins, and ends.
+    # (Not one of the toy data's numbers.)
+    ids = torch.tensor([[tokenizer.eot_id, *prompt]] * args.num_samples, device=device)
+    stop_id = None if args.ignore_eot or tokenizer.name == "toy" else tokenizer.eot_id
+    samples = [list(prompt) for _ in range(args.num_samples)]
+    unfinished = set(range(args.num_samples))
+    number, n_shown = 0, 0  # the sample that is on its way out, and how many of its characters are
     torch.manual_seed(args.seed)
-    ids = model.generate(
-        start,
-        args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k or None,
-        top_p=args.top_p if args.top_p < 1 else None,
-    )
-    return [tokenizer.decode(row[1:].tolist()) for row in ids]
+    for n_left in range(args.max_new_tokens, -1, -1):
+        if n_left == 0:
+            unfinished.clear()
+        while number < args.num_samples:
+            text = tokenizer.decode(samples[number])
+            if number in unfinished:  # its last character may have come in part only
+                text = text.rstrip("\ufffd")
+            yield text[n_shown:]
+            n_shown = len(text)
+            if number in unfinished:
+                break
+            number, n_shown = number + 1, 0
+            yield SEPARATOR if number < args.num_samples else "\n"
+        if not unfinished:
+            return
+        ids = model.generate(
+            ids,
+            1,
+            temperature=args.temperature,
+            top_k=args.top_k or None,
+            top_p=args.top_p if args.top_p < 1 else None,
+        )
+        for i in sorted(unfinished):
+            if ids[i, -1] == stop_id:
+                unfinished.remove(i)
+            else:
+                samples[i].append(int(ids[i, -1]))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,7 +133,12 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # half a character is no reason to crash
         sys.stdout.reconfigure(errors="replace")
     try:
-        print("\n----------------\n".join(generate(args)))
+        device = choose_device(args.device)
+        reading = f"reading {args.checkpoint_path}"  # on a terminal, and gone when it is there
+        with tqdm(desc=reading, bar_format="{desc}", leave=False, disable=None):
+            model, tokenizer = load(args.checkpoint_path, device)
+        for piece in write(args, model, tokenizer, device):
+            print(piece, end="", flush=True)
     except (SnapshotError, UsageError) as error:
         print_error(error)
         return 2

@@ -6,9 +6,14 @@ python -m scripts.kept_tensors --policy cheap --no-amp --batch-size 8
 What JAX prints with `print_saved_residuals`. The model runs on fake tensors: any size, no memory.
 """
 
+import sys
+
+if not __package__:  # python scripts/kept_tensors.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import argparse
 import linecache
-import sys
 from collections import Counter
 from pathlib import Path
 

@@ -8,8 +8,13 @@ tracker counts every storage that an operator returns and knows nothing of this 
 disagree with the planner. Nothing here depends on the speed of the machine, or on its memory.
 """
 
-import json
 import sys
+
+if not __package__:  # python scripts/ladder.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
+import json
 import time
 import weakref
 from collections.abc import Iterator

@@ -14,12 +14,17 @@ Not covered: power loss (SIGKILL loses no page that the kernel holds), network f
 Windows, several machines.
 """
 
+import sys
+
+if not __package__:  # python scripts/reliability.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import concurrent.futures
 import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -124,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)  # first: nothing can be started in it any more
         kill_all(folder)
+        print("stopped", file=sys.stderr, flush=True)
         os._exit(130)  # without waiting for the threads that wait for what was killed
     finally:
         signal.signal(signal.SIGTERM, before)

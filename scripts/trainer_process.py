@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,7 +92,6 @@ class Trainer:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             kill_all(self.path)
-            self.process.wait()  # until it is gone from /proc
             raise NotHeld(f"no end within {seconds:.0f} s: {last_line(self.out)}") from None
         if code not in expected:
             kill_all(self.path)
@@ -134,12 +134,21 @@ def env_of(pid: int) -> dict[str, str]:
 
 
 def kill_all(path: Path) -> None:
-    """End what was started on `path`, workers first orphaned by their torchrun included."""
-    for pid in pids_of(path):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    """End what was started on `path`, workers first orphaned by their torchrun included.
+
+    Returns when all of it is gone. A process outlives the SIGKILL that ends it, on a busy machine
+    for as long as it takes to be scheduled once more and to give back its memory; and torchrun may
+    have started another one just now.
+    """
+
+    def all_gone() -> bool:
+        pids = pids_of(path)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not pids
+
+    wait_until(all_gone, "killed processes did not end")
 
 
 def last_line(path: Path) -> str:
