@@ -1,11 +1,13 @@
 """What each recompute policy costs and saves, measured on this machine: time and peak memory.
 
 GPT-2 small, every policy, at the same batch and at the largest batch that fits in 8 GiB:
-    python -m scripts.benchmark --n-layers 12 --n-heads 12 --d-model 768 --seq-len 1024 \
-        --batch-size 2 --largest-batch --memory-budget 8GiB
+    python -m scripts.benchmark --model gpt2 --batch-size 2 --largest-batch --memory-budget 8GiB
 
 Beside Hugging Face's GPT-2 in the same loop (pip install transformers):
-    python -m scripts.benchmark --policies none full --peer transformers
+    python -m scripts.benchmark --model gpt2 --batch-size 2 --policies none full \
+        --peer transformers
+
+It says first how long it will take. Ctrl-C ends it early: what has been measured stays.
 
 Each measurement is a process of its own (benchmark_worker.py) that does the trainer's own steps
 (train_step) on random tokens. The processes take turns, so that whatever else the machine does hits
@@ -39,11 +41,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from data import DataError
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner.choose import describe_recompute
 from planner.formulas import step_flops
 from planner.step import Planner
-from scripts.benchmark_worker import Job, config_of, measure
+from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
 from trainer.endings import is_out_of_memory
 from trainer.flags import (
     UsageError,
@@ -55,8 +58,8 @@ from trainer.flags import (
     print_error,
 )
 from trainer.flags import build_parser as trainers_parser
-from trainer.metrics import format_bytes
-from trainer.plan import default_budget, make_planner
+from trainer.metrics import format_bytes, format_time
+from trainer.plan import default_budget, make_planner, vocabulary
 
 # bfloat16 (T4, V100: float16) FLOP/s of the tensor cores, dense, with float32 sums, by the name
 # that CUDA reports. From NVIDIA's data sheets, which like to print twice as much (2:4 sparsity),
@@ -83,8 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = trainers_parser("python -m scripts.benchmark", "unused")
     parser.description = (
         "Measure what each recompute policy costs and saves. Takes the trainers' flags; those of "
-        "data and running have no effect, except for --vocab-size (default here: 50257). With "
-        "--compile everything is measured without it, too."
+        "running have no effect, those of data by the size of the vocabulary only. With --compile "
+        "everything is measured without it, too."
     )
     count = number(int, 1, 10**6)
     add = parser.add_argument_group("benchmark").add_argument
@@ -106,7 +109,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Finds mistakes before anything is measured, and fills in defaults. Raises UsageError."""
+    """Finds mistakes before anything is measured, and fills in defaults. Raises UsageError or
+    DataError."""
     if args.use_activation_checkpoint != "none":
         raise UsageError("--use-activation-checkpoint: here --policies names what is measured")
     if args.memory_budget is not None and not args.largest_batch:
@@ -117,7 +121,7 @@ def check(args: argparse.Namespace) -> None:
     budget, args.memory_budget = args.memory_budget, None
     args.use_activation_checkpoint = "full"
     fill_in(args)
-    args.memory_budget, args.vocab_size = budget, args.vocab_size or 50257
+    args.memory_budget, args.vocab_size = budget, vocabulary(args)
     for policy in args.policies:
         config_of(args, Job(policy, args.batch_size))
 
@@ -137,11 +141,11 @@ def choose_jobs(args: argparse.Namespace, planner: Planner) -> list[Job]:
     if not args.largest_batch:
         return jobs
     budget = args.memory_budget or default_budget(choose_device(args.device), processes=1)
-    for policy in policies:
+    for policy in tqdm(policies, desc="largest batches", leave=False, disable=None):
         memory = asdict(config_of(args, Job(policy, 1)))
         size = planner.largest_batch(budget, args.batch_size, **memory)
         if size == 0:
-            print(f"{policy}: not one sequence fits in {format_bytes(budget)}", file=sys.stderr)
+            tqdm.write(f"{policy}: not one sequence fits in {format_bytes(budget)}", sys.stderr)
         else:
             jobs += [Job(policy, size, way, largest=True) for way in ways]
     return jobs
@@ -149,7 +153,7 @@ def choose_jobs(args: argparse.Namespace, planner: Planner) -> list[Job]:
 
 def run_worker(argv: list[str], job: Job) -> dict[str, Any] | None:
     """What `measure` returns, in a process of its own; None if it ran out of memory."""
-    command = [sys.executable, "-m", "scripts.benchmark", *argv, "--worker", json.dumps(vars(job))]
+    command = [sys.executable, __file__, *argv, "--worker", json.dumps(vars(job))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == -9:  # Linux ends the process that takes too much
         return None
@@ -158,21 +162,55 @@ def run_worker(argv: list[str], job: Job) -> dict[str, Any] | None:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def expected_seconds(args: argparse.Namespace, jobs: list[Job], planner: Planner) -> float:
+    """How long all runs will take, roughly: by the speed of a block's largest matmul, now and here.
+
+    (--compile's first steps take longer, nobody knows how much.)
+    """
+    config, device = planner.config, choose_device(args.device)
+    x, w = (
+        torch.ones(shape, device=device, dtype=planner.precision)
+        for shape in ((256, config.d_model), (config.d_model, config.d_ff))
+    )
+    start, repeats = 0.0, 5
+    for i in range(repeats + 1):
+        if i == 1:  # the first one may have to load a library
+            start = time.perf_counter()
+        (x @ w).sum().item()  # waits for a GPU
+    speed = repeats * 2 * x.numel() * config.d_ff / (time.perf_counter() - start)  # FLOP/s
+    seconds = 0.0
+    for job in jobs:
+        tokens = job.batch_size * args.grad_accum_steps * args.seq_len
+        step = tokens * sum(step_flops(config_of(args, job), args.seq_len)) / speed
+        # Beside its matmuls a step takes about as long again; a step with a profiler, three times
+        # as long. And a process needs to start, as this one has done.
+        seconds += time.process_time() + 2 * step * (WARM_UP + args.steps + 3)
+    return args.repeats * seconds
+
+
 def take_turns(
     jobs: list[Job], repeats: int, run: Callable[[Job], dict[str, Any] | None]
-) -> dict[Job, list[dict[str, Any]]]:
-    """All jobs once, then all of them again. What ran out of memory is left out from then on."""
+) -> tuple[dict[Job, list[dict[str, Any]]], str | None]:
+    """All jobs once, then all of them again. What ran out of memory is left out from then on.
+
+    Returns the results, and, if Ctrl-C has ended it, after how many runs.
+    """
     results: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
-    with tqdm(total=repeats * len(jobs), unit="run") as bar:
-        for _ in range(repeats):
-            for job in list(results):
-                result = run(job)
+    n_runs = repeats * len(jobs)
+    with tqdm(total=n_runs, unit="run", leave=False, disable=None) as bar:
+        try:
+            for n_done in range(n_runs):
+                job = jobs[n_done % len(jobs)]
+                if job in results:
+                    result = run(job)
+                    if result is None:
+                        del results[job]
+                    else:
+                        results[job].append(result)
                 bar.update()
-                if result is None:
-                    del results[job]
-                else:
-                    results[job].append(result)
-    return results
+        except KeyboardInterrupt:
+            return results, f"after {n_done} of {n_runs} runs"
+    return results, None
 
 
 def utilization(
@@ -289,31 +327,29 @@ def describe_device(device: torch.device) -> str:
     return f"{device.type}: {name}, {torch.get_num_threads()} thread(s)"
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args = build_parser().parse_args(argv)
-    try:
-        check(args)
-        if args.worker:
-            print(json.dumps(measure(args, Job(**json.loads(args.worker)))))
-            return 0
-        device = choose_device(args.device)
-        precision = choose_precision(args, device)
-        planner = plan(args, device, precision)
-        jobs = choose_jobs(args, planner)
-    except UsageError as error:
-        print_error(error)
-        return 2
-    except (RuntimeError, MemoryError) as error:
-        if args.worker and is_out_of_memory(error):
-            print("null")
-            return 0
-        raise
-    results = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
+def describe_model(config: MiniGPTConfig) -> str:
+    return (
+        f"{config.n_layers} layers x {config.d_model}, {config.n_heads} heads, "
+        f"vocabulary {config.vocab_size:,}"
+    )
+
+
+def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
+    """Measure, print the tables, write the JSON file. Raises UsageError before it begins."""
+    device = choose_device(args.device)
+    precision = choose_precision(args, device)
+    planner = plan(args, device, precision)
+    jobs = choose_jobs(args, planner)
+    seconds = format_time(expected_seconds(args, jobs, planner))
+    print(f"{args.repeats * len(jobs)} runs, about {seconds} in all", file=sys.stderr)
+    results, interrupted = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
+    measured = [job for job in results if results[job]]
     failed = [job for job in jobs if job not in results]
-    rows = [make_row(args, job, results[job], planner) for job in results]
+    progress = tqdm(measured, desc="predicting", leave=False, disable=None)
+    rows = [make_row(args, job, results[job], planner) for job in progress]
     about = {
         "command": shlex.join(["python", "-m", "scripts.benchmark", *argv]),
+        "model": describe_model(planner.config),
         "device": describe_device(device),
         "precision": str(precision).removeprefix("torch."),
         "torch": torch.__version__,
@@ -321,12 +357,34 @@ def main(argv: list[str] | None = None) -> int:
     }
     if args.peer:
         about[args.peer] = version(args.peer)
-    print(report(rows, failed))
-    print("\n".join(f"{name}: {value}" for name, value in about.items()))
-    if args.json:
+    if interrupted:
+        about["interrupted"] = interrupted
+        print(f"stopped {interrupted}", file=sys.stderr)
+    if rows or not interrupted:
+        print(report(rows, failed))
+        print("\n".join(f"{name}: {value}" for name, value in about.items()))
+    if args.json and (rows or not interrupted):
         result = {**about, "config": asdict(planner.config), "rows": rows}
         result |= {"out_of_memory": [vars(job) for job in failed]}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 130 if interrupted else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(argv)
+    try:
+        check(args)
+        if args.worker is None:
+            return measure_all(args, argv)
+        print(json.dumps(measure(args, Job(**json.loads(args.worker)))))
+    except (UsageError, DataError) as error:
+        print_error(error)
+        return 2
+    except (RuntimeError, MemoryError) as error:
+        if not (args.worker and is_out_of_memory(error)):
+            raise
+        print("null")
     return 0
 
 

@@ -19,6 +19,7 @@ import time
 from dataclasses import asdict
 
 import torch
+from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
 from trainer.flags import OneLineParser, cpu_has_bfloat16, number
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     model, ids = MiniGPT(config), torch.randint(0, 8192, (8, 257))
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
-    for _ in range(args.repeats + 1):
+    for _ in tqdm(range(args.repeats + 1), unit="round", leave=False, disable=None):
         for dtype, taken in seconds.items():
             taken.append(step_seconds(model, ids, dtype))
     float32, bfloat16 = (statistics.median(taken[1:]) for taken in seconds.values())

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner.tracker import Storage, kept_for_backward
-from trainer.flags import OneLineParser, UsageError, number, print_error
+from trainer.flags import SHAPES, OneLineParser, UsageError, number, print_error
 from trainer.metrics import format_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -37,8 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--policy", choices=RECOMPUTE_POLICIES, help="(default: all, one after the other)")
     add("--batch-size", type=size, default=2, metavar="N", help="(default: %(default)s)")
     add("--seq-len", type=size, default=1024, metavar="N", help="(default: %(default)s)")
-    add("--d-model", type=size, default=768, metavar="N", help="(default: %(default)s)")
-    add("--n-heads", type=size, default=12, metavar="N", help="(default: %(default)s)")
+    add("--model", choices=tuple(SHAPES), default="gpt2",
+        help="whose block (default: %(default)s); the next two override its shape")
+    add("--d-model", type=size, metavar="N", help="(default: the --model's)")
+    add("--n-heads", type=size, metavar="N", help="(default: the --model's)")
     add("--no-amp", action="store_true", help="float32 instead of bfloat16 autocast")
     # fmt: on
     return parser
@@ -98,11 +100,14 @@ def table(policy: str, tensors: list[Storage], unit: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    for name in ("d_model", "n_heads"):
+        if getattr(args, name) is None:
+            setattr(args, name, SHAPES[args.model][name])
     unit = args.batch_size * args.seq_len * args.d_model
     try:
         for policy in [args.policy] if args.policy else RECOMPUTE_POLICIES:
             try:
-                print(table(policy, kept_by_one_block(policy, args), unit), end="\n\n")
+                print(table(policy, kept_by_one_block(policy, args), unit), end="\n\n", flush=True)
             except ValueError as error:  # d_model and n_heads that do not go together
                 raise UsageError(f"--d-model, --n-heads: {error}") from None
     except UsageError as error:

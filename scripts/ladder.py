@@ -207,7 +207,12 @@ def main(argv: list[str] | None = None) -> int:
 
     start = time.perf_counter()
     total = len(RUNGS) * (len(CONFIGURATIONS) + 2)
-    figures = list(tqdm(chain(peaks(), flops()), total=total, unit="figure"))
+    figures = []
+    with tqdm(total=total, unit="figure", leave=False, disable=None) as bar:
+        for figure in chain(peaks(), flops()):
+            bar.set_postfix_str(f"{figure.column}: {figure.rung}")
+            bar.update()
+            figures.append(figure)
     missed = [figure for figure in figures if not figure.met]
     command = " ".join(["python -m scripts.ladder", *(sys.argv[1:] if argv is None else argv)])
     about = {

@@ -28,9 +28,11 @@ import signal
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from scripts import reliability_conditions as conditions
 from scripts import reliability_endings as endings
@@ -87,8 +89,8 @@ def measure(one: Row, bench: Bench) -> Result:
         name = "" if isinstance(failure, NotHeld) else f"{type(failure).__name__}: "
         measured, held = f"{name}{failure}", False
     seconds = round(time.monotonic() - start, 1)
-    print(f"{'held' if held else 'NOT HELD':8} {one.name:9} {seconds:5.0f} s  {measured}",
-          file=sys.stderr)  # fmt: skip
+    tqdm.write(f"{'held' if held else 'NOT HELD':8} {one.name:9} {seconds:5.0f} s  {measured}",
+               file=sys.stderr)  # fmt: skip
     return Result(one.name, one.what, one.wanted, measured, held, seconds)
 
 
@@ -97,8 +99,11 @@ def measure_all(names: list[str], bench: Bench) -> list[Result]:
     alone = [name for name in names if name in ("exit", "signals", "offline")]
     pool = concurrent.futures.ThreadPoolExecutor(2)  # no `with`: Ctrl-C is not to wait for it
     together = [ROWS[name] for name in names if name not in alone]
-    results = list(pool.map(lambda one: measure(one, bench), together))
-    results += [measure(ROWS[name], bench) for name in alone]
+    one_by_one = chain(
+        pool.map(lambda one: measure(one, bench), together),
+        (measure(ROWS[name], bench) for name in alone),
+    )
+    results = list(tqdm(one_by_one, total=len(names), unit="row", leave=False, disable=None))
     return sorted(results, key=lambda result: names.index(result.row))
 
 
