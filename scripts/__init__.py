@@ -12,8 +12,28 @@ stands what a user may do to all of them at any time: stop them, and look at the
 
 import atexit
 import os
+import signal
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
+
+
+def say_stopped(when: str = "") -> None:
+    """The one line after Ctrl-C. (A terminal shows ^C, and the cursor stands behind it.)"""
+    newline = "\n" if sys.stderr.isatty() else ""
+    print(f"{newline}stopped {when}".rstrip(), file=sys.stderr, flush=True)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """What SIGINT does: KeyboardInterrupt, as always; but while something is imported, the end.
+
+    Libraries written in C drop exceptions there, and fail later over what is missing then.
+    """
+    while frame is not None:
+        if "importlib" in frame.f_code.co_filename:
+            say_stopped()
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def end_in_one_line(
@@ -21,8 +41,7 @@ def end_in_one_line(
 ) -> None:
     """A sys.excepthook: Ctrl-C and a reader who is gone (`| head`) are no bugs of the program."""
     if issubclass(kind, KeyboardInterrupt):
-        # A terminal shows ^C, and the cursor stands behind it.
-        print("\n" * sys.stderr.isatty() + "stopped", file=sys.stderr)
+        say_stopped()
         sys.exit(130)  # 128 + SIGINT, as shells count
     if issubclass(kind, BrokenPipeError):
         sys.exit(141)  # 128 + SIGPIPE
@@ -37,5 +56,10 @@ def flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-sys.excepthook = end_in_one_line
-atexit.register(flush)
+started = os.path.dirname(os.path.abspath(sys.argv[0]))
+# Was a tool started, by its path or by -m (more Python does not know yet)? Or does a test import?
+if sys.argv[0] == "-m" or started == os.path.dirname(os.path.abspath(__file__)):
+    sys.excepthook = end_in_one_line
+    atexit.register(flush)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup: leave it ignored
+        signal.signal(signal.SIGINT, interrupt)

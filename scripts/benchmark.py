@@ -46,6 +46,7 @@ from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner.choose import describe_recompute
 from planner.formulas import step_flops
 from planner.step import Planner
+from scripts import say_stopped
 from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
 from trainer.endings import is_out_of_memory
 from trainer.flags import (
@@ -359,7 +360,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
         about[args.peer] = version(args.peer)
     if interrupted:
         about["interrupted"] = interrupted
-        print(f"stopped {interrupted}", file=sys.stderr)
+        say_stopped(interrupted)
     if rows or not interrupted:
         print(report(rows, failed))
         print("\n".join(f"{name}: {value}" for name, value in about.items()))

@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from scripts import reliability_conditions as conditions
 from scripts import reliability_endings as endings
+from scripts import say_stopped
 from scripts.trainer_process import Bench, NotHeld, Row, kill_all
 from trainer.flags import OneLineParser, output_file
 
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)  # first: nothing can be started in it any more
         kill_all(folder)
-        print("stopped", file=sys.stderr, flush=True)
+        say_stopped()
         os._exit(130)  # without waiting for the threads that wait for what was killed
     finally:
         signal.signal(signal.SIGTERM, before)

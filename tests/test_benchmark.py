@@ -2,8 +2,12 @@
 
 import itertools
 import json
+import re
+import signal
 import statistics
 import subprocess
+import sys
+import time
 from dataclasses import asdict
 from functools import partial
 
@@ -15,6 +19,7 @@ from model import MiniGPT, MiniGPTConfig
 from planner.formulas import step_flops
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
+from scripts.trainer_process import pids_of, wait_until
 
 SHAPE = (
     "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
@@ -43,7 +48,7 @@ def fake_worker(argv, job):
 
 @pytest.mark.slow
 def test_measured_in_processes_of_their_own(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)  # from anywhere
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=240))
     file = tmp_path / "rows.json"
     flags = ["--policies", "none", "full", "--repeats", "1", "--steps", "2", "--json", str(file)]
@@ -182,6 +187,84 @@ def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):
         benchmark.run_worker([], Job("none", 8))
 
 
+@pytest.mark.parametrize("n_done", [0, 1, 3])
+def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path, capsys, n_done):
+    left = iter(range(n_done))
+
+    def worker(argv, job):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return fake_worker(argv, job)
+
+    monkeypatch.setattr(benchmark, "run_worker", worker)
+    file = tmp_path / "rows.json"
+    flags = ["--policies", "none", "full", "--repeats", "2", "--json", str(file)]
+    assert benchmark.main([*SHAPE, *flags]) == 130
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == f"stopped after {n_done} of 4 runs"
+    if n_done == 0:
+        assert out == "" and not file.exists()
+        return
+    result = json.loads(file.read_text())
+    assert result["interrupted"] == f"after {n_done} of 4 runs"
+    assert [row["policy"] for row in result["rows"]] == ["none", "full"][:n_done]
+    assert [len(row["step_s_all"]) for row in result["rows"]] == {1: [2], 3: [4, 2]}[n_done]
+    assert "| none |" in out and f"interrupted: after {n_done} of 4 runs" in out
+
+
+def test_no_worker_outlives_ctrl_c(tmp_path):
+    """Also if the signal reached this process alone, not all of the terminal's."""
+    file = tmp_path / "rows.json"
+    flags = ["--policies", "none", "--steps", "1000000", "--json", str(file)]
+    command = [sys.executable, "-m", "scripts.benchmark", *SHAPE, *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(pids_of(file)) == 2, "no worker")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and err.splitlines()[1:] == ["stopped after 0 of 3 runs"]
+    assert pids_of(file) == []
+
+
+def test_the_estimate_grows_with_the_work(monkeypatch):
+    monkeypatch.setattr(time, "process_time", lambda: 0.0)  # starts
+    args = arguments("--steps", "5")
+    planner = benchmark.plan(args, torch.device("cpu"), torch.float32)
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # always the same speed
+    seconds = benchmark.expected_seconds(args, [Job("none", 8)], planner)
+    assert benchmark.expected_seconds(args, [Job("none", 80)] * 3, planner) == 30 * seconds
+    assert benchmark.expected_seconds(args, [Job("full", 8)], planner) > seconds
+    args.repeats *= 2
+    assert benchmark.expected_seconds(args, [Job("none", 8)], planner) == 2 * seconds
+
+
+def test_the_estimate_comes_first(monkeypatch, capsys):
+    def worker(argv, job):
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.fullmatch(r"1 runs, about [\d:]+ in all", line)
+        return fake_worker(argv, job)
+
+    monkeypatch.setattr(benchmark, "run_worker", worker)
+    assert benchmark.main([*SHAPE, "--policies", "none", "--repeats", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ("", 1024),
+        ("--vocab-size 300", 300),
+        ("--tokenizer-name byte", 257),
+        ("--train-data x.txt", 50257),
+        ("--use-toy-data", 256),
+        ("--model gpt2", 50257),
+    ],
+)
+def test_the_vocabulary_is_the_trainers(flags, size):
+    args = benchmark.build_parser().parse_args(flags.split())
+    benchmark.check(args)
+    assert benchmark_worker.config_of(args, Job("none", 1)).vocab_size == size
+
+
 def test_mfu_and_hfu():
     config = benchmark_worker.config_of(arguments(), Job("full", 8))
     needed, replayed = step_flops(config, 32)
@@ -208,6 +291,7 @@ def test_mfu_and_hfu():
         (["--use-activation-checkpoint"], "--policies names what is measured"),
         (["--recompute-group", "2"], "--recompute-group 2 needs --policies full"),
         (["--d-model", "33"], "--d-model (33)"),
+        (["--tokenizer-name", "none.tiktoken"], "--tokenizer-name none.tiktoken: no such file"),
     ],
 )
 def test_mistakes(capsys, monkeypatch, flags, message):

@@ -5,7 +5,11 @@ themselves, is marked slow here.
 """
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -82,6 +86,24 @@ def test_what_does_not_end_is_ended(bench):
     with pytest.raises(NotHeld, match="no end within 1 s"):
         run.end(0, seconds=1)
     assert pids_of(path) == []
+
+
+def test_killed_means_gone(bench, monkeypatch):
+    """However long SIGKILL takes to be delivered, as it does on a busy machine."""
+    path, real_kill, timers = bench.path(), os.kill, []
+
+    def late_kill(pid, number):
+        timers.append(threading.Timer(0.2, real_kill, (pid, number)))
+        if len(timers) == 1:
+            timers[0].start()
+
+    command = [sys.executable, "-c", "import time; time.sleep(1000)", str(path)]
+    with subprocess.Popen(command) as process:
+        assert pids_of(path) == [process.pid]
+        monkeypatch.setattr(os, "kill", late_kill)
+        kill_all(path)
+        assert pids_of(path) == []
+        assert process.wait() == -signal.SIGKILL
 
 
 def test_the_table_and_the_exit_code(tmp_path, monkeypatch, capsys):
