@@ -342,7 +342,8 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     planner = plan(args, device, precision)
     jobs = choose_jobs(args, planner)
     seconds = format_time(expected_seconds(args, jobs, planner))
-    print(f"{args.repeats * len(jobs)} runs, about {seconds} in all", file=sys.stderr)
+    n_runs = args.repeats * len(jobs)
+    print(f"{n_runs} run{'s' * (n_runs > 1)}, about {seconds} in all", file=sys.stderr)
     results, interrupted = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
     measured = [job for job in results if results[job]]
     failed = [job for job in jobs if job not in results]

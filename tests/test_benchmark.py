@@ -241,7 +241,7 @@ def test_the_estimate_grows_with_the_work(monkeypatch):
 def test_the_estimate_comes_first(monkeypatch, capsys):
     def worker(argv, job):
         (line,) = capsys.readouterr().err.splitlines()
-        assert re.fullmatch(r"1 runs, about [\d:]+ in all", line)
+        assert re.fullmatch(r"1 run, about [\d:]+ in all", line)
         return fake_worker(argv, job)
 
     monkeypatch.setattr(benchmark, "run_worker", worker)
