@@ -1,20 +1,26 @@
 """Draw where the memory of a training step goes, and what recompute changes: three pictures.
 
-python -m scripts.memory_timeline --out scripts/results     # GPT-2 small; no GPU, two minutes
-python -m scripts.memory_timeline --n-layers 24 --n-heads 16 --d-model 1024 --batch-size 4
+python -m scripts.memory_timeline                                    # the demo's model: seconds
+python -m scripts.memory_timeline --model gpt2 --batch-size 8 --device cuda       # a minute
+python -m scripts.memory_timeline --model gpt2 --batch-size 8 --memory-budget 3GiB --device cuda
 python -m scripts.memory_timeline --measure                 # and train, to see if it is so
 
-    memory_timeline.png    memory over one step, a panel a policy
-    memory_frontier.png    peak memory against FLOPs (with --measured: time) of a step
-    memory_made_of.png     what the peak is made of
+    out/memory_timeline.png    memory over one step, a panel a policy
+    out/memory_frontier.png    peak memory against FLOPs (with --measured: time) of a step
+    out/memory_made_of.png     what the peak is made of
+
+The flags are the trainers' own and mean the same here: the model, vocabulary, precision and device
+that train_minimal.py would have with them are drawn. `--device cuda` plans for a GPU wherever you
+are. Only what chooses a policy has no effect, because all policies are drawn; --memory-budget marks
+the one that --use-activation-checkpoint auto would take.
 
 What is drawn is the planner's prediction (planner/step.py): memory_timeline_numbers.py asks for it,
-memory_timeline_pictures.py draws it. Needs matplotlib: pip install matplotlib
+memory_timeline_pictures.py and memory_timeline_frontier.py draw it. Needs matplotlib:
+pip install matplotlib
 """
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
@@ -23,48 +29,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
+from data import DataError
 from planner.choose import describe_recompute
 from planner.step import Planner, StepMemory
 from scripts.allocator_trace import DEVICE_TYPES
+from scripts.memory_timeline_frontier import Choice, draw_frontier
 from scripts.memory_timeline_numbers import (
     PANELS,
     POLICIES,
+    Record,
     load_measured,
+    n_parameters,
     record_step,
     relative_flops,
+    ways,
 )
-from scripts.memory_timeline_pictures import (
-    draw_frontier,
-    draw_made_of,
-    draw_timeline,
-    load_pyplot,
-)
+from scripts.memory_timeline_pictures import FORMATS, draw_made_of, draw_timeline, load_pyplot
 from trainer import flags
 from trainer.flags import (
     UsageError,
     choose_device,
-    choose_precision,
     model_config,
     output_file,
+    output_folder,
     print_error,
 )
-from trainer.plan import make_planner
+from trainer.plan import make_planner, target, vocabulary
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Raises UsageError."""
     parser = flags.build_parser("python -m scripts.memory_timeline", "unused")
     parser.description = (
-        "Draw where the memory of a training step goes. Takes the trainers' flags; those of data "
-        "and running, and those that choose a policy, have no effect. "
-        "Defaults here: GPT-2 small, bfloat16, --vocab-size 50257."
+        "Draw where the memory of a training step goes. Takes the trainers' flags, which mean the "
+        "same here; those of running, and those that choose a policy, have no effect."
     )
-    parser.set_defaults(n_layers=12, n_heads=12, d_model=768, seq_len=1024, batch_size=8)
     add = parser.add_argument_group("pictures").add_argument
     # fmt: off
-    add("--out", type=Path, default=Path(), metavar="FOLDER",
-        help="where the pictures go (default: here)")
+    add("--out", type=output_folder, default=Path("out"), metavar="FOLDER",
+        help="where the pictures go; is made if need be (default: %(default)s)")
+    add("--format", choices=tuple(FORMATS), default="png", help="(default: %(default)s)")
     add("--json", type=output_file, metavar="FILE", help="write the numbers there")
     add("--measure", action="store_true",
         help="also train, and draw the allocator's own record over the prediction (slow on a CPU)")
@@ -72,24 +78,42 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="from scripts.benchmark --json: the frontier shows its times, not FLOPs")
     # fmt: on
     args = parser.parse_args(argv)
-    if not (args.out.is_dir() and os.access(args.out, os.W_OK)):
-        raise UsageError(f"--out: there is no folder {args.out} to write to")
+    args.use_activation_checkpoint = "auto"  # --memory-budget may stand beside it
+    args.recompute_layers, args.recompute_group, args.offload_activations = None, 1, False
     flags.fill_in(args)
-    args.vocab_size = args.vocab_size or 50257
-    if not args.no_amp and args.amp_dtype == "auto":
-        args.amp_dtype = "bfloat16"
-    args.use_activation_checkpoint, args.recompute_layers, args.recompute_group = "none", None, 1
-    args.offload_activations = False
+    args.use_activation_checkpoint = "none"
     return args
 
 
 def prepare(args: argparse.Namespace) -> Planner:
-    """Raises UsageError."""
-    device = choose_device(args.device)
-    if args.measure and device.type not in DEVICE_TYPES:
-        raise UsageError(f"--measure: nothing records {device.type}'s allocator: try --device cpu")
-    config = model_config(args, args.vocab_size)
-    return make_planner(args, config, device, choose_precision(args, device))
+    """The planner that the trainers would have with these flags. Raises UsageError, DataError."""
+    kind, precision, _ = target(args)
+    if args.measure:
+        choose_device(kind)  # a device that is not there can be planned for, not trained on
+        if kind not in DEVICE_TYPES:
+            raise UsageError(f"--measure: nothing records {kind}'s allocator: try --device cpu")
+    config = model_config(args, vocabulary(args))
+    return make_planner(args, config, torch.device(kind), precision)
+
+
+def simulate(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, Record], Choice]:
+    """Ask for all that the pictures show; the planner remembers it. (--measure's records, best)"""
+    wanted = ways(planner, args.batch_size)
+    recorded = PANELS if args.measure else {}
+    total = len(wanted) + len(recorded) + 1
+    records: dict[str, Record] = {}
+    with tqdm(total=total, unit="step", desc="simulating", disable=None, leave=False) as bar:
+        for batch_size, memory in wanted:
+            planner.step(batch_size, **memory)
+            bar.update()
+        for name in recorded:
+            bar.set_description(f"training, {name}")
+            step = planner.step(args.batch_size, **POLICIES[name])
+            records[name] = record_step(planner, step, args)
+            bar.update()
+        bar.set_description("choosing")
+        choice = Choice.of(planner, args.batch_size, args.memory_budget)
+    return records, choice
 
 
 def row(step: StepMemory) -> dict[str, Any]:
@@ -110,33 +134,58 @@ def row(step: StepMemory) -> dict[str, Any]:
     }
 
 
+def describe_target(planner: Planner) -> str:
+    """Which model is drawn, in the words of the trainers' first lines."""
+    config, precision = planner.config, str(planner.precision).removeprefix("torch.")
+    return (
+        f"model    {n_parameters(planner):,} parameters: {config.n_layers} layers x "
+        f"{config.d_model}, {config.n_heads} heads, vocabulary {config.vocab_size:,}\n"
+        f"device   {'cpu' if planner.on_cpu else 'GPU'}, {precision}"
+    )
+
+
+def draw_all(args: argparse.Namespace) -> dict[str, Any]:
+    """Draws and writes the pictures; what the JSON file says. Raises UsageError, DataError."""
+    plt, planner = load_pyplot(), prepare(args)
+    measured = load_measured(args) if args.measured else None
+    print(describe_target(planner), flush=True)
+    records, choice = simulate(planner, args)
+    size = args.batch_size
+    pictures: dict[str, Callable[[], Any]] = {
+        "timeline": lambda: draw_timeline(plt, planner, size, records),
+        "frontier": lambda: draw_frontier(plt, planner, size, choice, measured),
+        "made_of": lambda: draw_made_of(plt, planner, size),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, draw in pictures.items():
+        file = args.out / f"memory_{name}.{args.format}"
+        draw().savefig(file, metadata=FORMATS[args.format])
+        print(f"wrote {file}", flush=True)
+    return {
+        "recorded_bytes": {name: int(record[1].max()) for name, record in records.items()},
+        "rows": [row(step) for step in planner.steps.values()],
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
         args = parse(argv)
-        plt, planner = load_pyplot(), prepare(args)
-        measured = load_measured(args) if args.measured else None
-        records, size = {}, args.batch_size
-        for name in PANELS if args.measure else ():
-            records[name] = record_step(planner, planner.step(size, **POLICIES[name]), args)
-        pictures: dict[str, Callable[[], Any]] = {
-            "timeline": lambda: draw_timeline(plt, planner, size, records),
-            "frontier": lambda: draw_frontier(plt, planner, size, measured),
-            "made_of": lambda: draw_made_of(plt, planner),
-        }
-        for name, draw in pictures.items():
-            file = args.out / f"memory_{name}.png"
-            draw().savefig(file, metadata={"Software": None})
-            print(f"wrote {file}")
-    except UsageError as error:
+        numbers = draw_all(args)
+    except (UsageError, DataError) as error:
         print_error(error)
         return 2
+    except OSError as error:  # a full disk
+        print_error(f"--out: {error.filename}: {error.strerror}")
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
     words = sys.argv[1:] if argv is None else argv
     result = {
         "command": shlex.join(["python", "-m", "scripts.memory_timeline", *words]),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "recorded_bytes": {name: int(record[1].max()) for name, record in records.items()},
-        "rows": [row(step) for step in planner.steps.values()],
+        **numbers,
     }
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

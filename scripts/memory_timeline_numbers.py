@@ -31,6 +31,32 @@ PANELS = {  # of the timeline; --measure records these
     "cheap": "pointwise ops recomputed",
     "full": "blocks recomputed",
 }
+MIXED = ("cheap", "mlp", "full")  # the frontier has them in a part of the blocks, too
+BARS = ("plain", "none", "cheap", "mlp", "full")
+
+
+def bar_batches(batch_size: int) -> list[int]:
+    """What the bars show beside the batch that was asked for: a quarter of it."""
+    return sorted({max(1, batch_size // 4), batch_size})
+
+
+def mixes(planner: Planner, name: str) -> list[dict[str, Any]]:
+    """From `none` to the policy in all blocks, by quarters."""
+    quarters = sorted({planner.config.n_layers * i // 4 for i in (1, 2, 3)} - {0})
+    parts = [{"recompute": name, "recompute_layers": n} for n in quarters]
+    return [POLICIES["none"], *parts, POLICIES[name]]
+
+
+def ways(planner: Planner, batch_size: int) -> list[tuple[int, dict[str, Any]]]:
+    """All that the three pictures ask the planner for: (sequences, what `Planner.step` is told)."""
+    wanted = [(batch_size, memory) for memory in POLICIES.values()]
+    wanted += [(batch_size, memory) for name in MIXED for memory in mixes(planner, name)]
+    wanted += [(size, POLICIES[name]) for size in bar_batches(batch_size) for name in BARS]
+    return [way for i, way in enumerate(wanted) if way not in wanted[:i]]
+
+
+def n_parameters(planner: Planner) -> int:
+    return sum(parameter.numel() for parameter in planner.model.parameters())
 
 
 def relative_flops(step: StepMemory) -> float:

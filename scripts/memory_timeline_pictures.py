@@ -1,25 +1,26 @@
-"""The pictures of scripts/memory_timeline.py: over the step, against its cost, at the peak.
+"""The pictures of scripts/memory_timeline.py: over the step, and at the peak; and their style.
 
 matplotlib is imported by load_pyplot alone: where it is missing, that is one line and no traceback.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from planner.step import KINDS, Planner, StepMemory
 from scripts.memory_timeline_numbers import (
+    BARS,
     PANELS,
     PHASES,
     POLICIES,
-    Points,
     Record,
+    bar_batches,
     flops_done,
+    n_parameters,
     relative_flops,
 )
 from trainer.flags import UsageError
 
-GIB = 2**30
 # Bottom up, what is always there first: the same order everywhere. Okabe and Ito's colours, which
 # colour-blind readers can tell apart: cold ones for the training state.
 COLORS = {
@@ -32,9 +33,30 @@ COLORS = {
     "temporaries": "#999999",
 }
 NAMES = {"optimizer": "AdamW's moments", "head": "head (logits, loss)"}  # others: the kind's own
-MIXED = ("cheap", "mlp", "full")  # the frontier has them in a part of the blocks, too
-BARS = ("plain", "none", "cheap", "mlp", "full")
-BATCHES = (2, 12)  # of the bars
+GRAY = "#666666"
+TEETH = 8  # blocks that are enlarged, at most
+# Without the date and the program that made it: the same numbers make the same file.
+FORMATS: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+}
+
+
+class Unit(NamedTuple):
+    """What a picture's bytes are counted in."""
+
+    name: str
+    size: int
+
+    @classmethod
+    def of(cls, most: int) -> "Unit":
+        """One in which the largest number of bytes is at least 1."""
+        power = 3 if most >= 2**30 else 2 if most >= 2**20 else 1
+        return cls(("KiB", "MiB", "GiB")[power - 1], 1024**power)
+
+    def text(self, count: float) -> str:
+        return f"{count / self.size:.{2 if self.name == 'GiB' else 1}f} {self.name}"
 
 
 def load_pyplot() -> Any:
@@ -47,20 +69,17 @@ def load_pyplot() -> Any:
 
     plt.rcdefaults()  # not the style that the reader may have at home
     style: Any = {"figure.constrained_layout.use": True, "figure.titlesize": 11, "savefig.dpi": 160}
-    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "minigpt"}
     plt.rcParams.update(style | {"axes.titlelocation": "left", "axes.titlesize": 10})
     return plt
 
 
-def n_parameters(planner: Planner) -> int:
-    return sum(parameter.numel() for parameter in planner.model.parameters())
-
-
 def describe(planner: Planner, batch: str) -> str:
-    """ "124M parameters, batch of 8 x 1,024 tokens, bfloat16" """
+    """ "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU" """
     millions, precision = n_parameters(planner) / 1e6, str(planner.precision).split(".")[1]
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
-    return f"{size}, {batch}{planner.seq_len:,} tokens, {precision}"
+    device = "a CPU" if planner.on_cpu else "a GPU"
+    return f"{size}, {batch}{planner.seq_len:,} tokens, {precision} on {device}"
 
 
 def legend(plt: Any, *more: Any) -> dict[str, Any]:
@@ -73,164 +92,153 @@ def legend(plt: Any, *more: Any) -> dict[str, Any]:
 
 
 def draw_timeline(plt: Any, planner: Planner, batch_size: int, records: dict[str, Record]) -> Any:
-    """Memory over one step, a panel a policy, all on one scale."""
+    """Memory over one step, a panel a policy, all on one scale; below, the teeth of `full`."""
     steps = {name: planner.step(batch_size, **POLICIES[name]) for name in PANELS}
-    figure, grid = plt.subplots(2, 2, figsize=(8, 7), sharex=True, sharey=True)
-    top = 1.2 * max(step.peak for step in steps.values()) / GIB
+    rows = [["plain", "none"], ["cheap", "full"], ["teeth", "teeth"]]
+    figure, axes = plt.subplot_mosaic(rows, figsize=(8, 9), height_ratios=(3, 3, 2))
+    unit = Unit.of(max(step.peak for step in steps.values()))
+    top = 1.25 * max(step.peak for step in steps.values()) / unit.size
     right = 1.06 * max(flops_done(step)[-1] for step in steps.values())
     none = steps["none"]
-    for axis, (name, step) in zip(grid.flat, steps.items(), strict=True):
-        draw_layers(axis, step, records.get(name))
-        title = f"{name}: {PANELS[name]}"
+    line = plt.Line2D([], [], color=GRAY, linewidth=0.7, label="with none")
+    for name, step in steps.items():
+        axis = axes[name]
+        draw_layers(axis, step, records.get(name), unit)
         if step.config.recompute != "none":
-            title += f", {relative_flops(step) - 1:+.0%} FLOPs"
-            x, y = flops_done(none), none.total / GIB
-            axis.plot(x, y, color="#666666", linewidth=0.7)
-            middle = x[none.phase("head")].mean()
-            axis.text(middle, 1.02 * y.max(), "none", color="#666666", ha="center", va="bottom")
-        label_step(axis, step, top, right)
-        axis.set(title=title, xlim=(0, right), ylim=(0, top), xticks=np.arange(5) / 4)
+            x, y = flops_done(none)[:-1], none.total[:-1] / unit.size  # until gradients go
+            axis.plot(x, y, color=GRAY, linewidth=0.7)
+        label_phases(axis, step, top, unit)
+        label_layers(axis, step, top, unit)
+        label_peak(axis, step, max(step.peak, 0 if name == "plain" else none.peak), right, unit)
+        axis.set(title=title(name, steps), xlim=(0, right), ylim=(0, top), xticks=np.arange(5) / 4)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    if steps["full"].peak / GIB < 0.35 * top:  # there is room for a magnifying glass
-        enlarge_backward(grid.flat[-1], steps["full"], records.get("full"))
-    for axis in grid[:, 0]:
-        axis.set_ylabel("memory in use (GiB)")
-    for axis in grid[1]:
-        axis.set_xlabel("FLOPs done (100% = a step without recompute)")
-    line = "; black: the allocator's own record" if records else ""
+    for name in ("plain", "cheap"):
+        axes[name].set_ylabel(f"memory in use ({unit.name})")
+    for name in ("cheap", "full"):
+        axes[name].set_xlabel("FLOPs done (100% = a step without recompute)")
+    draw_teeth(plt, axes, steps["full"], records.get("full"), unit)
+    black = "; black: the allocator's own record" if records else ""
     about = describe(planner, f"batch of {batch_size} x ")
-    figure.suptitle(f"Memory over one training step\n{about}, predicted{line}")
-    figure.legend(**legend(plt), frameon=False)
+    figure.suptitle(f"Memory over one training step\n{about}, predicted{black}")
+    figure.legend(**legend(plt, line), frameon=False)
     return figure
 
 
-def draw_layers(axis: Any, step: StepMemory, record: Record | None) -> None:
-    layers = [step.timeline[:, KINDS.index(kind)] / GIB for kind in COLORS]
+def title(name: str, steps: dict[str, StepMemory]) -> str:
+    """What the policy does, or that it does nothing here."""
+    step, before = steps[name], [*steps][: [*steps].index(name)]
+    for other in before:
+        if np.array_equal(step.timeline, steps[other].timeline):
+            return f"{name}: here the same as {other}"
+    words = f"{name}: {PANELS[name]}"
+    if step.config.recompute != "none":
+        words += f", {relative_flops(step) - 1:+.0%} FLOPs"
+    return words
+
+
+def draw_layers(axis: Any, step: StepMemory, record: Record | None, unit: Unit) -> None:
+    layers = [step.timeline[:, KINDS.index(kind)] / unit.size for kind in COLORS]
     axis.stackplot(flops_done(step), layers, colors=COLORS.values(), step="post", linewidth=0)
     if record is not None:
-        axis.step(record[0], record[1] / GIB, where="post", color="black", linewidth=0.7)
+        axis.step(record[0], record[1] / unit.size, where="post", color="black", linewidth=0.7)
 
 
-def label_step(axis: Any, step: StepMemory, top: float, right: float) -> None:
-    """Phases, the layers that are thick enough for their name, and the peak."""
-    x, bottom = flops_done(step), 0.0
+def label_phases(axis: Any, step: StepMemory, top: float, unit: Unit) -> None:
+    x = flops_done(step)
     for name in PHASES:
-        start, end = x[step.phase(name).start], x[min(step.phase(name).stop, len(x) - 1)]
-        axis.axvline(start, color="black", linewidth=0.6, linestyle=":")
+        start, end = step.phase(name).start, min(step.phase(name).stop, len(x) - 1)
+        # From the layers up: their names are not crossed.
+        dotted = {"color": "black", "linewidth": 0.6, "linestyle": ":"}
+        axis.vlines(x[start], step.total[start] / unit.size, top, **dotted)
         if name == "optimizer":
-            axis.text(end, 0.98 * top, f" {name}", rotation=90, va="top", fontsize=8)
+            axis.text(x[end], 0.98 * top, f" {name}", rotation=90, va="top", fontsize=8)
         else:
-            axis.text((start + end) / 2, 0.98 * top, name, ha="center", va="top", fontsize=9)
-    head = step.phase("head")
+            middle = (x[start] + x[end]) / 2
+            axis.text(middle, 0.98 * top, name, ha="center", va="top", fontsize=9)
+
+
+def label_layers(axis: Any, step: StepMemory, top: float, unit: Unit) -> None:
+    """Those that are thick enough for their name: what is always there left of backward, where
+    `full` has a frame; all else where it is highest, in the head."""
+    x, head, bottom = flops_done(step), step.phase("head"), 0.0
     for kind in COLORS:
-        height = step.timeline[head.stop - 1, KINDS.index(kind)] / GIB
+        height = step.timeline[head.stop - 1, KINDS.index(kind)] / unit.size
         if height > 0.07 * top:
-            place = x[[head.start, head.stop]].mean(), bottom + height / 2
-            axis.text(*place, NAMES.get(kind, kind), ha="center", va="center", fontsize=8)
+            start = 0 if kind in ("parameters", "optimizer") else head.start
+            place = x[[start, head.stop]].mean(), bottom + height / 2
+            name = "AdamW" if kind == "optimizer" else kind
+            axis.text(*place, name, ha="center", va="center", fontsize=8)
         bottom += height
-    peak = x[step.total.argmax()], step.peak / GIB
-    axis.plot(*peak, "v", color="black", markersize=6)
-    align = {"ha": "right" if peak[0] > 0.8 * right else "center", "textcoords": "offset points"}
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-    axis.annotate(f"peak {peak[1]:.2f} GiB", peak, (0, 7), weight="bold", bbox=box, **align)
 
 
-def enlarge_backward(axis: Any, step: StepMemory, record: Record | None) -> None:
-    """A third of it, in the empty space above, without what is always there."""
-    inset = axis.inset_axes((0.44, 0.4, 0.5, 0.38))
-    draw_layers(inset, step, record)
-    start, end = flops_done(step)[step.phase("backward")][[0, -1]]
-    low, high = step.total[0] / GIB, step.peak / GIB
-    inset.set(xlim=(start, start + (end - start) / 3), ylim=(low, high + 0.05 * (high - low)))
-    inset.set(xticks=[])
-    inset.tick_params(labelsize=8)
-    inset.set_title("a tooth for each block", fontsize=9, loc="center", pad=3)
-    axis.indicate_inset_zoom(inset, edgecolor="black")
+def label_peak(axis: Any, step: StepMemory, above: int, right: float, unit: Unit) -> None:
+    """A triangle at the peak; its name `above` so many bytes, where no line passes."""
+    x, y = flops_done(step)[step.total.argmax()], step.peak / unit.size
+    axis.plot(x, y, "v", color="black", markersize=6)
+    axis.vlines(x, y, above / unit.size, color="black", linewidth=0.7)
+    side = "right" if x > 0.8 * right else "left" if x < 0.2 * right else "center"
+    words = {"ha": side, "textcoords": "offset points", "weight": "bold"}
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    name = f"peak {unit.text(step.peak)}"
+    axis.annotate(name, (x, above / unit.size), (0, 7), bbox=box, **words)
 
 
-def draw_frontier(
-    plt: Any, planner: Planner, batch_size: int, measured: tuple[Points, str] | None
-) -> Any:
-    """Peak memory against what a step costs: FLOPs, or the time that was measured."""
-    figure, axis = plt.subplots(figsize=(8, 5))
-    state = 16 * n_parameters(planner) / GIB
-    axis.axhspan(0, state, color=COLORS["optimizer"], alpha=0.3, linewidth=0)
-    words = "parameters, gradients, AdamW's moments: 16 bytes a parameter, which no policy frees"
-    place = {"ha": "center", "va": "center", "transform": axis.get_yaxis_transform()}
-    axis.text(0.5, state / 2, words, **place)
+def draw_teeth(
+    plt: Any, axes: dict[str, Any], step: StepMemory, record: Record | None, unit: Unit
+) -> None:
+    """Backward of the last blocks, which is its beginning, enlarged; framed in the panel of `full`.
 
-    def point(**memory: Any) -> tuple[float, int]:
-        step = planner.step(batch_size, **memory)
-        return relative_flops(step), step.peak
-
-    if measured is None:
-        points, source = {}, "predicted"
-        for name, memory in POLICIES.items():
-            words = f": {PANELS[name]}" if memory["recompute"] == "none" else ""
-            points[name + words] = point(**memory)
-        quarters = sorted({planner.config.n_layers * i // 4 for i in (1, 2, 3)} - {0})
-        for name in MIXED:
-            mixes = ({"recompute": name, "recompute_layers": n} for n in quarters)
-            ways = [POLICIES["none"], *mixes, POLICIES[name]]
-            line = np.array([point(**memory) for memory in ways])
-            axis.plot(line[:, 0], line[:, 1] / GIB, color="#999999", linewidth=1.2, zorder=1)
-        axis.lines[0].set_label("a policy in only a part of the blocks")
-        axis.legend(loc="upper right", frameon=False)
-    else:
-        points, source = measured
-    for cost, peak in points.values():
-        axis.plot(cost, peak / GIB, "o", color="#D55E00")
-    axis.set_xlabel("FLOPs of a step (none = 1)" if measured is None else "time of a step (s)")
-    axis.set_ylabel("peak memory of a step (GiB)")
-    axis.margins(x=0.2, y=0.1)
-    axis.set_ylim(0, None)
-    axis.grid(alpha=0.3)
-    about = describe(planner, f"batch of {batch_size} x ")
-    figure.suptitle(f"What each policy saves, and what it costs\n{about}, {source}")
-    figure.draw_without_rendering()  # now places are known
-    label_points(axis, points)
-    return figure
+    Of what is always there only as much is shown as the teeth are high, so they can be seen
+    however small a part of the step's memory they are.
+    """
+    axis, n_layers = axes["teeth"], step.config.n_layers
+    n = min(n_layers, TEETH)
+    start, end = step.phase("backward").start, step.phase("backward").stop
+    for operator, phase, block in step.places:
+        if phase == "backward" and block is not None and block < n_layers - n:
+            end = operator
+            break
+    draw_layers(axis, step, record, unit)
+    low, high = step.total[start:end].min() / unit.size, step.total[start:end].max() / unit.size
+    x, height = flops_done(step)[[start, end]], high - low
+    axis.set(xlim=x, ylim=(low - 0.5 * height, high + 0.05 * height), xticks=[])
+    axis.set_ylabel(unit.name)
+    blocks = "every block" if n == n_layers else f"the last {n} of {n_layers} blocks"
+    axis.set_title(f"full, framed part enlarged: backward of {blocks}, a tooth for each")
+    frame = {"width": x[1] - x[0], "height": 1.55 * height, "fill": False, "linewidth": 0.8}
+    axes["full"].add_patch(plt.Rectangle((x[0], low - 0.5 * height), **frame))
 
 
-def label_points(axis: Any, points: Points) -> None:
-    """Each point's name, at the first place around it that is free."""
-    taken: list[Any] = []
-    for name, (cost, peak) in points.items():
-        for dx, dy in ((8, 0), (8, 8), (8, -8), (-8, 0), (0, 10), (0, -10), (-8, 8), (-8, -8)):
-            align = {"ha": {8: "left", 0: "center", -8: "right"}[dx], "va": "center"}
-            place = {"xytext": (dx, dy), "textcoords": "offset points"}
-            text = axis.annotate(name, (cost, peak / GIB), **place, **align)
-            box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
-                break
-            text.set_visible(False)
-        text.set_visible(True)
-        taken.append(box)
-
-
-def draw_made_of(plt: Any, planner: Planner) -> Any:
+def draw_made_of(plt: Any, planner: Planner, batch_size: int) -> Any:
     """What the peak is made of: a panel a batch size, a bar a policy."""
-    figure, axes = plt.subplots(len(BATCHES), 1, figsize=(8, 5.5), sharex=True)
-    right = 1.2 * planner.step(max(BATCHES), **POLICIES["plain"]).peak / GIB
-    for axis, batch_size in zip(axes, BATCHES, strict=True):
-        steps = [planner.step(batch_size, **POLICIES[name]) for name in BARS]
+    batches = bar_batches(batch_size)
+    size, state = (8, 2.1 + 1.7 * len(batches)), 16 * n_parameters(planner)
+    figure, grid = plt.subplots(len(batches), 1, figsize=size, sharex=True, squeeze=False)
+    most = planner.step(batch_size, **POLICIES["plain"]).peak
+    unit, axes = Unit.of(most), grid[:, 0]
+    for axis, sequences in zip(axes, batches, strict=True):
+        steps = [planner.step(sequences, **POLICIES[name]) for name in BARS]
         for row, step in enumerate(steps):
             left = 0.0
             for kind, color in COLORS.items():
-                axis.barh(row, step.at_peak[kind] / GIB, left=left, color=color, height=0.7)
-                left += step.at_peak[kind] / GIB
-            less = f", {step.peak / steps[0].peak - 1:+.0%}" if row else ""
-            text = f"{step.peak / GIB:.2f} GiB{less}"
-            axis.text(left + 0.01 * right, row, text, va="center", weight="bold")
-        dashed = axis.axvline(
-            16 * n_parameters(planner) / GIB, color="black", linewidth=1, linestyle="--"
-        )
+                width = step.at_peak[kind] / unit.size
+                axis.barh(row, width, left=left, color=color, height=0.7)
+                left += width
+            text = unit.text(step.peak) + compare(step.peak, steps[0].peak) * (row > 0)
+            axis.text(left + 0.012 * most / unit.size, row, text, va="center", weight="bold")
+        dashed = axis.axvline(state / unit.size, color="black", linewidth=1, linestyle="--")
         axis.set_yticks(range(len(BARS)), BARS)
         axis.invert_yaxis()
-        axis.set_title(f"batch of {batch_size} sequences")
+        axis.set_title(f"batch of {sequences} sequence" + "s" * (sequences > 1))
     dashed.set_label("16 bytes a parameter")
-    axes[-1].set(xlim=(0, right), xlabel="memory at the peak of the step (GiB)")
+    xlabel = f"memory at the peak of the step ({unit.name})"
+    axes[-1].set(xlim=(0, 1.3 * most / unit.size), xlabel=xlabel)
     about = describe(planner, "sequences of ")
     figure.suptitle(f"What the peak of a training step is made of\n{about}, predicted")
     figure.legend(**legend(plt, dashed), frameon=False)
     return figure
+
+
+def compare(peak: int, plain: int) -> str:
+    """ ", -53%" """
+    return ", the same" if peak == plain else f", {peak / plain - 1:+.0%}"

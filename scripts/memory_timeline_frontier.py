@@ -1,0 +1,192 @@
+"""The frontier of scripts/memory_timeline.py: what each policy saves, and what it costs."""
+
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from planner.choose import describe_recompute, pick_recompute
+from planner.step import Planner, StepMemory
+from scripts.memory_timeline_numbers import (
+    MIXED,
+    PANELS,
+    POLICIES,
+    Points,
+    mixes,
+    n_parameters,
+    relative_flops,
+)
+from scripts.memory_timeline_pictures import COLORS, Unit, describe
+
+POINT, BEST = "#D55E00", "#009E73"
+BEATEN = "hollow: another one saves as much and costs no more"
+
+
+class Choice(NamedTuple):
+    """The policy that is marked."""
+
+    step: StepMemory | None  # None: nothing fits
+    words: str
+
+    @classmethod
+    def of(cls, planner: Planner, batch_size: int, budget: int | None) -> "Choice":
+        """With a budget what `auto` takes. Without one nobody can say what memory is worth; so the
+        policy that takes the least of it among those that do no FLOPs twice (give or take a
+        hundredth: then the one that replays less)."""
+        if budget is None:
+            steps = [planner.step(batch_size, **memory) for memory in POLICIES.values()]
+            free = [step for step in steps if relative_flops(step) == 1]
+            least = min(step.peak for step in free)
+            step = next(step for step in free if step.peak <= 1.01 * least)
+            words = "the least memory at no more FLOPs; another with --memory-budget"
+            return cls(step, f"{describe_recompute(step.config)}: {words}")
+        step, limit = pick_recompute(planner, batch_size, budget), Unit.of(budget).text(budget)
+        if step.peak > budget:
+            return cls(None, f"nothing fits in --memory-budget {limit}")
+        words = f"the least recompute that fits in --memory-budget {limit}"
+        return cls(step, f"{describe_recompute(step.config)}: {words}")
+
+
+def predicted(planner: Planner, batch_size: int, choice: Choice) -> Points:
+    """Each policy, and the choice if it is none of them. Policies that are the same share a name:
+    those of a model so small that its head is one chunk anyway."""
+    points: Points = {}
+    steps = {name: planner.step(batch_size, **memory) for name, memory in POLICIES.items()}
+    if choice.step and choice.step not in steps.values():
+        steps[describe_recompute(choice.step.config)] = choice.step
+    names: dict[tuple[float, int], list[str]] = {}
+    for name, step in steps.items():
+        names.setdefault((relative_flops(step), step.peak), []).append(name)
+    for place, same in names.items():
+        alone = len(same) == 1 and same[0] in ("plain", "none")
+        points[f"{same[0]}: {PANELS[same[0]]}" if alone else " = ".join(same)] = place
+    return points
+
+
+def draw_frontier(
+    plt: Any,
+    planner: Planner,
+    batch_size: int,
+    choice: Choice,
+    measured: tuple[Points, str] | None,
+) -> Any:
+    """Peak memory against what a step costs: FLOPs, or the time that was measured."""
+    figure, axis = plt.subplots(figsize=(8, 5.5))
+    points, source = measured or (predicted(planner, batch_size, choice), "predicted")
+    unit = Unit.of(max(peak for _, peak in points.values()))
+    state = 16 * n_parameters(planner) / unit.size
+    words = "16 bytes a parameter, which no policy frees"
+    axis.axhspan(0, state, color=COLORS["optimizer"], alpha=0.3, linewidth=0, label=words)
+    curves = [] if measured else draw_mixes(axis, planner, batch_size, unit)
+    for cost, peak in points.values():
+        beaten = any(is_better(other, (cost, peak)) for other in points.values())
+        fill = {"markerfacecolor": "white", "label": BEATEN} if beaten else {}
+        axis.plot(cost, peak / unit.size, "o", color=POINT, **fill)
+    best = None if measured else mark(axis, choice, unit)
+    axis.set_xlabel("FLOPs of a step (none = 1)" if measured is None else "time of a step (s)")
+    axis.set_ylabel(f"peak memory of a step ({unit.name})")
+    axis.margins(x=0.2)
+    axis.set_xlim(axis.get_xlim())  # and no wider for what is drawn from now on
+    axis.set_ylim(0, 1.12 * max(peak for _, peak in points.values()) / unit.size)
+    axis.grid(alpha=0.3)
+    about = describe(planner, f"batch of {batch_size} x ")
+    figure.suptitle(f"What each policy saves, and what it costs\n{about}, {source}")
+    handles, labels = axis.get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    figure.legend(once.values(), once, loc="outside lower center", frameon=False, fontsize=9)
+    figure.draw_without_rendering()  # now places are known
+    places = {name: (cost, peak / unit.size) for name, (cost, peak) in points.items()}
+    label_points(axis, places, curves, best)
+    return figure
+
+
+def is_better(one: tuple[float, int], other: tuple[float, int]) -> bool:
+    """In one of cost and memory, and no worse in the other one."""
+    return one != other and one[0] <= other[0] and one[1] <= other[1]
+
+
+def draw_mixes(axis: Any, planner: Planner, batch_size: int, unit: Unit) -> list[np.ndarray]:
+    """Policies in only a part of the blocks. What was drawn: (points, 2) each."""
+    curves = []
+    for name in MIXED:
+        steps = [planner.step(batch_size, **memory) for memory in mixes(planner, name)]
+        curves.append(np.array([(relative_flops(step), step.peak / unit.size) for step in steps]))
+        axis.plot(*curves[-1].T, color="#999999", linewidth=1.2, zorder=1)
+    axis.lines[0].set_label("a policy in only a part of the blocks")
+    return curves
+
+
+def mark(axis: Any, choice: Choice, unit: Unit) -> tuple[float, float] | None:
+    """A ring around the choice, which the legend explains; where it is."""
+    ring = {"color": BEST, "markerfacecolor": "none", "markersize": 13, "markeredgewidth": 2.5}
+    if choice.step is None:
+        axis.plot([], [], linestyle="none", label=choice.words)
+        return None
+    place = relative_flops(choice.step), choice.step.peak / unit.size
+    axis.plot(*place, "o", **ring, label=choice.words)
+    return place
+
+
+# Where a label may stand around its point, the best first: to the right, then to the left.
+AROUND = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
+DISTANCES = (10, 18, 28, 40, 54)  # in points of 1/72 inch
+
+
+def label_points(
+    axis: Any,
+    places: dict[str, tuple[float, float]],
+    curves: list[np.ndarray],
+    best: tuple[float, float] | None,
+) -> None:
+    """Each point's name at the nearest free place around it: inside of the frame, on no other
+    name, no point and no line. If that is not near, a thin line leads there."""
+    frame, to_pixels = axis.get_window_extent(), axis.transData.transform
+    radius = 7 * axis.figure.dpi / 72
+    # What a name must not cover, as points (n, 2) in pixels.
+    points = to_pixels(list(places.values()))
+    corners = np.array([*product((-1, 0, 1), repeat=2)]) * radius
+    taken = [(points[:, None] + corners).reshape(-1, 2)]
+    taken += [between(*pair) for curve in curves for pair in pairwise(to_pixels(curve))]
+    boxes: list[Any] = []
+    for (name, place), pixel in zip(places.items(), points, strict=True):
+        text = None
+        for distance, (dx, dy) in product(DISTANCES, AROUND):
+            if text is not None:
+                text.remove()
+            text = write(axis, name, place, (dx * distance, dy * distance), place == best)
+            box = text.get_window_extent().padded(2)
+            free = frame.containsx(box.x0) and frame.containsx(box.x1)
+            free &= frame.containsy(box.y0) and frame.containsy(box.y1)
+            free &= not any(box.overlaps(other) for other in boxes)
+            if free and not any(box.count_contains(covered) for covered in taken):
+                break
+        assert text is not None
+        boxes.append(box)
+        if distance > DISTANCES[1]:
+            end = pixel + np.array([dx, dy]) * (distance - 2) * axis.figure.dpi / 72
+            taken.append(between(pixel, end))
+            back = axis.transData.inverted().transform([pixel, end])
+            axis.plot(*back.T, color="#666666", linewidth=0.7, zorder=0.5, label="_leader")
+
+
+def between(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """(n, 2) points of the straight line, a pixel apart."""
+    n = int(np.hypot(*(end - start))) + 2
+    return np.linspace(start, end, n)
+
+
+def write(
+    axis: Any, name: str, place: tuple[float, float], offset: tuple[int, int], bold: bool
+) -> Any:
+    dx, dy = np.sign(offset)
+    return axis.annotate(
+        name,
+        place,
+        offset,
+        textcoords="offset points",
+        ha={1: "left", 0: "center", -1: "right"}[dx],
+        va={1: "bottom", 0: "center", -1: "top"}[dy] if dx == 0 else "center",
+        weight="bold" if bold else "normal",
+        in_layout=False,  # the frame stays as it is
+        zorder=4,
+    )
