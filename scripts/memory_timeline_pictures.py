@@ -59,11 +59,12 @@ class Unit(NamedTuple):
         return f"{count / self.size:.{2 if self.name == 'GiB' else 1}f} {self.name}"
 
 
-def load_pyplot() -> Any:
+def load_pyplot(program: str = "memory_timeline") -> Any:
+    """matplotlib.pyplot in our style, drawing into files. Raises UsageError where it is missing."""
     try:
         import matplotlib
     except ImportError:
-        raise UsageError("memory_timeline needs matplotlib: pip install matplotlib") from None
+        raise UsageError(f"{program} needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

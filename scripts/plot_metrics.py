@@ -1,34 +1,60 @@
 """Draw training runs from their metrics.jsonl: loss, perplexity, learning rate, speed, memory.
 
-python -m scripts.plot_metrics checkpoints/*.metrics.jsonl --output curves.png
+python -m scripts.plot_metrics checkpoints/*.metrics.jsonl                      # out/metrics.png
+python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --output curves.svg
 
-Needs matplotlib: pip install matplotlib
+Single log lines are noisy: of a long run they are a thin line, and the thick one over it is their
+average over a twentieth of the run (--smooth 1: none). Needs matplotlib: pip install matplotlib
 """
 
+import argparse
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainer.flags import OneLineParser, UsageError, print_error
+import numpy as np
+
+from scripts.memory_timeline_pictures import FORMATS, GRAY, Unit, load_pyplot
+from trainer.flags import OneLineParser, UsageError, number, print_error
 from trainer.metrics import read_metrics
+
+Runs = dict[str, list[dict[str, Any]]]  # name -> records
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, each with a marker of its own.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
+LINES = ["-", "-.", ":"]  # of the first seven runs, the next seven, ...
+LONG = 30  # log lines; shorter runs are not smoothed
+KINDS: dict[str, dict[str, Any]] = {  # of lines, from the thinnest
+    "training": {"linewidth": 1.5},
+    "each log line": {"linewidth": 0.6, "alpha": 0.35, "zorder": 1.5},
+    "moving average": {"linewidth": 2.2, "zorder": 3},
+    "validation": {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 5},
+}
 
-# (title, axis label, [(key, what it is called)], scale of the values, logarithmic axis)
-PANELS: list[tuple[str, str, list[tuple[str, str]], float, bool]] = [
-    ("Loss", "nats per token", [("train_loss", ""), ("val_loss", "validation")], 1, False),
-    ("Perplexity", "perplexity", [("train_ppl", ""), ("val_ppl", "validation")], 1, True),
-    ("Learning rate", "learning rate", [("lr", "")], 1, False),
-    ("Speed", "tokens per second", [("tokens_per_s", "")], 1, False),
-    ("Peak memory so far", "MiB", [("peak_memory_bytes", "")], 2**-20, False),
+
+class Panel(NamedTuple):
+    title: str
+    label: str
+    training: str  # a key of the records
+    validation: str = ""
+    smooth: bool = False
+    logarithmic: bool = False
+
+
+PANELS = [
+    Panel("Loss", "nats per token", "train_loss", "val_loss", smooth=True),
+    Panel("Perplexity", "perplexity", "train_ppl", "val_ppl", smooth=True, logarithmic=True),
+    Panel("Learning rate", "learning rate", "lr"),
+    Panel("Speed", "tokens per second", "tokens_per_s", smooth=True),
+    Panel("Peak memory so far", "", "peak_memory_bytes"),
 ]
 
 
-def load(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Run name -> records. Raises UsageError for a file that holds none."""
-    runs = {}
+def load(paths: list[Path]) -> Runs:
+    """Raises UsageError for a file that holds no records."""
+    runs: Runs = {}
     for path in paths:
         try:
             records = read_metrics(path)
@@ -44,57 +70,170 @@ def load(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
     return runs
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], output: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("plot_metrics needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+def points(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of the records in which that key is a number."""
+    pairs = [
+        (record["step"], record[key])
+        for record in records
+        if isinstance(record.get(key), int | float) and math.isfinite(record[key])
+    ]
+    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return np.array(steps), np.array(values, dtype=float)
 
-    figure, grid = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
-    axes = list(grid.flat)
-    for axis, (title, label, series, scale, logarithmic) in zip(axes, PANELS, strict=False):
-        for i, (name, records) in enumerate(runs.items()):
-            color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
-            for key, kind in series:
-                points = [
-                    (r["step"], r[key] * scale)
-                    for r in records
-                    if isinstance(r.get(key), int | float)
-                ]
-                if points:
-                    style = {"marker": marker, "linestyle": "--"} if kind else {"linestyle": "-"}
-                    text = f"{name}, {kind}" if kind else name
-                    axis.plot(*zip(*points, strict=True), color=color, label=text, **style)
-        axis.set(title=title, xlabel="optimizer step", ylabel=label)
-        axis.grid(alpha=0.3)
-        if logarithmic:
-            axis.set_yscale("log")
-            for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-                formatter(lambda value, _: f"{value:g}")  # 200, not 2 x 10^2
-        elif title != "Loss":
-            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
-    axes[-1].axis("off")  # the sixth place holds the legend
-    axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="center", frameon=False)
+
+def moving_average(values: np.ndarray, window: int) -> np.ndarray:
+    """(n,) -> (n - window + 1,): of each `window` values in a row."""
+    sums = np.concatenate([[0.0], values.cumsum()])
+    return (sums[window:] - sums[:-window]) / window
+
+
+def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
+    """A panel for each of PANELS, a colour for each run; the sixth place holds the legend."""
+    figure, grid = plt.subplots(2, 3, figsize=(13, 7))
+    *axes, last = grid.flat
+    looks = {
+        name: (COLORS[i % 7], MARKERS[(i + i // 7) % 7], LINES[i // 7 % 3])
+        for i, name in enumerate(runs)
+    }
+    kinds: set[str] = set()  # of lines, for the legend
+    for axis, panel in zip(axes, PANELS, strict=True):
+        unit = memory_unit(runs) if panel.training == "peak_memory_bytes" else Unit("", 1)
+        for name, records in runs.items():
+            drawn = draw_run(axis, panel, records, looks[name], smooth, unit.size)
+            kinds |= drawn if panel.smooth else set()
+        axis.set(title=panel.title, xlabel="optimizer step", ylabel=panel.label or unit.name)
+        tidy(plt, axis, panel)
+    handles = [
+        plt.Line2D([], [], color=color, linestyle=line, marker=marker, label=name)
+        for name, (color, marker, line) in looks.items()
+    ]
+    gray = {"color": GRAY}
+    handles += [plt.Line2D([], [], **gray | KINDS[k], label=k) for k in KINDS if k in kinds]
+    last.axis("off")
+    last.legend(handles=handles, loc="center", frameon=False, ncols=1 + len(handles) // 20)
+    return figure
+
+
+def draw_run(
+    axis: Any,
+    panel: Panel,
+    records: list[dict[str, Any]],
+    look: tuple[str, str, str],
+    smooth: int | None,
+    size: int,
+) -> set[str]:
+    """One run in one panel; the kinds of lines that were drawn."""
+    color, marker, line = look
+    steps, values = points(records, panel.training)
+    window = smooth or (len(steps) // 20 if len(steps) >= LONG else 1)
+    window = min(window, len(steps)) if panel.smooth else 1
+    style = {"color": color, "linestyle": line}
+    drawn = set()
+    if len(steps) == 1:  # one point makes no line
+        axis.plot(steps, values / size, ".", color=color, markersize=10, clip_on=False)
+    elif len(steps):
+        drawn.add("each log line" if window > 1 else "training")
+        axis.plot(steps, values / size, **style | KINDS[min(drawn)])
+    if window > 1:
+        drawn.add("moving average")
+        # Of perplexity the geometric mean, exp of the average loss: its axis is logarithmic.
+        average = (
+            np.exp(moving_average(np.log(np.maximum(values, 1e-300)), window))
+            if panel.logarithmic
+            else moving_average(values, window)
+        )
+        middles = steps[(window - 1) // 2 :][: len(average)]
+        axis.plot(middles, average, **style | KINDS["moving average"])
+    steps, values = points(records, panel.validation)
+    if len(steps):
+        drawn.add("validation")
+        every = max(1, len(steps) // 10)  # markers enough to tell runs apart
+        style = KINDS["validation"] | {"color": color, "marker": marker, "markevery": every}
+        axis.plot(steps, values / size, **style)
+    return drawn
+
+
+def memory_unit(runs: Runs) -> Unit:
+    """Of the memory panel, and what was measured: "GiB, cuda"."""
+    records = [r for records in runs.values() for r in records if r.get("peak_memory_bytes")]
+    most = max((points(records, "peak_memory_bytes")[1]), default=0)
+    kinds = sorted({str(r["peak_memory_kind"]) for r in records if r.get("peak_memory_kind")})
+    unit = Unit.of(int(most))
+    return Unit(", ".join([unit.name, *kinds]), unit.size)
+
+
+def tidy(plt: Any, axis: Any, panel: Panel) -> None:
+    """Ticks that can be read: whole steps, few, and no powers of ten."""
+    ticker = plt.matplotlib.ticker
+    axis.grid(alpha=0.3)
+    if not axis.lines:
+        axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes, color=GRAY)
+        axis.set(xticks=[], yticks=[])
+        return
+    steps = np.concatenate([line.get_xdata() for line in axis.lines])
+    if steps.min() == steps.max():
+        axis.set_xlim(steps[0] - 1, steps[0] + 1)
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+    unit, k = (1000, "k") if steps.max() >= 100_000 else (1, "")
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x / unit:,.10g}{k if x else ''}")
+    if panel.logarithmic:
+        axis.set_yscale("log")
+        low, high = axis.get_ylim()
+        flat = high < 3 * low  # too few powers of ten, and what lies between
+        ticks = ticker.MaxNLocator(6) if flat else ticker.LogLocator(subs=(1, 2, 5), numticks=10)
+        axis.yaxis.set_major_locator(ticks)
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
+    elif panel.title != "Loss":
+        axis.set_ylim(0, 1.05 * axis.get_ylim()[1] or 1)
+    if panel.title in ("Speed", "Peak memory so far"):
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Raises UsageError."""
+    parser = OneLineParser(prog="python -m scripts.plot_metrics", description=__doc__)
+    add = parser.add_argument
+    # fmt: off
+    add("metrics", nargs="+", type=Path, metavar="FILE.metrics.jsonl")
+    add("--output", type=Path, metavar="PICTURE", help="(default: out/metrics.png)")
+    add("--format", choices=tuple(FORMATS), help="(default: as --output ends, else png)")
+    add("--smooth", type=number(int, 1, 10**9), metavar="N",
+        help="log lines that the thick line averages, 1 = no such line (default: a twentieth of "
+        f"the run if it has {LONG} or more)")
+    # fmt: on
+    args = parser.parse_args(argv)
+    ending = f".{args.format or 'png'}"
+    if args.output is None:
+        args.output = Path("out", f"metrics{ending}")
+    elif not args.output.suffix:
+        args.output = args.output.with_suffix(ending)
+    elif args.format and args.output.suffix != ending:
+        raise UsageError(f"--format {args.format} and --output {args.output} contradict each other")
+    return args
+
+
+def save(figure: Any, output: Path) -> None:
+    """Raises UsageError."""
     try:
-        figure.savefig(output, dpi=120)
+        if output.parent == Path("out"):
+            output.parent.mkdir(exist_ok=True)
+        figure.savefig(output, metadata=FORMATS.get(output.suffix[1:]))
     except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
         raise UsageError(f"--output {output}: {error}") from None
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m scripts.plot_metrics", description=__doc__)
-    parser.add_argument("metrics", nargs="+", type=Path, metavar="FILE.metrics.jsonl")
-    parser.add_argument("--output", type=Path, default=Path("metrics.png"), metavar="PICTURE")
-    args = parser.parse_args(argv)
-    if not args.output.suffix:
-        args.output = args.output.with_suffix(".png")
     try:
-        draw(load(args.metrics), args.output)
+        args = parse(argv)
+        runs = load(args.metrics)
+        save(draw(load_pyplot("plot_metrics"), runs, args.smooth), args.output)
     except UsageError as error:
         print_error(error)
         return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
     print(f"wrote {args.output}")
     return 0
 

@@ -1,0 +1,87 @@
+"""Make the numbers and pictures in scripts/results/ anew: the one place where their commands stand.
+
+python -m scripts.make_results                       # those that take two minutes, no GPU
+python -m scripts.make_results --list                # which command makes which files
+python -m scripts.make_results --only benchmark      # one of those that take longer, by name
+
+What the documents show stands in scripts/results/. A command writes there only if it is told to;
+what it makes by default goes to out/, which git ignores. tests/test_results.py computes some of the
+numbers again, and knows if one of them no longer comes out of the code.
+"""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.flags import OneLineParser
+
+ROOT = Path(__file__).parent.parent
+FOLDER = "scripts/results"
+
+
+class Result(NamedTuple):
+    """What to run, from the project's root, and the files in FOLDER that it makes."""
+
+    command: str
+    files: tuple[str, ...]
+    takes: str
+    by_default: bool = True
+
+
+RESULTS = {
+    "memory_timeline": Result(
+        "python -m scripts.memory_timeline --model gpt2 --batch-size 8 --device cuda "
+        f"--amp-dtype bfloat16 --out {FOLDER} --json {FOLDER}/memory_timeline.json",
+        tuple(f"memory_{name}" for name in ("timeline.png", "frontier.png", "made_of.png"))
+        + ("memory_timeline.json",),
+        "20 s",
+    ),
+    "ladder": Result(
+        f"python -m scripts.ladder --json {FOLDER}/ladder.json", ("ladder.json",), "2 minutes"
+    ),
+    "benchmark": Result(
+        "python -m scripts.benchmark --n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072 "
+        "--seq-len 1024 --batch-size 2 --policies none full --peer transformers --repeats 2 "
+        f"--steps 2 --json {FOLDER}/benchmark_cpu_124m_b2_peer.json",
+        ("benchmark_cpu_124m_b2_peer.json",),
+        "10 minutes of an idle machine: it measures time",
+        by_default=False,
+    ),
+    "reliability": Result(
+        f"python -m scripts.reliability --json {FOLDER}/reliability.json",
+        ("reliability.json",),
+        "10 minutes, Linux",
+        by_default=False,
+    ),
+}
+
+
+def make(result: Result) -> int:
+    """Runs the command as it stands, with this Python; its exit code."""
+    _, *words = shlex.split(result.command)
+    print(f"\n{result.command}    # {result.takes}", flush=True)
+    return subprocess.run([sys.executable, *words], cwd=ROOT).returncode
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m scripts.make_results", description=__doc__)
+    quick = [name for name, result in RESULTS.items() if result.by_default]
+    parser.add_argument("--only", nargs="+", choices=RESULTS, default=quick, metavar="NAME",
+        help=f"some of {', '.join(RESULTS)} (default: {' '.join(quick)})")  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="show the commands, run none")
+    args = parser.parse_args(argv)
+    if args.list:
+        for name, result in RESULTS.items():
+            print(f"{name}: {', '.join(result.files)} ({result.takes})\n    {result.command}")
+        return 0
+    try:
+        codes = [make(RESULTS[name]) for name in args.only]
+    except KeyboardInterrupt:  # the command that was running has said so
+        return 130
+    return max(codes, key=abs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

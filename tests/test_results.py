@@ -1,0 +1,92 @@
+"""scripts/results/ is what the code says today, and one script makes all of it."""
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+from runs import ROOT
+
+from scripts import ladder, make_results, memory_timeline
+from scripts.memory_timeline_numbers import POLICIES
+
+FOLDER = ROOT / make_results.FOLDER
+CHEAP = ("plain", "none", "full")  # rungs whose GPT-2 small is simulated here, with 2 sequences
+
+
+def read(name: str) -> dict:
+    return json.loads((FOLDER / name).read_text())
+
+
+def test_each_file_has_the_command_that_makes_it():
+    made = [name for result in make_results.RESULTS.values() for name in result.files]
+    assert sorted(made) == sorted(path.name for path in FOLDER.iterdir())
+    for result in make_results.RESULTS.values():
+        (numbers,) = (name for name in result.files if name.endswith(".json"))
+        assert read(numbers)["command"] == result.command, f"{numbers} is not current"
+
+
+def test_the_pictures_numbers_are_what_the_planner_says():
+    file = read("memory_timeline.json")
+    _, _, _, *flags = shlex.split(file["command"])
+    args = memory_timeline.parse([*flags, "--out", str(ROOT / "out")])
+    planner, rows = memory_timeline.prepare(args), file["rows"]
+    assert {row["batch_size"] for row in rows} == {args.batch_size // 4, args.batch_size} == {2, 8}
+    for name in CHEAP:
+        step = planner.step(2, **POLICIES[name])
+        wanted = json.loads(json.dumps(memory_timeline.row(step)))
+        assert wanted in rows, f"{name}: made with torch {file['torch']}; {REMAKE}"
+
+
+REMAKE = "if the change is meant: python -m scripts.make_results"
+
+
+@pytest.mark.parametrize("rung", CHEAP)
+def test_the_ladders_numbers_are_what_its_tracker_counts(rung):
+    file, column = read("ladder.json"), "124M, B=2"
+    config, batch = ladder.CONFIGURATIONS[column]
+    peak = ladder.step_peak(replace(config, **ladder.RUNGS[rung]), batch, ladder.SEQ_LEN)
+    target = ladder.TARGETS[column].get(rung)
+    figure = ladder.Figure(column, rung, peak / 2**20, peak, target)
+    wanted = asdict(figure) | {"met": figure.met}
+    assert wanted in file["figures"], f"made with torch {file['torch']}; {REMAKE}"
+
+
+def test_the_ladder_has_every_rung_and_column():
+    found = {(figure["column"], figure["rung"]) for figure in read("ladder.json")["figures"]}
+    columns = [*ladder.CONFIGURATIONS, *ladder.FLOPS]
+    assert found == {(column, rung) for column in columns for rung in ladder.RUNGS}
+
+
+def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsys):
+    started = []
+
+    def run(words, cwd):
+        assert cwd == ROOT
+        started.append(words)
+        return subprocess.CompletedProcess(words, returncode=2 if "scripts.ladder" in words else 0)
+
+    monkeypatch.setattr(make_results.subprocess, "run", run)
+    assert make_results.main(["--list"]) == 0 and not started
+    assert make_results.RESULTS["ladder"].command in capsys.readouterr().out
+    assert make_results.main([]) == 2
+    assert [words[:3] for words in started] == [
+        [sys.executable, "-m", "scripts.memory_timeline"],
+        [sys.executable, "-m", "scripts.ladder"],
+    ]
+    assert make_results.main(["--only", "reliability"]) == 0
+    assert started[-1][2:] == "scripts.reliability --json scripts/results/reliability.json".split()
+
+
+def test_what_is_made_by_default_is_not_seen_by_git():
+    """README's and planning.md's own commands leave a clean clone."""
+    default = memory_timeline.parse([]).out
+    for name in (
+        default / "memory_timeline.svg",
+        default / "memory_made_of.pdf",
+        "out/metrics.svg",
+    ):
+        result = subprocess.run(["git", "check-ignore", "-q", str(name)], cwd=ROOT)
+        assert result.returncode in (0, 128), name  # 128: a copy without its history
