@@ -32,6 +32,7 @@ import torch
 from tqdm import tqdm
 
 from data import DataError
+from model import MiniGPTConfig
 from planner.choose import describe_recompute
 from planner.step import Planner, StepMemory
 from scripts.allocator_trace import DEVICE_TYPES
@@ -96,24 +97,31 @@ def prepare(args: argparse.Namespace) -> Planner:
     return make_planner(args, config, torch.device(kind), precision)
 
 
-def simulate(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, Record], Choice]:
+def simulate(
+    planner: Planner, args: argparse.Namespace, bar: tqdm
+) -> tuple[dict[str, Record], Choice]:
     """Ask for all that the pictures show; the planner remembers it. (--measure's records, best)"""
     wanted = ways(planner, args.batch_size)
     recorded = PANELS if args.measure else {}
-    total = len(wanted) + len(recorded) + 1
+    bar.reset(len(wanted) + len(recorded) + 3)  # and a picture each
     records: dict[str, Record] = {}
-    with tqdm(total=total, unit="step", desc="simulating", disable=None, leave=False) as bar:
-        for batch_size, memory in wanted:
-            planner.step(batch_size, **memory)
-            bar.update()
-        for name in recorded:
-            bar.set_description(f"training, {name}")
-            step = planner.step(args.batch_size, **POLICIES[name])
-            records[name] = record_step(planner, step, args)
-            bar.update()
-        bar.set_description("choosing")
-        choice = Choice.of(planner, args.batch_size, args.memory_budget)
-    return records, choice
+    for batch_size, memory in wanted:
+        bar.set_description(f"simulating {memory['recompute']}")
+        planner.step(batch_size, **memory)
+        bar.update()
+    for name in recorded:
+        bar.set_description(f"training, {name}")
+        step = planner.step(args.batch_size, **POLICIES[name])
+        records[name] = record_step(planner, step, args)
+        bar.update()
+    ask = planner.simulate
+
+    def ask_and_show(batch_size: int, config: MiniGPTConfig) -> StepMemory:
+        bar.set_description(f"choosing, {describe_recompute(config)}")  # who knows how many yet
+        return ask(batch_size, config)
+
+    planner.simulate = ask_and_show  # type: ignore[method-assign]
+    return records, Choice.of(planner, args.batch_size, args.memory_budget)
 
 
 def row(step: StepMemory) -> dict[str, Any]:
@@ -146,21 +154,24 @@ def describe_target(planner: Planner) -> str:
 
 def draw_all(args: argparse.Namespace) -> dict[str, Any]:
     """Draws and writes the pictures; what the JSON file says. Raises UsageError, DataError."""
-    plt, planner = load_pyplot(), prepare(args)
+    plt, size = load_pyplot(), args.batch_size
     measured = load_measured(args) if args.measured else None
-    print(describe_target(planner), flush=True)
-    records, choice = simulate(planner, args)
-    size = args.batch_size
-    pictures: dict[str, Callable[[], Any]] = {
-        "timeline": lambda: draw_timeline(plt, planner, size, records),
-        "frontier": lambda: draw_frontier(plt, planner, size, choice, measured),
-        "made_of": lambda: draw_made_of(plt, planner, size),
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, draw in pictures.items():
-        file = args.out / f"memory_{name}.{args.format}"
-        draw().savefig(file, metadata=FORMATS[args.format])
-        print(f"wrote {file}", flush=True)
+    with tqdm(unit="step", desc="setting up", disable=None, leave=False) as bar:
+        planner = prepare(args)
+        bar.write(describe_target(planner))
+        records, choice = simulate(planner, args, bar)
+        pictures: dict[str, Callable[[], Any]] = {
+            "timeline": lambda: draw_timeline(plt, planner, size, records),
+            "frontier": lambda: draw_frontier(plt, planner, size, choice, measured),
+            "made_of": lambda: draw_made_of(plt, planner, size),
+        }
+        args.out.mkdir(parents=True, exist_ok=True)
+        for name, draw in pictures.items():
+            bar.set_description(f"drawing {name}")
+            file = args.out / f"memory_{name}.{args.format}"
+            draw().savefig(file, metadata=FORMATS[args.format])
+            bar.update()
+            bar.write(f"wrote {file}")
     return {
         "recorded_bytes": {name: int(record[1].max()) for name, record in records.items()},
         "rows": [row(step) for step in planner.steps.values()],

@@ -40,11 +40,13 @@ class Choice(NamedTuple):
             step = next(step for step in free if step.peak <= 1.01 * least)
             words = "the least memory at no more FLOPs; another with --memory-budget"
             return cls(step, f"{describe_recompute(step.config)}: {words}")
-        step, limit = pick_recompute(planner, batch_size, budget), Unit.of(budget).text(budget)
-        if step.peak > budget:
-            return cls(None, f"nothing fits in --memory-budget {limit}")
-        words = f"the least recompute that fits in --memory-budget {limit}"
-        return cls(step, f"{describe_recompute(step.config)}: {words}")
+        limit = Unit.of(budget).text(budget)
+        if 16 * n_parameters(planner) < budget:  # else no recompute helps
+            step = pick_recompute(planner, batch_size, budget)
+            if step.peak <= budget:
+                words = f"what auto takes within --memory-budget {limit}"
+                return cls(step, f"{describe_recompute(step.config)}: {words}")
+        return cls(None, f"nothing fits in --memory-budget {limit}")
 
 
 def predicted(planner: Planner, batch_size: int, choice: Choice) -> Points:
