@@ -19,10 +19,15 @@ memory_timeline_pictures.py and memory_timeline_frontier.py draw it. Needs matpl
 pip install matplotlib
 """
 
+import sys
+
+if not __package__:  # python scripts/memory_timeline.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import argparse
 import json
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -189,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(f"--out: {error.filename}: {error.strerror}")
         return 2
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        print("\n" * sys.stderr.isatty() + "stopped", file=sys.stderr)
         return 130
     words = sys.argv[1:] if argv is None else argv
     result = {

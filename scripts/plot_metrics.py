@@ -7,9 +7,14 @@ Single log lines are noisy: of a long run they are a thin line, and the thick on
 average over a twentieth of the run (--smooth 1: none). Needs matplotlib: pip install matplotlib
 """
 
+import sys
+
+if not __package__:  # python scripts/plot_metrics.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,10 +183,7 @@ def tidy(plt: Any, axis: Any, panel: Panel) -> None:
     axis.xaxis.set_major_formatter(lambda x, _: f"{x / unit:,.10g}{k if x else ''}")
     if panel.logarithmic:
         axis.set_yscale("log")
-        low, high = axis.get_ylim()
-        flat = high < 3 * low  # too few powers of ten, and what lies between
-        ticks = ticker.MaxNLocator(6) if flat else ticker.LogLocator(subs=(1, 2, 5), numticks=10)
-        axis.yaxis.set_major_locator(ticks)
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=10))
         axis.yaxis.set_minor_locator(ticker.NullLocator())
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
     elif panel.title != "Loss":
@@ -192,7 +194,8 @@ def tidy(plt: Any, axis: Any, panel: Panel) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Raises UsageError."""
-    parser = OneLineParser(prog="python -m scripts.plot_metrics", description=__doc__)
+    parser = OneLineParser(prog="python -m scripts.plot_metrics", description=__doc__,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
     # fmt: off
     add("metrics", nargs="+", type=Path, metavar="FILE.metrics.jsonl")
@@ -232,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(error)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        print("\n" * sys.stderr.isatty() + "stopped", file=sys.stderr)
         return 130
     print(f"wrote {args.output}")
     return 0

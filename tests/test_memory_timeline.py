@@ -321,9 +321,10 @@ def test_nothing_typed_is_the_demo():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the point is a machine without one")
-def test_a_gpu_that_is_not_there_is_planned_for(capsys, plt):
+def test_a_gpu_that_is_not_there_is_planned_for(capsys, plt, monkeypatch):
     planner = script.prepare(script.parse([*SHAPE, "--device", "cuda"]))
     assert not planner.on_cpu and planner.precision == torch.bfloat16
+    monkeypatch.delattr(script, "simulate")  # found before anything is
     assert script.main([*SHAPE, "--device", "cuda", "--measure"]) == 2
     assert "error: --device cuda: " in capsys.readouterr().err  # not to be trained on
 
