@@ -92,7 +92,8 @@ def draw_frontier(
     axis.set_ylim(0, 1.12 * max(peak for _, peak in points.values()) / unit.size)
     axis.grid(alpha=0.3)
     about = describe(planner, f"batch of {batch_size} x ")
-    figure.suptitle(f"What each policy saves, and what it costs\n{about}, {source}")
+    about += f"\n{source}" if measured else f", {source}"
+    figure.suptitle(f"What each policy saves, and what it costs\n{about}")
     handles, labels = axis.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     figure.legend(once.values(), once, loc="outside lower center", frameon=False, fontsize=9)

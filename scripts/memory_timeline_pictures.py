@@ -98,7 +98,7 @@ def draw_timeline(plt: Any, planner: Planner, batch_size: int, records: dict[str
     rows = [["plain", "none"], ["cheap", "full"], ["teeth", "teeth"]]
     figure, axes = plt.subplot_mosaic(rows, figsize=(8, 9), height_ratios=(3, 3, 2))
     unit = Unit.of(max(step.peak for step in steps.values()))
-    top = 1.25 * max(step.peak for step in steps.values()) / unit.size
+    top = 1.3 * max(step.peak for step in steps.values()) / unit.size
     right = 1.06 * max(flops_done(step)[-1] for step in steps.values())
     none = steps["none"]
     line = plt.Line2D([], [], color=GRAY, linewidth=0.7, label="with none")
@@ -107,8 +107,8 @@ def draw_timeline(plt: Any, planner: Planner, batch_size: int, records: dict[str
         draw_layers(axis, step, records.get(name), unit)
         if step.config.recompute != "none":
             x, y = flops_done(none)[:-1], none.total[:-1] / unit.size  # until gradients go
-            axis.plot(x, y, color=GRAY, linewidth=0.7)
-        label_phases(axis, step, top, unit)
+            axis.step(x, y, where="post", color=GRAY, linewidth=0.7)
+        label_phases(axis, step, top, right, unit)
         label_layers(axis, step, top, unit)
         label_peak(axis, step, max(step.peak, 0 if name == "plain" else none.peak), right, unit)
         axis.set(title=title(name, steps), xlim=(0, right), ylim=(0, top), xticks=np.arange(5) / 4)
@@ -118,7 +118,7 @@ def draw_timeline(plt: Any, planner: Planner, batch_size: int, records: dict[str
     for name in ("cheap", "full"):
         axes[name].set_xlabel("FLOPs done (100% = a step without recompute)")
     draw_teeth(plt, axes, steps["full"], records.get("full"), unit)
-    black = "; black: the allocator's own record" if records else ""
+    black = "\nblack: the allocator's own record" if records else ""
     about = describe(planner, f"batch of {batch_size} x ")
     figure.suptitle(f"Memory over one training step\n{about}, predicted{black}")
     figure.legend(**legend(plt, line), frameon=False)
@@ -144,7 +144,7 @@ def draw_layers(axis: Any, step: StepMemory, record: Record | None, unit: Unit) 
         axis.step(record[0], record[1] / unit.size, where="post", color="black", linewidth=0.7)
 
 
-def label_phases(axis: Any, step: StepMemory, top: float, unit: Unit) -> None:
+def label_phases(axis: Any, step: StepMemory, top: float, right: float, unit: Unit) -> None:
     x = flops_done(step)
     for name in PHASES:
         start, end = step.phase(name).start, min(step.phase(name).stop, len(x) - 1)
@@ -153,9 +153,11 @@ def label_phases(axis: Any, step: StepMemory, top: float, unit: Unit) -> None:
         axis.vlines(x[start], step.total[start] / unit.size, top, **dotted)
         if name == "optimizer":
             axis.text(x[end], 0.98 * top, f" {name}", rotation=90, va="top", fontsize=8)
-        else:
-            middle = (x[start] + x[end]) / 2
-            axis.text(middle, 0.98 * top, name, ha="center", va="top", fontsize=9)
+            continue
+        middle, width = (x[start] + x[end]) / 2, (x[end] - x[start]) / right
+        turned = 90 if width < 0.012 * len(name) else 0  # too narrow for half of it
+        words = {"ha": "center", "va": "top", "fontsize": 8 if turned else 9}
+        axis.text(middle, 0.98 * top, name, rotation=turned, **words)
 
 
 def label_layers(axis: Any, step: StepMemory, top: float, unit: Unit) -> None:
@@ -163,8 +165,8 @@ def label_layers(axis: Any, step: StepMemory, top: float, unit: Unit) -> None:
     `full` has a frame; all else where it is highest, in the head."""
     x, head, bottom = flops_done(step), step.phase("head"), 0.0
     for kind in COLORS:
-        height = step.timeline[head.stop - 1, KINDS.index(kind)] / unit.size
-        if height > 0.07 * top:
+        before, height = step.timeline[[head.start, head.stop - 1], KINDS.index(kind)] / unit.size
+        if min(before, height) > 0.07 * top:
             start = 0 if kind in ("parameters", "optimizer") else head.start
             place = x[[start, head.stop]].mean(), bottom + height / 2
             name = "AdamW" if kind == "optimizer" else kind
@@ -202,12 +204,13 @@ def draw_teeth(
     draw_layers(axis, step, record, unit)
     low, high = step.total[start:end].min() / unit.size, step.total[start:end].max() / unit.size
     x, height = flops_done(step)[[start, end]], high - low
-    axis.set(xlim=x, ylim=(low - 0.5 * height, high + 0.05 * height), xticks=[])
+    bottom = max(0, low - 0.5 * height)
+    axis.set(xlim=x, ylim=(bottom, high + 0.05 * height), xticks=[])
     axis.set_ylabel(unit.name)
     blocks = "every block" if n == n_layers else f"the last {n} of {n_layers} blocks"
     axis.set_title(f"full, framed part enlarged: backward of {blocks}, a tooth for each")
-    frame = {"width": x[1] - x[0], "height": 1.55 * height, "fill": False, "linewidth": 0.8}
-    axes["full"].add_patch(plt.Rectangle((x[0], low - 0.5 * height), **frame))
+    frame = {"width": x[1] - x[0], "height": high + 0.05 * height - bottom}
+    axes["full"].add_patch(plt.Rectangle((x[0], bottom), **frame, fill=False, linewidth=0.8))
 
 
 def draw_made_of(plt: Any, planner: Planner, batch_size: int) -> Any:

@@ -117,6 +117,21 @@ def test_teeth_fill_their_panel(plt, monkeypatch, n_layers):
     plt.close(figure)
 
 
+def test_phases_too_narrow_for_their_names(plt):
+    planner = script.prepare(
+        script.parse("--n-layers 1 --d-model 8 --n-heads 1 --seq-len 8".split())
+    )
+    figure = pictures.draw_timeline(plt, planner, 8, {})
+    figure.draw_without_rendering()
+    for axis in figure.axes[:4]:
+        texts = [text for text in axis.texts if text.get_text().strip() in numbers.PHASES]
+        assert {t.get_text().strip(): t.get_rotation() for t in texts} == {
+            "forward": 90, "head": 0, "backward": 90, "optimizer": 90}  # fmt: skip
+        boxes = [text.get_window_extent() for text in texts]
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    plt.close(figure)
+
+
 def test_panels_that_are_the_same_say_so(plt):
     args = script.parse([*SHAPE, "--vocab-size", "300", "--device", "cpu"])
     planner = script.prepare(args)  # so few logits that the head is one chunk anyway
