@@ -23,6 +23,8 @@ from trainer.metrics import format_bytes
 from trainer.plan import Plans
 from trainer.room import SHARE
 
+from .plan_memory import PROGRESS
+
 CARDS = (8, 12, 16, 24, 48, 80)  # GiB
 WAYS: dict[str, dict[str, Any]] = {
     "as in most tutorials": {"loss_chunks": 1},
@@ -85,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     args: argparse.Namespace = parser.parse_args(argv)
     try:
-        with tqdm(desc="simulating", unit=" steps", disable=None, leave=False) as bar:
+        with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
             table = measure(args.models, bar)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -38,6 +38,8 @@ from trainer.metrics import format_bytes
 from trainer.plan import SMALLER, Plans, target, vocabulary
 from trainer.room import SHARE
 
+PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
+
 
 @dataclass(frozen=True)
 class Room:
@@ -328,7 +330,7 @@ def plan(argv: list[str], bar: tqdm) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        with tqdm(desc="simulating", unit=" steps", disable=None, leave=False) as bar:
+        with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
             return plan(sys.argv[1:] if argv is None else argv, bar)
     except (UsageError, DataError) as error:
         print_error(error)
