@@ -1,10 +1,13 @@
 """Tools and studies: `python -m scripts.NAME`, or `python scripts/NAME.py`; each has its --help.
 
 use        generate (a trained model writes), plot_metrics (its curves)
-plan       plan_memory (what fits), memory_timeline (a step's memory, drawn), benchmark (measured)
-learn      checkpoint_from_scratch, kept_tensors (what a block keeps), ladder (what each rung costs)
+plan       plan_memory (what fits), cards (which card fits what), memory_timeline (a step's memory,
+           drawn), benchmark (measured)
+learn      lesson, checkpoint_from_scratch, kept_tensors (what a block keeps), block_picture (the
+           same, drawn), ladder (what each rung costs)
 trust      reliability with reliability_endings, _conditions, faults and trainer_process (runs that
-           are broken on purpose), cpu_precision (is bfloat16 worth it here)
+           are broken on purpose), cpu_precision (is bfloat16 worth it here), make_results (all
+           that is in scripts/results/)
 
 Python runs this file before any of them, before `import torch` even, which takes seconds. So here
 stands what a user may do to all of them at any time: stop them, and look at the first lines only.

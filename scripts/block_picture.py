@@ -9,8 +9,13 @@ kept, and what it makes once more in backward is replayed. The block is GPT-2 sm
 autocast without dropout. Needs matplotlib: pip install matplotlib
 """
 
-import argparse
 import sys
+
+if not __package__:  # python scripts/block_picture.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
+import argparse
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,9 +6,14 @@ Predicted, as all of planner/ is, so no card is needed: two steps are simulated 
 way to spend memory, and the rest is a line through them. A minute on a laptop.
 """
 
+import sys
+
+if not __package__:  # python scripts/cards.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import argparse
 import json
-import sys
 import time
 from typing import Any
 
@@ -18,12 +23,11 @@ from tqdm import tqdm
 from model import MiniGPTConfig
 from planner.formulas import count_parameters, state_bytes
 from planner.step import Planner
+from scripts.plan_memory import PROGRESS
 from trainer.flags import SHAPES, OneLineParser, build_parser, fill_in, output_file
 from trainer.metrics import format_bytes
 from trainer.plan import Plans
 from trainer.room import SHARE
-
-from .plan_memory import PROGRESS
 
 CARDS = (8, 12, 16, 24, 48, 80)  # GiB
 WAYS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,14 @@ The texts are docs/lesson.md's own. The answers are computed when they are asked
 and the planner (lesson_numbers.py). Exit codes: 0 right, 3 not yet right, 2 no answer at all.
 """
 
+import sys
+
+if not __package__:  # python scripts/lesson.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import argparse
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 

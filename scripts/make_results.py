@@ -44,6 +44,9 @@ RESULTS = {
         + ("memory_timeline.json",),
         "20 s",
     ),
+    "block": Result(
+        f"python -m scripts.block_picture --out {FOLDER}", ("block_policies.png",), "seconds"
+    ),
     "ladder": Result(
         f"python -m scripts.ladder --json {FOLDER}/ladder.json", ("ladder.json",), "2 minutes"
     ),

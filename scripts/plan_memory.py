@@ -9,10 +9,15 @@ laptop. `--device cuda` plans for a GPU wherever you are. What is recommended le
 budget to what tensors are not: kernels, the CUDA context, an allocator's gaps.
 """
 
+import sys
+
+if not __package__:  # python scripts/plan_memory.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
 import argparse
 import json
 import shlex
-import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
