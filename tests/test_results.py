@@ -75,8 +75,8 @@ def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsy
     assert make_results.RESULTS["ladder"].command in capsys.readouterr().out
     assert make_results.main([]) == 2
     assert [words[:3] for words in started] == [
-        [sys.executable, "-m", "scripts.memory_timeline"],
-        [sys.executable, "-m", "scripts.ladder"],
+        [sys.executable, "-m", f"scripts.{name}"]
+        for name in ("memory_timeline", "block_picture", "ladder")
     ]
     assert make_results.main(["--only", "reliability"]) == 0
     assert started[-1][2:] == "scripts.reliability --json scripts/results/reliability.json".split()
