@@ -143,10 +143,11 @@ def test_only_whole_blocks_share_a_checkpoint(policy):
 def test_compile_is_asked_for_each_block_and_not_for_ddps_buckets(monkeypatch):
     compiled = []
     monkeypatch.setattr(Block, "compile", lambda block: compiled.append(block))
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
     model = tiny()
-    model.compile_blocks()
-    assert compiled == list(model.blocks) and torch._dynamo.config.optimize_ddp is False
+    # (monkeypatch's own undoing would hide the setting from DDP, in a later test.)
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        model.compile_blocks()
+        assert compiled == list(model.blocks) and torch._dynamo.config.optimize_ddp is False
 
 
 # ---- sampling
