@@ -162,8 +162,10 @@ def _load_text(
         folder, meta = place(known.fingerprint)
     else:  # a BPE follows from its text and size: it has a place before it is trained
         folder, meta = place(f"bpe {vocab_size} {BPE_TRAINING_CHARS}")
-        if known and not _made_by(known, folder, meta, fingerprint):
-            folder, meta = place(known.fingerprint)
+        if known:  # but of an edited text, `known` may have a place of its own
+            own, own_meta = place(known.fingerprint)
+            if own.name == fingerprint or not _made_by(known, folder, meta, fingerprint):
+                folder, meta = own, own_meta
 
     def build(temporary: Path) -> dict[str, Any]:
         tokenizer = known or _train(source, count, vocab_size, say)

@@ -146,7 +146,7 @@ def _walk(
     root: Path, suffixes: set[str], skips: Iterable[str] = ("__pycache__",)
 ) -> tuple[list[Path], list[Path]]:
     """Files of these suffixes in a fixed order, and the others: none of them hidden, empty, or in
-    our own token cache."""
+    our own token cache, or our own logs."""
     found: list[Path] = []
     others: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -156,6 +156,8 @@ def _walk(
             if name[0] != "." and name not in skips and Path(folder, name).resolve() != CACHE_DIR
         ]
         for path in (Path(folder, name) for name in names if name[0] != "."):
+            if path.name.endswith(".metrics.jsonl"):  # a run's log, beside its snapshots
+                continue
             if path.is_file() and path.stat().st_size:
                 (found if path.suffix.lower() in suffixes else others).append(path)
     return sorted(found), others  # os.walk's order is the file system's

@@ -150,9 +150,8 @@ class Planner:
         the head, which gets more chunks instead of larger ones; it goes by its formula.
         """
         fewest = 1
-        if not replace(
-            self.config, **memory
-        ).loss_chunks:  # enough for two chunks: one would be another program
+        if not memory.get("loss_chunks", self.config.loss_chunks):
+            # Enough for two chunks: one would be another program.
             fewest += 2 * head.CHUNK // (self.config.vocab_size * self.seq_len)
         first = max(batch_size, fewest)
         other = fewest if fewest < first else first + 1

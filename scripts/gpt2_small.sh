@@ -9,10 +9,12 @@
 # command line comes last and wins. If the card is full: halve --batch-size, double
 # --grad-accum-steps: the same sequences a step, the same training up to rounding.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { echo "usage: scripts/gpt2_small.sh TEXT_OR_TOKENS [flags of train_minimal.py]" >&2; exit 2; }
 text=$1
 shift
+root=$(dirname "$0")/..
+[[ $text == /* || . -ef $root ]] || text=$PWD/$text  # named from where we were started
+cd "$root"
 exec python train_minimal.py --train-data "$text" --tokenizer-name gpt2 \
     --n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072 --seq-len 1024 \
     --batch-size 16 --grad-accum-steps 30 --use-activation-checkpoint \

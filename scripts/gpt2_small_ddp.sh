@@ -8,10 +8,12 @@
 # does not divide by their number). On several machines:
 # see the first lines of train_ddp.py for torchrun's own flags.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { echo "usage: scripts/gpt2_small_ddp.sh TEXT_OR_TOKENS [flags of train_ddp.py]" >&2; exit 2; }
 text=$1
 shift
+root=$(dirname "$0")/..
+[[ $text == /* || . -ef $root ]] || text=$PWD/$text  # named from where we were started
+cd "$root"
 gpus=${GPUS:-$(python -c 'import torch; print(max(torch.cuda.device_count(), 1))')}
 exec torchrun --nproc-per-node="$gpus" train_ddp.py --train-data "$text" --tokenizer-name gpt2 \
     --n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072 --seq-len 1024 \

@@ -49,6 +49,7 @@ class Exercise:
             if word not in self.choices:
                 raise UsageError(f"answer one of {', '.join(self.choices)}, not {text[:40]!r}")
             return word
+        text = re.sub(r"^\s*(\d+),(\d{1,2})\b(?!,)", r"\1.\2", text)  # 1,22 as many write 1.22
         if self.unit in SIZES and re.search(r"[kmgt]i?b?$", text.lower()):
             try:
                 return byte_count(text.replace(",", "")) / SIZES[self.unit]

@@ -5,6 +5,8 @@ and is never read as if it were the new run's own past. A forgotten --resume: te
 """
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,3 +158,51 @@ def test_another_run_s_snapshot_is_never_the_one_before(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:1000])
     assert train_here(path, "--resume") == 2
     assert "run.pt is no snapshot, or a damaged one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["run.prev.pt", "run.best.pt"])
+def test_another_run_s_second_file_is_no_name_of_a_run(tmp_path, capsys, name):
+    """Both runs would write it, each under a lock of its own."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--num-steps=2", "--save-interval=1") == 0
+    before = (tmp_path / name).read_bytes()
+    for flags in ([], ["--resume"]):
+        assert train_here(tmp_path / name, "--num-steps=3", *flags) == 2
+        assert "is the name of another run's second file" in capsys.readouterr().err
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_a_run_that_was_killed_before_its_first_save(tmp_path, capsys):
+    """Its best weights are there, and no command is promised that could not go on."""
+    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
+    assert train_here(path, "--num-steps=2") == 0
+    path.unlink()
+    before = best.read_bytes()
+    capsys.readouterr()
+    assert train_here(path, "--num-steps=3") == 0
+    (note,) = re.findall("^note     (.*)", capsys.readouterr().out, re.M)
+    renamed = note.removeprefix(f"{best} is of another run and becomes ")
+    assert Path(renamed).read_bytes() == before
+
+
+def test_a_name_that_has_no_room_for_a_date(tmp_path, capsys):
+    path = tmp_path / ("n" * 230 + ".pt")
+    assert train_here(path, "--num-steps=2") == 2
+    assert "too long" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_renamed(tmp_path, monkeypatch, capsys):
+    """As in a folder where everybody may write, but only rename what is his own."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--num-steps=2") == 0
+    before = path.read_bytes()
+
+    def refuse(source, target):
+        if "run.20" in str(target):
+            raise PermissionError(1, "Operation not permitted")
+        real(source, target)
+
+    real = os.replace
+    monkeypatch.setattr("os.replace", refuse)
+    assert train_here(path, "--num-steps=3") == 2
+    assert "cannot rename" in capsys.readouterr().err and path.read_bytes() == before

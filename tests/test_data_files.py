@@ -264,3 +264,12 @@ def test_the_readme_lists_every_known_suffix() -> None:
     readme = (Path(__file__).parent.parent / "data/README.md").read_text()
     blocks = [block.split() for block in readme.split("```")]
     assert [*TEXT_SUFFIXES, *TOKEN_SUFFIXES] in blocks
+
+
+def test_a_run_s_own_log_is_no_text(tmp_path):
+    """Its snapshots may lie beside the text that it is trained on."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "run.metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "mine.jsonl").write_text('{"text": "text"}\n')
+    found = find_files([str(tmp_path)], "--train-data", print)
+    assert [path.name for path in found] == ["a.txt", "mine.jsonl"]

@@ -3,19 +3,22 @@
 What a resumed run computes: test_resume.py.
 """
 
+import math
 import re
 import shlex
 import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 from runs import TINY, Crash, metrics, same, snapshot, train_here
 
 import train_ddp
 import train_minimal
 from data import load_dataset
 from trainer.flags import build_parser, fill_in
-from trainer.resume import same_batch, take_flags
+from trainer.process import OneProcess
+from trainer.resume import flag, same_batch, take_flags
 from trainer.snapshot import Resumed, SnapshotError
 
 OWN_TEXT = [word for word in TINY if word != "--use-toy-data"]
@@ -60,9 +63,13 @@ def test_no_other_flag_is_needed(tmp_path, monkeypatch, capsys):
 def taken(before: str, typed: str):
     """The flags of a run of `before` that is resumed with `typed`."""
     parser = build_parser("test", "x.pt")
-    saved = vars(fill_in(parser.parse_args(before.split())))
+    if isinstance(before, dict):
+        saved = before
+    else:
+        saved = vars(fill_in(parser.parse_args(before.split())))
     args = parser.parse_args(["--resume", *typed.split()])
-    take_flags(args, Resumed({"args": saved}, args.checkpoint_path))
+    state = {"args": saved, "tokenizer": {"name": saved.get("tokenizer_name") or "bpe"}}
+    take_flags(args, Resumed(state, args.checkpoint_path))
     return fill_in(args)
 
 
@@ -75,6 +82,8 @@ def taken(before: str, typed: str):
         ("--model gpt2 --seq-len 64", "", {"d_model": 768, "seq_len": 64, "n_heads": 12}),
         ("--model gpt2 --seq-len 64", "--model gpt2", {"d_model": 768, "seq_len": 64}),
         ("--compile", "", {"compile": True}),
+        ("--grad-clip-norm 0 --eval-interval 0", "", {"grad_clip_norm": 0, "eval_interval": 0}),
+        ("--lr 0.012345678901234567", "", {"lr": 0.012345678901234567}),
         ("--compile", "--no-compile", {"compile": False}),
         ("--lr 0.01", "--lr 0.001", {"min_lr": 0.0001}),  # it was a tenth of the rate, and is
         ("--lr 0.01 --min-lr 0.0005", "--lr 0.001", {"min_lr": 0.0005}),
@@ -106,9 +115,16 @@ def test_what_is_typed_wins(before, typed, expected):
     ("before", "typed", "named"),
     [
         ("", "--seq-len 128", "--seq-len: x.pt was trained with 64, this run has 128"),
-        ("", "--model gpt2", "--n-layers: x.pt was trained with 3, this run has 12"),
+        ("", "--model gpt2", "--model gpt2, --n-layers: x.pt was trained with 3, this run has 12"),
         ("--model gpt2", "--d-model 96", "--d-model: x.pt was trained with 768"),
         ("--seed 4", "--seed 5", "--seed: x.pt was trained with 4, this run has 5"),
+        ("", "--tokenizer-name byte", "--tokenizer-name: x.pt was trained with bpe, this run has"),
+        ("", "--use-toy-data", "--use-toy-data: x.pt was trained with text, this run has toy data"),
+        (
+            "--use-toy-data --vocab-size 31",
+            "--train-data x.txt",
+            "--train-data: x.pt was trained with toy data, this run has text",
+        ),
     ],
 )
 def test_the_flag_that_was_typed_is_blamed(before, typed, named):
@@ -116,12 +132,24 @@ def test_the_flag_that_was_typed_is_blamed(before, typed, named):
         taken(before, typed)
 
 
-@pytest.mark.parametrize("strange", [{"n_layers": "3"}, {"lr": {}}, {"compile": None}])
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"n_layers": "x"},
+        {"lr": {}},
+        {"lr": math.nan},
+        {"batch_size": 0},
+        {"num_steps": True},
+        {"lr_scheduler": "steps"},
+        {"device": "gpu"},
+        {"seq_len": 64.0},
+    ],
+    ids=str,
+)
 def test_a_strange_flag_in_a_snapshot(strange):
-    parser = build_parser("test", "x.pt")
-    args = parser.parse_args(["--resume"])
-    with pytest.raises(SnapshotError, match="strange --" + next(iter(strange)).replace("_", "-")):
-        take_flags(args, Resumed({"args": strange}, args.checkpoint_path))
+    """Nothing gets in by a file that the command line would refuse."""
+    with pytest.raises(SnapshotError, match="of its flags, --" + flag(*strange)[2:]):
+        taken(strange, "")
 
 
 def test_a_path_with_a_space_can_be_pasted(tmp_path, monkeypatch, capfd):
@@ -172,7 +200,9 @@ def test_a_jump_of_the_learning_rate_is_said(tmp_path, capsys):
     records = metrics(path)
     said = f"was {records[19]['lr']:.2e} at step 20 and is {records[20]['lr']:.2e} at the next"
     assert said in capsys.readouterr().out and records[20]["lr"] > 1.5 * records[19]["lr"]
-    assert resume_alone(path, "--num-steps=30") == 0
+    assert resume_alone(path, "--num-steps=31", "--lr-scheduler=constant", "--lr=2e-9") == 0
+    capsys.readouterr()
+    assert resume_alone(path, "--num-steps=32") == 0  # another schedule, but the same rate
     assert "learning rate was" not in capsys.readouterr().out
 
 
@@ -246,13 +276,33 @@ def test_a_text_that_was_edited_is_gone_on_with(text_run, capsys):
     assert "data changed" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flag", ["--val-ratio=0.3", "--max-tokens=100", "--train-data={other}"])
-def test_other_data_is_refused(text_run, tmp_path, capsys, flag):
+@pytest.mark.parametrize("asked", ["--val-ratio=0.3", "--max-tokens=100", "--train-data={other}"])
+def test_other_data_is_refused(text_run, tmp_path, capsys, asked):
     path, text = text_run
     other = tmp_path / "other.txt"
     other.write_text(text.read_text() + "another one\n")
-    assert resume_alone(path, "--num-steps=6", flag.format(other=other)) == 2
-    assert "--train-data: " in capsys.readouterr().err and snapshot(path)["step"] == 4
+    assert resume_alone(path, "--num-steps=6", asked.format(other=other)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --train-data: ") and snapshot(path)["step"] == 4
+    assert f"this run ({asked.partition('=')[0]}) has" in error
+
+
+def test_the_data_is_found_from_another_folder(text_run, tmp_path, monkeypatch, capsys):
+    """And a text of the same name, which lies there by chance, is not taken for it."""
+    path, text = text_run
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+    (here / "t.txt").write_bytes(text.read_bytes())
+    monkeypatch.chdir(here)
+    words = [*OWN_TEXT, *TEXT.split(), f"--checkpoint-path={path}", "--train-data=t.txt"]
+    assert train_minimal.main(words) == 0
+    (elsewhere / "t.txt").write_text("something else\n" * 40)
+    monkeypatch.chdir(elsewhere)
+    assert resume_alone(path, "--num-steps=6") == 0
+    assert "data changed" not in capsys.readouterr().out
+    assert resume_alone(path, "--num-steps=8", "--train-data=t.txt") == 2
+    assert "error: --train-data: " in capsys.readouterr().err
 
 
 def test_the_same_text_may_have_moved(text_run, tmp_path, capsys):
@@ -268,3 +318,23 @@ def test_another_vocabulary_is_refused(text_run, capsys):
     path, _ = text_run
     assert resume_alone(path, "--num-steps=6", "--vocab-size=290") == 2
     assert "--vocab-size: " in capsys.readouterr().err
+
+
+def test_the_command_is_as_it_was_typed(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["../minigpt/train_minimal.py", "--resume"])
+    assert OneProcess(torch.device("cpu")).command == ("python", "../minigpt/train_minimal.py")
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    assert OneProcess(torch.device("cpu")).command == ("python", "train_minimal.py")
+
+
+def test_a_cache_of_another_run_does_not_change_the_data(text_run, tmp_path, capsys):
+    """An edited text, encoded as before; then a new run trains a BPE of its own on the same."""
+    path, text = text_run
+    text.write_text(text.read_text() + "the quick brown fox\n")
+    assert resume_alone(path, "--num-steps=6") == 0
+    assert "data changed" in capsys.readouterr().out
+    words = [*OWN_TEXT, f"--train-data={text}", *TEXT.split()]
+    assert train_minimal.main([*words, f"--checkpoint-path={tmp_path / 'other.pt'}"]) == 0
+    capsys.readouterr()
+    assert resume_alone(path, "--num-steps=8") == 0
+    assert "data changed" not in capsys.readouterr().out

@@ -178,6 +178,9 @@ def test_recipes_run_and_know_their_flags(tmp_path, recipe, program, sequences):
     words = result.stdout.splitlines()
     args = build_parser("test", "x.pt").parse_args(words[words.index("--train-data") :])
     assert args.train_data == ["my text.txt"] and args.lr == 1
+    command[1] = str(ROOT / command[1])
+    words = run(command, cwd=tmp_path, PATH=path, GPUS="4").stdout.splitlines()
+    assert str(tmp_path / "my text.txt") in words  # it may be started from where the text lies
     processes = 4 if program == "torchrun" else 1
     assert args.batch_size * args.grad_accum_steps * processes == sequences
     assert run(["bash", f"scripts/{recipe}.sh"]).returncode == 2

@@ -4,6 +4,7 @@ What a run writes lies beside its --checkpoint-path (`beside`). Before it starts
 may write there, and locks the name; what an older run has left under it is renamed.
 """
 
+import itertools
 import os
 import re
 import time
@@ -18,6 +19,11 @@ def check_writable(path: Path, resuming: bool) -> None:
 
     Called before training: hours later is a bad time to learn of a typing error.
     """
+    if beside(path, "").suffix in (".prev", ".best"):  # the run beside it would overwrite it
+        raise SnapshotError(
+            f"--checkpoint-path: {path} is the name of another run's second file; copy what is "
+            "there to a name of its own"
+        )
     try:
         if path.exists() and not path.is_file():
             raise SnapshotError(f"--checkpoint-path: {path} is not a file")
@@ -27,7 +33,9 @@ def check_writable(path: Path, resuming: bool) -> None:
         for suffix in (*SUFFIXES, ".lock"):
             if beside(path, suffix).is_dir():
                 raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
-        longest = temporary_name(beside(path, ".metrics.jsonl"))
+        # The longest name: of the log, when a later run of that name renames it.
+        date = "" if resuming else ".2026-11-22-101500-99"
+        longest = temporary_name(beside(path, f"{date}.metrics.jsonl"))
         longest.touch()
         longest.unlink()
     except OSError as error:
@@ -91,7 +99,11 @@ def step_aside(path: Path) -> None:
     # The snapshot comes last: should this process die now, the next one goes on from here.
     for file, renamed in reversed(list(zip(files_of(path), files_of(aside), strict=True))):
         if file.exists():
-            os.replace(file, renamed)
+            try:
+                os.replace(file, renamed)
+            except OSError as error:
+                reason = f"cannot rename {file}, of another run: {error.strerror or error}"
+                raise SnapshotError(f"--checkpoint-path: {reason}; name another file") from None
 
 
 def files_of(path: Path) -> list[Path]:
@@ -109,7 +121,8 @@ def name_aside(path: Path) -> Path | None:
     if newest is None:
         return None
     date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(newest.stat().st_mtime))
-    names = (beside(path, f".{date}{again}.pt") for again in ("", *(f"-{n}" for n in range(2, 99))))
+    endings = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))  # two in one second
+    names = (beside(path, f".{date}{ending}.pt") for ending in endings)
     return next(aside for aside in names if is_free(aside, path))
 
 

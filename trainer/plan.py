@@ -143,15 +143,18 @@ def choose_recompute(plans: Plans, args: argparse.Namespace, budget: int) -> Ste
     raise UsageError(f"{limit}, but the smallest peak is {smallest}; {why}{fits}")
 
 
-def check_room(plans: Plans, args: argparse.Namespace, process: OneProcess, peak: int) -> str:
+def check_room(
+    plans: Plans, args: argparse.Namespace, process: OneProcess, peak: int, held: int
+) -> str:
     """A line of warning if `peak` bytes are more than is free now; else nothing.
 
     Raises TooLarge if they are more than the device has in all.
     """
     device, processes = process.device, process.processes_on_device
-    total, own = total_memory(device), own_memory() if device.type == "cpu" else 0
+    total, own = total_memory(device), own_memory() - held if device.type == "cpu" else 0
     try:
-        free, budget = free_memory(device), default_budget(device, processes)
+        free = free_memory(device) + processes * held
+        budget = default_budget(device, processes, held)
     except UsageError:  # nobody knows
         return ""
     too_large = total is not None and processes * (peak + own) > total
@@ -191,26 +194,29 @@ def plan_memory(
     process: OneProcess,
     config: MiniGPTConfig,
     precision: torch.dtype,
+    held: int = 0,
 ) -> tuple[MiniGPTConfig, str]:
     """The config, with what `auto` takes, and in words what memory a step will need.
 
+    `held`: bytes of this memory that a snapshot has now and gives back (or to the optimizer).
     Raises UsageError if `auto` finds nothing that fits, TooLarge if the device can never hold it.
     """
     plans = Plans(config.vocab_size, process.device, precision, process.keeps_gradients)
     words = ""
     if args.use_activation_checkpoint == "auto":
-        budget = args.memory_budget or default_budget(process.device, process.processes_on_device)
+        on_device = process.processes_on_device
+        budget = args.memory_budget or default_budget(process.device, on_device, held)
         config = choose_recompute(plans, args, budget).config
         words = f"auto takes {describe_recompute(config)}: the least that fits "
         words += f"{format_bytes(budget)}\nmemory   "
     if process.rank > 0:
         return config, words
     try:
-        check_room(plans, args, process, plans.state(args))  # before anything is simulated
+        check_room(plans, args, process, plans.state(args), held)  # before anything is simulated
         planner = plans.planner(args)
         words += describe_plan(planner, config, args.batch_size)
         peak = planner.step(args.batch_size, **asdict(config)).peak
-        return config, words + check_room(plans, args, process, peak)
+        return config, words + check_room(plans, args, process, peak, held)
     except TooLarge:
         raise
     except Exception as error:  # an aside: where fake tensors do not work, train anyway

@@ -26,10 +26,11 @@ class OneProcess:
     rank, world_size = 0, 1
     keeps_gradients = False  # are they in memory that stays, to be zeroed instead of freed?
     processes_on_device = 1  # that share its memory
-    command: tuple[str, ...] = ("python", "train_minimal.py")  # what started it, but for its flags
 
     def __init__(self, device: torch.device):
         self.device = device
+        # What was typed to start it, but for the flags.
+        self.command: tuple[str, ...] = ("python", as_typed("train_minimal.py"))
         self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
 
     @classmethod
@@ -83,3 +84,8 @@ class OneProcess:
 
     def close(self) -> None:
         """Leave the other processes."""
+
+
+def as_typed(script: str) -> str:
+    """The path by which `script` was started: `../minigpt/train_minimal.py`."""
+    return sys.argv[0] if os.path.basename(sys.argv[0]) == script else script

@@ -1,5 +1,6 @@
 """What a person reads of a run: the first lines, a step's record, the last screen."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,33 @@ def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
         f"step, {args.num_steps:,} steps, {epochs:.2f} epochs",
         f"memory   {plan}",
     ]
+    if device.type == "cpu" and config.vocab_size == 50257 and args.tokenizer_name is None:
+        lines.append(
+            "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
+            "--tokenizer-name bpe trains one on your text"
+        )
     if resumed is not None:
         if resumed.damage:
             lines.append(f"resume   {resumed.damage}; taking the one before")
         lines.append(f"resume   {resumed.path}, step {run.step:,}")
         if run.step < args.num_steps:  # else there is no "from here on"
             lines += describe_changes(resumed.state, run.identity)
-    elif aside := name_aside(args.checkpoint_path):
-        lines.append(
-            f"note     {args.checkpoint_path} is of another run and becomes {aside}; to go on with "
-            f"that one: {resume_command(run, aside)}"
-        )
+    else:
+        lines += describe_replaced(run)
     return "\n".join(lines)
+
+
+def describe_replaced(run: Run) -> list[str]:
+    """What becomes of an older run of that name, if there is one."""
+    path = run.args.checkpoint_path
+    aside = name_aside(path)
+    if aside is None:
+        return []
+    if path.exists() or beside(path, ".prev.pt").exists():
+        way_back = f"; to go on with that one: {resume_command(run, aside)}"
+    else:  # it was killed between its first evaluation and its first save
+        path, aside, way_back = beside(path, ".best.pt"), beside(aside, ".best.pt"), ""
+    return [f"note     {path} is of another run and becomes {aside}{way_back}"]
 
 
 def describe_changes(saved: State, now: State) -> list[str]:
@@ -53,9 +69,9 @@ def describe_changes(saved: State, now: State) -> list[str]:
         lines.append(f"resume   changed, from here on: {', '.join(changed)}")
     if data_changed(saved, now):
         lines.append(
-            f"resume   the data changed, it was {saved['data'].get('description')}: from here on "
-            "other sequences train and validate, in another order; validation losses of before "
-            "do not compare"
+            f"resume   the data changed, it was {saved['data'].get('description')}: sequences, "
+            "their order and the validation part may be others from here on; validation losses of "
+            "before do not compare"
         )
     return lines
 
@@ -131,7 +147,10 @@ def describe_result(
         validation += f", {record['val_bits_per_byte']:.3f} bits/byte"
     peak, kind = peak_memory(device)
     best = beside(args.checkpoint_path, ".best.pt")
-    generate = "python -m scripts.generate --checkpoint-path".split() + [str(args.checkpoint_path)]
+    folder = os.path.dirname(run.process.command[-1])  # of the project, if this is another one
+    generate = [os.path.join(folder, "scripts", "generate.py")] if folder else []
+    generate = ["python", *(generate or ["-m", "scripts.generate"])]
+    generate += ["--checkpoint-path", str(args.checkpoint_path)]
     lines = [
         "",
         f"train    loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}",

@@ -3,11 +3,13 @@
 import argparse
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from .claim import replaced_runs
+from .flags import SHAPES, build_parser
 from .snapshot import Resumed, SnapshotError, State, beside, peek, read_snapshot
 
 # What decides every weight of the run, besides its data and its batch: it must stay.
@@ -22,8 +24,6 @@ DECIDES = {
     ).split(),
     "amp_dtype": ["no_amp"],
     "no_amp": ["amp_dtype"],
-    "train_data": ["use_toy_data"],
-    "use_toy_data": ["train_data", "val_data"],
 }
 
 
@@ -66,19 +66,50 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
     Raises SnapshotError if one was typed that the run cannot change.
     """
     saved, moot = resumed.state["args"], {"resume", "checkpoint_path"}
+    tokenizer, toy = resumed.state["tokenizer"].get("name"), bool(saved.get("use_toy_data"))
+    if "tokenizer_name" in args.typed:
+        check_same("--tokenizer-name", tokenizer, args.tokenizer_name, resumed.path)
+    if toy and args.typed & {"train_data", "val_data"}:
+        check_same("--train-data", "toy data", "text", resumed.path)
+    if args.use_toy_data and not toy:
+        check_same("--use-toy-data", "text", "toy data", resumed.path)
     for name in FIXED:
         if name in args.typed and name in saved:
-            check_same(flag(name), saved[name], getattr(args, name), resumed.path)
+            shape = args.model is not None and name in SHAPES[args.model]
+            blamed = f"--model {args.model}, {flag(name)}" if shape else flag(name)
+            check_same(blamed, saved[name], getattr(args, name), resumed.path)
     for name in args.typed:
         moot |= {name, *DECIDES.get(name, ())}
     if "lr" in args.typed and saved.get("min_lr") == saved.get("lr", 0) / 10:
         moot.add("min_lr")  # it was left to the default, and that follows --lr
+    old = parse_again(saved, resumed.path)
     for name in (vars(args).keys() & saved.keys()) - moot:
-        value, default = saved[name], getattr(args, name)
-        kinds = (type(default),) if default is not None else (int, float, str, list, type(None))
-        if not isinstance(value, kinds):
-            raise SnapshotError(f"{resumed.path} is no MiniGPT snapshot (a strange {flag(name)})")
-        setattr(args, name, value)
+        setattr(args, name, getattr(old, name))
+
+
+def parse_again(saved: State, path: Path) -> argparse.Namespace:
+    """The flags of a snapshot, held to what a command line may say. Raises SnapshotError."""
+
+    def refuse(message: str) -> NoReturn:
+        raise SnapshotError(
+            f"{path} is no MiniGPT snapshot (of its flags, {message.removeprefix('argument ')})"
+        )
+
+    parser = build_parser("resume", "unused.pt")
+    parser.error = refuse  # type: ignore[method-assign]
+    known = vars(parser.parse_args([])).keys() - {"typed", "resume", "checkpoint_path"}
+    words: list[str] = []
+    for name in known & saved.keys():
+        value = saved[name]
+        if isinstance(value, list):
+            words += [flag(name), *map(str, value)]
+        elif value is True:
+            words.append(flag(name))
+        elif name == "memory_budget" and isinstance(value, int):
+            words.append(f"{flag(name)}={value}b")
+        elif value is not None and value is not False:
+            words.append(f"{flag(name)}={value}")
+    return parser.parse_args(words)
 
 
 def check_same(name: str, before: object, after: object, path: Path) -> None:
@@ -106,11 +137,12 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
         rows.append(("--vocab-size", known, typed))
     for name, before, after in rows:
         check_same(name, before, after, path)
-    asked = [{name: s["args"].get(name) for name in DATA} for s in (saved, now)]
-    if data_changed(saved, now) and asked[0] != asked[1]:
+    other = [name for name in DATA if saved["args"].get(name) != now["args"][name]]
+    if data_changed(saved, now) and other:
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
-            f"has {now['data']['description']}; the data must stay the same to resume"
+            f"({', '.join(map(flag, other))}) has {now['data']['description']}; the data must stay "
+            "the same to resume"
         )
     before, after = saved["data"].get("sequences_per_step"), now["data"]["sequences_per_step"]
     if not isinstance(before, int):

@@ -49,7 +49,8 @@ def total_memory(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     total = number_in("/proc/meminfo", "MemTotal:")
-    limits = [built_in_memory() if total is None else 1024 * total]
+    swap = number_in("/proc/meminfo", "SwapTotal:") or 0  # slow, but no reason to refuse a run
+    limits = [built_in_memory() if total is None else 1024 * (total + swap)]
     limits += [number_in(cgroup(limit_file)) for limit_file, *_ in CGROUPS]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -63,9 +64,10 @@ def own_memory() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def default_budget(device: torch.device, processes: int) -> int:
-    """What tensors may take if nobody says: most of what is free, shared by `processes`."""
-    return int(SHARE * free_memory(device) / processes)
+def default_budget(device: torch.device, processes: int, held: int = 0) -> int:
+    """What tensors may take if nobody says: most of what is free, shared by `processes`; and of
+    the `held` bytes that each of them is about to give back."""
+    return int(SHARE * (free_memory(device) / processes + held))
 
 
 def built_in_memory() -> int | None:

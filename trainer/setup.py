@@ -5,9 +5,10 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_dataset
 from model import MiniGPT, MiniGPTConfig
@@ -51,7 +52,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     asked = model_config(args, data.tokenizer.vocab_size)
     with process.waiting("predicting the memory of a step"):
-        config, plan = plan_memory(args, process, asked, precision)
+        config, plan = plan_memory(args, process, asked, precision, held(resumed, device))
     identity = identify(args, process, config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
@@ -92,13 +93,20 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
     return run
 
 
+def held(resumed: Resumed | None, device: torch.device) -> int:
+    """Bytes that the snapshot has until it is restored: a step does not need them twice."""
+    if resumed is None or device.type != "cpu":
+        return 0
+    return sum(leaf.nbytes for leaf in tree_leaves(resumed.state) if torch.is_tensor(leaf))
+
+
 def start_log(run: Run, next_rate: float) -> None:
     """The first that is written: an older run's files are renamed, metrics.jsonl is opened.
 
     `next_rate`: the learning rate of the next step, which may come as a surprise after --resume.
     """
     path = run.args.checkpoint_path
-    if run.rate_before is not None:
+    if run.rate_before is not None and f"{run.rate_before:.2e}" != f"{next_rate:.2e}":
         run.process.say(
             f"resume   the learning rate was {run.rate_before:.2e} at step {run.step:,} and is "
             f"{next_rate:.2e} at the next: the schedule is another one now"
@@ -145,11 +153,7 @@ def identify(
     return {
         "run": process.run_id,
         "config": asdict(config),
-        "args": {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(args).items()
-            if name != "typed"
-        },
+        "args": plain_flags(args),
         "tokenizer": data.tokenizer.state(),
         "data": {
             "description": data.description,
@@ -159,6 +163,16 @@ def identify(
     }
 
 
+def plain_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """All flags as plain types. Data are named from the root: --resume may come from elsewhere."""
+    flags = {name: value for name, value in vars(args).items() if name != "typed"}
+    flags["checkpoint_path"] = str(args.checkpoint_path)
+    for name in ("train_data", "val_data"):
+        if flags[name] is not None:
+            flags[name] = [os.path.abspath(path) for path in flags[name]]
+    return flags
+
+
 def go_on_from(resumed: Resumed, run: Run) -> None:
     """Put the run where the snapshot left it."""
     args, process = run.args, run.process
@@ -166,7 +180,9 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
     run.step = run.saved_step = resumed.state["step"]
     run.best_val_loss = resumed.state["best_val_loss"]
     record = resumed.state.get("record", {})
-    if resumed.damage and process.rank == 0:  # or the next save would keep the damaged one
+    if resumed.damage and process.rank == 0:  # or the next save would make it the one before
+        if args.checkpoint_path.exists():
+            os.replace(args.checkpoint_path, beside(args.checkpoint_path, ".damaged.pt"))
         os.replace(resumed.path, args.checkpoint_path)
     # The snapshot was written before its step was evaluated and logged. Was that still done?
     logged = None

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .flags import UsageError, choose_device, print_error
+from .process import as_typed
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
@@ -60,7 +61,7 @@ class Torchrun:
             nodes, node = os.environ.get("GROUP_WORLD_SIZE", "?"), os.environ.get("GROUP_RANK", "?")
             words += [f"--nnodes={nodes}", f"--node-rank={node}"]
             words += [f"--master-addr={os.environ['MASTER_ADDR']}", f"--master-port={self.port}"]
-        return (*words, self.script)
+        return (*words, as_typed(self.script))
 
     @cached_property
     def store(self) -> dist.Store | None:
@@ -100,7 +101,7 @@ class Torchrun:
         """The name of the run: of all processes, and of those that are started again.
 
         The store remembers it for `torchrun --max-restarts`. (The user started the run without
-        --resume; see snapshot.load_own.)
+        --resume; see resume.load_own.)
         """
         if self.store is None:
             return new
