@@ -120,3 +120,9 @@ def test_a_tenth_stays_free_and_processes_share(machine):
     machine({"/proc/meminfo": MEMINFO})
     assert default_budget(CPU, processes=1) == 1_843_200
     assert default_budget(CPU, processes=2) == 921_600
+    assert default_budget(CPU, processes=2, held=1000) == 922_500
+
+
+def test_swap_is_slow_but_there(machine):
+    machine({"/proc/meminfo": MEMINFO + "SwapTotal: 1000 kB\n"})
+    assert total_memory(CPU) == 10_000 * 1024

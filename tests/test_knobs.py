@@ -1,15 +1,18 @@
 """What to change when memory is little: one list, the least cost first; and who asks for it."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 import torch
 
 from planner import Planner
-from trainer.flags import build_parser, fill_in, model_config
+from trainer.flags import UsageError, build_parser, fill_in, model_config
 from trainer.knobs import nearest, next_knob, other_sequences, same_sequences
 from trainer.plan import Plans, TooLarge, plan_memory
 from trainer.process import OneProcess
+from trainer.setup import held
+from trainer.snapshot import Resumed
 
 SHAPE = (
     "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32 "
@@ -132,15 +135,17 @@ def machine(monkeypatch):
         monkeypatch.setattr("trainer.plan.own_memory", lambda: own)
         monkeypatch.setattr("trainer.plan.free_memory", lambda device: free)
         budget = "trainer.plan.default_budget"
-        monkeypatch.setattr(budget, lambda device, processes: 0.9 * free / processes)
+        monkeypatch.setattr(
+            budget, lambda device, processes, held=0: 0.9 * (free / processes + held)
+        )
 
     return make
 
 
-def words(flags: str = "", processes: int = 1) -> str:
+def words(flags: str = "", processes: int = 1, snapshot: int = 0) -> str:
     args, process = parse(f"{SHAPE} {flags}"), OneProcess(CPU)
     process.processes_on_device = processes
-    return plan_memory(args, process, model_config(args, 61), torch.float32)[1]
+    return plan_memory(args, process, model_config(args, 61), torch.float32, snapshot)[1]
 
 
 def peak(flags: str = "") -> int:
@@ -186,6 +191,29 @@ def test_the_process_itself_counts_and_so_do_others(machine):
     machine(2 * peak() - 1, 2 * peak())
     with pytest.raises(TooLarge, match="2 processes, each .* predicted"):
         words(processes=2)
+
+
+def test_what_a_snapshot_has_does_not_count_twice(machine):
+    """It is read before the run is planned, and gone before the run needs as much."""
+    machine(peak() + 99, peak() - 500, own=599)
+    with pytest.raises(TooLarge, match="beside the 599 B"):
+        words()
+    assert "\n" not in words(snapshot=500)
+    machine(peak() + 98, peak(), own=599)
+    with pytest.raises(TooLarge, match="beside the 99 B"):
+        words(snapshot=500)
+    full, auto = peak("--use-activation-checkpoint"), "--use-activation-checkpoint auto"
+    machine(10 * full, full)  # of which auto leaves a tenth
+    with pytest.raises(UsageError, match="are free"):
+        words(auto)
+    assert "auto takes" in words(auto, snapshot=full // 4)
+
+
+def test_how_much_a_snapshot_holds():
+    state = {"model": {"w": torch.zeros(3, 4)}, "optimizer": {"state": [torch.zeros(5)]}, "step": 1}
+    resumed = Resumed(state, Path("x.pt"))
+    assert held(resumed, CPU) == 4 * (12 + 5)
+    assert held(resumed, torch.device("cuda")) == 0 == held(None, CPU)
 
 
 def test_what_the_state_settles_is_not_simulated(machine, monkeypatch):
