@@ -36,7 +36,7 @@ from trainer.endings import StopSignal, nan_if_infinite, note_skipped, run_safel
 from trainer.flags import build_parser
 from trainer.metrics import perplexity
 from trainer.process import OneProcess
-from trainer.report import log, measure, show
+from trainer.report import log, measure, show_first
 from trainer.run import Run, save
 from trainer.setup import start_log
 from trainer.snapshot import beside
@@ -177,7 +177,7 @@ def train(run: Run) -> dict[str, Any]:
                         save(run, args.checkpoint_path, record)
                 evaluate_and_log(run, record, evaluate_now)
             elif run.step == first:  # a sign of life: the first interval may last an hour
-                show(run, measure(run, losses, grad_norm), label="first    ")
+                show_first(run, measure(run, losses, grad_norm))
     if run.metrics is not None:
         run.metrics.close()
     return record

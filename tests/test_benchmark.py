@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import signal
 import statistics
@@ -218,11 +219,15 @@ def test_no_worker_outlives_ctrl_c(tmp_path):
     flags = ["--policies", "none", "--steps", "1000000", "--json", str(file)]
     command = [sys.executable, "-m", "scripts.benchmark", *SHAPE, *flags]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(pids_of(file)) == 2, "no worker")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130 and err.splitlines()[1:] == ["stopped after 0 of 3 runs"]
-    assert pids_of(file) == []
+    try:
+        wait_until(lambda: len(pids_of(file)) == 2, "no worker")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 130 and err.splitlines()[1:] == ["stopped after 0 of 3 runs"]
+        assert pids_of(file) == []
+    finally:
+        for pid in pids_of(file):  # a test that fails must not take a core for ever
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_the_estimate_grows_with_the_work(monkeypatch):

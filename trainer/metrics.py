@@ -161,8 +161,9 @@ def format_line(record: dict[str, Any], num_steps: int, card_bytes: int | None =
     parts += [
         f"{record['step_ms']:.1f} ms/step",
         f"{record['tokens_per_s']:,.0f} tok/s",
-        f"eta {format_time(record['eta_s'])}",
     ]
+    if record["eta_s"] is not None:
+        parts.append(f"eta {format_time(record['eta_s'])}")
     if record["peak_memory_bytes"] is not None:
         peak = f"peak {format_bytes(record['peak_memory_bytes'])} {record['peak_memory_kind']}"
         if card_bytes:

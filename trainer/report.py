@@ -115,8 +115,13 @@ def log(run: Run, record: dict[str, Any]) -> None:
     show(run, record)
 
 
+def show_first(run: Run, record: dict[str, Any]) -> None:
+    """The first step's line, for the person alone; the time that it took says little of the next
+    ones."""
+    show(run, record | {"eta_s": None}, label="first    ")
+
+
 def show(run: Run, record: dict[str, Any], label: str = "") -> None:
-    """The line for the person alone."""
     line = format_line(record, run.args.num_steps, card_memory(run.process.device))
     run.process.say(label + line)
     run.clock.lap("log")
