@@ -142,7 +142,7 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
             f"({', '.join(map(flag, other))}) has {now['data']['description']}; the data must stay "
-            "the same to resume"
+            "the same to resume (another --checkpoint-path starts a new run on it)"
         )
     before, after = saved["data"].get("sequences_per_step"), now["data"]["sequences_per_step"]
     if not isinstance(before, int):
