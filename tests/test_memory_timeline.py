@@ -312,7 +312,7 @@ def test_the_trainers_have_the_model_that_is_drawn(line, tmp_path, monkeypatch):
     words = [*([] if "--model" in line else SHAPE), "--device", "cpu", *line.split()]
     asked = []
 
-    def stop_there(args, process, config, precision):
+    def stop_there(args, process, config, precision, held):
         asked.append((args, config, process.device, precision))
         raise UsageError("that is all we wanted to know")
 
