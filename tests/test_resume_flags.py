@@ -18,7 +18,7 @@ import train_minimal
 from data import load_dataset
 from trainer.flags import build_parser, fill_in
 from trainer.process import OneProcess
-from trainer.resume import flag, same_batch, take_flags
+from trainer.resume import flag, keep_batch, same_batch, take_flags
 from trainer.snapshot import Resumed, SnapshotError
 
 OWN_TEXT = [word for word in TINY if word != "--use-toy-data"]
@@ -231,6 +231,23 @@ def test_the_old_batch_on_another_number_of_processes(before, processes, size, s
     assert same_batch(before, size * steps * processes, args) == words
 
 
+@pytest.mark.parametrize(
+    ("typed", "world_size", "steps"),
+    [
+        ("", 1, 2),
+        ("", 2, 1),  # two processes do what two micro-batches did
+        ("", 3, 2),  # and three cannot: check_resumable says so
+        ("--batch-size 24", 1, 1),
+        ("--grad-accum-steps 2", 2, 2),
+        ("--grad-accum-steps 3", 2, 3),
+    ],
+)
+def test_accumulation_goes_where_processes_come(typed, world_size, steps):
+    args = taken("--grad-accum-steps 2", typed)
+    keep_batch(args, {"data": {"sequences_per_step": 24}}, world_size)
+    assert args.grad_accum_steps == steps
+
+
 def test_commands_of_several_processes(monkeypatch):
     monkeypatch.setattr("trainer.torchrun.end_with_torchrun", lambda: None)
     world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -285,7 +302,7 @@ def test_other_data_is_refused(text_run, tmp_path, capsys, asked):
     assert resume_alone(path, "--num-steps=6", asked.format(other=other)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --train-data: ") and snapshot(path)["step"] == 4
-    assert f"this run ({asked.partition('=')[0]}) has" in error
+    assert f"({asked.partition('=')[0]}); the data must stay the same" in error
 
 
 def test_the_data_is_found_from_another_folder(text_run, tmp_path, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
 
     Raises SnapshotError if one was typed that the run cannot change.
     """
-    saved, moot = resumed.state["args"], {"resume", "checkpoint_path"}
+    saved, moot = resumed.state["args"], {"typed", "resume", "checkpoint_path"}
     tokenizer, toy = resumed.state["tokenizer"].get("name"), bool(saved.get("use_toy_data"))
     if "tokenizer_name" in args.typed:
         check_same("--tokenizer-name", tokenizer, args.tokenizer_name, resumed.path)
@@ -85,6 +85,14 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
     old = parse_again(saved, resumed.path)
     for name in (vars(args).keys() & saved.keys()) - moot:
         setattr(args, name, getattr(old, name))
+
+
+def keep_batch(args: argparse.Namespace, saved: State, world_size: int) -> None:
+    """Drop the old run's --grad-accum-steps where more processes now do without: the step is the
+    same. (Nothing is changed that was typed.)"""
+    if "grad_accum_steps" not in args.typed:
+        if saved["data"].get("sequences_per_step") == args.batch_size * world_size:
+            args.grad_accum_steps = 1
 
 
 def parse_again(saved: State, path: Path) -> argparse.Namespace:
@@ -141,7 +149,7 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     if data_changed(saved, now) and other:
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
-            f"({', '.join(map(flag, other))}) has {now['data']['description']}; the data must stay "
+            f"has {now['data']['description']} ({', '.join(map(flag, other))}); the data must stay "
             "the same to resume (another --checkpoint-path starts a new run on it)"
         )
     before, after = saved["data"].get("sequences_per_step"), now["data"]["sequences_per_step"]

@@ -19,7 +19,7 @@ from .metrics import MetricsFile, StepClock, logged_at
 from .plan import plan_memory
 from .process import OneProcess
 from .report import describe_run
-from .resume import check_resumable, load_newest, load_own, restore, take_flags
+from .resume import check_resumable, keep_batch, load_newest, load_own, restore, take_flags
 from .run import Run, make_optimizer
 from .snapshot import Resumed, SnapshotError, State, beside
 
@@ -39,7 +39,10 @@ def start_run(
         take_flags(args, resumed)
     fill_in(args)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
-    return set_up(args, make_process(args), resumed)
+    process = make_process(args)
+    if resumed is not None:
+        keep_batch(args, resumed.state, process.world_size)
+    return set_up(args, process, resumed)
 
 
 def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | None = None) -> Run:
