@@ -61,6 +61,7 @@ from trainer.flags import (
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
 from trainer.plan import default_budget, make_planner, vocabulary
+from trainer.report import describe_model
 
 # bfloat16 (T4, V100: float16) FLOP/s of the tensor cores, dense, with float32 sums, by the name
 # that CUDA reports. From NVIDIA's data sheets, which like to print twice as much (2:4 sparsity),
@@ -326,13 +327,6 @@ def describe_device(device: torch.device) -> str:
     except (OSError, StopIteration):
         pass
     return f"{device.type}: {name}, {torch.get_num_threads()} thread(s)"
-
-
-def describe_model(config: MiniGPTConfig) -> str:
-    return (
-        f"{config.n_layers} layers x {config.d_model}, {config.n_heads} heads, "
-        f"vocabulary {config.vocab_size:,}"
-    )
 
 
 def measure_all(args: argparse.Namespace, argv: list[str]) -> int:

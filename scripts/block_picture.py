@@ -30,6 +30,7 @@ from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner.formulas import step_flops
 from planner.step import follow
 from planner.tracker import Storage, StorageTracker
+from scripts import say_stopped
 from trainer.flags import OneLineParser, UsageError, output_folder, print_error
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
@@ -325,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(f"--out: {error.filename}: {error.strerror}")
         return 2
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        say_stopped()
         return 130
     return 0
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from model import MiniGPTConfig
 from planner.formulas import count_parameters, state_bytes
 from planner.step import Planner
+from scripts import say_stopped
 from scripts.plan_memory import PROGRESS
 from trainer.flags import SHAPES, OneLineParser, build_parser, fill_in, output_file
 from trainer.metrics import format_bytes
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
             table = measure(args.models, bar)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        say_stopped()
         return 130
     print(format_table(table))
     if args.json:

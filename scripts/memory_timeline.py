@@ -37,9 +37,9 @@ import torch
 from tqdm import tqdm
 
 from data import DataError
-from model import MiniGPTConfig
 from planner.choose import describe_recompute
 from planner.step import Planner, StepMemory
+from scripts import say_stopped
 from scripts.allocator_trace import DEVICE_TYPES
 from scripts.memory_timeline_frontier import Choice, draw_frontier
 from scripts.memory_timeline_numbers import (
@@ -63,6 +63,7 @@ from trainer.flags import (
     print_error,
 )
 from trainer.plan import make_planner, target, vocabulary
+from trainer.report import describe_model
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -119,13 +120,7 @@ def simulate(
         step = planner.step(args.batch_size, **POLICIES[name])
         records[name] = record_step(planner, step, args)
         bar.update()
-    ask = planner.simulate
-
-    def ask_and_show(batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        bar.set_description(f"choosing, {describe_recompute(config)}")  # who knows how many yet
-        return ask(batch_size, config)
-
-    planner.simulate = ask_and_show  # type: ignore[method-assign]
+    planner.watch = lambda: bar.set_description("choosing")  # who knows how many steps yet
     return records, Choice.of(planner, args.batch_size, args.memory_budget)
 
 
@@ -151,8 +146,7 @@ def describe_target(planner: Planner) -> str:
     """Which model is drawn, in the words of the trainers' first lines."""
     config, precision = planner.config, str(planner.precision).removeprefix("torch.")
     return (
-        f"model    {n_parameters(planner):,} parameters: {config.n_layers} layers x "
-        f"{config.d_model}, {config.n_heads} heads, vocabulary {config.vocab_size:,}\n"
+        f"model    {n_parameters(planner):,} parameters: {describe_model(config)}\n"
         f"device   {'cpu' if planner.on_cpu else 'GPU'}, {precision}"
     )
 
@@ -194,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(f"--out: {error.filename}: {error.strerror}")
         return 2
     except KeyboardInterrupt:
-        print("\n" * sys.stderr.isatty() + "stopped", file=sys.stderr)
+        say_stopped()
         return 130
     words = sys.argv[1:] if argv is None else argv
     result = {

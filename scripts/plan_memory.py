@@ -29,6 +29,7 @@ from data import DataError
 from planner.choose import RUNGS, describe_recompute, pick_recompute, recompute_flags
 from planner.formulas import closed_form, count_parameters, recompute_cost, state_bytes, step_flops
 from planner.step import Planner, StepMemory
+from scripts import say_stopped
 from trainer.flags import (
     UsageError,
     build_parser,
@@ -41,6 +42,7 @@ from trainer.flags import (
 from trainer.knobs import Knob
 from trainer.metrics import format_bytes
 from trainer.plan import SMALLER, Plans, target, vocabulary
+from trainer.report import describe_model
 from trainer.room import SHARE
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
@@ -200,8 +202,7 @@ def describe_target(args: argparse.Namespace, plans: Plans, room: Room) -> str:
         limit = f"{format_bytes(room.budget)}, of which tensors may take "
         limit += f"{format_bytes(room.safe or 0)}: {SHARE:.0%}, as auto leaves of what is free"
     lines = [
-        f"model    {count_parameters(config):,} parameters: {config.n_layers} layers x "
-        f"{config.d_model}, {config.n_heads} heads, vocabulary {config.vocab_size:,}",
+        f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
         f"device   {kind}, {str(plans.precision).removeprefix('torch.')}"
         + (", DistributedDataParallel" if plans.ddp else ""),
@@ -341,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(error)
         return 2
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        say_stopped()
         return 130
 
 

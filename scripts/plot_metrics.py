@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from scripts import say_stopped
 from scripts.memory_timeline_pictures import FORMATS, GRAY, Unit, load_pyplot
 from trainer.flags import OneLineParser, UsageError, number, print_error
 from trainer.metrics import read_metrics
@@ -235,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(error)
         return 2
     except KeyboardInterrupt:
-        print("\n" * sys.stderr.isatty() + "stopped", file=sys.stderr)
+        say_stopped()
         return 130
     print(f"wrote {args.output}")
     return 0

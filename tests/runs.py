@@ -68,6 +68,18 @@ def torchrun(
     return result
 
 
+def crash_after(step: int, monkeypatch) -> None:
+    """Let a run in this process die in the step after that one."""
+    real = train_minimal.train_step
+
+    def train_step(run):
+        if run.step > step:
+            raise Crash
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+
+
 def snapshot(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 

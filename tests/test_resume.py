@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from runs import TINY, Crash, metrics, run, same, snapshot, train, train_here
+from runs import TINY, Crash, crash_after, metrics, run, same, snapshot, train, train_here
 
 import train_minimal
 from trainer.claim import replaced_runs
@@ -23,17 +23,6 @@ from trainer.setup import set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
-
-
-def crash_after(step: int, monkeypatch) -> None:
-    real = train_minimal.train_step
-
-    def train_step(run):
-        if run.step > step:
-            raise Crash
-        return real(run)
-
-    monkeypatch.setattr(train_minimal, "train_step", train_step)
 
 
 def logged(path) -> list[tuple]:

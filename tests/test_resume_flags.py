@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import TINY, Crash, metrics, same, snapshot, train_here
+from runs import TINY, Crash, crash_after, metrics, same, snapshot, train_here
 
 import train_ddp
 import train_minimal
@@ -28,17 +28,6 @@ def resume_alone(path, *flags: str) -> int:
     return train_minimal.main(["--resume", "--checkpoint-path", str(path), *flags])
 
 
-def stop_before(step: int, monkeypatch) -> None:
-    real = train_minimal.train_step
-
-    def train_step(run):
-        if run.step == step:
-            raise Crash
-        return real(run)
-
-    monkeypatch.setattr(train_minimal, "train_step", train_step)
-
-
 FLAGS = "--use-activation-checkpoint=cheap --recompute-layers=1 --grad-accum-steps=2 --lr=0.01"
 
 
@@ -48,7 +37,7 @@ def test_no_other_flag_is_needed(tmp_path, monkeypatch, capsys):
     flags = [*FLAGS.split(), "--save-interval=5", "--seed=4"]
     assert train_here(whole, *flags) == 0
     with monkeypatch.context() as here, pytest.raises(Crash):
-        stop_before(12, here)
+        crash_after(11, here)
         train_here(path, *flags)
     capsys.readouterr()
     assert resume_alone(path) == 0

@@ -8,11 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model import MiniGPTConfig
+
 from .claim import name_aside
 from .metrics import card_memory, format_bytes, format_line, format_time, peak_memory, perplexity
 from .resume import changes, data_changed
 from .run import Run
 from .snapshot import Resumed, State, beside
+
+
+def describe_model(config: MiniGPTConfig) -> str:
+    """ "3 layers x 128, 4 heads, vocabulary 1,024" """
+    return (
+        f"{config.n_layers} layers x {config.d_model}, {config.n_heads} heads, "
+        f"vocabulary {config.vocab_size:,}"
+    )
 
 
 def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
@@ -25,8 +35,7 @@ def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
     epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
     lines = [
         f"data     {run.data.description}",
-        f"model    {n_parameters:,} parameters: {config.n_layers} layers x {config.d_model}, "
-        f"{config.n_heads} heads, vocabulary {config.vocab_size:,}",
+        f"model    {n_parameters:,} parameters: {describe_model(config)}",
         f"device   {run.process.world_size} x {device.type} ({hardware}), "
         f"{str(run.precision).removeprefix('torch.')}",
         f"batch    {run.micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a "
