@@ -30,3 +30,12 @@ def one_thread():
 def cache(tmp_path) -> Path:
     """Where a data set may be kept (and not pytest's own, which no test needs)."""
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def plt():
+    """matplotlib.pyplot as the pictures have it; without matplotlib their tests are skipped."""
+    pytest.importorskip("matplotlib")
+    from scripts.memory_timeline_pictures import load_pyplot
+
+    return load_pyplot()

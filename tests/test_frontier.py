@@ -9,18 +9,11 @@ import pytest
 from scripts import memory_timeline as script
 from scripts import memory_timeline_frontier as frontier
 from scripts import memory_timeline_numbers as numbers
-from scripts import memory_timeline_pictures as pictures
 
 TINY = (
     "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8 --vocab-size 997 "
     "--loss-chunks 2 --device cpu --amp-dtype bfloat16"
 ).split()
-
-
-@pytest.fixture(scope="module")
-def plt():
-    pytest.importorskip("matplotlib")
-    return pictures.load_pyplot()
 
 
 @pytest.fixture(scope="module")

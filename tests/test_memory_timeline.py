@@ -25,12 +25,6 @@ KIB = 2**10  # the tiny model's unit is MiB: finer
 
 
 @pytest.fixture(scope="module")
-def plt():
-    pytest.importorskip("matplotlib")
-    return pictures.load_pyplot()
-
-
-@pytest.fixture(scope="module")
 def planner():
     return script.prepare(script.parse([*TINY, *BFLOAT16]))
 

@@ -10,13 +10,6 @@ import pytest
 from runs import ROOT
 
 from scripts import plot_metrics
-from scripts.memory_timeline_pictures import load_pyplot
-
-
-@pytest.fixture(scope="module")
-def plt():
-    pytest.importorskip("matplotlib")
-    return load_pyplot("plot_metrics")
 
 
 @pytest.fixture
