@@ -7,19 +7,26 @@ or four more: 1.2 GB at B=2, T=1024. Two ideas, one class each:
     ChunkedHeadLoss    cut into chunks of tokens, and only one chunk's logits are alive
     TiedLookup         the head's weight is the token embedding's: two gradients, one buffer
 
-Letters: B batch, T time, N tokens (B * T), n tokens of a chunk, C channels, V vocabulary.
+Letters: B batch, T time, N tokens (B * T), n tokens of a chunk, r of a slice, C channels,
+V vocabulary.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-CHUNK = 2**23  # elements: 32 MB in float32 are little beside a step, and enough for a fast matmul
+# Bytes of logits that are alive at a time: little beside a step, enough tokens for fast matmuls.
+CHUNK = 5 * 2**24
+# Elements that are worked on at a time in float32: 16 MiB, which stay in a GPU's cache.
+SLICE = 2**22
+PAD = 64  # tensor cores want rows of logits whose length is a multiple of it
+
+Softmax = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # `softmax_in_place`, or compiled
 
 
 class TiedEmbedding(nn.Embedding):
@@ -29,9 +36,15 @@ class TiedEmbedding(nn.Embedding):
     """
 
     for_head: Tensor | None = None  # the weight, on its way from the lookup to the head
+    # A CPU adds the rows' gradients one after the other, always in the same order. A GPU would add
+    # them as they come (atomically), and no two runs would be the same: so it makes the whole
+    # gradient, sorted by id. (The planner plans for a GPU on a CPU.)
+    on_cpu: bool | None = None
+    softmax: Softmax | None = None  # compiled, if it is to be
 
     def forward(self, ids: Tensor) -> Tensor:
-        embedded, self.for_head = TiedLookup.apply(self.weight, ids)
+        on_cpu = self.weight.device.type == "cpu" if self.on_cpu is None else self.on_cpu
+        embedded, self.for_head = TiedLookup.apply(self.weight, ids, on_cpu)
         return embedded
 
     def logits(self, x: Tensor) -> Tensor:
@@ -40,7 +53,7 @@ class TiedEmbedding(nn.Embedding):
 
     def loss(self, x: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
         """The mean loss of `head_loss`, without logits in between."""
-        return head_loss(x, self.take_weight(), labels, n_chunks)
+        return head_loss(x, self.take_weight(), labels, n_chunks, self.softmax)
 
     def take_weight(self) -> Tensor:
         """As the lookup returned it; `self.weight` itself would get a second gradient buffer."""
@@ -58,54 +71,64 @@ class TiedLookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx, weight: Tensor, ids: Tensor, row_by_row: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(weight, ids)
+        ctx.row_by_row = row_by_row
         return F.embedding(ids, weight), weight
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_embedded: Tensor, grad_weight: Tensor):
         weight, ids = ctx.saved_tensors  # (autograd makes zeros of a gradient that is not there)
+        if ctx.row_by_row:
+            grad_weight.index_add_(0, ids.flatten(), grad_embedded.flatten(0, -2))
+            return grad_weight, None, None
         # A slice of channels at a time, or there would be a second (V, C) after all.
-        n_slices = math.ceil(weight.numel() / CHUNK)
+        n_slices = math.ceil(weight.numel() / (2 * SLICE))
         for total, part in zip(
             grad_weight.chunk(n_slices, dim=1), grad_embedded.chunk(n_slices, dim=-1), strict=True
         ):
             total += torch.ops.aten.embedding_dense_backward(part, ids, len(weight), -1, False)
-        return grad_weight, None
+        return grad_weight, None, None
 
 
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
+def head_loss(
+    x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Softmax | None = None
+) -> Tensor:
     """Mean cross-entropy of the head's logits, in nats.
 
     Args:
         x: (B, T, C) what the last LayerNorm returns.
         weight: (V, C) the head's weight.
         labels: (B, T) int64, -100 = no loss here.
-        n_chunks: 1 = all tokens at once; n = in n chunks, never more than one chunk of logits
-            alive; 0 = choose n (1 if all logits are no more than one chunk).
+        n_chunks: 1 = all tokens at once, by autograd; n = in n chunks, never more than one chunk of
+            logits alive; 0 = as few chunks as `count_chunks` finds small enough.
+        softmax: `softmax_in_place`, compiled.
     """
+    softmax = softmax or softmax_in_place
     x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
-    n_chunks = count_chunks(labels.numel(), weight.size(0), n_chunks)
-    if n_chunks <= 1:
+    if n_chunks == 1:
         return F.cross_entropy(at_least_float32(F.linear(x, weight)), labels)
     if torch.is_grad_enabled():
-        return ChunkedHeadLoss.apply(x, weight, labels, n_chunks)
-    total = sum(
-        F.cross_entropy(at_least_float32(F.linear(x_chunk, weight)), label_chunk, reduction="sum")
-        for x_chunk, label_chunk in zip(x.chunk(n_chunks), labels.chunk(n_chunks), strict=True)
-    )
-    return total / (labels != -100).sum()
-
-
-def count_chunks(n_tokens: int, vocab_size: int, asked: int = 0) -> int:
-    """In how many chunks the head runs; `asked`: 0 = chunks of about `CHUNK` logits."""
-    return min(asked or math.ceil(n_tokens * vocab_size / CHUNK), n_tokens)
+        return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, softmax)
+    return loss_by_chunks(x, weight, labels, n_chunks, softmax)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
     """A sum over a vocabulary needs it; float64 stays what it is."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def count_chunks(n_tokens: int, vocab_size: int, asked: int, itemsize: int) -> int:
+    """In how many chunks the head runs. `asked`: 0 = chunks of `CHUNK` bytes; `itemsize`: bytes of
+    a logit."""
+    return min(asked or math.ceil(n_tokens * vocab_size * itemsize / CHUNK), n_tokens)
+
+
+def rows_of_slice(n_tokens: int, vocab_size: int) -> int:
+    """Tokens whose softmax is taken at a time, of a chunk of `n_tokens`: about `SLICE` logits, or a
+    32nd of a chunk that is far larger."""
+    return min(n_tokens, max(1, SLICE // vocab_size, n_tokens // 32))
 
 
 class ChunkedHeadLoss(torch.autograd.Function):
@@ -118,52 +141,109 @@ class ChunkedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
-        # Under autocast each F.linear would cast the weight again: cast it once, by hand.
-        device_type = x.device.type
-        autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
-        cast_weight = weight.detach().to(dtype)
-        count = (labels != -100).sum()  # stays on the device: reading it would stall a GPU
-        # float16 ends at 6e-8. The usual cure, GradScaler's factor, comes only in backward, when
-        # these gradients are long made; so they carry a factor of their own (a power of two:
-        # exact), about the number of tokens, which undoes the mean's division.
-        scale = 2.0 ** math.floor(math.log2(labels.numel())) if dtype == torch.float16 else 1.0
-
-        exact = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros((), dtype=exact, device=x.device)
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
-        for x_chunk, label_chunk, grad_x_chunk in zip(
-            x.detach().chunk(n_chunks),
-            labels.chunk(n_chunks),
-            grad_x.chunk(n_chunks),
-            strict=True,
-        ):
-            # The identity hooks keep this small graph to itself: whoever counts or offloads what
-            # the model keeps for backward must not see tensors that are gone a line later.
-            with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
-                logits = F.linear(x_chunk.requires_grad_(), cast_weight)  # (n, V)
-                edge = get_gradient_edge(logits)  # where its gradient arrives: backward ends there
-                loss = F.cross_entropy(at_least_float32(logits), label_chunk, reduction="sum")
-                loss = loss / count
-                del logits
-                (grad_logits,) = torch.autograd.grad(loss * scale, edge)
-            total += loss.detach()
-            del loss, edge
-            # The rest by hand, as it can add to what is there: to write a (V, C) gradient for each
-            # chunk would take as long as the matmul. (Autocast does not cast for addmm_.)
-            x_chunk = x_chunk.detach().to(dtype)
-            grad_x_chunk.copy_(grad_logits @ cast_weight)
-            if dtype == grad_weight.dtype:
-                grad_weight.addmm_(grad_logits.T, x_chunk)
-            else:
-                grad_weight += grad_logits.T @ x_chunk
-            del grad_logits  # not beside the next chunk's logits
-        ctx.save_for_backward(grad_x.div_(scale), grad_weight.div_(scale))
-        return total
+    def forward(
+        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Softmax
+    ) -> Tensor:
+        gradients = torch.empty_like(x), torch.zeros_like(weight)
+        loss = loss_by_chunks(x, weight, labels, n_chunks, softmax, gradients)
+        ctx.save_for_backward(*gradients)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_weight = ctx.saved_tensors  # in place: nobody else needs them
-        return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None
+        return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None
+
+
+def loss_by_chunks(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    n_chunks: int,
+    softmax: Softmax,
+    gradients: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The mean loss; writes its gradients to `gradients`, of x (N, C) and of the weight (V, C, 0s).
+
+    Two levels: a chunk of logits in the matmuls' precision is large enough for those to be fast;
+    its softmax runs in float32 in slices so small that they stay in a cache. The gradient takes the
+    logits' place, so that one buffer serves all chunks.
+    """
+    N, V = len(x), len(weight)
+    cast_weight = cast_by_autocast(weight)  # (V + padding, C)
+    dtype = cast_weight.dtype
+    n = math.ceil(N / count_chunks(N, V, n_chunks, dtype.itemsize))
+    r = rows_of_slice(n, V)
+    buffer = x.new_empty(n, len(cast_weight), dtype=dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+
+    kept = (labels != -100).unsqueeze(1)  # (N, 1)
+    targets = labels.unsqueeze(1).where(kept, 0)
+    count = kept.sum().to(exact)  # stays on the device: reading it would stall a GPU
+    # float16 ends at 6e-8. The usual cure, GradScaler's factor, comes only in backward, when
+    # these gradients are long made; so they carry a factor of their own (a power of two:
+    # exact), about the number of tokens, which undoes the mean's division.
+    scale = 2.0 ** math.floor(math.log2(N)) if dtype == torch.float16 else 1.0
+    factors = (scale / count).where(kept, 0)  # (N, 1)
+    log_likelihood = torch.empty_like(factors)
+    for start in range(0, N, n):
+        chunk = slice(start, start + n)
+        x_chunk, target, factor = x[chunk].to(dtype), targets[chunk], factors[chunk]
+        padded = torch.mm(x_chunk, cast_weight.T, out=buffer[: len(x_chunk)])
+        logits, found = padded[:, :V], log_likelihood[chunk]  # (n, V), (n, 1)
+        for i in range(0, len(logits), r):
+            part = slice(i, i + r)
+            wanted = factor[part] if gradients else None
+            found[part] = softmax(logits[part], target[part], wanted)
+        if gradients is not None:
+            padded[:, V:] = 0
+            gradients[0][chunk] = padded @ cast_weight
+            add_product(gradients[1], logits.T, x_chunk)
+    if gradients is not None and scale != 1:
+        for gradient in gradients:
+            gradient.div_(scale)
+    return -log_likelihood.where(kept, 0).sum() / count
+
+
+def cast_by_autocast(weight: Tensor) -> Tensor:
+    """By hand, and once, what autocast would do for each matmul: a copy in lower precision.
+
+    As it is a copy, it can have rows of zeros at its end, for which tensor cores are faster.
+    """
+    device_type = weight.device.type
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    if dtype == weight.dtype:
+        return weight
+    copy = weight.new_zeros(len(weight) + -len(weight) % PAD, weight.size(1), dtype=dtype)
+    copy[: len(weight)] = weight
+    return copy
+
+
+def softmax_in_place(logits: Tensor, target: Tensor, factor: Tensor | None = None) -> Tensor:
+    """The log-likelihood (r, 1) of the `target`s (r, 1), by (r, V) `logits`.
+
+    With an (r, 1) `factor`, the gradient takes the logits' place: `factor` times the softmax, minus
+    1 at the target. Without, they may be anything afterwards.
+    """
+    exact = at_least_float32(logits)  # the logits themselves if they are that already
+    at_target, largest = exact.gather(1, target), exact.amax(dim=1, keepdim=True)
+    exp = exact.sub_(largest).exp_()
+    sum_exp = exp.sum(dim=1, keepdim=True)
+    if factor is not None:
+        logits.copy_(exp.mul_(factor / sum_exp).scatter_add_(1, target, -factor))
+    return at_target - largest - sum_exp.log()
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total` += `a` @ `b`, added up in the precision of `total`, without a second one of it."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        rows = max(1, SLICE // total.size(1))
+        for part, a_part in zip(total.split(rows), a.split(rows), strict=True):
+            part += a_part @ b

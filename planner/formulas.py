@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from memory.head import count_chunks
+from memory.head import PAD, SLICE, count_chunks, rows_of_slice
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
 
@@ -29,11 +29,15 @@ def closed_form(
                   c_fc and GELU a N F each
                 - and under autocast the copies of weights: 2 for each weight that is multiplied
                 - with dropout a mask of N C for each half, on a device that fuses it
-    head        in chunks of r tokens: gradients of the weight 4 V C and of its input 4 N C, under
-                autocast a copy of the weight 2 V C, and the larger of
-                - float32 logits, log-softmax and their gradient 12 V r
-                - the gradients of a chunk: a V r + 4 r C, under autocast the weight's, 2 V C
-                at once (loss_chunks=1) 12 V N, and autocast's copies 2 V C + 2 N C
+    head        in chunks of n tokens: gradients of the weight 4 V C and of its input 4 N C, for
+                labels and losses 17 N, the chunk's logits a V n, and one after the other
+                - in slices of r tokens what a softmax needs besides: 24 r, and under autocast
+                  float32 logits 4 V r
+                - the gradient of the chunk's input a n C
+                - under autocast the gradient of some rows of the weight, at most 2^23
+                Autocast also makes copies of the weight 2 V C and of the chunk's input 2 n C, and
+                rounds V up to a multiple of 64.
+                At once (loss_chunks=1) 12 V N, and autocast's copies 2 V C + 2 N C
 
     Their sum is not the peak: gradients come while activations go.
 
@@ -92,22 +96,27 @@ def state_bytes(config: MiniGPTConfig) -> int:
 def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> int:
     """The head's part of `closed_form`."""
     V, C, amp = config.vocab_size, config.d_model, precision != torch.float32
-    n_chunks = count_chunks(n_tokens, V, config.loss_chunks)
-    if n_chunks <= 1:
+    if config.loss_chunks == 1:
         return 12 * V * n_tokens + 2 * amp * (V * C + n_tokens * C)
-    r, a = math.ceil(n_tokens / n_chunks), 2 if amp else 4
-    logits = 12 * V * r
-    gradients = a * V * r + 4 * r * C + 2 * amp * V * C
-    return (4 + 2 * amp) * V * C + 4 * n_tokens * C + max(logits, gradients)
+    a = 2 if amp else 4
+    n = math.ceil(n_tokens / count_chunks(n_tokens, V, config.loss_chunks, a))
+    r = rows_of_slice(n, V)
+    padded = V + (-V % PAD if amp else 0)
+    softmax = 24 * r + 4 * V * r * amp
+    some_rows = 2 * C * min(SLICE // C, V) * amp
+    passing = max(softmax, a * n * C, some_rows)
+    copies = 2 * (padded + n) * C * amp
+    return 4 * (V + n_tokens) * C + 17 * n_tokens + copies + a * padded * n + passing
 
 
-def step_flops(config: MiniGPTConfig, seq_len: int) -> tuple[float, float]:
+def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> tuple[float, float]:
     """FLOPs of the matrix products of one training step, per token: (needed, replayed).
 
     Needed: forward is 2 for each weight, the head included, and 2 T C a block for the two products
     of causal attention, of which half are masked; backward is twice forward (Chowdhery et al.,
     2022, appendix B, without the half). Replayed: see the table in memory/policies.py; the last
-    matmul of a region is not, as its result is not needed.
+    matmul of a region is not, as its result is not needed; but with `full` of `compiled` blocks,
+    which run to their end.
 
     Wherever this project speaks of FLOPs, it is of these: a whole step's matrix products,
     attention's included, in units of `needed`. `full` at GPT-2 small, T = 1,024: 1.17.
@@ -122,6 +131,8 @@ def step_flops(config: MiniGPTConfig, seq_len: int) -> tuple[float, float]:
         "full": c_attn + attention + c_proj + linear,
     }.get(config.recompute, 0)
     inner = n - math.ceil(n / config.recompute_group)  # blocks that are not the last of their group
+    if compiled and config.recompute == "full":
+        inner = n
     needed = 3 * (config.n_layers * block + 2 * config.vocab_size * C)
     return needed, n * replayed + inner * linear
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memory import HostMemory, head
+from memory import HostMemory
+from memory.head import count_chunks
 from model import MiniGPT, MiniGPTConfig
 
 from .formulas import head_bytes
@@ -34,7 +35,7 @@ KINDS = (
     "temporaries",  # the rest, gone before the phase ends
 )
 
-MANY_CHUNKS, FEW_CHUNKS = 100, 10  # of the head, see `Planner.plan`
+MANY_CHUNKS, FEW_CHUNKS = 30, 3  # of the head, see `Planner.plan`
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Planner:
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
+            self.model.token_embedding.on_cpu = self.on_cpu
             if not self.on_cpu:
                 fuse_dropout(self.model)
             self.optimizer = make_optimizer(self.model)
@@ -133,7 +135,10 @@ class Planner:
         Then a few larger ones are simulated, and the head goes by its formula.
         """
         n_tokens = batch_size * self.seq_len
-        if head.count_chunks(n_tokens, config.vocab_size, config.loss_chunks) <= MANY_CHUNKS:
+        n_chunks = count_chunks(
+            n_tokens, config.vocab_size, config.loss_chunks, self.precision.itemsize
+        )
+        if n_chunks <= MANY_CHUNKS:
             return self.simulate(batch_size, config)
         few = replace(config, loss_chunks=FEW_CHUNKS)
         step = self.simulate(batch_size, few)
@@ -149,12 +154,8 @@ class Planner:
         Two simulations tell: each sequence adds the same to the bytes after an operator. Except in
         the head, which gets more chunks instead of larger ones; it goes by its formula.
         """
-        fewest = 1
-        if not memory.get("loss_chunks", self.config.loss_chunks):
-            # Enough for two chunks: one would be another program.
-            fewest += 2 * head.CHUNK // (self.config.vocab_size * self.seq_len)
-        first = max(batch_size, fewest)
-        other = fewest if fewest < first else first + 1
+        first = batch_size
+        other = 1 if first > 1 else 2
         one, two = self.step(first, **memory), self.step(other, **memory)
 
         def of_the_head(sequences: int) -> int:

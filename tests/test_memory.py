@@ -325,7 +325,7 @@ def test_of_many_chunks_a_few_tell(memory, precision, monkeypatch):
 
 def test_a_giant_batch_is_simulated_with_few_operators():
     giant, small = (planner(replace(CONFIG, loss_chunks=0)).step(n) for n in (10**6, 10**4))
-    assert len(giant.timeline) <= len(small.timeline) < 2000
+    assert max(len(giant.timeline), len(small.timeline)) < 3000
     assert giant.peak == pytest.approx(100 * small.peak, rel=0.1)
 
 
