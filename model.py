@@ -70,9 +70,9 @@ class Attention(nn.Module):
         return self.c_proj(self.attend(self.c_attn(x)))
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """(B, T, 3C) -> (B, T, C)."""
+        """(B, T, 3C) -> (B, T, C); between them q, k and v, each (B, H, T, D)."""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
-        q, k, v = qkv.view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        q, k, v = (x.view(B, T, self.n_heads, -1).transpose(1, 2) for x in qkv.split(C, dim=2))
         # A fused kernel never holds the (B, H, T, T) scores: its backward computes them again.
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
@@ -92,13 +92,24 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(wide, approximate="tanh"))
 
 
+class Residual(nn.Module):
+    """How a half of a block adds to the residual stream x (B, T, C)."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, update: Tensor) -> Tensor:
+        return x + self.dropout(update)
+
+
 class Block(nn.Module):
     """One transformer block: x (B, T, C) -> (x after attention, the MLP's update), both (B, T, C).
 
     The update is still to be added to x, with dropout; the caller does that. Inside, the addition
     would be inside of the caller's activation checkpoint as well, and dropout, which needs its mask
     in backward, would make the replay run to the end. So a block ends in a matmul, whose result
-    backward does not need: the replay stops before it.
+    backward does not need: the replay stops before it. (Unless the block is compiled.)
     """
 
     def __init__(self, config: MiniGPTConfig):
@@ -107,12 +118,12 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.d_model)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.add = Residual(config.dropout)
 
     def forward(self, x: Tensor, policy: str = "none") -> tuple[Tensor, Tensor]:
         if policy != "none":
             return POLICIES[policy](self, x)  # the same, and keeps less: memory/policies.py
-        x = x + self.dropout(self.attn(self.ln_1(x)))
+        x = self.add(x, self.attn(self.ln_1(x)))
         return x, self.mlp(self.ln_2(x))
 
 
@@ -120,7 +131,7 @@ class MiniGPT(nn.Module):
     """A GPT-2-shaped language model.
 
     `model(input_ids)` returns logits; `model(input_ids, labels)` returns the mean loss, and holds
-    about 32 MB of logits at a time, unless `loss_chunks` says otherwise (see memory/head.py).
+    about 80 MiB of logits at a time, unless `loss_chunks` says otherwise (see memory/head.py).
 
     Args of a call:
         input_ids: (B, T) int64, T at most `max_position_embeddings`.
@@ -139,6 +150,7 @@ class MiniGPT(nn.Module):
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.add = Residual(config.dropout)
         self.ln_f = nn.LayerNorm(config.d_model)
         self.host_memory = HostMemory()  # for offload_activations
         self.init_weights()
@@ -151,16 +163,17 @@ class MiniGPT(nn.Module):
         x = self.token_embedding(input_ids) + self.position_embedding(positions)  # (B, T, C)
         x = self.dropout(x)
 
+        random = self.config.dropout > 0
         for block, policy in schedule(self.blocks, self.config, self.training, self.host_memory):
             if policy == "full":
                 # The activation checkpoint. Kept for backward: the input x, nothing else. Backward
                 # runs the block again from it, with the same dropout masks (torch keeps the RNG
                 # state), and pays the block's forward once more, minus its last matmul: the replay
                 # stops at the last tensor that backward needs.
-                x, update = checkpoint(block, x, use_reentrant=False)
+                x, update = checkpoint(block, x, use_reentrant=False, preserve_rng_state=random)
             else:
                 x, update = block(x, policy)  # "none": every intermediate is kept
-            x = x + self.dropout(update)  # outside of the checkpoint: see Block
+            x = self.add(x, update)  # outside of the checkpoint: see Block
 
         x = self.ln_f(x)
         if labels is None:
@@ -168,11 +181,9 @@ class MiniGPT(nn.Module):
         return self.token_embedding.loss(x, labels, self.config.loss_chunks)
 
     def init_weights(self) -> None:
-        """GPT-2's initialisation: N(0, 0.02), zero biases.
-
-        The two projections that write to the residual stream are scaled by 1 / sqrt(2 n_layers),
-        so that its variance does not grow with depth.
-        """
+        """GPT-2's initialisation: N(0, 0.02), zero biases; the two projections that write to the
+        residual stream scaled by 1 / sqrt(2 n_layers), so that its variance does not grow with
+        depth."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
@@ -186,14 +197,14 @@ class MiniGPT(nn.Module):
         """torch.compile each block: the first one pays, the others reuse its code.
 
         Around `full` the activation checkpoint stays outside of the compiled code, where it keeps
-        the block's input and nothing else. The finer policies are inside: the compiler has to see
-        what they are about.
+        the block's input alone. (Such code cannot stop half-way: the last matmul is replayed, too.)
+        The finer policies are inside: the compiler has to see what they are about.
         """
-        # DDP would have graphs cut to its buckets, which cannot be done through a checkpoint; and
-        # blocks are small enough for gradients to travel while the next block computes.
+        # DDP would cut graphs to its buckets, which cannot be done through a checkpoint.
         torch._dynamo.config.optimize_ddp = False
-        for block in self.blocks:
-            block.compile()
+        for module in (*self.blocks, self.add):
+            module.compile()
+        self.token_embedding.compile_softmax()
 
     @torch.no_grad()
     def generate(
@@ -243,13 +254,13 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
 
 def check(config: MiniGPTConfig) -> None:
     """Raises ValueError, with a message that names the field, if a value is impossible."""
-    for name in "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split():
+    sizes = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff recompute_group"
+    for name in sizes.split():
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
-    if config.d_model % config.n_heads:
-        raise ValueError(
-            f"d_model ({config.d_model}) must be divisible by n_heads ({config.n_heads})"
-        )
+    C, H = config.d_model, config.n_heads
+    if C % H:
+        raise ValueError(f"d_model ({C}) must be divisible by n_heads ({H})")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), not {config.dropout}")
     if config.recompute not in RECOMPUTE_POLICIES:
@@ -258,8 +269,6 @@ def check(config: MiniGPTConfig) -> None:
     layers = config.recompute_layers
     if layers is not None and not 0 <= layers <= config.n_layers:
         raise ValueError(f"recompute_layers must be in 0..{config.n_layers}, not {layers}")
-    if config.recompute_group < 1:
-        raise ValueError(f"recompute_group must be at least 1, not {config.recompute_group}")
     if config.recompute_group > 1 and config.recompute != "full":
         raise ValueError(
             f"recompute_group {config.recompute_group} needs recompute full, "

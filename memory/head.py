@@ -55,6 +55,9 @@ class TiedEmbedding(nn.Embedding):
         """The mean loss of `head_loss`, without logits in between."""
         return head_loss(x, self.take_weight(), labels, n_chunks, self.softmax)
 
+    def compile_softmax(self) -> None:
+        self.softmax = torch.compile(softmax_in_place)
+
     def take_weight(self) -> Tensor:
         """As the lookup returned it; `self.weight` itself would get a second gradient buffer."""
         weight, self.for_head = self.for_head, None

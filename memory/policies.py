@@ -47,10 +47,15 @@ from .offload import HostMemory, Offload
 # What a block returns: the residual stream x2, and the update that is still to be added to it.
 Halves = tuple[Tensor, Tensor]
 
-# Never the reentrant variant: it replays all (no early stop) and fails in some DDP settings. The
-# RNG state is kept (the default), else dropout would draw other masks in the replay: wrong
-# gradients, without an error.
-checkpoint = partial(torch_checkpoint, use_reentrant=False)
+
+def checkpoint(run: Callable, x: Tensor, *, random: bool, **options: Any) -> Any:
+    """Never the reentrant variant: it replays all (no early stop) and fails in some DDP settings.
+
+    `random`: there is dropout in `run`. The state of the RNG is kept, else the replay would draw
+    other masks: wrong gradients, without an error.
+    """
+    return torch_checkpoint(run, x, use_reentrant=False, preserve_rng_state=random, **options)
+
 
 # A policy is called by the block itself, `block(x, "cheap")`, in place of its plain forward: what
 # hangs on a block's forward (sharded weights, a compiler) then works with every policy. `block` is
@@ -59,21 +64,24 @@ checkpoint = partial(torch_checkpoint, use_reentrant=False)
 
 def cheap(block: Any, x: Tensor) -> Halves:
     """Replay what is pointwise. Megatron-LM: output-discarding recompute; llm.c: -r 2."""
-    qkv = checkpoint(lambda before: block.attn.c_attn(block.ln_1(before)), x)
-    x2 = x + block.dropout(block.attn.c_proj(block.attn.attend(qkv)))
-    wide = checkpoint(lambda before: block.mlp.c_fc(block.ln_2(before)), x2)
-    return x2, checkpoint(lambda w: block.mlp.c_proj(F.gelu(w, approximate="tanh")), wide)
+    replay = partial(checkpoint, random=False)
+    qkv = replay(lambda before: block.attn.c_attn(block.ln_1(before)), x)
+    x2 = block.add(x, block.attn.c_proj(block.attn.attend(qkv)))
+    wide = replay(lambda before: block.mlp.c_fc(block.ln_2(before)), x2)
+    return x2, replay(lambda w: block.mlp.c_proj(F.gelu(w, approximate="tanh")), wide)
 
 
 def replay_mlp(block: Any, x: Tensor) -> Halves:
     """Replay the MLP half. Megatron-LM: --recompute-modules mlp."""
-    x2 = x + block.dropout(block.attn(block.ln_1(x)))
-    return x2, checkpoint(lambda before: block.mlp(block.ln_2(before)), x2)
+    x2 = block.add(x, block.attn(block.ln_1(x)))
+    return x2, checkpoint(lambda before: block.mlp(block.ln_2(before)), x2, random=False)
 
 
 def replay_attention(block: Any, x: Tensor) -> Halves:
     """Replay the attention half. Megatron-LM: --recompute-modules core_attn, and its linears."""
-    x2 = x + block.dropout(checkpoint(lambda before: block.attn(block.ln_1(before)), x))
+    random = has_dropout(block)
+    update = checkpoint(lambda before: block.attn(block.ln_1(before)), x, random=random)
+    x2 = block.add(x, update)
     return x2, block.mlp(block.ln_2(x2))
 
 
@@ -96,7 +104,15 @@ MATMUL_OPS = [
 
 def keep_results_of(operators: list) -> Callable[[Any, Tensor], Halves]:
     contexts = partial(create_selective_checkpoint_contexts, operators)
-    return lambda block, x: checkpoint(block.forward, x, context_fn=contexts)
+
+    def run(block: Any, x: Tensor) -> Halves:
+        return checkpoint(block.forward, x, random=has_dropout(block), context_fn=contexts)
+
+    return run
+
+
+def has_dropout(block: Any) -> bool:
+    return block.add.dropout.p > 0
 
 
 POLICIES: dict[str, Callable[[Any, Tensor], Halves]] = {
@@ -130,7 +146,9 @@ def schedule(
             yield block, policy
         else:
             # Only hooks that are around a checkpoint see its input, so it moves in here.
-            run = partial(checkpoint, block) if policy == "full" else partial(block, policy=policy)
+            run = partial(block, policy=policy)
+            if policy == "full":
+                run = partial(checkpoint, block, random=config.dropout > 0)
             yield offload.around(run, group), "none"
     for block in blocks[n_recomputed:]:
         yield block, "none"
@@ -142,7 +160,7 @@ def one_by_one(blocks: list) -> Callable[..., Halves]:
     def run(x: Tensor, policy: str = "none") -> Halves:
         for block in blocks[:-1]:
             x, update = block(x, policy)
-            x = x + block.dropout(update)
+            x = block.add(x, update)
             del update  # not beside the next block
         return blocks[-1](x, policy)
 

@@ -216,7 +216,11 @@ def take_turns(
 
 
 def utilization(
-    config: MiniGPTConfig, seq_len: int, tokens_per_s: float, peak_flops: float | None
+    config: MiniGPTConfig,
+    seq_len: int,
+    tokens_per_s: float,
+    peak_flops: float | None,
+    compiled: bool = False,
 ) -> dict[str, float | None]:
     """What share of the peak the FLOPs that a step needs are, and those that it does.
 
@@ -224,7 +228,7 @@ def utilization(
     """
     if peak_flops is None:
         return {"mfu": None, "hfu": None}
-    needed, replayed = step_flops(config, seq_len)
+    needed, replayed = step_flops(config, seq_len, compiled)
     share = tokens_per_s / peak_flops
     return {"mfu": share * needed, "hfu": share * (needed + replayed)}
 
@@ -249,7 +253,7 @@ def make_row(
         "step_s": step_s,
         "step_s_all": seconds,
         "tokens_per_s": tokens_per_s,
-        **utilization(config, args.seq_len, tokens_per_s, peak_flops),
+        **utilization(config, args.seq_len, tokens_per_s, peak_flops, job.compiled),
         "predicted_bytes": planner.step(job.batch_size, **asdict(config)).peak,
         "peak_kind": results[0]["peak_kind"],
     }

@@ -244,7 +244,7 @@ CONFIG = MiniGPTConfig(
 PRECISIONS = {"float32": torch.float32, "bfloat16 autocast": torch.bfloat16}
 
 
-def in_place_of_torchs(function: Callable, *args: Any, use_reentrant: bool) -> Any:
+def in_place_of_torchs(function: Callable, *args: Any, **options: bool) -> Any:
     return checkpoint(function, *args)
 
 

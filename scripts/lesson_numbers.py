@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -101,7 +102,10 @@ def other_dice() -> Measured:
     loss, gradients = step("none")
     lines, answer = [f"no checkpoint             loss {loss:.6f}"], "a"
     for name, remembers in (("checkpoint", True), ("preserve_rng_state=False", False)):
-        other = partial(checkpoint, preserve_rng_state=remembers)
+
+        def other(*args: Any, remembers: bool = remembers, **options: Any) -> Any:
+            return checkpoint(*args, **options | {"preserve_rng_state": remembers})
+
         try:
             with mock.patch("model.checkpoint", other):
                 other_loss, other_gradients = step("full")

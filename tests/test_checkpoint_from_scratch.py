@@ -118,7 +118,7 @@ def test_several_arguments_and_results_in_any_order(replays):
 def test_a_checkpoint_inside_a_checkpoint():
     def whole(block, x):
         x, update = block(x)
-        return x + block.dropout(update)
+        return block.add(x, update)
 
     gradients = []
     for wrap in (checkpoint, lambda function, *args: function(*args)):

@@ -195,7 +195,7 @@ def test_answers_are_computed_when_asked(known, capsys, monkeypatch):
     assert lesson_numbers.other_dice().answer == "d"
 
 
-def checkpoint_that_forgets_nothing(function, *args, use_reentrant, preserve_rng_state):
+def checkpoint_that_forgets_nothing(function, *args, **options):
     return checkpoint_from_scratch.checkpoint(function, *args)
 
 

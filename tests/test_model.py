@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch._dynamo
 
-from model import RECOMPUTE_POLICIES, Block, MiniGPT, MiniGPTConfig, sample
+from memory.head import softmax_in_place
+from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig, sample
 
 TINY = dict(
     vocab_size=61,
@@ -140,14 +141,17 @@ def test_only_whole_blocks_share_a_checkpoint(policy):
         MiniGPTConfig(**TINY, recompute=policy, recompute_group=2)
 
 
-def test_compile_is_asked_for_each_block_and_not_for_ddps_buckets(monkeypatch):
+def test_what_is_compiled(monkeypatch):
+    """Each block, the residual addition, a slice's softmax; not cut to DDP's buckets."""
     compiled = []
-    monkeypatch.setattr(Block, "compile", lambda block: compiled.append(block))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function))
     model = tiny()
     # (monkeypatch's own undoing would hide the setting from DDP, in a later test.)
     with torch._dynamo.config.patch(optimize_ddp=True):
         model.compile_blocks()
-        assert compiled == list(model.blocks) and torch._dynamo.config.optimize_ddp is False
+        assert compiled == [*model.blocks, model.add, softmax_in_place]
+        assert torch._dynamo.config.optimize_ddp is False
 
 
 # ---- sampling

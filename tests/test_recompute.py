@@ -1,6 +1,7 @@
 """Recompute changes what is kept, and nothing else: not one bit of the result."""
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ from test_model import random_ids, tiny
 
 from memory.policies import one_by_one
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from planner.formulas import step_flops
 from planner.tracker import Storage, kept_for_backward
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
@@ -280,7 +282,8 @@ def test_a_group_holds_no_update_beside_its_next_block():
     updates = []
 
     class Stage:
-        dropout = torch.nn.Identity()
+        def add(self, x, update):
+            return x + update
 
         def __call__(self, x, policy):
             assert all(update() is None for update in updates)
@@ -319,6 +322,34 @@ def test_offloaded_copy_is_what_backward_gets(monkeypatch):
 
 
 # ---- compiled
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_compiled_blocks_replay_their_last_matmul_too(group):
+    """Early stop cannot end compiled code half-way; step_flops knows."""
+    model = tiny(recompute="full", recompute_group=group, dropout=0.0).train()
+    config, ids = model.config, random_ids(2, 16)
+
+    def flops_replayed() -> int:
+        loss = model(ids, ids)
+        with torch.profiler.profile(record_shapes=True) as profile:
+            loss.backward()
+        # (One that early stop ends as it begins does not get as far as to copy its bias.)
+        ran = [
+            event
+            for event in profile.events()
+            if event.name == "aten::addmm" and "aten::copy_" in [e.name for e in event.cpu_children]
+        ]
+        return sum(2 * ids.numel() * math.prod(event.input_shapes[2]) for event in ran)
+
+    def expected(compiled: bool) -> float:
+        attention = config.n_layers * 2 * ids.size(1) * config.d_model
+        return ids.numel() * (step_flops(config, ids.size(1), compiled)[1] - attention)
+
+    assert flops_replayed() == expected(False)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    assert flops_replayed() == expected(True) > expected(False)
 
 
 @pytest.mark.slow
