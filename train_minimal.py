@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trainer.endings import StopSignal, nan_if_infinite, note_skipped, run_safely
+from trainer.endings import SkippedUpdates, StopSignal, nan_if_infinite, run_safely
 from trainer.flags import build_parser
 from trainer.metrics import perplexity
 from trainer.process import OneProcess
 from trainer.report import log, measure, show_first
-from trainer.run import Run, save
+from trainer.run import Run, save, update_if_finite
 from trainer.setup import start_log
 from trainer.snapshot import beside
 
@@ -97,12 +97,8 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     grad_norm = process.clip_gradients(run.model, args.grad_clip_norm or math.inf)
     # One NaN among the gradients would be in every weight after one update; clipping does not
     # help, it divides by the NaN. All processes have the same averaged gradients: all skip the
-    # update, or none. (Reading the norm makes Python wait for the GPU, once a step: the GPU then
-    # waits for the launch of the next kernels, far less time than a step of any real size takes.)
-    finite = bool(grad_norm.isfinite())
-    run.skipped = 0 if finite else run.skipped + 1
-    if finite:
-        run.scaler.step(run.optimizer)
+    # update, or none. (The device decides: Python does not wait for it.)
+    update_if_finite(run.optimizer, grad_norm)
     run.scaler.update()  # float16: halves the loss scale after an overflow
     # Freed, the gradients leave room for the next forward; where they must stay, they are zeroed.
     run.optimizer.zero_grad(set_to_none=not process.keeps_gradients)
@@ -123,16 +119,19 @@ def evaluate(run: Run) -> dict[str, float | None]:
     tokens and bytes, not means, because the last batch may be smaller.
     """
     run.model.eval()
-    nats = tokens = byte_count = 0.0
+    batches = []  # what each adds, on the device: to read it there is to wait for the GPU
     for i in range(run.process.rank, len(run.val_batches), run.process.world_size):
         input_ids, labels = run.val_batches[i]
         with run.autocast():
             # Not through DDP's wrapper, which would wait for processes that have no batch left.
             loss = run.model(input_ids, labels)
-        nats += loss.item() * labels.numel()
-        tokens += labels.numel()
-        byte_count += run.token_bytes[labels].sum().item()
+        batches.append((loss, labels.numel(), run.token_bytes[labels].sum()))
     run.model.train()
+    nats = tokens = byte_count = 0.0
+    for loss, n_tokens, n_bytes in batches:
+        nats += loss.item() * n_tokens
+        tokens += n_tokens
+        byte_count += n_bytes.item()
     nats, tokens, byte_count = run.process.sum([nats, tokens, byte_count])
     loss = nats / tokens
     return {
@@ -155,6 +154,7 @@ def train(run: Run) -> dict[str, Any]:
     if record:  # of the step that is resumed from: its run died between the save and the log
         evaluate_and_log(run, record, due(run.step, args.eval_interval, args.num_steps))
     first = run.step + 1
+    skipped = SkippedUpdates(run)
     with bar, StopSignal(run) as stop:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1
@@ -163,14 +163,14 @@ def train(run: Run) -> dict[str, Any]:
             # ---- The learning ends here. What follows looks at it, saves it and prints it.
             clock.end_step()
             bar.update()
-            if run.skipped:
-                note_skipped(run)  # raises NotFinite after several in a row
+            skipped.watch(grad_norm)  # raises NotFinite after several in a row
             # All processes must stop after the same step, whichever of them got the signal.
             run.stopped_by = process.largest(stop.number)
             log_now = due(run.step, args.log_interval, args.num_steps)
             evaluate_now = due(run.step, args.eval_interval, args.num_steps)
-            save_now = save_is_due(run)
+            save_now = save_is_due(run, skipped)
             if log_now or evaluate_now or save_now:
+                skipped.count()  # one too many ends the run before it is logged or saved
                 record = measure(run, losses, grad_norm)
                 if save_now:  # before the evaluation: that may take long, or die
                     with clock.paused():
@@ -188,7 +188,7 @@ def due(step: int, interval: int, num_steps: int) -> bool:
     return step >= num_steps or (interval > 0 and step % interval == 0)
 
 
-def save_is_due(run: Run) -> bool:
+def save_is_due(run: Run, skipped: SkippedUpdates) -> bool:
     """At the end, and when the last save is in another interval.
 
     But not while steps are being skipped: the weights stay as they are, and to save them again
@@ -197,7 +197,8 @@ def save_is_due(run: Run) -> bool:
     interval = run.args.save_interval
     if run.step == run.args.num_steps or run.stopped_by:
         return True
-    return not run.skipped and interval > 0 and run.step // interval > run.saved_step // interval
+    due_by_now = interval > 0 and run.step // interval > run.saved_step // interval
+    return due_by_now and skipped.count() == 0
 
 
 def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:

@@ -140,7 +140,39 @@ def nan_if_infinite(loss: Tensor) -> Tensor:
     return loss * (loss.detach() * 0 + 1)
 
 
-def note_skipped(run: Run) -> None:
+class SkippedUpdates:
+    """How many updates in a row the device has skipped; Python learns of each one step late.
+
+    What decides, the gradients' norm, is in the device's memory. Reading it right away would make
+    Python wait for a GPU in each step, and then the GPU for Python. So it is copied while both work
+    on, and looked at when the next step is on its way, or when it has to be known (`count`).
+    """
+
+    def __init__(self, run: Run):
+        self.run, self.in_a_row = run, 0
+        self.unread: tuple[int, Tensor] | None = None  # a step, and the norm that was its own
+        self.copied = torch.get_device_module(run.process.device).Event()
+
+    def watch(self, grad_norm: Tensor) -> None:
+        """Take the norm () of the step just done; look at the one before, as `count` does."""
+        self.count()
+        self.unread = self.run.step, grad_norm.to("cpu", non_blocking=grad_norm.is_cuda)
+        self.copied.record()
+
+    def count(self) -> int:
+        """How many in a row, the step just done included; waits for it. Says of each one, once,
+        that it was skipped. Raises NotFinite after too many.
+        """
+        if self.unread is not None:
+            self.copied.synchronize()
+            (step, norm), self.unread = self.unread, None
+            self.in_a_row = 0 if norm.isfinite() else self.in_a_row + 1
+            if self.in_a_row:
+                note_skipped(self.run, step, self.in_a_row)
+        return self.in_a_row
+
+
+def note_skipped(run: Run, step: int, in_a_row: int) -> None:
     """Say that this step changed nothing. Raises NotFinite after too many of them in a row.
 
     A single bad batch is no reason to stop. Nor is float16, whose GradScaler looks for the largest
@@ -149,16 +181,16 @@ def note_skipped(run: Run) -> None:
     """
     args, float16 = run.args, run.scaler.is_enabled()
     limit = 20 if float16 else 3
-    if run.skipped < limit:
+    if in_a_row < limit:
         scale = f" (float16: the loss scale is now {run.scaler.get_scale():g})" if float16 else ""
         run.process.say(
-            f"warning  step {run.step}: loss or gradients are not finite, update skipped{scale}"
+            f"warning  step {step}: loss or gradients are not finite, update skipped{scale}"
         )
         return
     flags = "--amp-dtype bfloat16 or --no-amp" if float16 else f"a lower --lr than {args.lr:.2g}"
     raise NotFinite(
-        f"loss or gradients were not finite in {limit} steps in a row, {run.step - limit + 1} to "
-        f"{run.step}; {way_back(run)}, and try {flags}; --detect-anomaly finds the operation"
+        f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} to "
+        f"{step}; {way_back(run)}, and try {flags}; --detect-anomaly finds the operation"
     )
 
 

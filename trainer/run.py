@@ -37,7 +37,6 @@ class Run:
     held_lock: object = None  # keeps a second run off our files as long as this one lives
     metrics: MetricsFile | None = None  # only process 0 has one
     step: int = 0  # steps done; while one is being done, its number
-    skipped: int = 0  # the last ones of them in a row whose update was skipped
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
     stopped_by: int = 0  # the signal that ended the run before its last step
     best_val_loss: float = math.inf
@@ -76,6 +75,21 @@ def make_optimizer(
     ]
     fused = device.type in ("cuda", "cpu")
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
+
+
+def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+    """One step of the optimizer; none, to the bit, if the gradients' norm () is not finite.
+
+    The fused kernel looks by itself at a number on the device, `found_inf`: at 1 it leaves weights,
+    moments and step count alone. It was made for GradScaler.step, which would set it by the
+    gradients; their norm can overflow where none of them does. Other kernels have to be asked not
+    to run, and to ask Python must wait for the device.
+    """
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = 1 - grad_norm.isfinite().float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif grad_norm.isfinite():
+        optimizer.step()
 
 
 def save(run: Run, path: Path, record: dict[str, Any]) -> None:
