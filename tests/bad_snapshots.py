@@ -61,6 +61,12 @@ def moments(path: Path) -> None:
     torch.save(state, path)
 
 
+def groups(path: Path) -> None:
+    state = snapshot(TRAINED / "run.pt")
+    state["optimizer"]["param_groups"][0]["params"].reverse()
+    torch.save(state, path)
+
+
 def half(path: Path) -> None:
     state = snapshot(TRAINED / "run.pt")
     torch.save(state | {"model": {k: v.half() for k, v in state["model"].items()}}, path)
@@ -96,6 +102,7 @@ SNAPSHOTS = {
     "model": resume(changed(model={}), STRANGE),
     "optimizer": resume(changed(optimizer={}), STRANGE),
     "moments": resume(moments, STRANGE),
+    "groups": resume(groups, STRANGE),
     "dtype": resume(half, STRANGE),
 }
 

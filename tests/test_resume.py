@@ -15,10 +15,12 @@ import torch
 from runs import TINY, Crash, crash_after, metrics, run, same, snapshot, train, train_here
 
 import train_minimal
+from model import MiniGPT, MiniGPTConfig
 from trainer.claim import replaced_runs
 from trainer.flags import build_parser, fill_in
 from trainer.process import OneProcess
-from trainer.resume import load_newest
+from trainer.resume import load_newest, restore
+from trainer.run import make_optimizer
 from trainer.setup import set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
@@ -284,6 +286,42 @@ def test_settings_of_the_optimizer_may_change(tmp_path):
     assert train_here(path, "--resume", "--num-steps=3", "--weight-decay=0.7") == 0
     groups = snapshot(path)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
+
+
+@pytest.mark.filterwarnings("ignore:.*is a no-op")  # torch, about copies to "meta"
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
+    """A snapshot of a device without the fused kernel goes on where there is one, or back.
+
+    Which kernel it was stands in the snapshot, and torch would go by that: the step count of
+    unfused AdamW stays on the CPU, where the fused kernel cannot read it.
+    """
+    path = tmp_path / "run.pt"
+    kernel = {True: torch.device("cpu"), False: torch.device("mps")}
+    for steps, now in ((2, not fused), (4, fused)):
+        make = lambda model, args, device, now=now: make_optimizer(model, args, kernel[now])  # noqa: E731
+        monkeypatch.setattr("trainer.setup.make_optimizer", make)
+        resume = ["--resume"] if path.exists() else []
+        assert (
+            train_here(path, FP32, "--lr-scheduler=constant", f"--num-steps={steps}", *resume) == 0
+        )
+    optimizer = snapshot(path)["optimizer"]
+    assert {group["fused"] for group in optimizer["param_groups"]} == {fused}
+    assert {float(state["step"]) for state in optimizer["state"].values()} == {4.0}
+    assert train_here(tmp_path / "whole.pt", FP32, "--lr-scheduler=constant", "--num-steps=4") == 0
+    whole = snapshot(tmp_path / "whole.pt")["model"]
+    for name, weight in snapshot(path)["model"].items():
+        # (Kernels differ in the last bit; Adam makes steps of the noise in a key's bias.)
+        torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-3)
+
+    args = fill_in(build_parser("test", "x.pt").parse_args([]))
+    model = MiniGPT(MiniGPTConfig(**snapshot(path)["config"])).to("meta")
+    for other in (False, True):  # on a device that is not the snapshot's, nor the CPU
+        optimizer = make_optimizer(model, args, kernel[other])
+        restore(load_newest(path), model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+        for state in optimizer.state.values():
+            assert state["step"].device.type == ("meta" if other else "cpu")
+            assert state["step"].dtype == torch.float32 and state["exp_avg"].is_meta
 
 
 def test_precision_may_change(tmp_path):

@@ -214,16 +214,18 @@ def restore(
     """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit."""
     state = resumed.state
     expected = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
-    settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    # The moments are the snapshot's, the settings (weight decay, fused or not) are this run's. By
+    # "fused" torch decides on which device the step count belongs.
+    settings = optimizer.state_dict()["param_groups"]
     try:
         found = {name: (value.shape, value.dtype) for name, value in state["model"].items()}
         if found != expected:
             raise ValueError
+        for group, setting in zip(state["optimizer"]["param_groups"], settings, strict=True):
+            if group["params"] != setting["params"]:
+                raise ValueError
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict({**state["optimizer"], "param_groups": settings})
         for parameter, moments in optimizer.state.items():
             if not all(moments[m].shape == parameter.shape for m in ("exp_avg", "exp_avg_sq")):
                 raise ValueError
@@ -231,6 +233,3 @@ def restore(
             scaler.load_state_dict(state["scaler"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None
-    # The moments are the snapshot's, the settings (weight decay, fused or not) are this run's.
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)
