@@ -18,6 +18,7 @@ from train_minimal import learning_rate
 from trainer.flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
 from trainer.metrics import format_line
 from trainer.process import OneProcess
+from trainer.report import sample_text
 from trainer.run import make_optimizer
 from trainer.setup import set_up
 
@@ -229,6 +230,34 @@ def test_compiled_blocks(tmp_path):
     for path in (compiled, recomputed):
         for a, b in zip(metrics(plain), metrics(path), strict=True):
             assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
+
+
+def test_the_sample_compiles_nothing(tmp_path, monkeypatch):
+    """Each of its lengths would be compiled anew; training compiles, and so does evaluation."""
+    compiled: list[str] = []
+    now = ["training"]
+
+    def backend(graph, inputs):
+        compiled.append(now[0])
+        return graph.forward
+
+    def sample(run):
+        now[0] = "sample"
+        text = sample_text(run)
+        now[0] = "after"
+        run.model.eval()
+        run.model(torch.zeros(3, 7, dtype=torch.int64))  # a shape that is compiled if it is new
+        return text
+
+    torch._dynamo.reset()
+    real = torch.nn.Module.compile
+    compile_module = lambda module: real(module, backend=backend, dynamic=False)  # noqa: E731
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
+    monkeypatch.setattr("trainer.endings.sample_text", sample)
+    flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
+    assert train_here(tmp_path / "run.pt", *flags) == 0
+    assert "training" in compiled and "after" in compiled and "sample" not in compiled
+    torch._dynamo.reset()
 
 
 # ---- out of memory, and bugs

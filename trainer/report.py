@@ -142,7 +142,8 @@ def sample_text(run: Run) -> str:
         return ""
     torch.manual_seed(run.args.seed)
     start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
-    with run.autocast():
+    # Compiled blocks would be compiled again for each new length of the text.
+    with run.autocast(), torch.compiler.set_stance("force_eager"):
         ids = run.model.generate(start, run.args.sample_tokens, temperature=0.8, top_k=40)
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 
