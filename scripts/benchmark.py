@@ -48,6 +48,7 @@ from planner.formulas import step_flops
 from planner.step import Planner
 from scripts import say_stopped
 from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
+from scripts.peak_flops import peak_flops
 from trainer.endings import is_out_of_memory
 from trainer.flags import (
     UsageError,
@@ -62,26 +63,6 @@ from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
 from trainer.plan import default_budget, make_planner, vocabulary
 from trainer.report import describe_model
-
-# bfloat16 (T4, V100: float16) FLOP/s of the tensor cores, dense, with float32 sums, by the name
-# that CUDA reports. From NVIDIA's data sheets, which like to print twice as much (2:4 sparsity),
-# and for GeForce from the appendices of the GA102 and Ada whitepapers.
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A10": 125e12,
-    "NVIDIA A10G": 70e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA GeForce RTX 3090": 71e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-    "Tesla T4": 65e12,
-    "Tesla V100-SXM2-16GB": 125e12,
-}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -219,17 +200,17 @@ def utilization(
     config: MiniGPTConfig,
     seq_len: int,
     tokens_per_s: float,
-    peak_flops: float | None,
+    peak: float | None,
     compiled: bool = False,
 ) -> dict[str, float | None]:
-    """What share of the peak the FLOPs that a step needs are, and those that it does.
+    """What share of `peak` FLOP/s the FLOPs that a step needs are, and those that it does.
 
     Model and hardware FLOPs utilization: Chowdhery et al., 2022, section 4.1.
     """
-    if peak_flops is None:
+    if peak is None:
         return {"mfu": None, "hfu": None}
     needed, replayed = step_flops(config, seq_len, compiled)
-    share = tokens_per_s / peak_flops
+    share = tokens_per_s / peak
     return {"mfu": share * needed, "hfu": share * (needed + replayed)}
 
 
@@ -241,9 +222,9 @@ def make_row(
     seconds = list(chain(*(result["step_s_all"] for result in results)))
     step_s = statistics.median(seconds)
     tokens_per_s = job.batch_size * args.grad_accum_steps * args.seq_len / step_s
-    peak_flops = None
-    if torch.cuda.is_available() and planner.precision != torch.float32:
-        peak_flops = PEAK_FLOPS.get(torch.cuda.get_device_name())
+    peak = None
+    if torch.cuda.is_available():
+        peak = peak_flops(torch.cuda.get_device_name(), planner.precision, args.tf32)
     row = {
         **vars(job),
         "name": describe_recompute(config) + (", compiled" if job.compiled else ""),
@@ -253,7 +234,7 @@ def make_row(
         "step_s": step_s,
         "step_s_all": seconds,
         "tokens_per_s": tokens_per_s,
-        **utilization(config, args.seq_len, tokens_per_s, peak_flops, job.compiled),
+        **utilization(config, args.seq_len, tokens_per_s, peak, job.compiled),
         "predicted_bytes": planner.step(job.batch_size, **asdict(config)).peak,
         "peak_kind": results[0]["peak_kind"],
     }

@@ -18,7 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 from model import MiniGPT, MiniGPTConfig
 from scripts.allocator_trace import allocations, trace_events
 from train_minimal import train_step
-from trainer.flags import UsageError, choose_device, choose_precision, model_config
+from trainer.flags import (
+    UsageError,
+    choose_device,
+    choose_precision,
+    model_config,
+    set_matmul_precision,
+)
 from trainer.metrics import StepClock
 from trainer.process import OneProcess
 from trainer.run import Run, make_optimizer
@@ -98,6 +104,7 @@ class Transformers(nn.Module):
 def make_run(args: argparse.Namespace, job: Job, device: torch.device) -> Run:
     """What train_step needs of a run: no data, no files."""
     config, precision = config_of(args, job), choose_precision(args, device)
+    set_matmul_precision(device, args.tf32)
     torch.manual_seed(args.seed)
     model: Any = (Transformers if job.peer else MiniGPT)(config).to(device).train()
     if job.compiled:

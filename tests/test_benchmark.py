@@ -20,6 +20,7 @@ from model import MiniGPT, MiniGPTConfig
 from planner.formulas import step_flops
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
+from scripts.peak_flops import peak_flops
 from scripts.trainer_process import pids_of, wait_until
 
 SHAPE = (
@@ -279,7 +280,7 @@ def test_mfu_and_hfu():
     assert shares["hfu"] == pytest.approx(1 + replayed / needed) and shares["hfu"] > 1.1
     # GPT-2 small at 150,000 tokens/s on an A100: 6 x 124M x 150,000 / 312e12 = 36 %, and attention.
     small = MiniGPTConfig(dropout=0.0)
-    peak = benchmark.PEAK_FLOPS["NVIDIA A100-SXM4-40GB"]
+    peak = peak_flops("NVIDIA A100-SXM4-40GB", torch.bfloat16)
     assert 0.36 < benchmark.utilization(small, 1024, 150_000.0, peak)["mfu"] < 0.40
     assert benchmark.utilization(small, 1024, 150_000.0, None) == {"mfu": None, "hfu": None}
 

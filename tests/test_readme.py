@@ -53,7 +53,7 @@ def test_every_flag_is_there_and_no_other():
     table = "\n".join(line for line in table.splitlines() if line.startswith("|"))
     parser = build_parser("train_minimal.py", "x.pt")
     known = {action.option_strings[0] for action in parser._actions} - {"-h"}
-    assert set(re.findall(r"`(--[a-z-]+)", table)) == known
+    assert set(re.findall(r"`(--[a-z0-9-]+)", table)) == known
 
 
 @pytest.mark.parametrize("text", commands(r"train_(?:minimal|ddp)\.py (--[^\n`#]*)"))

@@ -74,6 +74,8 @@ def taken(before: str, typed: str):
         ("--grad-clip-norm 0 --eval-interval 0", "", {"grad_clip_norm": 0, "eval_interval": 0}),
         ("--lr 0.012345678901234567", "", {"lr": 0.012345678901234567}),
         ("--compile", "--no-compile", {"compile": False}),
+        ("--tf32", "", {"tf32": True}),
+        ("--tf32", "--no-tf32", {"tf32": False}),
         ("--lr 0.01", "--lr 0.001", {"min_lr": 0.0001}),  # it was a tenth of the rate, and is
         ("--lr 0.01 --min-lr 0.0005", "--lr 0.001", {"min_lr": 0.0005}),
         ("--no-amp", "--amp-dtype bfloat16", {"no_amp": False, "amp_dtype": "bfloat16"}),

@@ -31,13 +31,15 @@ def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
     hardware = f"{torch.get_num_threads()} thread(s)"
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
+    precision = str(run.precision).removeprefix("torch.")
+    if args.tf32 and device.type == "cuda" and run.precision == torch.float32:
+        precision += ", matmuls in TF32"
     n_parameters = sum(p.numel() for p in run.model.parameters())
     epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
-        f"device   {run.process.world_size} x {device.type} ({hardware}), "
-        f"{str(run.precision).removeprefix('torch.')}",
+        f"device   {run.process.world_size} x {device.type} ({hardware}), {precision}",
         f"batch    {run.micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a "
         f"step, {args.num_steps:,} steps, {epochs:.2f} epochs",
         f"memory   {plan}",

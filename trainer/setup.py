@@ -14,7 +14,7 @@ from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_d
 from model import MiniGPT, MiniGPTConfig
 
 from .claim import check_writable, claim, step_aside
-from .flags import choose_precision, fill_in, model_config
+from .flags import choose_precision, fill_in, model_config, set_matmul_precision
 from .metrics import MetricsFile, StepClock, logged_at
 from .plan import plan_memory
 from .process import OneProcess
@@ -48,6 +48,7 @@ def start_run(
 def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | None = None) -> Run:
     """Data, model, optimizer; or the last snapshot of them. Raises what `start_run` does."""
     device, precision = process.device, choose_precision(args, process.device)
+    set_matmul_precision(device, args.tf32)
     if resumed is None:  # what this very run has saved, before torchrun started it again
         resumed = load_own(args.checkpoint_path, process.run_id)
     data = load_data(args, process, resumed)

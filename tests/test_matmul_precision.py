@@ -1,0 +1,180 @@
+"""--tf32 and how sums are added up: settings of a GPU alone; and what a GPU can do at most then."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import TINY, same, snapshot, train_here
+
+from scripts import benchmark, benchmark_worker
+from scripts.benchmark_worker import Job
+from scripts.peak_flops import FLOAT16_TFLOPS, TFLOPS, peak_flops
+from trainer.flags import build_parser, fill_in, set_matmul_precision
+from trainer.process import OneProcess
+from trainer.report import describe_run
+from trainer.setup import set_up
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+
+
+@pytest.fixture
+def settings():
+    """Read them: (float32 matmuls, cuBLAS's, oneDNN's, may sums be rounded?)."""
+    cublas = torch.backends.cuda.matmul
+
+    def read() -> tuple:
+        onednn = torch.backends.mkldnn.matmul.fp32_precision
+        exact = not any(getattr(cublas, name) for name in SUMS)
+        return torch.get_float32_matmul_precision(), cublas.allow_tf32, onednn, exact
+
+    before = torch.get_float32_matmul_precision(), [getattr(cublas, name) for name in SUMS]
+    yield read
+    torch.set_float32_matmul_precision(before[0])
+    for name, value in zip(SUMS, before[1], strict=True):
+        setattr(cublas, name, value)
+
+
+def test_tf32_is_a_setting_of_a_gpu(settings):
+    cuda, cpu, mps = map(torch.device, ("cuda:1", "cpu", "mps"))
+    set_matmul_precision(cuda, tf32=False)
+    assert settings()[:2] == ("highest", False) and settings()[3]
+    set_matmul_precision(cuda, tf32=True)
+    assert settings()[:2] == ("high", True) and settings()[3]
+    set_matmul_precision(cuda, tf32=False)  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have set it
+    assert settings()[:2] == ("highest", False)
+    there = settings()
+    for device in (cpu, mps):
+        set_matmul_precision(device, tf32=True)
+        assert settings() == there
+
+
+def test_the_trainer_asks_for_it_and_a_cpu_does_not_care(tmp_path, monkeypatch, settings, capsys):
+    asked, before = [], settings()
+
+    def spy(device: torch.device, tf32: bool) -> None:
+        asked.append((device.type, tf32))
+        set_matmul_precision(device, tf32)
+
+    monkeypatch.setattr("trainer.setup.set_matmul_precision", spy)
+    plain, rounded = tmp_path / "plain.pt", tmp_path / "rounded.pt"
+    for path, flags in ((plain, ()), (rounded, ("--tf32",))):
+        assert train_here(path, "--no-amp", "--num-steps=3", *flags) == 0
+    assert asked == [("cpu", False), ("cpu", True)] and settings() == before
+    assert same(snapshot(plain)["model"], snapshot(rounded)["model"])
+    assert "TF32" not in capsys.readouterr().out
+    assert train_here(rounded, "--resume", "--no-tf32", "--num-steps=4") == 0
+    assert "--tf32 True -> False" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--no-amp", "float32"),
+        ("--no-amp --tf32", "float32, matmuls in TF32"),
+        ("--tf32 --amp-dtype bfloat16", "bfloat16"),  # no float32 matmul is left
+    ],
+)
+def test_the_first_lines_say_what_a_gpu_rounds(tmp_path, monkeypatch, flags, words):
+    argv = [*TINY, f"--checkpoint-path={tmp_path}/run.pt", *flags.split()]
+    args = fill_in(build_parser("test", "x.pt").parse_args(argv))
+    run = set_up(args, OneProcess(torch.device("cpu")))
+    run.process.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    assert f"device   1 x cuda (a card), {words}\n" in describe_run(run, "", None)
+    run.held_lock.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GH200 144G HBM3e", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 D", 147),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+    ],
+)
+def test_peak_of_a_card(name, tflops):
+    assert peak_flops(name, BF16) == peak_flops(name, FP16) == tflops * 1e12
+    assert peak_flops(name, FP32, tf32=True) == tflops * 1e12 / 2
+    assert peak_flops(name, FP32) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a part of one
+        "NVIDIA GeForce RTX 4090 Laptop GPU",  # has another chip
+        "NVIDIA GeForce RTX 4070 Ti D",
+        "NVIDIA A10-24Q",
+        "NVIDIA A1000",
+        "NVIDIA H1000",
+        "NVIDIA L40S2",
+        "NVIDIA",
+        "",
+    ],
+)
+def test_peak_of_a_card_that_nobody_knows(name):
+    assert peak_flops(name, BF16) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("Tesla T4", 65),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-SXM3-32GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("Tesla V100S-PCIE-32GB", 130),
+    ],
+)
+def test_peak_of_a_card_that_has_only_float16(name, tflops):
+    assert peak_flops(name, FP16) == tflops * 1e12
+    assert peak_flops(name, BF16) is peak_flops(name, FP32, tf32=True) is None
+
+
+def test_the_benchmark_takes_the_peak_of_its_precision(monkeypatch):
+    """On a GPU; --no-amp has a known one with --tf32 only."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    asked: list[bool] = []
+    monkeypatch.setattr(benchmark_worker, "set_matmul_precision", lambda *a: asked.append(a[1]))
+    sizes = ("peak_bytes", "reserved_bytes", "rss_bytes", "peak_kind")
+    result = {"step_s_all": [1.0]} | dict.fromkeys(sizes)
+    shares, job = {}, Job("none", 8)
+    shape = "--device=cpu --vocab-size=31 --d-model=16 --n-heads=2 --n-layers=1"
+    for flags, precision in (("", BF16), ("--tf32", FP32), ("", FP32)):
+        args = benchmark.build_parser().parse_args(f"{shape} {flags}".split())
+        benchmark.check(args)
+        benchmark_worker.make_run(args, job, torch.device("cpu"))
+        step = lambda *_, **__: SimpleNamespace(peak=1)  # noqa: E731
+        planner = SimpleNamespace(precision=precision, step=step)
+        row = benchmark.make_row(args, job, [result], planner)
+        shares[precision, args.tf32] = row["mfu"]
+    assert asked == [False, True, False] and shares[FP32, False] is None
+    assert shares[FP32, True] == pytest.approx(2 * shares[BF16, False])
+
+
+def test_all_rates_are_dense_teraflops():
+    """Twice as much, with sparsity, is what a data sheet shows first; FLOP/s would be 1e12."""
+    assert all(20 < rate <= 2500 for rate in (TFLOPS | FLOAT16_TFLOPS).values())
+    assert not TFLOPS.keys() & FLOAT16_TFLOPS.keys()
