@@ -22,6 +22,7 @@ from memory import HostMemory
 from memory.head import count_chunks
 from model import MiniGPT, MiniGPTConfig
 
+from . import kernels
 from .formulas import head_bytes
 from .tracker import StorageTracker
 
@@ -32,7 +33,7 @@ KINDS = (
     "activations",  # what forward keeps for backward
     "recomputed",  # what backward replays
     "head",  # logits, loss and their gradients
-    "temporaries",  # the rest, gone before the phase ends
+    "temporaries",  # the rest, gone before the phase ends; and what a GPU's kernels work in
 )
 
 MANY_CHUNKS, FEW_CHUNKS = 30, 3  # of the head, see `Planner.plan`
@@ -88,7 +89,8 @@ class Planner:
         precision: float32, or the dtype of autocast. (float16's GradScaler needs some bytes more.)
         make_optimizer: what the trainer makes its own with.
         device_type: the kind of device it is planned for. The fake tensors are the CPU's in any
-            case; for a GPU its fused dropout and attention are put in.
+            case; for a GPU its fused dropout and attention are put in, for "cuda" what its kernels
+            take besides (planner/kernels.py).
         accumulate: forward runs beside the gradients of an earlier micro-batch.
         ddp: gradients stay, in the buckets of DistributedDataParallel.
     """
@@ -106,6 +108,7 @@ class Planner:
     ):
         self.config, self.seq_len, self.precision = config, seq_len, precision
         self.on_cpu, self.accumulate, self.ddp = device_type == "cpu", accumulate, ddp
+        self.kernels = device_type == "cuda"  # there they need memory of their own, too
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
@@ -187,7 +190,8 @@ class Planner:
 
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
         """What train_minimal.train_step does, without its data and its numbers."""
-        model, tracker = self.model, StorageTracker()
+        model = self.model
+        tracker = StorageTracker(inside=kernels.inside if self.kernels else None)
         model.config, model.host_memory = config, HostMemory()
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
@@ -215,7 +219,10 @@ class Planner:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return summarize(tracker, config, batch_size, self.seq_len, forward_end)
+        step = summarize(tracker, config, batch_size, self.seq_len, forward_end)
+        if self.kernels:
+            step.timeline[:, KINDS.index("temporaries")] += kernels.workspaces()
+        return step
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         enabled = self.precision != torch.float32

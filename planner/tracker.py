@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +56,12 @@ class StorageTracker(TorchDispatchMode):
         self,
         modules: ModuleTracker | None = None,
         stand_in: Callable[[Tensor], Tensor] | None = None,
+        inside: Callable[[Any, tuple], int] | None = None,
     ) -> None:
-        """`modules` knows the module that is running; `stand_in` is what fakes real tensors."""
+        """`modules` knows the module that is running; `stand_in` is what fakes real tensors;
+        `inside` tells the bytes that a kernel takes besides (see planner/kernels.py)."""
         super().__init__()
-        self.modules, self.stand_in = modules, stand_in
+        self.modules, self.stand_in, self.inside = modules, stand_in, inside
         self.storages: list[Storage] = []  # in order of birth
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
         self.stand_ins: list[Tensor] = []
@@ -86,7 +89,16 @@ class StorageTracker(TorchDispatchMode):
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self.add(tensor, func.__name__)
+        if self.inside is not None and (size := self.inside(func, args)):
+            self.add_scratch(size, args[0].device)
         return result
+
+    def add_scratch(self, size: int, device: torch.device) -> None:
+        """Bytes that are there while the operator that was just seen runs."""
+        storage = Storage(size, (size,), torch.uint8, device, born=self.now, died=self.now)
+        _, storage.phase, block = self.places[-1]
+        storage.in_block = block is not None
+        self.storages.append(storage)
 
     def add_given(self, tensor: Tensor) -> None:
         """A real tensor, which operators will see as a fake one."""

@@ -28,7 +28,7 @@ from scripts.plan_memory import PROGRESS
 from trainer.flags import SHAPES, OneLineParser, build_parser, fill_in, output_file
 from trainer.metrics import format_bytes
 from trainer.plan import Plans
-from trainer.room import SHARE
+from trainer.room import for_tensors
 
 CARDS = (8, 12, 16, 24, 48, 80)  # GiB
 WAYS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,9 @@ def make_planner(model: str, watch: tqdm) -> Planner:
 def largest_batches(planner: Planner) -> dict[str, list[int]]:
     """For each way to spend memory, the largest micro-batch on each card; 0 = not one sequence."""
     return {
-        name: [planner.largest_batch(int(SHARE * size * 2**30), 1, **memory) for size in CARDS]
+        name: [
+            planner.largest_batch(for_tensors(size * 2**30, "cuda"), 1, **memory) for size in CARDS
+        ]
         for name, memory in WAYS.items()
     }
 
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     print(format_table(table))
     if args.json:
         about: dict[str, Any] = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        about |= {"share": SHARE, "cards_gib": CARDS, "rows": table}
+        about |= {"cards_gib": CARDS, "rows": table}
         args.json.write_text(json.dumps(about, indent=1) + "\n")
     return 0
 

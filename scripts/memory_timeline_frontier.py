@@ -51,7 +51,7 @@ class Choice(NamedTuple):
 
 def predicted(planner: Planner, batch_size: int, choice: Choice) -> Points:
     """Each policy, and the choice if it is none of them. Policies that are the same share a name:
-    those of a model so small that its head is one chunk anyway."""
+    plain and none, if the head is at once anyway (`--loss-chunks 1`)."""
     points: Points = {}
     steps = {name: planner.step(batch_size, **memory) for name, memory in POLICIES.items()}
     if choice.step and choice.step not in steps.values():

@@ -5,8 +5,9 @@ The flags are the trainers' own; add nothing but what you ask:
 
 One training step of that model is simulated for each recompute policy, on tensors that have shapes
 but no memory: no GPU is needed, nothing is downloaded, 1.5 billion parameters take a minute on a
-laptop. `--device cuda` plans for a GPU wherever you are. What is recommended leaves a tenth of the
-budget to what tensors are not: kernels, the CUDA context, an allocator's gaps.
+laptop. `--device cuda` plans for a GPU wherever you are. What is recommended leaves a margin to
+what tensors are not (the CUDA context, kernels, an allocator's gaps): a tenth of the budget, on a
+GPU at least 1 GiB.
 """
 
 import sys
@@ -43,7 +44,7 @@ from trainer.knobs import Knob
 from trainer.metrics import format_bytes
 from trainer.plan import SMALLER, Plans, target, vocabulary
 from trainer.report import describe_model
-from trainer.room import SHARE
+from trainer.room import for_tensors
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
 
@@ -56,10 +57,10 @@ class Room:
     safe: int | None  # of that, what a recommendation may take
 
     @classmethod
-    def of(cls, args: argparse.Namespace, budget: int | None) -> "Room":
+    def of(cls, args: argparse.Namespace, budget: int | None, device_type: str) -> "Room":
         if budget is None or args.memory_budget is None:
             return cls(budget, budget)  # (a share of what is free has left its margin)
-        return cls(budget, int(SHARE * budget))
+        return cls(budget, for_tensors(budget, device_type))
 
 
 @dataclass(frozen=True)
@@ -197,10 +198,10 @@ def describe_target(args: argparse.Namespace, plans: Plans, room: Room) -> str:
     if room.budget is None:
         limit = f"no {kind} here and no --memory-budget: what fits cannot be told"
     elif room.budget == room.safe:
-        limit = f"{format_bytes(room.budget)}, {SHARE:.0%} of what is free"
+        limit = f"{format_bytes(room.budget)}: what is free, but for a margin"
     else:
         limit = f"{format_bytes(room.budget)}, of which tensors may take "
-        limit += f"{format_bytes(room.safe or 0)}: {SHARE:.0%}, as auto leaves of what is free"
+        limit += f"{format_bytes(room.safe or 0)}: auto leaves such a margin of what is free"
     lines = [
         f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
@@ -317,7 +318,7 @@ def plan(argv: list[str], bar: tqdm) -> int:
     """Print the plan. Raises UsageError or DataError."""
     args = parse(argv)
     kind, precision, budget = target(args, args.nproc_per_node or 1)
-    room = Room.of(args, budget)
+    room = Room.of(args, budget, kind)
     plans = Plans(
         vocabulary(args), torch.device(kind), precision, bool(args.nproc_per_node), bar.update
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.flags import UsageError
-from trainer.room import default_budget, free_memory, own_memory, total_memory
+from trainer.room import default_budget, for_tensors, free_memory, own_memory, total_memory
 
 CPU = torch.device("cpu")
 
@@ -121,6 +121,16 @@ def test_a_tenth_stays_free_and_processes_share(machine):
     assert default_budget(CPU, processes=1) == 1_843_200
     assert default_budget(CPU, processes=2) == 921_600
     assert default_budget(CPU, processes=2, held=1000) == 922_500
+
+
+@pytest.mark.parametrize(
+    ("gib", "cpu", "cuda"),
+    [(2, 1.8, 1.5), (4, 3.6, 3), (8, 7.2, 7), (10, 9, 9), (24, 21.6, 21.6)],
+)
+def test_on_a_gpu_a_gib_stays_free(gib, cpu, cuda):
+    """A tenth of a small card is little; of a tiny one, a quarter is kept free."""
+    assert for_tensors(gib * 2**30, "cpu") == int(cpu * 2**30)
+    assert for_tensors(gib * 2**30, "cuda") == int(cuda * 2**30)
 
 
 def test_swap_is_slow_but_there(machine):

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner.choose import RUNGS, describe_recompute, fewest_layers, pick_recompute, recompute_flags
 from planner.formulas import closed_form, recompute_cost, step_flops
+from planner.kernels import workspaces
 from planner.step import KINDS, Planner
 from scripts.ladder import LiveStorages
 
@@ -203,6 +204,33 @@ def test_ddp_takes_what_is_predicted(accumulate, tmp_path):
         dist.destroy_process_group()
     predicted = planner(ddp=True, accumulate=accumulate > 1).step(16).peak
     assert predicted == pytest.approx(storages.peak, rel=0.003)
+
+
+# ---- what a GPU's kernels take
+
+
+@pytest.mark.parametrize(("precision", "each"), [("bf16", 5 * 2 * 128 * (32 + 1) * 4), ("fp32", 0)])
+def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
+    """While attention's backward runs: dq_accum and softmax_d; T = 32 and D = 16 are rounded up."""
+    monkeypatch.setattr("planner.kernels.workspaces", lambda: 1000)
+    with_kernels = planner(CONFIG, precision, device_type="cuda").step(5, recompute="full").total
+    monkeypatch.setattr("planner.kernels.inside", lambda operator, args: 0)
+    monkeypatch.setattr("planner.kernels.workspaces", lambda: 0)
+    without = planner(CONFIG, precision, device_type="cuda").step(5, recompute="full")
+    more = with_kernels - without.total - 1000
+    assert sorted(more)[-CONFIG.n_layers - 1 :] == [0] + [each] * CONFIG.n_layers
+    assert not more[: without.phase("backward").start].any()
+    assert (planner(CONFIG, precision, device_type="mps").step(5, recompute="full").total ==
+            without.total).all()  # fmt: skip
+
+
+@pytest.mark.parametrize(("capability", "mib"), [((8, 9), 16.25), ((9, 0), 64), ((12, 0), 16.25)])
+def test_what_cublas_works_in(capability, mib, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert workspaces() == mib * 2**20
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert workspaces() == 16.25 * 2**20
 
 
 # ---- closed form

@@ -127,8 +127,8 @@ def test_phases_too_narrow_for_their_names(plt):
 
 
 def test_panels_that_are_the_same_say_so(plt):
-    args = script.parse([*SHAPE, "--vocab-size", "300", "--device", "cpu"])
-    planner = script.prepare(args)  # so few logits that the head is one chunk anyway
+    args = script.parse([*SHAPE, "--vocab-size", "300", "--loss-chunks", "1", "--device", "cpu"])
+    planner = script.prepare(args)
     figure = pictures.draw_timeline(plt, planner, 8, {})
     shown = [axis.get_title(loc="left") for axis in figure.axes]
     assert shown[:2] == ["plain: all logits at once", "none: here the same as plain"]

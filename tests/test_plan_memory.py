@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from planner import Planner
+from planner.kernels import workspaces
 from scripts import plan_memory
 from trainer.flags import build_parser, byte_count, fill_in
 from trainer.plan import Plans
@@ -102,16 +103,18 @@ def test_table_and_verdict_agree(tmp_path, capsys):
     """From the state alone to all that is asked for: what is recommended fits with a margin."""
     roomy = plan(tmp_path, "--device=cuda", "--memory-budget=1GiB")
     state = sum(roomy["closed_form"][kind] for kind in ("parameters", "gradients", "optimizer"))
-    budgets = np.linspace(1.3 * state, 1.2 * roomy["rows"][0]["peak_bytes"], 7).astype(int)
+    start = state + workspaces()
+    safe_bytes = np.linspace(1.01 * start, 1.05 * roomy["rows"][0]["peak_bytes"], 9)
+    budgets = (safe_bytes / 0.75).astype(int)
     verdicts = set()
     for budget in budgets.tolist():
         capsys.readouterr()
         result = plan(tmp_path, "--device=cuda", f"--memory-budget={budget}b")
         head, table, verdict = capsys.readouterr().out.split("\n\n")
-        assert "of which tensors may take" in head and "90%, as auto leaves" in head
+        assert "of which tensors may take" in head and "auto leaves such a margin" in head
         safe = tight = False
         for row, line in zip(result["rows"], table.splitlines()[1:], strict=True):
-            word = "yes" if row["peak_bytes"] <= int(0.9 * budget) else "tight"
+            word = "yes" if row["peak_bytes"] <= budget - budget / 4 else "tight"
             word = word if row["peak_bytes"] <= budget else "no"
             safe, tight = safe or word == "yes", tight or word == "tight"
             assert f"  {word}  " in line
@@ -126,7 +129,7 @@ def test_table_and_verdict_agree(tmp_path, capsys):
         command = verdict.splitlines()[-1]
         if command.startswith("python"):  # it does what it promises
             again = fill_in(build_parser("test", "x.pt").parse_args(command.split()[2:]))
-            assert Plans(61, torch.device("cuda"), torch.bfloat16).peak(again) <= 0.9 * budget
+            assert Plans(61, torch.device("cuda"), torch.bfloat16).peak(again) <= 0.75 * budget
     assert {"none", "nothing"} < verdicts and len(verdicts) >= 4
 
 

@@ -184,7 +184,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         f"{' '.join(RECOMPUTE_POLICIES)}; auto = the least that fits in memory "
         "(default: none; the bare flag means full)")
     add("--memory-budget", type=byte_count, metavar="SIZE",
-        help="what tensors may take at most, for auto: 8GiB (default: 90%% of what is free)")
+        help="what tensors may take at most, for auto: 8GiB (default: what is free, but for a "
+        "tenth, on a GPU at least 1 GiB)")
     add("--recompute-layers", type=count_or_zero, metavar="N",
         help="only in the first N blocks (default: all)")
     add("--recompute-group", type=count, default=1, metavar="K",

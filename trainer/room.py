@@ -7,9 +7,7 @@ import torch
 
 from .flags import UsageError
 
-# Of what is there, the share that tensors may take: kernels need room to work in, a GPU's driver
-# some hundred MiB, and an allocator cannot use every gap.
-SHARE = 0.9
+GIB = 2**30
 
 # A container may have less than the machine. Its limit, what it has taken, and what of that is
 # cached files, which give way: in cgroups version 2, then version 1.
@@ -64,10 +62,23 @@ def own_memory() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def for_tensors(room: float, device_type: str) -> int:
+    """Of `room` bytes, those that tensors may take: a tenth stays free, on a GPU at least 1 GiB
+    (of less than 4 GiB a quarter).
+
+    An allocator cannot use every gap, and on a GPU there are, beside the tensors, the driver's
+    context with some hundred MiB, the code of kernels, NCCL's buffers.
+    """
+    margin = 0.1 * room
+    if device_type == "cuda":
+        margin = max(margin, min(GIB, room / 4))
+    return int(room - margin)
+
+
 def default_budget(device: torch.device, processes: int, held: int = 0) -> int:
     """What tensors may take if nobody says: most of what is free, shared by `processes`; and of
     the `held` bytes that each of them is about to give back."""
-    return int(SHARE * (free_memory(device) / processes + held))
+    return for_tensors(free_memory(device) / processes + held, device.type)
 
 
 def built_in_memory() -> int | None:
