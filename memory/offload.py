@@ -1,23 +1,48 @@
 """Offload: what the blocks keep for backward waits in CPU memory.
 
 With `full` that is one tensor a block. DeepSpeed calls it cpu_checkpointing, Unsloth does it by
-default. It is exact: a copy out and a copy back.
+default. It is exact: a copy out and a copy home.
 
-On a GPU the copies run beside the computation: into pinned buffers (others cannot be copied
-asynchronously), on a stream for each direction, and the tensors of the block before come back while
-a block's backward runs. On a CPU the same code makes plain copies.
+On a GPU the copies run beside the computation. A GPU works through queues, *streams*: each does its
+own work in order, and knows nothing of the others unless it is told to wait for one. Python only
+fills them, and is far ahead. There are three here: one computes, one copies out, one copies home.
+
+    when                        what is queued
+    forward keeps a tensor      out:        wait until it is computed; copy it to the CPU
+    two tensors later           computing:  wait for that copy; then the tensor's memory is free
+    backward of the next        home:       wait until its new memory is free; copy it home
+      block begins
+    backward needs it           computing:  wait for that copy; go on
+
+The tensors of a block so come home while backward of the block behind it is at work, and no more
+than that is there at a time.
+
+Why does the computing stream wait for a copy out, and not only the memory? PyTorch gives memory
+that is freed to whoever asks next *on the same stream*, at once, as the queue keeps the two apart.
+So all memory here is allocated, and freed, by the computing stream, and each wait above is there
+because another stream has touched it. (The other way, `record_stream`, has the allocator wait: it
+takes the memory back when the copy is found to be done, which is late. Meanwhile new memory is
+taken, and nothing is saved.)
+
+On a CPU, which the planner plans with too, nobody waits, and the same lines make plain copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+SMALL = 2**20  # bytes; what is smaller stays: it is not worth a copy
+IN_FLIGHT = 2  # tensors that may be on their way out before the computing stream waits
 
 
 class HostMemory:
@@ -25,110 +50,175 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        # (shape, strides, dtype) -> buffers that are not in use
-        self.unused: dict[tuple, list[Tensor]] = {}
+        # (elements, dtype) -> buffers that are not in use
+        self.unused: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A buffer for the 1-D `like`. Raises MemoryError."""
+        if unused := self.unused.get((like.numel(), like.dtype)):
+            return unused.pop()
+        pinned = like.device.type == "cuda"  # others cannot be copied beside the computation
+        try:
+            return torch.empty_like(like, device=self.device, pin_memory=pinned)
+        except RuntimeError as error:
+            if not pinned or "out of memory" not in str(error):
+                raise
+            raise MemoryError(
+                f"offload_activations found no {like.nbytes / 2**20:,.0f} MiB more of pinned CPU "
+                "memory: use smaller batches, or do without it"
+            ) from error
+
+    def give_back(self, buffer: Tensor) -> None:
+        self.unused.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
 
 class Offload:
-    """The hooks through which autograd keeps the tensors of one forward."""
+    """What the blocks of one forward keep: sent away as they run, fetched as backward comes."""
 
-    def __init__(self, host: HostMemory):
+    def __init__(self, host: HostMemory, blocks: Iterable[nn.Module]):
         self.host = host
-        self.newest: Moved | None = None
-
-    def around(self, run: Callable[[Tensor], Any], blocks: Sequence[nn.Module]) -> Callable:
-        """`run` (of `blocks`), with what it keeps in CPU memory; called as blocks are."""
-
-        def run_with_hooks(x: Tensor, _: str) -> Any:
-            with self.hooks(blocks):
-                return run(x)
-
-        return run_with_hooks
-
-    def hooks(self, blocks: Sequence[nn.Module]) -> saved_tensors_hooks:
         # Weights stay. They are told by their storage: what a linear layer saves is weight.t(),
         # which is no Parameter. (Low-precision copies of weights, which autocast makes, are tensors
         # like others, and travel with the policies that keep some; `full` keeps none.)
-        weights = {
+        self.weights = {
             StorageWeakRef(weight.untyped_storage())
             for block in blocks
             for weight in block.parameters()
         }
+        # What is being copied out must not be freed yet: (tensor, its copy is done).
+        self.in_flight: deque[tuple[Tensor, Any]] = deque()
+        self.newest = Tickets()  # of the block that ran last
 
-        def pack(tensor: Tensor) -> Tensor | Moved:
-            if tensor.numel() == 0 or StorageWeakRef(tensor.untyped_storage()) in weights:
-                return tensor  # nothing to send (older torch has such), or it stays there anyway
-            self.newest = Moved(tensor, self.host, self.newest)
-            return self.newest
+    def around(self, run: Callable[[Tensor], tuple[Tensor, Tensor]], moves: bool) -> Callable:
+        """`run`, which is a block; if it `moves`, what it keeps goes away. Called as blocks are."""
 
-        return saved_tensors_hooks(pack, unpack)
+        def run_with_hooks(x: Tensor, _: str) -> tuple[Tensor, Tensor]:
+            before, mine = self.newest, Tickets()
+            pack = partial(self.pack, mine)
+            with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
+                x, update = run(x)
+            if before and update.requires_grad:
+                # Backward of this block begins with this gradient, which the sum behind it sends.
+                update.register_hook(lambda _: fetch_all(before))
+            self.newest = mine
+            return x, update
 
+        return run_with_hooks
 
-class Moved:
-    """One tensor in CPU memory, and how to get it back."""
+    def pack(self, tickets: Tickets, tensor: Tensor) -> Any:
+        """What autograd keeps instead of `tensor`.
 
-    def __init__(self, tensor: Tensor, host: HostMemory, previous: Moved | None):
-        self.device, self.previous = tensor.device, previous
-        self.unused = host.unused.setdefault((tensor.shape, tensor.stride(), tensor.dtype), [])
-        self.back: Tensor | None = None
-        self.taken = False
-        self.event: torch.cuda.Event | None = None
-        on_gpu = self.device.type == "cuda"
-        if self.unused:
-            self.copy = self.unused.pop()
-        else:
-            self.copy = torch.empty_like(tensor, device=host.device, pin_memory=on_gpu)
-        if not on_gpu:
-            self.copy.copy_(tensor)
-            return
-        out, home = streams(self.device)
-        out.wait_stream(torch.cuda.current_stream())  # the tensor must be there,
-        out.wait_stream(home)  # and the buffer read by its last user
-        with torch.cuda.stream(out):
-            self.copy.copy_(tensor, non_blocking=True)
-        tensor.record_stream(out)  # its memory must not be reused before the copy is done
+        A ticket is for a whole storage, and where in it the tensor is: q, k and v are views of one,
+        which travels once, and in one piece. So does what two operators keep.
+        """
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        if storage.nbytes() < SMALL or reference in self.weights:
+            return tensor
+        key = reference, tensor._version, tensor.dtype  # (changed in place, it is another one)
+        ticket = tickets.get(key)
+        if ticket is None:
+            whole = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            ticket = tickets[key] = Ticket(whole, self.host, self.host.take(whole))
+            self.in_flight.append((whole, ticket.sent))
+            self.settle(IN_FLIGHT)
+        return ticket, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def fetch(self) -> None:
-        """Start to bring the tensor home, unless it is on its way."""
-        if self.back is not None:
-            return
-        if self.device.type != "cuda":
-            self.back = self.copy.to(self.device, copy=True)
-            return
-        out, home = streams(self.device)
-        home.wait_stream(out)
-        with torch.cuda.stream(home):
-            self.back = torch.empty_like(self.copy, device=self.device)
-            self.back.copy_(self.copy, non_blocking=True)
-        self.event = home.record_event()
-
-    def take(self) -> Tensor:
-        """The tensor on its device, for the current stream to use."""
-        self.fetch()
-        tensor, self.back, self.taken = self.back, None, True
-        assert tensor is not None  # fetch saw to that
-        if self.event is not None:
-            now = torch.cuda.current_stream()
-            now.wait_event(self.event)
-            tensor.record_stream(now)
-        return tensor
-
-    def __del__(self) -> None:
-        if hasattr(self, "copy"):  # else there was no memory for it
-            self.unused.append(self.copy)  # backward is done: the next forward may use it
+    def settle(self, still: int = 0) -> None:
+        """Let go of what was sent, all but the last `still` tensors."""
+        while len(self.in_flight) > still:
+            whole, sent = self.in_flight.popleft()
+            streams(whole.device).computing().wait_event(sent)
+            del whole  # not before
 
 
-def unpack(kept: Tensor | Moved) -> Tensor:
-    """What backward gets. While it computes with it, the tensor before comes home, too."""
+def unpack(kept: Any) -> Tensor:
+    """What backward gets."""
     if isinstance(kept, Tensor):
         return kept
-    tensor = kept.take()
-    if kept.previous is not None and not kept.previous.taken:
-        kept.previous.fetch()
-    return tensor
+    ticket, *geometry = kept
+    return ticket.take().as_strided(*geometry)
+
+
+class Ticket:
+    """One storage in CPU memory, and how it comes home.
+
+    It lives as long as autograd keeps a tensor of that storage: until backward is done with all.
+    """
+
+    def __init__(self, whole: Tensor, host: HostMemory, buffer: Tensor):
+        self.device, self.host, self.buffer = whole.device, host, buffer
+        self.back: Tensor | None = None  # on its device again, or on the way there
+        self.streams = streams(self.device)
+        # The tensor must be computed; and who read the buffer last was waited for by `take`.
+        self.streams.out.wait_stream(self.streams.computing())
+        self.sent = self.streams.copy(self.streams.out, whole, buffer)
+
+    def fetch(self) -> None:
+        """Start to bring it home, unless it is on its way."""
+        if self.back is not None:
+            return
+        self.computing = self.streams.computing()
+        back = torch.empty_like(self.buffer, device=self.device)
+        # Who had this memory before may still be at work. (That the tensor is in the buffer, the
+        # computing stream has waited for already: `settle`.)
+        self.streams.home.wait_stream(self.computing)
+        self.arrived = self.streams.copy(self.streams.home, self.buffer, back)
+        self.back = back
+
+    def take(self) -> Tensor:
+        """The storage on its device, as a 1-D tensor, for the computing stream to use."""
+        self.fetch()
+        assert self.back is not None
+        self.streams.computing().wait_event(self.arrived)
+        return self.back
+
+    def __del__(self) -> None:
+        if self.back is not None:  # perhaps nobody took it: a backward that was given up
+            self.computing.wait_event(self.arrived)
+        self.host.give_back(self.buffer)
+
+
+# The tickets of one block, by what they are for; those that live.
+Tickets = WeakValueDictionary[tuple[StorageWeakRef, int, torch.dtype], Ticket]
+
+
+def fetch_all(tickets: Tickets) -> None:
+    """In the order in which backward will ask."""
+    for ticket in reversed(list(tickets.values())):
+        ticket.fetch()
+
+
+class NoStream:
+    """A CPU's: what it is told to do is done at once."""
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> None: ...
+
+
+class Streams:
+    """The three queues of a device."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.out, self.home = self.new(), self.new()
+
+    def new(self) -> Any:
+        return torch.cuda.Stream(self.device) if self.on_gpu else NoStream()
+
+    def computing(self) -> Any:
+        return torch.cuda.current_stream(self.device) if self.on_gpu else NoStream()
+
+    def copy(self, stream: Any, source: Tensor, to: Tensor) -> Any:
+        """Queue a copy on `stream`; the event that is returned tells when it is done."""
+        with torch.cuda.stream(stream) if self.on_gpu else nullcontext():
+            to.copy_(source, non_blocking=self.on_gpu)
+        return stream.record_event()
 
 
 @lru_cache
-def streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """One stream to the CPU, one home."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+def streams(device: torch.device) -> Streams:
+    return Streams(device)

@@ -126,32 +126,42 @@ POLICIES: dict[str, Callable[[Any, Tensor], Halves]] = {
 RECOMPUTE_POLICIES = ("none", *POLICIES, "full")
 
 
+Call = tuple[Callable[..., Halves], str]  # (block, policy), for `block(x, policy)`
+
+
 def schedule(
     blocks: Iterable[Any], config: Any, training: bool, host: HostMemory
-) -> Iterator[tuple[Callable[..., Halves], str]]:
-    """What MiniGPT.forward calls, one after the other: (block, policy) for `block(x, policy)`.
+) -> Iterator[Call]:
+    """What MiniGPT.forward calls, one after the other.
 
     Each block, by the policy of `config` (a model.MiniGPTConfig), unless other fields of it say:
     only the first `recompute_layers`; `recompute_group` of them as if they were one; with
     `offload_activations`, what the policy keeps in CPU memory. Evaluation recomputes nothing.
     """
-    blocks, policy = list(blocks), config.recompute
+    blocks, calls = list(blocks), list[Call]()
     n_recomputed = config.n_recomputed if training else 0
-    offload = Offload(host) if config.offload_activations else None
     for i in range(0, n_recomputed, config.recompute_group):
         group = blocks[i : min(i + config.recompute_group, n_recomputed)]
-        block = group[0] if len(group) == 1 else one_by_one(group)
-        # (The last block's backward comes first: what it keeps would come straight back.)
-        if offload is None or i + len(group) == len(blocks):
-            yield block, policy
-        else:
+        calls.append((group[0] if len(group) == 1 else one_by_one(group), config.recompute))
+    calls += [(block, "none") for block in blocks[n_recomputed:]]
+    if config.offload_activations and n_recomputed:
+        return offloaded(calls, Offload(host, blocks), random=config.dropout > 0)
+    return iter(calls)
+
+
+def offloaded(calls: list[Call], offload: Offload, random: bool) -> Iterator[Call]:
+    """The same calls, with what the policy keeps in CPU memory."""
+    try:
+        for i, (block, policy) in enumerate(calls):
             # Only hooks that are around a checkpoint see its input, so it moves in here.
             run = partial(block, policy=policy)
             if policy == "full":
-                run = partial(checkpoint, block, random=config.dropout > 0)
-            yield offload.around(run, group), "none"
-    for block in blocks[n_recomputed:]:
-        yield block, "none"
+                run = partial(checkpoint, block, random=random)
+            # (The last block's backward comes first: what it keeps would come straight back.)
+            moves = policy != "none" and i + 1 < len(calls)
+            yield offload.around(run, moves), "none"
+    finally:
+        offload.settle()
 
 
 def one_by_one(blocks: list) -> Callable[..., Halves]:

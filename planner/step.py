@@ -157,9 +157,8 @@ class Planner:
         Two simulations tell: each sequence adds the same to the bytes after an operator. Except in
         the head, which gets more chunks instead of larger ones; it goes by its formula.
         """
-        first = batch_size
-        other = 1 if first > 1 else 2
-        one, two = self.step(first, **memory), self.step(other, **memory)
+        one = self.step(batch_size, **memory)
+        two = self.step(1 if batch_size > 1 else 2, **memory)
 
         def of_the_head(sequences: int) -> int:
             return head_bytes(one.config, sequences * self.seq_len, self.precision)
@@ -170,11 +169,16 @@ class Planner:
             beside = step.total[inside].max() - of_the_head(step.batch_size)
             return np.append(np.delete(step.total, inside), beside)
 
+        while len(parts(one)) != len(parts(two)):
+            # Offload moves tensors from a certain size on, and some have it in one of the two only.
+            # Larger batches soon agree; then what they say of others misses less than that size.
+            last = max(one, two, key=lambda step: step.batch_size)
+            one, two = last, self.step(last.batch_size + 1, **memory)
         start = parts(one)
-        growth = (start - parts(two)) / (first - other)
+        growth = (start - parts(two)) / (one.batch_size - two.batch_size)
 
         def beside_the_head(sequences: int) -> np.ndarray:
-            return start + growth * (sequences - first)
+            return start + growth * (sequences - one.batch_size)
 
         def peak(sequences: int) -> int:
             now = beside_the_head(sequences)

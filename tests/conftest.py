@@ -27,6 +27,12 @@ def one_thread():
 
 
 @pytest.fixture
+def everything_travels(monkeypatch) -> None:
+    """Offload has no tensor that is too small for it."""
+    monkeypatch.setattr("memory.offload.SMALL", 1)
+
+
+@pytest.fixture
 def cache(tmp_path) -> Path:
     """Where a data set may be kept (and not pytest's own, which no test needs)."""
     return tmp_path / "cache"

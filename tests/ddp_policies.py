@@ -10,8 +10,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+from memory import offload  # noqa: E402
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig  # noqa: E402
 
+offload.SMALL = 1  # everything travels
 SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=3, n_heads=2, d_model=32, d_ff=64)
 VARIANTS: list[dict] = [{"recompute": policy} for policy in RECOMPUTE_POLICIES]
 VARIANTS += [{"recompute": "full", "recompute_group": 2, "offload_activations": True}]

@@ -20,6 +20,8 @@ from planner.kernels import workspaces
 from planner.step import KINDS, Planner
 from scripts.ladder import LiveStorages
 
+pytestmark = pytest.mark.usefixtures("everything_travels")
+
 T = 32
 CONFIG = MiniGPTConfig(
     vocab_size=997,

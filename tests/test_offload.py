@@ -1,166 +1,381 @@
 """Offload on a GPU, without one: is every copy ordered after what it needs?
 
-The code that a GPU runs meets a toy CUDA here: streams that know which work of which other stream
-is done before theirs (vector clocks), and tensors that complain when somebody reads what may not be
-written yet, or overwrites what may still be read. That the values come back: test_recompute.py.
+The real model runs, on a CPU, and its copies on toy streams. A dispatch mode notes which stream
+reads and writes which memory, and finds every *race*: two streams touch the same memory, one of
+them to write, and nothing says who is first. Freed memory counts as written by the computing
+stream: that is whom the allocator gives it to. What has no race has one result, in whatever order
+a GPU works. (That it is the right one: here, and in test_recompute.py.)
 """
 
 import gc
-from contextlib import contextmanager
+import sys
 from types import SimpleNamespace
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+from test_model import random_ids, tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from memory import offload
-from memory.offload import HostMemory, Moved, unpack
+from memory import HostMemory, offload
+from memory.offload import Offload, Streams, Ticket, unpack
+
+Clock = dict[str, int]  # how much of each stream is done
 
 
 class Stream:
-    """Does one thing after the other; `done`: how much of each stream is done before the next."""
+    """Does one thing after the other; `done` before the next one. `deaf`: whose waits it misses."""
 
     def __init__(self, name: str):
-        self.name, self.done = name, {name: 0}
+        self.name, self.deaf = name, ""
+        self.done: Clock = {name: 0}
 
-    def work(self) -> dict[str, int]:
+    def work(self) -> Clock:
         self.done[self.name] += 1
         return dict(self.done)
+
+    def wait_event(self, event: Clock) -> None:
+        if sys._getframe(1).f_code.co_name == "wait_stream":
+            caller = sys._getframe(2).f_code.co_name
+        else:
+            caller = sys._getframe(1).f_code.co_name
+        if caller != self.deaf:
+            names = self.done.keys() | event.keys()
+            self.done = {name: max(self.done.get(name, 0), event.get(name, 0)) for name in names}
 
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
 
-    def wait_event(self, event: dict[str, int]) -> None:
-        names = self.done.keys() | event.keys()
-        self.done = {name: max(self.done.get(name, 0), event.get(name, 0)) for name in names}
-
-    def record_event(self) -> dict[str, int]:
+    def record_event(self) -> Clock:
         return dict(self.done)
 
 
-class Tensor:
-    """A value, and who has touched it on which stream."""
+class Memory:
+    """A storage: who wrote it last, and who has read it since. (stream, its clock then)"""
 
-    shape, dtype = (2, 3), "float32"
-
-    def __init__(self, cuda: "Cuda", kind: str, value: object = None):
-        self.cuda, self.device, self.value = cuda, SimpleNamespace(type=kind), value
-        self.recorded = {cuda.now}  # the caching allocator knows whose memory it is
-        self.written: tuple[Stream, dict] | None = None
-        self.read: list[tuple[Stream, dict]] = []
-
-    def stride(self) -> tuple[int, int]:
-        return (3, 1)
-
-    def record_stream(self, stream: Stream) -> None:
-        self.recorded.add(stream)
-
-    def touch(self, write: bool) -> None:
-        now = self.cuda.now
-        before = [self.written] if self.written else []
-        for stream, then in before + (self.read if write else []):
-            assert now.done.get(stream.name, 0) >= then[stream.name], f"{now.name} too early"
-        mark = now, now.work()
-        if write:
-            self.written, self.read = mark, []
-        else:
-            self.read.append(mark)
-
-    def copy_(self, other: "Tensor", non_blocking: bool = False) -> None:
-        assert non_blocking, "Python must not wait"
-        other.touch(write=False)
-        self.touch(write=True)
-        self.value = other.value
-
-    def freed(self) -> None:
-        """Its memory goes to the next who asks, as soon as all streams that are known are done."""
-        users = {stream for stream, _ in [*self.read, *([self.written] if self.written else [])]}
-        assert users <= self.recorded, "reused too early"
+    def __init__(self) -> None:
+        self.writes: list[tuple[Stream, int]] = []
+        self.reads: list[tuple[Stream, int]] = []
 
 
-class Cuda:
-    """What memory/offload.py asks of torch."""
+class Gpu(TorchDispatchMode):
+    """Toy streams, and all that is done on them."""
 
-    def __init__(self):
-        self.main = self.now = Stream("main")
-        self.cuda = SimpleNamespace(current_stream=lambda: self.now, stream=self.stream)
-        self.device = torch.device
-        self.made: list[Tensor] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.out, self.home = Stream("main"), Stream("out"), Stream("home")
+        self.now = self.main
+        self.known: dict[int, tuple[ref, Memory]] = {}  # by address, while they live
+        self.races: list[str] = []
 
-    @contextmanager
-    def stream(self, stream: Stream):
-        before, self.now = self.now, stream
-        yield
-        self.now = before
+    def computing(self) -> Stream:
+        return self.main
 
-    def empty_like(self, like: Tensor, device, pin_memory: bool = False) -> Tensor:
-        pinned = device.type == "cpu"
-        assert pin_memory == pinned, "only pinned memory is copied beside the computation"
-        self.made.append(Tensor(self, device.type))
-        return self.made[-1]
+    def copy(self, stream: Stream, source: Tensor, to: Tensor) -> Clock:
+        self.now = stream
+        to.copy_(source)
+        self.now = self.main
+        return stream.record_event()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = [self.memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [self.memory(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if func._schema.is_mutable or not all(memory in given for memory in made):  # no view
+            if func is not torch.ops.aten.empty_like.default:  # it only looks at the shape
+                for memory in given:
+                    self.touch(memory, f"{func} reads", memory.writes, memory.reads)
+            for memory in made:
+                self.write(memory, f"{func} writes")
+        return result
+
+    def memory(self, tensor: Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self.known:
+            memory = Memory()
+
+            def freed(_: ref) -> None:
+                del self.known[address]
+                self.write(memory, "its next owner writes")
+
+            self.known[address] = ref(storage, freed), memory
+        return self.known[address][1]
+
+    def write(self, memory: Memory, what: str) -> None:
+        self.touch(memory, what, memory.writes + memory.reads, memory.writes)
+        memory.writes, memory.reads = memory.writes[-1:], []
+
+    def touch(self, memory: Memory, what: str, before: list, note: list) -> None:
+        for stream, then in before:
+            if self.now.done.get(stream.name, 0) < then:
+                self.races.append(f"{what}, on {self.now.name}: too early for {stream.name}")
+        note.append((self.now, self.now.work()[self.now.name]))
 
 
 @pytest.fixture
-def cuda(monkeypatch) -> Cuda:
-    toy, out, home = Cuda(), Stream("out"), Stream("home")
-    monkeypatch.setattr(offload, "torch", toy)
-    monkeypatch.setattr(offload, "streams", lambda device: (out, home))
-    monkeypatch.setattr(offload, "Tensor", Tensor)
+def gpu(monkeypatch, everything_travels) -> Gpu:
+    toy = Gpu()
+    monkeypatch.setattr(offload, "streams", lambda device: toy)
     return toy
 
 
-def forward(cuda: Cuda, host: HostMemory, values: list[int]) -> list[Moved]:
-    """Each block keeps a tensor."""
-    kept: list[Moved] = []
-    for value in values:
-        tensor = Tensor(cuda, "cuda", value)
-        tensor.touch(write=True)  # the block computes it
-        kept.append(Moved(tensor, host, kept[-1] if kept else None))
-        tensor.touch(write=False)  # and the next one reads it
-        tensor.freed()
-    return kept
+def make(policy: str = "full", n_layers: int = 4, offloaded: bool = True, **changes):
+    changes = {"dropout": 0.1, "loss_chunks": 1} | changes
+    return tiny(
+        n_layers=n_layers, recompute=policy, offload_activations=offloaded, **changes
+    ).train()
 
 
-def backward(cuda: Cuda, kept: list[Moved], values: list[int]) -> None:
-    """The last block first."""
-    for value in reversed(values):
-        ticket = kept.pop()
-        tensor = unpack(ticket)
-        assert tensor.value == value and tensor.device.type == "cuda"
-        assert all(before.back is not None for before in kept[-1:]), "nothing comes back meanwhile"
-        assert all(before.back is None for before in kept[:-1]), "all come back at once"
-        assert ticket.back is None, "it is held while backward works"
-        tensor.touch(write=False)
-        tensor.freed()
+def backward_of(model, seed: int = 0) -> list[Tensor]:
+    """The gradients of a step."""
+    torch.manual_seed(seed)
+    ids = random_ids(3, 16)
+    model.zero_grad()
+    model(ids, ids).backward()
+    return [p.grad.clone() for p in model.parameters()]
 
 
-def test_each_copy_waits_for_what_it_needs(cuda):
-    host = HostMemory()
-    for values in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
-        backward(cuda, forward(cuda, host, values), values)
+MODELS: list[dict[str, Any]] = [
+    *({"policy": policy} for policy in ("cheap", "selective", "mlp", "attn", "sdpa", "full")),
+    *({"policy": policy, "dropout": 0.0} for policy in ("cheap", "mlp")),  # (fused attention)
+    {"policy": "mlp", "recompute_layers": 2},
+    {"policy": "full", "recompute_group": 2},
+    {"policy": "full", "n_layers": 1},
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_no_order_of_work_on_a_gpu_changes_the_gradients(gpu, model):
+    plain, moved = make(**model, offloaded=False), make(**model)
+    for seed in range(3):  # buffers are written again
+        expected = backward_of(plain, seed)
+        with gpu:
+            assert all(map(torch.equal, expected, backward_of(moved, seed)))
+    assert gpu.races == []
+
+
+@pytest.mark.parametrize("wait", ["__init__", "settle", "fetch", "take"])
+@pytest.mark.parametrize("policy", ["full", "mlp"])
+def test_no_wait_can_be_left_out(gpu, policy, wait):
+    for stream in (gpu.main, gpu.out, gpu.home):
+        stream.deaf = wait
+    with gpu:
+        backward_of(make(policy))
+    assert gpu.races
+
+
+@pytest.mark.parametrize("deaf", ["", "__del__"])
+def test_a_backward_that_is_given_up(gpu, deaf):
+    """What was on its way home is never taken: its memory, and its buffer, are used again."""
+    model, gpu.main.deaf = make("mlp"), deaf
+
+    def give_up(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with gpu:
+        handle = model.blocks[3].ln_1.register_full_backward_hook(give_up)
+        with pytest.raises(KeyboardInterrupt):
+            backward_of(model)
+        handle.remove()
         gc.collect()
-    pinned = [tensor for tensor in cuda.made if tensor.device.type == "cpu"]
-    assert len(pinned) == 3 == sum(map(len, host.unused.values()))  # pinned once, then reused
+        again = backward_of(model)
+    assert bool(gpu.races) == bool(deaf)
+    assert all(map(torch.equal, again, backward_of(make("mlp", offloaded=False))))
 
 
-def test_forward_waits_for_no_copy(cuda):
-    forward(cuda, HostMemory(), [1, 2, 3])
-    assert set(cuda.main.done) == {"main"}
+def test_a_forward_that_fails_in_the_middle(gpu, monkeypatch):
+    """What is being copied is not let go of before; and no ticket chokes on what it lacks."""
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    model, real, n = make("mlp"), HostMemory.take, 0
+
+    def fails(host: HostMemory, like: Tensor) -> Tensor:
+        nonlocal n
+        n += 1
+        if n == 9:
+            raise MemoryError("no more")
+        return real(host, like)
+
+    with monkeypatch.context() as patched, gpu:
+        patched.setattr(HostMemory, "take", fails)
+        with pytest.raises(MemoryError, match="no more"):
+            backward_of(model)
+        gc.collect()
+    with gpu:
+        again = backward_of(model)
+    assert gpu.races == unraisable == []
+    assert all(map(torch.equal, again, backward_of(make("mlp", offloaded=False))))
 
 
-def test_what_is_on_its_way_is_not_asked_for_again(cuda):
-    first, second = forward(cuda, HostMemory(), [1, 2])
-    unpack(second)
-    made = len(cuda.made)
-    assert unpack(first).value == 1 and len(cuda.made) == made
-    unpack(second)  # backward once more, with retain_graph: the first one is through
-    assert first.back is None and len(cuda.made) == made + 1
+def test_two_models_at_a_time_and_what_backward_never_sees(gpu):
+    """Forward twice, one of them for nothing; another model; backward twice; evaluation."""
+    a, b, ids = make("cheap"), make("full"), random_ids(3, 16)
+    with gpu:
+        torch.manual_seed(0)
+        loss_a = a(ids, ids)
+        b(ids, ids)
+        torch.manual_seed(0)
+        loss_b = b(ids, ids)
+        loss_a.backward(retain_graph=True)
+        loss_b.backward()
+        loss_a.backward()
+        with torch.no_grad():
+            a(ids, ids)
+        a.eval()(ids, ids).backward()
+    assert gpu.races == []
+    torch.manual_seed(0)
+    plain = make("none", offloaded=False)
+    torch.manual_seed(0)
+    plain(ids, ids).backward()
+    for p, q in zip(plain.parameters(), b.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
 
-def test_a_backward_that_is_given_up(cuda):
-    """What was on its way home is never taken; its buffer may still be read when it is reused."""
-    host = HostMemory()
-    kept = forward(cuda, host, [1, 2])
-    unpack(kept[-1])
-    del kept
-    gc.collect()
-    backward(cuda, forward(cuda, host, [3, 4]), [3, 4])
+# ---- what travels, and when
+
+
+@pytest.fixture
+def log(monkeypatch, everything_travels) -> list[tuple[str, int]]:
+    """("out", "home" or "take", the how manieth ticket)"""
+    events: list[tuple[str, int]] = []
+    real, fetch, take = Ticket.__init__, Ticket.fetch, Ticket.take
+
+    def init(self, *args):
+        self.number = sum(what == "out" for what, _ in events)
+        events.append(("out", self.number))
+        real(self, *args)
+
+    def noted_fetch(self):
+        if self.back is None:
+            events.append(("home", self.number))
+        fetch(self)
+
+    def noted_take(self):
+        events.append(("take", self.number))
+        return take(self)
+
+    for name, noted in (("__init__", init), ("fetch", noted_fetch), ("take", noted_take)):
+        monkeypatch.setattr(Ticket, name, noted)
+    return events
+
+
+@pytest.mark.parametrize("policy", ["full", "mlp", "cheap"])
+def test_a_block_comes_home_while_the_next_ones_backward_runs(log, policy):
+    model, began = make(policy), []
+    for i, block in enumerate(model.blocks):
+        end = block.mlp.c_proj  # the first whose backward runs
+        end.register_full_backward_pre_hook(lambda *_, i=i: log.append(("backward", i)))
+    backward_of(model)
+    n = sum(what == "out" for what, _ in log) // 3  # of each block but the last
+    began = [log.index(("backward", i)) for i in range(4)]
+    for number in range(3 * n):
+        block = number // n
+        home, take = log.index(("home", number)), log.index(("take", number))
+        # The block behind it has hardly begun (a hook of its own saw the same gradient).
+        assert abs(home - began[block + 1]) <= n < began[block] - home
+        assert home < began[block] < take
+    assert len(log) == len(set(log)) + sum(what == "take" for what, _ in log) - 3 * n
+
+
+def test_what_is_smaller_than_a_megabyte_stays(monkeypatch):
+    model = make("mlp", dropout=0.0)
+    backward_of(model)
+    assert not model.host_memory.unused
+    monkeypatch.setattr(offload, "SMALL", 3 * 16 * 32 * 4)  # x is not below it
+    backward_of(model)
+    assert {n * dtype.itemsize for n, dtype in model.host_memory.unused} == {
+        3 * 16 * 32 * 4,
+        3 * 3 * 16 * 32 * 4,  # qkv
+    }
+
+
+def send(*tensors: Tensor) -> list[Any]:
+    sender, tickets = Offload(HostMemory(), []), offload.Tickets()
+    return [sender.pack(tickets, tensor) for tensor in tensors]
+
+
+def test_views_of_one_storage_travel_once(everything_travels):
+    whole = torch.randn(3, 4, 6)
+    views = [whole, whole[1], whole.permute(2, 0, 1)[::2], whole[:, :1].expand(3, 4, 6)]
+    kept = send(*views)
+    assert len({id(ticket) for ticket, *_ in kept}) == 1
+    for view, one in zip(views, kept, strict=True):
+        back = unpack(one)
+        assert torch.equal(back, view) and back.stride() == view.stride()
+        assert back.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+
+
+def test_what_is_changed_in_place_is_another_tensor(everything_travels):
+    tensor = torch.zeros(8)
+    sender, tickets = Offload(HostMemory(), []), offload.Tickets()
+    before = sender.pack(tickets, tensor)
+    after = sender.pack(tickets, tensor.add_(1))
+    bits = sender.pack(tickets, tensor.view(torch.int32))
+    assert [unpack(one).view(torch.float32).sum() for one in (before, after, bits)] == [0, 8, 8]
+
+
+def test_few_tensors_are_on_their_way_out_and_none_when_forward_is_over(everything_travels):
+    sender, tickets = Offload(HostMemory(), []), offload.Tickets()
+    alive = []
+    for _ in range(5):
+        tensor = torch.randn(8)
+        alive.append(ref(tensor.untyped_storage()))
+        sender.pack(tickets, tensor)
+        del tensor
+    assert [storage() is not None for storage in alive] == [False] * 3 + [True] * 2
+    sender.settle()
+    assert not any(storage() for storage in alive)
+
+
+# ---- what only a GPU does
+
+
+def test_copies_of_a_gpu_are_queued(monkeypatch):
+    queued: list[Any] = []
+
+    class CudaStream:
+        def __init__(self, device):
+            queued.append(device)
+
+        def record_event(self):
+            return "event", self
+
+    class Inside:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            queued.append(self.stream)
+
+        def __exit__(self, *_):
+            queued.append("end")
+
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "Stream", CudaStream)
+    monkeypatch.setattr(torch.cuda, "stream", Inside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("current", device))
+    streams = Streams(device)
+    assert streams.computing() == ("current", device) and streams.out is not streams.home
+    to = SimpleNamespace(copy_=lambda source, non_blocking: queued.append((source, non_blocking)))
+    assert streams.copy(streams.home, "source", to) == ("event", streams.home)
+    assert queued == [device, device, streams.home, ("source", True), "end"]
+
+
+@pytest.mark.parametrize("message", ["CUDA error: out of memory\nCUDA kernel", "device assert"])
+def test_no_pinned_memory(monkeypatch, message):
+    def empty_like(like, device, pin_memory):
+        assert pin_memory and device.type == "cpu"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    like = SimpleNamespace(numel=lambda: 2**20, dtype=torch.float32, nbytes=2**22)
+    like.device = torch.device("cuda")
+    error, says = (MemoryError, "^offload_activations found no 4 MiB more of pinned CPU memory")
+    if "out of memory" not in message:
+        error, says = RuntimeError, message
+    with pytest.raises(error, match=says):
+        HostMemory().take(like)

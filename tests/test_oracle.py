@@ -25,6 +25,8 @@ from trainer.setup import set_up
 CPU = torch.device("cpu")
 SHAPE = dict(vocab_size=61, max_position_embeddings=20, n_layers=3, n_heads=2, d_model=16, d_ff=48)
 LAYERS, HEADS = 3, 2
+pytestmark = pytest.mark.usefixtures("everything_travels")
+
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 MEMORY = [
     *({"recompute": policy} for policy in RECOMPUTE_POLICIES),

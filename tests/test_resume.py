@@ -153,6 +153,7 @@ def test_recompute_changes_no_weight(uninterrupted):
         assert same(none["model"], full["model"])
 
 
+@pytest.mark.usefixtures("everything_travels")
 @pytest.mark.parametrize("policy", ["cheap", "mlp", "full"])
 def test_offloaded_run_ends_with_the_same_weights(tmp_path, uninterrupted, policy):
     """The whole trainer, which counts what is kept on fake tensors before it begins."""
