@@ -175,6 +175,30 @@ def test_offloaded_activations_leave_a_gpu():
     assert planner(WIDE).step(24, **memory).peak >= planner(WIDE).step(24, recompute="full").peak
 
 
+def on_the_gpu(phase: str, policy: str = "full", n_layers: int = 8) -> int:
+    """The most bytes beside weights, gradients and moments, with offload."""
+    plan = planner(replace(WIDE, n_layers=n_layers), device_type="cuda")
+    step = plan.step(24, recompute=policy, offload_activations=True)
+    assert KINDS[:3] == ("parameters", "gradients", "optimizer")
+    return step.timeline[step.phase(phase), 3:].sum(axis=1).max()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("policy", ["full", "mlp"])
+def test_offloaded_activations_of_any_depth_take_the_same(policy, phase):
+    assert on_the_gpu(phase, policy, n_layers=5) == on_the_gpu(phase, policy, n_layers=10)
+
+
+def test_what_is_on_its_way_counts(monkeypatch):
+    x, backward, forward = 24 * T * WIDE.d_model * 4, on_the_gpu("backward"), []
+    for n in (1, 3):  # tensors may be on their way out
+        monkeypatch.setattr("memory.offload.IN_FLIGHT", n)
+        forward.append(on_the_gpu("forward"))
+    assert forward[1] - forward[0] == 2 * x
+    monkeypatch.setattr("memory.offload.fetch_all", lambda tickets: None)  # not ahead of its use
+    assert backward - on_the_gpu("backward") == x
+
+
 def test_ddp_holds_gradients_all_the_time():
     plan = planner(WIDE, ddp=True)
     gradients = plan.step(8).timeline[:, KINDS.index("gradients")]
@@ -336,6 +360,18 @@ def test_largest_batch_is_the_largest(chunks, memory, batch_size, monkeypatch):
         assert plan.step(most, **memory).peak <= budget
         assert plan.step(most + 1, **memory).peak > budget
     assert plan.largest_batch(2**20, batch_size, **memory) == 0  # the weights alone are more
+
+
+@pytest.mark.parametrize("sends_from", [4, 12, 13, 100])  # sequences on
+def test_largest_batch_with_offload(sends_from, monkeypatch):
+    """What a tensor's size says of where it waits is not the same for all batches."""
+    x = T * CONFIG.d_model * 4
+    monkeypatch.setattr("memory.offload.SMALL", sends_from * x)
+    memory = {"recompute": "mlp", "offload_activations": True}
+    plan = planner(device_type="cuda")
+    most = plan.largest_batch(2**23, 12, **memory)
+    assert plan.step(most, **memory).peak <= 2**23
+    assert plan.step(round(1.2 * most), **memory).peak > 2**23
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
