@@ -88,7 +88,8 @@ def replay_attention(block: Any, x: Tensor) -> Halves:
 # Operator by operator: the checkpoint is around the whole block, but the results of the listed
 # operators are kept, and handed out in the replay instead of being computed. Overloads must be
 # named (.default), and a linear layer with a bias is addmm, not mm. Which attention operator runs
-# depends on the device.
+# depends on the device. (torch holds those results itself, not as saved tensors: unless a compiler
+# has taken the checkpoint apart, offload does not see them, and only the block's input moves.)
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -388,3 +388,19 @@ def test_compiled_policies_have_the_same_losses(policy):
         return found
 
     assert losses(policy) == pytest.approx(losses("none"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "mlp", "sdpa"])
+def test_offload_of_compiled_blocks(policy):
+    def gradients(offloaded: bool) -> list[torch.Tensor]:
+        model = tiny(recompute=policy, n_layers=3, offload_activations=offloaded).train()
+        model.compile_blocks()
+        torch.manual_seed(0)
+        ids = random_ids(2, 16)
+        model(ids, ids).backward()
+        travelled = sum(map(len, model.host_memory.unused.values()))
+        assert (travelled >= 2) == offloaded
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))

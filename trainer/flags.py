@@ -191,7 +191,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--recompute-group", type=count, default=1, metavar="K",
         help="with full: keep one input for every K blocks (default: %(default)s)")
     add("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
-        help="what the policy keeps waits in CPU memory")
+        help="what the policy keeps waits in CPU memory (of selective and sdpa, without "
+        "--compile, each block's input only)")
     add("--loss-chunks", type=count_or_zero, default=0, metavar="N",
         help="compute head and loss in N chunks of tokens; 1 = at once, 0 = choose (default: 0)")
 

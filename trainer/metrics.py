@@ -40,6 +40,21 @@ def peak_memory(device: torch.device) -> tuple[int | None, str]:
     return peak if sys.platform == "darwin" else peak * 1024, "rss"  # macOS counts in bytes
 
 
+def allocator_peaks(device: torch.device) -> dict[str, int]:
+    """What a GPU's allocator really took, beside the tensors of `peak_memory`; {} elsewhere.
+
+    Active: with memory that is freed, but that another stream may still use. Reserved: with all
+    that it keeps for later.
+    """
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {
+        f"peak_{kind}_bytes": stats.get(f"{kind}_bytes.all.peak", 0)
+        for kind in ("active", "reserved")
+    }
+
+
 def card_memory(device: torch.device) -> int | None:
     """Bytes of the GPU's whole memory; None where there is no card."""
     if device.type != "cuda":

@@ -11,7 +11,15 @@ from torch import Tensor
 from model import MiniGPTConfig
 
 from .claim import name_aside
-from .metrics import card_memory, format_bytes, format_line, format_time, peak_memory, perplexity
+from .metrics import (
+    allocator_peaks,
+    card_memory,
+    format_bytes,
+    format_line,
+    format_time,
+    peak_memory,
+    perplexity,
+)
 from .resume import changes, data_changed
 from .run import Run
 from .snapshot import Resumed, State, beside
@@ -116,6 +124,7 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
         "eta_s": (args.num_steps - run.step) * seconds,
         "peak_memory_bytes": peak,
         "peak_memory_kind": kind,
+        **allocator_peaks(process.device),
     }
 
 

@@ -1,0 +1,61 @@
+"""What a record of the log says of memory."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer.metrics import StepClock
+from trainer.report import measure
+
+STATS = {
+    "allocated_bytes.all.peak": 100,
+    "active_bytes.all.peak": 150,
+    "active_bytes.all.current": 7,
+    "reserved_bytes.all.peak": 200,
+}
+
+
+def record_on(device: str) -> dict:
+    """What is logged after one step there."""
+    clock = StepClock()
+    clock.end_step()
+    run = SimpleNamespace(
+        args=SimpleNamespace(batch_size=1, seq_len=8, num_steps=2),
+        process=SimpleNamespace(device=torch.device(device), sum=lambda numbers: numbers),
+        clock=clock,
+        step=1,
+        micro_batches=1,
+        optimizer=SimpleNamespace(param_groups=[defaultdict(float)]),
+        train_batches=SimpleNamespace(epoch=lambda n: 0.5),
+    )
+    return measure(run, torch.ones(1), torch.ones(()))  # type: ignore[arg-type]
+
+
+def tell(monkeypatch, stats: dict[str, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats", lambda device: stats)
+
+
+def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
+    tell(monkeypatch, STATS)
+    record = record_on("cuda")
+    memory = {key: value for key, value in record.items() if key.startswith("peak")}
+    assert memory == {
+        "peak_memory_bytes": 100,
+        "peak_memory_kind": "cuda",
+        "peak_active_bytes": 150,
+        "peak_reserved_bytes": 200,
+    }
+
+
+def test_a_cpu_has_no_such_allocator():
+    memory = [key for key in record_on("cpu") if key.startswith("peak")]
+    assert memory == ["peak_memory_bytes", "peak_memory_kind"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_is_unknown_is_no_error(device, monkeypatch):
+    tell(monkeypatch, {})  # nothing ran there yet
+    assert record_on(device)["train_loss"] == 1
