@@ -97,7 +97,7 @@ class Offload:
             pack = partial(self.pack, mine)
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
                 x, update = run(x)
-            if before and update.requires_grad:
+            if before:
                 # Backward of this block begins with this gradient, which the sum behind it sends.
                 update.register_hook(lambda _: fetch_all(before))
             self.newest = mine
