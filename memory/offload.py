@@ -118,7 +118,8 @@ class Offload:
         key = reference, tensor._version, tensor.dtype  # (changed in place, it is another one)
         ticket = tickets.get(key)
         if ticket is None:
-            whole = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            flat = (storage.nbytes() // tensor.itemsize,)
+            whole = tensor.detach().as_strided(flat, (1,), 0)  # (it must not hold the graph)
             ticket = tickets[key] = Ticket(whole, self.host, self.host.take(whole))
             self.in_flight.append((whole, ticket.sent))
             self.settle(IN_FLIGHT)

@@ -205,6 +205,7 @@ def test_a_forward_that_fails_in_the_middle(gpu, monkeypatch):
         with pytest.raises(MemoryError, match="no more"):
             backward_of(model)
         gc.collect()
+    assert sum(map(len, model.host_memory.unused.values())) == n - 1  # all tickets are gone
     with gpu:
         again = backward_of(model)
     assert gpu.races == unraisable == []
