@@ -3,25 +3,22 @@
 With `full` that is one tensor a block. DeepSpeed calls it cpu_checkpointing, Unsloth does it by
 default. It is exact: a copy out and a copy home.
 
-On a GPU the copies run beside the computation. A GPU works through queues, *streams*: each does its
-own work in order, and knows nothing of the others unless it is told to wait for one. Python only
-fills them, and is far ahead. There are three here: one computes, one copies out, one copies home.
+On a GPU the copies run beside the computation. Python only fills queues there, *streams*, and is
+far ahead. Each stream does its own work in order, and knows nothing of the others, unless it is
+told to wait for one. There are three here: one computes, one copies out, one copies home.
 
-    when                        what is queued
-    forward keeps a tensor      out:        wait until it is computed; copy it to the CPU
-    two tensors later           computing:  wait for that copy; then the tensor's memory is free
-    backward of the next        home:       wait until its new memory is free; copy it home
-      block begins
-    backward needs it           computing:  wait for that copy; go on
+    when                             what is queued
+    forward keeps a tensor           out:        wait until it is computed; copy it to the CPU
+    two tensors later                computing:  wait for that copy; then its memory is free
+    backward of the next block       home:       wait until its new memory is free; copy it home
+    backward of this block needs it  computing:  wait for that copy; go on
 
-The tensors of a block so come home while backward of the block behind it is at work, and no more
-than that is there at a time.
+So the tensors of one block come home while another's backward is at work, and no more.
 
-Why does the computing stream wait for a copy out, and not only the memory? PyTorch gives memory
-that is freed to whoever asks next *on the same stream*, at once, as the queue keeps the two apart.
-So all memory here is allocated, and freed, by the computing stream, and each wait above is there
-because another stream has touched it. (The other way, `record_stream`, has the allocator wait: it
-takes the memory back when the copy is found to be done, which is late. Meanwhile new memory is
+Why does the stream that computes wait for the copy out? Freed memory goes to whoever asks next *on
+the same stream*, at once: the queue keeps the two apart. So the computing stream allocates and
+frees all memory here, and waits for what another one does to it. (With `record_stream` the
+allocator would wait instead: until it finds that a copy is done, which is late, other memory is
 taken, and nothing is saved.)
 
 On a CPU, which the planner plans with too, nobody waits, and the same lines make plain copies.
@@ -106,10 +103,9 @@ class Offload:
         return run_with_hooks
 
     def pack(self, tickets: Tickets, tensor: Tensor) -> Any:
-        """What autograd keeps instead of `tensor`.
+        """What autograd keeps instead of `tensor`: a ticket for its storage, and where in it it is.
 
-        A ticket is for a whole storage, and where in it the tensor is: q, k and v are views of one,
-        which travels once, and in one piece. So does what two operators keep.
+        q, k and v are views of one storage, which travels once. So does what two operators keep.
         """
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
@@ -205,10 +201,9 @@ class Streams:
 
     def __init__(self, device: torch.device):
         self.device, self.on_gpu = device, device.type == "cuda"
-        self.out, self.home = self.new(), self.new()
-
-    def new(self) -> Any:
-        return torch.cuda.Stream(self.device) if self.on_gpu else NoStream()
+        self.out, self.home = (
+            torch.cuda.Stream(device) if self.on_gpu else NoStream() for _ in range(2)
+        )
 
     def computing(self) -> Any:
         return torch.cuda.current_stream(self.device) if self.on_gpu else NoStream()
@@ -220,6 +215,4 @@ class Streams:
         return stream.record_event()
 
 
-@lru_cache
-def streams(device: torch.device) -> Streams:
-    return Streams(device)
+streams = lru_cache(Streams)  # each device has its own
