@@ -4,7 +4,8 @@ Two GPUs; without GPUs two CPU processes:
     torchrun --nproc-per-node=2 train_ddp.py --use-activation-checkpoint
 
 Two machines with eight GPUs each, the same command on both (0 and 1 are their --node-rank; both
-need the same data, and a --checkpoint-path on a disk that both see if you want to --resume):
+need the same data, and a --checkpoint-path on a disk that both see if you want to --resume; should
+they not find each other, GLOO_SOCKET_IFNAME names the network, see docs/reliability.md):
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=HOST --master-port=29500 \
         train_ddp.py --use-activation-checkpoint
 
@@ -28,13 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import MiniGPT
 from train_minimal import train
 from trainer.endings import run_safely
 from trainer.flags import build_parser
-from trainer.process import OneProcess
+from trainer.process import OneProcess, T
 from trainer.torchrun import Torchrun, complain_once, main_and_exit
 
 
@@ -58,17 +59,12 @@ class DDPProcess(OneProcess):
     def start(self) -> None:
         # Only now, with data and flags in order: what was wrong with them ended each process with
         # its own message, and none waits for another that is gone.
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, **self.torchrun.meeting())
-        # For the signal to stop, which must not wait for the GPUs.
-        self.on_cpu = dist.new_group(backend="gloo", timeout=self.torchrun.timeout)
+        self.torchrun.meet()
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
-        device_ids = [self.device.index] if self.device.type == "cuda" else None
-        self.wrapper = DistributedDataParallel(
-            model, device_ids=device_ids, gradient_as_bucket_view=True
-        )
+        group = self.torchrun.connect(self.device)
+        self.wrapper = DDP(model, process_group=group, gradient_as_bucket_view=True)
         return self.wrapper
 
     def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
@@ -76,14 +72,19 @@ class DDPProcess(OneProcess):
         return nullcontext() if now else self.wrapper.no_sync()
 
     def sum(self, values: list[float]) -> list[float]:
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        total = torch.tensor(values, dtype=torch.float64)  # on the CPU: see Torchrun.meet
         dist.all_reduce(total)  # the default operation is the sum
         return total.tolist()
 
     def largest(self, value: int) -> int:
         most = torch.tensor(value)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.on_cpu)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
+
+    def exchange(self, mine: T) -> list[T]:
+        of_each = [mine] * self.world_size
+        dist.all_gather_object(of_each, mine)
+        return of_each
 
     def say(self, line: str) -> None:
         if self.rank == 0:

@@ -205,19 +205,27 @@ def plan_memory(
     words = ""
     if args.use_activation_checkpoint == "auto":
         on_device = process.processes_on_device
-        budget = args.memory_budget or default_budget(process.device, on_device, held)
+        # All take what the one that has least of it can: they must choose alike.
+        mine = args.memory_budget or default_budget(process.device, on_device, held)
+        budget = min(process.exchange(mine))
         config = choose_recompute(plans, args, budget).config
         words = f"auto takes {describe_recompute(config)}: the least that fits "
         words += f"{format_bytes(budget)}\nmemory   "
-    if process.rank > 0:
-        return config, words
+    told = process.by_first(lambda: predict(plans, args, process, config, held))
+    return config, words + (told or "")
+
+
+def predict(
+    plans: Plans, args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, held: int
+) -> str:
+    """What a step will need, in words; a warning if that is more than is free. Raises TooLarge."""
     try:
         check_room(plans, args, process, plans.state(args), held)  # before anything is simulated
         planner = plans.planner(args)
-        words += describe_plan(planner, config, args.batch_size)
+        words = describe_plan(planner, config, args.batch_size)
         peak = planner.step(args.batch_size, **asdict(config)).peak
-        return config, words + check_room(plans, args, process, peak, held)
+        return words + check_room(plans, args, process, peak, held)
     except TooLarge:
         raise
     except Exception as error:  # an aside: where fake tensors do not work, train anyway
-        return config, f"{words}the peak could not be predicted ({type(error).__name__})"
+        return f"the peak could not be predicted ({type(error).__name__})"

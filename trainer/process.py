@@ -8,8 +8,9 @@ import argparse
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from tqdm import tqdm
 from model import MiniGPT
 
 from .flags import UsageError, choose_device
+
+T = TypeVar("T")
 
 
 class OneProcess:
@@ -42,7 +45,7 @@ class OneProcess:
         return cls(choose_device(args.device))
 
     def start(self) -> None:
-        """Meet the other processes. Called when data and flags are known to be good."""
+        """Meet the other processes. Called when this one's data and flags are known to be good."""
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         """The model that the loop calls."""
@@ -63,6 +66,27 @@ class OneProcess:
     def largest(self, value: int) -> int:
         """The largest of all processes' values."""
         return value
+
+    def exchange(self, mine: T) -> list[T]:
+        """What each of the processes has, by rank."""
+        return [mine]
+
+    def by_first(self, act: Callable[[], T]) -> T | None:
+        """`act`, by process 0 alone: what it returns there, None elsewhere.
+
+        If it raises a mistake of the user's or a lack of memory, all processes raise the same:
+        nobody waits for one that is gone.
+        """
+        result, mine = None, None
+        if self.rank == 0:
+            try:
+                result = act()
+            except (ValueError, MemoryError) as error:
+                mine = error
+        told = self.exchange(mine)[0]
+        if told is not None:
+            raise mine or told
+        return result
 
     def gather(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Weights and moments, whole, for a snapshot. All processes call it, process 0 writes."""

@@ -5,7 +5,8 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_dataset
 from model import MiniGPT, MiniGPTConfig
 
+from .agree import check_alike, facts
 from .claim import check_writable, claim, step_aside
 from .flags import choose_precision, fill_in, model_config, set_matmul_precision
 from .metrics import MetricsFile, StepClock, logged_at
@@ -55,20 +57,18 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     asked = model_config(args, data.tokenizer.vocab_size)
-    with process.waiting("predicting the memory of a step"):
-        config, plan = plan_memory(args, process, asked, precision, held(resumed, device))
-    identity = identify(args, process, config, data)
+    identity = identify(args, process, asked, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
-    check_writable(args.checkpoint_path, resuming=resumed is not None)
-    held_lock = claim(args.checkpoint_path, resumed) if process.rank == 0 else None
 
+    # So far each process by itself; from here on together, and still nothing is written.
     process.start()
-    step = resumed.state["step"] if resumed is not None else 0
-    # Some may see no file, or an older one: on disks of several machines.
-    if process.sum([step])[0] != step * process.world_size:
-        raise SnapshotError(f"--resume: not all processes see the same {args.checkpoint_path}")
+    check_alike(process.exchange(facts(args, process, precision, data, resumed)))
+    with process.waiting("predicting the memory of a step"):
+        config, plan = plan_memory(args, process, asked, precision, held(resumed, device))
+    identity["config"] = asdict(config)
+    held_lock = process.by_first(lambda: take_name(args.checkpoint_path, resumed))
     torch.manual_seed(args.seed)
     model = MiniGPT(config).to(device)
     run = Run(
@@ -95,6 +95,12 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
         model.compile_blocks()
     run.wrapped = process.wrap(model)
     return run
+
+
+def take_name(path: Path, resumed: Resumed | None) -> IO[str] | None:
+    """See that snapshots can be written, and keep other runs off them. Raises SnapshotError."""
+    check_writable(path, resuming=resumed is not None)
+    return claim(path, resumed)
 
 
 def held(resumed: Resumed | None, device: torch.device) -> int:

@@ -107,6 +107,21 @@ class Torchrun:
             return new
         return self.store.compare_set("minigpt/run", "", new).decode()
 
+    def meet(self) -> None:
+        """Connect the CPUs of all processes, by gloo.
+
+        What they tell each other goes that way; it need not wait for the GPUs. Those are connected
+        when all are known to train the same: NCCL would wait half an hour for a process that found
+        no GPU.
+        """
+        dist.init_process_group("gloo", **self.meeting())
+
+    def connect(self, device: torch.device) -> dist.ProcessGroup | None:
+        """Connect the devices of all processes, for gradients; None: the CPUs, which have met."""
+        if device.type == "cpu":
+            return None
+        return dist.new_group(backend="nccl", timeout=self.timeout, device_id=device)
+
     def meeting(self) -> dict[str, Any]:
         """For dist.init_process_group: where and when."""
         if self.store is None:
