@@ -46,6 +46,7 @@ class DDPProcess(OneProcess):
     """
 
     keeps_gradients = True  # they live in DDP's communication buckets, which stay
+    averaged = buckets_are_final = False
 
     def __init__(self, args: argparse.Namespace):
         self.torchrun = Torchrun("train_ddp.py")
@@ -63,11 +64,19 @@ class DDPProcess(OneProcess):
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
+        # Those that are there already it takes in; so even the first are not made beside them.
+        zero_without_memory(model)
         group = self.torchrun.connect(self.device)
         self.wrapper = DDP(model, process_group=group, gradient_as_bucket_view=True)
         return self.wrapper
 
     def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
+        # The forward after the first average makes new buckets, in the order in which gradients
+        # came. The old ones must be gone by then; all gradients in them are zero.
+        if self.averaged and not self.buckets_are_final:
+            zero_without_memory(self.wrapper)
+            self.buckets_are_final = True
+        self.averaged |= now
         # DDP decides in *forward* whether the coming backward will average gradients.
         return nullcontext() if now else self.wrapper.no_sync()
 
@@ -96,6 +105,12 @@ class DDPProcess(OneProcess):
         del self.wrapper
         gc.collect()
         dist.destroy_process_group()
+
+
+def zero_without_memory(model: nn.Module) -> None:
+    """Gradients that are zero, each of one element only, for DDP to copy into its buckets."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -74,3 +74,15 @@ def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
 def test_every_policy_under_ddp(tmp_path):
     result = torchrun(tmp_path / "unused.pt", script="tests/ddp_policies.py")
     assert result.stdout.count("8 variants equal") == 2
+
+
+def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
+    """With accumulation, where they would be made beside DDP's buckets; and after --resume, where
+    AdamW's moments are there already. Three steps each."""
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    flags = ("--no-amp", "--grad-accum-steps=2", "--lr-scheduler=constant", "--warmup-steps=0")
+    for more in (("--num-steps=3",), ("--num-steps=6", "--resume")):
+        result = torchrun(path, *flags, *more, script="tests/ddp_storages.py")
+        assert result.stdout.count("bytes, from the first on") == 2
+    torchrun(whole, *flags, "--num-steps=6")
+    assert same(weights(path), weights(whole))
