@@ -16,13 +16,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from runs import ROOT, TINY, TORCHRUN, metrics, same, snapshot, torchrun, train_here
 
+import train_minimal
 from scripts.faults import weights_hash
 from scripts.trainer_process import history
 from trainer.claim import replaced_runs
-from trainer.torchrun import common_name
+from trainer.flags import UsageError
+from trainer.torchrun import Torchrun, common_name, lost_others
 
 FP32 = "--no-amp"
 
@@ -160,3 +163,104 @@ def test_one_line_of_a_process_that_is_alone_with_it(tmp_path):
     result = faulty_torchrun(tmp_path / "run.pt", "cuda-oom:1:3", expect=1)
     assert sum("out of memory with --batch-size 2" in line for line in errors(result)) == 1
     assert "exitcode  : 4" in result.stderr
+
+
+# ---- What NCCL says, which no CPU does
+
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, "
+WATCHDOG = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+    "Timeout(ms)=5000) ran for 5008 milliseconds before timing out."
+)
+LATE = [
+    WATCHDOG,
+    "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
+    "store by key '0', but store->get('0') got error: wait timeout after 5000ms, keys: /0//cuda//0",
+    "NCCL communicator was aborted on rank 0. Original reason for failure was: " + WATCHDOG,
+]
+GONE = [
+    NCCL + "remote process exited or there was a network error, NCCL version 2.27.5\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer node1<4242>",
+    "NCCL communicator was aborted on rank 1.",
+]
+FULL = NCCL + "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+FULL += "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+OUT_OF_MEMORY = [
+    FULL + "Failed to CUDA calloc async 4 bytes",
+    FULL + "Failed to CUDA calloc 6291456 bytes",
+    FULL + "Cuda failure 2 'out of memory'",
+]
+
+
+@pytest.mark.parametrize("text", LATE)
+def test_nccl_waits_in_vain(text, monkeypatch):
+    monkeypatch.setenv("MINIGPT_TIMEOUT_S", "5")
+    assert "s for the others in vain" in lost_others(dist.DistBackendError(text))
+
+
+@pytest.mark.parametrize("text", GONE)
+def test_nccl_lost_another_process(text):
+    line = lost_others(dist.DistBackendError(text))
+    assert "lost the connection to another process: " in line
+    assert line.endswith(text.splitlines()[-1])
+
+
+def test_what_nccl_finds_here_keeps_its_traceback():
+    text = NCCL + "invalid usage, NCCL version 2.27.5\nncclInvalidUsage: ...\nLast error:\n"
+    text += "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+    assert lost_others(dist.DistBackendError(text)) is None
+    assert lost_others(RuntimeError("timeout")) is None  # not of this world
+    assert "lost the connection" in lost_others(dist.DistNetworkError("recv failed"))
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY)
+def test_nccl_runs_out_of_memory(text, tmp_path, monkeypatch, capsys):
+    def train_step(run):
+        raise dist.DistBackendError(text)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    assert train_here(tmp_path / "run.pt") == 4
+    assert "out of memory with --batch-size 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/transport/tcp/pair.cc:152] "
+        "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:4242",
+        "[enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address "
+        "for: eth7",
+    ],
+)
+def test_gloo_finds_no_way(text, monkeypatch):
+    def init_process_group(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(UsageError, match="rank 1 cannot .* by gloo .*: set GLOO_SOCKET_IFNAME"):
+        second_of_two(monkeypatch).meet()
+
+
+def second_of_two(monkeypatch) -> Torchrun:
+    environment = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": 4242}
+    for name, value in (environment | {"MASTER_ADDR": "localhost"}).items():
+        monkeypatch.setenv(name, str(value))
+    return Torchrun("train_ddp.py")
+
+
+def test_each_process_connects_its_own_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
+    torchrun, gpu = second_of_two(monkeypatch), torch.device("cuda", 1)
+    assert torchrun.connect(torch.device("cpu")) is None and not asked  # the CPUs have met
+    torchrun.connect(gpu)
+    assert asked == [{"backend": "nccl", "timeout": torchrun.timeout, "device_id": gpu}]
+
+
+def test_a_network_interface_that_is_not_there(tmp_path):
+    result = torchrun(tmp_path / "run.pt", expect=1, GLOO_SOCKET_IFNAME="eth99")
+    (line,) = errors(result)
+    assert "set GLOO_SOCKET_IFNAME" in line and "exitcode  : 2" in result.stderr
+    assert list(tmp_path.iterdir()) == []

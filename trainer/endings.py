@@ -202,13 +202,19 @@ def way_back(run: Run) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """CUDA says so with a class of its own, the others in their message only."""
+    """CUDA says so with a class of its own, the others in their message only.
+
+    NCCL's own buffers are not PyTorch's: that GPU is as full, and the same knobs help.
+    """
     messages = (
         "can't allocate memory",
         "not enough memory",
         "MPS backend out of memory",
         "CUDA error: out of memory",
         "CUBLAS_STATUS_ALLOC_FAILED",
+        "Failed to CUDA calloc",  # NCCL, as the next ones
+        "Failed to CUDA malloc",
+        "'out of memory'",
     )
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
         message in str(error) for message in messages

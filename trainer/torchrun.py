@@ -6,6 +6,7 @@ Nothing here is about training: train_ddp.py is.
 import ctypes
 import hashlib
 import os
+import re
 import signal
 import sys
 import time
@@ -108,13 +109,22 @@ class Torchrun:
         return self.store.compare_set("minigpt/run", "", new).decode()
 
     def meet(self) -> None:
-        """Connect the CPUs of all processes, by gloo.
+        """Connect the CPUs of all processes, by gloo. Raises UsageError if that cannot work here.
 
         What they tell each other goes that way; it need not wait for the GPUs. Those are connected
         when all are known to train the same: NCCL would wait half an hour for a process that found
         no GPU.
         """
-        dist.init_process_group("gloo", **self.meeting())
+        try:
+            dist.init_process_group("gloo", **self.meeting())
+        except RuntimeError as error:
+            if not cannot_connect(error):
+                raise
+            raise UsageError(
+                f"rank {self.rank} cannot reach the others by gloo ({first_line(error)}): set "
+                "GLOO_SOCKET_IFNAME on each machine to the network interface that leads to the "
+                "others (one name, as `ip addr` lists them)"
+            ) from None
 
     def connect(self, device: torch.device) -> dist.ProcessGroup | None:
         """Connect the devices of all processes, for gradients; None: the CPUs, which have met."""
@@ -178,16 +188,43 @@ def complain_once(message: object) -> None:
     print_error(message)
 
 
+def cannot_connect(error: RuntimeError) -> bool:
+    """Is it gloo that found no way, or no network interface? (Else somebody is late, or gone.)"""
+    words = ("connectFullMesh", "Unable to find address", "Unable to find interface", "device.cc")
+    return any(word in str(error) for word in words)
+
+
+# What NCCL, gloo and the store say when another process is late, and when it is gone.
+LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
+GONE = re.compile(
+    "gloo/|ncclRemoteError|remote process exited|closed by remote peer|Connection (reset|refused|"
+    "closed)|Broken pipe|communicator (was )?aborted"
+)
+
+
 def lost_others(error: Exception) -> str | None:
-    """What to say if this process failed only because another one did; None if it did not."""
+    """What to say if this process failed only because another one did; None if it did not.
+
+    What NCCL finds wrong on this machine is an error of its own, with its traceback.
+    """
     text = str(error)
-    if not (isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text):
+    late = isinstance(error, TimeoutError) or LATE.search(text)
+    if isinstance(error, dist.DistBackendError):
+        if not (late or GONE.search(text)):
+            return None
+    elif not (isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text):
         return None
     rank = f"rank {os.environ.get('RANK')}"
-    if isinstance(error, TimeoutError) or "imed out" in text or "timeout" in text:
+    if late:
         seconds = os.environ.get("MINIGPT_TIMEOUT_S")
         return f"{rank} waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
-    return f"{rank} lost the connection to another process: {text.splitlines()[0][:200]}"
+    return f"{rank} lost the connection to another process: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """What it says first; NCCL has the reason in its last line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if "Last error:" in lines else 0][:200]
 
 
 def main_and_exit(main: Callable[[], int]) -> NoReturn:
