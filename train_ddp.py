@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import MiniGPT
@@ -54,6 +55,7 @@ class DDPProcess(OneProcess):
         self.rank, self.world_size = self.torchrun.rank, self.torchrun.world_size
         self.run_id = self.torchrun.run_id(self.run_id)
         self.command = self.torchrun.command
+        self.args = args
         if self.device.type == "cpu":  # one memory for all processes of the machine
             self.processes_on_device = self.torchrun.local_world_size
 
@@ -68,6 +70,9 @@ class DDPProcess(OneProcess):
         zero_without_memory(model)
         group = self.torchrun.connect(self.device)
         self.wrapper = DDP(model, process_group=group, gradient_as_bucket_view=True)
+        if self.args.compress_gradients and self.world_size > 1:
+            # (By its own name DDP would refuse it on CPUs, where it works as well.)
+            self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
         return self.wrapper
 
     def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:

@@ -93,6 +93,7 @@ class Planner:
             take besides (planner/kernels.py).
         accumulate: forward runs beside the gradients of an earlier micro-batch.
         ddp: gradients stay, in the buckets of DistributedDataParallel.
+        compress: they are averaged in bfloat16, in copies (the first step's are one bucket).
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class Planner:
         device_type: str = "cpu",
         accumulate: bool = False,
         ddp: bool = False,
+        compress: bool = False,
     ):
         self.config, self.seq_len, self.precision = config, seq_len, precision
         self.on_cpu, self.accumulate, self.ddp = device_type == "cpu", accumulate, ddp
         self.kernels = device_type == "cuda"  # there they need memory of their own, too
+        self.compress = compress
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
@@ -219,6 +222,11 @@ class Planner:
             loss.backward()
             for parameter in model.parameters():
                 tracker.add(cast(Tensor, parameter.grad)).kind = "gradients"
+            if self.compress:
+                copies = [cast(Tensor, p.grad).bfloat16() for p in model.parameters()]
+                for copy in copies:
+                    tracker.add(copy).kind = "gradients"
+                del copies, copy
             tracker.enter("optimizer")
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             self.optimizer.step()

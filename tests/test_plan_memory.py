@@ -80,6 +80,16 @@ def test_ddp_and_accumulation_are_planned(tmp_path, capsys, plain):
     assert several["rows"][0]["peak_bytes"] > plain["rows"][0]["peak_bytes"]
 
 
+def test_compressed_gradients_are_planned(tmp_path, plain):
+    """Copies in bfloat16 at the end of backward, where processes average."""
+    one = plan(tmp_path, "--compress-gradients", "--memory-budget=1GiB")
+    assert one["rows"] == plain["rows"]
+    several = ("--nproc-per-node=2", "--batch-size=1", "--seq-len=8", "--d-model=256")
+    ddp, compressed = plan(tmp_path, *several), plan(tmp_path, *several, "--compress-gradients")
+    full = [{row["name"]: row for row in p["rows"]}["full"] for p in (ddp, compressed)]
+    assert full[1]["at_peak"]["gradients"] == 1.5 * full[0]["at_peak"]["gradients"]
+
+
 def test_a_gpu_that_is_not_here(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = plan(tmp_path, "--device=cuda")

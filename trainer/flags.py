@@ -230,6 +230,9 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         "bits: other results, at 8 times the rate on an A100, 7 on an H100, 1 on a GeForce")
     add("--compile", action=argparse.BooleanOptionalAction, default=False,
         help="torch.compile each block: slow start, fast steps")
+    add("--compress-gradients", action=argparse.BooleanOptionalAction, default=False,
+        help="several processes: average gradients in bfloat16, half of what travels, for 2 more "
+        "bytes a parameter and results that are no longer those of one process (alone: no effect)")
 
     add = parser.add_argument_group("running").add_argument
     add("--log-interval", type=count_or_zero, default=50, metavar="N",

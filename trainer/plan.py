@@ -81,6 +81,7 @@ def make_planner(
         device_type=device.type,
         accumulate=args.grad_accum_steps > 1,
         ddp=ddp,
+        compress=ddp and args.compress_gradients,
     )
 
 
