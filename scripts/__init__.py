@@ -7,7 +7,8 @@ learn      lesson, checkpoint_from_scratch, kept_tensors (what a block keeps), b
            same, drawn), ladder (what each rung costs)
 trust      reliability with reliability_endings, _conditions, faults and trainer_process (runs that
            are broken on purpose), cpu_precision (is bfloat16 worth it here), make_results (all
-           that is in scripts/results/)
+           that is in scripts/results/), gpu_report with gpu_report_* (what a GPU says, in one
+           command)
 
 Python runs this file before any of them, before `import torch` even, which takes seconds. So here
 stands what a user may do to all of them at any time: stop them, and look at the first lines only.

@@ -223,7 +223,7 @@ def make_row(
     step_s = statistics.median(seconds)
     tokens_per_s = job.batch_size * args.grad_accum_steps * args.seq_len / step_s
     peak = None
-    if torch.cuda.is_available():
+    if choose_device(args.device).type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(), planner.precision, args.tf32)
     row = {
         **vars(job),

@@ -108,7 +108,7 @@ def make_run(args: argparse.Namespace, job: Job, device: torch.device) -> Run:
     torch.manual_seed(args.seed)
     model: Any = (Transformers if job.peer else MiniGPT)(config).to(device).train()
     if job.compiled:
-        model.compile_blocks()
+        model.compile() if job.peer else model.compile_blocks()
     tokens: Any = RandomTokens(args.vocab_size, job.batch_size, args.seq_len, device)
     unused: Any = None  # by train_step
     return Run(

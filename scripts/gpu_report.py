@@ -43,7 +43,14 @@ from scripts.benchmark import describe_device
 from scripts.gpu_report_bench import Bench
 from scripts.gpu_report_markdown import failures, report
 from scripts.gpu_report_results import Results, append, forget, read_results, work
-from trainer.flags import OneLineParser, UsageError, number, output_folder, print_error
+from trainer.flags import (
+    OneLineParser,
+    UsageError,
+    number,
+    output_folder,
+    print_error,
+    set_matmul_precision,
+)
 from trainer.metrics import format_time
 
 
@@ -63,7 +70,7 @@ SECTIONS = {
     "speed": Section("steps", 8, "Whole steps; medians of turns."),
     "syncs": Section("steps", 3, "Where Python waits; the dearest kernels; the GPU's idle share."),
     "peaks": Section("memory", 6, "The planner beside the allocator."),
-    "offload": Section("memory", 5, "What it costs and saves; bits after a round trip."),
+    "offload": Section("memory", 5, "What it costs and saves."),
     "oom": Section("runs", 4, "True runs on a card that is made small."),
     "ddp": Section("runs", 4, "torchrun with one process."),
 }
@@ -258,6 +265,7 @@ def measure_section(args: argparse.Namespace, section: str, run: str) -> int:
     if bench.dry:
         torch.set_num_threads(1)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # to compile takes minutes
+    set_matmul_precision(bench.device, tf32=False)  # as the trainers have it, in all sections
     gc.freeze()  # what is there now stays: between measurements, garbage is only looked for among
     # what they have made
     module = import_module(f"scripts.gpu_report_sections_{SECTIONS[section].module}")
@@ -282,7 +290,8 @@ def main(argv: list[str] | None = None) -> int:
         print_error(error)
         return 2
     except OSError as error:
-        print_error(f"--report {args.report}: {error.strerror}")
+        name = f"--report {args.report}" if args.report else f"--out {args.out}"
+        print_error(f"{name}: {error.strerror}")
         return 2
     # A job that is asked to end takes its worker along, and leaves its report.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from model import MiniGPTConfig
 from planner.step import Planner
 from scripts.allocator_trace import allocations, trace_events
-from scripts.benchmark import PEAK_FLOPS, plan, utilization
+from scripts.benchmark import plan, utilization
 from scripts.benchmark_worker import Job, config_of, cpu_allocator_peak, make_run
+from scripts.peak_flops import peak_flops
 from train_minimal import train_step
 from trainer.flags import build_parser, choose_precision, fill_in
 from trainer.plan import vocabulary
@@ -44,7 +46,7 @@ Jobs = Iterator[tuple[str, Callable[[], Values]]]
 PEAKS = ("requested", "allocated", "active", "reserved")
 UNITS = {
     **dict.fromkeys((*PEAKS, "predicted", "extra", "before", "static", "memory", "L2"), "bytes"),
-    **dict.fromkeys(("limit", "missing", "size"), "bytes"),
+    **dict.fromkeys(("limit", "missing", "size", "free"), "bytes"),
     **dict.fromkeys(("ms", "ms_all", "kernels_ms", "step_ms"), "ms"),
     **dict.fromkeys(("idle", "mfu", "hfu"), "share"),
     **dict.fromkeys(("loss_error", "grad_x_error", "grad_weight_error"), "relative"),
@@ -194,14 +196,19 @@ def make_planner(bench: Bench, flags: str) -> Planner:
     return plan(args, bench.device, choose_precision(args, bench.device))
 
 
-def next_step(run: Run) -> None:
-    """As the trainers' loop does it."""
+def next_step(run: Run) -> Tensor:
+    """As the trainers' loop does it; returns the gradients' norm ()."""
     run.step += 1
-    train_step(run)
+    return train_step(run)[1]
 
 
-def idle_share(kernels: list[tuple[str, float, float]]) -> float:
-    """Of the time from the first kernel's start to the last one's end, the part without any."""
+def idle_share(kernels: list[tuple[str, float, float]]) -> float | None:
+    """Of the time from the first kernel's start to the last one's end, the part without any.
+
+    None of no kernels: not every machine lets a profiler see them.
+    """
+    if not kernels:
+        return None
     busy, end = 0.0, kernels[0][1]
     for _, start, duration in kernels:  # streams overlap: count what is new only
         busy += max(0.0, start + duration - max(start, end))
@@ -212,8 +219,6 @@ def idle_share(kernels: list[tuple[str, float, float]]) -> float:
 def measure_step(bench: Bench, flags: str, job: Job, steps: int = 10) -> Values:
     """Time of a step, and what of the card's peak it uses; then the peaks of one more step."""
     run = bench.run(flags, job)
-    if job.compiled and job.peer:  # (make_run compiles ours)
-        run.model.compile()
     times = bench.times(lambda: next_step(run), bench.pick(steps, 2), warm_up=bench.pick(3, 1))
     return step_values(bench, run.args, job, times) | bench.step_peaks(run)
 
@@ -222,6 +227,9 @@ def step_values(bench: Bench, args: argparse.Namespace, job: Job, times: list[fl
     ms = statistics.median(times)
     tokens_per_s = job.batch_size * args.grad_accum_steps * args.seq_len / (ms / 1000)
     config: MiniGPTConfig = config_of(args, job)
-    peak = PEAK_FLOPS.get(torch.cuda.get_device_name()) if bench.on_gpu else None
-    used = utilization(config, args.seq_len, tokens_per_s, peak)
+    peak = None
+    if bench.on_gpu:
+        precision = choose_precision(args, bench.device)
+        peak = peak_flops(torch.cuda.get_device_name(), precision, args.tf32)
+    used = utilization(config, args.seq_len, tokens_per_s, peak, job.compiled)
     return {"ms": ms, "tokens/s": tokens_per_s, "mfu": used["mfu"], "ms_all": times}

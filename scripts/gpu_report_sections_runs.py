@@ -22,7 +22,7 @@ from scripts.trainer_process import env_of, kill_all, last_line, pids_of, wait_u
 from trainer.flags import choose_precision
 from trainer.metrics import read_metrics
 from trainer.plan import make_planner
-from trainer.room import SHARE, total_memory
+from trainer.room import for_tensors, total_memory
 from trainer.snapshot import beside, read_snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,10 +51,13 @@ def oom(bench: Bench) -> Jobs:
     if bench.dry:  # on a CPU nothing holds the limit: the rest would only be the same again
         return
     for policy in ("none", "full"):
-        for room, name in ((SHARE, "with the margin"), (1.0, "without a margin")):
-            job = partial(limited, bench, policy, room=room, ends_with=0)
+        for margin, name in ((True, "with the margin"), (False, "without a margin")):
+            job = partial(limited, bench, policy, margin=margin, ends_with=0)
             yield f"{policy}, the largest batch, {name}", job
-    yield "full, that and one more", partial(limited, bench, "full", room=1, more=1, ends_with=4)
+    yield (
+        "full, that and one more",
+        partial(limited, bench, "full", margin=False, more=1, ends_with=4),
+    )
 
 
 def memory_limit(bench: Bench) -> tuple[float, int]:
@@ -71,18 +74,19 @@ def limited(
     policy: str,
     times: int = 1,
     *,
-    room: float = SHARE,
+    margin: bool = True,
     more: int = 0,
     ends_with: int,
 ) -> Values:
-    """A run of a few steps with the largest batch, by the planner, of `room` of the memory."""
+    """A run of a few steps with the largest batch, by the planner."""
     share, limit = memory_limit(bench)
+    room = for_tensors(limit, bench.device.type) if margin else limit
     asked = "none" if policy == "auto" else policy
-    fits = bench.planner().largest_batch(int(room * limit), 1, recompute=asked)
+    fits = bench.planner().largest_batch(room, 1, recompute=asked)
     batch_size = times * fits + more
     args = f"--num-steps 3 --batch-size {batch_size} --use-activation-checkpoint {policy}"
     if policy == "auto":
-        args += f" --memory-budget {int(room * limit)}B"
+        args += f" --memory-budget {room}B"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.pt")
         command = [sys.executable, "-c", LIMITED, str(share)]
@@ -138,8 +142,9 @@ class Torchrun:
         command = [sys.executable, *"-m torch.distributed.run --standalone".split()]
         command += ["--nproc-per-node=1", *launch.split(), "train_ddp.py"]
         command += flags(bench, f"{accumulate} --use-activation-checkpoint {more}")
-        self.out = path.with_suffix(".log")
-        with open(self.out, "a") as out:
+        starts = len(list(path.parent.glob("start*.log")))  # each has a log of its own: exit codes
+        self.out = path.parent / f"start{starts + 1}.log"
+        with open(self.out, "x") as out:
             self.process = subprocess.Popen(
                 [*command, "--checkpoint-path", str(path)], cwd=ROOT,
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out,

@@ -43,7 +43,8 @@ MATH, FLASH = "math", "flash, deterministic"
 
 def correctness(bench: Bench) -> Jobs:
     """Loss and gradients of each policy beside those of `none`, run in the same way."""
-    prepare()
+    sum_in_order()
+    compile_anew()
     check, dropouts = partial(compare, bench), bench.pick((0.0, 0.1), (0.1,))
     ways = [(backend, False, dropout) for backend in (FLASH, MATH) for dropout in dropouts]
     ways += [(FLASH, True, dropout) for dropout in dropouts]
@@ -55,12 +56,19 @@ def correctness(bench: Bench) -> Jobs:
     for policy in ("cheap", "attn", "mlp", "full"):
         job = partial(check, FLASH, False, 0.1, recompute=policy, offload_activations=True)
         yield f"{policy} + offload, eager, dropout 0.1, {FLASH}", job
+    for policy in ("full", "mlp"):
+        job = partial(same_weights, bench, Job(policy, bench.pick(16, 2)))
+        yield f"{policy} + offload, full size, weights after 3 steps, {FLASH}", job
 
 
-def prepare() -> None:
-    """What has to stand before the first product, or the first compiled block."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may add as it likes
-    # Each policy is compiled anew. From the ninth on, that would silently not be done.
+def sum_in_order() -> None:
+    """Before a process's first product: or cuBLAS may add as it likes. (It takes other
+    workspaces for that: nothing is timed in such a process, and nothing of its memory counts.)"""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def compile_anew() -> None:
+    """Each policy for itself. From the ninth on, that would silently not be done."""
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
@@ -126,22 +134,34 @@ def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Values:
     }
 
 
+def same_weights(bench: Bench, job: Job) -> Values:
+    """Training with offload, beside training without."""
+    found = []
+    for flags in ("", " --offload-activations"):
+        bench.clear()
+        run = bench.run(flags, job)
+        with pinned_attention(bench, FLASH):
+            for _ in range(3):
+                next_step(run)
+        found.append({name: p.detach().clone() for name, p in run.model.named_parameters()})
+        del run
+    without, offloaded = found
+    return differences(offloaded, without)
+
+
 def float16_recovers(bench: Bench) -> Values:
     """The scaler halves its scale until gradients are finite; the updates before are skipped."""
     run = bench.run("--amp-dtype float16", Job("full", 2))
     run.scaler = torch.amp.GradScaler(bench.device.type, init_scale=2.0**24)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    skipped = 0
-    for _ in range(bench.pick(20, 12)):
-        next_step(run)
-        skipped += run.skipped > 0
+    norms = torch.stack([next_step(run) for _ in range(bench.pick(20, 12))])
     finite = all(bool(p.isfinite().all()) for p in run.model.parameters())
     moved = sum(not torch.equal(p, before[name]) for name, p in run.model.named_parameters())
     return {
         "steps": run.step,
-        "skipped": skipped,
+        "skipped": int((~norms.isfinite()).sum()),
         "scale": run.scaler.get_scale(),
-        "recovered": run.skipped == 0,
+        "recovered": bool(norms[-1].isfinite()),
         "finite": finite,
         "weights_moved": moved,
     }
@@ -154,7 +174,7 @@ SPEED_POLICIES = ("none", "cheap", "mlp", "sdpa", "full")
 
 def speed(bench: Bench) -> Jobs:
     """Whole steps, in turns, so that a clock that drifts hits all alike."""
-    prepare()
+    compile_anew()
     size = bench.pick(16, 2)
     ways: dict[str, Callable[[], Values]] = {}
     for compiled in (False, True):
@@ -178,6 +198,26 @@ def load_nanogpt(folder: Path) -> Any:
     module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def nanogpt_matmuls() -> Iterator[None]:
+    """Rounded as under its train.py: TF32 is allowed there, all else is as torch has it."""
+    matmul = torch.backends.cuda.matmul
+    precision = torch.get_float32_matmul_precision()
+    reduced = (
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+    )
+    torch.set_float32_matmul_precision("high")
+    matmul.allow_bf16_reduced_precision_reduction = True
+    matmul.allow_fp16_reduced_precision_reduction = True
+    try:
+        yield
+    finally:  # the next turn is ours
+        torch.set_float32_matmul_precision(precision)
+        matmul.allow_bf16_reduced_precision_reduction = reduced[0]
+        matmul.allow_fp16_reduced_precision_reduction = reduced[1]
 
 
 def measure_nanogpt(bench: Bench, batch_size: int, compiled: bool, steps: int = 10) -> Values:
@@ -213,10 +253,11 @@ def measure_nanogpt(bench: Bench, batch_size: int, compiled: bool, steps: int = 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    times = bench.times(step, bench.pick(steps, 2), warm_up=bench.pick(3, 1))
-    values = step_values(bench, args, Job("none", batch_size), times)
-    there = bench.on_gpu and torch.cuda.memory_allocated()
-    return values | {"allocated": bench.extra_bytes(step) + there}
+    with nanogpt_matmuls():
+        times = bench.times(step, bench.pick(steps, 2), warm_up=bench.pick(3, 1))
+        there = bench.on_gpu and torch.cuda.memory_allocated()
+        allocated = bench.extra_bytes(step) + there
+    return step_values(bench, args, Job("none", batch_size), times) | {"allocated": allocated}
 
 
 # --------------------------------------------------------------------------------------- syncs
@@ -291,9 +332,11 @@ def profile_step(bench: Bench, policy: str, size: int, compiled: bool = False) -
         total[name].append(duration / 1000)
     whole = sum(map(sum, total.values()))
     dearest = sorted(total, key=lambda name: -sum(total[name]))[:10]
-    first, last = kernels[0], kernels[-1]
+    step_ms = None  # (not every machine lets a profiler see kernels)
+    if kernels:
+        step_ms = (kernels[-1][1] + kernels[-1][2] - kernels[0][1]) / 1000 / steps
     return {
-        "step_ms": (last[1] + last[2] - first[1]) / 1000 / steps,
+        "step_ms": step_ms,
         "kernels_ms": whole / steps,
         "idle": idle_share(kernels),
         "kernels": round(len(kernels) / steps),

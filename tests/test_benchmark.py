@@ -106,6 +106,25 @@ def test_peak_of_the_record_counted_by_hand(monkeypatch):
     assert benchmark_worker.cpu_allocator_peak(run) == weights + 3_000_000
 
 
+def test_what_is_compiled(monkeypatch):
+    """Each block of ours; of a peer, all, as its users do."""
+
+    class StandIn(torch.nn.Linear):
+        def __init__(self, config):
+            super().__init__(config.d_model, config.d_model)
+
+    def compiled(job):
+        model = benchmark_worker.make_run(arguments(), job, torch.device("cpu")).model
+        return [type(m).__name__ for m in model.modules() if m._compiled_call_impl is not None]
+
+    monkeypatch.setattr(benchmark_worker, "Transformers", StandIn)
+    for peer in ("transformers", None):
+        assert compiled(Job("none", 2, peer=peer)) == []
+    assert compiled(Job("none", 2, compiled=True, peer="transformers")) == ["StandIn"]
+    ours = compiled(Job("none", 2, compiled=True))
+    assert ours.count("Block") == 3 and "MiniGPT" not in ours
+
+
 def test_all_models_see_the_same_tokens_and_every_step_others():
     def batches(job, steps=2):
         run = benchmark_worker.make_run(arguments(), job, torch.device("cpu"))

@@ -1,5 +1,6 @@
 """The parts of scripts/gpu_report_sections_*.py that a dry run cannot check, or only a GPU runs."""
 
+import os
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -35,14 +36,19 @@ def names(section, bench) -> list[str]:
 
 def test_a_section_has_a_name_for_each_measurement(gpu, monkeypatch):
     """Also at full size, and before anything is measured."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "unchanged")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "mine")
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
     modules = {"kernels": kernels, "steps": steps, "memory": memory, "runs": runs}
     found = {}
     for name, section in SECTIONS.items():
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
         found[name] = names(getattr(modules[section.module], name), gpu)
         assert len(set(found[name])) == len(found[name]) > 0
+        # Other workspaces than a training run's: where nothing is timed.
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == (name == "correctness")
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "mine")
+    assert torch._dynamo.config.fail_on_recompile_limit_hit
     assert not torch.cuda.is_initialized()
     assert "V=50304 n=2048 weight, addmm" in found["matmuls"] and len(found["matmuls"]) == 40
     assert {"none, eager, turn 1", "full, compiled, turn 3"} <= set(found["speed"])
@@ -95,6 +101,57 @@ def test_kernels_of_a_gpus_trace(gpu, dry):
 )
 def test_idle_share(kernels, idle):
     assert idle_share(kernels) == pytest.approx(idle)
+
+
+def test_a_profile_without_kernels(dry, monkeypatch):
+    """As where a profiler may not see a GPU's."""
+    monkeypatch.setattr(Bench, "kernels", lambda self, events: [])
+    values = steps.profile_step(dry, "none", 2)
+    assert (values["step_ms"], values["idle"], values["kernels"]) == (None, None, 0)
+    assert values["dearest"] == [] and (dry.out / values["trace"]).exists()
+    assert kernels.head_kernels(dry, torch.bfloat16, 2)["idle"] is None
+
+
+def test_a_heads_times_need_no_profile(dry, monkeypatch):
+    monkeypatch.setattr(Bench, "profile", lambda self: pytest.fail("profiled"))
+    assert kernels.time_head(dry, torch.bfloat16, 2)["ms"] > 0
+
+
+def test_mfu_is_of_the_jobs_precision(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+
+    def mfu(flags):
+        return bench_module.step_values(gpu, gpu.args(flags), Job("full", 16), [100.0])["mfu"]
+
+    assert 0 < mfu("") < 1 and mfu("--no-amp") is None
+    assert mfu("--no-amp --tf32") == 2 * mfu("")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert mfu("") is None and mfu("--amp-dtype float16") > 0
+
+
+def matmul_settings():
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.get_float32_matmul_precision(),
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+    )
+
+
+def test_nanogpts_matmuls_end_with_its_turn():
+    before = matmul_settings()
+    matmul = torch.backends.cuda.matmul
+    try:
+        torch.set_float32_matmul_precision("highest")
+        matmul.allow_bf16_reduced_precision_reduction = False
+        with pytest.raises(ValueError), steps.nanogpt_matmuls():
+            assert matmul_settings() == ("high", True, True)
+            raise ValueError
+        assert matmul_settings() == ("highest", False, before[2])
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        matmul.allow_bf16_reduced_precision_reduction = before[1]
 
 
 class Event:
@@ -255,6 +312,18 @@ def test_the_exit_codes_that_torchrun_tells(tmp_path):
     assert runs.Torchrun.worker_codes(SimpleNamespace(out=log)) == [143, -9]
 
 
+def test_each_start_has_its_own_log(dry, tmp_path, monkeypatch):
+    """The codes of the run before are not this one's."""
+
+    def start(command, **how):
+        how["stdout"].write(f"exitcode  : {143 if '--resume' not in command else -9}")
+
+    monkeypatch.setattr(runs.subprocess, "Popen", start)
+    path = tmp_path / "run.pt"
+    first, second = (runs.Torchrun(dry, path, more) for more in ("", "--resume"))
+    assert first.worker_codes() == [143] and second.worker_codes() == [-9]
+
+
 def test_a_small_card(gpu, monkeypatch):
     """A tenth of the card, but as much as GPT-2 small needs."""
     monkeypatch.setattr(runs, "total_memory", lambda device: 80 * 2**30)
@@ -276,7 +345,7 @@ def test_a_limited_run_on_a_gpu(gpu, monkeypatch):
     monkeypatch.setattr(runs.subprocess, "run", start)
     monkeypatch.setattr(Bench, "planner", lambda self: planner)
     monkeypatch.setattr(Bench, "predicted", lambda self, flags, job: job.batch_size)
-    values = runs.limited(gpu, "full", more=1, room=1.0, ends_with=4)
+    values = runs.limited(gpu, "full", more=1, margin=False, ends_with=4)
     assert (values["batch"], values["predicted"], values["as_wanted"]) == (9, 9, True)
     assert values["said"] == "error: out of memory; try"
     (command,) = started

@@ -156,6 +156,7 @@ def test_the_benchmark_takes_the_peak_of_its_precision(monkeypatch):
     """On a GPU; --no-amp has a known one with --tf32 only."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    monkeypatch.setattr(benchmark, "choose_device", lambda name: torch.device("cuda"))
     asked: list[bool] = []
     monkeypatch.setattr(benchmark_worker, "set_matmul_precision", lambda *a: asked.append(a[1]))
     sizes = ("peak_bytes", "reserved_bytes", "rss_bytes", "peak_kind")
