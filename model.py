@@ -131,7 +131,7 @@ class MiniGPT(nn.Module):
     """A GPT-2-shaped language model.
 
     `model(input_ids)` returns logits; `model(input_ids, labels)` returns the mean loss, and holds
-    about 80 MiB of logits at a time, unless `loss_chunks` says otherwise (see memory/head.py).
+    at most 80 MiB of logits at a time, unless `loss_chunks` says otherwise (see memory/head.py).
 
     Args of a call:
         input_ids: (B, T) int64, T at most `max_position_embeddings`.
@@ -204,7 +204,7 @@ class MiniGPT(nn.Module):
         torch._dynamo.config.optimize_ddp = False
         for module in (*self.blocks, self.add):
             module.compile()
-        self.token_embedding.compile_softmax()
+        self.token_embedding.compiled = True
 
     @torch.no_grad()
     def generate(

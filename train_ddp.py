@@ -43,11 +43,11 @@ from trainer.torchrun import Torchrun, complain_once, main_and_exit
 class DDPProcess(OneProcess):
     """One of `world_size` processes that torchrun started, each with a device and the whole model.
 
-    Raises UsageError if it was not torchrun.
+    Raises UsageError if torchrun did not start it.
     """
 
     keeps_gradients = True  # they live in DDP's communication buckets, which stay
-    averaged = buckets_are_final = False
+    buckets_are_final = False  # they are after the first step
 
     def __init__(self, args: argparse.Namespace):
         self.torchrun = Torchrun("train_ddp.py")
@@ -60,8 +60,7 @@ class DDPProcess(OneProcess):
             self.processes_on_device = self.torchrun.local_world_size
 
     def start(self) -> None:
-        # Only now, with data and flags in order: what was wrong with them ended each process with
-        # its own message, and none waits for another that is gone.
+        # Only now, with data and flags in order: none waits for one that has ended over its own.
         self.torchrun.meet()
 
     def wrap(self, model: MiniGPT) -> nn.Module:
@@ -71,19 +70,22 @@ class DDPProcess(OneProcess):
         group = self.torchrun.connect(self.device)
         self.wrapper = DDP(model, process_group=group, gradient_as_bucket_view=True)
         if self.args.compress_gradients and self.world_size > 1:
-            # (By its own name DDP would refuse it on CPUs, where it works as well.)
+            # (By the hook's name DDP would refuse it without NCCL; but gloo can do it, too.)
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
         return self.wrapper
 
     def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
-        # The forward after the first average makes new buckets, in the order in which gradients
-        # came. The old ones must be gone by then; all gradients in them are zero.
-        if self.averaged and not self.buckets_are_final:
-            zero_without_memory(self.wrapper)
-            self.buckets_are_final = True
-        self.averaged |= now
         # DDP decides in *forward* whether the coming backward will average gradients.
         return nullcontext() if now else self.wrapper.no_sync()
+
+    def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        # The first step has shown in which order gradients come; by it the next forward makes new
+        # buckets. The old ones go with the gradients in them.
+        if self.buckets_are_final:
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            zero_without_memory(self.wrapper)
+            self.buckets_are_final = True
 
     def sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64)  # on the CPU: see Torchrun.meet

@@ -100,8 +100,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     # update, or none. (The device decides: Python does not wait for it.)
     update_if_finite(run.optimizer, grad_norm)
     run.scaler.update()  # float16: halves the loss scale after an overflow
-    # Freed, the gradients leave room for the next forward; where they must stay, they are zeroed.
-    run.optimizer.zero_grad(set_to_none=not process.keeps_gradients)
+    process.clear_gradients(run.optimizer)
     clock.lap("optimizer")
     return torch.stack(losses), grad_norm
 
@@ -119,7 +118,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
     tokens and bytes, not means, because the last batch may be smaller.
     """
     run.model.eval()
-    batches = []  # what each adds, on the device: to read it there is to wait for the GPU
+    batches = []  # on the device, and read after the loop only: each reading waits for the GPU
     for i in range(run.process.rank, len(run.val_batches), run.process.world_size):
         input_ids, labels = run.val_batches[i]
         with run.autocast():
@@ -133,10 +132,10 @@ def evaluate(run: Run) -> dict[str, float | None]:
         tokens += n_tokens
         byte_count += n_bytes.item()
     nats, tokens, byte_count = run.process.sum([nats, tokens, byte_count])
-    loss = nats / tokens
+    mean = nats / tokens
     return {
-        "val_loss": loss,
-        "val_ppl": perplexity(loss),
+        "val_loss": mean,
+        "val_ppl": perplexity(mean),
         # Unlike perplexity, this can be compared between tokenizers.
         "val_bits_per_byte": nats / math.log(2) / byte_count if byte_count else None,
     }
@@ -163,14 +162,14 @@ def train(run: Run) -> dict[str, Any]:
             # ---- The learning ends here. What follows looks at it, saves it and prints it.
             clock.end_step()
             bar.update()
-            skipped.watch(grad_norm)  # raises NotFinite after several in a row
+            skipped.take(grad_norm)  # raises NotFinite after several in a row
             # All processes must stop after the same step, whichever of them got the signal.
             run.stopped_by = process.largest(stop.number)
             log_now = due(run.step, args.log_interval, args.num_steps)
             evaluate_now = due(run.step, args.eval_interval, args.num_steps)
             save_now = save_is_due(run, skipped)
             if log_now or evaluate_now or save_now:
-                skipped.count()  # one too many ends the run before it is logged or saved
+                skipped.read_last()  # one too many ends the run before it is logged or saved
                 record = measure(run, losses, grad_norm)
                 if save_now:  # before the evaluation: that may take long, or die
                     with clock.paused():
@@ -198,7 +197,7 @@ def save_is_due(run: Run, skipped: SkippedUpdates) -> bool:
     if run.step == run.args.num_steps or run.stopped_by:
         return True
     due_by_now = interval > 0 and run.step // interval > run.saved_step // interval
-    return due_by_now and skipped.count() == 0
+    return due_by_now and skipped.read_last() == 0  # (waits for the GPU, if a save is due)
 
 
 def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:

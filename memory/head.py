@@ -13,6 +13,7 @@ V vocabulary.
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn as nn
@@ -22,10 +23,14 @@ from torch.autograd.function import once_differentiable
 
 # Bytes of logits that are alive at a time: little beside a step, enough tokens for fast matmuls.
 CHUNK = 5 * 2**24
-# Elements that are worked on at a time in float32: 16 MiB, which stay in a GPU's cache.
+# Elements that are worked on at a time in float32: 16 MiB, which stay in the cache of an A100, an
+# H100 or an RTX 4090 (40 to 72 MB).
 SLICE = 2**22
 PAD = 64  # tensor cores want rows of logits whose length is a multiple of it
 
+# Can a matmul of low precision add to a float32 matrix? (torch.addmm with out_dtype and such an
+# `out`: pytorch#167931, and not on AMD's GPUs.)
+ADDS_IN_FLOAT32 = torch.__version__ >= "2.11" and torch.version.hip is None
 Softmax = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # `softmax_in_place`, or compiled
 
 
@@ -35,12 +40,14 @@ class TiedEmbedding(nn.Embedding):
     `forward` is nn.Embedding's, (B, T) int64 -> (B, T, C); `logits` and `loss` are the head.
     """
 
-    for_head: Tensor | None = None  # the weight, on its way from the lookup to the head
+    # The weight, on its way from the lookup to the head. (A forward that fails between them leaves
+    # it here, until the next one.)
+    for_head: Tensor | None = None
     # A CPU adds the rows' gradients one after the other, always in the same order. A GPU would add
     # them as they come (atomically), and no two runs would be the same: so it makes the whole
     # gradient, sorted by id. (The planner plans for a GPU on a CPU.)
     on_cpu: bool | None = None
-    softmax: Softmax | None = None  # compiled, if it is to be
+    compiled = False  # is the softmax of a slice to be compiled?
 
     def forward(self, ids: Tensor) -> Tensor:
         on_cpu = self.weight.device.type == "cpu" if self.on_cpu is None else self.on_cpu
@@ -53,10 +60,8 @@ class TiedEmbedding(nn.Embedding):
 
     def loss(self, x: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
         """The mean loss of `head_loss`, without logits in between."""
-        return head_loss(x, self.take_weight(), labels, n_chunks, self.softmax)
-
-    def compile_softmax(self) -> None:
-        self.softmax = torch.compile(softmax_in_place)
+        softmax = compiled_softmax() if self.compiled else softmax_in_place
+        return head_loss(x, self.take_weight(), labels, n_chunks, softmax)
 
     def take_weight(self) -> Tensor:
         """As the lookup returned it; `self.weight` itself would get a second gradient buffer."""
@@ -95,8 +100,37 @@ class TiedLookup(torch.autograd.Function):
         return grad_weight, None, None
 
 
+def softmax_in_place(logits: Tensor, target: Tensor, factor: Tensor | None = None) -> Tensor:
+    """The log-likelihood (r, 1) of the `target`s (r, 1), by (r, V) `logits`.
+
+    With an (r, 1) `factor`, the gradient takes the logits' place: `factor` times the softmax, minus
+    1 at the target. Without, they may be anything afterwards.
+    """
+    exact = at_least_float32(logits)  # the logits themselves if they are that already
+    at_target, largest = exact.gather(1, target), exact.amax(dim=1, keepdim=True)
+    exp = exact.sub_(largest).exp_()
+    sum_exp = exp.sum(dim=1, keepdim=True)
+    if factor is not None:
+        logits.copy_(exp.mul_(factor / sum_exp).scatter_add_(1, target, -factor))
+    return at_target - largest - sum_exp.log()
+
+
+@cache
+def compiled_softmax() -> Softmax:
+    return torch.compile(softmax_in_place)
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """A sum over a vocabulary needs it; float64 stays what it is."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def head_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Softmax | None = None
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    n_chunks: int,
+    softmax: Softmax = softmax_in_place,
 ) -> Tensor:
     """Mean cross-entropy of the head's logits, in nats.
 
@@ -106,9 +140,8 @@ def head_loss(
         labels: (B, T) int64, -100 = no loss here.
         n_chunks: 1 = all tokens at once, by autograd; n = in n chunks, never more than one chunk of
             logits alive; 0 = as few chunks as `count_chunks` finds small enough.
-        softmax: `softmax_in_place`, compiled.
+        softmax: `softmax_in_place`, or that, compiled.
     """
-    softmax = softmax or softmax_in_place
     x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
     if n_chunks == 1:
         return F.cross_entropy(at_least_float32(F.linear(x, weight)), labels)
@@ -117,20 +150,15 @@ def head_loss(
     return loss_by_chunks(x, weight, labels, n_chunks, softmax)
 
 
-def at_least_float32(logits: Tensor) -> Tensor:
-    """A sum over a vocabulary needs it; float64 stays what it is."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def count_chunks(n_tokens: int, vocab_size: int, asked: int, itemsize: int) -> int:
     """In how many chunks the head runs. `asked`: 0 = chunks of `CHUNK` bytes; `itemsize`: bytes of
     a logit."""
-    return min(asked or math.ceil(n_tokens * vocab_size * itemsize / CHUNK), n_tokens)
+    return max(1, min(asked or math.ceil(n_tokens * vocab_size * itemsize / CHUNK), n_tokens))
 
 
 def rows_of_slice(n_tokens: int, vocab_size: int) -> int:
-    """Tokens whose softmax is taken at a time, of a chunk of `n_tokens`: about `SLICE` logits, or a
-    32nd of a chunk that is far larger."""
+    """Tokens whose softmax is taken at a time, of a chunk of `n_tokens`: about `SLICE` logits. Or a
+    32nd of a chunk that somebody asked to be far larger: launches are not for nothing, either."""
     return min(n_tokens, max(1, SLICE // vocab_size, n_tokens // 32))
 
 
@@ -179,15 +207,16 @@ def loss_by_chunks(
     n = math.ceil(N / count_chunks(N, V, n_chunks, dtype.itemsize))
     r = rows_of_slice(n, V)
     buffer = x.new_empty(n, len(cast_weight), dtype=dtype)
-    exact = torch.promote_types(dtype, torch.float32)
 
     kept = (labels != -100).unsqueeze(1)  # (N, 1)
     targets = labels.unsqueeze(1).where(kept, 0)
-    count = kept.sum().to(exact)  # stays on the device: reading it would stall a GPU
+    # (Sums are in float32 at least.)
+    count = kept.sum().to(
+        torch.promote_types(dtype, torch.float32)
+    )  # stays on the device: reading it would stall a GPU
     # float16 ends at 6e-8. The usual cure, GradScaler's factor, comes only in backward, when
-    # these gradients are long made; so they carry a factor of their own (a power of two:
-    # exact), about the number of tokens, which undoes the mean's division.
-    scale = 2.0 ** math.floor(math.log2(N)) if dtype == torch.float16 else 1.0
+    # these gradients are long made; so here the mean's division waits until they are in float32.
+    scale = count.clamp(min=1) if dtype == torch.float16 else 1
     factors = (scale / count).where(kept, 0)  # (N, 1)
     log_likelihood = torch.empty_like(factors)
     for start in range(0, N, n):
@@ -197,13 +226,12 @@ def loss_by_chunks(
         logits, found = padded[:, :V], log_likelihood[chunk]  # (n, V), (n, 1)
         for i in range(0, len(logits), r):
             part = slice(i, i + r)
-            wanted = factor[part] if gradients else None
+            wanted = None if gradients is None else factor[part]
             found[part] = softmax(logits[part], target[part], wanted)
         if gradients is not None:
-            padded[:, V:] = 0
             gradients[0][chunk] = padded @ cast_weight
             add_product(gradients[1], logits.T, x_chunk)
-    if gradients is not None and scale != 1:
+    if gradients is not None and dtype == torch.float16:
         for gradient in gradients:
             gradient.div_(scale)
     return -log_likelihood.where(kept, 0).sum() / count
@@ -225,26 +253,11 @@ def cast_by_autocast(weight: Tensor) -> Tensor:
     return copy
 
 
-def softmax_in_place(logits: Tensor, target: Tensor, factor: Tensor | None = None) -> Tensor:
-    """The log-likelihood (r, 1) of the `target`s (r, 1), by (r, V) `logits`.
-
-    With an (r, 1) `factor`, the gradient takes the logits' place: `factor` times the softmax, minus
-    1 at the target. Without, they may be anything afterwards.
-    """
-    exact = at_least_float32(logits)  # the logits themselves if they are that already
-    at_target, largest = exact.gather(1, target), exact.amax(dim=1, keepdim=True)
-    exp = exact.sub_(largest).exp_()
-    sum_exp = exp.sum(dim=1, keepdim=True)
-    if factor is not None:
-        logits.copy_(exp.mul_(factor / sum_exp).scatter_add_(1, target, -factor))
-    return at_target - largest - sum_exp.log()
-
-
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """`total` += `a` @ `b`, added up in the precision of `total`, without a second one of it."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif total.is_cuda and total.dtype == torch.float32:
+    elif total.is_cuda and total.dtype == torch.float32 and ADDS_IN_FLOAT32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         rows = max(1, SLICE // total.size(1))

@@ -123,7 +123,7 @@ POLICIES: dict[str, Callable[[Any, Tensor], Halves]] = {
     "attn": replay_attention,
     "sdpa": keep_results_of(ATTENTION_OPS),  # axolotl: what costs most at long T is kept
 }
-# `full` is not among them: it is the line in MiniGPT.forward (offloaded, the one in `schedule`).
+# `full` is not among them: it is the line in MiniGPT.forward (offloaded, the one in `offloaded`).
 RECOMPUTE_POLICIES = ("none", *POLICIES, "full")
 
 

@@ -20,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memory import HostMemory
 from memory.head import count_chunks
+from memory.offload import SMALL
 from model import MiniGPT, MiniGPTConfig
 
-from . import kernels
 from .formulas import head_bytes
+from .kernels import inside, workspaces
 from .tracker import StorageTracker
 
 KINDS = (
@@ -160,8 +161,12 @@ class Planner:
         Two simulations tell: each sequence adds the same to the bytes after an operator. Except in
         the head, which gets more chunks instead of larger ones; it goes by its formula.
         """
-        one = self.step(batch_size, **memory)
-        two = self.step(1 if batch_size > 1 else 2, **memory)
+        first, other = batch_size, 1 if batch_size > 1 else 2
+        offloads = replace(self.config, **memory).offload_activations
+        if offloads:  # both must be large enough to move
+            first = max(first, math.ceil(SMALL / (4 * self.seq_len * self.config.d_model)))
+            other = first + 1
+        one, two = self.step(first, **memory), self.step(other, **memory)
 
         def of_the_head(sequences: int) -> int:
             return head_bytes(one.config, sequences * self.seq_len, self.precision)
@@ -192,13 +197,15 @@ class Planner:
         most = bisect_right(range(1, 10**6), budget, key=lambda n: beside_the_head(n).max())
         while most > 0 and peak(most) > budget:
             most -= 1
+        if offloads and most < first:  # they do not tell of smaller ones
+            most = bisect_right(range(1, first), budget, key=lambda n: self.step(n, **memory).peak)
         asked = batch_size if self.step(batch_size, **memory).peak <= budget else 0
         return max(asked, most)
 
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
         """What train_minimal.train_step does, without its data and its numbers."""
         model = self.model
-        tracker = StorageTracker(inside=kernels.inside if self.kernels else None)
+        tracker = StorageTracker(inside=inside if self.kernels else None)
         model.config, model.host_memory = config, HostMemory()
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
@@ -233,7 +240,7 @@ class Planner:
             self.optimizer.zero_grad(set_to_none=True)
         step = summarize(tracker, config, batch_size, self.seq_len, forward_end)
         if self.kernels:
-            step.timeline[:, KINDS.index("temporaries")] += kernels.workspaces()
+            step.timeline[:, KINDS.index("temporaries")] += workspaces()
         return step
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
@@ -49,7 +50,8 @@ class Storage:
 class StorageTracker(TorchDispatchMode):
     """Notes every storage that operators make, without keeping any of them alive.
 
-    It looks after each operator: what a kernel takes and gives back inside is not seen.
+    It looks after each operator: what a kernel takes and gives back inside is not seen (but
+    `inside` may tell).
     """
 
     def __init__(
@@ -176,7 +178,9 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
             tracker.add_given(parameter)
     with fake, modules, tracker:
         result = forward()
-    graph = result.grad_fn  # it holds all the rest; the result itself is the caller's
+    # The graph holds all the rest; the result itself is the caller's. (On torch 2.11
+    # `result.grad_fn` does not keep the node of an autograd.Function, such as the head's.)
+    graph = get_gradient_edge(result)
     del result
     kept = [s for s in tracker.alive() if s.operator and s.device.type == weight.device.type]
     del graph

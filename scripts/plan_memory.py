@@ -123,7 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return fill_in(args)
 
 
-def rows(planner: Planner, batch_size: int, room: Room) -> list[Row]:
+def rows(planner: Planner, batch_size: int, room: Room, compiled: bool = False) -> list[Row]:
     """Every policy, and the least recompute that fits (a row of its own if it is a mix)."""
     ways = [*RUNGS, OFFLOADED]
     taken = pick_recompute(planner, batch_size, sys.maxsize if room.safe is None else room.safe)
@@ -144,7 +144,7 @@ def rows(planner: Planner, batch_size: int, room: Room) -> list[Row]:
                 name=describe_recompute(step.config),
                 flags=recompute_flags(step.config),
                 step=step,
-                replayed=step_flops(step.config, planner.seq_len)[1] / needed,
+                replayed=step_flops(step.config, planner.seq_len, compiled)[1] / needed,
                 room=room,
                 largest_batch=largest,
                 safe_batch=safe,
@@ -326,11 +326,11 @@ def plan(argv: list[str], bar: tqdm) -> int:
     bar.write(describe_target(args, plans, room) + "\n")
     table: list[Row] = []
     if room.budget is None or plans.state(args) < room.budget:
-        table = rows(plans.planner(args), args.batch_size, room)
+        table = rows(plans.planner(args), args.batch_size, room, args.compile)
         bar.write(format_table(table, recommend(table)) + "\n")
     bar.write(verdict(argv, args, plans, room, table))
     if args.json:
-        table = table or rows(plans.planner(args), args.batch_size, room)
+        table = table or rows(plans.planner(args), args.batch_size, room, args.compile)
         args.json.write_text(as_json(argv, args, plans, room, table))
     return 0
 

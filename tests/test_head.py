@@ -3,6 +3,8 @@
 That they are right at all: test_oracle.py.
 """
 
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memory.head import TiedEmbedding, count_chunks, head_loss
+from memory.head import TiedEmbedding, add_product, count_chunks, head_loss
 
 
 def head_inputs(n_tokens: int, vocab_size: int = 97, channels: int = 16):
@@ -106,6 +108,47 @@ def test_chunked_head_in_float16_keeps_small_gradients():
     with torch.autocast("cpu", torch.float16):
         gradient = head_with_gradients(x, weight, labels, 8)[2][100:]
     assert ((gradient - exact).norm() / exact.norm()).item() < 0.01
+
+
+@pytest.mark.parametrize("n_labels", [0, 1, 3])
+def test_chunked_head_in_float16_with_few_labels(n_labels):
+    """The mean is over those few: nothing in float16 may be N times as large."""
+    x, weight, labels = head_inputs(2**16, vocab_size=7, channels=4)
+    labels.view(-1)[n_labels:] = -100
+    exact = head_with_gradients(x, weight, labels, 4)
+    with torch.autocast("cpu", torch.float16):
+        found = head_with_gradients(x, weight, labels, 4)
+    for a, b in zip(exact[1:], found[1:], strict=True):
+        assert (a - b).norm() <= 5e-3 * a.norm()
+
+
+@pytest.mark.parametrize("can_add", [True, False])
+def test_the_weights_gradient_is_added_up_in_float32_by_the_gpus_matmul_if_it_can(
+    can_add, monkeypatch
+):
+    """(A CPU cannot: it is played by what knows the signature.)"""
+    called = []
+
+    class OnGPU(Tensor):
+        is_cuda = True
+
+    def addmm(total, a, b, *, out_dtype, out):
+        called.append((a.dtype, out_dtype))
+        return out.add_(a.float() @ b.float())
+
+    monkeypatch.setattr("memory.head.ADDS_IN_FLOAT32", can_add)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    total, a, b = torch.ones(6, 4), torch.randn(6, 3).bfloat16(), torch.randn(3, 4).bfloat16()
+    add_product(on_gpu := total.as_subclass(OnGPU), a, b)
+    assert called == [(torch.bfloat16, torch.float32)] * can_add
+    torch.testing.assert_close(on_gpu.as_subclass(Tensor), 1 + (a.float() @ b.float()), atol=0.02,
+                               rtol=0.02)  # fmt: skip
+
+
+def test_a_compiled_model_can_be_pickled():
+    model = tiny()
+    model.compile_blocks()
+    assert pickle.loads(pickle.dumps(model)).token_embedding.compiled
 
 
 def test_how_many_chunks():
@@ -238,24 +281,6 @@ def test_each_end_of_the_tied_weight_alone():
         torch.testing.assert_close(found, expected)
 
 
-def test_float16_s_factor_is_exact():
-    """A power of two: with 8 tokens nothing is near float16's ends, and no bit differs."""
-    x, weight, labels = head_inputs(9)
-    half = weight.detach().half()
-    with torch.autocast("cpu", torch.float16):
-        _, x_grad, weight_grad = head_with_gradients(x, weight, labels, 9)
-        rows = []
-        expected = torch.zeros_like(weight)
-        for row, label in zip(x.detach()[0], labels[0], strict=True):
-            logits = F.linear(row[None], half).detach().requires_grad_()
-            loss = F.cross_entropy(logits.float(), label[None], reduction="sum") / 9
-            (grad,) = torch.autograd.grad(loss * 8, logits)
-            rows.append((grad @ half).float())
-            expected += (grad.T @ row[None].half()).float()
-    assert torch.equal(x_grad[0], torch.cat(rows) / 8)
-    assert torch.equal(weight_grad, expected / 8)
-
-
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_a_second_derivative_is_refused_not_wrong(chunks):
     model, ids = tiny(loss_chunks=chunks), random_ids(4, 16)
@@ -288,10 +313,11 @@ class LargeMoves(TorchDispatchMode):
         return result
 
 
-def test_few_bytes_move():
+@pytest.mark.parametrize(("n_chunks", "most"), [(8, 19e9), (0, 23e9)])
+def test_few_bytes_move(n_chunks, most):
     """GPT-2's head, 16,384 tokens: a softmax works on slices, which stay in a cache."""
     with FakeTensorMode(), LargeMoves() as moves:
         x, weight = (torch.empty(*s, 768, requires_grad=True) for s in [(16, 1024), (50257,)])
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            head_loss(x, weight, torch.zeros(16, 1024, dtype=torch.int64), 8).backward()
-    assert 10e9 < moves.bytes < 19e9
+            head_loss(x, weight, torch.zeros(16, 1024, dtype=torch.int64), n_chunks).backward()
+    assert 10e9 < moves.bytes < most

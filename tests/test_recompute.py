@@ -1,7 +1,6 @@
 """Recompute changes what is kept, and nothing else: not one bit of the result."""
 
 import gc
-import math
 import weakref
 
 import pytest
@@ -11,7 +10,6 @@ from test_model import random_ids, tiny
 from memory import HostMemory
 from memory.policies import one_by_one
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from planner.formulas import step_flops
 from planner.tracker import Storage, kept_for_backward
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -336,71 +334,3 @@ def test_offloaded_copy_is_what_backward_gets(monkeypatch):
     monkeypatch.setattr(offload.Ticket, "__init__", init)
     assert not all(map(torch.equal, clean, gradients()))
     assert len(tickets) == 1
-
-
-# ---- compiled
-
-
-@pytest.mark.parametrize("group", [1, 2])
-def test_compiled_blocks_replay_their_last_matmul_too(group):
-    """Early stop cannot end compiled code half-way; step_flops knows."""
-    model = tiny(recompute="full", recompute_group=group, dropout=0.0).train()
-    config, ids = model.config, random_ids(2, 16)
-
-    def flops_replayed() -> int:
-        loss = model(ids, ids)
-        with torch.profiler.profile(record_shapes=True) as profile:
-            loss.backward()
-        # (One that early stop ends as it begins does not get as far as to copy its bias.)
-        ran = [
-            event
-            for event in profile.events()
-            if event.name == "aten::addmm" and "aten::copy_" in [e.name for e in event.cpu_children]
-        ]
-        return sum(2 * ids.numel() * math.prod(event.input_shapes[2]) for event in ran)
-
-    def expected(compiled: bool) -> float:
-        attention = config.n_layers * 2 * ids.size(1) * config.d_model
-        return ids.numel() * (step_flops(config, ids.size(1), compiled)[1] - attention)
-
-    assert flops_replayed() == expected(False)
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    assert flops_replayed() == expected(True) > expected(False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
-def test_compiled_policies_have_the_same_losses(policy):
-    def losses(compiled_policy: str) -> list[float]:
-        model = tiny(recompute=compiled_policy).train()
-        model.compile_blocks()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        found = []
-        for step in range(5):
-            torch.manual_seed(step)
-            ids = random_ids(2, 16)
-            loss = model(ids, ids)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        return found
-
-    assert losses(policy) == pytest.approx(losses("none"), rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "mlp", "sdpa"])
-def test_offload_of_compiled_blocks(policy):
-    def gradients(offloaded: bool) -> list[torch.Tensor]:
-        model = tiny(recompute=policy, n_layers=3, offload_activations=offloaded).train()
-        model.compile_blocks()
-        torch.manual_seed(0)
-        ids = random_ids(2, 16)
-        model(ids, ids).backward()
-        travelled = sum(map(len, model.host_memory.unused.values()))
-        assert (travelled >= 2) == offloaded
-        return [p.grad for p in model.parameters()]
-
-    assert all(map(torch.equal, gradients(True), gradients(False)))

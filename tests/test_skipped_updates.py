@@ -161,7 +161,7 @@ def test_the_copy_is_looked_at_when_it_has_arrived(monkeypatch):
             self.norm.finish()
             waits.append(run.step)
 
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Event))
+    monkeypatch.setattr(torch.cpu, "Event", Event)
     said: list[str] = []
     args = fill_in(build_parser("test", "x.pt").parse_args([]))
     scaler = SimpleNamespace(is_enabled=lambda: False)
@@ -170,16 +170,16 @@ def test_the_copy_is_looked_at_when_it_has_arrived(monkeypatch):
     skipped = SkippedUpdates(run)
     for run.step, norm in enumerate([1.0, torch.inf, torch.nan, 2.0, torch.nan, torch.inf], 1):
         norms.append(SlowDevice(norm))
-        skipped.watch(norms[-1])
+        skipped.take(norms[-1])
         if run.step == 3:
-            assert (len(said), skipped.count(), skipped.count()) == (1, 2, 2)
+            assert (len(said), skipped.read_last(), skipped.read_last()) == (1, 2, 2)
     assert waits == [2, 3, 3, 5, 6]  # (somebody has asked for 3, so the step after waits for none)
     assert [int(line.split()[2].strip(":")) for line in said] == [2, 3, 5]
     run.step = 7
     norms.append(SlowDevice(torch.nan))
-    skipped.watch(norms[-1])
+    skipped.take(norms[-1])
     with pytest.raises(NotFinite, match="3 steps in a row, 5 to 7; start again"):
-        skipped.count()
+        skipped.read_last()
 
 
 # ---- What a whole run promises, if nobody looks at its steps

@@ -20,12 +20,12 @@ from .snapshot import Resumed
 # trained, or when processes wait for each other.
 OWN = {
     "train_data": "a path of this machine; what was read there is compared",
-    "val_data": "the same",
+    "val_data": "a path of this machine; what was read there is compared",
     "tokenizer_name": "it may be a file; the vocabulary is compared, with the data",
     "checkpoint_path": "a path of this machine; the snapshot that was found there is compared",
     "device": "auto may be what another machine calls cuda; what was chosen is compared",
-    "amp_dtype": "the same",
-    "no_amp": "the same",
+    "amp_dtype": "auto may be what another machine types; what was chosen is compared",
+    "no_amp": "it may be what another machine's auto comes to; what was chosen is compared",
     "memory_budget": "all take the smallest",
     "typed": "no flag",
 }

@@ -145,21 +145,23 @@ class SkippedUpdates:
 
     What decides, the gradients' norm, is in the device's memory. Reading it right away would make
     Python wait for a GPU in each step, and then the GPU for Python. So it is copied while both work
-    on, and looked at when the next step is on its way, or when it has to be known (`count`).
+    on, and looked at when the next step is on its way, or when it has to be known (`read_last`).
     """
 
     def __init__(self, run: Run):
         self.run, self.in_a_row = run, 0
         self.unread: tuple[int, Tensor] | None = None  # a step, and the norm that was its own
-        self.copied = torch.get_device_module(run.process.device).Event()
+        # (Only a GPU's copy is in the background. Elsewhere this event does nothing.)
+        on_gpu = run.process.device.type == "cuda"
+        self.copied = torch.cuda.Event() if on_gpu else torch.cpu.Event()
 
-    def watch(self, grad_norm: Tensor) -> None:
-        """Take the norm () of the step just done; look at the one before, as `count` does."""
-        self.count()
+    def take(self, grad_norm: Tensor) -> None:
+        """Take the norm () of the step just done; look at the one before, as `read_last` does."""
+        self.read_last()
         self.unread = self.run.step, grad_norm.to("cpu", non_blocking=grad_norm.is_cuda)
         self.copied.record()
 
-    def count(self) -> int:
+    def read_last(self) -> int:
         """How many in a row, the step just done included; waits for it. Says of each one, once,
         that it was skipped. Raises NotFinite after too many.
         """

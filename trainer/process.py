@@ -27,7 +27,7 @@ class OneProcess:
     """One process, one device."""
 
     rank, world_size = 0, 1
-    keeps_gradients = False  # are they in memory that stays, to be zeroed instead of freed?
+    keeps_gradients = False  # are they in memory that stays? (The planner asks.)
     processes_on_device = 1  # that share its memory
 
     def __init__(self, device: torch.device):
@@ -58,6 +58,10 @@ class OneProcess:
     def clip_gradients(self, model: MiniGPT, limit: float) -> Tensor:
         """Scale all gradients so that their norm is at most `limit`; returns the norm () before."""
         return nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the update: freed, they leave room for the next forward."""
+        optimizer.zero_grad()
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over all processes."""

@@ -86,7 +86,7 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Non
     to run, and to ask Python must wait for the device.
     """
     if optimizer.defaults.get("fused"):
-        optimizer.found_inf = 1 - grad_norm.isfinite().float()  # type: ignore[attr-defined]
+        optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
         optimizer.step()
     elif grad_norm.isfinite():
         optimizer.step()
