@@ -51,7 +51,7 @@ RESULTS = {
         f"python -m scripts.ladder --json {FOLDER}/ladder.json", ("ladder.json",), "2 minutes"
     ),
     "benchmark": Result(
-        "python -m scripts.benchmark --model gpt2 --batch-size 2 --policies none full "
+        "python -m scripts.benchmark --model gpt2 --batch-size 2 --no-amp --policies none full "
         "--peer transformers --repeats 2 --steps 2 "
         f"--json {FOLDER}/benchmark_cpu_124m_b2_peer.json",
         ("benchmark_cpu_124m_b2_peer.json",),
