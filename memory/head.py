@@ -157,8 +157,8 @@ def count_chunks(n_tokens: int, vocab_size: int, asked: int, itemsize: int) -> i
 
 
 def rows_of_slice(n_tokens: int, vocab_size: int) -> int:
-    """Tokens whose softmax is taken at a time, of a chunk of `n_tokens`: about `SLICE` logits. Or a
-    32nd of a chunk that somebody asked to be far larger: launches are not for nothing, either."""
+    """Tokens whose softmax is taken at a time, of a chunk of `n_tokens`: about `SLICE` logits; or a
+    32nd of a chunk that somebody asked to be far larger, as each launch costs time, too."""
     return min(n_tokens, max(1, SLICE // vocab_size, n_tokens // 32))
 
 
@@ -210,10 +210,8 @@ def loss_by_chunks(
 
     kept = (labels != -100).unsqueeze(1)  # (N, 1)
     targets = labels.unsqueeze(1).where(kept, 0)
-    # (Sums are in float32 at least.)
-    count = kept.sum().to(
-        torch.promote_types(dtype, torch.float32)
-    )  # stays on the device: reading it would stall a GPU
+    sums = torch.promote_types(dtype, torch.float32)
+    count = kept.sum().to(sums)  # stays on the device: reading it would stall a GPU
     # float16 ends at 6e-8. The usual cure, GradScaler's factor, comes only in backward, when
     # these gradients are long made; so here the mean's division waits until they are in float32.
     scale = count.clamp(min=1) if dtype == torch.float16 else 1
@@ -222,7 +220,7 @@ def loss_by_chunks(
     for start in range(0, N, n):
         chunk = slice(start, start + n)
         x_chunk, target, factor = x[chunk].to(dtype), targets[chunk], factors[chunk]
-        padded = torch.mm(x_chunk, cast_weight.T, out=buffer[: len(x_chunk)])
+        padded = torch.mm(x_chunk, cast_weight.T, out=buffer[: len(x_chunk)])  # the padding is 0
         logits, found = padded[:, :V], log_likelihood[chunk]  # (n, V), (n, 1)
         for i in range(0, len(logits), r):
             part = slice(i, i + r)
@@ -240,7 +238,7 @@ def loss_by_chunks(
 def cast_by_autocast(weight: Tensor) -> Tensor:
     """By hand, and once, what autocast would do for each matmul: a copy in lower precision.
 
-    As it is a copy, it can have rows of zeros at its end, for which tensor cores are faster.
+    As it is a copy, it can have rows of zeros at its end, with which tensor cores are faster.
     """
     device_type = weight.device.type
     dtype = weight.dtype

@@ -161,10 +161,12 @@ class Planner:
         Two simulations tell: each sequence adds the same to the bytes after an operator. Except in
         the head, which gets more chunks instead of larger ones; it goes by its formula.
         """
-        first, other = batch_size, 1 if batch_size > 1 else 2
-        offloads = replace(self.config, **memory).offload_activations
-        if offloads:  # both must be large enough to move
-            first = max(first, math.ceil(SMALL / (4 * self.seq_len * self.config.d_model)))
+        first, other, moves = batch_size, 1 if batch_size > 1 else 2, 0
+        if replace(self.config, **memory).offload_activations:
+            # Of fewer sequences the residual stream is too small to be moved: what they take, and
+            # what more of them take, are two things.
+            moves = math.ceil(SMALL / (4 * self.seq_len * self.config.d_model))
+            first = max(first, moves)
             other = first + 1
         one, two = self.step(first, **memory), self.step(other, **memory)
 
@@ -197,8 +199,8 @@ class Planner:
         most = bisect_right(range(1, 10**6), budget, key=lambda n: beside_the_head(n).max())
         while most > 0 and peak(most) > budget:
             most -= 1
-        if offloads and most < first:  # they do not tell of smaller ones
-            most = bisect_right(range(1, first), budget, key=lambda n: self.step(n, **memory).peak)
+        if most < moves:
+            most = bisect_right(range(1, moves), budget, key=lambda n: self.step(n, **memory).peak)
         asked = batch_size if self.step(batch_size, **memory).peak <= budget else 0
         return max(asked, most)
 
