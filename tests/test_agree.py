@@ -69,6 +69,7 @@ def test_other_flags(tmp_path):
     assert list(tmp_path.iterdir()) == []  # no folder, no lock
 
 
+@pytest.mark.slow
 def test_other_snapshots(tmp_path):
     """--resume, where each machine has a disk of its own; and the snapshots stay as they were."""
     paths = tmp_path / "a.pt", tmp_path / "b.pt"
@@ -99,6 +100,7 @@ def test_other_data_and_no_hang_in_any_attempt(tmp_path):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_auto_takes_what_fits_everywhere(tmp_path):
     """The memory of process 1, the smaller one, is a flag here."""
     path, small = tmp_path / "run.pt", "--memory-budget=450KiB"
@@ -110,6 +112,7 @@ def test_auto_takes_what_fits_everywhere(tmp_path):
     assert snapshot(path)["config"]["recompute"] != "none"
 
 
+@pytest.mark.slow
 def test_what_process_0_alone_finds_ends_all(tmp_path):
     """With the same words: process 1 does not speak of a lost connection."""
     with open(tmp_path / "run.lock", "w") as lock:

@@ -91,6 +91,7 @@ def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
     assert same(weights(path), weights(whole))
 
 
+@pytest.mark.slow
 def test_compressed_gradients(tmp_path):
     """Both processes the same to the bit, and to what resumes; nearly what is not compressed."""
     path, part, plain = (tmp_path / name for name in ("run.pt", "part.pt", "plain.pt"))
