@@ -59,6 +59,7 @@ def test_compiled_policies_have_the_same_losses(policy):
     assert losses(policy) == pytest.approx(losses("none"), rel=1e-5)
 
 
+@pytest.mark.usefixtures("everything_travels")
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "mlp", "sdpa"])
 def test_offload_of_compiled_blocks(policy):
