@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,19 +72,28 @@ class Results:
 
 
 def read_results(file: Path) -> Results:
-    """Raises OSError. A line that a crash cut short is left out."""
-    return collect(file.read_text(encoding="utf-8", errors="replace").splitlines())
+    """Raises OSError."""
+    return collect(lines_of(file))
 
 
-def collect(lines: Iterable[str]) -> Results:
-    results = Results()
+def lines_of(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def parse(lines: Iterable[str]) -> Iterator[Record]:
+    """A line that a crash cut short is left out."""
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        if not isinstance(record, dict):
-            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def collect(lines: Iterable[str]) -> Results:
+    results = Results()
+    for record in parse(lines):
         if "about" in record:
             results.abouts.append(record["about"])
         elif "names" in record:
@@ -94,16 +103,12 @@ def collect(lines: Iterable[str]) -> Results:
     return results
 
 
-def forget(file: Path, sections: Iterable[str]) -> None:
+def forget(file: Path, sections: Collection[str]) -> None:
     """Take these sections' lines out; the file as it was stays, under another name."""
     number = len(list(file.parent.glob(f"{file.stem}.*{file.suffix}"))) + 1
     before = file.with_suffix(f".{number}{file.suffix}")
     os.replace(file, before)
-    for line in before.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
+    for record in parse(lines_of(before)):
         if record.get("section") not in sections:
             append(file, record)
 

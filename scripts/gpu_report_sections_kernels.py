@@ -177,21 +177,29 @@ def head_input(bench: Bench, n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, torch.randint(args.vocab_size, (1, n_tokens), device=bench.device)
 
 
+def run_head(
+    bench: Bench, inputs: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, chunks: int
+) -> tuple[Tensor, float]:
+    """Forward and backward once: the loss, and the factor that the gradients carry."""
+    scale = 2.0**16 if dtype == torch.float16 else 1.0
+    with torch.autocast(bench.device.type, dtype):
+        loss = head_loss(*inputs, chunks)
+    (loss * scale).backward()
+    return loss.detach(), scale
+
+
 def head_step(
     bench: Bench, n_tokens: int, dtype: torch.dtype, chunks: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Two functions: forward and backward once; give back the gradients."""
     x, weight, labels = head_input(bench, n_tokens)
-    loss_scale = 2.0**16 if dtype == torch.float16 else 1.0
 
     def forget() -> None:
         x.grad = weight.grad = None
 
     def step() -> None:
         forget()
-        with torch.autocast(bench.device.type, dtype):
-            loss = head_loss(x, weight, labels, chunks)
-        (loss * loss_scale).backward()
+        run_head(bench, (x, weight, labels), dtype, chunks)
 
     return step, forget
 
@@ -245,11 +253,8 @@ def head_errors(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
     """Relative errors (of the gradients' norms), on fewer tokens."""
     n_tokens = bench.pick(1024, 16)
     x, weight, labels = head_input(bench, n_tokens)
-    scale = 2.0**16 if dtype == torch.float16 else 1.0
-    with torch.autocast(bench.device.type, dtype):
-        loss = head_loss(x, weight, labels, chunks)
-    (loss * scale).backward()
-    ours: dict[str, Any] = {"loss": loss.detach(), "grad_x": x.grad, "grad_weight": weight.grad}
+    loss, scale = run_head(bench, (x, weight, labels), dtype, chunks)
+    ours: dict[str, Any] = {"loss": loss, "grad_x": x.grad, "grad_weight": weight.grad}
     exact = exact_head(bench, n_tokens)
     unscale = {"loss": 1.0, "grad_x": 1 / scale, "grad_weight": 1 / scale}
     return {
