@@ -41,6 +41,7 @@ class MiniGPTConfig:
     recompute: str = "none"  # "full": an activation checkpoint around each block; or a name of
     # memory/policies.py: cheap, selective, mlp, attn, sdpa
     recompute_layers: int | None = None  # only the first N blocks; None = all
+    recompute_rest: str = "none"  # the policy of the blocks after those
     recompute_group: int = 1  # with "full": one checkpoint for every K consecutive blocks
     offload_activations: bool = False  # what the policy keeps waits in CPU memory
     loss_chunks: int = 0  # head and loss in n chunks of tokens; 0 = choose n, 1 = all at once
@@ -255,26 +256,25 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
 def check(config: MiniGPTConfig) -> None:
     """Raises ValueError, with a message that names the field, if a value is impossible."""
     sizes = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff recompute_group"
-    for name in sizes.split():
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
+    for name, least in (*((size, 1) for size in sizes.split()), ("loss_chunks", 0)):
+        if getattr(config, name) < least:
+            raise ValueError(f"{name} must be at least {least}, not {getattr(config, name)}")
     C, H = config.d_model, config.n_heads
     if C % H:
         raise ValueError(f"d_model ({C}) must be divisible by n_heads ({H})")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), not {config.dropout}")
-    if config.recompute not in RECOMPUTE_POLICIES:
-        known = ", ".join(RECOMPUTE_POLICIES)
-        raise ValueError(f"recompute must be one of {known}, not {config.recompute!r}")
-    layers = config.recompute_layers
+    policy, rest, layers = config.recompute, config.recompute_rest, config.recompute_layers
+    for name, word in (("recompute", policy), ("recompute_rest", rest)):
+        if word not in RECOMPUTE_POLICIES:
+            raise ValueError(f"{name} must be one of {', '.join(RECOMPUTE_POLICIES)}, not {word!r}")
     if layers is not None and not 0 <= layers <= config.n_layers:
         raise ValueError(f"recompute_layers must be in 0..{config.n_layers}, not {layers}")
-    if config.recompute_group > 1 and config.recompute != "full":
-        raise ValueError(
-            f"recompute_group {config.recompute_group} needs recompute full, "
-            f"not {config.recompute}: only whole blocks can share a checkpoint"
-        )
-    if config.offload_activations and config.recompute == "none":
+    if rest != "none" and (policy == "none" or layers is None):
+        needs = f"recompute_rest {rest} needs recompute and recompute_layers"
+        raise ValueError(f"{needs}: it is for the blocks after those")
+    if config.recompute_group > 1 and policy != "full":
+        needs = f"recompute_group {config.recompute_group} needs recompute full, not {policy}"
+        raise ValueError(f"{needs}: only whole blocks can share a checkpoint")
+    if config.offload_activations and policy == "none":
         raise ValueError("offload_activations needs a recompute policy: full is the usual one")
-    if config.loss_chunks < 0:
-        raise ValueError(f"loss_chunks must be at least 0, not {config.loss_chunks}")

@@ -136,22 +136,25 @@ def schedule(
     """What MiniGPT.forward calls, one after the other.
 
     Each block, by the policy of `config` (a model.MiniGPTConfig), unless other fields of it say:
-    only the first `recompute_layers`; `recompute_group` of them as if they were one; with
-    `offload_activations`, what the policy keeps in CPU memory. Evaluation recomputes nothing.
+    only the first `recompute_layers`, and by `recompute_rest` those after them; `recompute_group`
+    of the first ones as if they were one; with `offload_activations`, what the policies keep in CPU
+    memory. Evaluation recomputes nothing.
     """
     blocks, calls = list(blocks), list[Call]()
-    n_recomputed = config.n_recomputed if training else 0
+    if not training:
+        return iter([(block, "none") for block in blocks])
+    n_recomputed = config.n_recomputed
     for i in range(0, n_recomputed, config.recompute_group):
         group = blocks[i : min(i + config.recompute_group, n_recomputed)]
         calls.append((group[0] if len(group) == 1 else one_by_one(group), config.recompute))
-    calls += [(block, "none") for block in blocks[n_recomputed:]]
-    if config.offload_activations and n_recomputed:
+    calls += [(block, config.recompute_rest) for block in blocks[n_recomputed:]]
+    if config.offload_activations:
         return offloaded(calls, Offload(host, blocks), random=config.dropout > 0)
     return iter(calls)
 
 
 def offloaded(calls: list[Call], offload: Offload, random: bool) -> Iterator[Call]:
-    """The same calls, with what the policy keeps in CPU memory."""
+    """The same calls, with what their policies keep in CPU memory."""
     try:
         for i, (block, policy) in enumerate(calls):
             # Only hooks that are around a checkpoint see its input, so it moves in here.

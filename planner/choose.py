@@ -16,6 +16,8 @@ RUNGS: list[dict[str, Any]] = [
     *({"recompute": policy} for policy in RECOMPUTE_POLICIES[1:]),
     {"recompute": "full", "recompute_group": 2},
 ]
+# One policy for all blocks, as each of those has it, if the config that it changes is another one.
+ALL_ALIKE = {"recompute_layers": None, "recompute_rest": "none", "recompute_group": 1}
 
 
 def pick_recompute(planner: Planner, batch_size: int, budget: int) -> StepMemory:
@@ -25,7 +27,7 @@ def pick_recompute(planner: Planner, batch_size: int, budget: int) -> StepMemory
     policy stops after as many layers as are needed. If nothing fits, the smallest peak is returned.
     """
     config, n_layers = planner.config, planner.config.n_layers
-    rungs = [{"recompute_group": 1, "recompute_layers": None, **rung} for rung in RUNGS]
+    rungs = [ALL_ALIKE | rung for rung in RUNGS]
     rungs.sort(key=lambda rung: recompute_cost(replace(config, **rung), planner.seq_len))
     smallest = best = planner.step(batch_size, **rungs[0])  # none
     if best.peak <= budget:
@@ -67,20 +69,29 @@ def fewest_layers(peak: Callable[[int], int], most: int, budget: int) -> int:
 
 
 def describe_recompute(config: MiniGPTConfig) -> str:
-    """ "cheap in 7 of 12 blocks" """
+    """ "mlp in 7 of 12 blocks, cheap in the rest" """
     words = config.recompute
     if config.recompute_group > 1:
         words += f" in groups of {config.recompute_group}"
-    if 0 < config.n_recomputed < config.n_layers:
+    if has_rest(config):
         words += f" in {config.n_recomputed} of {config.n_layers} blocks"
+        if config.recompute_rest != "none":
+            words += f", {config.recompute_rest} in the rest"
     return words + (", offloaded" if config.offload_activations else "")
+
+
+def has_rest(config: MiniGPTConfig) -> bool:
+    """Are there blocks that its policy does not apply to?"""
+    return config.recompute != "none" and config.n_recomputed < config.n_layers
 
 
 def recompute_flags(config: MiniGPTConfig) -> list[str]:
     """What to pass to a trainer to get the same."""
     flags = ["--use-activation-checkpoint", config.recompute]
-    if config.n_recomputed not in (0, config.n_layers):
+    if has_rest(config):
         flags += ["--recompute-layers", str(config.n_recomputed)]
+        if config.recompute_rest != "none":
+            flags += ["--recompute-rest", config.recompute_rest]
     if config.recompute_group > 1:
         flags += ["--recompute-group", str(config.recompute_group)]
     return flags + ["--offload-activations"] * config.offload_activations

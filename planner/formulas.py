@@ -22,7 +22,7 @@ def closed_form(
     parameters  4 P, where P = (V + T_max) C + L (4 C^2 + 2 C F + 9 C + F) + 2 C
     gradients   4 P
     optimizer   8 P for AdamW's two moments, and a step counter of 4 for each tensor
-    blocks      what the policy keeps (see memory/policies.py) of each block's
+    blocks      what its policy keeps (see memory/policies.py) of each block's
                 - attention half: x 4 N C, ln_1's output a N C, its mean and deviation 8 N, q k v
                   3 a N C, attention's output a N C, the softmax's normaliser 4 N H
                 - MLP half: x 4 N C, ln_2's output a N C, its mean and deviation 8 N, outputs of
@@ -67,10 +67,8 @@ def closed_form(
         "full": x + masks,
     }
     n = config.n_recomputed
-    kept = policies[config.recompute] * n + policies["none"] * (L - n)
-    if config.recompute == "full":
-        kept = policies["full"] * math.ceil(n / config.recompute_group)
-        kept += policies["none"] * (L - n)
+    kept = policies[config.recompute] * math.ceil(n / config.recompute_group)
+    kept += policies[config.recompute_rest] * (L - n)
     return {
         "parameters": 4 * P,
         "gradients": 4 * P,
@@ -124,20 +122,22 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
     C, F, n = config.d_model, config.d_ff, config.n_recomputed
     c_attn, c_proj, linear, attention = 6 * C * C, 2 * C * C, 2 * C * F, 2 * seq_len * C
     block = c_attn + attention + c_proj + 2 * linear
-    replayed = {
+    again = dict.fromkeys(RECOMPUTE_POLICIES, 0) | {
         "attn": c_attn + attention,
         "mlp": linear,
         "sdpa": c_attn + c_proj + linear,
-        "full": c_attn + attention + c_proj + linear,
-    }.get(config.recompute, 0)
-    inner = n - math.ceil(n / config.recompute_group)  # blocks that are not the last of their group
-    if compiled and config.recompute == "full":
-        inner = n
+        "full": block if compiled else block - linear,
+    }
+    first, rest = config.recompute, config.recompute_rest
+    replayed = again[first] * n + again[rest] * (config.n_layers - n)
+    if not compiled:  # blocks that are not the last of their group run to their end
+        replayed += linear * (n - math.ceil(n / config.recompute_group))
     needed = 3 * (config.n_layers * block + 2 * config.vocab_size * C)
-    return needed, n * replayed + inner * linear
+    return needed, replayed
 
 
 def recompute_cost(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
     """Orders ways to recompute: by FLOPs replayed, then by blocks that replay and how much."""
-    rank = RECOMPUTE_POLICIES.index(config.recompute)
-    return step_flops(config, seq_len)[1], config.n_recomputed * rank
+    first, rest = map(RECOMPUTE_POLICIES.index, (config.recompute, config.recompute_rest))
+    n = config.n_recomputed
+    return step_flops(config, seq_len)[1], n * first + (config.n_layers - n) * rest

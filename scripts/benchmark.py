@@ -229,6 +229,7 @@ def make_row(
         **vars(job),
         "name": describe_recompute(config) + (", compiled" if job.compiled else ""),
         "layers": config.recompute_layers,
+        "rest": config.recompute_rest,
         "group": config.recompute_group,
         "seq_len": args.seq_len,
         "step_s": step_s,

@@ -48,7 +48,8 @@ def config_of(args: argparse.Namespace, job: Job) -> MiniGPTConfig:
     """Raises UsageError if the flags do not go with the policy."""
     memory: dict[str, Any] = {"use_activation_checkpoint": job.policy}
     if job.policy == "none":  # the others' settings are not for it
-        memory |= {"recompute_layers": None, "recompute_group": 1, "offload_activations": False}
+        memory |= {"recompute_layers": None, "recompute_rest": None}
+        memory |= {"recompute_group": 1, "offload_activations": False}
     try:
         return model_config(argparse.Namespace(**{**vars(args), **memory}), args.vocab_size)
     except UsageError as error:

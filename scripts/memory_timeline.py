@@ -86,7 +86,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     # fmt: on
     args = parser.parse_args(argv)
     args.use_activation_checkpoint = "auto"  # --memory-budget may stand beside it
-    args.recompute_layers, args.recompute_group, args.offload_activations = None, 1, False
+    args.recompute_layers, args.recompute_rest = None, None
+    args.recompute_group, args.offload_activations = 1, False
     flags.fill_in(args)
     args.use_activation_checkpoint = "none"
     return args
@@ -131,6 +132,7 @@ def row(step: StepMemory) -> dict[str, Any]:
         "name": describe_recompute(config),
         "policy": config.recompute,
         "layers": config.recompute_layers,
+        "rest": config.recompute_rest,
         "group": config.recompute_group,
         "loss_chunks": config.loss_chunks,
         "batch_size": step.batch_size,

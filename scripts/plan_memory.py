@@ -93,6 +93,7 @@ class Row:
             "name": self.name,
             "policy": config.recompute,
             "layers": config.n_recomputed,
+            "rest": config.recompute_rest,
             "group": config.recompute_group,
             "offload": config.offload_activations,
             "flags": self.flags,
@@ -119,7 +120,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--json", type=output_file, metavar="FILE", help="write the table there, in bytes")
     args = parser.parse_args(argv)
     args.use_activation_checkpoint = "auto"
-    args.recompute_layers, args.recompute_group, args.offload_activations = None, 1, False
+    args.recompute_layers, args.recompute_rest = None, None
+    args.recompute_group, args.offload_activations = 1, False
     return fill_in(args)
 
 
@@ -154,7 +156,7 @@ def rows(planner: Planner, batch_size: int, room: Room, compiled: bool = False) 
 
 
 OFFLOADED: dict[str, Any] = {"recompute": "full", "offload_activations": True}
-MIX = ("recompute", "recompute_group", "recompute_layers")
+MIX = ("recompute", "recompute_group", "recompute_layers", "recompute_rest")
 
 
 def recommend(table: list[Row]) -> Row | None:
@@ -237,7 +239,8 @@ def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
 def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
     """The trainer's command: what was asked, with what was found."""
     mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--recompute-layers": 1}
-    mine |= {"--recompute-group": 1, "--offload-activations": 0, "--use-activation-checkpoint": 0}
+    mine |= {"--recompute-rest": 1, "--recompute-group": 1}
+    mine |= {"--offload-activations": 0, "--use-activation-checkpoint": 0}
     mine |= {flag: 1 for flag in flags if flag.startswith("--") and flag not in mine}
     kept, skip = [], 0
     for i, word in enumerate(argv):

@@ -74,6 +74,11 @@ FLAGS = {
         "--max-position-embeddings=8", "--seq-len 16 is above --max-position-embeddings 8: raise"
     ),
     "layers": flags("--recompute-layers=9", "--recompute-layers must be in 0..2, not 9"),
+    "unknown rest": flags("--recompute-rest=some", "--recompute-rest: invalid choice: 'some'"),
+    "rest of nothing": flags(
+        "--use-activation-checkpoint --recompute-rest=mlp",
+        "--recompute-rest mlp needs --use-activation-checkpoint and --recompute-layers",
+    ),
     "min above max": flags("--min-lr=1", "--min-lr 1 is above --lr"),
     "contradiction": flags("--no-amp --amp-dtype=float16", "--no-amp"),
     "no cuda": flags("--device=cuda", "--device cuda: .* try --device cpu"),

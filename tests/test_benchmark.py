@@ -80,6 +80,7 @@ def test_measured_in_processes_of_their_own(tmp_path, capsys, monkeypatch):
         ("cheap", []),
         ("none", ["--grad-accum-steps", "2"]),
         ("full", ["--recompute-layers", "1"]),
+        ("full", ["--recompute-layers", "1", "--recompute-rest", "mlp"]),
         ("full", ["--offload-activations"]),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_state_that_is_too_large_asks_for_a_smaller_model_at_once(monkeypatch)
     plans = Plans(50257, GPU, torch.bfloat16)
     args = parse("--model gpt2-xl --batch-size 8")
     knob = nearest(args, "cuda", 7 * GIB, plans.state, peak)
-    full = {"use_activation_checkpoint": "full", "recompute_layers": None}
+    full = {"use_activation_checkpoint": "full", "recompute_layers": None, "recompute_rest": None}
     assert knob.flags == {"model": "gpt2-medium"} | full | {"batch_size": 4, "grad_accum_steps": 2}
     assert set(asked) == {24}
 

@@ -101,8 +101,8 @@ def test_too_long_a_sequence_is_an_error():
 def test_the_defaults_are_gpt2_small_without_recompute():
     shape = dict(vocab_size=50257, max_position_embeddings=1024, n_layers=12, n_heads=12)
     shape |= dict(d_model=768, d_ff=3072, dropout=0.1)
-    memory = dict(recompute="none", recompute_layers=None, recompute_group=1)
-    memory |= dict(offload_activations=False, loss_chunks=0)
+    memory = dict(recompute="none", recompute_layers=None, recompute_rest="none")
+    memory |= dict(recompute_group=1, offload_activations=False, loss_chunks=0)
     assert asdict(MiniGPTConfig()) == shape | memory
     assert MiniGPTConfig().n_recomputed == 0 == MiniGPTConfig(recompute_layers=3).n_recomputed
     assert MiniGPTConfig(recompute="mlp").n_recomputed == 12
@@ -121,6 +121,8 @@ def test_the_defaults_are_gpt2_small_without_recompute():
         ("dropout", -0.5, "dropout must be in"),
         ("dropout", math.nan, "dropout must be in"),
         ("recompute", "some", "recompute must be one of none, cheap"),
+        ("recompute_rest", "some", "recompute_rest must be one of none, cheap"),
+        ("recompute_rest", "cheap", "recompute_rest cheap needs recompute and recompute_layers"),
         ("recompute_group", 0, "recompute_group must be at least 1"),
         ("recompute_group", 2, "recompute_group 2 needs recompute full"),
         ("offload_activations", True, "needs a recompute policy"),

@@ -260,6 +260,9 @@ KNOBS = {
     "": "--use-activation-checkpoint (same results",
     "--use-activation-checkpoint=mlp": "--use-activation-checkpoint full",
     "--use-activation-checkpoint --recompute-layers=1": "--use-activation-checkpoint full without",
+    "--use-activation-checkpoint=mlp --recompute-layers=1 --recompute-rest=cheap": (
+        "--use-activation-checkpoint full without --recompute-layers --recompute-rest (same"
+    ),
     "--use-activation-checkpoint --batch-size=6": "--batch-size 3 --grad-accum-steps 2",
     "--use-activation-checkpoint --batch-size=1": "a shorter --seq-len or a smaller model",
 }

@@ -28,7 +28,8 @@ def resume_alone(path, *flags: str) -> int:
     return train_minimal.main(["--resume", "--checkpoint-path", str(path), *flags])
 
 
-FLAGS = "--use-activation-checkpoint=cheap --recompute-layers=1 --grad-accum-steps=2 --lr=0.01"
+FLAGS = "--use-activation-checkpoint=cheap --recompute-layers=1 --recompute-rest=mlp"
+FLAGS += " --grad-accum-steps=2 --lr=0.01"
 
 
 def test_no_other_flag_is_needed(tmp_path, monkeypatch, capsys):
@@ -47,6 +48,22 @@ def test_no_other_flag_is_needed(tmp_path, monkeypatch, capsys):
     own = {"resume": True, "checkpoint_path": str(path)}
     assert ours == theirs | own
     assert [r["step"] for r in metrics(path)] == [r["step"] for r in metrics(whole)]
+
+
+def test_a_snapshot_from_before_there_was_a_rest(tmp_path):
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    flags = ["--use-activation-checkpoint=cheap", "--recompute-layers=1", "--dropout=0.1"]
+    assert (
+        train_here(whole, *flags, "--num-steps=30", "--warmup-steps=2", "--lr-scheduler=constant")
+        == 0
+    )
+    assert train_here(path, *flags, "--warmup-steps=2", "--lr-scheduler=constant") == 0
+    state = snapshot(path)
+    del state["args"]["recompute_rest"], state["config"]["recompute_rest"]
+    torch.save(state, path)
+    assert resume_alone(path, "--num-steps=30", "--recompute-rest=mlp") == 0
+    assert snapshot(path)["config"]["recompute_rest"] == "mlp"
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
 def taken(before: str, typed: str):
@@ -94,6 +111,21 @@ def taken(before: str, typed: str):
             "--use-activation-checkpoint --recompute-layers 2",
             "--recompute-layers 1",
             {"use_activation_checkpoint": "full", "recompute_layers": 1},
+        ),
+        (
+            "--use-activation-checkpoint --recompute-layers 2 --recompute-rest mlp",
+            "--recompute-layers 1",
+            {"recompute_layers": 1, "recompute_rest": "mlp"},
+        ),
+        (
+            "--use-activation-checkpoint --recompute-layers 2 --recompute-rest mlp",
+            "--recompute-rest none",
+            {"use_activation_checkpoint": "full", "recompute_layers": 2, "recompute_rest": "none"},
+        ),
+        (
+            "--use-activation-checkpoint --recompute-layers 2 --recompute-rest mlp",
+            "--use-activation-checkpoint mlp",
+            {"recompute_layers": None, "recompute_rest": None},
         ),
     ],
 )

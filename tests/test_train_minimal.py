@@ -174,6 +174,7 @@ def test_auto_takes_the_least_that_fits_and_says_so(tmp_path, capsys):
         (("auto", "--memory-budget=0GiB"), "--memory-budget: must be a number with a unit"),
         (("auto", "--memory-budget=8GiBs"), "--memory-budget: must be a number with a unit"),
         (("auto", "--recompute-layers=1"), "--recompute-layers: .* auto chooses it"),
+        (("auto", "--recompute-rest=cheap"), "--recompute-rest: .* auto chooses it"),
         (("auto", "--recompute-group=2"), "--recompute-group: .* auto chooses it"),
         (("full", "--memory-budget=8GiB"), "--memory-budget is for .* auto"),
     ],

@@ -188,6 +188,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         "tenth, on a GPU at least 1 GiB)")
     add("--recompute-layers", type=count_or_zero, metavar="N",
         help="only in the first N blocks (default: all)")
+    add("--recompute-rest", choices=RECOMPUTE_POLICIES, metavar="POLICY",
+        help="in the blocks after those (default: none)")
     add("--recompute-group", type=count, default=1, metavar="K",
         help="with full: keep one input for every K blocks (default: %(default)s)")
     add("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
@@ -274,9 +276,11 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
     if args.no_amp and args.amp_dtype != "auto":
         raise UsageError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
     if args.use_activation_checkpoint == "auto":
-        if args.recompute_layers is not None or args.recompute_group > 1:
-            name = "--recompute-group" if args.recompute_group > 1 else "--recompute-layers"
-            raise UsageError(f"{name}: --use-activation-checkpoint auto chooses it: leave it out")
+        for flag, default in {"group": 1, "layers": None, "rest": None}.items():
+            if getattr(args, f"recompute_{flag}") != default:
+                raise UsageError(
+                    f"--recompute-{flag}: --use-activation-checkpoint auto chooses it: leave it out"
+                )
     elif args.memory_budget is not None:
         raise UsageError("--memory-budget is for --use-activation-checkpoint auto")
     model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
@@ -310,6 +314,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
             dropout=args.dropout,
             recompute="full" if recompute == "auto" else recompute,
             recompute_layers=args.recompute_layers,
+            recompute_rest=args.recompute_rest or "none",
             recompute_group=args.recompute_group,
             offload_activations=args.offload_activations,
             loss_chunks=args.loss_chunks,

@@ -70,11 +70,12 @@ def same_sequences(args: argparse.Namespace, device_type: str) -> Iterator[Famil
         kept = {"loss_chunks": 0}
         yield Family(kept, [{}], "never holds all logits, costs nothing")
     if args.use_activation_checkpoint != "full" or args.recompute_layers is not None:
-        kept = kept | {"use_activation_checkpoint": "full", "recompute_layers": None}
+        parts = {"recompute_layers": None, "recompute_rest": None}
+        kept = kept | {"use_activation_checkpoint": "full"} | parts
         yield Family(kept, [{}], "same results, some more time")
     size, steps = args.batch_size, args.grad_accum_steps
-    parts = [n for n in range(2, size + 1) if size % n == 0]
-    smaller = [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in parts]
+    cuts = [n for n in range(2, size + 1) if size % n == 0]
+    smaller = [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in cuts]
     yield Family(kept, smaller, "the same sequences")
     if device_type == "cuda" and not args.offload_activations:
         kept = kept | {"offload_activations": True}

@@ -15,7 +15,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Planner, StepMemory
-from planner.choose import RUNGS, describe_recompute, pick_recompute
+from planner.choose import ALL_ALIKE, RUNGS, describe_recompute, pick_recompute
 from planner.formulas import state_bytes
 
 from .flags import UsageError, choose_device, choose_precision, model_config
@@ -27,7 +27,7 @@ from .room import default_budget, free_memory, own_memory, total_memory
 from .run import make_optimizer
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
-NO_RECOMPUTE: dict[str, Any] = RUNGS[0] | {"recompute_group": 1, "recompute_layers": None}
+NO_RECOMPUTE: dict[str, Any] = RUNGS[0] | ALL_ALIKE
 
 
 class TooLarge(MemoryError):
@@ -112,9 +112,8 @@ class Plans:
 
     def peak(self, args: argparse.Namespace) -> int:
         """Bytes at the peak of a step; for `auto`, of the most that it recomputes."""
-        names = ("recompute", "recompute_group", "recompute_layers", "offload_activations")
         config = model_config(args, self.vocab_size)
-        memory = {name: getattr(config, name) for name in names}
+        memory = {name: getattr(config, name) for name in NO_RECOMPUTE}
         return self.planner(args).step(args.batch_size, **memory).peak
 
     def way_out(self, args: argparse.Namespace, budget: int) -> tuple[str, Knob | None]:
