@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memory import HostMemory
-from memory.head import count_chunks
+from memory.head import count_chunks, head_loss
 from memory.offload import SMALL
 from model import MiniGPT, MiniGPTConfig
 
+from .clock import Card, seconds
 from .formulas import head_bytes
 from .kernels import inside, workspaces
 from .tracker import StorageTracker
+from .work import Notebook, Operation, Work, fuse, join, summarize_work
 
 KINDS = (
     "parameters",
@@ -51,6 +53,15 @@ class StepMemory:
     places: list[tuple[int, str, int | None]]  # (from this operator on, phase, block)
     kept: int  # for backward when forward is over, by blocks and head
     kept_per_block: float  # on average
+    work: Work  # what the operators do
+    compiled_work: Work  # the same with neighbours fused, as --compile does
+
+    def seconds(self, card: Card, compiled: bool = False) -> float:
+        """How long the step, of one micro-batch, takes on a card: an estimate (planner/clock.py).
+
+        `compiled`: with neighbours fused, as --compile does.
+        """
+        return seconds(self.compiled_work if compiled else self.work, card)
 
     @cached_property
     def total(self) -> np.ndarray:
@@ -153,7 +164,40 @@ class Planner:
         excess -= head_bytes(config, n_tokens, self.precision)
         of_the_head = step.timeline[step.phase("head"), KINDS.index("head")]  # (a view)
         of_the_head[:] = np.minimum(of_the_head, of_the_head.max() - excess)
-        return replace(step, config=config)
+        heads = self.heads(n_tokens / n_chunks, n_chunks)
+        work, compiled_work = (
+            join([whole.where(~whole.in_head), *head])
+            for whole, head in zip((step.work, step.compiled_work), heads, strict=True)
+        )
+        return replace(step, config=config, work=work, compiled_work=compiled_work)
+
+    def heads(self, chunk: float, n_chunks: int) -> list[tuple[Work, Work]]:
+        """The work of a head of many chunks, plain and compiled: each chunk adds the same, so that
+        of 2 chunks, and n - 2 times what 3 have more."""
+        n = math.ceil(chunk)
+        two, three = (self.simulate_head(n, chunks) for chunks in (2, 3))
+        many = n_chunks * chunk / n  # (the last one is smaller)
+        return [(b.repeat(many - 2), a.repeat(3 - many)) for a, b in zip(two, three, strict=True)]
+
+    def simulate_head(self, chunk: int, n_chunks: int) -> tuple[Work, Work]:
+        """The head alone, forward and backward, in `n_chunks` chunks of `chunk` tokens."""
+        notebook = Notebook()
+        tracker = StorageTracker(note=notebook)
+        weight = self.model.token_embedding.weight
+        with self.fake, tracker:
+            x = torch.empty(1, n_chunks * chunk, self.config.d_model, requires_grad=True)
+            w = torch.empty_like(weight, requires_grad=True)
+            labels = torch.zeros(1, n_chunks * chunk, dtype=torch.int64)
+            for tensor in (x, w, labels):
+                tracker.add(tensor)
+            tracker.restart()
+            notebook.operations.clear()
+            tracker.enter("head")
+            with self.autocast():
+                loss = head_loss(x, w, labels, n_chunks)
+            loss.backward()
+        operations = notebook.operations
+        return summarize_work(operations), summarize_work(fuse(operations))
 
     def largest_batch(self, budget: int, batch_size: int, **memory: Any) -> int:
         """The most sequences whose peak stays within `budget` bytes; 0 = not even one does.
@@ -207,7 +251,8 @@ class Planner:
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
         """What train_minimal.train_step does, without its data and its numbers."""
         model = self.model
-        tracker = StorageTracker(inside=inside if self.kernels else None)
+        notebook = Notebook()
+        tracker = StorageTracker(inside=inside if self.kernels else None, note=notebook)
         model.config, model.host_memory = config, HostMemory()
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
@@ -224,6 +269,7 @@ class Planner:
             if config.offload_activations and self.on_cpu:
                 self.forward(ids, labels)  # buffers are made once, and stay
             tracker.restart()
+            notebook.operations.clear()
 
             tracker.enter("forward")
             loss = self.forward(ids, labels)
@@ -237,19 +283,25 @@ class Planner:
                     tracker.add(copy).kind = "gradients"
                 del copies, copy
             tracker.enter("optimizer")
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            # (A GPU takes all tensors at a time; torch would not for the CPU's.)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=not self.on_cpu)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        step = summarize(tracker, config, batch_size, self.seq_len, forward_end)
+        step = summarize(
+            tracker, notebook.operations, config, batch_size, self.seq_len, forward_end
+        )
         if self.kernels:
             step.timeline[:, KINDS.index("temporaries")] += workspaces()
         return step
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model(ids, labels)
+
+    def autocast(self) -> torch.autocast:
         enabled = self.precision != torch.float32
         dtype = self.precision if enabled else None
-        with torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=False):
-            return self.model(ids, labels)
+        return torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=False)
 
 
 @contextmanager
@@ -307,6 +359,7 @@ def fuse_dropout(model: MiniGPT) -> None:
 
 def summarize(
     tracker: StorageTracker,
+    operations: list[Operation],
     config: MiniGPTConfig,
     batch_size: int,
     seq_len: int,
@@ -340,4 +393,6 @@ def summarize(
         places=tracker.places,
         kept=kept,
         kept_per_block=kept_by_blocks / config.n_layers,
+        work=summarize_work(operations),
+        compiled_work=summarize_work(fuse(operations)),
     )

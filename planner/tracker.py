@@ -59,11 +59,14 @@ class StorageTracker(TorchDispatchMode):
         modules: ModuleTracker | None = None,
         stand_in: Callable[[Tensor], Tensor] | None = None,
         inside: Callable[[Any, tuple], int] | None = None,
+        note: Callable[..., None] | None = None,
     ) -> None:
         """`modules` knows the module that is running; `stand_in` is what fakes real tensors;
-        `inside` tells the bytes that a kernel takes besides (see planner/kernels.py)."""
+        `inside` tells the bytes that a kernel takes besides (see planner/kernels.py); `note` is
+        told what operators do (a Notebook of planner/work.py)."""
         super().__init__()
         self.modules, self.stand_in, self.inside = modules, stand_in, inside
+        self.note = note
         self.storages: list[Storage] = []  # in order of birth
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
         self.stand_ins: list[Tensor] = []
@@ -88,9 +91,12 @@ class StorageTracker(TorchDispatchMode):
                     self.add_given(tensor)
         result = func(*args, **kwargs)
         self.now += 1
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self.add(tensor, func.__name__)
+        results = result if isinstance(result, tuple | list) else (result,)
+        results = [tensor for tensor in results if isinstance(tensor, Tensor)]
+        for tensor in results:
+            self.add(tensor, func.__name__)
+        if self.note is not None:
+            self.note(self, func, args, kwargs, results)
         if self.inside is not None and (size := self.inside(func, args)):
             self.add_scratch(size, args[0].device)
         return result
@@ -133,6 +139,13 @@ class StorageTracker(TorchDispatchMode):
         self.known[address] = weakref.ref(memory, gone), storage
         self.storages.append(storage)
         return storage
+
+    def find(self, tensor: Tensor) -> Storage:
+        """The storage of `tensor`; if nobody added it, one that is not counted."""
+        memory = tensor.untyped_storage()
+        if memory._cdata in self.known:
+            return self.known[memory._cdata][1]
+        return Storage(memory.nbytes(), tuple(tensor.shape), tensor.dtype, tensor.device, born=0)
 
     def alive(self) -> list[Storage]:
         return [storage for storage in self.storages if storage.died == math.inf]

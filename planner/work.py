@@ -1,0 +1,315 @@
+"""What the operators of a step do: FLOPs of products, and bytes to and from memory.
+
+planner/clock.py turns them into seconds on a card. They are noted in the same run on fake tensors
+that counts storages (planner/tracker.py): those of the real model, optimizer and policy.
+
+- FLOPs are those of matrix products and of attention, whose backward forms five products (it
+  computes the scores again) to forward's two; of causal attention half are masked, and not done.
+- Bytes are those of the tensors that an operator is given and returns, once each. Views cost
+  nothing, nor does memory that is asked for and not yet written; a lookup reads what it finds, not
+  its table.
+- Whether bytes come from memory or from a cache depends on the card. So what is noted is a
+  *distance*: how many bytes were touched since these were touched last, they included. What is
+  nearer than a cache is large is found in it (as if it let go of what was used least recently).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .tracker import Storage, StorageTracker
+
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)  # of products
+LEFT_FACTOR = {"mm": "self", "bmm": "self", "addmm": "mat1", "addmm_": "mat1", "baddbmm": "batch1"}
+EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+# Arguments that are written, and whose old values are not read; and one that torch declares as
+# written, which is so with a GradScaler only.
+OVERWRITTEN = {"copy_", "fill_", "zero_", "normal_"}
+ONLY_READ = {("_fused_adamw_", "grads")}
+# Arguments of which only some elements are touched: as many as are found, or added.
+TABLES = {
+    ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
+    ("scatter_add_", "self"), ("index_add_", "self"),
+}  # fmt: skip
+# What a compiler fuses with its neighbours although torch does not call it pointwise. (A LayerNorm
+# and the like work row by row.)
+ROWWISE = {
+    "_to_copy", "copy_", "gather", "native_dropout", "native_dropout_backward",
+    "native_layer_norm", "native_layer_norm_backward",
+}  # fmt: skip
+
+
+class Touch(NamedTuple):
+    """Bytes of a storage that an operator reads or writes: those of a view from start to end."""
+
+    storage: Storage
+    start: int
+    end: int
+    bytes: int  # fewer than end - start if the view leaves some out
+    written: bool
+
+
+@dataclass
+class Operation:
+    """An operator that ran, or several that were fused."""
+
+    first: int  # its number, as StorageTracker counts
+    place: tuple[int, str, int | None]  # as in StorageTracker.places
+    flops: float
+    precision: int  # index into PRECISIONS
+    fusable: bool
+    touches: list[Touch]
+
+
+class Notebook:
+    """Notes what operators do, while a StorageTracker follows their storages."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    def __call__(
+        self, tracker: StorageTracker, operator: Any, args: tuple, kwargs: dict, results: list
+    ) -> None:
+        """After `operator` ran, and its results were added to the tracker."""
+        name = operator.overloadpacket.__name__
+        given = dict(zip(parameters(operator), args, strict=False)) | kwargs
+        touches = [
+            touch
+            for parameter, (written, is_out) in parameters(operator).items()
+            for tensor in tree_leaves(given.get(parameter))
+            if isinstance(tensor, Tensor)
+            for touch in touch_given(tracker, name, parameter, tensor, written, is_out)
+        ]
+        touches = limit_tables(name, given, results, touches)
+        made = [touch_tensor(tracker, tensor, True) for tensor in results]
+        made = [touch for touch in made if touch.storage.born == tracker.now]
+        if name in EMPTY or not (made or any(touch.written for _, touch in touches)):
+            return  # a view, or nothing
+        every = dict.fromkeys([touch for _, touch in touches] + made)  # (x * x reads x once)
+        left = given.get("query", given.get(LEFT_FACTOR.get(name, "")))
+        precision = left.dtype if isinstance(left, Tensor) else torch.float32
+        self.operations.append(
+            Operation(
+                tracker.now,
+                tracker.places[-1],
+                count_flops(name, given, results),
+                PRECISIONS.index(precision) if precision in PRECISIONS else 0,
+                is_fusable(operator, name, given, tracker.places[-1]),
+                [touch for touch in every if touch.storage.device.type == "cpu"],  # not offloaded
+            )
+        )
+
+
+@cache
+def parameters(operator: Any) -> dict[str, tuple[bool, bool]]:
+    """Names of an operator's parameters -> (is it written? is it an `out`?)"""
+    return {
+        argument.name: (
+            argument.alias_info is not None and argument.alias_info.is_write,
+            argument.is_out,
+        )
+        for argument in operator._schema.arguments
+    }
+
+
+def touch_tensor(tracker: StorageTracker, tensor: Tensor, written: bool) -> Touch:
+    size, dims = tensor.itemsize, zip(tensor.shape, tensor.stride(), strict=True)
+    start = int(tensor.storage_offset()) * size
+    extent = size * (1 + sum((n - 1) * stride for n, stride in dims)) if tensor.numel() else 0
+    different = min(extent, size * tensor.numel())  # (an expanded row is there once)
+    return Touch(tracker.find(tensor), start, start + extent, different, written)
+
+
+def touch_given(
+    tracker: StorageTracker, name: str, parameter: str, tensor: Tensor, written: bool, is_out: bool
+) -> Iterable[tuple[str, Touch]]:
+    """How an operator touches what it is given: reads it, writes it, or both."""
+    if not (written and (is_out or name in OVERWRITTEN)):
+        yield parameter, touch_tensor(tracker, tensor, False)
+    if written and (name, parameter) not in ONLY_READ:
+        yield parameter, touch_tensor(tracker, tensor, True)
+
+
+def limit_tables(
+    name: str, given: dict, results: list, touches: list[tuple[str, Touch]]
+) -> list[tuple[str, Touch]]:
+    """Of a table, no more is touched than is looked up or added."""
+    if not any((name, parameter) in TABLES for parameter in given):
+        return touches
+    few = given.get("src", given.get("source", results[0]))
+    return [
+        (parameter, touch._replace(bytes=min(touch.bytes, few.numel() * few.itemsize)))
+        if (name, parameter) in TABLES
+        else (parameter, touch)
+        for parameter, touch in touches
+    ]
+
+
+def count_flops(name: str, given: dict, results: list) -> float:
+    if name in LEFT_FACTOR:
+        return 2 * results[0].numel() * given[LEFT_FACTOR[name]].size(-1)
+    if name.startswith("_scaled_dot_product_"):
+        B, H, T, D = given["query"].shape
+        products = 5 if "backward" in name else 2
+        of_all = 0.5 if given.get("is_causal") else 1  # (torch leaves defaults out)
+        return of_all * products * 2 * B * H * T * given["key"].size(2) * D
+    return 0
+
+
+def is_fusable(operator: Any, name: str, given: dict, place: tuple) -> bool:
+    """Is it inside of what MiniGPT.compile_blocks compiles, and pointwise, or row by row?"""
+    _, phase, block = place
+    if block is None and phase != "head":
+        return False
+    if name in ("sum", "amax"):
+        return given.get("dim") in ([-1], [given["self"].dim() - 1])
+    return name in ROWWISE or torch.Tag.pointwise in operator.tags
+
+
+def fuse(operations: list[Operation]) -> list[Operation]:
+    """As a compiler would: neighbours at the same place that can be are one operator. It reads what
+    was there before it, once, and writes what outlives it, once."""
+    fused = []
+    groups = [
+        list(group)
+        for _, group in groupby(
+            operations, lambda op: (op.place, True) if op.fusable else (op.first, False)
+        )
+    ]
+    for i, group in enumerate(groups):
+        after = groups[i + 1][0].first if i + 1 < len(groups) else math.inf
+        inner = {
+            touch.storage
+            for op in group
+            for touch in op.touches
+            if op.first == touch.storage.born and len(group) > 1
+        }
+        touches = dict.fromkeys(
+            touch
+            for op in group
+            for touch in op.touches
+            if touch.storage not in inner or (touch.written and touch.storage.died >= after)
+        )
+        fused.append(replace(group[0], touches=list(touches)))
+    return fused
+
+
+@dataclass(frozen=True)
+class Work:
+    """The operators of a step as numbers."""
+
+    flops: np.ndarray  # (operators,) float64
+    precision: np.ndarray  # (operators,) uint8, index into PRECISIONS
+    in_head: np.ndarray  # (operators,) bool
+    times: np.ndarray  # (operators,) float64: how often it runs
+    operator: np.ndarray  # (touches,) int32: who touches
+    bytes: np.ndarray  # (touches,) int64
+    distance: np.ndarray  # (touches,) float64, bytes; infinite: never touched before
+
+    def moved(self, cache: float = 0, share: float = 0) -> np.ndarray:
+        """(operators,) bytes; those found in a cache of `cache` bytes count as a `share`."""
+        weight = np.where(self.distance > cache, 1, share)
+        return np.bincount(self.operator, self.bytes * weight, minlength=len(self.flops))
+
+    def where(self, which: np.ndarray) -> "Work":
+        """Some of the operators: those where `which` (operators,) bool is True."""
+        kept = which[self.operator]
+        return Work(
+            flops=self.flops[which],
+            precision=self.precision[which],
+            in_head=self.in_head[which],
+            times=self.times[which],
+            operator=(np.cumsum(which) - 1)[self.operator[kept]].astype(np.int32),
+            bytes=self.bytes[kept],
+            distance=self.distance[kept],
+        )
+
+    def repeat(self, times: float) -> "Work":
+        return replace(self, times=times * self.times)
+
+
+def join(works: list[Work]) -> Work:
+    """One after the other."""
+    starts = np.cumsum([0] + [len(work.flops) for work in works[:-1]])
+    shifted = [
+        replace(work, operator=(work.operator + start).astype(np.int32))
+        for work, start in zip(works, starts, strict=True)
+    ]
+    return Work(*(np.concatenate([getattr(w, f.name) for w in shifted]) for f in fields(Work)))
+
+
+def summarize_work(operations: list[Operation]) -> Work:
+    memory = Distances(operations)
+    operator, sizes, distances = [], [], []
+    for i, operation in enumerate(operations):
+        memory.free(operation.first)
+        for touch in sorted(operation.touches, key=lambda touch: touch.written):
+            operator.append(i)
+            sizes.append(touch.bytes)
+            distances.append(memory.touch(touch))
+    return Work(
+        flops=np.array([op.flops for op in operations], dtype=np.float64),
+        precision=np.array([op.precision for op in operations], dtype=np.uint8),
+        in_head=np.array([op.place[1] == "head" for op in operations], dtype=bool),
+        times=np.ones(len(operations)),
+        operator=np.array(operator, dtype=np.int32),
+        bytes=np.array(sizes, dtype=np.int64),
+        distance=np.array(distances, dtype=np.float64),
+    )
+
+
+@dataclass
+class Span:
+    """A part of a storage that was touched."""
+
+    when: int  # in bytes touched by all operators until then
+    worst: float  # the largest distance since it was last written; infinite: it never was
+
+
+@dataclass
+class Distances:
+    """Tells how long ago, in bytes, something was touched last.
+
+    A write is for free if what it overwrites was not yet written back: if it stayed in the cache
+    since it was written. A new storage takes the place of the last one of its size that died.
+    """
+
+    operations: list[Operation]
+    now: int = 0
+    spans: dict[Storage, dict[tuple[int, int], Span]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    freed: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        storages = dict.fromkeys(touch.storage for op in self.operations for touch in op.touches)
+        self.dying = sorted(storages, key=lambda storage: storage.died, reverse=True)
+
+    def free(self, until: int) -> None:
+        """Storages that died before operator `until` make room."""
+        while self.dying and self.dying[-1].died < until:
+            storage = self.dying.pop()
+            if spans := self.spans.pop(storage, None):
+                self.freed[storage.bytes].append(max(spans.values(), key=lambda span: span.when))
+
+    def touch(self, touch: Touch) -> float:
+        storage, place = touch.storage, (touch.start, touch.end)
+        if storage not in self.spans and storage.born and self.freed[storage.bytes]:
+            self.spans[storage][0, storage.bytes] = self.freed[storage.bytes].pop()
+        distance = worst = math.inf
+        for (start, end), span in self.spans[storage].items():
+            far = self.now - span.when + end - start
+            if start <= place[0] and place[1] <= end and far < distance:
+                distance, worst = far, max(span.worst, far)
+        self.now += touch.bytes
+        self.spans[storage][place] = Span(self.now, 0 if touch.written else worst)
+        return worst if touch.written else distance

@@ -1,0 +1,315 @@
+"""The planner's clock: FLOPs and bytes by hand, a roofline by hand, orders that are known."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_memory import CONFIG, MEMORY, T, adamw, planner
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from planner import CARDS, Card, Planner, clock, this_machine
+from planner.formulas import step_flops
+from planner.step import MANY_CHUNKS
+from planner.tracker import StorageTracker
+from planner.work import Notebook, Operation, Work, fuse, summarize_work
+from scripts.peak_flops import FLOAT16_TFLOPS, TFLOPS
+
+pytestmark = pytest.mark.usefixtures("everything_travels")
+aten = torch.ops.aten
+
+# 1 TFLOP/s, a byte a nanosecond, a launch of a microsecond, nothing taken off.
+SIMPLE = Card("simple", 2**30, (1e12, 1e12, 1e12), 1e9, 0, 1e-6, 1, 1)
+ALIVE: list = []  # results: what dies is counted as dead
+
+
+def note(run, *shapes, dtype=torch.float32, place="") -> list[Operation]:
+    """What `run` of fake tensors of these shapes does."""
+    notebook = Notebook()
+    tracker = StorageTracker(note=notebook)
+    with FakeTensorMode(), tracker:
+        tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        tracker.restart()
+        notebook.operations.clear()
+        tracker.enter(place, 0 if place else None)
+        ALIVE.append(run(*tensors))
+    return notebook.operations
+
+
+def totals(work: Work) -> tuple[float, float]:
+    return float(work.flops @ work.times), float(work.moved() @ work.times)
+
+
+def ids(n: int) -> torch.Tensor:
+    return torch.zeros(n, dtype=torch.int64)
+
+
+def attend(q, k, v, causal):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def attend_backward(q, k, v, out, log):
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(out, q, k, v, out, log, 0.0, True)
+
+
+HEADS = (2, 3, 8, 4)  # B, H, T, D
+SCORES = 2 * 3 * 8 * 8 * 4  # multiplications of one product
+ONE = 2 * 3 * 8 * 4  # elements of q
+LOG = 2 * 3 * 8  # a number a row
+
+
+@pytest.mark.parametrize(
+    "run, shapes, flops, elements",
+    [
+        (torch.mm, [(3, 5), (5, 7)], 2 * 3 * 5 * 7, 15 + 35 + 21),
+        (lambda a, b, c: torch.mm(a, b, out=c), [(3, 5), (5, 7), (3, 7)], 210, 15 + 35 + 21),
+        (lambda a, b, c: c.addmm_(a, b), [(3, 5), (5, 7), (3, 7)], 210, 15 + 35 + 2 * 21),
+        (torch.bmm, [(2, 3, 5), (2, 5, 7)], 2 * 210, 2 * (15 + 35 + 21)),
+        (F.linear, [(3, 5), (7, 5), (7,)], 210, 15 + 35 + 7 + 21),
+        (lambda q, k, v: attend(q, k, v, True), [HEADS] * 3, 2 * SCORES, 4 * ONE + LOG),
+        (lambda q, k, v: attend(q, k, v, False), [HEADS] * 3, 4 * SCORES, 4 * ONE + LOG),
+        (attend_backward, [*[HEADS] * 4, HEADS[:3]], 5 * SCORES, 7 * ONE + LOG),
+        (torch.add, [(3, 7), (3, 7)], 0, 3 * 21),
+        (lambda a, b: a.add_(b), [(3, 7), (3, 7)], 0, 3 * 21),
+        (lambda a: a * a, [(3, 7)], 0, 2 * 21),
+        (lambda a: a.mul_(2), [(3, 7)], 0, 2 * 21),
+        (lambda a, b: a.copy_(b), [(3, 7), (3, 7)], 0, 2 * 21),
+        (lambda a: torch.zeros(3, 7), [(3, 7)], 0, 21),
+        (lambda a: torch.empty(3, 7), [(3, 7)], 0, 0),
+        (lambda a: a.view(21).detach().unsqueeze(0).expand(5, 21), [(3, 7)], 0, 0),
+        (lambda a, b: a.expand(3, 7) + b, [(1, 7), (3, 7)], 0, 7 + 2 * 21),
+        (lambda a: a[:, :2].exp(), [(3, 7)], 0, 2 * 6),
+        (lambda a: a.reshape(7, 3).t().reshape(21), [(3, 7)], 0, 2 * 21),  # (it copies)
+        (lambda a: F.gelu(a).sum(), [(3, 7)], 0, 3 * 21 + 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_by_hand(run, shapes, flops, elements, dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        operations = note(run, *shapes, dtype=dtype)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found = totals(summarize_work(operations))
+    attention = len(shapes[0]) == 4 and dtype == torch.bfloat16
+    # (Attention keeps its normaliser in float32.)
+    more = 2 * LOG if attention and len(shapes) == 3 else 0
+    assert found == (flops, dtype.itemsize * elements + more)
+
+
+def test_tables_are_not_read_whole():
+    rows = 6 * 5 * 4
+    looked_up = note(lambda table: F.embedding(ids(6), table), (100, 5))[1:]  # (after the ids)
+    assert totals(summarize_work(looked_up)) == (0, 6 * 8 + 2 * rows)
+    added = note(lambda table, x: table.index_add_(0, ids(6), x), (100, 5), (6, 5))[1:]
+    assert totals(summarize_work(added)) == (0, 6 * 8 + 3 * rows)
+
+
+def test_adamw_reads_four_tensors_and_writes_three():
+    notebook = Notebook()
+    tracker = StorageTracker(note=notebook)
+    with FakeTensorMode():
+        layer = torch.nn.Linear(30, 40, bias=False)
+        layer.weight.grad = torch.empty_like(layer.weight)
+        optimizer = adamw(layer)
+        optimizer.step()
+        with tracker:
+            optimizer.step()
+    (update,) = (op for op in notebook.operations if sum(t.bytes for t in op.touches) > 4 * 30 * 40)
+    assert sum(t.bytes for t in update.touches) == pytest.approx(7 * 4 * 30 * 40, abs=8)
+
+
+@pytest.mark.parametrize("memory", MEMORY, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_flops_of_a_step_are_those_of_the_formula(memory, precision, device_type):
+    B, N = 3, 3 * T
+    step = planner(precision=precision, device_type=device_type).step(B, **memory)
+    C, L, V = CONFIG.d_model, CONFIG.n_layers, CONFIG.vocab_size
+    expected = N * sum(step_flops(step.config, T))
+    expected += N * L * T * C  # attention's backward computes the scores again
+    if precision == "bf16" and step.config.loss_chunks != 1:
+        expected += N * 2 * 2 * C * (-V % 64)  # two of the head's products are of padded rows
+    flops, moved = totals(step.work)
+    assert flops == expected
+    assert totals(step.compiled_work)[0] == expected
+    assert moved > totals(step.compiled_work)[1] > 0
+    assert 0 < step.seconds(CARDS["A100"], compiled=True) < step.seconds(CARDS["A100"])
+    used = step.work.precision[step.work.flops > 0]
+    assert set(used) == {0 if precision == "fp32" else 1}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_head_of_many_chunks_is_not_simulated_and_counted_right(precision):
+    plan = planner(precision=precision)
+    chunks = MANY_CHUNKS + 5
+    short = plan.step(40, loss_chunks=chunks)
+    whole = plan.simulate(40, short.config)
+    assert len(short.work.flops) < len(whole.work.flops) / 2
+    for left, right in ((short.work, whole.work), (short.compiled_work, whole.compiled_work)):
+        assert totals(left)[0] == pytest.approx(totals(right)[0], rel=1e-6)
+        assert totals(left)[1] == pytest.approx(totals(right)[1], rel=0.02)
+        assert left.times.sum() == pytest.approx(right.times.sum(), rel=0.02)
+    for card in (SIMPLE, CARDS["H100"]):
+        assert short.seconds(card) == pytest.approx(whole.seconds(card), rel=0.02)
+
+
+def test_a_roofline_by_hand():
+    """A large product, a large sum, and one that is over in a launch."""
+
+    def run(a, b, c, d):
+        return a @ b, c + c, d + d
+
+    work = summarize_work(note(run, (1000, 1000), (1000, 1000), (5000, 100), (10,)))
+    product = max(2e9 / 1e12, 3 * 4e6 / 1e9)  # memory-bound: 12 against 2 ms
+    assert clock.seconds(work, SIMPLE) == pytest.approx(product + 4e6 / 1e9 + 1e-6)
+    slow = replace(SIMPLE, flops=(1e10, 1e12, 1e12), reached_flops=0.5)
+    assert clock.seconds(work, slow) == pytest.approx(2e9 / 0.5e10 + 4e6 / 1e9 + 1e-6)
+    slow = replace(SIMPLE, reached_bytes=0.5)
+    assert clock.seconds(work, slow) == pytest.approx(2 * (12e-3 + 4e-3) + 1e-6)
+    half = summarize_work(note(run, (1000, 1000), (1000, 1000), (1,), (1,), dtype=torch.bfloat16))
+    slow = replace(SIMPLE, flops=(1, 1e10, 1))  # it has a rate for each precision
+    assert clock.seconds(half, slow) == pytest.approx(0.2 + 2e-6)
+
+
+def distances(run, *shapes) -> list[float]:
+    return summarize_work(note(run, *shapes)).distance.tolist()
+
+
+INF = math.inf
+
+
+def test_what_was_touched_a_short_time_ago_is_found_in_a_cache():
+    """n bytes each: reads of operators come before their writes."""
+    n = 4 * 100
+    # exp: read x (never seen), write y (new); neg: read y (n bytes ago, its own), write z
+    assert distances(lambda x: x.exp().neg(), (100,)) == [INF, INF, n, INF]
+    # between them another reads and writes: 2 n more
+    apart = distances(lambda x, y: (z := x.exp(), y.exp(), z.neg()), (100,), (100,))
+    assert apart == [INF, INF, INF, INF, 3 * n, INF]
+    # x is read, then written: the first write goes to memory in the end, the second one instead
+    assert distances(lambda x: x.exp_().exp_(), (100,)) == [INF, INF, n, n]
+    # a part of what is there is there (the cache has to hold the whole until then)
+    assert distances(lambda x: x.exp()[50:].exp_(), (100,)) == [INF, INF, n, n]
+    # but not the whole of which a part is
+    assert distances(lambda x: (x[50:].exp_(), x.exp_()), (100,)) == [INF] * 4
+    # the place of what died is taken by what comes next, of the same size
+    assert distances(lambda x: (x.exp().sum(), x.neg())[1], (100,))[-1] == 2 * n + 4
+    assert distances(lambda x: (x.exp(), x.neg())[1], (100,))[-1] == INF  # it lives
+
+
+def test_a_cache_is_worth_something_and_only_to_what_it_holds():
+    work = summarize_work(note(lambda x: x.exp_().exp_().exp_(), (10**6,)))
+    times = {
+        cache: clock.seconds(work, replace(SIMPLE, cache=cache)) for cache in (0, 10**6, 10**8)
+    }
+    assert times[0] == times[10**6] == pytest.approx(6 * 4e-3)
+    assert times[10**8] == pytest.approx((2 + 4 * clock.CACHE_SHARE) * 4e-3)
+
+
+def fused_bytes(run, *shapes, place="forward") -> float:
+    return totals(summarize_work(fuse(note(run, *shapes, place=place))))[1]
+
+
+def test_a_compiler_reads_once_and_writes_what_is_left():
+    n = 4 * 100
+    assert fused_bytes(lambda x: x.exp().neg().sin(), (100,)) == 2 * n
+    assert fused_bytes(lambda x: (y := x.exp(), y.neg().sin()), (100,)) == 3 * n  # y stays
+    assert fused_bytes(lambda x, y: x.add_(y).add_(y), (100,), (100,)) == 3 * n
+    # a matmul is not fused with what is before and after it
+    product = fused_bytes(lambda x: (x.exp().neg() @ x).neg().exp(), (10, 10))
+    assert product == 2 * n + 3 * n + 2 * n
+    # the optimizer is not compiled
+    assert fused_bytes(lambda x: x.exp().neg().sin(), (100,), place="") == 6 * n
+    operations = note(lambda x: x.exp().neg().sin(), (100,), place="forward")
+    assert (len(operations), len(fuse(operations))) == (3, 1)
+
+
+def test_more_of_anything_is_never_slower():
+    step = planner(precision="bf16", device_type="cuda").step(8, recompute="full")
+    card = replace(CARDS["L4"], launch_s=1e-9, flops=(1e11, 1e12, 1e12))  # (or no product counts)
+    base = step.seconds(card)
+    assert step.seconds(replace(card, flops=tuple(2 * rate for rate in card.flops))) < base
+    assert step.seconds(replace(card, bytes_per_s=2 * card.bytes_per_s)) < base
+    assert step.seconds(replace(card, cache=0)) > base
+    assert step.seconds(replace(card, launch_s=1e-5)) > base
+    assert planner(precision="bf16", device_type="cuda").step(16).seconds(card) > base
+
+
+def test_cards_have_the_rates_that_mfu_is_measured_by():
+    assert {"A100", "A100 40GB", "H100", "H200", "B200", "T4", "L4", "A10G"} <= set(CARDS)
+    bases = {name: name.removesuffix(" 40GB").removesuffix(" 12GB").removesuffix(" 16GB")
+             for name in CARDS if not name.startswith("M")}  # fmt: skip
+    for name, base in bases.items():
+        (rate,) = {
+            (TFLOPS | FLOAT16_TFLOPS)[full]
+            for full in (f"NVIDIA {base}", f"NVIDIA GeForce {base}", f"Tesla {base}")
+            if full in TFLOPS | FLOAT16_TFLOPS
+        }
+        assert CARDS[name].flops[2] == pytest.approx(1e12 * rate)
+        assert CARDS[name].flops[0] < CARDS[name].flops[2]
+    for name, card in CARDS.items():
+        assert card.name == name
+        assert 8 * 2**30 <= card.memory <= 256 * 2**30 and 2**21 < card.cache < 2**28
+
+
+def test_this_machine_is_measured(monkeypatch):
+    calls = []
+
+    def stopwatch(run, device, times=1, budget=0.3):
+        run()
+        calls.append(times)
+        return 1e-3
+
+    monkeypatch.setattr(clock, "fastest", stopwatch)
+    card = this_machine()
+    assert card.flops == (2 * 512**3 / 1e-3,) * 3
+    assert card.bytes_per_s == 2 * 2**26 / 1e-3 and card.launch_s == 1e-3
+    assert len(calls) == 5 and card.memory > 2**28
+    assert (card.reached_flops, card.reached_bytes) == (1, 1)
+
+
+def test_the_fastest_run_counts(monkeypatch):
+    ticks = iter([0.0, 0.0, 0.5, 0.6, 0.6, 0.8, 2.0])  # start; begin, end, enough? each time
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(ticks))
+    runs = []
+    fastest = clock.fastest(lambda: runs.append(1), torch.device("cpu"), times=2, budget=1)
+    assert fastest == pytest.approx(0.1) and len(runs) == 1 + 2 * 2
+
+
+# A roofline of an earlier model, by other code: a head in 8 chunks.
+EARLIER = {
+    "H100": (47.4, {"cheap": 5.5, "mlp": 6.6, "sdpa": 12.4, "full": 13.4}),
+    "A100": (106, {"cheap": 4.0, "mlp": 6.7, "sdpa": 12.8, "full": 14.2}),
+    "RTX 4090": (206, {"cheap": 4.1, "mlp": 6.7, "sdpa": 12.8, "full": 14.1}),
+}
+
+
+@pytest.fixture(scope="module")
+def gpt2_small() -> Planner:
+    return Planner(
+        MiniGPTConfig(dropout=0.0),
+        1024,
+        precision=torch.bfloat16,
+        make_optimizer=adamw,
+        device_type="cuda",
+    )
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_gpt2_small(gpt2_small, name):
+    earlier, more = EARLIER[name]
+    none, card = gpt2_small.step(16), CARDS[name]
+    base = none.seconds(card)
+    assert 1000 * base == pytest.approx(earlier, rel=0.15)
+    for policy, percent in more.items():
+        step = gpt2_small.step(16, recompute=policy)
+        assert 100 * (step.seconds(card) / base - 1) == pytest.approx(percent, abs=1.5)
+        assert none.seconds(card, compiled=True) < step.seconds(card, compiled=True)
+    times = [gpt2_small.step(16, recompute=policy).seconds(card) for policy in more]
+    assert times == sorted(times) and set(more) < set(RECOMPUTE_POLICIES)
+    assert np.all(none.work.distance > 0)
