@@ -1,11 +1,12 @@
 """A training step's memory, before it runs: no GPU is needed, and next to no memory.
 
 tracker.py counts storages, work.py FLOPs and bytes; step.py follows a whole step with both, and
-clock.py knows cards, and how long a step takes on one. formulas.py has the same as formulas (and
-FLOPs), choose.py picks the cheapest way that fits.
+clock.py tells how long it takes on a card, of which cards.py has a table. formulas.py has the same
+as formulas (and FLOPs), choose.py picks the cheapest way that fits.
 """
 
-from .clock import CARDS, Card, this_machine
+from .cards import CARDS
+from .clock import Card, this_machine
 from .step import KINDS, Planner, StepMemory
 from .tracker import kept_for_backward
 
