@@ -1,4 +1,11 @@
-"""Cards by name, as their makers describe them."""
+"""Cards by name: their memory, FLOP/s, bytes/s and cache, and where each figure is from.
+
+Peaks, as their makers print them, of products without sparsity (which doubles what NVIDIA's data
+sheets print since Ampere) and with float32 sums (which a GeForce does at half the rate of float16
+sums): what training gets to use. clock.py knows which part of a peak is reached.
+"""
+
+import re
 
 from .clock import Card
 
@@ -6,56 +13,118 @@ GIB = 2**30
 
 
 def nvidia(
-    name: str, gib: int, tflops: float, float32: float, gb_per_s: float, cache_mib: float,
+    name: str, gib: float, tflops: float, float32: float, gb_per_s: float, cache_mib: float,
     bfloat16: float | None = None,
 ) -> Card:  # fmt: skip
-    """`tflops`: of the tensor cores, float16 with float32 sums, dense (bfloat16's, too)."""
+    """`gib`: what CUDA reports, less than what is sold. `tflops`: of the tensor cores in float16
+    (and `bfloat16`, unless given); `float32`: without TF32."""
     rates = (float32 * 1e12, (bfloat16 or tflops) * 1e12, tflops * 1e12)
-    return Card(name, gib * GIB, rates, gb_per_s * 1e9, int(cache_mib * 2**20))
+    return Card(name, int(gib * GIB), rates, gb_per_s * 1e9, int(cache_mib * 2**20))
 
 
-def apple(name: str, gib: int, tflops: float, gb_per_s: float, cache_mib: float) -> Card:
-    """Memory is shared with the processor: the smallest that is sold. All precisions run alike."""
-    return Card(name, gib * GIB, (tflops * 1e12,) * 3, gb_per_s * 1e9, int(cache_mib * 2**20))
+def apple(name: str, gib: float, tflops: float, gb_per_s: float, cache_mib: float) -> Card:
+    """`gib`: what Metal lets a GPU have of the memory. All precisions run alike."""
+    return Card(name, int(gib * GIB), (tflops * 1e12,) * 3, gb_per_s * 1e9, int(cache_mib * 2**20))
 
 
-# Memory, tensor cores and float32 (no TF32), memory bandwidth, L2 cache. Data centre: NVIDIA's data
-# sheets of T4, L4, A100, H100 SXM, H200 SXM and HGX B200 (an eighth of it), which since Ampere
-# print tensor cores with 2:4 sparsity, too: dense is half of that; A10G: AWS's figures. Their
-# caches: whitepapers of Turing, Ampere, Hopper and Ada; B200: as CUDA reports it. GeForce: the
-# appendices of NVIDIA's GA102, Ada and RTX Blackwell whitepapers; where a card is younger than its
-# whitepaper, 4 (float32: 2) FLOPs x CUDA cores x boost clock.
-# Apple: bandwidth and FLOP/s as announced (M1 to M1 Ultra, M2; Newsroom, 2020 to 2022). Of later
-# chips it tells the bandwidth only: M2 Pro and Max have the M2's FLOP/s a core; M3 and M4 are rough
-# estimates. Caches: the system level's, as others measured or reported them.
-CARDS = {
-    card.name: card
-    for card in (
-        nvidia("RTX 3060 12GB", 12, 25.5, 12.7, 360, 3),
-        nvidia("RTX 3090", 24, 71, 35.6, 936, 6),
-        nvidia("RTX 4060 Ti 16GB", 16, 44.1, 22.1, 288, 32),
-        nvidia("RTX 4070", 12, 58.3, 29.1, 504, 36),
-        nvidia("RTX 4090", 24, 165.2, 82.6, 1008, 72),
-        nvidia("RTX 5090", 32, 209.5, 104.8, 1792, 96),
-        # Before Ampere there is no bfloat16: it runs in float32.
-        nvidia("T4", 16, 65, 8.1, 320, 4, bfloat16=8.1),
-        nvidia("L4", 24, 121, 30.3, 300, 48),
-        nvidia("A10G", 24, 70, 35, 600, 6),
-        nvidia("A100 40GB", 40, 312, 19.5, 1555, 40),
-        nvidia("A100", 80, 312, 19.5, 2039, 40),
-        nvidia("H100", 80, 989, 67, 3350, 50),
-        nvidia("H200", 141, 989, 67, 4800, 50),
-        nvidia("B200", 180, 2250, 75, 7700, 126),
-        apple("M1", 8, 2.6, 68.25, 8),
-        apple("M1 Pro", 16, 5.2, 200, 24),
-        apple("M1 Max", 32, 10.4, 400, 48),
-        apple("M1 Ultra", 64, 21, 800, 96),
-        apple("M2", 8, 3.6, 100, 8),
-        apple("M2 Pro", 16, 6.8, 200, 24),
-        apple("M2 Max", 32, 13.6, 400, 48),
-        apple("M3 Max", 36, 14, 400, 48),
-        apple("M4", 16, 4, 120, 8),
-        apple("M4 Pro", 24, 8, 273, 24),
-        apple("M4 Max", 36, 16, 546, 48),
-    )
+# The columns: memory in GiB; TFLOP/s of the tensor cores, and of float32; GB/s; L2 cache in MiB.
+#
+# Memory: the least that cudaGetDeviceProperties, or PyTorch out of memory, told people on Linux.
+# Error correction takes a sixteenth of T4, L4 and A10G, the driver its part of all. (Estimates,
+# from their siblings: RTX 4060 Ti, 4070, A10G, the PCIe cards, H200.)
+GEFORCE = (
+    # FLOP/s, GB/s: "FP16 Tensor with FP32 Accumulate" and "FP32" in the appendices of NVIDIA's
+    # whitepapers GA102 (3090), Ada (4090) and RTX Blackwell (5090). 3060, 4060 Ti, 4070 are younger
+    # than those: 4 and 2 FLOPs x CUDA cores x boost clock, of NVIDIA's product pages.
+    # Caches: as CUDA reports them (3060: 2.25 of the chip's 3 MiB; 3090, 4060 Ti, 5090), the Ada
+    # whitepaper (4090), tables of others (4070).
+    nvidia("RTX 3060 12GB", 11.6, 25.5, 12.7, 360, 2.25),
+    nvidia("RTX 3090", 23.5, 71, 35.6, 936, 6),
+    nvidia("RTX 4060 Ti 16GB", 15.4, 44.1, 22.1, 288, 32),
+    nvidia("RTX 4070", 11.6, 58.3, 29.1, 504, 36),
+    nvidia("RTX 4090", 23.4, 165.2, 82.6, 1008, 72),
+    nvidia("RTX 5090", 31.3, 209.5, 104.8, 1792, 96),
+)
+DATA_CENTRE = (
+    # NVIDIA's data sheets of T4, L4, A100, H100 (SXM and PCIe), H200 SXM and HGX B200; T4's GB/s:
+    # 5,001 MHz x 2 x 256 bits. A10G: AWS's figures (69.5 TFLOP/s have been measured; the A10's 125,
+    # which many tables give it, are another card's).
+    # Caches: as CUDA reports them (A10G: the A10's); H200: an estimate, the 60 MiB that the Hopper
+    # whitepaper gives the full chip, all of whose 12 memory controllers it has (H100: 10, and 50).
+    nvidia("T4", 14.5, 65, 8.1, 320, 4, bfloat16=8.1),  # it has no bfloat16: that runs in float32
+    nvidia("L4", 22, 121, 30.3, 300, 48),
+    nvidia("A10G", 21.9, 70, 35, 600, 6),
+    nvidia("A100 40GB", 39.3, 312, 19.5, 1555, 40),  # SXM and PCIe
+    nvidia("A100", 79.1, 312, 19.5, 2039, 40),  # 80 GB, SXM
+    nvidia("A100 PCIe", 79.1, 312, 19.5, 1935, 40),  # 80 GB
+    nvidia("H100", 79.1, 989, 67, 3350, 50),  # SXM
+    nvidia("H100 PCIe", 79.1, 756, 51, 2000, 50),
+    nvidia("H200", 139.7, 989, 67, 4800, 60),
+    nvidia("B200", 178.3, 2250, 75, 7700, 126.5),
+)
+APPLE = (
+    # Memory is bought in several sizes; here those from 16 GB (M1, M2, M3, M4, Pro; M3 Pro 18, M4
+    # Pro 24), 32 (M1 Max, M2 Max), 36, 48 (the others Max), 64 (Ultra). Of up to 32 GB two thirds,
+    # of more three quarters: recommendedMaxWorkingSetSize, as seen with 16, 32 and 96 GB; the rest
+    # are estimates, and macOS 26 allows more. Fewer GPU cores are sold, too: here all, unless said.
+    # GB/s: Apple's announcements and technical specifications (M4 Max's 410: unconfirmed). FLOP/s:
+    # announced for M1 to M1 Ultra and M2, whose FLOP/s a core M2 Pro and Max have, too. M3 and M4:
+    # estimates, 256 FLOPs x cores x 1.4 and 1.57 GHz; tables of others go up to 16 % higher.
+    # Caches, the system level's: as others measured M1 to M1 Ultra; the rest are estimates.
+    apple("M1", 10.6, 2.6, 68.25, 8),
+    apple("M1 Pro", 10.6, 5.2, 200, 24),
+    apple("M1 Max", 21.3, 10.4, 400, 48),
+    apple("M1 Ultra", 48, 21, 800, 96),
+    apple("M2", 10.6, 3.6, 100, 8),
+    apple("M2 Pro", 10.6, 6.8, 200, 24),
+    apple("M2 Max", 21.3, 13.6, 400, 48),
+    apple("M3", 10.6, 3.6, 100, 8),
+    apple("M3 Pro", 12, 6.4, 150, 12),
+    apple("M3 Max 30-core", 27, 10.8, 300, 48),
+    apple("M3 Max 40-core", 36, 14.3, 400, 48),
+    apple("M4", 10.6, 4, 120, 8),
+    apple("M4 Pro", 16, 8, 273, 24),
+    apple("M4 Max 32-core", 27, 12.9, 410, 48),
+    apple("M4 Max 40-core", 36, 16.1, 546, 48),
+)
+CARDS = {card.name: card for card in (*GEFORCE, *DATA_CENTRE, *APPLE)}
+
+# Other names of the same cards, those that CUDA reports among them.
+SAME = {
+    "A100-SXM4-40GB": "A100 40GB",
+    "A100-PCIE-40GB": "A100 40GB",
+    "A100-SXM4-80GB": "A100",
+    "A100 80GB": "A100",
+    "A100 80GB PCIe": "A100 PCIe",
+    "H100 80GB HBM3": "H100",
 }
+# What CUDA calls cards of which there are several sizes. It is as fast with another (but for the
+# rare RTX 3060 of 8 GB), so good enough for a device that tells its memory itself; a name that a
+# person gives has to say which.
+SIZE_UNTOLD = {"RTX 3060": "RTX 3060 12GB", "RTX 4060 Ti": "RTX 4060 Ti 16GB"}
+
+
+def find_card(device_name: str) -> Card | None:
+    """The card that torch.cuda.get_device_name() calls so; None if it is not in the table.
+
+    Laptops' GPUs, parts of one (MIG) and other forms are other cards. Ask the device for its
+    memory: the name may not tell, see SIZE_UNTOLD.
+    """
+    name = re.sub("^(NVIDIA )?(GeForce |Tesla )?", "", device_name)
+    return CARDS.get((SAME | SIZE_UNTOLD).get(name, name))
+
+
+def card_named(name: str) -> Card:
+    """The card that a person means: "RTX 4090", "rtx-4090", "4090", "a100_40gb".
+
+    Raises ValueError, one line with all names, if there is none or the name leaves open which.
+    """
+    cards = {plain(known): CARDS[SAME.get(known, known)] for known in (*CARDS, *SAME)}
+    if plain(name) not in cards:
+        raise ValueError(f"unknown card {name!r}; known: {', '.join(CARDS)}")
+    return cards[plain(name)]
+
+
+def plain(name: str) -> str:
+    """In small letters, without blanks, hyphens, and brands."""
+    return re.sub("^(nvidia|apple)?(geforce|tesla)?(rtx)?", "", re.sub("[-_ ]", "", name.lower()))

@@ -4,38 +4,49 @@ import re
 
 import torch
 
+from planner import CARDS
+
+
+def cuda_name(card: str) -> str:
+    """What CUDA calls a card of planner/cards.py from Ampere on, its memory left out."""
+    chip = re.sub(r" \d+GB$", "", card)
+    return f"NVIDIA GeForce {chip}" if chip.startswith("RTX") else f"NVIDIA {chip}"
+
+
 # TFLOP/s of the tensor cores in bfloat16 or float16 with float32 sums, dense; by the name that
-# CUDA reports. Data centre and workstation cards: NVIDIA's data sheets (for A10G, AWS's), which
-# since Ampere print twice as much, with 2:4 sparsity; HGX B200 and GB200 NVL72 of their 8 and 72
-# GPUs together. GeForce: the appendices of the Turing, GA102, Ada and RTX Blackwell whitepapers,
-# "FP16 Tensor with FP32 Accumulate", which since Ampere is twice the shaders' float32; where a
-# card is younger than its whitepaper, that: 4 FLOPs x CUDA cores x boost clock.
+# CUDA reports. First, what stands in planner/cards.py: its cards whose bfloat16 has a unit of its
+# own. Of the others, data centre and workstation cards: NVIDIA's data sheets, which since Ampere
+# print twice as much, with 2:4 sparsity; GB200 NVL72 of its 72 GPUs together. GeForce: the
+# appendices of the Turing, GA102, Ada and RTX Blackwell whitepapers, "FP16 Tensor with FP32
+# Accumulate", which since Ampere is twice the shaders' float32; where a card is younger than its
+# whitepaper, that: 4 FLOPs x CUDA cores x boost clock.
 TFLOPS = {
-    "NVIDIA A10": 125, "NVIDIA A10G": 70, "NVIDIA A30": 165, "NVIDIA A40": 149.7,
-    "NVIDIA A100": 312, "NVIDIA A800": 312,
-    "NVIDIA H100": 989, "NVIDIA H100 NVL": 835, "NVIDIA H100 PCIe": 756,
-    "NVIDIA H200": 989, "NVIDIA H200 NVL": 835, "NVIDIA GH200": 989,
-    "NVIDIA H800": 989, "NVIDIA H800 PCIe": 756, "NVIDIA H20": 148,
-    "NVIDIA B200": 2250, "NVIDIA GB200": 2500,
-    "NVIDIA L4": 121, "NVIDIA L40": 181, "NVIDIA L40S": 362,
+    cuda_name(name): card.flops[1] / 1e12
+    for name, card in CARDS.items()
+    if card.flops[1] > card.flops[0]
+} | {
+    "NVIDIA A10": 125, "NVIDIA A30": 165, "NVIDIA A40": 149.7, "NVIDIA A800": 312,
+    "NVIDIA H100 NVL": 835, "NVIDIA H200 NVL": 835, "NVIDIA GH200": 989,
+    "NVIDIA H800": 989, "NVIDIA H800 PCIe": 756, "NVIDIA H20": 148, "NVIDIA GB200": 2500,
+    "NVIDIA L40": 181, "NVIDIA L40S": 362,
     "NVIDIA RTX A4000": 76.7, "NVIDIA RTX A5000": 111.1, "NVIDIA RTX A6000": 154.8,
     "NVIDIA RTX 6000 Ada Generation": 364.2,
-    "NVIDIA GeForce RTX 3060": 25.5, "NVIDIA GeForce RTX 3060 Ti": 32.4,
+    "NVIDIA GeForce RTX 3060 Ti": 32.4,
     "NVIDIA GeForce RTX 3070": 40.6, "NVIDIA GeForce RTX 3070 Ti": 43.5,
     "NVIDIA GeForce RTX 3080": 59.5, "NVIDIA GeForce RTX 3080 Ti": 68.2,
-    "NVIDIA GeForce RTX 3090": 71, "NVIDIA GeForce RTX 3090 Ti": 80,
-    "NVIDIA GeForce RTX 4060": 30.2, "NVIDIA GeForce RTX 4060 Ti": 44.1,
-    "NVIDIA GeForce RTX 4070": 58.3, "NVIDIA GeForce RTX 4070 SUPER": 71,
+    "NVIDIA GeForce RTX 3090 Ti": 80,
+    "NVIDIA GeForce RTX 4060": 30.2, "NVIDIA GeForce RTX 4070 SUPER": 71,
     "NVIDIA GeForce RTX 4070 Ti": 80.2, "NVIDIA GeForce RTX 4070 Ti SUPER": 88.2,
     "NVIDIA GeForce RTX 4080": 97.5, "NVIDIA GeForce RTX 4080 SUPER": 104.4,
-    "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 4090 D": 147,
+    "NVIDIA GeForce RTX 4090 D": 147,
     "NVIDIA GeForce RTX 5060": 38.4, "NVIDIA GeForce RTX 5060 Ti": 47.4,
     "NVIDIA GeForce RTX 5070": 61.7, "NVIDIA GeForce RTX 5070 Ti": 87.9,
-    "NVIDIA GeForce RTX 5080": 112.6, "NVIDIA GeForce RTX 5090": 209.5,
+    "NVIDIA GeForce RTX 5080": 112.6,
 }  # fmt: skip
 # Before Ampere: float16 only, neither bfloat16 nor TF32.
 FLOAT16_TFLOPS = {
-    "Tesla T4": 65, "Tesla V100": 125, "Tesla V100-PCIE": 112, "Tesla V100S": 130,
+    "Tesla T4": CARDS["T4"].flops[2] / 1e12,
+    "Tesla V100": 125, "Tesla V100-PCIE": 112, "Tesla V100S": 130,
     "NVIDIA GeForce RTX 2080 Ti": 53.8,
 }  # fmt: skip
 # What may follow in a name without making it another chip ("-SXM4-40GB", " 80GB HBM3"). "Laptop
