@@ -1,15 +1,16 @@
-"""Choose by prediction: the cheapest way to recompute that fits, and what it is called."""
+"""Choose by prediction: the fastest way to recompute that fits, and what it is called."""
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
+from .clock import Card
 from .formulas import recompute_cost
-from .step import Planner, StepMemory
+from .step import Planner
+from .timeline import StepMemory, parts
 
 RUNGS: list[dict[str, Any]] = [
     {"recompute": "none", "offload_activations": False},  # (there is nothing to offload)
@@ -20,52 +21,104 @@ RUNGS: list[dict[str, Any]] = [
 ALL_ALIKE = {"recompute_layers": None, "recompute_rest": "none", "recompute_group": 1}
 
 
-def pick_recompute(planner: Planner, batch_size: int, budget: int) -> StepMemory:
-    """The cheapest way to recompute whose peak stays within `budget` bytes.
+def pick_recompute(
+    planner: Planner, batch_size: int, budget: int, card: Card | None = None, compiled: bool = False
+) -> StepMemory:
+    """The fastest way to recompute whose peak stays within `budget` bytes.
 
-    Cheapest: the fewest FLOPs of matrix products done twice, then the least of anything replayed. A
-    policy stops after as many layers as are needed. If nothing fits, the smallest peak is returned.
+    Every policy, and every pair of them: one in the first N blocks, another one in the rest, for
+    every N. Fastest: the least seconds on `card` (`compiled`: with --compile); without a card the
+    fewest FLOPs of matrix products done twice, then the least of anything replayed. Of equals, the
+    one with the smallest peak. If nothing fits, the smallest peak is returned.
+
+    For that the rungs alone are simulated, eight steps: see `peaks_of`. And what is taken.
     """
-    config, n_layers = planner.config, planner.config.n_layers
-    rungs = [ALL_ALIKE | rung for rung in RUNGS]
-    rungs.sort(key=lambda rung: recompute_cost(replace(config, **rung), planner.seq_len))
-    smallest = best = planner.step(batch_size, **rungs[0])  # none
-    if best.peak <= budget:
-        return best
-    for rung in rungs[1:]:
-
-        def first_layers(n: int, rung: dict[str, Any] = rung) -> dict[str, Any]:
-            return {**rung, "recompute_layers": None if n == n_layers else n}
-
-        def cost(n: int) -> tuple[float, int]:
-            return recompute_cost(replace(config, **first_layers(n)), planner.seq_len)
-
-        def peak(n: int) -> int:
-            return planner.step(batch_size, **(first_layers(n) if n else rungs[0])).peak
-
-        most = n_layers
-        if best.peak <= budget:  # only what is cheaper is of interest now
-            most = bisect_left(
-                range(1, n_layers + 1), recompute_cost(best.config, planner.seq_len), key=cost
-            )
-        if most > 0 and peak(most) <= budget:
-            best = planner.step(batch_size, **first_layers(fewest_layers(peak, most, budget)))
-        elif most == n_layers:
-            smallest = min(smallest, planner.step(batch_size, **rung), key=lambda step: step.peak)
-    return best if best.peak <= budget else smallest
+    none = planner.step(batch_size, **ALL_ALIKE | RUNGS[0])
+    if none.peak <= budget:
+        return none
+    alike = [planner.step(batch_size, **ALL_ALIKE | rung) for rung in RUNGS]
+    mixes = all_mixes(planner.config.n_layers)
+    peaks = peaks_of(alike, mixes)
+    configs = [config_of(alike, mix) for mix in mixes]
+    if card is None:
+        costs = [recompute_cost(config, planner.seq_len) for config in configs]
+    else:
+        costs = [(cost, 0) for cost in mean_seconds(alike, mixes, card, compiled)]
+    order = sorted(range(len(mixes)), key=lambda i: (*costs[i], peaks[i]))
+    for i in order:
+        if peaks[i] <= budget:
+            step = planner.step(batch_size, **vars(configs[i]))
+            if step.peak <= budget:  # (where two policies meet, some bytes may differ)
+                return step
+    return planner.step(batch_size, **vars(configs[int(peaks.argmin())]))
 
 
-def fewest_layers(peak: Callable[[int], int], most: int, budget: int) -> int:
-    """The first n in 1..most with peak(n) within the budget; n = 0 is over it, `most` is not.
+def all_mixes(n_layers: int) -> np.ndarray:
+    """(mixes, n_layers): the rung of each block. One for all, or one for the first N and another
+    one for the rest. (A group is for the first ones, and whole.)"""
+    block, mixes = np.arange(n_layers), []
+    for first, rung in enumerate(RUNGS):
+        group = rung.get("recompute_group", 1)
+        mixes.append(np.full(n_layers, first))
+        if rung["recompute"] != "none":
+            for rest in range(len(RECOMPUTE_POLICIES)):
+                if rest != first:
+                    mixes += [
+                        np.where(block < n, first, rest) for n in range(group, n_layers, group)
+                    ]
+    return np.array(mixes)
 
-    The peak falls with n, nearly along a line: so interpolate, and look on both sides.
+
+def config_of(alike: list[StepMemory], mix: np.ndarray) -> MiniGPTConfig:
+    """`alike`: a step of each rung, all blocks alike."""
+    first, rest = alike[mix[0]].config, alike[mix[-1]].config
+    n = int((mix == mix[0]).sum())
+    if n == len(mix):
+        return first
+    return replace(first, recompute_layers=n, recompute_rest=rest.recompute)
+
+
+def mean_seconds(
+    alike: list[StepMemory], mixes: np.ndarray, card: Card, compiled: bool
+) -> np.ndarray:
+    """(mixes,) A block takes as long as among blocks like it, and the rest of the step is the same
+    in all."""
+    each = np.array([step.seconds(card, compiled) for step in alike])
+    return each[mixes].mean(axis=1)
+
+
+def peaks_of(alike: list[StepMemory], mixes: np.ndarray) -> np.ndarray:
+    """(mixes,) The peak in bytes of any assignment of rungs to blocks, without simulating it.
+
+    A step goes through its segments one after the other: what comes before the blocks, each block,
+    the head, each block in backward, the optimizer. Each adds to the bytes, or frees some (`net`),
+    and on the way it has needed some more (`most`). What it does to them does not depend on what
+    the other blocks do, only where it begins does; so each segment is taken from the step in which
+    all blocks are of that kind. So for two policies the peak is piecewise linear in N.
     """
-    low, high = 0, most
-    while high - low > 1:
-        share = (peak(low) - budget) / (peak(low) - peak(high))
-        n = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
-        low, high = (low, n) if peak(n) <= budget else (n, high)
-    return high
+    most, net = np.array([segments(step) for step in alike]).transpose(2, 0, 1)  # (rungs, segments)
+    outside = mixes[:, :1]  # (what is not a block is the same for all)
+    rung = np.hstack([outside, mixes, outside, mixes[:, ::-1], outside])  # (mixes, segments)
+    segment = np.arange(rung.shape[1])
+    end = net[rung, segment].cumsum(axis=1)
+    return (end - net[rung, segment] + most[rung, segment]).max(axis=1)
+
+
+def segments(step: StepMemory) -> np.ndarray:
+    """(2 L + 3, 2) int64: the most bytes in each segment of a step of L blocks above those when it
+    began, and what it has added when it ends."""
+    of_blocks = [part for part in parts(step) if part[1] is not None]
+    forward = [part for part in of_blocks if part[0] == "forward"]
+    backward = of_blocks[len(forward) :]
+    ends = {block: end for _, block, _, end in backward}  # (a group enters its blocks twice)
+    # The last row of each segment but one. What dies with a block's last operator is still there
+    # when the next one's first operator runs, which is a LayerNorm in all of them.
+    last = [forward[0][2][0], *(end for _, _, _, end in forward)]
+    last += [backward[0][2][0] - 1, *(end - 1 for end in ends.values())]
+    begin = [0, *(row + 1 for row in last)]
+    level = step.total[[*last, -1]]
+    before = np.concatenate([[0], level[:-1]])
+    return np.stack([np.maximum.reduceat(step.total, begin) - before, level - before], axis=1)
 
 
 def describe_recompute(config: MiniGPTConfig) -> str:

@@ -9,8 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -23,73 +22,13 @@ from memory.head import count_chunks, head_loss
 from memory.offload import SMALL
 from model import MiniGPT, MiniGPTConfig
 
-from .clock import Card, seconds
 from .formulas import head_bytes
 from .kernels import inside, workspaces
+from .timeline import KINDS, StepMemory, repeat_blocks, summarize
 from .tracker import StorageTracker
-from .work import Notebook, Operation, Work, fuse, join, summarize_work
-
-KINDS = (
-    "parameters",
-    "gradients",  # with DDP's buckets
-    "optimizer",  # AdamW's two moments
-    "activations",  # what forward keeps for backward
-    "recomputed",  # what backward replays
-    "head",  # logits, loss and their gradients
-    "temporaries",  # the rest, gone before the phase ends; and what a GPU's kernels work in
-)
+from .work import Notebook, Work, fuse, join, summarize_work
 
 MANY_CHUNKS, FEW_CHUNKS = 30, 3  # of the head, see `Planner.plan`
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """The memory of one training step, in bytes, after each of its operators."""
-
-    config: MiniGPTConfig
-    batch_size: int
-    seq_len: int
-    timeline: np.ndarray  # (operators + 1, len(KINDS)) int64
-    places: list[tuple[int, str, int | None]]  # (from this operator on, phase, block)
-    kept: int  # for backward when forward is over, by blocks and head
-    kept_per_block: float  # on average
-    work: Work  # what the operators do
-    compiled_work: Work  # the same with neighbours fused, as --compile does
-
-    def seconds(self, card: Card, compiled: bool = False) -> float:
-        """How long the step, of one micro-batch, takes on a card: an estimate (planner/clock.py).
-
-        `compiled`: with neighbours fused, as --compile does.
-        """
-        return seconds(self.compiled_work if compiled else self.work, card)
-
-    @cached_property
-    def total(self) -> np.ndarray:
-        """(operators + 1,) int64"""
-        return self.timeline.sum(axis=1)
-
-    @property
-    def peak(self) -> int:
-        return int(self.total.max())
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """What the peak is made of: a kind's name -> bytes."""
-        return dict(zip(KINDS, self.timeline[self.total.argmax()].tolist(), strict=True))
-
-    @property
-    def where(self) -> str:
-        """The place of the peak: "head", or "backward, block 11"."""
-        at = self.total.argmax()
-        _, phase, block = [place for place in self.places if place[0] <= at][-1]
-        return phase if block is None else f"{phase}, block {block}"
-
-    def phase(self, name: str) -> slice:
-        """The operators of "forward", "head", "backward" or "optimizer"."""
-        inside = [place[1] == name for place in self.places]
-        first, last = inside.index(True), len(inside) - inside[::-1].index(True)
-        end = self.places[last][0] if last < len(inside) else len(self.timeline)
-        return slice(self.places[first][0], end)
 
 
 class Planner:
@@ -157,9 +96,9 @@ class Planner:
             n_tokens, config.vocab_size, config.loss_chunks, self.precision.itemsize
         )
         if n_chunks <= MANY_CHUNKS:
-            return self.simulate(batch_size, config)
+            return self.simulate_few(batch_size, config)
         few = replace(config, loss_chunks=FEW_CHUNKS)
-        step = self.simulate(batch_size, few)
+        step = self.simulate_few(batch_size, few)
         excess = head_bytes(few, n_tokens, self.precision)
         excess -= head_bytes(config, n_tokens, self.precision)
         of_the_head = step.timeline[step.phase("head"), KINDS.index("head")]  # (a view)
@@ -248,20 +187,38 @@ class Planner:
         asked = batch_size if self.step(batch_size, **memory).peak <= budget else 0
         return max(asked, most)
 
+    def simulate_few(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
+        """As `simulate`; but of the blocks that do the same only the first, one more, and the last.
+
+        Not with offload, whose copies of a block wait for another, nor with groups.
+        """
+        if config.offload_activations or config.recompute_group > 1:
+            return self.simulate(batch_size, config)
+        n_first = config.n_recomputed
+        first, rest = few_of(n_first), few_of(config.n_layers - n_first)
+        layers = None if config.recompute_layers is None else len(first)
+        few = replace(config, n_layers=len(first + rest), recompute_layers=layers)
+        return repeat_blocks(self.simulate(batch_size, few), config, first + rest)
+
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """What train_minimal.train_step does, without its data and its numbers."""
-        model = self.model
+        """What train_minimal.train_step does, without its data and its numbers.
+
+        Forward and backward go through the first `config.n_layers` blocks; the optimizer updates
+        all that the planner's model has.
+        """
+        model, parameters = self.model, list(self.model.parameters())
+        left_out = set(model.blocks[config.n_layers :].parameters())
         notebook = Notebook()
         tracker = StorageTracker(inside=inside if self.kernels else None, note=notebook)
         model.config, model.host_memory = config, HostMemory()
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
-        with self.fake, tracker, follow(model, tracker):
-            for parameter in model.parameters():
+        with self.fake, tracker, without_blocks(model, config.n_layers), follow(model, tracker):
+            for parameter in parameters:
                 tracker.add(parameter).kind = "parameters"
                 for state in self.optimizer.state[parameter].values():
                     tracker.add(state).kind = "optimizer"
-                if self.accumulate or self.ddp:
+                if self.accumulate or self.ddp or parameter in left_out:
                     parameter.grad = torch.empty_like(parameter)
                     tracker.add(parameter.grad).kind = "gradients"
             ids, labels = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
@@ -275,16 +232,16 @@ class Planner:
             loss = self.forward(ids, labels)
             forward_end = tracker.now
             loss.backward()
-            for parameter in model.parameters():
+            for parameter in parameters:
                 tracker.add(cast(Tensor, parameter.grad)).kind = "gradients"
             if self.compress:
-                copies = [cast(Tensor, p.grad).bfloat16() for p in model.parameters()]
+                copies = [cast(Tensor, p.grad).bfloat16() for p in parameters]
                 for copy in copies:
                     tracker.add(copy).kind = "gradients"
                 del copies, copy
             tracker.enter("optimizer")
             # (A GPU takes all tensors at a time; torch would not for the CPU's.)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=not self.on_cpu)
+            nn.utils.clip_grad_norm_(parameters, 1.0, foreach=not self.on_cpu)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         step = summarize(
@@ -292,6 +249,8 @@ class Planner:
         )
         if self.kernels:
             step.timeline[:, KINDS.index("temporaries")] += workspaces()
+        if not (self.accumulate or self.ddp):  # backward makes them, block by block
+            step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
         return step
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -302,6 +261,21 @@ class Planner:
         enabled = self.precision != torch.float32
         dtype = self.precision if enabled else None
         return torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=False)
+
+
+def few_of(n: int) -> list[int]:
+    """A run of n equal blocks as few: how many each of them stands for."""
+    return [1, n - 2, 1] if n > 3 else [1] * n
+
+
+@contextmanager
+def without_blocks(model: MiniGPT, begin: int) -> Iterator[None]:
+    """The model ends before block `begin`."""
+    blocks, model.blocks = model.blocks, model.blocks[:begin]
+    try:
+        yield
+    finally:
+        model.blocks = blocks
 
 
 @contextmanager
@@ -355,44 +329,3 @@ def fuse_dropout(model: MiniGPT) -> None:
             module.dropout = FusedDropout(model.config.dropout)
     for block in model.blocks:
         block.attn.dropout = 0.0  # type: ignore[union-attr]  # its mask is never stored
-
-
-def summarize(
-    tracker: StorageTracker,
-    operations: list[Operation],
-    config: MiniGPTConfig,
-    batch_size: int,
-    seq_len: int,
-    forward_end: int,
-) -> StepMemory:
-    """Sort the storages by kind, and add them up operator by operator."""
-    changes = np.zeros((tracker.now + 2, len(KINDS)), dtype=np.int64)
-    kept = kept_by_blocks = 0
-    for storage in tracker.storages:
-        if storage.device.type != "cpu":
-            continue  # offloaded
-        is_kept = 0 < storage.born <= forward_end < storage.died
-        if storage.kind == "temporaries":
-            if storage.phase == "head":
-                storage.kind = "head"
-            elif is_kept or storage.born == 0:  # (offload's buffers on a CPU)
-                storage.kind = "activations"
-            elif storage.replayed:
-                storage.kind = "recomputed"
-        kind = KINDS.index(storage.kind)
-        changes[storage.born, kind] += storage.bytes
-        if storage.died != math.inf:
-            changes[int(storage.died) + 1, kind] -= storage.bytes
-        kept += storage.bytes * is_kept
-        kept_by_blocks += storage.bytes * (is_kept and storage.in_block)
-    return StepMemory(
-        config=config,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        timeline=changes[:-1].cumsum(axis=0),
-        places=tracker.places,
-        kept=kept,
-        kept_per_block=kept_by_blocks / config.n_layers,
-        work=summarize_work(operations),
-        compiled_work=summarize_work(fuse(operations)),
-    )

@@ -210,6 +210,7 @@ class Work:
     flops: np.ndarray  # (operators,) float64
     precision: np.ndarray  # (operators,) uint8, index into PRECISIONS
     in_head: np.ndarray  # (operators,) bool
+    block: np.ndarray  # (operators,) int: which one is at work; -1: none
     times: np.ndarray  # (operators,) float64: how often it runs
     operator: np.ndarray  # (touches,) int32: who touches
     bytes: np.ndarray  # (touches,) int64
@@ -227,6 +228,7 @@ class Work:
             flops=self.flops[which],
             precision=self.precision[which],
             in_head=self.in_head[which],
+            block=self.block[which],
             times=self.times[which],
             operator=(np.cumsum(which) - 1)[self.operator[kept]].astype(np.int32),
             bytes=self.bytes[kept],
@@ -235,6 +237,10 @@ class Work:
 
     def repeat(self, times: float) -> "Work":
         return replace(self, times=times * self.times)
+
+    def repeat_blocks(self, times: list[int]) -> "Work":
+        """`times[i]`: how many blocks do what block i does."""
+        return replace(self, times=np.array([*times, 1.0])[self.block] * self.times)
 
 
 def join(works: list[Work]) -> Work:
@@ -260,6 +266,7 @@ def summarize_work(operations: list[Operation]) -> Work:
         flops=np.array([op.flops for op in operations], dtype=np.float64),
         precision=np.array([op.precision for op in operations], dtype=np.uint8),
         in_head=np.array([op.place[1] == "head" for op in operations], dtype=bool),
+        block=np.array([-1 if op.place[2] is None else op.place[2] for op in operations], int),
         times=np.ones(len(operations)),
         operator=np.array(operator, dtype=np.int32),
         bytes=np.array(sizes, dtype=np.int64),

@@ -38,7 +38,8 @@ from tqdm import tqdm
 
 from data import DataError
 from planner.choose import describe_recompute
-from planner.step import Planner, StepMemory
+from planner.step import Planner
+from planner.timeline import StepMemory
 from scripts import say_stopped
 from scripts.allocator_trace import DEVICE_TYPES
 from scripts.memory_timeline_frontier import Choice, draw_frontier

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.choose import describe_recompute, pick_recompute
-from planner.step import Planner, StepMemory
+from planner.step import Planner
+from planner.timeline import StepMemory
 from scripts.memory_timeline_numbers import (
     MIXED,
     PANELS,

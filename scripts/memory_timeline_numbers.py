@@ -13,7 +13,8 @@ from torch.profiler import profile, record_function
 from model import MiniGPT
 from planner.choose import RUNGS
 from planner.formulas import step_flops
-from planner.step import Planner, StepMemory, follow
+from planner.step import Planner, follow
+from planner.timeline import StepMemory
 from scripts.allocator_trace import allocations, trace_events
 from trainer.flags import UsageError, choose_device
 from trainer.run import make_optimizer

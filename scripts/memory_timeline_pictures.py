@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.step import KINDS, Planner, StepMemory
+from planner.step import Planner
+from planner.timeline import KINDS, StepMemory
 from scripts.memory_timeline_numbers import (
     BARS,
     PANELS,

@@ -29,7 +29,8 @@ from tqdm import tqdm
 from data import DataError
 from planner.choose import RUNGS, describe_recompute, pick_recompute, recompute_flags
 from planner.formulas import closed_form, count_parameters, recompute_cost, state_bytes, step_flops
-from planner.step import Planner, StepMemory
+from planner.step import Planner
+from planner.timeline import StepMemory
 from scripts import say_stopped
 from trainer.flags import (
     UsageError,

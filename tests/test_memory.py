@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from planner.choose import RUNGS, describe_recompute, fewest_layers, pick_recompute, recompute_flags
-from planner.formulas import closed_form, recompute_cost, step_flops
+from planner.formulas import closed_form, step_flops
 from planner.kernels import workspaces
-from planner.step import KINDS, Planner
+from planner.step import Planner
+from planner.timeline import KINDS
 from scripts.ladder import LiveStorages
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -280,44 +280,7 @@ def test_flops_equal_those_that_torch_counts(memory):
     assert counter.get_total_flops() == expected
 
 
-# ---- choosing
-
-
-def brute_force(plan: Planner, batch_size: int, budget: int) -> tuple | None:
-    """The least cost of anything that fits, trying all."""
-    costs = []
-    for rung in RUNGS:
-        for n in range(1, plan.config.n_layers + 1):
-            step = plan.step(batch_size, **rung, recompute_layers=n)
-            if step.peak <= budget:
-                costs.append(recompute_cost(step.config, plan.seq_len))
-    return min(costs, default=None)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_auto_takes_the_cheapest_that_fits(shape):
-    """8 budgets from tight to wide: never over, by an independent tracker, and never costlier than
-    the best of all policies at all layer counts."""
-    config, batch_size = shape
-    plan = planner(config)
-    peaks = [plan.step(batch_size, **rung).peak for rung in RUNGS]
-    for budget in np.linspace(min(peaks), max(peaks), 8).astype(int).tolist():
-        taken = pick_recompute(plan, batch_size, budget)
-        assert measured_peak(taken.config, batch_size) <= budget
-        cost = recompute_cost(taken.config, T)
-        assert cost == brute_force(plan, batch_size, budget)
-    assert pick_recompute(plan, batch_size, max(peaks)).config.recompute == "none"
-    nothing = pick_recompute(plan, batch_size, min(peaks) - 1)
-    assert nothing.peak == min(peaks)
-
-
-@pytest.mark.parametrize(
-    "peaks", [[90, 80, 70, 60, 50], [90, 89, 60, 59, 50], [90, 60, 55, 51, 50]]
-)
-def test_fewest_layers(peaks):
-    for budget in range(50, 90):
-        first = next(n for n, peak in enumerate(peaks) if peak <= budget)
-        assert fewest_layers(peaks.__getitem__, 4, budget) == first
+# ---- batches
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 4])
@@ -379,11 +342,3 @@ def test_a_giant_batch_is_simulated_with_few_operators():
     giant, small = (planner(replace(CONFIG, loss_chunks=0)).step(n) for n in (10**6, 10**4))
     assert max(len(giant.timeline), len(small.timeline)) < 3000
     assert giant.peak == pytest.approx(100 * small.peak, rel=0.1)
-
-
-def test_names_and_flags_of_a_choice():
-    config = replace(CONFIG, recompute="full", recompute_group=2, recompute_layers=3)
-    assert describe_recompute(config) == "full in groups of 2 in 3 of 4 blocks"
-    assert recompute_flags(config) == (
-        "--use-activation-checkpoint full --recompute-layers 3 --recompute-group 2".split()
-    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_minimal
-from planner.step import KINDS
+from planner.timeline import KINDS
 from scripts import memory_timeline as script
 from scripts import memory_timeline_frontier as frontier
 from scripts import memory_timeline_numbers as numbers
