@@ -51,7 +51,7 @@ class MiniGPTConfig:
 
     @property
     def n_recomputed(self) -> int:
-        """How many blocks, from the first one on, the recompute policy applies to."""
+        """How many blocks, from the first one on, the policy `recompute` applies to."""
         if self.recompute == "none":
             return 0
         return self.n_layers if self.recompute_layers is None else self.recompute_layers
@@ -195,7 +195,7 @@ class MiniGPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def compile_blocks(self) -> None:
-        """torch.compile each block: the first one pays, the others reuse its code.
+        """torch.compile each block: the first one of a policy pays, the others reuse its code.
 
         Around `full` the activation checkpoint stays outside of the compiled code, where it keeps
         the block's input alone. (Such code cannot stop half-way: the last matmul is replayed, too.)
@@ -256,7 +256,8 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
 def check(config: MiniGPTConfig) -> None:
     """Raises ValueError, with a message that names the field, if a value is impossible."""
     sizes = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff recompute_group"
-    for name, least in (*((size, 1) for size in sizes.split()), ("loss_chunks", 0)):
+    at_least = dict.fromkeys(sizes.split(), 1) | {"loss_chunks": 0}
+    for name, least in at_least.items():
         if getattr(config, name) < least:
             raise ValueError(f"{name} must be at least {least}, not {getattr(config, name)}")
     C, H = config.d_model, config.n_heads
@@ -271,8 +272,7 @@ def check(config: MiniGPTConfig) -> None:
     if layers is not None and not 0 <= layers <= config.n_layers:
         raise ValueError(f"recompute_layers must be in 0..{config.n_layers}, not {layers}")
     if rest != "none" and (policy == "none" or layers is None):
-        needs = f"recompute_rest {rest} needs recompute and recompute_layers"
-        raise ValueError(f"{needs}: it is for the blocks after those")
+        raise ValueError("recompute_rest needs recompute and recompute_layers for the first blocks")
     if config.recompute_group > 1 and policy != "full":
         needs = f"recompute_group {config.recompute_group} needs recompute full, not {policy}"
         raise ValueError(f"{needs}: only whole blocks can share a checkpoint")

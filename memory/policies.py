@@ -140,9 +140,9 @@ def schedule(
     of the first ones as if they were one; with `offload_activations`, what the policies keep in CPU
     memory. Evaluation recomputes nothing.
     """
-    blocks, calls = list(blocks), list[Call]()
     if not training:
         return iter([(block, "none") for block in blocks])
+    blocks, calls = list(blocks), list[Call]()
     n_recomputed = config.n_recomputed
     for i in range(0, n_recomputed, config.recompute_group):
         group = blocks[i : min(i + config.recompute_group, n_recomputed)]

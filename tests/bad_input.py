@@ -77,7 +77,7 @@ FLAGS = {
     "unknown rest": flags("--recompute-rest=some", "--recompute-rest: invalid choice: 'some'"),
     "rest of nothing": flags(
         "--use-activation-checkpoint --recompute-rest=mlp",
-        "--recompute-rest mlp needs --use-activation-checkpoint and --recompute-layers",
+        "--recompute-rest needs --use-activation-checkpoint and --recompute-layers",
     ),
     "min above max": flags("--min-lr=1", "--min-lr 1 is above --lr"),
     "contradiction": flags("--no-amp --amp-dtype=float16", "--no-amp"),

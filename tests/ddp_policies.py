@@ -17,6 +17,7 @@ offload.SMALL = 1  # everything travels
 SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=3, n_heads=2, d_model=32, d_ff=64)
 VARIANTS: list[dict] = [{"recompute": policy} for policy in RECOMPUTE_POLICIES]
 VARIANTS += [{"recompute": "full", "recompute_group": 2, "offload_activations": True}]
+VARIANTS += [{"recompute": "mlp", "recompute_layers": 1, "recompute_rest": "full"}]
 
 
 def gradients(bfloat16: bool, **variant) -> list[torch.Tensor]:

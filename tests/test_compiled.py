@@ -10,10 +10,25 @@ from model import RECOMPUTE_POLICIES
 from planner.formulas import step_flops
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_compiled_blocks_replay_their_last_matmul_too(group):
+def mix(first: str, n: int, rest: str) -> dict:
+    return {"recompute": first, "recompute_layers": n, "recompute_rest": rest}
+
+
+@pytest.mark.parametrize(
+    ("memory", "n_full"),
+    [
+        ({"recompute": "full"}, 3),
+        ({"recompute": "full", "recompute_group": 3}, 3),
+        ({"recompute": "full", "recompute_group": 2}, 3),
+        (mix("full", 1, "full"), 3),
+        (mix("full", 2, "mlp"), 2),
+        (mix("mlp", 1, "full"), 2),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_replay_their_last_matmul_too(memory, n_full):
     """Early stop cannot end compiled code half-way; step_flops knows."""
-    model = tiny(recompute="full", recompute_group=group, dropout=0.0).train()
+    model = tiny(**memory, n_layers=3, dropout=0.0).train()
     config, ids = model.config, random_ids(2, 16)
 
     def flops_replayed() -> int:
@@ -29,7 +44,7 @@ def test_compiled_blocks_replay_their_last_matmul_too(group):
         return sum(2 * ids.numel() * math.prod(event.input_shapes[2]) for event in ran)
 
     def expected(compiled: bool) -> float:
-        attention = config.n_layers * 2 * ids.size(1) * config.d_model
+        attention = n_full * 2 * ids.size(1) * config.d_model
         return ids.numel() * (step_flops(config, ids.size(1), compiled)[1] - attention)
 
     assert flops_replayed() == expected(False)
@@ -39,10 +54,19 @@ def test_compiled_blocks_replay_their_last_matmul_too(group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
-def test_compiled_policies_have_the_same_losses(policy):
-    def losses(compiled_policy: str) -> list[float]:
-        model = tiny(recompute=compiled_policy).train()
+@pytest.mark.parametrize(
+    "memory",
+    [
+        *({"recompute": policy} for policy in RECOMPUTE_POLICIES[1:]),
+        mix("full", 1, "cheap"),
+        mix("mlp", 1, "sdpa"),
+        mix("selective", 1, "full"),
+    ],
+    ids=str,
+)
+def test_compiled_policies_have_the_same_losses(memory):
+    def losses(**memory) -> list[float]:
+        model = tiny(**memory).train()
         model.compile_blocks()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         found = []
@@ -56,15 +80,19 @@ def test_compiled_policies_have_the_same_losses(policy):
             found.append(loss.item())
         return found
 
-    assert losses(policy) == pytest.approx(losses("none"), rel=1e-5)
+    assert losses(**memory) == pytest.approx(losses(), rel=1e-5)
 
 
 @pytest.mark.usefixtures("everything_travels")
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "mlp", "sdpa"])
-def test_offload_of_compiled_blocks(policy):
+@pytest.mark.parametrize(
+    "memory",
+    [*({"recompute": policy} for policy in ("full", "mlp", "sdpa")), mix("full", 1, "mlp")],
+    ids=str,
+)
+def test_offload_of_compiled_blocks(memory):
     def gradients(offloaded: bool) -> list[torch.Tensor]:
-        model = tiny(recompute=policy, n_layers=3, offload_activations=offloaded).train()
+        model = tiny(**memory, n_layers=3, offload_activations=offloaded).train()
         model.compile_blocks()
         torch.manual_seed(0)
         ids = random_ids(2, 16)

@@ -122,7 +122,7 @@ def test_the_defaults_are_gpt2_small_without_recompute():
         ("dropout", math.nan, "dropout must be in"),
         ("recompute", "some", "recompute must be one of none, cheap"),
         ("recompute_rest", "some", "recompute_rest must be one of none, cheap"),
-        ("recompute_rest", "cheap", "recompute_rest cheap needs recompute and recompute_layers"),
+        ("recompute_rest", "cheap", "recompute_rest needs recompute and recompute_layers"),
         ("recompute_group", 0, "recompute_group must be at least 1"),
         ("recompute_group", 2, "recompute_group 2 needs recompute full"),
         ("offload_activations", True, "needs a recompute policy"),

@@ -52,16 +52,16 @@ def test_no_other_flag_is_needed(tmp_path, monkeypatch, capsys):
 
 def test_a_snapshot_from_before_there_was_a_rest(tmp_path):
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
-    flags = ["--use-activation-checkpoint=cheap", "--recompute-layers=1", "--dropout=0.1"]
-    assert (
-        train_here(whole, *flags, "--num-steps=30", "--warmup-steps=2", "--lr-scheduler=constant")
-        == 0
-    )
-    assert train_here(path, *flags, "--warmup-steps=2", "--lr-scheduler=constant") == 0
+    flags = "--use-activation-checkpoint=cheap --recompute-layers=1 --dropout=0.1".split()
+    flags += ["--warmup-steps=2", "--lr-scheduler=constant"]
+    assert train_here(whole, *flags, "--num-steps=40") == 0
+    assert train_here(path, *flags) == 0
     state = snapshot(path)
     del state["args"]["recompute_rest"], state["config"]["recompute_rest"]
     torch.save(state, path)
-    assert resume_alone(path, "--num-steps=30", "--recompute-rest=mlp") == 0
+    assert resume_alone(path, "--num-steps=30") == 0
+    assert snapshot(path)["config"]["recompute_rest"] == "none"
+    assert resume_alone(path, "--num-steps=40", "--recompute-rest=mlp") == 0
     assert snapshot(path)["config"]["recompute_rest"] == "mlp"
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
 

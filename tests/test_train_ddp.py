@@ -76,7 +76,7 @@ def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
 
 def test_every_policy_under_ddp(tmp_path):
     result = torchrun(tmp_path / "unused.pt", script="tests/ddp_policies.py")
-    assert result.stdout.count("8 variants equal") == 2
+    assert result.stdout.count("9 variants equal") == 2
 
 
 def test_gradients_live_in_buckets_from_the_first_on(tmp_path):

@@ -276,10 +276,11 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
     if args.no_amp and args.amp_dtype != "auto":
         raise UsageError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
     if args.use_activation_checkpoint == "auto":
-        for flag, default in {"group": 1, "layers": None, "rest": None}.items():
-            if getattr(args, f"recompute_{flag}") != default:
+        chosen = {"--recompute-group": 1, "--recompute-layers": None, "--recompute-rest": None}
+        for flag, default in chosen.items():
+            if getattr(args, flag[2:].replace("-", "_")) != default:
                 raise UsageError(
-                    f"--recompute-{flag}: --use-activation-checkpoint auto chooses it: leave it out"
+                    f"{flag}: --use-activation-checkpoint auto chooses it: leave it out"
                 )
     elif args.memory_budget is not None:
         raise UsageError("--memory-budget is for --use-activation-checkpoint auto")
