@@ -9,6 +9,7 @@ import torch
 from planner import Planner
 from trainer.flags import UsageError, build_parser, fill_in, model_config
 from trainer.knobs import nearest, next_knob, other_sequences, same_sequences
+from trainer.metrics import format_bytes
 from trainer.plan import Plans, TooLarge, plan_memory
 from trainer.process import OneProcess
 from trainer.setup import held
@@ -166,6 +167,19 @@ def test_above_what_is_free_now_is_one_line_with_the_knob(machine):
     assert line.endswith(
         "; try --use-activation-checkpoint (same results, some more time), which fits"
     )
+
+
+def test_a_mix_is_planned_as_what_it_is(machine):
+    mlp = "--use-activation-checkpoint mlp"
+    mix = f"{mlp} --recompute-layers 1 --recompute-rest cheap"
+    assert peak("--use-activation-checkpoint") < peak(mix) < peak(mlp)
+    machine(2 * peak(), peak(mix))
+    (line,) = words(mix).splitlines()
+    assert line.startswith("mlp in 1 of 2 blocks, cheap in the rest: peak ")
+    assert f"; without recompute: peak {format_bytes(peak())}, " in line
+    machine(2 * peak(), peak(mix) - 1)
+    knob = "--use-activation-checkpoint full without --recompute-layers --recompute-rest"
+    assert f"; try {knob} (same results, some more time), which fits" in words(mix)
 
 
 def test_above_what_there_is_in_all_ends_before_it_begins(machine):

@@ -339,6 +339,7 @@ def test_a_gpu_that_is_not_there_is_planned_for(capsys, plt, monkeypatch):
 
 
 def test_what_chooses_a_policy_changes_nothing(planner):
-    for flags in (["--use-activation-checkpoint", "mlp"], ["--memory-budget", "1GiB"]):
-        config = script.prepare(script.parse([*TINY, *BFLOAT16, *flags])).config
+    mix = "--use-activation-checkpoint mlp --recompute-layers 1 --recompute-rest cheap"
+    for flags in (mix, "--memory-budget 1GiB"):
+        config = script.prepare(script.parse([*TINY, *BFLOAT16, *flags.split()])).config
         assert config == replace(planner.config, recompute="none")
