@@ -2,10 +2,12 @@
 
 The flags are the trainers' own; add nothing but what you ask:
     python -m scripts.plan_memory --model gpt2 --device cuda --memory-budget 8GiB
+    python -m scripts.plan_memory --model gpt2 --card "RTX 4090" --all-knobs
 
 One training step of that model is simulated for each recompute policy, on tensors that have shapes
 but no memory: no GPU is needed, nothing is downloaded, 1.5 billion parameters take a minute on a
-laptop. `--device cuda` plans for a GPU wherever you are. What is recommended leaves a margin to
+laptop. `--device cuda` plans for a GPU wherever you are, `--card` for one with that much memory,
+and predicts the time, too. What is recommended leaves a margin to
 what tensors are not (the CUDA context, kernels, an allocator's gaps): a tenth of the budget, on a
 GPU at least 1 GiB.
 """
@@ -20,21 +22,33 @@ import argparse
 import json
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from data import DataError
-from planner.choose import RUNGS, describe_recompute, pick_recompute, recompute_flags
-from planner.formulas import closed_form, count_parameters, recompute_cost, state_bytes, step_flops
-from planner.step import Planner
-from planner.timeline import StepMemory
+from planner.cards import card_named
+from planner.formulas import closed_form, count_parameters, state_bytes
+from planner.work import PRECISIONS
 from scripts import say_stopped
+from scripts.plan_knobs import (
+    STEP,
+    Search,
+    Setting,
+    add_longest,
+    format_settings,
+    length_words,
+    longest_for_all,
+    with_length,
+)
+from scripts.plan_table import Clock, Room, Row, digits, format_table, recommend, rows
+from trainer.card import THIS_MACHINE, clock_card
 from trainer.flags import (
     UsageError,
     build_parser,
+    choose_device,
     fill_in,
     model_config,
     number,
@@ -43,72 +57,22 @@ from trainer.flags import (
 )
 from trainer.knobs import Knob
 from trainer.metrics import format_bytes
-from trainer.plan import SMALLER, Plans, target, vocabulary
+from trainer.plan import SMALLER, Plans, card_target, target, vocabulary
 from trainer.report import describe_model
-from trainer.room import for_tensors
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
 
 
 @dataclass(frozen=True)
-class Room:
-    """What tensors may take, in bytes; None where nobody knows."""
+class Asked:
+    """What is asked, and for which device."""
 
-    budget: int | None  # all that was given
-    safe: int | None  # of that, what a recommendation may take
-
-    @classmethod
-    def of(cls, args: argparse.Namespace, budget: int | None, device_type: str) -> "Room":
-        if budget is None or args.memory_budget is None:
-            return cls(budget, budget)  # (a share of what is free has left its margin)
-        return cls(budget, for_tensors(budget, device_type))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to recompute."""
-
-    name: str
-    flags: list[str]
-    step: StepMemory
-    replayed: float  # FLOPs done twice, in units of what the step needs
+    argv: list[str]
+    args: argparse.Namespace
+    plans: Plans
     room: Room
-    largest_batch: int | None  # in the budget
-    safe_batch: int | None  # in the safe part of it
-
-    @property
-    def fits(self) -> bool | None:
-        return None if self.room.budget is None else self.step.peak <= self.room.budget
-
-    @property
-    def safe(self) -> bool:
-        return self.room.safe is not None and self.step.peak <= self.room.safe
-
-    @property
-    def cost(self) -> tuple[float, int]:
-        return recompute_cost(self.step.config, self.step.seq_len)
-
-    def as_json(self) -> dict[str, Any]:
-        config, step = self.step.config, self.step
-        return {
-            "name": self.name,
-            "policy": config.recompute,
-            "layers": config.n_recomputed,
-            "rest": config.recompute_rest,
-            "group": config.recompute_group,
-            "offload": config.offload_activations,
-            "flags": self.flags,
-            "peak_bytes": step.peak,
-            "at_peak": step.at_peak,
-            "where": step.where,
-            "kept_bytes": step.kept,
-            "kept_bytes_per_block": step.kept_per_block,
-            "replayed": self.replayed,
-            "fits": self.fits,
-            "fits_safely": None if self.fits is None else self.safe,
-            "largest_batch": self.largest_batch,
-            "largest_batch_safely": self.safe_batch,
-        }
+    clock: Clock | None  # None: no --card
+    measured: float | None  # seconds that measuring this machine took
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -118,86 +82,52 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("plan (all else as in train_minimal.py)").add_argument
     add("--nproc-per-node", type=number(int, 1, 10**4), metavar="N",
         help="plan for train_ddp.py, with N processes on a machine")  # fmt: skip
+    add("--longest-sequence", action="store_true",
+        help="for each policy, the longest sequence that fits at this batch, in multiples of "
+        f"{STEP} tokens; positions grow with it, unless --max-position-embeddings is typed; "
+        "with --all-knobs: the longest that the tokens of a step can be cut into")  # fmt: skip
+    add("--all-knobs", action="store_true",
+        help="with --card: the most tokens/s that fit, by micro-batch, accumulation, policy and "
+        "mix; as many sequences a step as asked")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write the table there, in bytes")
     args = parser.parse_args(argv)
     args.use_activation_checkpoint = "auto"
     args.recompute_layers, args.recompute_rest = None, None
     args.recompute_group, args.offload_activations = 1, False
+    if args.all_knobs and args.card is None:
+        raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
     return fill_in(args)
 
 
-def rows(planner: Planner, batch_size: int, room: Room, compiled: bool = False) -> list[Row]:
-    """Every policy, and the least recompute that fits (a row of its own if it is a mix)."""
-    ways = [*RUNGS, OFFLOADED]
-    taken = pick_recompute(planner, batch_size, sys.maxsize if room.safe is None else room.safe)
-    if taken.config.recompute_layers is not None:
-        memory = {name: getattr(taken.config, name) for name in MIX}
-        before = [way["recompute"] for way in ways].index(taken.config.recompute)
-        ways.insert(before, memory)
-    needed, _ = step_flops(planner.config, planner.seq_len)
-    table = []
-    for way in ways:
-        step = planner.step(batch_size, **way)
-        largest, safe = (
-            None if budget is None else planner.largest_batch(budget, batch_size, **way)
-            for budget in (room.budget, room.safe)
-        )
-        table.append(
-            Row(
-                name=describe_recompute(step.config),
-                flags=recompute_flags(step.config),
-                step=step,
-                replayed=step_flops(step.config, planner.seq_len, compiled)[1] / needed,
-                room=room,
-                largest_batch=largest,
-                safe_batch=safe,
-            )
-        )
-    return table
+def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
+    """Raises UsageError or DataError; `watch` is called before each simulation."""
+    args = parse(argv)
+    processes, card, measured = args.nproc_per_node or 1, None, None
+    if args.card in (None, THIS_MACHINE):
+        kind, precision, budget = target(args, processes)
+    else:
+        card = card_named(args.card)
+        kind, precision, budget = card_target(args, card)
+    if args.longest_sequence and budget is None:
+        raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
+    ddp = args.nproc_per_node is not None
+    plans = Plans(vocabulary(args), torch.device(kind), precision, ddp, watch)
+    if args.card == THIS_MACHINE:
+        start = time.perf_counter()
+        card = clock_card(args.card, choose_device(args.device))
+        measured = time.perf_counter() - start
+    is_size = args.memory_budget is not None or card is not None and measured is None
+    room = Room.of(budget, kind, is_size)
+    clock = Clock(card, args.compile, args.grad_accum_steps, processes) if card else None
+    args.use_activation_checkpoint = "none"  # what the rows and the way out are changes of
+    return Asked(argv, args, plans, room, clock, measured)
 
 
-OFFLOADED: dict[str, Any] = {"recompute": "full", "offload_activations": True}
-MIX = ("recompute", "recompute_group", "recompute_layers", "recompute_rest")
-
-
-def recommend(table: list[Row]) -> Row | None:
-    """The row that recomputes least, of those that fit and leave a margin; offload is the last."""
-    safe = [row for row in table if row.safe]
-    return min(safe, key=lambda row: (row.step.config.offload_activations, row.cost), default=None)
-
-
-def format_table(table: list[Row], taken: Row | None) -> str:
-    """Aligned columns; `taken` is marked."""
-    lines = [
-        (" ", "policy", "peak", "where", "kept a block", "FLOPs twice", "fits", "largest batch")
-    ]
-    for row in table:
-        fits = {True: "yes" if row.safe else "tight", False: "no", None: "?"}[row.fits]
-        lines.append(
-            (
-                ">" if row is taken else "",
-                row.name,
-                format_bytes(row.step.peak),
-                row.step.where,
-                format_bytes(row.step.kept_per_block),
-                f"{row.replayed:.1%}",
-                fits,
-                "?" if row.safe_batch is None else f"{row.safe_batch:,}",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = "<<><>><>"
-    return "\n".join(
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def describe_target(args: argparse.Namespace, plans: Plans, room: Room) -> str:
+def describe_target(asked: Asked) -> str:
     """What the table below is about."""
+    args, plans, room = asked.args, asked.plans, asked.room
     config, kind = model_config(args, plans.vocab_size), plans.device.type
+    precision = str(plans.precision).removeprefix("torch.")
     if room.budget is None:
         limit = f"no {kind} here and no --memory-budget: what fits cannot be told"
     elif room.budget == room.safe:
@@ -208,8 +138,15 @@ def describe_target(args: argparse.Namespace, plans: Plans, room: Room) -> str:
     lines = [
         f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
-        f"device   {kind}, {str(plans.precision).removeprefix('torch.')}"
-        + (", DistributedDataParallel" if plans.ddp else ""),
+        f"device   {kind}, {precision}" + (", DistributedDataParallel" if plans.ddp else ""),
+    ]
+    if asked.clock:
+        card = asked.clock.card
+        flops = digits(3, card.flops[PRECISIONS.index(plans.precision)] / 1e12)
+        speed = f"{flops} TFLOP/s in {precision}, {digits(3, card.bytes_per_s / 1e9)} GB/s"
+        how = f", measured in {asked.measured:.1f} s" if asked.measured else " at most"
+        lines.append(f"card     {card.name}: {speed}{how}; times are estimates")
+    lines += [
         f"budget   {limit}",
         f"always   {format_bytes(state_bytes(config))}: weights, gradients, AdamW "
         "(16 bytes a parameter)",
@@ -239,8 +176,9 @@ def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
 
 def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
     """The trainer's command: what was asked, with what was found."""
-    mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--recompute-layers": 1}
-    mine |= {"--recompute-rest": 1, "--recompute-group": 1}
+    mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--card": 1}
+    mine |= {"--longest-sequence": 0, "--all-knobs": 0}
+    mine |= {"--recompute-layers": 1, "--recompute-rest": 1, "--recompute-group": 1}
     mine |= {"--offload-activations": 0, "--use-activation-checkpoint": 0}
     mine |= {flag: 1 for flag in flags if flag.startswith("--") and flag not in mine}
     kept, skip = [], 0
@@ -260,14 +198,13 @@ def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) ->
     return shlex.join([*start, *kept, *flags])
 
 
-def verdict(
-    argv: list[str], args: argparse.Namespace, plans: Plans, room: Room, table: list[Row]
-) -> str:
+def verdict(asked: Asked, table: list[Row]) -> str:
     """What to run; or why nothing fits, and what would."""
+    argv, args, plans, room = asked.argv, asked.args, asked.plans, asked.room
     if room.safe is None:
         return "--memory-budget 8GiB, say, tells what fits, and which of them to take"
     lines, taken = [], recommend(table)
-    if taken and not taken.step.config.offload_activations:
+    if taken and not taken.offloaded:
         return command_line(argv, args, taken.flags)
     why, knob = plans.way_out(args, room.safe)
     if taken:  # offloaded; there may be something cheaper than that
@@ -286,6 +223,25 @@ def verdict(
     return "\n".join([*lines, command_line(argv, args, words_of(knob))])
 
 
+def longest_verdict(asked: Asked, table: list[Row]) -> str:
+    """The command for the longest sequence of all rows, or what is said where none fits."""
+
+    def longest(rows: list[Row]) -> tuple[Row, str]:
+        """Of as long ones the cheapest, offloaded last."""
+        order = [(-(row.longest or 0), row.offloaded, row.cost, i) for i, row in enumerate(rows)]
+        row = rows[min(order)[-1]]
+        words = length_words(asked.args, with_length(asked.args, row.longest or 0))
+        return row, command_line(asked.argv, asked.args, words + row.flags)
+
+    row, command = longest(table)
+    if not row.longest:
+        return verdict(asked, table)
+    if not row.offloaded:
+        return command
+    other, instead = longest([row for row in table if not row.offloaded])
+    return f"or, without offloading, {other.longest or 0:,} tokens: {instead}\n{command}"
+
+
 def words_of(knob: Knob) -> list[str]:
     """A knob's flags, for a command."""
     words = []
@@ -295,47 +251,68 @@ def words_of(knob: Knob) -> list[str]:
     return words
 
 
-def as_json(
-    argv: list[str], args: argparse.Namespace, plans: Plans, room: Room, table: list[Row]
-) -> str:
-    taken = recommend(table)
+def as_json(asked: Asked, table: list[Row], settings: list[Setting]) -> str:
+    args, plans, taken = asked.args, asked.plans, recommend(table)
     config = (taken or min(table, key=lambda row: row.step.peak)).step.config
     result = {
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", "-m", "scripts.plan_memory", *argv]),
+        "command": shlex.join(["python", "-m", "scripts.plan_memory", *asked.argv]),
         "config": asdict(model_config(args, plans.vocab_size)),
         "batch_size": args.batch_size,
         "seq_len": args.seq_len,
         "device": plans.device.type,
         "precision": str(plans.precision).removeprefix("torch."),
-        "budget_bytes": room.budget,
-        "safe_bytes": room.safe,
+        "card": asked.clock and asked.clock.card.name,
+        "budget_bytes": asked.room.budget,
+        "safe_bytes": asked.room.safe,
         "takes": taken and taken.name,
         "closed_form": closed_form(config, args.batch_size, args.seq_len, plans.precision),
         "rows": [row.as_json() for row in table],
+        "all_knobs": [setting.as_json(args) for setting in settings],
     }
     return json.dumps(result, indent=1) + "\n"
 
 
+def make_table(asked: Asked) -> list[Row]:
+    args, plans = asked.args, asked.plans
+    table = rows(plans.planner(args), args, asked.room, asked.clock)
+    wanted = args.longest_sequence and not args.all_knobs
+    return add_longest(table, args, plans) if wanted else table
+
+
+def turn_all_knobs(asked: Asked) -> list[Setting]:
+    """The fastest ways to run a step, the best first; none if none fits."""
+    assert asked.clock
+    args, plans, room = asked.args, asked.plans, asked.room
+    if args.longest_sequence:
+        args = longest_for_all(args, plans, room)
+    return Search(args, plans, room, asked.clock).settings()
+
+
 def plan(argv: list[str], bar: tqdm) -> int:
     """Print the plan. Raises UsageError or DataError."""
-    args = parse(argv)
-    kind, precision, budget = target(args, args.nproc_per_node or 1)
-    room = Room.of(args, budget, kind)
-    plans = Plans(
-        vocabulary(args), torch.device(kind), precision, bool(args.nproc_per_node), bar.update
-    )
-    args.use_activation_checkpoint = "none"  # what the rows and the way out are changes of
-    bar.write(describe_target(args, plans, room) + "\n")
+    asked = aim(argv, bar.update)
+    args, room = asked.args, asked.room
+    bar.write(describe_target(asked) + "\n")
     table: list[Row] = []
-    if room.budget is None or plans.state(args) < room.budget:
-        table = rows(plans.planner(args), args.batch_size, room, args.compile)
-        bar.write(format_table(table, recommend(table)) + "\n")
-    bar.write(verdict(argv, args, plans, room, table))
+    settings: list[Setting] = []
+    if room.budget is None or asked.plans.state(args) < room.budget:
+        if args.all_knobs:
+            settings = turn_all_knobs(asked)
+        if settings:
+            bar.write(format_settings(settings) + "\n")
+        else:
+            table = make_table(asked)
+            bar.write(format_table(table, recommend(table)) + "\n")
+    if settings:
+        bar.write(command_line(argv, args, settings[0].flags(args)))
+    elif args.longest_sequence and table and table[0].longest is not None:
+        bar.write(longest_verdict(asked, table))
+    else:
+        bar.write(verdict(asked, table))
     if args.json:
-        table = table or rows(plans.planner(args), args.batch_size, room, args.compile)
-        args.json.write_text(as_json(argv, args, plans, room, table))
+        args.json.write_text(as_json(asked, table or make_table(asked), settings))
     return 0
 
 

@@ -18,6 +18,8 @@ import torch
 
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
+from .card import card_name
+
 
 class UsageError(ValueError):
     """Flags that cannot work together: one line that names the flag and the way out."""
@@ -186,6 +188,10 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--memory-budget", type=byte_count, metavar="SIZE",
         help="what tensors may take at most, for auto: 8GiB (default: what is free, but for a "
         "tenth, on a GPU at least 1 GiB)")
+    add("--card", type=card_name, metavar="NAME",
+        help="for auto: take what is predicted to be fastest on it: H100, \"RTX 4090\", ..., or "
+        "this-machine, measured (default: a CUDA GPU by its own name; if that is unknown, and "
+        "elsewhere, auto takes the fewest FLOPs)")
     add("--recompute-layers", type=count_or_zero, metavar="N",
         help="only in the first N blocks (default: all)")
     add("--recompute-rest", choices=RECOMPUTE_POLICIES, metavar="POLICY",
@@ -282,8 +288,10 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
                 raise UsageError(
                     f"{flag}: --use-activation-checkpoint auto chooses it: leave it out"
                 )
-    elif args.memory_budget is not None:
-        raise UsageError("--memory-budget is for --use-activation-checkpoint auto")
+    else:
+        for flag, value in {"--memory-budget": args.memory_budget, "--card": args.card}.items():
+            if value is not None:
+                raise UsageError(f"{flag} is for --use-activation-checkpoint auto")
     model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
     if args.use_activation_checkpoint == "none" and args.recompute_layers is not None:
         raise UsageError(

@@ -71,6 +71,8 @@ def same_sequences(args: argparse.Namespace, device_type: str) -> Iterator[Famil
         yield Family(kept, [{}], "never holds all logits, costs nothing")
     if args.use_activation_checkpoint != "full" or args.recompute_layers is not None:
         parts = {"recompute_layers": None, "recompute_rest": None}
+        if args.use_activation_checkpoint == "auto":
+            parts |= {"memory_budget": None, "card": None}  # they are for auto
         kept = kept | {"use_activation_checkpoint": "full"} | parts
         yield Family(kept, [{}], "same results, some more time")
     size, steps = args.batch_size, args.grad_accum_steps

@@ -14,10 +14,11 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
-from planner import Planner, StepMemory
+from planner import Card, Planner, StepMemory
 from planner.choose import ALL_ALIKE, RUNGS, describe_recompute, pick_recompute
 from planner.formulas import state_bytes
 
+from .card import clock_card, device_type
 from .flags import UsageError, choose_device, choose_precision, model_config
 from .knobs import Knob, nearest, settings
 from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
@@ -53,6 +54,25 @@ def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dty
     if args.amp_dtype != "auto":
         precision = getattr(torch, args.amp_dtype)
     return args.device, precision, args.memory_budget
+
+
+def card_target(args: argparse.Namespace, card: Card) -> tuple[str, torch.dtype, int]:
+    """What is planned for on a card of the table, which need not be there: as `target` says.
+
+    Raises UsageError where --device or --memory-budget contradict the card.
+    """
+    kind, budget = device_type(card), args.memory_budget or card.memory
+    if args.device not in ("auto", kind):
+        raise UsageError(f"--device {args.device}: {card.name} is {kind}; leave --device out")
+    if budget > card.memory and kind == "cuda":  # (Apple sells each chip with more memory, too)
+        raise UsageError(
+            f"--memory-budget {format_bytes(budget)} is more than the {format_bytes(card.memory)} "
+            f"of {card.name}: leave it out, or name another --card"
+        )
+    if kind == "mps" or args.no_amp or args.amp_dtype != "auto":
+        return kind, choose_precision(args, torch.device(kind)), budget
+    _, bfloat16, float16 = card.flops  # before Ampere there is no bfloat16
+    return kind, torch.bfloat16 if bfloat16 >= float16 else torch.float16, budget
 
 
 def vocabulary(args: argparse.Namespace) -> int:
@@ -125,12 +145,17 @@ class Plans:
         return why, nearest(args, self.device.type, budget, self.state, self.peak)
 
 
-def choose_recompute(plans: Plans, args: argparse.Namespace, budget: int) -> StepMemory:
-    """What `auto` takes. Raises UsageError, with what would fit, if nothing does."""
+def choose_recompute(
+    plans: Plans, args: argparse.Namespace, budget: int, card: Card | None = None
+) -> StepMemory:
+    """What `auto` takes: the least time on `card`, or the fewest FLOPs if none is known.
+
+    Raises UsageError, with what would fit, if nothing does.
+    """
     state = plans.state(args)
     smallest = f"above {format_bytes(state)}"
     if state < budget:
-        step = pick_recompute(plans.planner(args), args.batch_size, budget)
+        step = pick_recompute(plans.planner(args), args.batch_size, budget, card, args.compile)
         if step.peak <= budget:
             return step
         smallest = f"{format_bytes(step.peak)} ({describe_recompute(step.config)})"
@@ -208,8 +233,12 @@ def plan_memory(
         # All take what the one that has least of it can: they must choose alike.
         mine = args.memory_budget or default_budget(process.device, on_device, held)
         budget = min(process.exchange(mine))
-        config = choose_recompute(plans, args, budget).config
-        words = f"auto takes {describe_recompute(config)}: the least that fits "
+        # And all go by one clock, that of process 0.
+        first = process.by_first(lambda: clock_card(args.card, process.device))
+        card = process.exchange(first)[0]
+        config = choose_recompute(plans, args, budget, card).config
+        least = f"the least time (predicted for {card.name})" if card else "the least"
+        words = f"auto takes {describe_recompute(config)}: {least} that fits "
         words += f"{format_bytes(budget)}\nmemory   "
     told = process.by_first(lambda: predict(plans, args, process, config, held))
     return config, words + (told or "")

@@ -20,7 +20,7 @@ DATA = "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max
 # A flag that is typed also decides these: they are not taken from the snapshot then.
 DECIDES = {
     "use_activation_checkpoint": (
-        "recompute_layers recompute_rest recompute_group offload_activations memory_budget"
+        "recompute_layers recompute_rest recompute_group offload_activations memory_budget card"
     ).split(),
     "amp_dtype": ["no_amp"],
     "no_amp": ["amp_dtype"],

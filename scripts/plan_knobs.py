@@ -1,0 +1,238 @@
+"""What scripts/plan_memory.py turns besides the policy: the length of a sequence, the micro-batch.
+
+Peaks grow nearly along lines and times have one valley, so that few steps need to be simulated.
+"""
+
+import argparse
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner import Planner, StepMemory
+from planner.choose import describe_recompute, pick_recompute, recompute_flags
+from scripts.plan_table import Clock, Room, Row, align, digits, format_seconds
+from trainer.metrics import format_bytes
+from trainer.plan import NO_RECOMPUTE, Plans
+
+STEP = 64  # tokens; lengths are multiples of it
+LONGEST = 10**6  # tokens, as --seq-len allows
+# Two ways that take the least memory, one of them in any model.
+LEAST: list[dict[str, Any]] = [
+    NO_RECOMPUTE | {"recompute": "full", "recompute_group": k} for k in (1, 2)
+]
+SHOWN = 5  # settings
+
+
+# ---- the longest sequence
+
+
+def with_length(args: argparse.Namespace, seq_len: int) -> dict[str, int]:
+    """The flags for sequences of that length; positions grow with it, unless they were typed."""
+    flags = {"seq_len": seq_len}
+    if "max_position_embeddings" not in args.typed:
+        least = args.max_position_embeddings if args.model else 0  # (the shape has as many)
+        flags["max_position_embeddings"] = max(seq_len, least)
+    return flags
+
+
+def changed(args: argparse.Namespace, flags: dict[str, Any]) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | flags)
+
+
+def longest_possible(args: argparse.Namespace) -> int:
+    typed = "max_position_embeddings" in args.typed
+    return min(LONGEST, args.max_position_embeddings if typed else LONGEST)
+
+
+def add_longest(table: list[Row], args: argparse.Namespace, plans: Plans) -> list[Row]:
+    """The rows, each with the longest sequence that fits safely; 0: not even the shortest does."""
+    return [replace(row, longest=longest_sequence(row, args, plans)) for row in table]
+
+
+def longest_sequence(row: Row, args: argparse.Namespace, plans: Plans) -> int:
+    memory = {name: getattr(row.step.config, name) for name in NO_RECOMPUTE}
+    safe = row.room.safe or 0
+
+    def peak(n: int) -> int:
+        if n == 0:
+            return plans.state(args)
+        there = changed(args, with_length(args, n * STEP))
+        return plans.planner(there).step(args.batch_size, **memory).peak
+
+    # Where attention is fused, tokens take as much in one sequence as in another.
+    guess = (row.safe_batch or 0) * args.seq_len // (args.batch_size * STEP)
+    return STEP * most_that_fit(peak, safe, guess, longest_possible(args) // STEP)
+
+
+def most_that_fit(peak: Callable[[int], int], budget: int, guess: int, most: int) -> int:
+    """The largest n in 0..most with peak(n) within the budget, as peak(0) is.
+
+    The peak grows with n, nearly along a line: so interpolate, and look on both sides.
+    """
+    low, high, n, tries = 0, most + 1, guess, 0
+    known = {0: peak(0)}
+    while high - low > 1 and known[0] <= budget:
+        n = min(max(n, low + 1), high - 1)
+        known[n] = peak(n)
+        low, high, tries = (n, high, tries + 1) if known[n] <= budget else (low, n, tries + 1)
+        a, b = (low, high) if high in known else (0, low)
+        slope = max(known[b] - known[a], 1) / (b - a)
+        n = low + int((budget - known[low]) / slope)
+        if tries > 8:  # it is no line
+            n = (low + high) // 2
+    return low
+
+
+# ---- all knobs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to run the same training: the same sequences a step, and policies change no result."""
+
+    step: StepMemory
+    clock: Clock
+
+    @property
+    def seconds(self) -> float:
+        return self.clock.seconds(self.step)
+
+    @property
+    def name(self) -> str:
+        return describe_recompute(self.step.config)
+
+    def flags(self, args: argparse.Namespace) -> list[str]:
+        """What is to be typed instead of what was."""
+        wanted = {"batch_size": self.step.batch_size, "grad_accum_steps": self.clock.micro_batches}
+        if self.step.seq_len != args.seq_len:
+            wanted |= with_length(args, self.step.seq_len)
+        return length_words(args, wanted) + recompute_flags(self.step.config)
+
+    def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "batch_size": self.step.batch_size,
+            "grad_accum_steps": self.clock.micro_batches,
+            "seq_len": self.step.seq_len,
+            "flags": self.flags(args),
+            "peak_bytes": self.step.peak,
+            "seconds": self.seconds,
+            "tokens_per_s": self.clock.tokens_per_s(self.step),
+        }
+
+
+def length_words(args: argparse.Namespace, wanted: dict[str, Any]) -> list[str]:
+    """Those flags that differ from what was asked, as words."""
+    words = []
+    for name, value in wanted.items():
+        follows = name == "max_position_embeddings" and not args.model  # --seq-len
+        if value != getattr(args, name) and not follows:
+            words += ["--" + name.replace("_", "-"), str(value)]
+    return words
+
+
+class Search:
+    """For the fastest way to run the sequences of a step on a card, within the safe room."""
+
+    def __init__(self, args: argparse.Namespace, plans: Plans, room: Room, clock: Clock):
+        self.args, self.plans, self.clock, self.safe = args, plans, clock, room.safe or 0
+        self.sequences = args.batch_size * args.grad_accum_steps
+        self.sizes = [n for n in range(1, self.sequences + 1) if self.sequences % n == 0]
+        self.found: dict[int, Setting | None] = {}  # micro-batch -> the fastest, if any fits
+
+    def planner(self, size: int) -> Planner:
+        flags = {"batch_size": size, "grad_accum_steps": self.sequences // size}
+        return self.plans.planner(changed(self.args, flags))
+
+    def clock_of(self, size: int) -> Clock:
+        return replace(self.clock, micro_batches=self.sequences // size)
+
+    def fits(self, size: int) -> bool:
+        """Is there a way at all?"""
+        planner = self.planner(size)
+        return any(planner.step(size, **way).peak <= self.safe for way in LEAST)
+
+    def fastest(self, size: int) -> Setting | None:
+        """The fastest way to recompute with micro-batches of `size`."""
+        if size not in self.found:
+            self.found[size] = None
+            if self.fits(size):
+                card, compiled = self.clock.card, self.clock.compiled
+                step = pick_recompute(self.planner(size), size, self.safe, card, compiled)
+                if step.peak <= self.safe:
+                    self.found[size] = Setting(step, self.clock_of(size))
+        return self.found[size]
+
+    def bound(self, size: int) -> float:
+        """Seconds without recompute, whether that fits or not: no way is faster."""
+        step = self.planner(size).step(size, **NO_RECOMPUTE)
+        setting = Setting(step, self.clock_of(size))
+        if step.peak <= self.safe:
+            self.found[size] = setting
+        return setting.seconds
+
+    def largest_without(self) -> int:
+        """The largest micro-batch that fits without recompute; else the smallest there is."""
+        whole, planner = self.sizes[-1], self.planner(1)
+        if self.planner(whole).step(whole, **NO_RECOMPUTE).peak <= self.safe:
+            return whole
+        most = planner.largest_batch(self.safe, self.args.batch_size, **NO_RECOMPUTE)
+        return max([n for n in self.sizes[:-1] if n <= most], default=1)
+
+    def settings(self) -> list[Setting]:
+        """The fastest first. From the largest micro-batch without recompute on, larger ones (which
+        replay) are tried, and smaller ones (which use the card less), for as long as it pays."""
+        start = self.sizes.index(self.largest_without())
+        self.fastest(self.args.batch_size)  # to compare with
+        for way in (self.sizes[start:], self.sizes[: start + 1][::-1]):
+            best = float("inf")
+            for size in way:
+                if self.bound(size) >= best:
+                    break
+                here = self.fastest(size)
+                if here is None or here.seconds > best:
+                    break
+                best = here.seconds
+        found = [setting for setting in self.found.values() if setting is not None]
+        return sorted(found, key=lambda setting: (setting.seconds, setting.step.peak))
+
+
+def longest_for_all(args: argparse.Namespace, plans: Plans, room: Room) -> argparse.Namespace:
+    """The flags with the longest sequences that the tokens of a step can be cut into and that fit,
+    one at a time; as they are if none of them does."""
+    tokens = args.batch_size * args.grad_accum_steps * args.seq_len
+    most = min(tokens, longest_possible(args))
+    lengths = [n for n in range(STEP, most + 1, STEP) if tokens % n == 0]
+
+    def flags(seq_len: int) -> argparse.Namespace:
+        parts = {"batch_size": 1, "grad_accum_steps": tokens // seq_len}
+        return changed(args, with_length(args, seq_len) | parts)
+
+    def too_long(seq_len: int) -> bool:
+        planner = plans.planner(flags(seq_len))
+        return all(planner.step(1, **way).peak > (room.safe or 0) for way in LEAST)
+
+    n = bisect_left(lengths, True, key=too_long)
+    return flags(lengths[n - 1]) if n else args
+
+
+def format_settings(settings: list[Setting]) -> str:
+    """The best few, the first one marked."""
+    few = settings[:SHOWN]
+    speeds = [setting.clock.tokens_per_s(setting.step) for setting in few]
+    return align(
+        [
+            [" <", *(">" * (setting is few[0]) for setting in few)],
+            ["a step is<", *(batch_words(setting) for setting in few)],
+            ["policy<", *(setting.name for setting in few)],
+            ["peak>", *(format_bytes(setting.step.peak) for setting in few)],
+            ["time>", *(f"~{format_seconds(setting.seconds)}" for setting in few)],
+            ["tokens/s>", *(f"~{digits(3, speed)}" for speed in speeds)],
+        ]
+    )
+
+
+def batch_words(setting: Setting) -> str:
+    step = setting.step
+    return f"{setting.clock.micro_batches} x {step.batch_size} x {step.seq_len:,} tokens"

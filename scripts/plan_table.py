@@ -1,0 +1,218 @@
+"""The table of scripts/plan_memory.py: one row for each way to recompute, and which to take."""
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from planner import Card, Planner, StepMemory
+from planner.choose import RUNGS, describe_recompute, pick_recompute, recompute_flags
+from planner.formulas import count_parameters, recompute_cost, step_flops
+from trainer.metrics import format_bytes
+from trainer.room import for_tensors
+
+OFFLOADED: dict[str, Any] = {"recompute": "full", "offload_activations": True}
+MIX = ("recompute", "recompute_group", "recompute_layers", "recompute_rest")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What tensors may take, in bytes; None where nobody knows."""
+
+    budget: int | None  # all that was given
+    safe: int | None  # of that, what a recommendation may take
+
+    @classmethod
+    def of(cls, budget: int | None, device_type: str, is_size: bool) -> "Room":
+        """`is_size`: it is that of a card. (A share of what is free has left its margin.)"""
+        safe = for_tensors(budget, device_type) if budget is not None and is_size else budget
+        return cls(budget, safe)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Predicts how long a training step takes on a card, with all its micro-batches."""
+
+    card: Card
+    compiled: bool
+    micro_batches: int
+    processes: int
+
+    def seconds(self, step: StepMemory) -> float:
+        """`step`: one micro-batch and the update of the weights, which all of them share."""
+        one = step.seconds(self.card, self.compiled)
+        # Clipping reads the gradients twice and writes them; AdamW reads weights, gradients and two
+        # moments, and writes all but the gradients: ten times 4 bytes a parameter.
+        moved = 40 * count_parameters(step.config)
+        update = moved / (self.card.reached_bytes * self.card.bytes_per_s)
+        return self.micro_batches * one - (self.micro_batches - 1) * min(update, one)
+
+    def tokens_per_s(self, step: StepMemory) -> float:
+        """Of all processes."""
+        sequences = self.processes * self.micro_batches * step.batch_size
+        return sequences * step.seq_len / self.seconds(step)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to recompute."""
+
+    step: StepMemory
+    replayed: float  # FLOPs done twice, in units of what the step needs
+    room: Room
+    largest_batch: int | None  # in the budget
+    safe_batch: int | None  # in the safe part of it
+    clock: Clock | None
+    longest: int | None = None  # sequence in the safe part, in tokens; None: nobody asked
+
+    @property
+    def name(self) -> str:
+        return describe_recompute(self.step.config)
+
+    @property
+    def flags(self) -> list[str]:
+        return recompute_flags(self.step.config)
+
+    @property
+    def offloaded(self) -> bool:
+        return self.step.config.offload_activations
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.room.budget is None else self.step.peak <= self.room.budget
+
+    @property
+    def safe(self) -> bool:
+        return self.room.safe is not None and self.step.peak <= self.room.safe
+
+    @property
+    def seconds(self) -> float | None:
+        return self.clock.seconds(self.step) if self.clock else None
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """What is to be small: time, then memory; FLOPs where no clock tells the time."""
+        if self.seconds is None:
+            return recompute_cost(self.step.config, self.step.seq_len)
+        return self.seconds, self.step.peak
+
+    def as_json(self) -> dict[str, Any]:
+        config, step = self.step.config, self.step
+        return {
+            "name": self.name,
+            "policy": config.recompute,
+            "layers": config.n_recomputed,
+            "rest": config.recompute_rest,
+            "group": config.recompute_group,
+            "offload": config.offload_activations,
+            "flags": self.flags,
+            "peak_bytes": step.peak,
+            "at_peak": step.at_peak,
+            "where": step.where,
+            "kept_bytes": step.kept,
+            "kept_bytes_per_block": step.kept_per_block,
+            "replayed": self.replayed,
+            "fits": self.fits,
+            "fits_safely": None if self.fits is None else self.safe,
+            "largest_batch": self.largest_batch,
+            "largest_batch_safely": self.safe_batch,
+            "seconds": self.seconds,
+            "tokens_per_s": self.clock and self.clock.tokens_per_s(step),
+            "longest_sequence_safely": self.longest,
+        }
+
+
+def rows(
+    planner: Planner, args: argparse.Namespace, room: Room, clock: Clock | None = None
+) -> list[Row]:
+    """Every policy, and the cheapest way that fits (a row of its own if it is a mix)."""
+    ways, safe = [*RUNGS, OFFLOADED], sys.maxsize if room.safe is None else room.safe
+    card = clock.card if clock else None
+    taken = pick_recompute(planner, args.batch_size, safe, card, args.compile)
+    if taken.config.recompute_layers is not None:
+        memory = {name: getattr(taken.config, name) for name in MIX}
+        before = [way["recompute"] for way in ways].index(taken.config.recompute)
+        ways.insert(before, memory)
+    needed, _ = step_flops(planner.config, planner.seq_len)
+    table = []
+    for way in ways:
+        step = planner.step(args.batch_size, **way)
+        largest, safe_batch = (
+            None if budget is None else planner.largest_batch(budget, args.batch_size, **way)
+            for budget in (room.budget, room.safe)
+        )
+        replayed = step_flops(step.config, planner.seq_len, args.compile)[1] / needed
+        table.append(Row(step, replayed, room, largest, safe_batch, clock))
+    return table
+
+
+def recommend(table: list[Row]) -> Row | None:
+    """The cheapest row of those that fit and leave a margin; offload, whose copies no clock tells,
+    is the last."""
+    safe = [row for row in table if row.safe]
+    return min(safe, key=lambda row: (row.offloaded, row.cost), default=None)
+
+
+def format_table(table: list[Row], taken: Row | None) -> str:
+    """Aligned columns; `taken` is marked."""
+    fits = {True: "tight", False: "no", None: "?"}
+    columns = [
+        [" <", *(">" if row is taken else "" for row in table)],
+        ["policy<", *(row.name for row in table)],
+        ["peak>", *(format_bytes(row.step.peak) for row in table)],
+    ]
+    if table[0].clock:
+        columns += time_columns(table, table[0].clock)
+    else:
+        columns += [
+            ["where<", *(row.step.where for row in table)],
+            ["kept a block>", *(format_bytes(row.step.kept_per_block) for row in table)],
+            ["FLOPs twice>", *(f"{row.replayed:.1%}" for row in table)],
+        ]
+    columns += [
+        ["fits<", *("yes" if row.safe else fits[row.fits] for row in table)],
+        ["largest batch>", *(format_count(row.safe_batch) for row in table)],
+    ]
+    if table[0].longest is not None:
+        columns += [["longest sequence>", *(format_count(row.longest) for row in table)]]
+    return align(columns)
+
+
+def time_columns(table: list[Row], clock: Clock) -> list[list[str]]:
+    """Estimates, shown as such. Of offloaded rows the clock knows all but the copies."""
+    none = clock.seconds(table[0].step)
+    times, speeds = (
+        [f"~{format_seconds(none)}"],
+        [f"~{digits(3, clock.tokens_per_s(table[0].step))}"],
+    )
+    for row in table[1:]:
+        more = clock.seconds(row.step) / none - 1
+        times.append(f"{'> ' * row.offloaded}{more:+.0%}")
+        speed = digits(3, clock.tokens_per_s(row.step))
+        speeds.append(f"{'<' if row.offloaded else '~'}{speed}")
+    return [["time>", *times], ["tokens/s>", *speeds]]
+
+
+def align(columns: list[list[str]]) -> str:
+    """The first cell of a column is its name, and "<" or ">": flush left, or right."""
+    for column in columns:
+        side, column[0] = column[0][-1], column[0][:-1]
+        width = max(map(len, column))
+        column[:] = [f"{cell:{side}{width}}" for cell in column]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def format_count(count: int | None) -> str:
+    return "?" if count is None else f"{count:,}"
+
+
+def format_seconds(seconds: float) -> str:
+    """ "54 ms", "1.2 s": as exact as an estimate is"""
+    return f"{digits(2, 1000 * seconds)} ms" if seconds < 1 else f"{digits(2, seconds)} s"
+
+
+def digits(n: int, x: float) -> str:
+    """Rounded to n digits: "54", "6.1", "358,000"."""
+    rounded = float(f"{x:.{n - 1}e}")
+    return f"{rounded:,.{max(0, n - 1 - math.floor(math.log10(rounded)))}f}"
