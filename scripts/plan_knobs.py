@@ -79,7 +79,7 @@ def most_that_fit(peak: Callable[[int], int], budget: int, guess: int, most: int
         a, b = (low, high) if high in known else (0, low)
         slope = max(known[b] - known[a], 1) / (b - a)
         n = low + int((budget - known[low]) / slope)
-        if tries > 8:  # it is no line
+        if tries > 5:  # it is no line
             n = (low + high) // 2
     return low
 

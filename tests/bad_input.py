@@ -79,6 +79,10 @@ FLAGS = {
         "--use-activation-checkpoint --recompute-rest=mlp",
         "--recompute-rest needs --use-activation-checkpoint and --recompute-layers",
     ),
+    "unknown card": flags("--card=Voodoo2", "--card: .*Voodoo2.*H100.*M4 Max; or this-machine"),
+    "a card without auto": flags(
+        "--use-activation-checkpoint --card=H100", "--card is for --use-activation-checkpoint auto"
+    ),
     "min above max": flags("--min-lr=1", "--min-lr 1 is above --lr"),
     "contradiction": flags("--no-amp --amp-dtype=float16", "--no-amp"),
     "no cuda": flags("--device=cuda", "--device cuda: .* try --device cpu"),

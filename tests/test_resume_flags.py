@@ -102,6 +102,12 @@ def taken(before: str, typed: str):
             "--use-activation-checkpoint mlp",
             {"use_activation_checkpoint": "mlp", "memory_budget": None},
         ),
+        ("--use-activation-checkpoint auto --card h100", "", {"card": "H100"}),
+        (
+            "--use-activation-checkpoint auto --card this-machine",
+            "--use-activation-checkpoint mlp",
+            {"use_activation_checkpoint": "mlp", "card": None},
+        ),
         (
             "--use-activation-checkpoint --recompute-layers 2 --offload-activations",
             "--use-activation-checkpoint none",
