@@ -79,7 +79,7 @@ FLAGS = {
         "--use-activation-checkpoint --recompute-rest=mlp",
         "--recompute-rest needs --use-activation-checkpoint and --recompute-layers",
     ),
-    "unknown card": flags("--card=Voodoo2", "--card: .*Voodoo2.*H100.*M4 Max; or this-machine"),
+    "unknown card": flags("--card=Voodoo2", "--card: .*Voodoo2.*H100.*M4 Max.*; or this-machine"),
     "a card without auto": flags(
         "--use-activation-checkpoint --card=H100", "--card is for --use-activation-checkpoint auto"
     ),
