@@ -38,7 +38,7 @@ class Result(NamedTuple):
 
 RESULTS = {
     "memory_timeline": Result(
-        "python -m scripts.memory_timeline --model gpt2 --batch-size 8 --device cuda "
+        "python -m scripts.memory_timeline --model gpt2 --batch-size 8 --card RTX-4090 "
         f"--amp-dtype bfloat16 --out {FOLDER} --json {FOLDER}/memory_timeline.json",
         tuple(f"memory_{name}" for name in ("timeline.png", "frontier.png", "made_of.png"))
         + ("memory_timeline.json",),

@@ -6,7 +6,7 @@ python -m scripts.memory_timeline --model gpt2 --batch-size 8 --memory-budget 3G
 python -m scripts.memory_timeline --measure                 # and train, to see if it is so
 
     out/memory_timeline.png    memory over one step, a panel a policy
-    out/memory_frontier.png    peak memory against FLOPs (with --measured: time) of a step
+    out/memory_frontier.png    peak memory against FLOPs of a step; with --card, time on that card
     out/memory_made_of.png     what the peak is made of
 
 The flags are the trainers' own and mean the same here: the model, vocabulary, precision and device
@@ -37,6 +37,8 @@ import torch
 from tqdm import tqdm
 
 from data import DataError
+from planner import Card
+from planner.cards import card_named
 from planner.choose import describe_recompute
 from planner.step import Planner
 from planner.timeline import StepMemory
@@ -46,6 +48,7 @@ from scripts.memory_timeline_frontier import Choice, draw_frontier
 from scripts.memory_timeline_numbers import (
     PANELS,
     POLICIES,
+    Cost,
     Record,
     load_measured,
     n_parameters,
@@ -55,6 +58,7 @@ from scripts.memory_timeline_numbers import (
 )
 from scripts.memory_timeline_pictures import FORMATS, draw_made_of, draw_timeline, load_pyplot
 from trainer import flags
+from trainer.card import THIS_MACHINE, clock_card
 from trainer.flags import (
     UsageError,
     choose_device,
@@ -63,7 +67,7 @@ from trainer.flags import (
     output_folder,
     print_error,
 )
-from trainer.plan import make_planner, target, vocabulary
+from trainer.plan import card_target, make_planner, target, vocabulary
 from trainer.report import describe_model
 
 
@@ -83,7 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--measure", action="store_true",
         help="also train, and draw the allocator's own record over the prediction (slow on a CPU)")
     add("--measured", type=Path, metavar="FILE",
-        help="from scripts.benchmark --json: the frontier shows its times, not FLOPs")
+        help="from scripts.benchmark --json: the frontier shows its times, none predicted")
     # fmt: on
     args = parser.parse_args(argv)
     args.use_activation_checkpoint = "auto"  # --memory-budget may stand beside it
@@ -94,9 +98,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def find_clock(args: argparse.Namespace) -> Card | None:
+    """The card whose time the frontier shows; None: FLOPs."""
+    if args.card is None:
+        return None
+    return clock_card(args.card, choose_device(args.device if args.card == THIS_MACHINE else "cpu"))
+
+
 def prepare(args: argparse.Namespace) -> Planner:
     """The planner that the trainers would have with these flags. Raises UsageError, DataError."""
-    kind, precision, _ = target(args)
+    named = args.card not in (None, THIS_MACHINE)
+    kind, precision, _ = card_target(args, card_named(args.card)) if named else target(args)
     if args.measure:
         choose_device(kind)  # a device that is not there can be planned for, not trained on
         if kind not in DEVICE_TYPES:
@@ -106,7 +118,7 @@ def prepare(args: argparse.Namespace) -> Planner:
 
 
 def simulate(
-    planner: Planner, args: argparse.Namespace, bar: tqdm
+    planner: Planner, args: argparse.Namespace, bar: tqdm, card: Card | None = None
 ) -> tuple[dict[str, Record], Choice]:
     """Ask for all that the pictures show; the planner remembers it. (--measure's records, best)"""
     wanted = ways(planner, args.batch_size)
@@ -123,10 +135,10 @@ def simulate(
         records[name] = record_step(planner, step, args)
         bar.update()
     planner.watch = lambda: bar.set_description("choosing")  # who knows how many steps yet
-    return records, Choice.of(planner, args.batch_size, args.memory_budget)
+    return records, Choice.of(planner, args.batch_size, args.memory_budget, card, args.compile)
 
 
-def row(step: StepMemory) -> dict[str, Any]:
+def row(step: StepMemory, card: Card | None = None, compiled: bool = False) -> dict[str, Any]:
     """For the JSON file; what a benchmark's file has, too, has the same name there."""
     config = step.config
     return {
@@ -140,6 +152,7 @@ def row(step: StepMemory) -> dict[str, Any]:
         "seq_len": step.seq_len,
         "relative_flops": relative_flops(step),
         "predicted_bytes": step.peak,
+        "predicted_s": None if card is None else step.seconds(card, compiled),
         "where": step.where,
         "at_peak": step.at_peak,
     }
@@ -159,12 +172,13 @@ def draw_all(args: argparse.Namespace) -> dict[str, Any]:
     plt, size = load_pyplot(), args.batch_size
     measured = load_measured(args) if args.measured else None
     with tqdm(unit="step", desc="setting up", disable=None, leave=False) as bar:
-        planner = prepare(args)
+        planner, card = prepare(args), find_clock(args)
         bar.write(describe_target(planner))
-        records, choice = simulate(planner, args, bar)
+        records, choice = simulate(planner, args, bar, card)
+        cost = Cost(planner, size, card, args.compile)
         pictures: dict[str, Callable[[], Any]] = {
             "timeline": lambda: draw_timeline(plt, planner, size, records),
-            "frontier": lambda: draw_frontier(plt, planner, size, choice, measured),
+            "frontier": lambda: draw_frontier(plt, planner, size, choice, measured, cost),
             "made_of": lambda: draw_made_of(plt, planner, size),
         }
         args.out.mkdir(parents=True, exist_ok=True)
@@ -176,7 +190,7 @@ def draw_all(args: argparse.Namespace) -> dict[str, Any]:
             bar.write(f"wrote {file}")
     return {
         "recorded_bytes": {name: int(record[1].max()) for name, record in records.items()},
-        "rows": [row(step) for step in planner.steps.values()],
+        "rows": [row(step, card, args.compile) for step in planner.steps.values()],
     }
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner import Card
 from planner.choose import describe_recompute, pick_recompute
 from planner.step import Planner
 from planner.timeline import StepMemory
@@ -12,6 +13,7 @@ from scripts.memory_timeline_numbers import (
     MIXED,
     PANELS,
     POLICIES,
+    Cost,
     Points,
     mixes,
     n_parameters,
@@ -30,7 +32,14 @@ class Choice(NamedTuple):
     words: str
 
     @classmethod
-    def of(cls, planner: Planner, batch_size: int, budget: int | None) -> "Choice":
+    def of(
+        cls,
+        planner: Planner,
+        batch_size: int,
+        budget: int | None,
+        card: Card | None = None,
+        compiled: bool = False,
+    ) -> "Choice":
         """With a budget what `auto` takes. Without one nobody can say what memory is worth; so the
         policy that takes the least of it among those that do no FLOPs twice (give or take a
         hundredth: then the one that replays less)."""
@@ -43,14 +52,14 @@ class Choice(NamedTuple):
             return cls(step, f"{describe_recompute(step.config)}: {words}")
         limit = Unit.of(budget).text(budget)
         if 16 * n_parameters(planner) < budget:  # else no recompute helps
-            step = pick_recompute(planner, batch_size, budget)
+            step = pick_recompute(planner, batch_size, budget, card, compiled)
             if step.peak <= budget:
                 words = f"what auto takes within --memory-budget {limit}"
                 return cls(step, f"{describe_recompute(step.config)}: {words}")
         return cls(None, f"nothing fits in --memory-budget {limit}")
 
 
-def predicted(planner: Planner, batch_size: int, choice: Choice) -> Points:
+def predicted(planner: Planner, batch_size: int, choice: Choice, cost: Cost) -> Points:
     """Each policy, and the choice if it is none of them. Policies that are the same share a name:
     plain and none, if the head is at once anyway (`--loss-chunks 1`)."""
     points: Points = {}
@@ -59,7 +68,7 @@ def predicted(planner: Planner, batch_size: int, choice: Choice) -> Points:
         steps[describe_recompute(choice.step.config)] = choice.step
     names: dict[tuple[float, int], list[str]] = {}
     for name, step in steps.items():
-        names.setdefault((relative_flops(step), step.peak), []).append(name)
+        names.setdefault((cost(step), step.peak), []).append(name)
     for place, same in names.items():
         alone = len(same) == 1 and same[0] in ("plain", "none")
         points[f"{same[0]}: {PANELS[same[0]]}" if alone else " = ".join(same)] = place
@@ -72,21 +81,22 @@ def draw_frontier(
     batch_size: int,
     choice: Choice,
     measured: tuple[Points, str] | None,
+    cost: Cost,
 ) -> Any:
-    """Peak memory against what a step costs: FLOPs, or the time that was measured."""
+    """Peak memory against what a step costs: FLOPs, predicted time, or time that was measured."""
     figure, axis = plt.subplots(figsize=(8, 5.5))
-    points, source = measured or (predicted(planner, batch_size, choice), "predicted")
+    points, source = measured or (predicted(planner, batch_size, choice, cost), "predicted")
     unit = Unit.of(max(peak for _, peak in points.values()))
     state = 16 * n_parameters(planner) / unit.size
     words = "16 bytes a parameter, which no policy frees"
     axis.axhspan(0, state, color=COLORS["optimizer"], alpha=0.3, linewidth=0, label=words)
-    curves = [] if measured else draw_mixes(axis, planner, batch_size, unit)
-    for cost, peak in points.values():
-        beaten = any(is_better(other, (cost, peak)) for other in points.values())
+    curves = [] if measured else draw_mixes(axis, planner, batch_size, unit, cost)
+    for place in points.values():
+        beaten = any(is_better(other, place) for other in points.values())
         fill = {"markerfacecolor": "white", "label": BEATEN} if beaten else {}
-        axis.plot(cost, peak / unit.size, "o", color=POINT, **fill)
-    best = None if measured else mark(axis, choice, unit)
-    axis.set_xlabel("FLOPs of a step (none = 1)" if measured is None else "time of a step (s)")
+        axis.plot(place[0], place[1] / unit.size, "o", color=POINT, **fill)
+    best = None if measured else mark(axis, choice, unit, cost)
+    axis.set_xlabel(cost.words if measured is None else "time of a step (s)")
     axis.set_ylabel(f"peak memory of a step ({unit.name})")
     axis.margins(x=0.2)
     axis.set_xlim(axis.get_xlim())  # and no wider for what is drawn from now on
@@ -99,7 +109,7 @@ def draw_frontier(
     once = dict(zip(labels, handles, strict=True))
     figure.legend(once.values(), once, loc="outside lower center", frameon=False, fontsize=9)
     figure.draw_without_rendering()  # now places are known
-    places = {name: (cost, peak / unit.size) for name, (cost, peak) in points.items()}
+    places = {name: (x, peak / unit.size) for name, (x, peak) in points.items()}
     label_points(axis, places, curves, best)
     return figure
 
@@ -109,24 +119,26 @@ def is_better(one: tuple[float, int], other: tuple[float, int]) -> bool:
     return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
-def draw_mixes(axis: Any, planner: Planner, batch_size: int, unit: Unit) -> list[np.ndarray]:
+def draw_mixes(
+    axis: Any, planner: Planner, batch_size: int, unit: Unit, cost: Cost
+) -> list[np.ndarray]:
     """Policies in only a part of the blocks. What was drawn: (points, 2) each."""
     curves = []
     for name in MIXED:
         steps = [planner.step(batch_size, **memory) for memory in mixes(planner, name)]
-        curves.append(np.array([(relative_flops(step), step.peak / unit.size) for step in steps]))
+        curves.append(np.array([(cost(step), step.peak / unit.size) for step in steps]))
         axis.plot(*curves[-1].T, color="#999999", linewidth=1.2, zorder=1)
     axis.lines[0].set_label("a policy in only a part of the blocks")
     return curves
 
 
-def mark(axis: Any, choice: Choice, unit: Unit) -> tuple[float, float] | None:
+def mark(axis: Any, choice: Choice, unit: Unit, cost: Cost) -> tuple[float, float] | None:
     """A ring around the choice, which the legend explains; where it is."""
     ring = {"color": BEST, "markerfacecolor": "none", "markersize": 13, "markeredgewidth": 2.5}
     if choice.step is None:
         axis.plot([], [], linestyle="none", label=choice.words)
         return None
-    place = relative_flops(choice.step), choice.step.peak / unit.size
+    place = cost(choice.step), choice.step.peak / unit.size
     axis.plot(*place, "o", **ring, label=choice.words)
     return place
 

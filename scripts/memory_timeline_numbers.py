@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.profiler import profile, record_function
 
 from model import MiniGPT
+from planner import Card
 from planner.choose import RUNGS
 from planner.formulas import step_flops
 from planner.step import Planner, follow
@@ -64,6 +66,30 @@ def relative_flops(step: StepMemory) -> float:
     """Of the step's matrix products, in units of those without recompute."""
     needed, replayed = step_flops(step.config, step.seq_len)
     return (needed + replayed) / needed
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step of `batch_size` sequences costs, in units of the one without recompute: seconds
+    on a card, or, without one, FLOPs."""
+
+    planner: Planner
+    batch_size: int
+    card: Card | None = None
+    compiled: bool = False
+
+    def __call__(self, step: StepMemory) -> float:
+        if self.card is None:
+            return relative_flops(step)
+        none = self.planner.step(self.batch_size, **POLICIES["none"])
+        return step.seconds(self.card, self.compiled) / none.seconds(self.card, self.compiled)
+
+    @property
+    def words(self) -> str:
+        if self.card is None:
+            return "FLOPs of a step (none = 1)"
+        compiled = ", compiled" if self.compiled else ""
+        return f"predicted time of a step, {self.card.name}{compiled} (none = 1)"
 
 
 def flops_done(step: StepMemory) -> np.ndarray:

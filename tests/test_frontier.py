@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from test_choose import CARD
 
 from scripts import memory_timeline as script
 from scripts import memory_timeline_frontier as frontier
@@ -26,13 +27,24 @@ def best(planner):
     return frontier.Choice.of(planner, 8, None)
 
 
-def test_frontier_has_a_point_for_each_policy(plt, planner, best):
-    figure = frontier.draw_frontier(plt, planner, 8, best, None)
+@pytest.mark.parametrize("card", [None, CARD], ids=["FLOPs", "seconds"])
+def test_frontier_has_a_point_for_each_policy(plt, planner, best, card):
+    cost = numbers.Cost(planner, 8, card)
+    figure = frontier.draw_frontier(plt, planner, 8, best, None, cost)
     (axis,) = figure.axes
+    assert axis.get_xlabel() == (
+        "predicted time of a step, small (none = 1)" if card else "FLOPs of a step (none = 1)"
+    )
     drawn = [line for line in axis.lines if line.get_marker() == "o"]
     points = [tuple(line.get_xydata()[0]) for line in drawn]
     expected = [planner.step(8, **memory) for memory in numbers.POLICIES.values()]
-    wanted = [(numbers.relative_flops(s), s.peak / 2**20) for s in expected]
+    if card is None:
+        costs = [numbers.relative_flops(step) for step in expected]
+    else:
+        none = planner.step(8, recompute="none").seconds(card)
+        costs = [step.seconds(card) / none for step in expected]
+        assert costs[2] > 1  # cheap is not free
+    wanted = [(c, s.peak / 2**20) for c, s in zip(costs, expected, strict=True)]
     assert points[:-1] == wanted  # and the last one is the ring around the best
     shown = {text.get_text().split(":")[0] for text in axis.texts}
     assert shown == set(numbers.POLICIES)
@@ -42,20 +54,22 @@ def test_frontier_has_a_point_for_each_policy(plt, planner, best):
         for cost, peak in wanted
         if any(c <= cost and p <= peak and (c, p) != (cost, peak) for c, p in wanted)
     }
-    assert hollow == worse and points[0] in worse  # plain
+    assert hollow == worse
+    assert card or points[0] in worse  # plain
     lines = [line.get_xydata() for line in axis.lines if line.get_label() != "_leader"]
     lines = [line for line in lines if len(line) > 1]
     for name, line in zip(numbers.MIXED, lines, strict=True):
         assert tuple(line[0]) == points[list(numbers.POLICIES).index("none")]
         assert tuple(line[-1]) == points[list(numbers.POLICIES).index(name)]
         half = planner.step(8, recompute=name, recompute_layers=1)
-        assert line[1:-1].tolist() == [[numbers.relative_flops(half), half.peak / 2**20]]
+        assert line[1:-1].tolist() == [[cost(half), half.peak / 2**20]]
     plt.close(figure)
 
 
 def test_the_best_choice_is_marked(plt, planner):
     """With a budget the planner's pick, else the least memory that costs nothing."""
     none, cheap, full = (planner.step(8, recompute=name) for name in ("none", "cheap", "full"))
+    flops = numbers.Cost(planner, 8)
     selective = planner.step(8, recompute="selective")
     free, words = frontier.Choice.of(planner, 8, None)
     assert free.config.recompute in ("cheap", "selective") and words.startswith(
@@ -66,9 +80,9 @@ def test_the_best_choice_is_marked(plt, planner):
     for budget, name in budgets.items():
         choice = frontier.Choice.of(planner, 8, budget)
         assert choice.step.peak <= budget and name in choice.words.split(":")[0]
-        figure = frontier.draw_frontier(plt, planner, 8, choice, None)
+        figure = frontier.draw_frontier(plt, planner, 8, choice, None, flops)
         (axis,) = figure.axes
-        ring = numbers.relative_flops(choice.step), choice.step.peak / 2**20
+        ring = flops(choice.step), choice.step.peak / 2**20
         (marked,) = (line for line in axis.lines if line.get_label() == choice.words)
         assert tuple(marked.get_xydata()[0]) == ring
         (bold,) = (text.get_text() for text in axis.texts if text.get_weight() == "bold")
@@ -76,7 +90,7 @@ def test_the_best_choice_is_marked(plt, planner):
         plt.close(figure)
     nothing = frontier.Choice.of(planner, 8, full.peak // 4)
     assert nothing.step is None and nothing.words.startswith("nothing fits in --memory-budget ")
-    plt.close(frontier.draw_frontier(plt, planner, 8, nothing, None))
+    plt.close(frontier.draw_frontier(plt, planner, 8, nothing, None, flops))
 
 
 # (FLOPs, peak) of the policies in the order of POLICIES, as five models have them.
@@ -143,7 +157,7 @@ def test_frontier_of_a_benchmark(plt, planner, best, benchmark):
         "full!": (0.6, 2**29),
         "other full": (1.0, 2**28),
     }
-    figure = frontier.draw_frontier(plt, planner, 8, best, measured)
+    figure = frontier.draw_frontier(plt, planner, 8, best, measured, numbers.Cost(planner, 8))
     (axis,) = figure.axes
     points = [tuple(line.get_xydata()[0]) for line in axis.lines if line.get_marker() == "o"]
     assert points == [(0.5, 1), (0.6, 0.5), (1, 0.25)]

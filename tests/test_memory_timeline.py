@@ -136,7 +136,9 @@ def test_panels_that_are_the_same_say_so(plt):
     bars = pictures.draw_made_of(plt, planner, 8)
     assert bars.axes[0].texts[1].get_text().endswith(" MiB, the same")
     plt.close("all")
-    assert "plain = none" in frontier.predicted(planner, 8, frontier.Choice(None, ""))
+    assert "plain = none" in frontier.predicted(
+        planner, 8, frontier.Choice(None, ""), numbers.relative_flops
+    )
 
 
 @pytest.mark.parametrize(
