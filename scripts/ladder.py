@@ -1,11 +1,12 @@
-"""What each rung of the recompute ladder costs: the peak of a whole step, and its FLOPs.
+"""What each rung of the recompute ladder costs: the peak of a whole step, its FLOPs, its time.
 
 python -m scripts.ladder
 
 Two training steps of the real model, optimizer included, run on *fake* tensors, which have shapes
 and storages but no memory; what is reported is the second, when AdamW's state is there. The
 tracker counts every storage that an operator returns and knows nothing of this project: it can
-disagree with the planner. Nothing here depends on the speed of the machine, or on its memory.
+disagree with the planner. (But time is the planner's word, for cards that it has a table of.)
+Nothing here depends on the speed of the machine, or on its memory.
 """
 
 import sys
@@ -32,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
+from planner import CARDS, Planner
 from trainer.flags import OneLineParser, output_file
 
 SEQ_LEN = 1024
@@ -42,6 +44,7 @@ CONFIGURATIONS = {  # name -> (model, sequences a batch)
     "124M, B=12": (GPT2_SMALL, 12),
     "1.5B, B=4": (GPT2_XL, 4),
 }
+TIMED = CONFIGURATIONS["124M, B=12"]
 RUNGS: dict[str, dict[str, Any]] = {
     "plain": {"recompute": "none", "loss_chunks": 1},  # what every tutorial does: whole logits
     "full, head at once": {"recompute": "full", "loss_chunks": 1},
@@ -56,6 +59,12 @@ RUNGS: dict[str, dict[str, Any]] = {
 }
 # What FlopCounterMode sees of attention on a CPU -> dropout that has it seen that way.
 FLOPS = {"FLOPs, attention not counted": 0.0, "FLOPs, attention in full square": 0.1}
+# The planner's prediction for a card, of GPT-2 small with 12 sequences -> with --compile?
+TIMES = {
+    "time, H100": ("H100", False),
+    "time, RTX 4090": ("RTX 4090", False),
+    "time, RTX 4090, compiled": ("RTX 4090", True),
+}
 # The goals that were set before the ladder was built: MiB, and FLOPs in units of `none`'s.
 TARGETS: dict[str, dict[str, float]] = {
     "124M, B=2": {"none": 2650, "cheap": 2290, "mlp": 2260, "full": 2240},
@@ -104,10 +113,14 @@ class LiveStorages(TorchDispatchMode):
         self.now += size
 
 
+def adamw(model: MiniGPT) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
 def train(config: MiniGPTConfig, batch: int, seq_len: int, steps: int) -> Iterator[int]:
     """Whole steps, as the trainers do them; yields before each."""
     model = MiniGPT(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = adamw(model)
     ids = torch.randint(config.vocab_size, (batch, seq_len + 1))
     for step in range(steps):
         yield step
@@ -143,12 +156,12 @@ class Figure:
 
     column: str
     rung: str
-    value: float  # MiB, or FLOPs in units of those of `none`
-    raw: int  # bytes, or FLOPs
+    value: float  # MiB; or FLOPs or seconds in units of those of `none`
+    raw: float  # bytes, FLOPs or seconds
     target: float | None
 
     def __str__(self) -> str:
-        digits = 3 if "FLOPs" in self.column else 0
+        digits = 0 if self.column in CONFIGURATIONS else 3
         if self.target is None:
             return f"{self.value:.{digits}f}"
         verdict = "met" if self.met else "**missed**"
@@ -177,6 +190,19 @@ def flops() -> Iterator[Figure]:
             yield Figure(column, rung, count / base, count, TARGETS[column].get(rung))
 
 
+def times() -> Iterator[Figure]:
+    """Relative to `none` on the same card."""
+    config, batch = TIMED
+    planner = Planner(
+        config, SEQ_LEN, precision=torch.bfloat16, make_optimizer=adamw, device_type="cuda"
+    )
+    for column, (card, compiled) in TIMES.items():
+        steps = {rung: planner.step(batch, **changes) for rung, changes in RUNGS.items()}
+        seconds = {rung: step.seconds(CARDS[card], compiled) for rung, step in steps.items()}
+        for rung, raw in seconds.items():
+            yield Figure(column, rung, raw / seconds["none"], raw, None)
+
+
 def table(figures: list[Figure]) -> str:
     """Markdown: a row for each rung, a column for each configuration."""
     cells = {(figure.column, figure.rung): str(figure) for figure in figures}
@@ -194,7 +220,8 @@ torch's FlopCounterMode counts them, of a whole step of 124M, B=2, in units of `
 planner.formulas.step_flops, whose figures the documents show (`full`: 1.17). It does not see the
 CPU's fused attention (so `sdpa` equals `full`), and with dropout, which that lacks, it sees the
 whole square. Where `sdpa` and `full` share one peak, it stands in the first block's backward:
-nearly nothing is kept there, but all gradients are there.
+nearly nothing is kept there, but all gradients are there. Time as the planner predicts it for a
+card (planner/clock.py), of a step of 124M, B=12, in units of `none`'s.
 """
 
 
@@ -206,10 +233,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     start = time.perf_counter()
-    total = len(RUNGS) * (len(CONFIGURATIONS) + 2)
+    total = len(RUNGS) * (len(CONFIGURATIONS) + len(FLOPS) + len(TIMES))
     figures = []
     with tqdm(total=total, unit="figure", leave=False, disable=None) as bar:
-        for figure in chain(peaks(), flops()):
+        for figure in chain(peaks(), flops(), times()):
             bar.set_postfix_str(f"{figure.column}: {figure.rung}")
             bar.update()
             figures.append(figure)

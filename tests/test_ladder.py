@@ -67,6 +67,7 @@ def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(ladder, "SEQ_LEN", 16)
     monkeypatch.setattr(ladder, "GPT2_SMALL", SMALL)
     monkeypatch.setattr(ladder, "CONFIGURATIONS", {"tiny": (SMALL, 2)})
+    monkeypatch.setattr(ladder, "TIMED", (SMALL, 2))
     rungs = {rung: ladder.RUNGS[rung] for rung in ("plain", "none", "full")}
     monkeypatch.setattr(ladder, "RUNGS", rungs)
     counted, square = ladder.FLOPS
@@ -83,7 +84,10 @@ def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys
     assert lines[-1] == "2 targets met, 1 missed"
     assert f"python -m scripts.ladder --json {path}, torch {torch.__version__}" in lines[-2]
     result = json.loads(path.read_text())
-    assert len(result["figures"]) == 3 * 3
+    assert len(result["figures"]) == 3 * 6
+    for column in ladder.TIMES:
+        plain, none, full = (f for f in result["figures"] if f["column"] == column)
+        assert none["value"] == 1 and full["value"] == full["raw"] / none["raw"] > 1
     assert result["figures"][0]["raw"] == ladder.step_peak(replace(SMALL, loss_chunks=1), 2, 16)
 
 

@@ -58,7 +58,7 @@ def test_the_ladders_numbers_are_what_its_tracker_counts(rung):
 
 def test_the_ladder_has_every_rung_and_column():
     found = {(figure["column"], figure["rung"]) for figure in read("ladder.json")["figures"]}
-    columns = [*ladder.CONFIGURATIONS, *ladder.FLOPS]
+    columns = [*ladder.CONFIGURATIONS, *ladder.FLOPS, *ladder.TIMES]
     assert found == {(column, rung) for column in columns for rung in ladder.RUNGS}
 
 
