@@ -9,27 +9,39 @@ What it leaves out: copies of offload, which run beside (and may not keep up); t
 FLOPs outside of products.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from .work import PRECISIONS, Work
+from model import MiniGPT, MiniGPTConfig
+
+from .tracker import StorageTracker
+from .work import PRECISIONS, Notebook, Work
 
 # Of a cache's bytes, how many of memory's take as long. (Estimate: the L2 of an H100 is about twice
 # as fast as its memory, that of an RTX 4090 five times.)
 CACHE_SHARE = 1 / 3
 # The part of a cache in which something is found again: it does not forget strictly in order.
 REACHED_CACHE = 0.75
+LONGEST = 2048  # attention is as fast at any sequence that is longer
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card can do at most, and the part of it that kernels reach."""
+    """What a card can do at most, and the part of it that kernels reach.
+
+    The last four are for what `this_machine` has measured. A GPU's GELU waits for its bytes, Python
+    runs ahead of it, and memory is kept for the next tensor: there they are not needed.
+    """
 
     name: str
     memory: int  # bytes
@@ -39,61 +51,138 @@ class Card:
     launch_s: float = 3e-6  # the shortest operator
     reached_flops: float = 0.7
     reached_bytes: float = 0.85
+    # FLOP/s of attention and of its backward, by precision as above; None: as products
+    attention: tuple[tuple[float, float], ...] | None = None
+    gelus_per_s: float = math.inf  # elements of tanh GELU, or of its backward
+    fresh_s: float = 0  # more for a byte of a large block that malloc takes from the system
+    python_s: float = 0  # Python's time for an operator, where nothing runs meanwhile
 
 
 def seconds(work: Work, card: Card) -> float:
     """The roofline, operator by operator."""
+    return float(seconds_of_each(work, card) @ work.times)
+
+
+def seconds_of_each(work: Work, card: Card) -> np.ndarray:
+    """(operators,) How long each takes."""
     rates = np.array(card.flops)[work.precision] * card.reached_flops
+    if card.attention is not None:
+        measured = np.array(card.attention)[work.precision, (work.attention == 2).astype(int)]
+        rates = np.where(work.attention > 0, measured, rates)
     moved = work.moved(REACHED_CACHE * card.cache, CACHE_SHARE) / (
         card.reached_bytes * card.bytes_per_s
     )
-    each = np.maximum(np.maximum(work.flops / rates, moved), card.launch_s)
-    return float(each @ work.times)
+    each = np.maximum(work.flops / rates, moved)
+    each = np.maximum(each, work.gelus / card.gelus_per_s)
+    each = np.maximum(each, card.launch_s)
+    return each + work.fresh_bytes() * card.fresh_s + work.launches * card.python_s
 
 
-def this_machine(device: torch.device | None = None) -> Card:
+def this_machine(
+    device: torch.device | None = None, seq_len: int = 1024, head_size: int = 64
+) -> Card:
     """The device as it is now, with the threads it has: measured in two seconds or three.
 
     What is measured has been reached, so nothing is taken off. float16 and bfloat16 without a unit
-    for them are as slow as they are.
+    for them are as slow as they are. Products and bytes do not tell all that a CPU does in a step:
+    its attention reaches between a 50th and a third of the FLOP/s of a product, which depends on
+    the shape (`seq_len`, `head_size`); a tanh GELU computes ten times longer than it reads and
+    writes; large blocks of memory come from the system, page by page; and while Python is at work
+    nothing else is. All that is measured as well.
     """
     device = device or torch.device("cpu")
     on_gpu = device.type != "cpu"
     n, size = (4096, 2**28) if on_gpu else (512, 2**26)
 
     def product(dtype: torch.dtype) -> float:
-        a, b = torch.randn(2, n, n, device=device).to(dtype)
-        return 2 * n**3 / fastest(lambda: a @ b, device)
+        side = 128 if dtype == torch.float16 and not on_gpu else n  # (a thousand times slower)
+        a, b = torch.randn(2, side, side, device=device).to(dtype)
+        return 2 * side**3 / time_of(lambda: a @ b, device)
 
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target, one = torch.empty_like(source), torch.ones(1, device=device)
+    numbers = torch.randn(size // 64, device=device)
+    gelu = time_of(lambda: F.gelu(numbers, approximate="tanh"), device)
     return Card(
         name="this machine",
         memory=memory_of(device),
         flops=tuple(product(dtype) for dtype in PRECISIONS),  # type: ignore[arg-type]
-        bytes_per_s=2 * size / fastest(lambda: target.copy_(source), device),
+        bytes_per_s=2 * size / time_of(lambda: target.copy_(source), device),
         cache=cache_of(device),
-        launch_s=fastest(lambda: one.add_(1), device, times=100),
+        launch_s=time_of(lambda: one.add_(1), device, times=100),
         reached_flops=1,
         reached_bytes=1,
+        attention=tuple(
+            measure_attention(device, dtype, seq_len, head_size) for dtype in PRECISIONS
+        ),
+        gelus_per_s=numbers.numel() / gelu,
+        fresh_s=0 if on_gpu else measure_fresh(target),
+        python_s=0 if on_gpu else measure_python(),
     )
 
 
-def fastest(
-    run: Callable[[], object], device: torch.device, times: int = 1, budget: float = 0.3
+def measure_attention(
+    device: torch.device, dtype: torch.dtype, seq_len: int, head_size: int
+) -> tuple[float, float]:
+    """FLOP/s of attention and of its backward."""
+    on_gpu = device.type != "cpu"
+    T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else LONGEST)
+    n_heads = max(1, 256 // T) * (128 if on_gpu else torch.get_num_threads())
+    qkv = torch.randn(3, n_heads, T, head_size, device=device).to(dtype).requires_grad_()
+
+    def run() -> Tensor:
+        q, k, v = qkv.unsqueeze(1)  # (1, heads, T, D) each
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    out = run()
+    grad = torch.randn_like(out)
+    forward = time_of(run, device)
+    backward = time_of(lambda: torch.autograd.grad(out, qkv, grad, retain_graph=True), device)
+    product = n_heads * T * T * head_size  # FLOPs: half of a product is masked
+    return 2 * product / forward, 5 * product / backward
+
+
+def measure_fresh(there: Tensor) -> float:
+    """Seconds more that it takes to write a byte of a large block that was not there before."""
+    fresh = time_of(lambda: torch.zeros_like(there), there.device)
+    return max(0.0, fresh - time_of(there.zero_, there.device)) / there.nbytes
+
+
+def measure_python() -> float:
+    """Seconds of an operator in a model so small that there is nothing else to do."""
+    config = MiniGPTConfig(
+        vocab_size=16, max_position_embeddings=8, n_layers=1, n_heads=1, d_model=8, d_ff=32
+    )
+    model, ids = MiniGPT(replace(config, dropout=0)).train(), torch.zeros(1, 8, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        model(ids, ids).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    notebook = Notebook()
+    with StorageTracker(note=notebook):
+        step()
+    return time_of(step, torch.device("cpu")) / sum(op.launches for op in notebook.operations)
+
+
+def time_of(
+    run: Callable[[], object], device: torch.device, times: int = 1, budget: float = 0.15
 ) -> float:
-    """Seconds of the fastest of all runs in `budget` seconds, `times` calls each."""
+    """Seconds of a call: the median of all runs in `budget` seconds, of `times` calls each."""
     wait = getattr(torch, device.type).synchronize
     run()  # the first one is another thing
     wait()
-    best, start = float("inf"), time.perf_counter()
-    while best == float("inf") or time.perf_counter() - start < budget:
+    taken, start = list[float](), time.perf_counter()
+    while not taken or time.perf_counter() - start < budget:
         begin = time.perf_counter()
         for _ in range(times):
             run()
         wait()
-        best = min(best, (time.perf_counter() - begin) / times)
-    return best
+        taken.append((time.perf_counter() - begin) / times)
+    return median(taken)
 
 
 def memory_of(device: torch.device) -> int:

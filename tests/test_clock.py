@@ -11,7 +11,7 @@ from test_memory import CONFIG, MEMORY, T, adamw, planner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
-from planner import CARDS, Card, Planner, clock, this_machine
+from planner import CARDS, Card, Planner, clock
 from planner.formulas import step_flops
 from planner.step import MANY_CHUNKS
 from planner.tracker import StorageTracker
@@ -237,30 +237,6 @@ def test_more_of_anything_is_never_slower():
     assert step.seconds(replace(card, cache=0)) > base
     assert step.seconds(replace(card, launch_s=1e-5)) > base
     assert planner(precision="bf16", device_type="cuda").step(16).seconds(card) > base
-
-
-def test_this_machine_is_measured(monkeypatch):
-    calls = []
-
-    def stopwatch(run, device, times=1, budget=0.3):
-        run()
-        calls.append(times)
-        return 1e-3
-
-    monkeypatch.setattr(clock, "fastest", stopwatch)
-    card = this_machine()
-    assert card.flops == (2 * 512**3 / 1e-3,) * 3
-    assert card.bytes_per_s == 2 * 2**26 / 1e-3 and card.launch_s == 1e-3
-    assert len(calls) == 5 and card.memory > 2**28
-    assert (card.reached_flops, card.reached_bytes) == (1, 1)
-
-
-def test_the_fastest_run_counts(monkeypatch):
-    ticks = iter([0.0, 0.0, 0.5, 0.6, 0.6, 0.8, 2.0])  # start; begin, end, enough? each time
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(ticks))
-    runs = []
-    fastest = clock.fastest(lambda: runs.append(1), torch.device("cpu"), times=2, budget=1)
-    assert fastest == pytest.approx(0.1) and len(runs) == 1 + 2 * 2
 
 
 # A roofline of an earlier model, by other code: a head in 8 chunks.
