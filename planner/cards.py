@@ -98,20 +98,19 @@ SAME = {
     "A100 80GB PCIe": "A100 PCIe",
     "H100 80GB HBM3": "H100",
 }
-# What CUDA calls cards of which there are several sizes. It is as fast with another (but for the
-# rare RTX 3060 of 8 GB), so good enough for a device that tells its memory itself; a name that a
-# person gives has to say which.
+# What CUDA calls cards of which there are several sizes; a name that a person gives says which.
 SIZE_UNTOLD = {"RTX 3060": "RTX 3060 12GB", "RTX 4060 Ti": "RTX 4060 Ti 16GB"}
 
 
-def find_card(device_name: str) -> Card | None:
-    """The card that torch.cuda.get_device_name() calls so; None if it is not in the table.
+def find_card(device_name: str, memory: int) -> Card | None:
+    """The card that torch.cuda.get_device_name() calls so and that has about as many bytes; None if
+    it is not in the table.
 
-    Laptops' GPUs, parts of one (MIG) and other forms are other cards. Ask the device for its
-    memory: the name may not tell, see SIZE_UNTOLD.
+    Laptops' GPUs, parts of one (MIG) and other forms are other cards; so is an RTX 3060 of 8 GB.
     """
     name = re.sub("^(NVIDIA )?(GeForce |Tesla )?", "", device_name)
-    return CARDS.get((SAME | SIZE_UNTOLD).get(name, name))
+    card = CARDS.get((SAME | SIZE_UNTOLD).get(name, name))
+    return card if card and 0.85 < memory / card.memory < 1.15 else None
 
 
 def card_named(name: str) -> Card:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class Card:
     reached_bytes: float = 0.85
     # FLOP/s of attention and of its backward, by precision as above; None: as products
     attention: tuple[tuple[float, float], ...] | None = None
-    gelus_per_s: float = math.inf  # elements of tanh GELU, or of its backward
+    gelu_s: float = 0  # an element of a tanh GELU, or of its backward
     fresh_s: float = 0  # more for a byte of a large block that malloc takes from the system
     python_s: float = 0  # Python's time for an operator, where nothing runs meanwhile
 
@@ -73,7 +72,7 @@ def seconds_of_each(work: Work, card: Card) -> np.ndarray:
         card.reached_bytes * card.bytes_per_s
     )
     each = np.maximum(work.flops / rates, moved)
-    each = np.maximum(each, work.gelus / card.gelus_per_s)
+    each = np.maximum(each, work.gelus * card.gelu_s)
     each = np.maximum(each, card.launch_s)
     return each + work.fresh_bytes() * card.fresh_s + work.launches * card.python_s
 
@@ -115,7 +114,7 @@ def this_machine(
         attention=tuple(
             measure_attention(device, dtype, seq_len, head_size) for dtype in PRECISIONS
         ),
-        gelus_per_s=numbers.numel() / gelu,
+        gelu_s=gelu / numbers.numel(),
         fresh_s=0 if on_gpu else measure_fresh(target),
         python_s=0 if on_gpu else measure_python(),
     )
@@ -171,18 +170,22 @@ def measure_python() -> float:
 def time_of(
     run: Callable[[], object], device: torch.device, times: int = 1, budget: float = 0.15
 ) -> float:
-    """Seconds of a call: the median of all runs in `budget` seconds, of `times` calls each."""
+    """Seconds of a call: the fastest of all runs in `budget` seconds, of `times` calls each.
+
+    (Whatever else the machine does hits a long run, and spares a short one: medians of operators
+    would not go together.)
+    """
     wait = getattr(torch, device.type).synchronize
     run()  # the first one is another thing
     wait()
-    taken, start = list[float](), time.perf_counter()
-    while not taken or time.perf_counter() - start < budget:
+    best, start = math.inf, time.perf_counter()
+    while best == math.inf or time.perf_counter() - start < budget:
         begin = time.perf_counter()
         for _ in range(times):
             run()
         wait()
-        taken.append((time.perf_counter() - begin) / times)
-    return median(taken)
+        best = min(best, (time.perf_counter() - begin) / times)
+    return best
 
 
 def memory_of(device: torch.device) -> int:

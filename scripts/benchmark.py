@@ -15,6 +15,9 @@ all alike, and what is reported are medians. Peak memory is what tensors took at
 counted by PyTorch's caching allocator, on a CPU as torch.profiler saw its allocator in one more
 step. There the resident set stands beside it, above what it was before the model was made: kernels'
 own memory and malloc's gaps are in that too.
+
+Beside each time stands the planner's (planner/clock.py): on a GPU that planner.CARDS knows by its
+data sheet, on any other device by what it measures of it in three seconds, before the first run.
 """
 
 import sys
@@ -43,12 +46,13 @@ from tqdm import tqdm
 
 from data import DataError
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from planner import Card
 from planner.choose import describe_recompute
 from planner.formulas import step_flops
 from planner.step import Planner
 from scripts import say_stopped
 from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
-from scripts.peak_flops import peak_flops
+from scripts.peak_flops import choose_card, peak_flops
 from trainer.endings import is_out_of_memory
 from trainer.flags import (
     UsageError,
@@ -215,7 +219,11 @@ def utilization(
 
 
 def make_row(
-    args: argparse.Namespace, job: Job, results: list[dict[str, Any]], planner: Planner
+    args: argparse.Namespace,
+    job: Job,
+    results: list[dict[str, Any]],
+    planner: Planner,
+    card: Card,
 ) -> dict[str, Any]:
     """One measurement, as it goes into the JSON file."""
     config = config_of(args, job)
@@ -225,6 +233,7 @@ def make_row(
     peak = None
     if choose_device(args.device).type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(), planner.precision, args.tf32)
+    step = planner.step(job.batch_size, **asdict(config))
     row = {
         **vars(job),
         "name": describe_recompute(config) + (", compiled" if job.compiled else ""),
@@ -233,17 +242,18 @@ def make_row(
         "group": config.recompute_group,
         "seq_len": args.seq_len,
         "step_s": step_s,
+        "predicted_s": args.grad_accum_steps * step.seconds(card, job.compiled),
         "step_s_all": seconds,
         "tokens_per_s": tokens_per_s,
         **utilization(config, args.seq_len, tokens_per_s, peak, job.compiled),
-        "predicted_bytes": planner.step(job.batch_size, **asdict(config)).peak,
+        "predicted_bytes": step.peak,
         "peak_kind": results[0]["peak_kind"],
     }
     for name in ("peak_bytes", "reserved_bytes", "rss_bytes"):
         values = [result[name] for result in results]
         row[name] = None if None in values else statistics.median_low(values)
     if job.peer:  # neither planned nor counted
-        row |= {"predicted_bytes": None, "hfu": None}
+        row |= {"predicted_bytes": None, "predicted_s": None, "hfu": None}
     return row
 
 
@@ -263,14 +273,17 @@ def policy_table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         peak, predicted = row["peak_bytes"], row["predicted_bytes"]
         line = [row["name"], f"{row['batch_size']} x {row['seq_len']}"]
-        line += [f"{1000 * row['step_s']:,.1f} ms", f"{row['tokens_per_s']:,.0f}"]
-        line += [f"{rows[0]['tokens_per_s'] / row['tokens_per_s'] - 1:+.1%}"]
+        line += [f"{1000 * row[name]:,.1f} ms" for name in ("step_s", "predicted_s")]
+        line += [f"{row['tokens_per_s']:,.0f}"]
+        for name in ("step_s", "predicted_s"):
+            first, own = (r[name] / r["batch_size"] for r in (rows[0], row))
+            line.append(f"{own / first - 1:+.1%}")
         line += [show(format_bytes, peak), show("{:.4f}".format, peak and predicted / peak)]
         line += [show(format_bytes, row["rss_bytes"])]
         line += [show("{:.1%}".format, row[name]) for name in ("mfu", "hfu")]
         lines.append(line)
-    header = "policy|batch|step|tokens/s|time per token|peak|predicted / peak|resident|MFU|HFU"
-    return markdown(header, lines)
+    header = "policy|batch|step|predicted|tokens/s|time per token|predicted"
+    return markdown(f"{header}|peak|predicted / peak|resident|MFU|HFU", lines)
 
 
 def peer_table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
@@ -324,11 +337,12 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     seconds = format_time(expected_seconds(args, jobs, planner))
     n_runs = args.repeats * len(jobs)
     print(f"{n_runs} run{'s' * (n_runs > 1)}, about {seconds} in all", file=sys.stderr)
+    card = choose_card(device, args.seq_len, args.d_model // args.n_heads, args.tf32)
     results, interrupted = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
     measured = [job for job in results if results[job]]
     failed = [job for job in jobs if job not in results]
     progress = tqdm(measured, desc="predicting", leave=False, disable=None)
-    rows = [make_row(args, job, results[job], planner) for job in progress]
+    rows = [make_row(args, job, results[job], planner, card) for job in progress]
     about = {
         "command": shlex.join(["python", "-m", "scripts.benchmark", *argv]),
         "model": describe_model(planner.config),
@@ -336,6 +350,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
         "precision": str(precision).removeprefix("torch."),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
+        "predicted for": card.name,
     }
     if args.peer:
         about[args.peer] = version(args.peer)
@@ -346,7 +361,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
         print(report(rows, failed))
         print("\n".join(f"{name}: {value}" for name, value in about.items()))
     if args.json and (rows or not interrupted):
-        result = {**about, "config": asdict(planner.config), "rows": rows}
+        result = {**about, "config": asdict(planner.config), "card": asdict(card), "rows": rows}
         result |= {"out_of_memory": [vars(job) for job in failed]}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 130 if interrupted else 0

@@ -101,7 +101,10 @@ def test_what_is_sold_as_faster_is(slower, faster):
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_device_is_found_by_its_name(name):
-    assert find_card(name) is CARDS[REPORTED[name]]
+    card = CARDS[REPORTED[name]]
+    assert find_card(name, card.memory) is card
+    assert find_card(name, round(1.1 * card.memory)) is card
+    assert find_card(name, 8 * 2**30) is None  # the same name on a smaller card
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,7 @@ def test_a_device_is_found_by_its_name(name):
     ],
 )
 def test_another_device_is_not(name):
-    assert find_card(name) is None
+    assert all(find_card(name, card.memory) is None for card in CARDS.values())
 
 
 @pytest.mark.parametrize(

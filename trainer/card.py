@@ -30,7 +30,10 @@ def clock_card(name: str | None, device: torch.device) -> Card | None:
         return this_machine(device)
     if name is not None:
         return card_named(name)
-    return find_card(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    there = torch.cuda.get_device_properties(device)
+    return find_card(there.name, there.total_memory)
 
 
 def device_type(card: Card) -> str:
