@@ -52,7 +52,8 @@ from planner.formulas import step_flops
 from planner.step import Planner
 from scripts import say_stopped
 from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
-from scripts.peak_flops import choose_card, peak_flops
+from scripts.peak_flops import peak_flops
+from trainer.card import clock_card, measured_card
 from trainer.endings import is_out_of_memory
 from trainer.flags import (
     UsageError,
@@ -337,7 +338,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     seconds = format_time(expected_seconds(args, jobs, planner))
     n_runs = args.repeats * len(jobs)
     print(f"{n_runs} run{'s' * (n_runs > 1)}, about {seconds} in all", file=sys.stderr)
-    card = choose_card(device, args.seq_len, args.d_model // args.n_heads, args.tf32)
+    card = clock_card(args, device) or measured_card(args, device)
     results, interrupted = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
     measured = [job for job in results if results[job]]
     failed = [job for job in jobs if job not in results]

@@ -102,7 +102,7 @@ def find_clock(args: argparse.Namespace) -> Card | None:
     """The card whose time the frontier shows; None: FLOPs."""
     if args.card is None:
         return None
-    return clock_card(args.card, choose_device(args.device if args.card == THIS_MACHINE else "cpu"))
+    return clock_card(args, choose_device(args.device if args.card == THIS_MACHINE else "cpu"))
 
 
 def prepare(args: argparse.Namespace) -> Planner:

@@ -1,12 +1,10 @@
-"""What the device can do at most: the denominator of MFU and HFU, and the planner's Card for it."""
+"""What GPUs can do at most: the denominator of MFU and HFU."""
 
 import re
-from dataclasses import replace
 
 import torch
 
-from planner import CARDS, Card, this_machine
-from planner.cards import find_card
+from planner import CARDS
 
 
 def cuda_name(card: str) -> str:
@@ -71,16 +69,3 @@ def peak_flops(name: str, precision: torch.dtype, tf32: bool = False) -> float |
         return None
     rate = 1e12 * rates[max(fitting, key=len)]  # "H100 PCIe" is also an "H100"
     return rate / 2 if precision == torch.float32 else rate
-
-
-def choose_card(device: torch.device, seq_len: int, head_size: int, tf32: bool = False) -> Card:
-    """The device for the planner's clock: a GPU that is known by name, anything else measured."""
-    card = None
-    if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device)
-        card = find_card(there.name, there.total_memory)
-    if card is None:
-        card = this_machine(device, seq_len, head_size)
-    if tf32:
-        card = replace(card, flops=(card.flops[1] / 2, *card.flops[1:]))
-    return card

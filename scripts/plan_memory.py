@@ -114,7 +114,7 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
     plans = Plans(vocabulary(args), torch.device(kind), precision, ddp, watch)
     if args.card == THIS_MACHINE:
         start = time.perf_counter()
-        card = clock_card(args.card, choose_device(args.device))
+        card = clock_card(args, choose_device(args.device))
         measured = time.perf_counter() - start
     is_size = args.memory_budget is not None or card is not None and measured is None
     room = Room.of(budget, kind, is_size)

@@ -42,7 +42,7 @@ CARD = Card("a card", 2**30, (1e12, 1e12, 1e12), 1e9, 0)
 def no_measured_card(request, monkeypatch):
     """It takes three seconds."""
     if "measured_card" not in request.fixturenames:
-        monkeypatch.setattr(benchmark, "choose_card", lambda *shape: CARD)
+        monkeypatch.setattr(benchmark, "clock_card", lambda args, device: CARD)
 
 
 @pytest.fixture

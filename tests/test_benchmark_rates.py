@@ -1,24 +1,21 @@
 """What the device can do at most, in scripts/benchmark.py: MFU, and predicted times."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from test_benchmark import CARD, SHAPE, arguments, fake_worker
 
 from model import MiniGPTConfig
-from planner import CARDS
 from planner.formulas import step_flops
 from scripts import benchmark, benchmark_worker
-from scripts import peak_flops as devices
 from scripts.benchmark_worker import Job
 from scripts.peak_flops import peak_flops
 
 
 def test_predicted_times_stand_beside_measured_ones(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmark, "run_worker", fake_worker)
-    monkeypatch.setattr(benchmark, "choose_card", lambda *shape: CARD)
+    monkeypatch.setattr(benchmark, "clock_card", lambda args, device: CARD)
     file = tmp_path / "rows.json"
     flags = ["--policies", "none", "full", "--repeats", "1", "--json", str(file)]
 
@@ -42,19 +39,6 @@ def test_predicted_times_stand_beside_measured_ones(monkeypatch, tmp_path, capsy
     assert predict("--grad-accum-steps", "3")[0]["predicted_s"] > 2.9 * none["predicted_s"]
     card = json.loads(file.read_text())["card"]
     assert (card["name"], card["bytes_per_s"]) == ("a card", 1e9)
-
-
-def test_the_card_of_a_device(monkeypatch):
-    measured = []
-    monkeypatch.setattr(devices, "this_machine", lambda *how: measured.append(how) or CARD)
-    assert devices.choose_card(torch.device("cpu"), 32, 8) is CARD
-    assert measured == [(torch.device("cpu"), 32, 8)]
-    for name, expected in (("NVIDIA L4", CARDS["L4"]), ("NVIDIA L40", CARD)):
-        there = SimpleNamespace(name=name, total_memory=23 * 2**30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, t=there: t)
-        assert devices.choose_card(torch.device("cuda"), 32, 8) is expected
-        with_tf32 = devices.choose_card(torch.device("cuda"), 32, 8, tf32=True)
-        assert with_tf32.flops == (expected.flops[1] / 2, *expected.flops[1:])
 
 
 def test_mfu_and_hfu():

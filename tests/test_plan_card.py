@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_accumulation_and_processes_count(tmp_path):
 
 def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
     mine = replace(H100, name="this machine")
-    monkeypatch.setattr("trainer.card.this_machine", lambda device: mine)
+    monkeypatch.setattr("trainer.card.this_machine", lambda *what: mine)
     result = plan(tmp_path, "--card=this-machine", "--device=cpu")
     assert result["card"] == "this machine" and result["device"] == "cpu"
     assert result["budget_bytes"] == result["safe_bytes"]  # as without a card: what is free
@@ -247,7 +248,7 @@ def test_auto_goes_by_the_clock_of_a_card(monkeypatch):
 
 
 def test_all_processes_go_by_the_clock_of_the_first(monkeypatch):
-    monkeypatch.setattr(trainer.card, "this_machine", lambda device: pytest.fail("measured"))
+    monkeypatch.setattr(trainer.card, "this_machine", lambda *what: pytest.fail("measured"))
     process = Other(None)
     process.exchange = lambda mine: [1 << 30 if isinstance(mine, int) else H100, mine]
     process.by_first = lambda act: None  # it is not for this one to do
@@ -255,15 +256,26 @@ def test_all_processes_go_by_the_clock_of_the_first(monkeypatch):
 
 
 def test_a_gpu_is_known_by_its_name(monkeypatch):
-    names = iter(["NVIDIA H100 80GB HBM3", "NVIDIA GeForce 8800 GTX"])
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: next(names))
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert clock_card(None, gpu) == H100 and clock_card(None, gpu) is None
-    assert clock_card(None, cpu) is None
-    assert clock_card("T4", gpu) == clock_card("T4", cpu) == CARDS["T4"]
-    measured = replace(H100, name="cpu")
-    monkeypatch.setattr(trainer.card, "this_machine", lambda device: measured)
-    assert clock_card("this-machine", cpu) is measured
+    nothing, tf32, t4, mine = (
+        parse_trainer(f"--use-activation-checkpoint auto {flags}")
+        for flags in (
+            "",
+            "--tf32",
+            "--card T4 --tf32",
+            "--card this-machine --d-model 96 --n-heads 3 --seq-len 80",
+        )
+    )
+    there = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=H100.memory)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: there)
+    monkeypatch.setattr(trainer.card, "this_machine", lambda *what: what)
+    assert clock_card(nothing, gpu) == H100
+    assert clock_card(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
+    assert clock_card(t4, gpu) == CARDS["T4"]  # which has no TF32
+    assert clock_card(mine, gpu) == (gpu, 80, 32)  # measured at the shape of its attention
+    there.name = "NVIDIA GeForce 8800 GTX"
+    assert clock_card(nothing, gpu) is None is clock_card(nothing, cpu)
+    assert clock_card(t4, cpu) == CARDS["T4"]
 
 
 def test_a_card_belongs_to_auto():

@@ -50,7 +50,7 @@ def test_a_row_for_each_policy_and_the_cheapest_that_fits_is_marked(tmp_path, ca
     (taken,) = (row for row in tight["rows"] if row["name"] == tight["takes"])
     assert taken["fits"] and taken["name"] != "none"
     out = capsys.readouterr().out
-    (marked,) = re.findall(r"^>  (.*?)   ", out, re.M)
+    (marked,) = re.findall(r"^>  (.*?)  ", out, re.M)
     assert marked == taken["name"]
     assert out.splitlines()[-1].endswith(shlex.join(taken["flags"]))
 

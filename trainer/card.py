@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from dataclasses import replace
 
 import torch
 
@@ -21,19 +22,24 @@ def card_name(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{error}; or {THIS_MACHINE}, measured") from None
 
 
-def clock_card(name: str | None, device: torch.device) -> Card | None:
-    """The card that --card names; without it a CUDA GPU that is known. None: nobody can tell.
+def clock_card(args: argparse.Namespace, device: torch.device) -> Card | None:
+    """The card that --card names; without it a CUDA GPU that is known. None: nobody can tell."""
+    if args.card == THIS_MACHINE:
+        return measured_card(args, device)
+    card = None if args.card is None else card_named(args.card)
+    if card is None and device.type == "cuda":
+        there = torch.cuda.get_device_properties(device)
+        card = find_card(there.name, there.total_memory)
+    if card and args.tf32:
+        float32, bfloat16, float16 = card.flops
+        card = replace(card, flops=(max(float32, bfloat16 / 2), bfloat16, float16))
+    return card
 
-    Measuring this machine takes two or three seconds.
-    """
-    if name == THIS_MACHINE:
-        return this_machine(device)
-    if name is not None:
-        return card_named(name)
-    if device.type != "cuda":
-        return None
-    there = torch.cuda.get_device_properties(device)
-    return find_card(there.name, there.total_memory)
+
+def measured_card(args: argparse.Namespace, device: torch.device) -> Card:
+    """This machine; measuring it, at the shape of the model's attention, takes two or three
+    seconds."""
+    return this_machine(device, args.seq_len, args.d_model // args.n_heads)
 
 
 def device_type(card: Card) -> str:

@@ -234,7 +234,7 @@ def plan_memory(
         mine = args.memory_budget or default_budget(process.device, on_device, held)
         budget = min(process.exchange(mine))
         # And all go by one clock, that of process 0.
-        first = process.by_first(lambda: clock_card(args.card, process.device))
+        first = process.by_first(lambda: clock_card(args, process.device))
         card = process.exchange(first)[0]
         config = choose_recompute(plans, args, budget, card).config
         least = f"the least time (predicted for {card.name})" if card else "the least"
