@@ -46,7 +46,7 @@ def longest_possible(args: argparse.Namespace) -> int:
 
 
 def add_longest(table: list[Row], args: argparse.Namespace, plans: Plans) -> list[Row]:
-    """The rows, each with the longest sequence that fits safely; 0: not even the shortest does."""
+    """The rows, each with the longest sequence that fits safely (or 64 tokens less); 0: none does."""
     return [replace(row, longest=longest_sequence(row, args, plans)) for row in table]
 
 
@@ -66,21 +66,21 @@ def longest_sequence(row: Row, args: argparse.Namespace, plans: Plans) -> int:
 
 
 def most_that_fit(peak: Callable[[int], int], budget: int, guess: int, most: int) -> int:
-    """The largest n in 0..most with peak(n) within the budget, as peak(0) is.
+    """An n in 0..most with peak(n) within the budget: the largest one, or the one before it.
 
-    The peak grows with n, nearly along a line: so interpolate, and look on both sides.
+    The peak grows with n, nearly along a line: so interpolate, until there is no room for one more.
     """
-    low, high, n, tries = 0, most + 1, guess, 0
+    low, high, n = 0, most + 1, max(guess, 1)
     known = {0: peak(0)}
-    while high - low > 1 and known[0] <= budget:
-        n = min(max(n, low + 1), high - 1)
+    while known[0] <= budget and low < n and high - low > 1:
+        n = min(n, high - 1)
         known[n] = peak(n)
-        low, high, tries = (n, high, tries + 1) if known[n] <= budget else (low, n, tries + 1)
-        a, b = (low, high) if high in known else (0, low)
-        slope = max(known[b] - known[a], 1) / (b - a)
-        n = low + int((budget - known[low]) / slope)
-        if tries > 5:  # it is no line
-            n = (low + high) // 2
+        low, high = (n, high) if known[n] <= budget else (low, n)
+        ends = [(0, n), (low, high)] if low and high in known else [(0, n)]
+        slope = min((known[b] - known[a]) / (b - a) for a, b in ends)
+        n = max(low + int((budget - known[low]) / slope), min(low + 1, 1))
+        if len(known) > 6:  # it is no line
+            n = max(low + 1, (low + high) // 2)
     return low
 
 
