@@ -126,7 +126,7 @@ def measure_attention(
     """FLOP/s of attention and of its backward."""
     on_gpu = device.type != "cpu"
     T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else LONGEST)
-    n_heads = max(1, 256 // T) * (128 if on_gpu else torch.get_num_threads())
+    n_heads = max(4, 256 // T) * (32 if on_gpu else torch.get_num_threads())
     qkv = torch.randn(3, n_heads, T, head_size, device=device).to(dtype).requires_grad_()
 
     def run() -> Tensor:

@@ -8,27 +8,25 @@ that counts storages (planner/tracker.py): those of the real model, optimizer an
 - Bytes are those of the tensors that an operator is given and returns, once each. Views cost
   nothing, nor does memory that is asked for and not yet written; a lookup reads what it finds, not
   its table.
-- Python's share is counted in operators, as if it took the same time for each: see `launches`.
+- Python's share is counted in operators, as if it took the same time for each: planner/overhead.py.
 - Whether bytes come from memory or from a cache depends on the card. So what is noted is a
   *distance*: how many bytes were touched since these were touched last, they included. What is
   nearer than a cache is large is found in it (as if it let go of what was used least recently).
 """
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import groupby
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from .overhead import Overhead
 from .tracker import Storage, StorageTracker
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)  # of products
@@ -53,12 +51,6 @@ ROWWISE = {
 
 ATTENTION = "_scaled_dot_product_"
 GELUS = {"gelu", "gelu_backward"}  # what a CPU computes longer than it reads and writes
-# What Python does around operators, as the number of operators that take it as long: where hooks on
-# saved tensors begin (an activation checkpoint has some in forward, and others in its replay); each
-# operator under them; each one that selective checkpointing looks at. Views count as well. Fitted
-# to the time of all policies in a model of 8 channels, where nothing else takes any: within 10 %
-# of each (CPython 3.11, torch 2.13; about 10 us an operator).
-HOOKS, UNDER_HOOKS, LOOK = 10, 0.6, 1.6
 # malloc returns larger blocks to the system at once (glibc: DEFAULT_MMAP_THRESHOLD_MAX), and the
 # next one is made of pages that the system has to find and to clear.
 LARGE = 2**25
@@ -94,28 +86,31 @@ class Notebook:
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
-        self.around = 0.0  # what Python has done since the last operator (in operators)
-        self.hooks: Any = None  # those that were seen last
+        self.overhead = Overhead()
 
     def __call__(
         self, tracker: StorageTracker, operator: Any, args: tuple, kwargs: dict, results: list
     ) -> None:
         """After `operator` ran, and its results were added to the tracker."""
-        self.look_around()
+        self.overhead.look()
         name = operator.overloadpacket.__name__
+        if name in EMPTY or is_view(operator):
+            return
         given = dict(zip(parameters(operator), args, strict=False)) | kwargs
         touches = [
             touch
             for parameter, (written, is_out) in parameters(operator).items()
-            for tensor in tree_leaves(given.get(parameter))
-            if isinstance(tensor, Tensor)
+            for tensor in tensors_in(given.get(parameter))
             for touch in touch_given(tracker, name, parameter, tensor, written, is_out)
         ]
         touches = limit_tables(name, given, results, touches)
-        made = [touch_tensor(tracker, tensor, True) for tensor in results]
-        made = [touch for touch in made if touch.storage.born == tracker.now]
-        if name in EMPTY or not (made or any(touch.written for _, touch in touches)):
-            return  # a view, or nothing
+        made = [
+            touch_tensor(tracker, tensor, True)
+            for tensor in results
+            if tracker.find(tensor).born == tracker.now
+        ]
+        if not (made or any(touch.written for _, touch in touches)):
+            return
         every = dict.fromkeys([touch for _, touch in touches] + made)  # (x * x reads x once)
         left = given.get("query", given.get(LEFT_FACTOR.get(name, "")))
         precision = left.dtype if isinstance(left, Tensor) else torch.float32
@@ -129,33 +124,9 @@ class Notebook:
                 is_fusable(operator, name, given, tracker.places[-1]),
                 [touch for touch in every if touch.storage.device.type == "cpu"],  # not offloaded
                 results[0].numel() if name in GELUS else 0,
-                1 + self.around,
+                1 + self.overhead.take(),
             )
         )
-        self.around = 0
-
-    def look_around(self) -> None:
-        """What Python does around an operator."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None:
-            self.around += UNDER_HOOKS
-            if hooks[0] is not self.hooks:
-                self.around += HOOKS
-                self.hooks = hooks[0]
-        if is_looked_at():
-            self.around += LOOK
-
-
-def is_looked_at() -> bool:
-    """Is the operator that a StorageTracker is being told of called by another such mode?"""
-    frame: FrameType | None = sys._getframe(4)  # (this, look_around, __call__, the tracker's)
-    for _ in range(4):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == "__torch_dispatch__":
-            return True
-        frame = frame.f_back
-    return False
 
 
 @cache
@@ -170,6 +141,20 @@ def parameters(operator: Any) -> dict[str, tuple[bool, bool]]:
     }
 
 
+def tensors_in(argument: Any) -> list[Tensor]:
+    if isinstance(argument, list | tuple):
+        return [tensor for tensor in argument if isinstance(tensor, Tensor)]
+    return [argument] if isinstance(argument, Tensor) else []
+
+
+@cache
+def is_view(operator: Any) -> bool:
+    """Does it return its arguments, and change nothing?"""
+    returned = [result.alias_info for result in operator._schema.returns]
+    written = any(is_written for is_written, _ in parameters(operator).values())
+    return not written and any(alias is not None for alias in returned)
+
+
 def touch_tensor(tracker: StorageTracker, tensor: Tensor, written: bool) -> Touch:
     size, dims = tensor.itemsize, zip(tensor.shape, tensor.stride(), strict=True)
     start = int(tensor.storage_offset()) * size
@@ -182,10 +167,11 @@ def touch_given(
     tracker: StorageTracker, name: str, parameter: str, tensor: Tensor, written: bool, is_out: bool
 ) -> Iterable[tuple[str, Touch]]:
     """How an operator touches what it is given: reads it, writes it, or both."""
+    touch = touch_tensor(tracker, tensor, False)
     if not (written and (is_out or name in OVERWRITTEN)):
-        yield parameter, touch_tensor(tracker, tensor, False)
+        yield parameter, touch
     if written and (name, parameter) not in ONLY_READ:
-        yield parameter, touch_tensor(tracker, tensor, True)
+        yield parameter, touch._replace(written=True)
 
 
 def limit_tables(

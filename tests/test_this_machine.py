@@ -10,7 +10,7 @@ from test_memory import CONFIG, planner
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner import clock, this_machine, work
+from planner import clock, overhead, this_machine
 from planner.work import LARGE, PRECISIONS, fuse, summarize_work
 
 aten = torch.ops.aten
@@ -75,10 +75,10 @@ def test_what_python_does_around_operators():
 
     assert launches(lambda x: x.exp().view(9).neg()) == [1, 1]
     first, second, last = launches(hooked)
-    assert first == pytest.approx(1 + work.HOOKS + work.UNDER_HOOKS)
-    assert (second, last) == (pytest.approx(1 + 2 * work.UNDER_HOOKS), 1)  # the view, too
+    assert first == pytest.approx(1 + overhead.HOOKS + overhead.UNDER_HOOKS)
+    assert (second, last) == (pytest.approx(1 + 2 * overhead.UNDER_HOOKS), 1)  # the view, too
     first, *_ = launches(lambda x: (hooked(x), hooked(x)))[3:]
-    assert first == pytest.approx(1 + work.HOOKS + work.UNDER_HOOKS)  # they begin again
+    assert first == pytest.approx(1 + overhead.HOOKS + overhead.UNDER_HOOKS)  # they begin again
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -88,7 +88,7 @@ def test_what_python_does_around_operators():
         with Mode():
             return x.exp().view(9).neg()
 
-    assert launches(looked_at) == pytest.approx([1 + work.LOOK, 1 + 2 * work.LOOK])
+    assert launches(looked_at) == pytest.approx([1 + overhead.LOOK, 1 + 2 * overhead.LOOK])
 
 
 def test_python_takes_longer_the_finer_the_policy():
@@ -98,7 +98,7 @@ def test_python_takes_longer_the_finer_the_policy():
 
     assert around("none") == 0
     one, two = around("mlp"), around("cheap")  # checkpoints a block
-    assert one >= 2 * work.HOOKS * CONFIG.n_layers and two >= 2 * one - 1
+    assert one >= 2 * overhead.HOOKS * CONFIG.n_layers and two >= 2 * one - 1
     watched = [around(policy) for policy in ("selective", "sdpa")]
     assert min(watched) > max(around(policy) for policy in ("cheap", "mlp", "attn", "full"))
     assert (planner().step(2, recompute="sdpa").compiled_work.launches == 1).all()
