@@ -15,6 +15,7 @@ from runs import ROOT, run
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters, step_flops
 from scripts import plan_memory
+from scripts.ladder import TIMES
 from scripts.reliability import ROWS
 from trainer.flags import build_parser
 
@@ -203,6 +204,8 @@ def test_the_first_table_is_what_was_predicted():
         wanted.append([f"{figures[rung] - floor:,.0f}" for rung in rungs])
     policies = ("none", "full", "none", "cheap", "mlp", "full")
     wanted.append([relative_flops(recompute=policy) for policy in policies])
+    times = ladder_figures("time, RTX 4090")
+    wanted.append([f"{times[rung]:.2f}" for rung in rungs])
     rows = cells(README, "| | 2 sequences")
     assert [list(column) for column in zip(*rows, strict=True)][1:] == wanted
 
@@ -211,11 +214,12 @@ def test_the_ladder_is_what_was_predicted():
     rows = cells(DOCS["ladder.md"], "| policy | keeps")
     assert len(rows) == len(RECOMPUTE_POLICIES) + 1
     small, large = ladder_figures("124M, B=12"), ladder_figures("1.5B, B=4")
-    for name, *_, of_small, of_large, flops in rows:
+    for name, _, of_small, of_large, flops, *times in rows:
         policy, *group = re.findall(r"`([^`]*)`", name)
         rung = "full, groups of 2" if group else policy
         assert (of_small, of_large) == (f"{small[rung]:,.0f}", f"{large[rung]:,.0f}")
         assert flops == relative_flops(recompute=policy, recompute_group=2 if group else 1)
+        assert times == [f"{ladder_figures(column)[rung]:.2f}" for column in TIMES]
 
 
 def test_flops_are_explained_once_in_the_same_words():
