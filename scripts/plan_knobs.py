@@ -46,7 +46,7 @@ def longest_possible(args: argparse.Namespace) -> int:
 
 
 def add_longest(table: list[Row], args: argparse.Namespace, plans: Plans) -> list[Row]:
-    """The rows, each with the longest sequence that fits safely (or one 64 shorter); 0: none."""
+    """The rows, each with the longest sequence that fits safely (or STEP less); 0: none does."""
     return [replace(row, longest=longest_sequence(row, args, plans)) for row in table]
 
 

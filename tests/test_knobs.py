@@ -67,6 +67,12 @@ def test_a_gpu_can_offload_too_and_what_is_there_is_not_asked_for_again():
     assert everything(f"{done} --seq-len 8", "cuda") == ["--batch-size 1 --grad-accum-steps 6"]
 
 
+def test_what_belongs_to_auto_goes_with_it():
+    flags = "--use-activation-checkpoint auto --card H100 --memory-budget 1GiB --batch-size 1"
+    first, *_ = everything(f"{flags} --seq-len 8", "cpu")
+    assert first == "--use-activation-checkpoint full without --memory-budget --card"
+
+
 @pytest.mark.parametrize("flags", ["", "--loss-chunks 1", "--use-activation-checkpoint full"])
 def test_a_run_that_ran_out_takes_the_first(flags):
     args = parse(flags)
