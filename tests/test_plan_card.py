@@ -16,7 +16,7 @@ import trainer.plan
 from model import MiniGPTConfig
 from planner import CARDS, Card, Planner
 from scripts import plan_memory
-from scripts.plan_table import Clock, digits, format_seconds
+from scripts.plan_table import Clock, Room, Row, digits, format_seconds, recommend
 from trainer.card import clock_card
 from trainer.flags import UsageError, model_config
 from trainer.plan import card_target
@@ -123,7 +123,7 @@ def test_digits(x, two, three):
 
 
 def test_what_is_recommended_is_the_fastest_that_fits(tmp_path, plain):
-    """By time, not by FLOPs; and offload last, whatever its clock says."""
+    """By time, not by FLOPs."""
     slow = replace(H100, flops=(1e18, 1e18, 1e18), launch_s=0)  # bytes are all that counts
     peaks = {row["name"]: row["peak_bytes"] for row in plain["rows"]}
     budget = (max(peaks["cheap"], peaks["mlp"]) + 1) / 0.75
@@ -139,6 +139,24 @@ def test_what_is_recommended_is_the_fastest_that_fits(tmp_path, plain):
     safe = [row for row in by_flops["rows"] if row["fits_safely"]]
     assert by_flops["takes"] == min(safe, key=lambda row: row["replayed"])["name"]
     assert by_flops["takes"] != result["takes"]
+
+
+def test_offload_is_the_last_whatever_its_clock_says():
+    """It does not know the copies."""
+
+    def row(peak: int, seconds: float, **memory) -> Row:
+        step = SimpleNamespace(
+            config=MiniGPTConfig(**memory), peak=peak, seconds=lambda card, compiled: seconds
+        )
+        return Row(step, 0, Room(10, 10), None, None, Clock(H100, False, 1, 1))
+
+    slow = row(5, 3.0, recompute="full")
+    slower = row(4, 4.0, recompute="full", recompute_group=2)
+    offloaded = row(3, 1.0, recompute="full", offload_activations=True)
+    too_large = row(11, 0.5)
+    assert recommend([too_large, slower, offloaded, slow]) is slow
+    assert recommend([too_large, offloaded]) is offloaded
+    assert recommend([too_large]) is None
 
 
 class Idle(torch.optim.Optimizer):
