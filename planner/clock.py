@@ -91,7 +91,7 @@ def this_machine(
     """
     device = device or torch.device("cpu")
     on_gpu = device.type != "cpu"
-    n, size = (4096, 2**28) if on_gpu else (512, 2**26)
+    n, size = (4096, 2**28) if on_gpu else (1024, 2**26)
 
     def product(dtype: torch.dtype) -> float:
         side = 128 if dtype == torch.float16 and not on_gpu else n  # (a thousand times slower)
@@ -127,10 +127,10 @@ def measure_attention(
     on_gpu = device.type != "cpu"
     T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else LONGEST)
     n_heads = max(4, 256 // T) * (32 if on_gpu else torch.get_num_threads())
-    qkv = torch.randn(3, n_heads, T, head_size, device=device).to(dtype).requires_grad_()
+    qkv = torch.randn(1, T, 3, n_heads, head_size, device=device).to(dtype).requires_grad_()
 
     def run() -> Tensor:
-        q, k, v = qkv.unsqueeze(1)  # (1, heads, T, D) each
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # (1, heads, T, D) each, as the model has them
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     out = run()
@@ -168,7 +168,7 @@ def measure_python() -> float:
 
 
 def time_of(
-    run: Callable[[], object], device: torch.device, times: int = 1, budget: float = 0.15
+    run: Callable[[], object], device: torch.device, times: int = 1, budget: float = 0.1
 ) -> float:
     """Seconds of a call: the fastest of all runs in `budget` seconds, of `times` calls each.
 

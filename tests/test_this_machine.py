@@ -114,7 +114,7 @@ def test_this_machine_is_measured(monkeypatch):
 
     monkeypatch.setattr(clock, "time_of", stopwatch)
     card = this_machine(seq_len=16, head_size=8)
-    one, heads = 2 * 512**3 / 1e-3, 16 * torch.get_num_threads()
+    one, heads = 2 * 1024**3 / 1e-3, 16 * torch.get_num_threads()
     assert card.flops == (one, one, 2 * 128**3 / 1e-3)
     assert card.bytes_per_s == 2 * 2**26 / 1e-3 and card.launch_s == 1e-3
     assert len(calls) == 15 and card.memory > 2**28
