@@ -5,8 +5,12 @@ memory's bandwidth, or a launch, whichever is longest; a step takes the sum. No 
 kind knows what a kernel is worth, what Python costs between small ones, or how warm the card is:
 it ranks ways to run a step, and tells their ratios better than their milliseconds.
 
+A CPU is another thing: while Python is at work nothing else is, a GELU computes longer than it
+waits for its bytes, and attention is far from what a product reaches. So `this_machine` measures
+these as well.
+
 What it leaves out: copies of offload, which run beside (and may not keep up); the averaging of DDP;
-FLOPs outside of products.
+all other FLOPs outside of products.
 """
 
 import math
@@ -38,8 +42,8 @@ LONGEST = 2048  # attention is as fast at any sequence that is longer
 class Card:
     """What a card can do at most, and the part of it that kernels reach.
 
-    The last four are for what `this_machine` has measured. A GPU's GELU waits for its bytes, Python
-    runs ahead of it, and memory is kept for the next tensor: there they are not needed.
+    The last four are what `this_machine` has measured; the last three of them are a CPU's. (A GPU
+    waits for the bytes of a GELU, Python runs ahead of it, and PyTorch keeps its memory.)
     """
 
     name: str
@@ -80,14 +84,12 @@ def seconds_of_each(work: Work, card: Card) -> np.ndarray:
 def this_machine(
     device: torch.device | None = None, seq_len: int = 1024, head_size: int = 64
 ) -> Card:
-    """The device as it is now, with the threads it has: measured in two seconds or three.
+    """The device as it is now, with the threads it has: measured in three seconds.
 
     What is measured has been reached, so nothing is taken off. float16 and bfloat16 without a unit
-    for them are as slow as they are. Products and bytes do not tell all that a CPU does in a step:
-    its attention reaches between a 50th and a third of the FLOP/s of a product, which depends on
-    the shape (`seq_len`, `head_size`); a tanh GELU computes ten times longer than it reads and
-    writes; large blocks of memory come from the system, page by page; and while Python is at work
-    nothing else is. All that is measured as well.
+    for them are as slow as they are. Attention is measured at `seq_len` and `head_size`, as what it
+    reaches of a product's FLOP/s depends on them: on a CPU, in bfloat16, its backward a 50th at 64
+    tokens of 32 channels, a third at 1,024 of 64.
     """
     device = device or torch.device("cpu")
     on_gpu = device.type != "cpu"
@@ -100,8 +102,6 @@ def this_machine(
 
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target, one = torch.empty_like(source), torch.ones(1, device=device)
-    numbers = torch.randn(size // 64, device=device)
-    gelu = time_of(lambda: F.gelu(numbers, approximate="tanh"), device)
     return Card(
         name="this machine",
         memory=memory_of(device),
@@ -114,7 +114,7 @@ def this_machine(
         attention=tuple(
             measure_attention(device, dtype, seq_len, head_size) for dtype in PRECISIONS
         ),
-        gelu_s=gelu / numbers.numel(),
+        gelu_s=0 if on_gpu else measure_gelu(),
         fresh_s=0 if on_gpu else measure_fresh(target),
         python_s=0 if on_gpu else measure_python(),
     )
@@ -126,7 +126,7 @@ def measure_attention(
     """FLOP/s of attention and of its backward."""
     on_gpu = device.type != "cpu"
     T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else LONGEST)
-    n_heads = max(4, 256 // T) * (32 if on_gpu else torch.get_num_threads())
+    n_heads = max(1, 2**16 // T) if on_gpu else max(4, 256 // T) * torch.get_num_threads()
     qkv = torch.randn(1, T, 3, n_heads, head_size, device=device).to(dtype).requires_grad_()
 
     def run() -> Tensor:
@@ -139,6 +139,12 @@ def measure_attention(
     backward = time_of(lambda: torch.autograd.grad(out, qkv, grad, retain_graph=True), device)
     product = n_heads * T * T * head_size  # FLOPs: half of a product is masked
     return 2 * product / forward, 5 * product / backward
+
+
+def measure_gelu() -> float:
+    """Seconds of an element. (Backward's takes as long, and one of bfloat16.)"""
+    x = torch.randn(2**20)
+    return time_of(lambda: F.gelu(x, approximate="tanh"), x.device) / x.numel()
 
 
 def measure_fresh(there: Tensor) -> float:
