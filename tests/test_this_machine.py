@@ -77,6 +77,9 @@ def test_what_python_does_around_operators():
     first, second, last = launches(hooked)
     assert first == pytest.approx(1 + overhead.HOOKS + overhead.UNDER_HOOKS)
     assert (second, last) == (pytest.approx(1 + 2 * overhead.UNDER_HOOKS), 1)  # the view, too
+    step = summarize_work(note(hooked, (3, 3)))
+    card = replace(SIMPLE, launch_s=0, bytes_per_s=1e15, python_s=1.0)
+    assert clock.seconds(step, card) == pytest.approx(sum(launches(hooked)))
     first, *_ = launches(lambda x: (hooked(x), hooked(x)))[3:]
     assert first == pytest.approx(1 + overhead.HOOKS + overhead.UNDER_HOOKS)  # they begin again
 
