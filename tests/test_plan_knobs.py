@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +173,36 @@ def test_the_fastest_of_all_is_found(peaks, share):
     marked, *others = format_settings(settings).splitlines()[1:]
     assert marked[0] == ">" and {line[0] for line in others} <= {" "}
     assert digits(3, settings[0].clock.tokens_per_s(settings[0].step)) in marked
+
+
+class Told(Search):
+    """Knows the seconds of each micro-batch, those without recompute too; notes who was asked."""
+
+    def __init__(self, start, seconds, bounds):
+        super().__init__(ask()[0], None, Room(9, 9), CLOCK)
+        self.start, self.of_size, self.bounds, self.asked = start, seconds, bounds, []
+
+    def largest_without(self):
+        return self.start
+
+    def bound(self, size):
+        return self.bounds[size]
+
+    def fastest(self, size):
+        self.asked.append(size)
+        self.found[size] = SimpleNamespace(seconds=self.of_size[size], step=SimpleNamespace(peak=1))
+        return self.found[size]
+
+
+def test_both_ways_are_tried_for_as_long_as_it_pays():
+    up = {1: 9.0, 2: 8.0, 3: 7.0, 4: 6.0, 6: 5.0, 12: 6.0}
+    search = Told(3, up, up)  # 4 is what was asked
+    assert search.settings()[0].seconds == 5 and set(search.asked) == {3, 4, 6}
+    down = {1: 6.0, 2: 5.0, 3: 6.0, 4: 7.0, 6: 8.0, 12: 9.0}  # a cache that holds little
+    search = Told(3, down, down)
+    assert search.settings()[0].seconds == 5 and set(search.asked) == {2, 3, 4}
+    search = Told(1, up | {2: 10.0}, up | {2: 10.0})
+    assert len(search.settings()) == 2 and set(search.asked) == {1, 4}  # to compare with
 
 
 def test_one_command_that_does_it(tmp_path, capsys, peaks):
