@@ -356,7 +356,7 @@ def test_the_peer_is_measured_beside_ours(monkeypatch, tmp_path, capsys):
     ]
     assert result["transformers"] == "5.0"
     _, ours, _, theirs, _ = result["rows"]
-    assert theirs["predicted_bytes"] is None
+    assert theirs["predicted_bytes"] is None and theirs["predicted_s"] is None
     lines = capsys.readouterr().out.splitlines()
     none = next(line for line in lines[lines.index("### Beside transformers") :] if "none" in line)
     assert none.split(" | ")[3] == f"{ours['step_s'] / theirs['step_s']:.2f}"

@@ -100,6 +100,11 @@ def test_operators_by_hand(run, shapes, flops, elements, dtype):
     assert found == (flops, dtype.itemsize * elements + more)
 
 
+def test_memory_of_another_device_is_not_the_cards():
+    """Offloaded: it is read here, and written there."""
+    assert totals(summarize_work(note(lambda x: x.to("meta"), (3, 7)))) == (0, 4 * 21)
+
+
 def test_tables_are_not_read_whole():
     rows = 6 * 5 * 4
     looked_up = note(lambda table: F.embedding(ids(6), table), (100, 5))[1:]  # (after the ids)
