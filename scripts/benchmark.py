@@ -53,6 +53,7 @@ from planner.step import Planner
 from scripts import say_stopped
 from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
 from scripts.peak_flops import peak_flops
+from scripts.plan_table import Clock
 from trainer.card import clock_card, measured_card
 from trainer.endings import is_out_of_memory
 from trainer.flags import (
@@ -243,7 +244,7 @@ def make_row(
         "group": config.recompute_group,
         "seq_len": args.seq_len,
         "step_s": step_s,
-        "predicted_s": args.grad_accum_steps * step.seconds(card, job.compiled),
+        "predicted_s": Clock(card, job.compiled, args.grad_accum_steps, 1).seconds(step),
         "step_s_all": seconds,
         "tokens_per_s": tokens_per_s,
         **utilization(config, args.seq_len, tokens_per_s, peak, job.compiled),

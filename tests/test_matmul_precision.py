@@ -6,6 +6,7 @@ import pytest
 import torch
 from runs import TINY, same, snapshot, train_here
 
+from planner import CARDS
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
 from scripts.peak_flops import FLOAT16_TFLOPS, TFLOPS, peak_flops
@@ -167,9 +168,10 @@ def test_the_benchmark_takes_the_peak_of_its_precision(monkeypatch):
         args = benchmark.build_parser().parse_args(f"{shape} {flags}".split())
         benchmark.check(args)
         benchmark_worker.make_run(args, job, torch.device("cpu"))
-        step = lambda *_, **__: SimpleNamespace(peak=1)  # noqa: E731
-        planner = SimpleNamespace(precision=precision, step=step)
-        row = benchmark.make_row(args, job, [result], planner)
+        config = benchmark_worker.config_of(args, job)
+        step = SimpleNamespace(peak=1, config=config, seconds=lambda *_: 1.0)
+        planner = SimpleNamespace(precision=precision, step=lambda *_, step=step, **__: step)
+        row = benchmark.make_row(args, job, [result], planner, CARDS["H100 PCIe"])
         shares[precision, args.tf32] = row["mfu"]
     assert asked == [False, True, False] and shares[FP32, False] is None
     assert shares[FP32, True] == pytest.approx(2 * shares[BF16, False])
