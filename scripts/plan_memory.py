@@ -29,7 +29,6 @@ import torch
 from tqdm import tqdm
 
 from data import DataError
-from planner.cards import card_named
 from planner.formulas import closed_form, count_parameters, state_bytes
 from planner.work import PRECISIONS
 from scripts import say_stopped
@@ -106,7 +105,8 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
     if args.card in (None, THIS_MACHINE):
         kind, precision, budget = target(args, processes)
     else:
-        card = card_named(args.card)
+        card = clock_card(args, torch.device("cpu"))  # (by its name, wherever this runs)
+        assert card
         kind, precision, budget = card_target(args, card)
     if args.longest_sequence and budget is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")

@@ -131,7 +131,7 @@ def test_what_is_recommended_is_the_fastest_that_fits(tmp_path, plain):
     flags = (f"--memory-budget={budget}b", "--device=cuda")
     for card in (H100, slow):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(plan_memory, "card_named", lambda name, card=card: card)
+            monkeypatch.setattr(plan_memory, "clock_card", lambda args, device, card=card: card)
             result = plan(tmp_path, "--card=H100", *flags)
         safe = [row for row in result["rows"] if row["fits_safely"] and not row["offload"]]
         assert result["takes"] == min(safe, key=lambda row: row["seconds"])["name"]
@@ -192,6 +192,12 @@ def test_accumulation_and_processes_count(tmp_path):
     result = plan(tmp_path, "--card=H100", "--grad-accum-steps=3", "--nproc-per-node=2")
     for row in result["rows"]:
         assert row["tokens_per_s"] == pytest.approx(2 * 3 * 64 * 32 / row["seconds"])
+
+
+def test_tf32_makes_products_of_float32_faster(tmp_path, capsys):
+    plain, fast = (plan(tmp_path, "--card=H100", "--no-amp", *more) for more in ([], ["--tf32"]))
+    told = re.findall(r"^card +H100: (\S+) TFLOP/s in float32", capsys.readouterr().out, re.M)
+    assert told == ["67.0", "494"] and plain["card"] == fast["card"] == "H100"
 
 
 def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
