@@ -95,6 +95,9 @@ def peaks_of(alike: list[StepMemory], mixes: np.ndarray) -> np.ndarray:
     and on the way it has needed some more (`most`). What it does to them does not depend on what
     the other blocks do, only where it begins does; so each segment is taken from the step in which
     all blocks are of that kind. So for two policies the peak is piecewise linear in N.
+
+    Not so with offload, whose copies of a block wait for another: there it is an estimate. (What is
+    taken is simulated, and never over the budget; but something better may have been passed over.)
     """
     most, net = np.array([segments(step) for step in alike]).transpose(2, 0, 1)  # (rungs, segments)
     outside = mixes[:, :1]  # (what is not a block is the same for all)
