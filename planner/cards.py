@@ -120,7 +120,9 @@ def card_named(name: str) -> Card:
     """
     cards = {plain(known): CARDS[SAME.get(known, known)] for known in (*CARDS, *SAME)}
     if plain(name) not in cards:
-        raise ValueError(f"unknown card {name!r}; known: {', '.join(CARDS)}")
+        near = [known for known in CARDS if plain(name) and plain(known).startswith(plain(name))]
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"unknown card {name!r}; {hint}known: {', '.join(CARDS)}")
     return cards[plain(name)]
 
 

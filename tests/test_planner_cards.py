@@ -173,7 +173,23 @@ def test_a_person_may_be_brief(name, card):
 def test_but_not_unclear(name):
     with pytest.raises(ValueError) as caught:
         card_named(name)
-    assert str(caught.value) == f"unknown card {name!r}; known: {', '.join(CARDS)}"
+    message = str(caught.value)
+    assert message.startswith(f"unknown card {name!r}; ")
+    assert message.endswith(f"known: {', '.join(CARDS)}")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("rtx3060", "did you mean RTX 3060 12GB? "),
+        ("m4 max", "did you mean M4 Max 32-core or M4 Max 40-core? "),
+        ("voodoo", ""),
+        ("rtx", ""),  # that says nothing
+    ],
+)
+def test_what_begins_so_is_named_first(name, near):
+    with pytest.raises(ValueError, match=re.escape(f"unknown card {name!r}; {near}known: ")):
+        card_named(name)
 
 
 def test_no_two_names_read_alike():
