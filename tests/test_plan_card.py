@@ -203,7 +203,7 @@ def test_tf32_makes_products_of_float32_faster(tmp_path, capsys):
 def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
     mine = replace(H100, name="this machine")
     monkeypatch.setattr("trainer.card.this_machine", lambda *what: mine)
-    result = plan(tmp_path, "--card=this-machine", "--device=cpu")
+    result = plan(tmp_path, "--card=This machine", "--device=cpu")
     assert result["card"] == "this machine" and result["device"] == "cpu"
     assert result["budget_bytes"] == result["safe_bytes"]  # as without a card: what is free
     assert re.search(

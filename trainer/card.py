@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 
 from planner import Card, this_machine
-from planner.cards import card_named, find_card
+from planner.cards import card_named, find_card, plain
 
 THIS_MACHINE = "this-machine"
 
 
 def card_name(text: str) -> str:
     """An argparse type: a card that is known, by its own name; or this machine."""
-    if text == THIS_MACHINE:
-        return text
+    if plain(text) == plain(THIS_MACHINE):
+        return THIS_MACHINE
     try:
         return card_named(text).name
     except ValueError as error:
