@@ -64,6 +64,7 @@ from trainer.flags import (
     number,
     output_file,
     print_error,
+    set_matmul_precision,
 )
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
@@ -102,6 +103,8 @@ def check(args: argparse.Namespace) -> None:
     DataError."""
     if args.use_activation_checkpoint != "none":
         raise UsageError("--use-activation-checkpoint: here --policies names what is measured")
+    if args.card is not None:
+        raise UsageError("--card: the device that is here is measured: leave it out")
     if args.memory_budget is not None and not args.largest_batch:
         raise UsageError("--memory-budget is for --largest-batch")
     if args.peer and find_spec(args.peer) is None:
@@ -339,6 +342,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     seconds = format_time(expected_seconds(args, jobs, planner))
     n_runs = args.repeats * len(jobs)
     print(f"{n_runs} run{'s' * (n_runs > 1)}, about {seconds} in all", file=sys.stderr)
+    set_matmul_precision(device, args.tf32)
     card = clock_card(args, device) or measured_card(args, device)
     results, interrupted = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
     measured = [job for job in results if results[job]]

@@ -58,6 +58,20 @@ RESULTS = {
         "10 minutes of an idle machine: it measures time",
         by_default=False,
     ),
+    "clock": Result(
+        "python -m scripts.benchmark --model gpt2 --batch-size 2 --repeats 2 --steps 2 "
+        f"--json {FOLDER}/benchmark_cpu_124m_clock.json",
+        ("benchmark_cpu_124m_clock.json",),
+        "10 minutes of an idle machine: predicted and measured time of every policy",
+        by_default=False,
+    ),
+    "small_clock": Result(
+        "python -m scripts.benchmark --repeats 3 --steps 60 "
+        f"--json {FOLDER}/benchmark_cpu_small_clock.json",
+        ("benchmark_cpu_small_clock.json",),
+        "5 minutes of an idle machine: the same of the demo's model",
+        by_default=False,
+    ),
     "reliability": Result(
         f"python -m scripts.reliability --json {FOLDER}/reliability.json",
         ("reliability.json",),

@@ -53,6 +53,7 @@ from trainer.flags import (
     number,
     output_file,
     print_error,
+    set_matmul_precision,
 )
 from trainer.knobs import Knob
 from trainer.metrics import format_bytes
@@ -108,13 +109,19 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
         card = clock_card(args, torch.device("cpu"))  # (by its name, wherever this runs)
         assert card
         kind, precision, budget = card_target(args, card)
+    if args.card == THIS_MACHINE and kind == "cpu" and processes > 1:
+        raise UsageError(
+            f"--card {THIS_MACHINE} measures one process, and {processes} would share the CPU: "
+            "leave out --nproc-per-node"
+        )
     if args.longest_sequence and budget is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
     ddp = args.nproc_per_node is not None
     plans = Plans(vocabulary(args), torch.device(kind), precision, ddp, watch)
     if args.card == THIS_MACHINE:
-        start = time.perf_counter()
-        card = clock_card(args, choose_device(args.device))
+        start, device = time.perf_counter(), choose_device(args.device)
+        set_matmul_precision(device, args.tf32)
+        card = clock_card(args, device)
         measured = time.perf_counter() - start
     is_size = args.memory_budget is not None or card is not None and measured is None
     room = Room.of(budget, kind, is_size)

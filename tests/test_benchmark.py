@@ -314,6 +314,7 @@ def test_the_vocabulary_is_the_trainers(flags, size):
         (["--peer", "nanoGPT"], "--peer: invalid choice"),
         (["--json", "nowhere/rows.json"], "there is no folder nowhere"),
         (["--memory-budget", "8"], "--memory-budget: must be a number with a unit"),
+        (["--card", "H100"], "--card: the device that is here is measured: leave it out"),
         (["--memory-budget", "8GiB"], "--memory-budget is for --largest-batch"),
         (["--repeats", "0"], "--repeats: must be"),
         (["--use-activation-checkpoint"], "--policies names what is measured"),

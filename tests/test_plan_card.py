@@ -227,6 +227,7 @@ def test_the_command_is_a_trainers():
         ("--card=M1 --device=cuda", "--device cuda: M1 is mps; leave --device out"),
         ("--card=M1 --amp-dtype=float16", "--amp-dtype float16"),
         ("--card=this-machine --device=cuda", "--device cuda: .* finds none"),
+        ("--card=this-machine --nproc-per-node=2", "--card this-machine .* leave out --nproc"),
         ("--all-knobs", "--all-knobs compares times: name a --card, or --card this-machine"),
         ("--longest-sequence --device=cuda", "--longest-sequence: within what"),
     ],
