@@ -59,17 +59,16 @@ RESULTS = {
         by_default=False,
     ),
     "clock": Result(
-        "python -m scripts.benchmark --model gpt2 --batch-size 2 --repeats 2 --steps 2 "
-        f"--json {FOLDER}/benchmark_cpu_124m_clock.json",
-        ("benchmark_cpu_124m_clock.json",),
-        "10 minutes of an idle machine: predicted and measured time of every policy",
+        "python -m scripts.clock_check --model gpt2 --batch-size 2 "
+        f"--json {FOLDER}/clock_cpu_124m.json",
+        ("clock_cpu_124m.json",),
+        "10 minutes of an idle machine: it measures time",
         by_default=False,
     ),
     "small_clock": Result(
-        "python -m scripts.benchmark --repeats 3 --steps 60 "
-        f"--json {FOLDER}/benchmark_cpu_small_clock.json",
-        ("benchmark_cpu_small_clock.json",),
-        "5 minutes of an idle machine: the same of the demo's model",
+        f"python -m scripts.clock_check --rounds 40 --json {FOLDER}/clock_cpu_small.json",
+        ("clock_cpu_small.json",),
+        "half a minute of an idle machine: it measures time",
         by_default=False,
     ),
     "reliability": Result(
