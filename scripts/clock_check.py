@@ -55,7 +55,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.description = "Compare measured time of every policy with what the planner predicts."
     add = parser.add_argument_group("check (all else as in train_minimal.py)").add_argument
     add("--rounds", type=number(int, 1, 10**6), default=10, metavar="N",
-        help="steps of each policy, which take turns (default: %(default)s)")  # fmt: skip
+        help="timed steps of each policy, which take turns (default: %(default)s)")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
     args = parser.parse_args(argv)
     for name, default in {"use_activation_checkpoint": "none", "card": None}.items():
@@ -76,7 +76,8 @@ def measure(args: argparse.Namespace, policies: list[str]) -> np.ndarray:
         row = []
         for config in configs:
             run.model.config = config
-            row.append([timed_step(run) for _ in range(WARM_UP if i < 0 else 1)][-1])
+            # The first one also pays for memory that the policy before had given back.
+            row.append([timed_step(run) for _ in range(WARM_UP)][-1])
         seconds += [row] * (i >= 0)
     return np.array(seconds)
 
