@@ -1,6 +1,6 @@
 """Make the numbers and pictures in scripts/results/ anew: the one place where their commands stand.
 
-python -m scripts.make_results                       # those that take two minutes, no GPU
+python -m scripts.make_results                       # those that take three minutes, no GPU
 python -m scripts.make_results --list                # which command makes which files
 python -m scripts.make_results --only benchmark      # one of those that take longer, by name
 
@@ -49,6 +49,9 @@ RESULTS = {
     ),
     "ladder": Result(
         f"python -m scripts.ladder --json {FOLDER}/ladder.json", ("ladder.json",), "2 minutes"
+    ),
+    "mixes": Result(
+        f"python -m scripts.mixes --json {FOLDER}/mixes.json", ("mixes.json",), "half a minute"
     ),
     "benchmark": Result(
         "python -m scripts.benchmark --model gpt2 --batch-size 2 --no-amp --policies none full "

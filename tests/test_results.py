@@ -80,7 +80,7 @@ def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsy
     assert make_results.main([]) == 2
     assert [words[:3] for words in started] == [
         [sys.executable, "-m", f"scripts.{name}"]
-        for name in ("memory_timeline", "block_picture", "ladder")
+        for name in ("memory_timeline", "block_picture", "ladder", "mixes")
     ]
     assert make_results.main(["--only", "reliability"]) == 0
     assert started[-1][2:] == "scripts.reliability --json scripts/results/reliability.json".split()
