@@ -62,7 +62,7 @@ RESULTS = {
         by_default=False,
     ),
     "clock": Result(
-        "python -m scripts.clock_check --model gpt2 --batch-size 2 --rounds 6 "
+        "python -m scripts.clock_check --model gpt2 --batch-size 2 --rounds 3 "
         f"--json {FOLDER}/clock_cpu_124m.json",
         ("clock_cpu_124m.json",),
         "10 minutes of an idle machine: it measures time",

@@ -83,7 +83,8 @@ def test_sums_are_those_of_the_ladder(blocks):
     for policy, tensors in blocks.items():
         (row,) = (line for line in page.splitlines() if line.startswith(f"| `{policy}` |"))
         assert row.startswith(f"| `{policy}` | {block_picture.kept_btc(tensors):.0f} |")
-        assert row.endswith(f"| {block_picture.relative_flops(policy):.2f} |")
+        flops = row.split(" | ")[4]
+        assert flops == f"{block_picture.relative_flops(policy):.2f}"
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_few_steps_are_simulated(monkeypatch):
         "simulate",
         lambda *a: simulated.append(a[1:]) or simulate(*a),  # type: ignore
     )
-    plan = planner(replace(CONFIG, n_layers=12))
+    plan = planner(replace(CONFIG, n_layers=6))
     most = pick_recompute(plan, 16, 2**40, CARD).peak
     assert len(simulated) == 1
     pick_recompute(plan, 16, int(0.8 * most), CARD)

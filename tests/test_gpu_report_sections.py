@@ -34,11 +34,11 @@ def names(section, bench) -> list[str]:
     return [name for name, _ in section(bench)]
 
 
+# (pytest's monkeypatch would delete what it sets there, instead of setting it back.)
+@torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False)
 def test_a_section_has_a_name_for_each_measurement(gpu, monkeypatch):
     """Also at full size, and before anything is measured."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "mine")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
     modules = {"kernels": kernels, "steps": steps, "memory": memory, "runs": runs}
     found = {}
     for name, section in SECTIONS.items():

@@ -108,6 +108,7 @@ def test_nothing_fits(tmp_path, capsys):
         assert re.search(r"nothing fits; .*(fits|alone take)", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_table_and_verdict_agree(tmp_path, capsys):
     """From the state alone to all that is asked for: what is recommended fits with a margin."""
     roomy = plan(tmp_path, "--device=cuda", "--memory-budget=1GiB")

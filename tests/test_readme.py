@@ -229,3 +229,21 @@ def test_flops_are_explained_once_in_the_same_words():
     )
     assert in_readme == in_ladder and len(in_readme) == 1
     assert sum("*FLOPs*:" in page for page in TEXTS) == 2
+
+
+def test_the_clocks_table_is_what_was_measured():
+    rows = cells(DOCS["planning.md"], "| | GPT-2 small | predicted")
+    measured = [
+        json.loads((ROOT / f"scripts/results/clock_cpu_{name}.json").read_text())["rows"]
+        for name in ("124m", "small")
+    ]
+    for (name, *found), *both in zip(rows, *measured, strict=True):
+        wanted = []
+        for row, digits in zip(both, (0, 1), strict=True):
+            assert name == f"`{row['policy']}`"
+            wanted += [f"{1000 * row[key]:,.{digits}f} ms" for key in ("step_s", "predicted_s")]
+            wanted += [f"{100 * row[key]:+.1f} %" for key in ("over_none", "predicted_over_none")]
+        assert found == wanted
+    of_small, _ = measured
+    ratios = [row["predicted_s"] / row["step_s"] for row in of_small]
+    assert f"took {min(ratios):.2f} to {max(ratios):.2f} of the time" in " ".join(README.split())
