@@ -38,7 +38,6 @@ from tqdm import tqdm
 
 from data import DataError
 from planner import Card
-from planner.cards import card_named
 from planner.choose import describe_recompute
 from planner.step import Planner
 from planner.timeline import StepMemory
@@ -58,7 +57,6 @@ from scripts.memory_timeline_numbers import (
 )
 from scripts.memory_timeline_pictures import FORMATS, draw_made_of, draw_timeline, load_pyplot
 from trainer import flags
-from trainer.card import THIS_MACHINE, clock_card
 from trainer.flags import (
     UsageError,
     choose_device,
@@ -67,7 +65,7 @@ from trainer.flags import (
     output_folder,
     print_error,
 )
-from trainer.plan import card_target, make_planner, target, vocabulary
+from trainer.plan import asked_card, make_planner, target, vocabulary
 from trainer.report import describe_model
 
 
@@ -98,17 +96,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def find_clock(args: argparse.Namespace) -> Card | None:
-    """The card whose time the frontier shows; None: FLOPs."""
-    if args.card is None:
-        return None
-    return clock_card(args, choose_device(args.device if args.card == THIS_MACHINE else "cpu"))
-
-
 def prepare(args: argparse.Namespace) -> Planner:
     """The planner that the trainers would have with these flags. Raises UsageError, DataError."""
-    named = args.card not in (None, THIS_MACHINE)
-    kind, precision, _ = card_target(args, card_named(args.card)) if named else target(args)
+    kind, precision, _ = target(args)
     if args.measure:
         choose_device(kind)  # a device that is not there can be planned for, not trained on
         if kind not in DEVICE_TYPES:
@@ -172,7 +162,7 @@ def draw_all(args: argparse.Namespace) -> dict[str, Any]:
     plt, size = load_pyplot(), args.batch_size
     measured = load_measured(args) if args.measured else None
     with tqdm(unit="step", desc="setting up", disable=None, leave=False) as bar:
-        planner, card = prepare(args), find_clock(args)
+        planner, card = prepare(args), asked_card(args)
         bar.write(describe_target(planner))
         records, choice = simulate(planner, args, bar, card)
         cost = Cost(planner, size, card, args.compile)

@@ -43,21 +43,19 @@ from scripts.plan_knobs import (
     with_length,
 )
 from scripts.plan_table import Clock, Room, Row, digits, format_table, recommend, rows
-from trainer.card import THIS_MACHINE, clock_card
+from trainer.card import THIS_MACHINE
 from trainer.flags import (
     UsageError,
     build_parser,
-    choose_device,
     fill_in,
     model_config,
     number,
     output_file,
     print_error,
-    set_matmul_precision,
 )
 from trainer.knobs import Knob
 from trainer.metrics import format_bytes
-from trainer.plan import SMALLER, Plans, card_target, target, vocabulary
+from trainer.plan import SMALLER, Plans, asked_card, target, vocabulary
 from trainer.report import describe_model
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
@@ -102,13 +100,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
     """Raises UsageError or DataError; `watch` is called before each simulation."""
     args = parse(argv)
-    processes, card, measured = args.nproc_per_node or 1, None, None
-    if args.card in (None, THIS_MACHINE):
-        kind, precision, budget = target(args, processes)
-    else:
-        card = clock_card(args, torch.device("cpu"))  # (by its name, wherever this runs)
-        assert card
-        kind, precision, budget = card_target(args, card)
+    processes = args.nproc_per_node or 1
+    kind, precision, budget = target(args, processes)
     if args.card == THIS_MACHINE and kind == "cpu" and processes > 1:
         raise UsageError(
             f"--card {THIS_MACHINE} measures one process, and {processes} would share the CPU: "
@@ -118,11 +111,8 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
     ddp = args.nproc_per_node is not None
     plans = Plans(vocabulary(args), torch.device(kind), precision, ddp, watch)
-    if args.card == THIS_MACHINE:
-        start, device = time.perf_counter(), choose_device(args.device)
-        set_matmul_precision(device, args.tf32)
-        card = clock_card(args, device)
-        measured = time.perf_counter() - start
+    start, card = time.perf_counter(), asked_card(args)
+    measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
     is_size = args.memory_budget is not None or card is not None and measured is None
     room = Room.of(budget, kind, is_size)
     clock = Clock(card, args.compile, args.grad_accum_steps, processes) if card else None

@@ -131,7 +131,7 @@ def test_what_is_recommended_is_the_fastest_that_fits(tmp_path, plain):
     flags = (f"--memory-budget={budget}b", "--device=cuda")
     for card in (H100, slow):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(plan_memory, "clock_card", lambda args, device, card=card: card)
+            monkeypatch.setattr("trainer.plan.clock_card", lambda args, device, card=card: card)
             result = plan(tmp_path, "--card=H100", *flags)
         safe = [row for row in result["rows"] if row["fits_safely"] and not row["offload"]]
         assert result["takes"] == min(safe, key=lambda row: row["seconds"])["name"]

@@ -36,7 +36,7 @@ def test_the_pictures_numbers_are_what_the_planner_says():
     args = memory_timeline.parse([*flags, "--out", str(ROOT / "out")])
     planner, card, rows = (
         memory_timeline.prepare(args),
-        memory_timeline.find_clock(args),
+        memory_timeline.asked_card(args),
         file["rows"],
     )
     assert {row["batch_size"] for row in rows} == {args.batch_size // 4, args.batch_size} == {2, 8}

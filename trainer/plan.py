@@ -15,11 +15,18 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
+from planner.cards import card_named
 from planner.choose import ALL_ALIKE, RUNGS, describe_recompute, pick_recompute
 from planner.formulas import state_bytes
 
-from .card import clock_card, device_type
-from .flags import UsageError, choose_device, choose_precision, model_config
+from .card import THIS_MACHINE, clock_card, device_type
+from .flags import (
+    UsageError,
+    choose_device,
+    choose_precision,
+    model_config,
+    set_matmul_precision,
+)
 from .knobs import Knob, nearest, settings
 from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
 from .metrics import format_bytes
@@ -41,9 +48,11 @@ class TooLarge(MemoryError):
 def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dtype, int | None]:
     """What is planned for: (kind of device, precision, budget in bytes or None).
 
-    A device that is not there can be planned for as well, only not be asked how much it has free.
-    `processes`: on one machine.
+    A device that is not there can be planned for as well, only not be asked how much it has free;
+    a card of the table has all of its memory. `processes`: on one machine.
     """
+    if args.card not in (None, THIS_MACHINE):
+        return card_target(args, card_named(args.card))
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if there.get(args.device, True):
         device = choose_device(args.device)
@@ -73,6 +82,17 @@ def card_target(args: argparse.Namespace, card: Card) -> tuple[str, torch.dtype,
         return kind, choose_precision(args, torch.device(kind)), budget
     _, bfloat16, float16 = card.flops  # before Ampere there is no bfloat16
     return kind, torch.bfloat16 if bfloat16 >= float16 else torch.float16, budget
+
+
+def asked_card(args: argparse.Namespace) -> Card | None:
+    """The card that --card asks about, measured if that is this machine; None: nobody asked."""
+    if args.card is None:
+        return None
+    device = torch.device("cpu")  # (a card of the table is known by its name, wherever this runs)
+    if args.card == THIS_MACHINE:
+        device = choose_device(args.device)
+        set_matmul_precision(device, args.tf32)
+    return clock_card(args, device)
 
 
 def vocabulary(args: argparse.Namespace) -> int:
