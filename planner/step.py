@@ -65,6 +65,7 @@ class Planner:
         self.compress = compress
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
+        self.head_works: dict[int, list[tuple[Work, Work]]] = {}  # tokens of a chunk -> `heads`
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
@@ -114,7 +115,9 @@ class Planner:
         """The work of a head of many chunks, plain and compiled: each chunk adds the same, so that
         of 2 chunks, and n - 2 times what 3 have more."""
         n = math.ceil(chunk)
-        two, three = (self.simulate_head(n, chunks) for chunks in (2, 3))
+        if n not in self.head_works:  # (the same with every policy)
+            self.head_works[n] = [self.simulate_head(n, chunks) for chunks in (2, 3)]
+        two, three = self.head_works[n]
         many = n_chunks * chunk / n  # (the last one is smaller)
         return [(b.repeat(many - 2), a.repeat(3 - many)) for a, b in zip(two, three, strict=True)]
 

@@ -122,6 +122,7 @@ def test_digits(x, two, three):
     assert (digits(2, x), digits(3, x)) == (two, three)
 
 
+@pytest.mark.slow
 def test_what_is_recommended_is_the_fastest_that_fits(tmp_path, plain):
     """By time, not by FLOPs."""
     slow = replace(H100, flops=(1e18, 1e18, 1e18), launch_s=0)  # bytes are all that counts

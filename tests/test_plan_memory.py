@@ -142,6 +142,7 @@ def test_table_and_verdict_agree(tmp_path, capsys):
     assert {"none", "nothing"} < verdicts and len(verdicts) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("everything_travels")
 def test_offload_is_taken_if_nothing_else_fits_and_what_else_there_is_is_said(tmp_path, capsys):
     flags = ("--device=cuda", "--batch-size=64", "--n-layers=4")

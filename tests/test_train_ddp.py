@@ -79,6 +79,7 @@ def test_every_policy_under_ddp(tmp_path):
     assert result.stdout.count("9 variants equal") == 2
 
 
+@pytest.mark.slow
 def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
     """With accumulation, where they would be made beside DDP's buckets; and after --resume, where
     AdamW's moments are there already. Three steps each."""
