@@ -149,8 +149,7 @@ def repeat_blocks(step: StepMemory, config: MiniGPTConfig, times: list[int]) -> 
             repeated.append(changes[begin:end])
             now += end - begin
         if phase == "forward" and block is not None:
-            # (What dies with a part's last operator is gone in the row of the next one's first.)
-            more += (n - 1) * int(changes[begin + 1 : end + 1].sum())
+            more += (n - 1) * int(changes[begin:end].sum())
     n_layers, few = config.n_layers, step.config.n_layers
     return replace(
         step,

@@ -144,6 +144,17 @@ def test_of_twelve_layers_no_mix_of_any_policies_is_one_percent_faster():
     assert -0.001 < found.min() and found.max() <= 0.01 and found.mean() <= 0.004
 
 
+def test_what_is_taken_has_been_simulated(monkeypatch):
+    """Whatever was thought of its peak: it is never over the budget."""
+    plan = planner(CONFIG)
+    steps = alike(plan, 16)
+    budget = (steps[0].peak + steps[-2].peak) // 2  # none and full
+    fits = pick_recompute(plan, 16, budget, CARD).peak
+    monkeypatch.setattr("planner.choose.peaks_of", lambda *a: peaks_of(*a) * 9 // 10)
+    assert 0.8 * budget < fits <= budget
+    assert pick_recompute(plan, 16, budget, CARD).peak <= budget
+
+
 def test_few_steps_are_simulated(monkeypatch):
     """One if it fits as it is; else the rungs, and what is taken."""
     simulated = []
