@@ -20,6 +20,7 @@ import argparse
 import json
 import shlex
 import time
+from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from model import RECOMPUTE_POLICIES
 from planner import CARDS, Planner, StepMemory
 from planner.choose import (
     ALL_ALIKE,
@@ -39,9 +40,10 @@ from planner.choose import (
     peaks_of,
 )
 from planner.formulas import recompute_cost, step_flops
+from scripts.ladder import GPT2_SMALL, SEQ_LEN, adamw
 from trainer.flags import OneLineParser, output_file
 
-BATCH, SEQ_LEN = 12, 1024
+BATCH = 12
 CLOCKS = [(card, compiled) for card in ("H100", "RTX 4090") for compiled in (False, True)]
 BETWEEN = (22, 18)  # BTC a block, on average
 LAYERS = (4, 6, 12)
@@ -50,11 +52,7 @@ BUDGETS = 20
 
 def alike(n_layers: int) -> list[StepMemory]:
     """A step of each rung, all blocks alike."""
-    config = MiniGPTConfig(n_layers=n_layers, dropout=0.0)
-
-    def adamw(model: MiniGPT) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), fused=True)
-
+    config = replace(GPT2_SMALL, n_layers=n_layers)
     planner = Planner(
         config, SEQ_LEN, precision=torch.bfloat16, make_optimizer=adamw, device_type="cuda"
     )
@@ -93,10 +91,8 @@ def between_rungs(steps: list[StepMemory]) -> list[dict[str, Any]]:
             row = {"btc": btc, "rule": rule, "takes": describe_recompute(configs[i])}
             row |= {"flops_twice": twice / needed, "peak_bytes": int(peaks[i])}
             times = {
-                card + ", compiled" * compiled: float(
-                    over_none(steps, mixes[[i]], card, compiled)[0]
-                )
-                for card, compiled in CLOCKS
+                clock_name(*clock): float(over_none(steps, mixes[[i]], *clock)[0])
+                for clock in CLOCKS
             }
             found.append(row | {"over_none": times})
     return found
@@ -139,7 +135,7 @@ def report(mixes: list[dict[str, Any]], slower: list[dict[str, Any]]) -> str:
     lines = [
         [
             str(row["layers"]),
-            row["card"] + ", compiled" * row["compiled"],
+            clock_name(row["card"], row["compiled"]),
             f"{row['assignments']:,}",
         ]
         + [f"{row[name]:.2%}" for name in ("worst", "mean")]
