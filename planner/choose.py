@@ -36,7 +36,7 @@ def pick_recompute(
     none = planner.step(batch_size, **ALL_ALIKE | RUNGS[0])
     if none.peak <= budget:
         return none
-    alike = [planner.step(batch_size, **ALL_ALIKE | rung) for rung in RUNGS]
+    alike = all_alike(planner, batch_size)
     mixes = all_mixes(planner.config.n_layers)
     peaks = peaks_of(alike, mixes)
     configs = [config_of(alike, mix) for mix in mixes]
@@ -51,6 +51,11 @@ def pick_recompute(
             if step.peak <= budget:  # (where two policies meet, some bytes may differ)
                 return step
     return planner.step(batch_size, **vars(configs[int(peaks.argmin())]))
+
+
+def all_alike(planner: Planner, batch_size: int) -> list[StepMemory]:
+    """A step of each rung, in all blocks."""
+    return [planner.step(batch_size, **ALL_ALIKE | rung) for rung in RUNGS]
 
 
 def all_mixes(n_layers: int) -> np.ndarray:

@@ -31,8 +31,7 @@ from tqdm import tqdm
 from model import RECOMPUTE_POLICIES
 from planner import CARDS, Planner, StepMemory
 from planner.choose import (
-    ALL_ALIKE,
-    RUNGS,
+    all_alike,
     all_mixes,
     config_of,
     describe_recompute,
@@ -56,7 +55,7 @@ def alike(n_layers: int) -> list[StepMemory]:
     planner = Planner(
         config, SEQ_LEN, precision=torch.bfloat16, make_optimizer=adamw, device_type="cuda"
     )
-    return [planner.step(BATCH, **ALL_ALIKE | rung) for rung in RUNGS]
+    return all_alike(planner, BATCH)
 
 
 def clock_name(card: str, compiled: bool) -> str:
