@@ -12,6 +12,7 @@ Letters used in the shape comments:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -181,18 +182,18 @@ class MiniGPT(nn.Module):
             return self.token_embedding.logits(x)  # (B, T, V)
         return self.token_embedding.loss(x, labels, self.config.loss_chunks)
 
-    def init_weights(self) -> None:
-        """GPT-2's initialisation: N(0, 0.02), zero biases; the two projections that write to the
-        residual stream scaled by 1 / sqrt(2 n_layers), so that its variance does not grow with
-        depth."""
+    @torch.no_grad()
+    def init_weights(self, part: Callable[[Tensor, Tensor], Tensor] = lambda new, _: new) -> None:
+        """GPT-2's: N(0, 0.02), the two projections that write to the residual stream scaled by
+        1 / sqrt(2 n_layers), so that its variance does not grow with depth. Drawn on the CPU: one
+        seed, one model on every device. `part(new, weight)`: what of it a sharded weight takes."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                std = residual_std if name.endswith("c_proj") else 0.02
-                nn.init.normal_(module.weight, std=std)
-                nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                std = residual_std if name.endswith("c_proj.weight") else 0.02
+                parameter.copy_(part(torch.empty(parameter.shape).normal_(std=std), parameter))
+            else:  # a LayerNorm's gain, or a bias
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
     def compile_blocks(self) -> None:
         """torch.compile each block: the first one of a policy pays, the others reuse its code.
@@ -229,8 +230,7 @@ class MiniGPT(nn.Module):
         for _ in range(max_new_tokens):
             context = input_ids[:, -self.config.max_position_embeddings :]
             logits = self(context)[:, -1, :].float()  # (B, V): only the last position is new
-            next_ids = sample(logits, temperature, top_k, top_p)  # (B, 1)
-            input_ids = torch.cat([input_ids, next_ids], dim=1)
+            input_ids = torch.cat([input_ids, sample(logits, temperature, top_k, top_p)], dim=1)
         self.train(was_training)
         return input_ids
 

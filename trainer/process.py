@@ -47,6 +47,15 @@ class OneProcess:
     def start(self) -> None:
         """Meet the other processes. Called when this one's data and flags are known to be good."""
 
+    def place(self, model: MiniGPT) -> None:
+        """Give a model of shapes only (device "meta") its memory; the numbers in it are yet to
+        come."""
+        model.to_empty(device=self.device)
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """What of a `whole` tensor this process has, which has `like` of another of that shape."""
+        return whole
+
     def wrap(self, model: MiniGPT) -> nn.Module:
         """The model that the loop calls."""
         return model

@@ -2,11 +2,12 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .claim import replaced_runs
 from .flags import SHAPES, build_parser
@@ -205,15 +206,20 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+@torch.no_grad()
 def restore(
     resumed: Resumed,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
+    part: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
 ) -> None:
-    """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit."""
-    state = resumed.state
-    expected = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
+    """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit.
+
+    `part(whole, like)`: what of a whole tensor this process has (OneProcess.part).
+    """
+    state, weights = resumed.state, model.state_dict()
+    expected = {name: (value.shape, value.dtype) for name, value in weights.items()}
     # The moments are the snapshot's, the settings (weight decay, fused or not) are this run's. By
     # "fused" torch decides on which device the step count belongs.
     settings = optimizer.state_dict()["param_groups"]
@@ -224,8 +230,14 @@ def restore(
         for group, setting in zip(state["optimizer"]["param_groups"], settings, strict=True):
             if group["params"] != setting["params"]:
                 raise ValueError
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict({**state["optimizer"], "param_groups": settings})
+        for name, weight in weights.items():
+            weight.copy_(part(state["model"][name], weight))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = {
+            i: {name: part(m, parameters[i]) if m.dim() else m for name, m in of_one.items()}
+            for i, of_one in state["optimizer"]["state"].items()
+        }
+        optimizer.load_state_dict({"state": moments, "param_groups": settings})
         for parameter, moments in optimizer.state.items():
             if not all(moments[m].shape == parameter.shape for m in ("exp_avg", "exp_avg_sq")):
                 raise ValueError

@@ -69,8 +69,12 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
         config, plan = plan_memory(args, process, asked, precision, held(resumed, device))
     identity["config"] = asdict(config)
     held_lock = process.by_first(lambda: take_name(args.checkpoint_path, resumed))
-    torch.manual_seed(args.seed)
-    model = MiniGPT(config).to(device)
+    with torch.device("meta"):
+        model = MiniGPT(config)
+    process.place(model)
+    if resumed is None:
+        torch.manual_seed(args.seed)
+        model.init_weights(process.part)
     run = Run(
         args=args,
         process=process,
@@ -186,7 +190,7 @@ def plain_flags(args: argparse.Namespace) -> dict[str, Any]:
 def go_on_from(resumed: Resumed, run: Run) -> None:
     """Put the run where the snapshot left it."""
     args, process = run.args, run.process
-    restore(resumed, run.model, run.optimizer, run.scaler)
+    restore(resumed, run.model, run.optimizer, run.scaler, process.part)
     run.step = run.saved_step = resumed.state["step"]
     run.best_val_loss = resumed.state["best_val_loss"]
     record = resumed.state.get("record", {})
