@@ -66,7 +66,19 @@ class OneProcess:
 
     def clip_gradients(self, model: MiniGPT, limit: float) -> Tensor:
         """Scale all gradients so that their norm is at most `limit`; returns the norm () before."""
-        return nn.utils.clip_grad_norm_(model.parameters(), limit)
+        norm = self.norm([p.grad for p in model.parameters() if p.grad is not None]).float()
+        nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+        return norm
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Of all numbers in them, ().
+
+        Rows in float32, what they add up to in float64: then float32's last bit does not depend on
+        the order, nor on how rows are dealt out to processes.
+        """
+        wide = torch.float32 if self.device.type == "mps" else torch.float64  # it has no other
+        rows = [torch.linalg.vector_norm(g, dim=1) if g.dim() > 1 else g for g in gradients]
+        return torch.linalg.vector_norm(torch.cat(rows).to(wide))
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """After the update: freed, they leave room for the next forward."""
