@@ -73,15 +73,8 @@ class Offload:
     """What the blocks of one forward keep: sent away as they run, fetched as backward comes."""
 
     def __init__(self, host: HostMemory, blocks: Iterable[nn.Module]):
-        self.host = host
-        # Weights stay. They are told by their storage: what a linear layer saves is weight.t(),
-        # which is no Parameter. (Low-precision copies of weights, which autocast makes, are tensors
-        # like others, and travel with the policies that keep some; `full` keeps none.)
-        self.weights = {
-            StorageWeakRef(weight.untyped_storage())
-            for block in blocks
-            for weight in block.parameters()
-        }
+        self.host, self.blocks = host, list(blocks)
+        self.weights: set[StorageWeakRef] | None = None
         # What is being copied out must not be freed yet: (tensor, its copy is done).
         self.in_flight: deque[tuple[Tensor, Any]] = deque()
         self.newest = Tickets()  # of the block that ran last
@@ -91,7 +84,7 @@ class Offload:
 
         def run_with_hooks(x: Tensor, _: str) -> tuple[Tensor, Tensor]:
             before, mine = self.newest, Tickets()
-            pack = partial(self.pack, mine)
+            self.weights, pack = None, partial(self.pack, mine)
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
                 x, update = run(x)
             if before:
@@ -109,7 +102,7 @@ class Offload:
         """
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
-        if storage.nbytes() < SMALL or reference in self.weights:
+        if storage.nbytes() < SMALL or self.is_weight(reference):
             return tensor
         key = reference, tensor._version, tensor.dtype  # (changed in place, it is another one)
         ticket = tickets.get(key)
@@ -120,6 +113,16 @@ class Offload:
             self.in_flight.append((whole, ticket.sent))
             self.settle(IN_FLIGHT)
         return ticket, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def is_weight(self, storage: StorageWeakRef) -> bool:
+        """Weights stay. They are told by their storage: what a linear layer saves is weight.t(),
+        which is no Parameter. (Low-precision copies of weights, which autocast makes, are tensors
+        like others, and travel with the policies that keep some; `full` keeps none.)
+        """
+        if self.weights is None:  # only now, in a block: if they are sharded, its own are whole now
+            weights = (weight for block in self.blocks for weight in block.parameters())
+            self.weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights}
+        return storage in self.weights
 
     def settle(self, still: int = 0) -> None:
         """Let go of what was sent, all but the last `still` tensors."""
