@@ -119,12 +119,15 @@ def evaluate(run: Run) -> dict[str, float | None]:
     """
     run.model.eval()
     batches = []  # on the device, and read after the loop only: each reading waits for the GPU
-    for i in range(run.process.rank, len(run.val_batches), run.process.world_size):
-        input_ids, labels = run.val_batches[i]
+    for first in range(0, len(run.val_batches), run.process.world_size):
+        # In the last round there may be none left for this process. It takes one again, which does
+        # not count: if the model is sharded, each forward needs all processes.
+        i = first + run.process.rank
+        input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
-            # Not through DDP's wrapper, which would wait for processes that have no batch left.
             loss = run.model(input_ids, labels)
-        batches.append((loss, labels.numel(), run.token_bytes[labels].sum()))
+        if i < len(run.val_batches):
+            batches.append((loss, labels.numel(), run.token_bytes[labels].sum()))
     run.model.train()
     nats = tokens = byte_count = 0.0
     for loss, n_tokens, n_bytes in batches:

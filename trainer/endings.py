@@ -60,7 +60,7 @@ def run_safely(
                 )
                 code = 128 + run.stopped_by
             else:
-                text = sample_text(run) if process.rank == 0 else ""
+                text = sample_text(run)  # by all: if the model is sharded, each forward needs all
                 seconds = time.perf_counter() - PROCESS_START
                 process.say(describe_result(run, record, text, seconds_before, seconds))
         run = None  # and with it DDP's wrapper: it must go before its connections do. (None of
