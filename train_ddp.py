@@ -4,8 +4,7 @@ Two GPUs; without GPUs two CPU processes:
     torchrun --nproc-per-node=2 train_ddp.py --use-activation-checkpoint
 
 Two machines with eight GPUs each, the same command on both (0 and 1 are their --node-rank; both
-need the same data, and a --checkpoint-path on a disk that both see if you want to --resume; should
-they not find each other, GLOO_SOCKET_IFNAME names the network, see docs/reliability.md):
+need the same data, and to --resume a disk that both see; more in docs/reliability.md):
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=HOST --master-port=29500 \
         train_ddp.py --use-activation-checkpoint
 
@@ -46,11 +45,12 @@ class DDPProcess(OneProcess):
     Raises UsageError if torchrun did not start it.
     """
 
+    script = "train_ddp.py"
     keeps_gradients = True  # they live in DDP's communication buckets, which stay
     buckets_are_final = False  # they are after the first step
 
     def __init__(self, args: argparse.Namespace):
-        self.torchrun = Torchrun("train_ddp.py")
+        self.torchrun = Torchrun(self.script)
         super().__init__(self.torchrun.device(args.device))
         self.rank, self.world_size = self.torchrun.rank, self.torchrun.world_size
         self.run_id = self.torchrun.run_id(self.run_id)
@@ -68,7 +68,7 @@ class DDPProcess(OneProcess):
         # Those that are there already it takes in; so even the first are not made beside them.
         zero_without_memory(model)
         group = self.torchrun.connect(self.device)
-        self.wrapper = DDP(model, process_group=group, gradient_as_bucket_view=True)
+        self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
         if self.args.compress_gradients and self.world_size > 1:
             # (By the hook's name DDP would refuse it without NCCL; but gloo can do it, too.)
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))

@@ -2,6 +2,7 @@
 tests/test_nothing_lost*.py run this.
 
 FAULTS="nan:1:7 kill:0:9" torchrun --nproc-per-node=2 -m scripts.faults [flags of train_ddp.py]
+TRAINER=train_fsdp FAULTS="..." torchrun --nproc-per-node=2 -m scripts.faults [flags]
 PAUSE=0.05 python -m scripts.faults [flags of train_minimal.py]
 
 A fault is kind:rank:step, a kind of STEP_FAULTS (it strikes before that step) or of SAVE_FAULTS
@@ -31,10 +32,12 @@ from typing import Any, BinaryIO
 from unittest.mock import patch
 
 import train_ddp  # before torch: it starts the clock
+import train_fsdp
 import train_minimal
 
 # isort: split
 import torch
+from torch.distributed.tensor import DTensor
 
 import trainer.run as run_module
 from trainer import snapshot
@@ -63,8 +66,23 @@ def die() -> None:
 
 def bad_gradient(value: float) -> Callable[[Run], Any]:
     """In one weight's gradient, of this process alone, on its way into the average."""
-    name = "blocks.0.mlp.c_fc.weight"
-    return lambda run: run.model.get_parameter(name).register_hook(lambda g: g * value).remove
+
+    def strike(run: Run) -> Callable[[], None]:
+        layer = run.model.get_submodule("blocks.0.mlp.c_fc")
+        handles: list[Any] = []
+
+        def spoil(layer: Any, args: Any) -> None:  # only in forward is a sharded weight whole
+            handles.append(layer.weight.register_hook(lambda g: g * value))
+
+        handles.append(layer.register_forward_pre_hook(spoil))
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    return strike
 
 
 def infinite_loss(run: Run) -> Any:
@@ -123,10 +141,15 @@ def train_step(run: Run) -> Any:
         if remove is not None:
             remove()
     scale = run.scaler.get_scale() if run.scaler.is_enabled() else None
-    record = {"step": run.step, "weights": weights_hash(run.model.state_dict()), "scale": scale}
+    weights = {name: whole(weight) for name, weight in run.model.state_dict().items()}
+    record = {"step": run.step, "weights": weights_hash(weights), "scale": scale}
     with open(snapshot.beside(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
         file.write(json.dumps(record) + "\n")
     return result
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def weights_hash(weights: dict[str, torch.Tensor]) -> str:
@@ -205,7 +228,9 @@ def save_snapshot(path: Path, state: snapshot.State, *args: Any, **options: Any)
 if __name__ == "__main__":
     train_minimal.train_step = train_step
     run_module.save_snapshot = save_snapshot
-    if "WORLD_SIZE" in os.environ:
+    if os.environ.get("TRAINER") == "train_fsdp":
+        main_and_exit(train_fsdp.main)
+    elif "WORLD_SIZE" in os.environ:
         main_and_exit(train_ddp.main)
     else:
         sys.exit(train_minimal.main())

@@ -1,0 +1,143 @@
+"""A model that is dealt out learns what a whole one learns, to the bit; and nothing is lost."""
+
+import re
+
+import pytest
+import torch
+from runs import TINY, TORCHRUN, metrics, run, same, snapshot, torchrun, train_here
+
+import train_fsdp
+from model import MiniGPT, MiniGPTConfig
+from scripts.faults import weights_hash
+from scripts.trainer_process import history
+from trainer.process import OneProcess
+
+# Every shard is a multiple of 16 numbers (see fsdp_steps.py), 31 rows in two parts of 16 and 15.
+WIDE = ("--d-model=32",)
+FULL = "--use-activation-checkpoint"
+FAULTS = "-m scripts.faults"
+
+
+def fsdp(path, *flags, **options):
+    return torchrun(path, *WIDE, *flags, script="train_fsdp.py", **options)
+
+
+def faulty(path, faults: str, *flags: str, **options):
+    options = {"TRAINER": "train_fsdp", "FAULTS": faults} | options
+    return torchrun(path, *WIDE, *flags, script=FAULTS, **options)
+
+
+def test_two_shards_equal_one_process(tmp_path):
+    """Weights, moments, losses, with clipping; 12 validation windows in batches of 5 are 5, 5 and
+    2, of which process 1 has one only. And a sample is drawn, which needs both."""
+    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
+    both = ("--batch-size=5", "--eval-interval=7", "--grad-clip-norm=0.1", FULL)
+    both = (*both, "--amp-dtype=bfloat16", "--sample-tokens=4")
+    assert train_here(one, *WIDE, *both, "--grad-accum-steps=2") == 0
+    result = fsdp(two, *both)
+    ours, theirs = snapshot(two), snapshot(one)
+    assert ours.keys() == theirs.keys()
+    for key in ("model", "optimizer", "scaler", "step", "config", "tokenizer", "data"):
+        assert same(ours[key], theirs[key]), key
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a["train_loss"] == b["train_loss"] and a["grad_norm"] == b["grad_norm"]
+        if "val_loss" in a:
+            assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-6)
+    assert result.stdout.count("sample") == 1 and "view tensor" not in result.stderr
+
+
+@pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_every_policy_with_shards(which):
+    """Each equals DDP, with accumulation, offload and clipping; see fsdp_steps.py."""
+    command = [*TORCHRUN, "--nproc-per-node=2", "tests/fsdp_steps.py", which]
+    result = run(command, timeout=400)
+    assert result.stdout.count("variants equal") == 2, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_from_trainer_to_trainer(tmp_path):
+    """1 -> DDP on 2 -> FSDP on 2 and on 1 -> 1: still the same weights and moments. And on 4, where
+    the sums have another order."""
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    flags = (*WIDE, "--lr-scheduler=constant", "--warmup-steps=0", "--lr=1e-2", FULL, "--no-amp")
+    flags = (*flags, "--batch-size=4", "--dropout=0")
+
+    def go_on(steps: int, script: str, processes: int, size: int = 4) -> None:
+        more = ("--resume", f"--num-steps={steps}", f"--grad-accum-steps={8 // size // processes}")
+        more = (*flags, *more, f"--batch-size={size}")
+        torchrun(path, *more, script=script, processes=processes)
+
+    assert train_here(whole, *flags, "--grad-accum-steps=2", "--num-steps=10") == 0
+    assert train_here(path, *flags, "--grad-accum-steps=2", "--num-steps=2") == 0
+    go_on(4, "train_ddp.py", 2)
+    go_on(6, "train_fsdp.py", 2)
+    go_on(8, "train_fsdp.py", 1)
+    assert train_here(path, *flags, "--grad-accum-steps=2", "--resume", "--num-steps=10") == 0
+    ours, theirs = snapshot(path), snapshot(whole)
+    for key in ("model", "optimizer", "data"):
+        assert same(ours[key], theirs[key]), key
+    assert train_here(whole, *flags, "--grad-accum-steps=2", "--resume", "--num-steps=11") == 0
+    go_on(11, "train_fsdp.py", 4, size=2)
+    for key in ("train_loss", "grad_norm", "val_loss"):
+        assert metrics(path)[-1][key] == pytest.approx(metrics(whole)[-1][key], rel=1e-5)
+
+
+def test_no_process_ever_has_the_whole_model(tmp_path, monkeypatch):
+    """Not while it is set up: whole is one weight at a time, and that on the CPU."""
+    process, seen = OneProcess(torch.device("cpu")), []
+    with torch.device("meta"):
+        model = MiniGPT(MiniGPTConfig(vocab_size=61, n_layers=2, n_heads=2, d_model=32, d_ff=64))
+    assert all(p.is_meta for p in model.parameters())
+    process.place(model)
+    torch.manual_seed(0)
+    model.init_weights(lambda whole, like: seen.append(whole.shape) or whole)
+    assert seen == [p.shape for p in model.parameters() if p.dim() > 1]
+    torch.manual_seed(0)
+    other = MiniGPT(model.config)
+    torch.manual_seed(0)
+    other.init_weights()
+    assert same(model.state_dict(), other.state_dict())
+
+
+def test_all_skip_or_none(tmp_path):
+    """Also in float16, where the overflow is in the gradients of one shard only."""
+    path = tmp_path / "run.pt"
+    result = faulty(path, "overflow:1:4 infinite-loss:0:7", "--amp-dtype=float16")
+    assert re.findall(r"warning  step (\d+): .* skipped", result.stdout) == ["4", "7"]
+    after = history(path, rank=0)
+    assert after == history(path, rank=1) and max(after) == 20
+    for step in (4, 7):
+        assert after[step]["weights"] == after[step - 1]["weights"]
+        assert after[step]["scale"] == after[step - 1]["scale"] / 2
+    assert after[20]["weights"] == weights_hash(snapshot(path)["model"])
+
+
+@pytest.mark.slow
+def test_a_dead_rank_is_restarted(tmp_path):
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    flags = ("--save-interval=5", "--no-amp")
+    assert train_here(whole, *WIDE, *flags, "--grad-accum-steps=2") == 0
+    faulty(path, "kill:1:9", *flags, launch=("--max-restarts=1",))
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+
+
+def test_a_signal_to_one_process(tmp_path):
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    faulty(path, "term:1:6", "--no-amp", expect=1)
+    assert snapshot(path)["step"] == 6
+    fsdp(path, "--resume")
+    assert train_here(whole, *WIDE, "--no-amp", "--grad-accum-steps=2") == 0
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+
+
+@pytest.mark.parametrize("flag", ["--recompute-group=2", "--compress-gradients"])
+def test_what_does_not_go_with_shards(tmp_path, monkeypatch, capsys, flag):
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    path = tmp_path / "run.pt"
+    argv = [*TINY, FULL, flag, f"--checkpoint-path={path}"]
+    assert train_fsdp.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {flag.partition('=')[0]}") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,121 @@
+"""Train a MiniGPT that is dealt out to several devices: what sharding changes in train_ddp.py.
+
+Two GPUs; without GPUs two CPU processes:
+    torchrun --nproc-per-node=2 train_fsdp.py --use-activation-checkpoint
+
+Several machines, restarts: as with train_ddp.py. Either goes on from the other's snapshots, and so
+does train_minimal.py, on any number of processes:
+    torchrun --nproc-per-node=4 train_fsdp.py --resume --checkpoint-path checkpoints/minigpt_ddp.pt
+
+With DDP every process holds all weights, gradients and moments: 16 bytes a parameter, and N copies
+of them. Fully sharded data parallel (FSDP; ZeRO-3: Rajbhandari et al., 2020) deals them out: each
+process keeps 1/N of each tensor's rows, a *shard*, and updates that. To compute, a process needs
+whole weights, but only those of the block that is at work. So they are gathered from all before the
+block runs, and let go after it; once more in backward, and then the block's gradients are summed up
+over all processes and scattered: each gets the rows that it keeps. What that costs is traffic:
+three times all weights a step, where DDP sends two.
+
+The rest is train_ddp.py's: the same data in the same order, and the same results, to the bit.
+"""
+
+import trainer.start  # noqa: F401  # before torch: the clock, and how OpenMP waits
+
+# isort: split
+import argparse
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from model import MiniGPT
+from train_ddp import DDPProcess
+from train_minimal import train
+from trainer.endings import run_safely
+from trainer.flags import UsageError, build_parser
+from trainer.torchrun import complain_once, main_and_exit
+
+
+class FSDPProcess(DDPProcess):
+    """One of `world_size` processes that torchrun started, each with a device and 1/N of the model.
+
+    Raises UsageError if torchrun did not start it, or if a flag does not go with shards.
+    """
+
+    script = "train_fsdp.py"
+    keeps_gradients = False
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__(args)
+        if args.recompute_group > 1:
+            raise UsageError(
+                "--recompute-group: train_fsdp.py gathers block by block; leave it out"
+            )
+        if args.compress_gradients:
+            raise UsageError("--compress-gradients is for train_ddp.py: leave it out")
+
+    def place(self, model: MiniGPT) -> None:
+        # What is gathered together: a block; and all that is no block (embeddings and ln_f), which
+        # stays whole from the beginning of forward to the end of backward, for lookup and head.
+        group = self.torchrun.connect(self.device) or dist.group.WORLD
+        self.group = cast(dist.ProcessGroup, group)
+        mesh = DeviceMesh.from_group(self.group, self.device.type)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # sums, divided by us: gloo's means are none
+                module.set_force_sum_reduction_for_comms(True)
+        # (A view it is; but what is done with it is done out of place, see model.Residual.)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        # Only now memory, and for shards only: no process ever holds the whole model.
+        super().place(model)
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor):
+            return whole
+        # (None: each process has the whole tensor, nobody has to send parts of it.)
+        return distribute_tensor(
+            whole.to(self.device), like.device_mesh, like.placements, src_data_rank=None
+        )
+
+    def wrap(self, model: MiniGPT) -> nn.Module:
+        self.wrapper = model  # FSDP is in hooks of its own, around each forward
+        return model
+
+    def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
+        # Until the last micro-batch whole gradients wait, as with DDP.
+        self.wrapper.set_requires_gradient_sync(now)
+        return nullcontext()
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        square = super().norm([cast(DTensor, g).to_local() for g in gradients]) ** 2
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+
+    def gather(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        # One tensor at a time: together they would not fit on the device.
+        return tree_map_only(DTensor, self.whole, super().gather(model, optimizer))
+
+    def whole(self, shard: DTensor) -> Tensor | None:
+        tensor = shard.full_tensor()  # all take part, process 0 keeps it
+        return tensor.cpu() if self.rank == 0 else None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as one of torchrun's processes; returns the exit code of this one."""
+    args = build_parser("train_fsdp.py", "checkpoints/minigpt_fsdp.pt").parse_args(argv)
+    return run_safely(args, FSDPProcess, train, complain_once)
+
+
+if __name__ == "__main__":
+    main_and_exit(main)
