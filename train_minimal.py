@@ -35,9 +35,10 @@ from tqdm import tqdm
 from trainer.endings import SkippedUpdates, StopSignal, nan_if_infinite, run_safely
 from trainer.flags import build_parser
 from trainer.metrics import perplexity
+from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
 from trainer.report import log, measure, show_first
-from trainer.run import Run, save, update_if_finite
+from trainer.run import Run, save
 from trainer.setup import start_log
 from trainer.snapshot import beside
 

@@ -26,8 +26,9 @@ from trainer.flags import (
     set_matmul_precision,
 )
 from trainer.metrics import StepClock
+from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
-from trainer.run import Run, make_optimizer
+from trainer.run import Run
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"  # an optional dependency
 WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second finds it there

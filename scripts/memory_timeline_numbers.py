@@ -19,7 +19,7 @@ from planner.step import Planner, follow
 from planner.timeline import StepMemory
 from scripts.allocator_trace import allocations, trace_events
 from trainer.flags import UsageError, choose_device
-from trainer.run import make_optimizer
+from trainer.optimizer import make_optimizer
 
 PHASES = ("forward", "head", "backward", "optimizer")
 # As the pictures name them -> what `Planner.step` is told.

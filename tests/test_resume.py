@@ -18,9 +18,9 @@ import train_minimal
 from model import MiniGPT, MiniGPTConfig
 from trainer.claim import replaced_runs
 from trainer.flags import build_parser, fill_in
+from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
 from trainer.resume import load_newest, restore
-from trainer.run import make_optimizer
 from trainer.setup import set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"

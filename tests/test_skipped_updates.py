@@ -17,8 +17,8 @@ from scripts.faults import Injected
 from scripts.faults import train_step as faulty_step
 from trainer.endings import NotFinite, SkippedUpdates
 from trainer.flags import build_parser, fill_in
+from trainer.optimizer import make_optimizer, update_if_finite
 from trainer.process import OneProcess
-from trainer.run import make_optimizer, update_if_finite
 from trainer.setup import set_up
 
 CPU, NAN = torch.device("cpu"), torch.tensor(torch.nan)

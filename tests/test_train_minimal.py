@@ -17,9 +17,9 @@ from model import MiniGPT
 from train_minimal import learning_rate
 from trainer.flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
 from trainer.metrics import format_line
+from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
 from trainer.report import sample_text
-from trainer.run import make_optimizer
 from trainer.setup import set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"

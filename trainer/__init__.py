@@ -7,4 +7,5 @@ flags.py      the command line                     torchrun.py  what keeps sever
 plan.py       the planner, asked by flags          start.py     what comes before `import torch`
 room.py       what memory a device has             knobs.py     what to change when it is little
 snapshot.py   the file                             claim.py     whose file it is
+optimizer.py  which parameter is updated how
 """

@@ -30,9 +30,9 @@ from .flags import (
 from .knobs import Knob, nearest, settings
 from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
 from .metrics import format_bytes
+from .optimizer import make_optimizer
 from .process import OneProcess
 from .room import default_budget, free_memory, own_memory, total_memory
-from .run import make_optimizer
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
 NO_RECOMPUTE: dict[str, Any] = RUNGS[0] | ALL_ALIKE

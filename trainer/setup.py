@@ -18,11 +18,12 @@ from .agree import check_alike, facts
 from .claim import check_writable, claim, step_aside
 from .flags import choose_precision, fill_in, model_config, set_matmul_precision
 from .metrics import MetricsFile, StepClock, logged_at
+from .optimizer import make_optimizer
 from .plan import plan_memory
 from .process import OneProcess
 from .report import describe_run
 from .resume import check_resumable, keep_batch, load_newest, load_own, restore, take_flags
-from .run import Run, make_optimizer
+from .run import Run
 from .snapshot import Resumed, SnapshotError, State, beside
 
 SCHEDULE = "num_steps lr min_lr lr_scheduler warmup_steps".split()
