@@ -120,7 +120,7 @@ def make_run(args: argparse.Namespace, job: Job, device: torch.device) -> Run:
         identity=unused,
         model=model,
         wrapped=model,
-        optimizer=make_optimizer(model, args, device),
+        optimizer=make_optimizer(model, args, device, precision),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == torch.float16),
         precision=precision,
         train_batches=tokens,

@@ -300,7 +300,7 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
     path = tmp_path / "run.pt"
     kernel = {True: torch.device("cpu"), False: torch.device("mps")}
     for steps, now in ((2, not fused), (4, fused)):
-        make = lambda model, args, device, now=now: make_optimizer(model, args, kernel[now])  # noqa: E731
+        make = lambda model, args, *_, now=now: make_optimizer(model, args, kernel[now])  # noqa: E731
         monkeypatch.setattr("trainer.setup.make_optimizer", make)
         resume = ["--resume"] if path.exists() else []
         assert (

@@ -111,7 +111,9 @@ def start(tmp_path, *flags: str):
 @pytest.mark.parametrize("policy", ["none", "cheap", "full"])
 @pytest.mark.parametrize("precision", ["--no-amp", "--amp-dtype=bfloat16", "--amp-dtype=float16"])
 def test_a_step_reads_nothing_from_the_device(tmp_path, precision, policy):
-    flags = (precision, f"--use-activation-checkpoint={policy}", "--grad-accum-steps=2")
+    flags = [precision, f"--use-activation-checkpoint={policy}", "--grad-accum-steps=2"]
+    if policy == "full":
+        flags += ["--optimizer=muon", "--moments-dtype=bfloat16"]
     run = start(tmp_path, *flags)
     for run.step in (1, 2):
         with Reads() as reads:
@@ -247,7 +249,7 @@ def test_float16_goes_down_by_halves(tmp_path, inject, capsys):
 def test_without_the_fused_kernel(tmp_path, inject, capsys, monkeypatch):
     """MPS has none that can skip."""
     real = make_optimizer
-    unfused = lambda model, args, device: real(model, args, torch.device("mps"))  # noqa: E731
+    unfused = lambda model, args, device, _: real(model, args, torch.device("mps"))  # noqa: E731
     monkeypatch.setattr("trainer.setup.make_optimizer", unfused)
     path = tmp_path / "run.pt"
     inject("nan:0:5 nan:0:6")

@@ -222,6 +222,10 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="0 = none (default: a twentieth of --num-steps)")
     add("--weight-decay", type=positive_or_zero, default=0.1, metavar="X",
         help="on matrices only, 0 = off (default: %(default)s)")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw",
+        help="muon: for the blocks' matrices, with one moment instead of two (default: adamw)")
+    add("--moments-dtype", choices=("float32", "bfloat16"), default="float32",
+        help="of what the optimizer stores; it computes in float32 (default: %(default)s)")
     add("--grad-clip-norm", type=positive_or_zero, default=1.0, metavar="X",
         help="largest gradient norm, 0 = off (default: %(default)s)")
     add("--seed", type=seed, default=1337, metavar="N",

@@ -1,27 +1,277 @@
-"""The optimizer: which parameter is updated how, and when it is not."""
+"""The optimizer: which parameter is updated by which rule, when none is, and how it goes on.
+
+AdamW with float32 moments is torch's own. It stores 8 bytes a parameter beside the weight and the
+gradient, which no recompute can free. `LeanOptimizer` stores less, or a part of it.
+"""
 
 import argparse
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from model import MiniGPT
 
+BETAS, EPS = (0.9, 0.95), 1e-8  # of AdamW; the second beta is GPT-3's
+MOMENTUM = 0.95  # of Muon
+# Muon's polynomial a x + b x^3 + c x^5: five in a row take all singular values from 0.003 to 1 to
+# somewhere between 0.68 and 1.2, which is as good as 1 (Jordan, 2024).
+QUINTIC, QUINTICS = (3.4445, -4.7750, 2.0315), 5
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # torch's names
+# Elements that are copied at a time, at least one matrix: the step shall need little beside what
+# it is there to save.
+AT_A_TIME = 2**22
+LANES = 64  # a multiple of the floats in a CPU's vector
+
 
 def make_optimizer(
-    model: MiniGPT, args: argparse.Namespace, device: torch.device
+    model: MiniGPT,
+    args: argparse.Namespace,
+    device: torch.device,
+    precision: torch.dtype = torch.float32,
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019), as one fused kernel where the device has it.
+    """What --optimizer and --moments-dtype name; `precision` is that of the model's products.
+
+    AdamW (Loshchilov and Hutter, 2019), as one fused kernel where the device has it; or Muon
+    (Jordan, 2024) for the matrices of the blocks and AdamW for all else: embeddings, which are
+    tables of vectors, biases and gains. (Parameters may be sharded over processes: DTensors.)
 
     Weight decay pulls matrices towards zero. A bias or a LayerNorm gain has no reason to be small.
     """
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    muon = args.optimizer == "muon"
+    matrices, decayed, free = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            free.append(parameter)
+        elif muon and name.startswith("blocks."):
+            matrices.append(parameter)
+        else:
+            decayed.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": args.weight_decay},
+        {"params": free, "weight_decay": 0.0},
     ]
     fused = device.type in ("cuda", "cpu")
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
+    moments = getattr(torch, args.moments_dtype)
+    whole = not any(map(is_sharded, model.parameters()))
+    if not muon and moments == torch.float32 and whole:
+        return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=fused)
+    if muon:
+        groups.append({"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"})
+    # The products of Muon are many; half of bfloat16's digits go, and do not matter (Jordan). Where
+    # it is emulated the model is trained in float32, and so is this.
+    products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
+    return LeanOptimizer(groups, args.lr, fused, moments, products)
+
+
+class LeanOptimizer(torch.optim.Optimizer):
+    """AdamW and Muon, each for its groups, with moments in float32 or bfloat16.
+
+    The arithmetic is float32's, and the weights are; what is stored between two steps is rounded.
+    In bfloat16 a moment cannot take a step of less than 2^-9 of itself. AdamW's second one takes
+    steps of (1 - beta2) (g^2 / v - 1): with a beta2 of 0.95 it stops only where it is right to
+    within 4 to 8 %, that is, the update to within 4 %. (With 0.999 it would stop anywhere.)
+
+    A sharded parameter (a DTensor, dealt out by rows) has sharded moments. The weights that come
+    out are, to the bit, those of whole parameters.
+
+    Args:
+        groups: "params", "weight_decay", and the "rule", if that is not "adamw".
+        fused: is there a kernel for AdamW that can be told by the device to do nothing?
+        moments: the dtype in which they are stored.
+        products: the dtype of Muon's products.
+    """
+
+    found_inf: Tensor | None = None  # () float32: at 1 a step changes nothing. See update_if_finite
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        fused: bool,
+        moments: torch.dtype,
+        products: torch.dtype,
+    ):
+        super().__init__(groups, {"lr": lr, "rule": "adamw", "fused": fused})
+        self.moments, self.products = moments, products
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter] = self.first_state(parameter, group)
+            if group["rule"] == "muon":
+                for matrices in stacks(parameters):
+                    self.muon(matrices, group)
+            else:
+                pieces = [piece for p in parameters for piece in self.pieces(p)]
+                for some in batches(pieces):
+                    self.adamw(some, group)
+
+    def first_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        state = {}
+        if group["rule"] == "adamw":
+            state["step"] = torch.zeros((), device=where_steps_are(parameter, group))
+        for name in MOMENTS[group["rule"]]:
+            state[name] = torch.zeros_like(parameter, dtype=self.moments)
+        return state
+
+    def pieces(self, parameter: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Weights, gradients, both moments, each (at most AT_A_TIME,), and a step count ()."""
+        state = self.state[parameter]
+        tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        columns = [local(t).reshape(-1).split(AT_A_TIME) for t in tensors if t is not None]
+        count = state["step"]  # the kernel adds 1 for each piece that it is given
+        for i, piece in enumerate(zip(*columns, strict=True)):
+            yield *piece, count if i == 0 else count.clone()
+
+    def adamw(self, pieces: list[tuple[Tensor, ...]], group: dict[str, Any]) -> None:
+        """torch's own kernel, on float32 copies of the moments."""
+        *columns, counts = map(list, zip(*pieces, strict=True))
+        wide = [[widen(piece) for piece in column] for column in columns]
+        weights, gradients, first, second = wide
+        adamw(
+            weights,
+            gradients,
+            first,
+            second,
+            [],
+            counts,
+            fused=group["fused"],
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=EPS,
+            maximize=False,
+        )
+        for which in (0, 2, 3):
+            for piece, copy in zip(columns[which], wide[which], strict=True):
+                if copy is not piece:
+                    piece.copy_(copy[: piece.numel()])
+
+    def muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        """One step for matrices of one shape (A, B), as torch.optim.Muon has it.
+
+        The update has a root mean square of 0.2, as AdamW's has: so one learning rate and one
+        weight decay serve both (Liu et al., 2025, arXiv 2502.16982, section 2.2).
+        """
+        update = self.gathered(self.look_ahead(matrices), matrices[0])  # (n, A, B)
+        update = self.dealt_out(orthogonalize(update), matrices[0])
+        update = update.float() * (0.2 * math.sqrt(max(matrices[0].shape)))
+        for weight, change in zip(map(local, matrices), update, strict=True):
+            change = (weight * group["weight_decay"]).add_(change).mul_(group["lr"])
+            weight.sub_(self.unless_skipped(change))
+
+    def look_ahead(self, matrices: list[Tensor]) -> Tensor:
+        """Take the gradients into the momenta; returns Nesterov's mean of both, (n, A, B)."""
+        stored = [local(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        gradients = torch.stack([local(m.grad) for m in matrices if m.grad is not None])
+        momenta = torch.stack(stored).float()
+        # Each operation rounds once. (lerp may round once or twice, by an element's place in a
+        # vector; of a shard that is another place.)
+        change = momenta - gradients
+        momenta -= self.unless_skipped(change.mul_(1 - MOMENTUM))
+        for kept, momentum in zip(stored, momenta, strict=True):
+            kept.copy_(momentum)
+        ahead = torch.sub(momenta, gradients, out=change).mul_(MOMENTUM).add_(gradients)
+        return ahead.to(self.products)
+
+    def unless_skipped(self, change: Tensor) -> Tensor:
+        """`change`, or zeros, by which nothing changes: the device decides."""
+        return change if self.found_inf is None else change.masked_fill_(self.found_inf.bool(), 0)
+
+    def gathered(self, rows: Tensor, like: Tensor) -> Tensor:
+        """From the processes' rows of the matrices the whole ones, (n, A, B)."""
+        if not is_sharded(like):
+            return rows
+        from torch.distributed.tensor import DTensor, Shard
+
+        shape = torch.Size([len(rows), *like.shape])
+        stride = (like.numel(), like.size(1), 1)
+        mesh = like.device_mesh  # type: ignore[attr-defined]
+        return DTensor.from_local(
+            rows, mesh, [Shard(1)], run_check=False, shape=shape, stride=stride
+        ).full_tensor()
+
+    def dealt_out(self, whole: Tensor, like: Tensor) -> Tensor:
+        """This process's rows of the matrices (n, A, B)."""
+        if not is_sharded(like):
+            return whole
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = like.device_mesh  # type: ignore[attr-defined]
+        return distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None).to_local()
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Of each U S V' about U V': all that the momentum wants, in every direction as much.
+
+    (n, A, B) -> (n, A, B). Newton-Schulz iterations, products only (Jordan, 2024).
+    torch.optim.Muon has them for one matrix at a time, in bfloat16, which some devices emulate.
+    """
+    a, b, c = QUINTIC
+    x = matrices if matrices.size(1) <= matrices.size(2) else matrices.mT  # the smaller products
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(QUINTICS):
+        square = x @ x.mT
+        factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a)
+    return x if matrices.size(1) <= matrices.size(2) else x.mT
+
+
+def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices of one shape together, to be updated at once."""
+    by_shape = defaultdict(list)
+    for matrix in matrices:
+        by_shape[matrix.shape].append(matrix)
+    for shape, alike in by_shape.items():
+        n = max(1, AT_A_TIME // shape.numel())
+        yield from (alike[i : i + n] for i in range(0, len(alike), n))
+
+
+def batches(pieces: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Of together at most AT_A_TIME elements."""
+    some: list[tuple[Tensor, ...]] = []
+    room = AT_A_TIME
+    for piece in pieces:
+        if piece[0].numel() > room:
+            yield some
+            some, room = [], AT_A_TIME
+        some.append(piece)
+        room -= piece[0].numel()
+    if some:
+        yield some
+
+
+def widen(piece: Tensor) -> Tensor:
+    """In float32, and for the CPU's vectors of whole ones: what is left over its kernel computes
+    by other instructions, which round otherwise; and of a shard other elements are left over."""
+    wide, missing = piece.float(), -piece.numel() % LANES
+    return F.pad(wide, (0, missing)) if missing else wide
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of it: all, unless it is sharded."""
+    return getattr(tensor, "to_local", lambda: tensor)()
+
+
+def where_steps_are(parameter: Tensor, group: dict[str, Any]) -> torch.device:
+    """The fused kernel reads the step count on the device, the others in Python."""
+    return parameter.device if group["fused"] else torch.device("cpu")
 
 
 def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
@@ -37,3 +287,38 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Non
         optimizer.step()
     elif grad_norm.isfinite():
         optimizer.step()
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    part: Callable[[Tensor, nn.Parameter], Tensor] = lambda whole, like: whole,
+) -> None:
+    """Put the moments of a `state_dict` back, in this optimizer's dtype.
+
+    They are the snapshot's; the settings (weight decay, fused or not) are this run's. So this is
+    not load_state_dict, which would take those too, and round all to the dtype of the weights.
+
+    Args:
+        part: what this process has of a whole tensor, given the parameter that it is of.
+    Raises:
+        ValueError, KeyError: it is of another model or optimizer.
+    """
+    dtype = getattr(optimizer, "moments", torch.float32)
+    numbers = [group["params"] for group in saved["param_groups"]]
+    if numbers != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
+        raise ValueError("other groups of parameters")
+    if not saved["state"]:  # all steps were skipped, by an optimizer that was not even asked
+        return
+    parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    for number, (parameter, group) in zip(sum(numbers, []), parameters, strict=True):
+        found, rule = saved["state"][number], group.get("rule", "adamw")
+        state = {}
+        if rule == "adamw":
+            count = found["step"].reshape(())
+            state["step"] = count.to(where_steps_are(parameter, group), torch.float32)
+        for name in MOMENTS[rule]:
+            if found[name].shape != parameter.shape:
+                raise ValueError(f"{name} of another shape")
+            state[name] = part(found[name], parameter).to(parameter.device, dtype)
+        optimizer.state[parameter] = state

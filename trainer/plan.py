@@ -117,7 +117,7 @@ def make_planner(
         config,
         args.seq_len,
         precision=precision,
-        make_optimizer=partial(make_optimizer, args=args, device=device),
+        make_optimizer=partial(make_optimizer, args=args, device=device, precision=precision),
         device_type=device.type,
         accumulate=args.grad_accum_steps > 1,
         ddp=ddp,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .claim import replaced_runs
 from .flags import SHAPES, build_parser
+from .optimizer import restore_optimizer
 from .snapshot import Resumed, SnapshotError, State, beside, peek, read_snapshot
 
 # What decides every weight of the run, besides its data and its batch: it must stay.
@@ -137,6 +138,8 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     text that was edited is still the text that the flags name: `changes` tells of it.
     """
     rows = [("--tokenizer-name", saved["tokenizer"].get("name"), now["tokenizer"]["name"])]
+    # (Older snapshots do not say it.)
+    rows += [("--optimizer", saved["args"].get("optimizer", "adamw"), now["args"]["optimizer"])]
     for name in (*FIXED, "vocab_size"):
         before, after = (s["config"].get(name, s["args"].get(name)) for s in (saved, now))
         rows.append((flag(name), before, after))
@@ -220,27 +223,13 @@ def restore(
     """
     state, weights = resumed.state, model.state_dict()
     expected = {name: (value.shape, value.dtype) for name, value in weights.items()}
-    # The moments are the snapshot's, the settings (weight decay, fused or not) are this run's. By
-    # "fused" torch decides on which device the step count belongs.
-    settings = optimizer.state_dict()["param_groups"]
     try:
         found = {name: (value.shape, value.dtype) for name, value in state["model"].items()}
         if found != expected:
             raise ValueError
-        for group, setting in zip(state["optimizer"]["param_groups"], settings, strict=True):
-            if group["params"] != setting["params"]:
-                raise ValueError
         for name, weight in weights.items():
             weight.copy_(part(state["model"][name], weight))
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        moments = {
-            i: {name: part(m, parameters[i]) if m.dim() else m for name, m in of_one.items()}
-            for i, of_one in state["optimizer"]["state"].items()
-        }
-        optimizer.load_state_dict({"state": moments, "param_groups": settings})
-        for parameter, moments in optimizer.state.items():
-            if not all(moments[m].shape == parameter.shape for m in ("exp_avg", "exp_avg_sq")):
-                raise ValueError
+        restore_optimizer(optimizer, state["optimizer"], part)
         if state["scaler"] and scaler.is_enabled():  # empty unless that run was in float16
             scaler.load_state_dict(state["scaler"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):

@@ -83,7 +83,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
         identity=identity,
         model=model,
         wrapped=model,
-        optimizer=make_optimizer(model, args, device),
+        optimizer=make_optimizer(model, args, device, precision),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == torch.float16),
         precision=precision,
         train_batches=train_batches,

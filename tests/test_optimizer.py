@@ -1,0 +1,244 @@
+"""Muon and moments in bfloat16: their arithmetic, what they store, and whole ones and shards.
+
+What runs with them promise: test_optimizer_runs.py.
+"""
+
+import math
+
+import pytest
+import torch
+from runs import same, torchrun
+from torch import Tensor, nn
+
+from model import MiniGPT, MiniGPTConfig
+from trainer import optimizer as optimizer_file
+from trainer.flags import build_parser, fill_in
+from trainer.optimizer import (
+    MOMENTS,
+    LeanOptimizer,
+    make_optimizer,
+    orthogonalize,
+    update_if_finite,
+)
+
+CPU, MPS = torch.device("cpu"), torch.device("mps")  # for MPS there is no kernel that can skip
+CONFIG = MiniGPTConfig(31, 16, n_layers=3, n_heads=2, d_model=20, d_ff=56)
+MUON, SMALL = "--optimizer=muon", "--moments-dtype=bfloat16"
+MODES = {"muon": (MUON,), "bf16": (SMALL,), "muon bf16": (MUON, SMALL)}
+each_mode = pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
+
+
+def make(*flags: str, device: torch.device = CPU, precision: torch.dtype = torch.float32):
+    args = fill_in(build_parser("test", "x.pt").parse_args(["--lr=0.02", *flags]))
+    torch.manual_seed(1)
+    model = MiniGPT(CONFIG)
+    return model, make_optimizer(model, args, device, precision)
+
+
+def draw_gradients(model: nn.Module, step: int) -> None:
+    torch.manual_seed(100 + step)
+    for parameter in model.parameters():
+        parameter.grad = 0.1 * torch.randn(parameter.shape)
+
+
+def after(steps: int, *flags: str, **settings) -> tuple[dict[str, Tensor], LeanOptimizer]:
+    model, optimizer = make(*flags, **settings)
+    for step in range(steps):
+        draw_gradients(model, step)
+        optimizer.step()
+    return dict(model.named_parameters()), optimizer
+
+
+# ---- Which parameter goes where
+
+
+def test_adamw_with_float32_moments_is_torchs_own():
+    assert type(make()[1]) is torch.optim.AdamW
+    assert type(make(SMALL)[1]) is type(make(MUON)[1]) is LeanOptimizer
+
+
+def test_muon_is_for_the_matrices_of_the_blocks():
+    model, optimizer = make(MUON)
+    rules = {p: (g["rule"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert len(rules) == sum(len(g["params"]) for g in optimizer.param_groups)
+    for name, parameter in model.named_parameters():
+        if name.endswith("embedding.weight"):
+            assert rules[parameter] == ("adamw", 0.1)
+        elif parameter.dim() == 1:
+            assert rules[parameter] == ("adamw", 0.0)
+        else:
+            assert name.split(".")[-2] in ("c_attn", "c_fc", "c_proj")
+            assert rules[parameter] == ("muon", 0.1)
+    assert len(rules) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(("moments", "size"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("optimizer", MOMENTS)
+def test_what_is_stored(optimizer, moments, size):
+    parameters, made = after(1, f"--optimizer={optimizer}", f"--moments-dtype={moments}")
+    muon = {p for n, p in parameters.items() if n.startswith("blocks") and p.dim() == 2}
+    expected = sum(
+        size * p.numel() if optimizer == "muon" and p in muon else 2 * size * p.numel() + 4
+        for p in parameters.values()
+    )
+    stored = [t for state in made.state.values() for t in state.values()]
+    assert sum(t.untyped_storage().nbytes() for t in stored) == expected
+    assert all(p.dtype == torch.float32 for p in parameters.values())
+
+
+# ---- Its arithmetic, beside some that shares no line
+
+
+def naive_muon(weight: Tensor, gradients: list[Tensor], rate: float, decay: float) -> Tensor:
+    """One matrix in float64; its singular values go through the polynomial as numbers."""
+    weight, momentum = weight.double(), torch.zeros_like(weight).double()
+    for gradient in gradients:
+        momentum = 0.95 * momentum + 0.05 * gradient.double()
+        ahead = 0.95 * momentum + 0.05 * gradient.double()
+        u, s, vh = torch.linalg.svd(ahead, full_matrices=False)
+        s = s / s.square().sum().sqrt()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        scale = 0.2 * math.sqrt(max(weight.shape))
+        weight = weight - rate * decay * weight - rate * scale * (u * s) @ vh
+    return weight
+
+
+def test_muon_is_that_of_the_papers(monkeypatch):
+    """Stacks of 2 and 1 matrices, tall and wide; a gradient's size does not matter."""
+    monkeypatch.setattr(optimizer_file, "AT_A_TIME", 2 * 20 * 60)
+    start = dict(make(MUON)[0].named_parameters())
+    steps = []
+    for step in range(4):
+        model = make(MUON)[0]
+        draw_gradients(model, step)
+        steps.append({name: p.grad for name, p in model.named_parameters()})
+    parameters, _ = after(4, MUON)
+    for name, weight in parameters.items():
+        if name.startswith("blocks") and weight.dim() == 2:
+            expected = naive_muon(start[name].detach(), [s[name] for s in steps], 0.02, 0.1)
+            assert (weight - expected).norm() < 1e-5 * (start[name] - expected).norm(), name
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_muon_is_that_of_torch(precision):
+    """As close as bfloat16's products come, which torch's own always has."""
+    parameters, _ = after(4, MUON, precision=precision)
+    model = make(MUON)[0]
+    matrices = [p for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2]
+    start = [p.detach().clone() for p in matrices]
+    torchs = torch.optim.Muon(
+        matrices, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    for step in range(4):
+        draw_gradients(model, step)
+        torchs.step()
+    ours = [p for n, p in parameters.items() if n.startswith("blocks") and p.dim() == 2]
+    for weight, expected, before in zip(ours, matrices, start, strict=True):
+        assert (weight - expected).norm() < 0.02 * (before - expected).norm()
+
+
+def test_the_products_are_in_the_models_precision(monkeypatch):
+    seen = []
+    monkeypatch.setattr(optimizer_file, "orthogonalize", lambda m: seen.append(m.dtype) or m)
+    for precision in (torch.float32, torch.bfloat16, torch.float16):
+        after(1, MUON, precision=precision)
+    assert list(dict.fromkeys(seen[:4])) == [torch.float32] == list(dict.fromkeys(seen[8:]))
+    assert set(seen[4:8]) == {torch.bfloat16} and len(seen) == 12
+
+
+def test_singular_values_end_near_one():
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(3, n, 16)).Q for n in (24, 16))
+    s = torch.logspace(-2, 0, 16)
+    found = torch.linalg.svdvals(orthogonalize((u * s) @ v.mT))
+    assert 0.68 <= found.min() and found.max() <= 1.21
+    zero = orthogonalize(torch.zeros(1, 4, 4))
+    assert torch.equal(zero, torch.zeros(1, 4, 4))
+
+
+def naive_adamw(
+    weight: Tensor, gradients: list[Tensor], rate: float, decay: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    first, second = torch.zeros(2, *weight.shape, dtype=dtype)
+    for step, g in enumerate(gradients, 1):
+        m = 0.9 * first.float() + 0.1 * g
+        v = 0.95 * second.float() + 0.05 * g * g
+        ahead = m / (1 - 0.9**step) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+        weight = weight * (1 - rate * decay) - rate * ahead
+        first, second = m.to(dtype), v.to(dtype)
+    return weight, first, second
+
+
+@pytest.mark.parametrize("at_a_time", [2**22, 256])  # whole tensors, or slices
+@pytest.mark.parametrize("device", [CPU, MPS], ids=["fused", "not fused"])
+@pytest.mark.parametrize("flags", [*MODES.values(), ()], ids=[*MODES, "float32"])
+def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, monkeypatch):
+    monkeypatch.setattr(optimizer_file, "AT_A_TIME", at_a_time)
+    dtype = torch.bfloat16 if SMALL in flags else torch.float32
+    start = dict(make()[0].named_parameters())
+    steps = []
+    for step in range(5):
+        model = make()[0]
+        draw_gradients(model, step)
+        steps.append({name: p.grad for name, p in model.named_parameters()})
+    parameters, optimizer = after(5, *flags, device=device)
+    for name, weight in parameters.items():
+        if weight.dim() == 2 and MUON in flags and name.startswith("blocks"):
+            continue
+        decay = 0.1 if weight.dim() == 2 else 0.0
+        gradients = [s[name] for s in steps]
+        expected, *moments = naive_adamw(start[name].detach(), gradients, 0.02, decay, dtype)
+        moved = (start[name] - expected).norm()
+        assert (weight - expected).norm() < 1e-5 * moved, name  # (a rounding may be on the verge)
+        state = optimizer.state[weight]
+        assert float(state["step"]) == 5
+        for kept, moment in zip((state["exp_avg"], state["exp_avg_sq"]), moments, strict=True):
+            assert kept.dtype == dtype
+            torch.testing.assert_close(kept, moment, rtol=2**-7, atol=1e-8)
+
+
+def test_moments_of_bfloat16_do_not_stop():
+    """With gradients of one size both come to them, whatever they were before."""
+    model, optimizer = make(SMALL, "--lr=1e-5")
+    for size in (1.0, 0.1):
+        for _ in range(200):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, size)
+            optimizer.step()
+        for state in optimizer.state.values():
+            assert (state["exp_avg"] / size - 1).abs().max() < 0.05
+            assert (state["exp_avg_sq"] / size**2 - 1).abs().max() < 0.08
+
+
+# ---- A step that is skipped
+
+
+@pytest.mark.parametrize("device", [CPU, MPS], ids=["fused", "not fused"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
+@each_mode
+def test_an_update_that_is_skipped_leaves_no_trace(flags, bad, device):
+    def steps(*sizes: float):
+        model, optimizer = make(*flags, device=device)
+        for step, size in enumerate(sizes):
+            draw_gradients(model, step if size == 1 else 99)
+            for parameter in model.parameters():
+                parameter.grad *= size
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            update_if_finite(optimizer, norm)
+        return model.state_dict(), optimizer.state_dict()["state"]
+
+    before, now = steps(1, 1), steps(1, 1, bad, bad)
+    assert same(before, now) and not same(before, steps(1, 1, 1))
+    for a, b in zip(before[0].values(), now[0].values(), strict=True):
+        assert torch.equal(a.signbit(), b.signbit())
+
+
+# ---- Shards
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_sharded_parameters_are_updated_as_whole_ones(tmp_path, processes):
+    script = "tests/sharded_optimizer.py"
+    result = torchrun(tmp_path / "unused.pt", script=script, processes=processes)
+    assert result.stdout.count("6 optimizers equal") == processes
