@@ -19,7 +19,7 @@ from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
 from trainer.flags import build_parser, fill_in  # noqa: E402
-from trainer.run import make_optimizer  # noqa: E402
+from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
 
 offload.SMALL = 1  # everything travels
@@ -60,6 +60,7 @@ def learn(process: DDPProcess, config: MiniGPTConfig, dtype: torch.dtype) -> dic
         optimizer.step()
         process.clear_gradients(optimizer)
     found = process.gather(model, optimizer)
+    found["optimizer"] = found["optimizer"]["state"]
     del wrapped, process.wrapper
     gc.collect()
     return found
