@@ -24,6 +24,7 @@ from model import MiniGPT, MiniGPTConfig
 
 from .formulas import head_bytes
 from .kernels import inside, workspaces
+from .shards import gather, shard_of
 from .timeline import KINDS, StepMemory, repeat_blocks, summarize
 from .tracker import StorageTracker
 from .work import Notebook, Work, fuse, join, summarize_work
@@ -45,6 +46,8 @@ class Planner:
         accumulate: forward runs beside the gradients of an earlier micro-batch.
         ddp: gradients stay, in the buckets of DistributedDataParallel.
         compress: they are averaged in bfloat16, in copies (the first step's are one bucket).
+        shards: processes that hold the model between them (train_fsdp.py): planned is what one of
+            them takes. Not with `ddp`.
     """
 
     def __init__(
@@ -58,11 +61,12 @@ class Planner:
         accumulate: bool = False,
         ddp: bool = False,
         compress: bool = False,
+        shards: int = 1,
     ):
         self.config, self.seq_len, self.precision = config, seq_len, precision
         self.on_cpu, self.accumulate, self.ddp = device_type == "cpu", accumulate, ddp
         self.kernels = device_type == "cuda"  # there they need memory of their own, too
-        self.compress = compress
+        self.compress, self.shards = compress, shards
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.head_works: dict[int, list[tuple[Work, Work]]] = {}  # tokens of a chunk -> `heads`
@@ -72,9 +76,11 @@ class Planner:
             self.model.token_embedding.on_cpu = self.on_cpu
             if not self.on_cpu:
                 fuse_dropout(self.model)
-            self.optimizer = make_optimizer(self.model)
+            # What a process holds, and updates.
+            self.held = self.model if shards == 1 else shard_of(config, shards)
+            self.optimizer = make_optimizer(self.held)
             # The first step makes the optimizer's state; all others find it there.
-            for parameter in self.model.parameters():
+            for parameter in self.held.parameters():
                 parameter.grad = torch.empty_like(parameter)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -209,25 +215,33 @@ class Planner:
         Forward and backward go through the first `config.n_layers` blocks; the optimizer updates
         all that the planner's model has.
         """
-        model, parameters = self.model, list(self.model.parameters())
-        left_out = set(model.blocks[config.n_layers :].parameters())
+        model, parameters = self.model, list(self.held.parameters())
+        left_out = set(self.held.blocks[config.n_layers :].parameters())
+        waiting = set(model.parameters()) if self.accumulate or self.ddp else set()
         notebook = Notebook()
         tracker = StorageTracker(inside=inside if self.kernels else None, note=notebook)
         model.config, model.host_memory = config, HostMemory()
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
-        with self.fake, tracker, without_blocks(model, config.n_layers), follow(model, tracker):
+        with (
+            self.fake,
+            tracker,
+            without_blocks(model, config.n_layers),
+            follow(model, tracker),
+            gather(model, self.held, self.shards, tracker, gloo=self.on_cpu) as gathering,
+        ):
             for parameter in parameters:
                 tracker.add(parameter).kind = "parameters"
                 for state in self.optimizer.state[parameter].values():
                     tracker.add(state).kind = "optimizer"
-                if self.accumulate or self.ddp or parameter in left_out:
-                    parameter.grad = torch.empty_like(parameter)
-                    tracker.add(parameter.grad).kind = "gradients"
+            for parameter in waiting | left_out:
+                parameter.grad = torch.empty_like(parameter)
+                tracker.add(parameter.grad).kind = "gradients"
             ids, labels = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             tracker.add(ids).kind = "activations"  # backward will want them
             if config.offload_activations and self.on_cpu:
                 self.forward(ids, labels)  # buffers are made once, and stay
+                gathering.forget()
             tracker.restart()
             notebook.operations.clear()
 
@@ -235,6 +249,7 @@ class Planner:
             loss = self.forward(ids, labels)
             forward_end = tracker.now
             loss.backward()
+            gathering.end_backward()
             for parameter in parameters:
                 tracker.add(cast(Tensor, parameter.grad)).kind = "gradients"
             if self.compress:
@@ -252,8 +267,8 @@ class Planner:
         )
         if self.kernels:
             step.timeline[:, KINDS.index("temporaries")] += workspaces()
-        if not (self.accumulate or self.ddp):  # backward makes them, block by block
-            step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
+        # Backward makes them, block by block.
+        step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out - waiting)
         return step
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def summarize(
     for storage in tracker.storages:
         if storage.device.type != "cpu":
             continue  # offloaded
-        is_kept = 0 < storage.born <= forward_end < storage.died
+        is_kept = 0 < storage.born <= forward_end < storage.died and storage.kind != "parameters"
         if storage.kind == "temporaries":
             if storage.phase == "head":
                 storage.kind = "head"

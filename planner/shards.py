@@ -1,0 +1,177 @@
+"""Shards: several processes hold one model between them, and what that adds to a step's memory.
+
+train_fsdp.py shards with `fully_shard` (FSDP2): each process keeps 1 / n of every weight, gradient
+and moment, and computes with whole weights, one block at a time. A block is a *group*, and so is
+what is in none, the root: embeddings and ln_f. A process has, beside its shards:
+
+    when                              what
+    a group is about to run           a flat buffer in which all processes' shards arrive, and the
+                                      weights, copied out of it. In forward the buffer stays until
+                                      the next group's has arrived
+    it has run                        the weights go; but the root's stay until backward is over
+    its backward is about to run      its weights again; and the buffer of the group before it, so
+                                      that backward need not wait for that
+    its backward is over              the weights go; its whole gradients are copied to a flat buffer
+                                      and go; 1 / n of the sums arrives. The buffer stays until the
+                                      next group is there
+    more micro-batches come           the whole gradients of all groups wait
+
+The planner's model does the same here on fake tensors, without processes: real ones, if there are
+any, are not disturbed. The source is torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:
+`unshard`, `wait_for_unshard`, `pre_backward`, `post_backward`, alike in this from torch 2.9 to 2.13.
+A GPU copies and communicates on streams of their own, but Python allocates and frees in this order
+there, too (there is no record_stream).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from model import MiniGPT, MiniGPTConfig
+
+from .tracker import StorageTracker
+
+
+def shard_of(config: MiniGPTConfig, n: int) -> MiniGPT:
+    """What the first of n processes holds: the same parameters, with an n-th of the rows each.
+
+    Rounded up: no process has more rows, and those with fewer have room for as many.
+    """
+    shard = MiniGPT(config)
+    for module in shard.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            rows = -(-len(weight) // n)
+            setattr(module, name, nn.Parameter(weight.new_empty(rows, *weight.shape[1:])))
+    return shard
+
+
+class Group:
+    """Parameters that are gathered together, and whose gradients are reduced together."""
+
+    def __init__(self, whole: Iterable[nn.Parameter], shards: Iterable[nn.Parameter], n: int):
+        self.whole, self.shards = list(whole), list(shards)
+        self.bytes = n * sum(shard.nbytes for shard in self.shards)  # of a buffer, padding included
+        self.arriving: Tensor | None = None  # a buffer that is not copied out yet
+        self.weights: Tensor | None = None  # the copy
+
+
+class Gathering:
+    """Allocates and frees, in a step of `model`, what fully_shard does, when it does."""
+
+    def __init__(self, model: MiniGPT, shard: MiniGPT, n: int, tracker: StorageTracker, gloo: bool):
+        """`shard`: what shard_of(config, n) gave. `gloo`: and what that takes, which CPUs use."""
+        self.model, self.n, self.tracker, self.gloo = model, n, tracker, gloo
+        pairs = zip(model.blocks, shard.blocks, strict=False)  # (the step may have fewer blocks)
+        self.blocks = [Group(block.parameters(), its.parameters(), n) for block, its in pairs]
+        self.root = Group(outside_of_blocks(model), outside_of_blocks(shard), n)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is gathered, nothing was reduced."""
+        self.arrived: Tensor | None = None  # in forward, the buffer of the last group
+        self.reduced: Tensor | None = None  # the buffer of the last gradients
+        for group in (self.root, *self.blocks):
+            group.arriving = group.weights = None
+
+    # ---- what happens
+
+    def buffer(self, group: Group, kind: str) -> Tensor:
+        tensor = torch.empty(group.bytes, dtype=torch.uint8)
+        self.tracker.find(tensor).kind = kind
+        return tensor
+
+    def gather(self, group: Group) -> None:
+        group.arriving = self.buffer(group, "parameters")
+        if self.gloo:  # it receives in memory of its own
+            self.buffer(group, "temporaries")
+
+    def before_forward(self, group: Group) -> None:
+        self.gather(group)
+        self.arrived = None
+        group.weights = self.buffer(group, "parameters")
+        self.arrived, group.arriving = group.arriving, None
+
+    def before_backward(self, group: Group, next_one: Group | None) -> None:
+        group.weights = self.buffer(group, "parameters")
+        group.arriving = None
+        if next_one is not None:
+            self.gather(next_one)
+
+    def after_backward(self, group: Group) -> None:
+        group.weights = self.reduced = None
+        self.reduced = self.buffer(group, "gradients")
+        for parameter in group.whole:
+            self.tracker.add(cast(Tensor, parameter.grad)).kind = "gradients"
+            parameter.grad = None
+        for shard in group.shards:
+            shard.grad = torch.empty_like(shard)
+            self.tracker.add(shard.grad).kind = "gradients"
+        if self.gloo:  # it adds up in a copy
+            self.buffer(group, "temporaries")
+
+    def end_backward(self) -> None:
+        """The root comes last: its inputs, ids, have no gradient that would tell when."""
+        if self.n > 1:
+            self.after_backward(self.root)
+            self.reduced = None
+
+    # ---- when
+
+    def hook_root(self) -> list:
+        def before(model: nn.Module, args: tuple) -> None:
+            self.before_forward(self.root)
+
+        def after(model: nn.Module, args: tuple, loss: Tensor) -> None:
+            self.arrived = None
+            loss.register_hook(lambda _: self.gather(self.blocks[-1]))
+
+        return [
+            self.model.register_forward_pre_hook(before),
+            self.model.register_forward_hook(after),
+        ]
+
+    def hook_block(self, block: nn.Module, i: int) -> list:
+        group, next_one = self.blocks[i], self.blocks[i - 1] if i else None
+
+        def before(block: nn.Module, args: tuple) -> None:
+            if self.tracker.phase != "backward":  # else it is a replay, and the weights are there
+                self.before_forward(group)
+                args[0].register_hook(lambda _: self.after_backward(group))
+
+        def after(block: nn.Module, args: tuple, results: tuple[Tensor, Tensor]) -> None:
+            if self.tracker.phase != "backward":
+                group.weights = None
+                _, update = results  # its gradient is the first to come
+                update.register_hook(lambda _: self.before_backward(group, next_one))
+
+        return [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+
+
+@contextmanager
+def gather(
+    model: MiniGPT, shard: MiniGPT, n: int, tracker: StorageTracker, gloo: bool
+) -> Iterator[Gathering]:
+    """A step of `model` with its weights in `n` shards; 1: as it is.
+
+    The tracker then counts what is gathered instead of the whole weights.
+    """
+    gathering, handles = Gathering(model, shard, n, tracker, gloo), []
+    if n > 1:
+        handles = gathering.hook_root()
+        for i, block in enumerate(model.blocks):
+            handles += gathering.hook_block(block, i)
+        for parameter in model.parameters():
+            tracker.add(parameter).bytes = 0
+    try:
+        yield gathering
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def outside_of_blocks(model: MiniGPT) -> list[nn.Parameter]:
+    inside = set(model.blocks.parameters())
+    return [parameter for parameter in model.parameters() if parameter not in inside]
