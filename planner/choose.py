@@ -38,6 +38,7 @@ def pick_recompute(
         return none
     alike = all_alike(planner, batch_size)
     mixes = all_mixes(planner.config.n_layers)
+    mixes = mixes[(mixes < len(alike)).all(axis=1)]
     peaks = peaks_of(alike, mixes)
     configs = [config_of(alike, mix) for mix in mixes]
     if card is None:
@@ -54,8 +55,13 @@ def pick_recompute(
 
 
 def all_alike(planner: Planner, batch_size: int) -> list[StepMemory]:
-    """A step of each rung, in all blocks."""
-    return [planner.step(batch_size, **ALL_ALIKE | rung) for rung in RUNGS]
+    """A step of each rung that this planner knows, in all blocks."""
+    return [planner.step(batch_size, **ALL_ALIKE | rung) for rung in rungs(planner)]
+
+
+def rungs(planner: Planner) -> list[dict[str, Any]]:
+    """RUNGS; under shards, which are gathered block by block, no group of blocks."""
+    return [rung for rung in RUNGS if planner.shards == 1 or "recompute_group" not in rung]
 
 
 def all_mixes(n_layers: int) -> np.ndarray:

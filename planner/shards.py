@@ -4,23 +4,23 @@ train_fsdp.py shards with `fully_shard` (FSDP2): each process keeps 1 / n of eve
 and moment, and computes with whole weights, one block at a time. A block is a *group*, and so is
 what is in none, the root: embeddings and ln_f. A process has, beside its shards:
 
-    when                              what
-    a group is about to run           a flat buffer in which all processes' shards arrive, and the
-                                      weights, copied out of it. In forward the buffer stays until
-                                      the next group's has arrived
-    it has run                        the weights go; but the root's stay until backward is over
-    its backward is about to run      its weights again; and the buffer of the group before it, so
-                                      that backward need not wait for that
-    its backward is over              the weights go; its whole gradients are copied to a flat buffer
-                                      and go; 1 / n of the sums arrives. The buffer stays until the
-                                      next group is there
-    more micro-batches come           the whole gradients of all groups wait
+    when                          what
+    a group is about to run       a flat buffer in which all processes' shards arrive, and the
+                                  weights, copied out of it. In forward the buffer stays until the
+                                  next group's has arrived
+    it has run                    the weights go; but the root's stay until backward is over
+    its backward is about to run  its weights again; and the buffer of the group before it, so that
+                                  backward need not wait for that
+    its backward is over          the weights go; its whole gradients are copied to a flat buffer
+                                  and go; 1 / n of the sums arrives. The buffer stays until the next
+                                  group is there
+    more micro-batches come       the whole gradients of all groups wait
 
 The planner's model does the same here on fake tensors, without processes: real ones, if there are
-any, are not disturbed. The source is torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:
-`unshard`, `wait_for_unshard`, `pre_backward`, `post_backward`, alike in this from torch 2.9 to 2.13.
-A GPU copies and communicates on streams of their own, but Python allocates and frees in this order
-there, too (there is no record_stream).
+any, are not disturbed. The source is torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py,
+`unshard`, `wait_for_unshard`, `pre_backward`, `post_backward`: alike in this from torch 2.9 to
+2.13. A GPU copies and communicates on streams of their own, but Python allocates and frees in this
+order there, too (there is no record_stream).
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,6 +46,15 @@ def shard_of(config: MiniGPTConfig, n: int) -> MiniGPT:
             rows = -(-len(weight) // n)
             setattr(module, name, nn.Parameter(weight.new_empty(rows, *weight.shape[1:])))
     return shard
+
+
+def share_of(state: int, config: MiniGPTConfig, n: int) -> int:
+    """Of `state` bytes of weights, gradients and moments, what one of n processes has at least.
+
+    An n-th, and the root's whole weights, which are there from forward to the end of backward.
+    """
+    C, rows = config.d_model, config.vocab_size + config.max_position_embeddings
+    return state if n == 1 else state // n + 4 * (rows * C + 2 * C)
 
 
 class Group:

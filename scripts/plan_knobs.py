@@ -17,10 +17,6 @@ from trainer.plan import NO_RECOMPUTE, Plans
 
 STEP = 64  # tokens; lengths are multiples of it
 LONGEST = 10**6  # tokens, as --seq-len allows
-# Two ways that take the least memory, one of them in any model.
-LEAST: list[dict[str, Any]] = [
-    NO_RECOMPUTE | {"recompute": "full", "recompute_group": k} for k in (1, 2)
-]
 SHOWN = 5  # settings
 
 
@@ -122,6 +118,12 @@ class Setting:
         }
 
 
+def least(planner: Planner) -> list[dict[str, Any]]:
+    """Two ways that take the least memory, one of them in any model; shards know no groups."""
+    groups = (1, 2) if planner.shards == 1 else (1,)
+    return [NO_RECOMPUTE | {"recompute": "full", "recompute_group": k} for k in groups]
+
+
 def length_words(args: argparse.Namespace, wanted: dict[str, Any]) -> list[str]:
     """Those flags that differ from what was asked, as words."""
     words = []
@@ -151,7 +153,7 @@ class Search:
     def fits(self, size: int) -> bool:
         """Is there a way at all?"""
         planner = self.planner(size)
-        return any(planner.step(size, **way).peak <= self.safe for way in LEAST)
+        return any(planner.step(size, **way).peak <= self.safe for way in least(planner))
 
     def fastest(self, size: int) -> Setting | None:
         """The fastest way to recompute with micro-batches of `size`."""
@@ -211,7 +213,7 @@ def longest_for_all(args: argparse.Namespace, plans: Plans, room: Room) -> argpa
 
     def too_long(seq_len: int) -> bool:
         planner = plans.planner(flags(seq_len))
-        return all(planner.step(1, **way).peak > (room.safe or 0) for way in LEAST)
+        return all(planner.step(1, **way).peak > (room.safe or 0) for way in least(planner))
 
     n = bisect_left(lengths, True, key=too_long)
     return flags(lengths[n - 1]) if n else args

@@ -29,7 +29,9 @@ import torch
 from tqdm import tqdm
 
 from data import DataError
-from planner.formulas import closed_form, count_parameters, state_bytes
+from model import MiniGPTConfig
+from planner.formulas import closed_form, count_parameters
+from planner.shards import share_of
 from planner.work import PRECISIONS
 from scripts import say_stopped
 from scripts.plan_knobs import (
@@ -80,6 +82,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("plan (all else as in train_minimal.py)").add_argument
     add("--nproc-per-node", type=number(int, 1, 10**4), metavar="N",
         help="plan for train_ddp.py, with N processes on a machine")  # fmt: skip
+    add("--fsdp", action="store_true",
+        help="with --nproc-per-node: for train_fsdp.py, whose processes hold one model between "
+        "them; predicted is what one of them takes")  # fmt: skip
     add("--longest-sequence", action="store_true",
         help="for each policy, the longest sequence that fits at this batch, in multiples of "
         f"{STEP} tokens; positions grow with it, unless --max-position-embeddings is typed; "
@@ -89,12 +94,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "mix; as many sequences a step as asked")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write the table there, in bytes")
     args = parser.parse_args(argv)
+    if args.fsdp:
+        check_fsdp(args)
     args.use_activation_checkpoint = "auto"
     args.recompute_layers, args.recompute_rest = None, None
     args.recompute_group, args.offload_activations = 1, False
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
     return fill_in(args)
+
+
+def check_fsdp(args: argparse.Namespace) -> None:
+    """Raises UsageError where a flag does not go with --fsdp."""
+    if args.nproc_per_node is None:
+        raise UsageError("--fsdp: over how many processes? --nproc-per-node tells")
+    if args.recompute_group > 1:
+        raise UsageError(
+            f"--recompute-group {args.recompute_group}: with --fsdp weights are gathered block by "
+            "block; leave it out"
+        )
+    if args.compress_gradients:
+        raise UsageError("--compress-gradients is for train_ddp.py: leave it or --fsdp out")
 
 
 def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
@@ -109,13 +129,18 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
         )
     if args.longest_sequence and budget is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
-    ddp = args.nproc_per_node is not None
-    plans = Plans(vocabulary(args), torch.device(kind), precision, ddp, watch)
+    ddp, shards = args.nproc_per_node is not None, 1
+    if args.fsdp:
+        ddp, shards = False, processes
+    device = torch.device(kind)
+    plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, watch)
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
     is_size = args.memory_budget is not None or card is not None and measured is None
     room = Room.of(budget, kind, is_size)
-    clock = Clock(card, args.compile, args.grad_accum_steps, processes) if card else None
+    clock = None
+    if card:
+        clock = Clock(card, args.compile, args.grad_accum_steps, processes, shards)
     args.use_activation_checkpoint = "none"  # what the rows and the way out are changes of
     return Asked(argv, args, plans, room, clock, measured)
 
@@ -135,7 +160,7 @@ def describe_target(asked: Asked) -> str:
     lines = [
         f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
-        f"device   {kind}, {precision}" + (", DistributedDataParallel" if plans.ddp else ""),
+        f"device   {kind}, {precision}{parallel_words(plans)}",
     ]
     if asked.clock:
         card = asked.clock.card
@@ -145,14 +170,29 @@ def describe_target(asked: Asked) -> str:
         lines.append(f"card     {card.name}: {speed}{how}; times are estimates")
     lines += [
         f"budget   {limit}",
-        f"always   {format_bytes(state_bytes(config))}: weights, gradients, AdamW "
-        "(16 bytes a parameter)",
+        f"always   {format_bytes(plans.state(args))}: {state_words(plans, config)}",
     ]
     if assumed := assumptions(args, config.vocab_size):
         lines.append(f"note     assumed, as nothing else was asked: {', '.join(assumed)}")
     if args.compile:
         lines.append("note     eager code is simulated; the compiler may keep less, or more")
+    if asked.clock and plans.shards > 1:
+        lines.append("note     the times are without what processes send each other")
     return "\n".join(lines)
+
+
+def parallel_words(plans: Plans) -> str:
+    if plans.shards > 1:
+        return f", fully_shard: {plans.shards} processes hold the model between them"
+    return ", DistributedDataParallel" if plans.ddp else ""
+
+
+def state_words(plans: Plans, config: MiniGPTConfig) -> str:
+    state = "weights, gradients, AdamW (16 bytes a parameter)"
+    if plans.shards == 1:
+        return state
+    gathered = format_bytes(share_of(0, config, plans.shards))
+    return f"1/{plans.shards} of {state}; and gathered embeddings, {gathered}"
 
 
 def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
@@ -174,7 +214,8 @@ def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
 def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
     """The trainer's command: what was asked, with what was found."""
     mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--card": 1}
-    mine |= {"--longest-sequence": 0, "--all-knobs": 0}
+    mine |= {"--longest-sequence": 0, "--all-knobs": 0, "--fsdp": 0}
+    mine |= {"--compress-gradients": 0} if args.fsdp else {}
     mine |= {"--recompute-layers": 1, "--recompute-rest": 1, "--recompute-group": 1}
     mine |= {"--offload-activations": 0, "--use-activation-checkpoint": 0}
     mine |= {flag: 1 for flag in flags if flag.startswith("--") and flag not in mine}
@@ -191,7 +232,8 @@ def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) ->
             kept.append(word)
     start = ["python", "train_minimal.py"]
     if args.nproc_per_node:
-        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", "train_ddp.py"]
+        trainer = "train_fsdp.py" if args.fsdp else "train_ddp.py"
+        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer]
     return shlex.join([*start, *kept, *flags])
 
 
@@ -217,6 +259,8 @@ def verdict(asked: Asked, table: list[Row]) -> str:
     if knob is None:
         return "\n".join([*lines, f"{nothing}; {why}{SMALLER}"])
     lines.append(f"{nothing}; {why}{knob.command(args)} fits ({knob.words})")
+    if knob.trainer:
+        args = argparse.Namespace(**vars(args) | {"fsdp": True})
     return "\n".join([*lines, command_line(argv, args, words_of(knob))])
 
 
@@ -260,6 +304,8 @@ def as_json(asked: Asked, table: list[Row], settings: list[Setting]) -> str:
         "seq_len": args.seq_len,
         "device": plans.device.type,
         "precision": str(plans.precision).removeprefix("torch."),
+        "shards": plans.shards,
+        "state_bytes": plans.state(args),
         "card": asked.clock and asked.clock.card.name,
         "budget_bytes": asked.room.budget,
         "safe_bytes": asked.room.safe,

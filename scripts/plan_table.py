@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner import Card, Planner, StepMemory
-from planner.choose import RUNGS, describe_recompute, pick_recompute, recompute_flags
+from planner.choose import describe_recompute, pick_recompute, recompute_flags, rungs
 from planner.formulas import count_parameters, recompute_cost, step_flops
 from trainer.metrics import format_bytes
 from trainer.room import for_tensors
@@ -38,13 +38,14 @@ class Clock:
     compiled: bool
     micro_batches: int
     processes: int
+    shards: int = 1  # processes that hold the model between them; gathering is not in the time
 
     def seconds(self, step: StepMemory) -> float:
         """`step`: one micro-batch and the update of the weights, which all of them share."""
         one = step.seconds(self.card, self.compiled)
         # Clipping reads the gradients twice and writes them; AdamW reads weights, gradients and two
         # moments, and writes all but the gradients: ten times 4 bytes a parameter.
-        moved = 40 * count_parameters(step.config)
+        moved = 40 * count_parameters(step.config) / self.shards
         update = moved / (self.card.reached_bytes * self.card.bytes_per_s)
         return self.micro_batches * one - (self.micro_batches - 1) * min(update, one)
 
@@ -127,7 +128,7 @@ def rows(
     planner: Planner, args: argparse.Namespace, room: Room, clock: Clock | None = None
 ) -> list[Row]:
     """Every policy, and the cheapest way that fits (a row of its own if it is a mix)."""
-    ways, safe = [*RUNGS, OFFLOADED], sys.maxsize if room.safe is None else room.safe
+    ways, safe = [*rungs(planner), OFFLOADED], sys.maxsize if room.safe is None else room.safe
     card = clock.card if clock else None
     taken = pick_recompute(planner, args.batch_size, safe, card, args.compile)
     if taken.config.recompute_layers is not None:

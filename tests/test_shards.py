@@ -1,20 +1,27 @@
 """Sharded over processes: the planner is right about what one of them needs."""
 
+import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from fsdp_memory import CASES, CONFIG, WIDE, T
+from fsdp_memory import CASES, CONFIG, WIDE
 from runs import TORCHRUN, run
 from test_memory import planner
 
-from model import MiniGPTConfig
-from planner.choose import pick_recompute
-from planner.timeline import KINDS
+from planner.choose import all_alike, all_mixes, config_of, peaks_of, pick_recompute
+from planner.formulas import state_bytes
+from planner.shards import share_of
+from planner.step import Planner
+from planner.timeline import KINDS, StepMemory
+from scripts import plan_memory
+from trainer.flags import UsageError, build_parser, fill_in, model_config
+from trainer.plan import Plans, choose_recompute
+from trainer.plan import plan_memory as plan_run
+from trainer.process import OneProcess
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -60,7 +67,258 @@ def test_predicted_peaks_of_all_other_cases(measured):
     check(measured([name for name in CASES if name not in FEW]))
 
 
+# ---- what a process has when
+
+
+def columns(step: StepMemory) -> dict[str, np.ndarray]:
+    return dict(zip(KINDS, step.timeline.T, strict=True))
+
+
+def of(plan: Planner) -> tuple[int, int, int]:
+    """Bytes of one process's shards, of the root, of a block."""
+    block = sum(p.nbytes for p in plan.model.blocks[0].parameters())
+    whole = sum(p.nbytes for p in plan.model.parameters())
+    root = whole - plan.config.n_layers * block
+    return whole // plan.shards, root, block
+
+
 def test_one_shard_changes_nothing():
     whole, one = planner(WIDE), planner(WIDE, shards=1)
     assert one.held is one.model
     assert (whole.step(8).timeline == one.step(8).timeline).all()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_is_gathered_when(recompute, accumulate):
+    plan = planner(
+        replace(WIDE, vocab_size=64), shards=4, device_type="cuda", accumulate=accumulate
+    )
+    share, root, block = of(plan)
+    step = plan.step(24, recompute=recompute)
+    kinds = columns(step)
+    beside = kinds["parameters"] - share
+    assert beside[0] == beside[-1] == 0
+    assert beside[step.phase("head")].max() == root + block  # a buffer waits
+    assert beside[step.phase("backward")].max() == root + 2 * block  # and weights
+    assert beside[step.phase("forward")].max() == max(2 * root + block, root + 2 * block)
+    assert (beside[step.phase("optimizer")] == 0).all()
+
+    gradients = kinds["gradients"]
+    assert gradients[0] == accumulate * (root + 4 * block)
+    begin = step.phase("optimizer").start
+    assert (gradients[begin:-1] == share).all()
+    most = gradients[step.phase("backward")].max()
+    if accumulate:  # all of them, beside a block's buffer
+        assert most == root + 5 * block
+    else:  # the root's, the buffers of two blocks, or one and its gradients, and shards
+        assert root + 2 * block <= most < root + 2 * block + share
+    assert (kinds["optimizer"] == kinds["optimizer"][0]).all()
+    assert kinds["optimizer"][0] == pytest.approx(2 * share, rel=0.01)
+
+
+def test_gloo_takes_as_much_again_while_it_is_at_work():
+    cpu, gpu = (planner(WIDE, shards=2, device_type=kind).step(1) for kind in ("cpu", "mps"))
+    _, _, block = of(planner(WIDE, shards=2))
+    assert columns(cpu)["temporaries"].max() >= block > columns(gpu)["temporaries"].max()
+
+
+def test_rows_that_do_not_divide_are_rounded_up():
+    odd, even = (replace(WIDE, vocab_size=n, max_position_embeddings=63) for n in (61, 62))
+    one, other = (columns(planner(config, shards=2).step(2)) for config in (odd, even))
+    assert one["parameters"].tolist() == other["parameters"].tolist()
+
+
+@pytest.mark.parametrize("n", [3, 1000])
+def test_more_processes_than_rows(n):
+    plan = planner(WIDE, shards=n)
+    step = plan.step(2, recompute="full")
+    rows = [-(-len(p) // n) for p in plan.model.parameters()]
+    assert [len(p) for p in plan.held.parameters()] == rows
+    assert columns(step)["parameters"][0] == sum(p.nbytes for p in plan.held.parameters())
+    assert step.peak > planner(WIDE, shards=2).step(2, recompute="full").peak or n == 3
+
+
+def test_more_processes_take_less_each():
+    peaks = [planner(WIDE, shards=n).step(1, recompute="full").peak for n in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_the_share_is_the_least_that_a_step_takes():
+    for config in (WIDE, CONFIG):
+        plan = planner(config, shards=2)
+        share = share_of(state_bytes(config), config, 2)
+        _, root, _ = of(plan)
+        held = sum(p.nbytes for p in plan.held.parameters())
+        assert share == pytest.approx(4 * held + root, rel=0.01)
+        assert share < plan.step(1, recompute="full").peak
+    assert share_of(100, WIDE, 1) == 100
+
+
+# ---- short cuts hold for shards, too
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"recompute": "full"},
+        {"recompute": "mlp", "recompute_layers": 4, "recompute_rest": "cheap"},
+    ],
+    ids=str,
+)
+def test_of_equal_blocks_three_tell(memory, accumulate):
+    plan = planner(replace(WIDE, n_layers=9, dropout=0.1), shards=2, accumulate=accumulate)
+    step = plan.step(4, **memory)
+    whole = plan.simulate(4, step.config)
+    assert (step.timeline == whole.timeline).all() and step.kept == whole.kept
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_mix_is_known_without_its_simulation():
+    plan = planner(replace(CONFIG, n_layers=5), "bf16", device_type="cuda", shards=2)
+    alike, mixes = all_alike(plan, 8), all_mixes(5)
+    mixes = mixes[(mixes < len(alike)).all(axis=1)]
+    update = 8 * 32 * CONFIG.d_model * 4
+    for mix, peak in list(zip(mixes, peaks_of(alike, mixes), strict=True))[::13]:
+        way = config_of(alike, mix)
+        slack = 2 * update * ("selective" in (way.recompute, way.recompute_rest))
+        assert abs(plan.simulate(8, way).peak - peak) <= slack
+
+
+def test_auto_is_never_over_and_never_takes_a_group():
+    plan = planner(replace(WIDE, n_layers=4), shards=2)
+    peaks = [step.peak for step in all_alike(plan, 16)]
+    assert len(peaks) == 7
+    for budget in np.linspace(min(peaks), max(peaks), 4).astype(int).tolist():
+        step = pick_recompute(plan, 16, budget)
+        assert step.peak <= budget and step.config.recompute_group == 1
+    assert pick_recompute(plan, 16, 1).config.recompute_group == 1  # nothing fits
+
+
+@pytest.mark.parametrize("memory", [{}, {"recompute": "full"}], ids=str)
+def test_largest_batch_is_the_largest(memory):
+    plan = planner(shards=2, accumulate=True)
+    most = plan.largest_batch(2**22, 8, **memory)
+    assert plan.step(most, **memory).peak <= 2**22 < plan.step(most + 1, **memory).peak
+
+
+# ---- asked by flags
+
+SHAPE = (
+    "--use-toy-data --vocab-size 64 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32 "
+    "--batch-size 8"
+)
+
+
+def asked(tmp_path, flags: str) -> dict:
+    path, device = tmp_path / "plan.json", "" if "--card" in flags else "--device cpu"
+    assert plan_memory.main([*f"{SHAPE} {device} {flags}".split(), "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_plan_memory_plans_shards(tmp_path, capsys):
+    alone = asked(tmp_path, "--memory-budget 1GiB")
+    assert (
+        asked(tmp_path, "--memory-budget 1GiB --nproc-per-node 1 --fsdp")["rows"] == alone["rows"]
+    )
+    capsys.readouterr()
+    four = asked(tmp_path, "--memory-budget 1GiB --nproc-per-node 4 --fsdp --lr 1e-3")
+    assert four["shards"] == 4 and four["state_bytes"] < alone["state_bytes"]
+    assert [row["name"] for row in four["rows"]] == [
+        *("none", "cheap", "selective", "mlp", "attn", "sdpa", "full", "full, offloaded")
+    ]
+    args = fill_in(build_parser("test", "x.pt").parse_args(SHAPE.split()))
+    plan = Plans(64, torch.device("cpu"), torch.float32, shards=4).planner(args)
+    precision = getattr(torch, four["precision"])
+    plan.precision = precision
+    assert four["rows"][6]["peak_bytes"] == plan.step(8, recompute="full").peak
+    out = capsys.readouterr().out
+    assert "fully_shard: 4 processes hold the model between them" in out
+    assert "1/4 of weights, gradients, AdamW" in out and "gathered embeddings, 6.1 KiB" in out
+    command = out.splitlines()[-1]
+    assert command.startswith("torchrun --nproc-per-node=4 train_fsdp.py --use-toy-data")
+    assert "--fsdp" not in command and "--lr 1e-3" in command
+
+
+@pytest.mark.slow
+def test_plan_memory_says_that_gathering_takes_no_time_here(tmp_path, capsys):
+    card = "--card A100 --nproc-per-node 2 --fsdp"
+    rows = asked(tmp_path, card)["rows"]
+    assert (
+        "note     the times are without what processes send each other" in capsys.readouterr().out
+    )
+    whole = asked(tmp_path, "--card A100 --nproc-per-node 2")["rows"]
+    assert rows[0]["tokens_per_s"] >= whole[0]["tokens_per_s"]  # the optimizer has less to do
+    found = asked(tmp_path, f"{card} --all-knobs --memory-budget 1GiB")["all_knobs"]
+    assert found and all("--recompute-group" not in setting["flags"] for setting in found)
+    assert "torchrun --nproc-per-node=2 train_fsdp.py" in capsys.readouterr().out
+    longest = asked(tmp_path, "--nproc-per-node 2 --fsdp --longest-sequence --memory-budget 8MiB")
+    assert all(row["longest_sequence_safely"] > 0 for row in longest["rows"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fsdp", "--fsdp: over how many processes? --nproc-per-node tells"),
+        ("--fsdp --nproc-per-node 2 --use-activation-checkpoint --recompute-group 2",
+         "--recompute-group 2: with --fsdp weights are gathered block by block; leave it out"),
+        ("--fsdp --nproc-per-node 2 --compress-gradients",
+         "--compress-gradients is for train_ddp.py: leave it or --fsdp out"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_line(flags, message, capsys):
+    assert plan_memory.main(flags.split()) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+DEEP = "--n-layers 8 --d-model 64 --seq-len 16 --batch-size 2"  # much weight, little else
+
+
+def test_where_the_state_is_too_large_for_ddp_shards_are_named(capsys):
+    flags = f"{SHAPE} {DEEP} --memory-budget 5MiB --nproc-per-node 4"
+    assert plan_memory.main([*flags.split(), "--compress-gradients"]) == 0
+    *_, why, command = capsys.readouterr().out.splitlines()
+    assert "AdamW's state alone take 6.2 MiB, more than the 4.5 MiB" in why
+    fits = "train_fsdp.py without --compress-gradients fits"
+    assert why.endswith(f": {fits} (the processes hold the model between them)")
+    assert command == f"torchrun --nproc-per-node=4 train_fsdp.py {SHAPE} {DEEP}"
+
+
+def parse(flags: str) -> argparse.Namespace:
+    return fill_in(
+        build_parser("test", "x.pt").parse_args(f"{SHAPE} --device cpu --no-amp {flags}".split())
+    )
+
+
+def test_the_way_to_shards_is_the_shortest():
+    """With what else it takes, no more; and not at all where shards do not help."""
+    args = parse(f"--use-activation-checkpoint full --recompute-group 2 {DEEP}")
+    ddp = Plans(64, torch.device("cpu"), torch.float32, ddp=True, processes=4)
+    state = ddp.state(args)
+    _, knob = ddp.way_out(args, state)
+    assert knob.command(args) == "train_fsdp.py --recompute-group 1"
+    with pytest.raises(UsageError, match=r"train_fsdp.py --recompute-group 1 fits \(the proc"):
+        choose_recompute(ddp, args, state)
+    for budget, plans in [(2**16, ddp), (state, replace(ddp, processes=1))]:
+        _, knob = plans.way_out(args, budget)
+        assert knob is None or not knob.trainer
+
+    sharded, none = replace(ddp, ddp=False, shards=4, made={}), parse(DEEP)
+    full = argparse.Namespace(**vars(none) | {"use_activation_checkpoint": "full"})
+    for budget, more in [(sharded.peak(none), ""), (sharded.peak(full), "full")]:
+        assert sharded.peak(full) < sharded.peak(none) < state
+        _, knob = ddp.way_out(none, budget)
+        assert knob.trainer and knob.flags.get("use_activation_checkpoint", "") == more
+
+
+def test_a_run_knows_its_shards():
+    """The line that the trainer prints, and what `auto` takes, are of one of its processes."""
+    args = parse("--use-activation-checkpoint full")
+    process = OneProcess(torch.device("cpu"))
+    config = model_config(args, 64)
+    _, whole = plan_run(args, process, config, torch.float32)
+    process.shards = process.world_size = 2
+    _, words = plan_run(args, process, config, torch.float32)
+    plans = Plans(64, torch.device("cpu"), torch.float32, shards=2)
+    assert words != whole and words.startswith(f"full: peak {plans.peak(args) / 1024:.1f} KiB")

@@ -7,7 +7,7 @@ planner, and takes the first that fits (`nearest`).
 import argparse
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -22,10 +22,11 @@ class Knob:
 
     flags: dict[str, Any]  # by their names in args; None = leave it out
     words: str  # what it costs
+    trainer: str = ""  # another one to start, if it takes that
 
     def command(self, args: argparse.Namespace) -> str:
         """ "--batch-size 3 --grad-accum-steps 4" """
-        words, without = [], []
+        words, without = [self.trainer] * bool(self.trainer), []
         for name, value in self.flags.items():
             flag = "--" + name.replace("_", "-")
             if value is None:
@@ -148,6 +149,28 @@ def nearest(
             if knob := first_that_fits(smaller, families, fits):
                 return Knob(flags | knob.flags, f"a smaller model, {name}")
     return None
+
+
+def with_shards(
+    args: argparse.Namespace,
+    device_type: str,
+    budget: int,
+    state: Callable[[argparse.Namespace], int],
+    peak: Callable[[argparse.Namespace], int],
+) -> Knob | None:
+    """train_fsdp.py, with the least change that fits then; `state`, `peak`: of one of its shards.
+
+    It is no knob like the others: it only helps where there are several processes.
+    """
+    kept: dict[str, Any] = {"recompute_group": 1} if args.recompute_group > 1 else {}
+    kept |= {"compress_gradients": None} if args.compress_gradients else {}  # (not there)
+    without = Knob(kept, "").change(args)
+    if state(without) >= budget:
+        return None
+    families = chain([Family({}, [{}], "")], same_sequences(without, device_type))
+    knob = first_that_fits(without, families, lambda flags: peak(flags) <= budget)
+    words = "the processes hold the model between them"
+    return knob and replace(knob, flags=kept | knob.flags, words=words, trainer="train_fsdp.py")
 
 
 def model_flags(args: argparse.Namespace, name: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from planner import Card, Planner, StepMemory
 from planner.cards import card_named
 from planner.choose import ALL_ALIKE, RUNGS, describe_recompute, pick_recompute
 from planner.formulas import state_bytes
+from planner.shards import share_of
 
 from .card import THIS_MACHINE, clock_card, device_type
 from .flags import (
@@ -27,7 +28,7 @@ from .flags import (
     model_config,
     set_matmul_precision,
 )
-from .knobs import Knob, nearest, settings
+from .knobs import Knob, nearest, settings, with_shards
 from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
 from .metrics import format_bytes
 from .optimizer import make_optimizer
@@ -111,6 +112,7 @@ def make_planner(
     device: torch.device,
     precision: torch.dtype,
     ddp: bool = False,
+    shards: int = 1,
 ) -> Planner:
     """The planner of the run that the flags ask for, on a device that need not be there."""
     return Planner(
@@ -122,6 +124,7 @@ def make_planner(
         accumulate=args.grad_accum_steps > 1,
         ddp=ddp,
         compress=ddp and args.compress_gradients,
+        shards=shards,
     )
 
 
@@ -133,6 +136,8 @@ class Plans:
     device: torch.device
     precision: torch.dtype
     ddp: bool = False
+    processes: int = 1  # with `ddp`, that hold the whole model each
+    shards: int = 1  # processes that hold one between them
     watch: Callable[[], object] = lambda: None  # called before each step that is simulated
     made: dict[tuple, Planner] = field(default_factory=dict)
 
@@ -142,13 +147,14 @@ class Plans:
         key = replace(config, **NO_RECOMPUTE), args.seq_len, args.grad_accum_steps > 1
         if key not in self.made:
             self.watch()
-            planner = make_planner(args, config, self.device, self.precision, self.ddp)
+            planner = make_planner(args, config, self.device, self.precision, self.ddp, self.shards)
             planner.watch, self.made[key] = self.watch, planner
         return self.made[key]
 
     def state(self, args: argparse.Namespace) -> int:
         """Bytes of weights, gradients and AdamW's moments; nothing is simulated for that."""
-        return state_bytes(model_config(args, self.vocab_size))
+        config = model_config(args, self.vocab_size)
+        return share_of(state_bytes(config), config, self.shards)
 
     def peak(self, args: argparse.Namespace) -> int:
         """Bytes at the peak of a step; for `auto`, of the most that it recomputes."""
@@ -162,6 +168,10 @@ class Plans:
         if state >= budget:
             why = f"weights, gradients and AdamW's state alone take {format_bytes(state)}, more "
             why += f"than the {format_bytes(budget)} that tensors may take: "
+            if self.ddp and self.processes > 1:
+                dealt = replace(self, ddp=False, shards=self.processes, made={})
+                if knob := with_shards(args, self.device.type, budget, dealt.state, dealt.peak):
+                    return why, knob
         return why, nearest(args, self.device.type, budget, self.state, self.peak)
 
 
@@ -246,7 +256,14 @@ def plan_memory(
     `held`: bytes of this memory that a snapshot has now and gives back (or to the optimizer).
     Raises UsageError if `auto` finds nothing that fits, TooLarge if the device can never hold it.
     """
-    plans = Plans(config.vocab_size, process.device, precision, process.keeps_gradients)
+    plans = Plans(
+        config.vocab_size,
+        process.device,
+        precision,
+        process.keeps_gradients,
+        process.world_size,
+        process.shards,
+    )
     words = ""
     if args.use_activation_checkpoint == "auto":
         on_device = process.processes_on_device

@@ -29,6 +29,8 @@ class OneProcess:
     rank, world_size = 0, 1
     keeps_gradients = False  # are they in memory that stays? (The planner asks.)
     processes_on_device = 1  # that share its memory
+    # Over how many are weights, gradients and moments dealt out? (The planner asks that, too.)
+    shards = 1
 
     def __init__(self, device: torch.device):
         self.device = device
