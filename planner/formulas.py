@@ -13,15 +13,21 @@ from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
 
 def closed_form(
-    config: MiniGPTConfig, batch_size: int, seq_len: int, precision: torch.dtype
+    config: MiniGPTConfig,
+    batch_size: int,
+    seq_len: int,
+    precision: torch.dtype,
+    optimizer: str = "adamw",
+    moments: torch.dtype = torch.float32,
 ) -> dict[str, int]:
     """Bytes of the parts of a training step; `Planner` finds the same by counting.
 
-    a = 2 is the size of an activation under autocast, else a = 4.
+    a = 2 is the size of an activation under autocast, else a = 4; m that of a moment.
 
     parameters  4 P, where P = (V + T_max) C + L (4 C^2 + 2 C F + 9 C + F) + 2 C
     gradients   4 P
-    optimizer   8 P for AdamW's two moments, and a step counter of 4 for each tensor
+    optimizer   2 m P for AdamW's two moments, and a step counter of 4 for each tensor; Muon has one
+                moment, and no counter, for the matrices of the blocks, L (4 C^2 + 2 C F) of P
     blocks      what its policy keeps (see memory/policies.py) of each block's
                 - attention half: x 4 N C, ln_1's output a N C, its mean and deviation 8 N, q k v
                   3 a N C, attention's output a N C, the softmax's normaliser 4 N H
@@ -44,7 +50,8 @@ def closed_form(
     Sources: Korthikanti et al., 2022, section 4, has 34 N C for a block with F = 4 C in float16
     with both masks, and 5 H T N for attention scores, which fused attention (Dao et al., 2022) does
     not keep; autocast's float32 residual stream makes it 36 N C without masks. Rajbhandari et al.,
-    2020, section 3.1, has the 16 P.
+    2020, section 3.1, has the 16 P; Liu et al., 2025 (arXiv 2502.16982), section 2.3, that Muon
+    stores half of what AdamW does.
     """
     C, F, H, L = config.d_model, config.d_ff, config.n_heads, config.n_layers
     N, amp = batch_size * seq_len, precision != torch.float32
@@ -72,7 +79,7 @@ def closed_form(
     return {
         "parameters": 4 * P,
         "gradients": 4 * P,
-        "optimizer": 8 * P + 4 * (4 + 12 * L),
+        "optimizer": optimizer_bytes(config, optimizer, moments),
         "blocks": kept,
         "head": head_bytes(config, N, precision),
     }
@@ -85,10 +92,20 @@ def count_parameters(config: MiniGPTConfig) -> int:
     return P + config.n_layers * (4 * C * C + 2 * C * F + 9 * C + F)
 
 
-def state_bytes(config: MiniGPTConfig) -> int:
-    """Weights, gradients and AdamW's moments: no step takes less, whatever it recomputes."""
-    parts = closed_form(config, 1, 1, torch.float32)
-    return parts["parameters"] + parts["gradients"] + parts["optimizer"]
+def optimizer_bytes(config: MiniGPTConfig, optimizer: str, moments: torch.dtype) -> int:
+    """What the optimizer stores from step to step; its names are those of --optimizer."""
+    C, F, L = config.d_model, config.d_ff, config.n_layers
+    stored, counters = 2 * count_parameters(config), 4 + 12 * L
+    if optimizer == "muon":
+        stored, counters = stored - L * (4 * C * C + 2 * C * F), counters - 4 * L
+    return moments.itemsize * stored + 4 * counters
+
+
+def state_bytes(
+    config: MiniGPTConfig, optimizer: str = "adamw", moments: torch.dtype = torch.float32
+) -> int:
+    """Weights, gradients and moments: no step takes less, whatever it recomputes."""
+    return 8 * count_parameters(config) + optimizer_bytes(config, optimizer, moments)
 
 
 def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> int:

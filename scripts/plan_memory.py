@@ -23,7 +23,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from tqdm import tqdm
@@ -57,6 +57,7 @@ from trainer.flags import (
 )
 from trainer.knobs import Knob
 from trainer.metrics import format_bytes
+from trainer.optimizer import optimizer_name
 from trainer.plan import SMALLER, Plans, asked_card, target, vocabulary
 from trainer.report import describe_model
 
@@ -170,7 +171,7 @@ def describe_target(asked: Asked) -> str:
         lines.append(f"card     {card.name}: {speed}{how}; times are estimates")
     lines += [
         f"budget   {limit}",
-        f"always   {format_bytes(plans.state(args))}: {state_words(plans, config)}",
+        f"always   {format_bytes(plans.state(args))}: {state_words(args, plans, config)}",
     ]
     if assumed := assumptions(args, config.vocab_size):
         lines.append(f"note     assumed, as nothing else was asked: {', '.join(assumed)}")
@@ -187,8 +188,10 @@ def parallel_words(plans: Plans) -> str:
     return ", DistributedDataParallel" if plans.ddp else ""
 
 
-def state_words(plans: Plans, config: MiniGPTConfig) -> str:
-    state = "weights, gradients, AdamW (16 bytes a parameter)"
+def state_words(args: argparse.Namespace, plans: Plans, config: MiniGPTConfig) -> str:
+    size = replace(plans, shards=1).state(args) / count_parameters(config)
+    dtype = "" if args.moments_dtype == "float32" else f" in {args.moments_dtype}"
+    state = f"weights, gradients, {optimizer_name(args)}{dtype} ({size:.3g} bytes a parameter)"
     if plans.shards == 1:
         return state
     gathered = format_bytes(share_of(0, config, plans.shards))
@@ -310,7 +313,16 @@ def as_json(asked: Asked, table: list[Row], settings: list[Setting]) -> str:
         "budget_bytes": asked.room.budget,
         "safe_bytes": asked.room.safe,
         "takes": taken and taken.name,
-        "closed_form": closed_form(config, args.batch_size, args.seq_len, plans.precision),
+        "optimizer": args.optimizer,
+        "moments_dtype": args.moments_dtype,
+        "closed_form": closed_form(
+            config,
+            args.batch_size,
+            args.seq_len,
+            plans.precision,
+            args.optimizer,
+            getattr(torch, args.moments_dtype),
+        ),
         "rows": [row.as_json() for row in table],
         "all_knobs": [setting.as_json(args) for setting in settings],
     }

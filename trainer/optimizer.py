@@ -274,6 +274,10 @@ def where_steps_are(parameter: Tensor, group: dict[str, Any]) -> torch.device:
     return parameter.device if group["fused"] else torch.device("cpu")
 
 
+def optimizer_name(args: argparse.Namespace) -> str:
+    return {"adamw": "AdamW", "muon": "Muon and AdamW"}[args.optimizer]
+
+
 def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
     """One step of the optimizer; none, to the bit, if the gradients' norm () is not finite.
 

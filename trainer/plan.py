@@ -31,7 +31,7 @@ from .flags import (
 from .knobs import Knob, nearest, settings, with_shards
 from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
 from .metrics import format_bytes
-from .optimizer import make_optimizer
+from .optimizer import make_optimizer, optimizer_name
 from .process import OneProcess
 from .room import default_budget, free_memory, own_memory, total_memory
 
@@ -144,7 +144,8 @@ class Plans:
     def planner(self, args: argparse.Namespace) -> Planner:
         """The same one for all flags that differ in batch size and recompute only."""
         config = model_config(args, self.vocab_size)
-        key = replace(config, **NO_RECOMPUTE), args.seq_len, args.grad_accum_steps > 1
+        state = args.optimizer, args.moments_dtype
+        key = replace(config, **NO_RECOMPUTE), args.seq_len, args.grad_accum_steps > 1, state
         if key not in self.made:
             self.watch()
             planner = make_planner(args, config, self.device, self.precision, self.ddp, self.shards)
@@ -152,9 +153,9 @@ class Plans:
         return self.made[key]
 
     def state(self, args: argparse.Namespace) -> int:
-        """Bytes of weights, gradients and AdamW's moments; nothing is simulated for that."""
-        config = model_config(args, self.vocab_size)
-        return share_of(state_bytes(config), config, self.shards)
+        """Bytes of weights, gradients and moments; nothing is simulated for that."""
+        config, moments = model_config(args, self.vocab_size), getattr(torch, args.moments_dtype)
+        return share_of(state_bytes(config, args.optimizer, moments), config, self.shards)
 
     def peak(self, args: argparse.Namespace) -> int:
         """Bytes at the peak of a step; for `auto`, of the most that it recomputes."""
@@ -166,7 +167,8 @@ class Plans:
         """The least change that makes a step fit in `budget` bytes; first why, if that is plain."""
         why, state = "", self.state(args)
         if state >= budget:
-            why = f"weights, gradients and AdamW's state alone take {format_bytes(state)}, more "
+            why = f"weights, gradients and {optimizer_name(args)}'s state alone take "
+            why += f"{format_bytes(state)}, more "
             why += f"than the {format_bytes(budget)} that tensors may take: "
             if self.ddp and self.processes > 1:
                 dealt = replace(self, ddp=False, shards=self.processes, made={})
