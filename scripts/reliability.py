@@ -36,12 +36,13 @@ from tqdm import tqdm
 
 from scripts import reliability_conditions as conditions
 from scripts import reliability_endings as endings
+from scripts import reliability_shards as shards
 from scripts import say_stopped
 from scripts.trainer_process import Bench, NotHeld, Row, kill_all
 from trainer.flags import OneLineParser, output_file
 
 # From top to bottom. The functions, each with its row's words above it, are written out in
-# reliability_endings.py and reliability_conditions.py.
+# reliability_endings.py, reliability_conditions.py and reliability_shards.py.
 ROWS: dict[str, Row] = {
     one.name: one
     for one in (
@@ -66,6 +67,11 @@ ROWS: dict[str, Row] = {
         conditions.malformed_input,
         conditions.flat,
         conditions.no_network,
+        shards.killed_in_training,
+        shards.killed_in_a_save,
+        shards.signals,
+        shards.restarts,
+        shards.across_trainers,
     )
 }
 
@@ -90,14 +96,14 @@ def measure(one: Row, bench: Bench) -> Result:
         name = "" if isinstance(failure, NotHeld) else f"{type(failure).__name__}: "
         measured, held = f"{name}{failure}", False
     seconds = round(time.monotonic() - start, 1)
-    tqdm.write(f"{'held' if held else 'NOT HELD':8} {one.name:9} {seconds:5.0f} s  {measured}",
+    tqdm.write(f"{'held' if held else 'NOT HELD':8} {one.name:13} {seconds:5.0f} s  {measured}",
                file=sys.stderr)  # fmt: skip
     return Result(one.name, one.what, one.wanted, measured, held, seconds)
 
 
 def measure_all(names: list[str], bench: Bench) -> list[Result]:
     """Two rows at a time; but the one that loads the machine by itself, and those with a clock."""
-    alone = [name for name in names if name in ("exit", "signals", "offline")]
+    alone = [name for name in names if name in ("exit", "signals", "offline", "fsdp-signals")]
     pool = concurrent.futures.ThreadPoolExecutor(2)  # no `with`: Ctrl-C is not to wait for it
     together = [ROWS[name] for name in names if name not in alone]
     one_by_one = chain(

@@ -13,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,25 +43,28 @@ from trainer.snapshot import SnapshotError, beside, read_snapshot
     "`kill -9` at random points of training",
     "20 of 20 resume with the weights of an undisturbed run, at most one save interval lost",
 )
-def killed_in_training(bench: Bench, kills: int = 20, steps: int = 160) -> str:
-    """A scheduler's or the kernel's kill leaves no time to save: what lies there must do."""
+def killed_in_training(bench: Bench, kills: int = 20, steps: int = 160, **world: Any) -> str:
+    """A scheduler's or the kernel's kill leaves no time to save: what lies there must do.
+
+    `world`: for Trainer, several processes, one of which is killed.
+    """
     flags = (f"--num-steps={steps}",)
     path, undisturbed = bench.path(), history(bench.reference(*flags))
     rng, kept, lost = random.Random(0), 0, 0
     for number in range(kills):
         resume = ["--resume"] if kept else []
-        run = Trainer(path, *flags, *resume, PAUSE="0.02")
+        run = Trainer(path, *flags, *resume, PAUSE="0.02", **world)
         run.wait_for_step(kept + rng.randint(1, 2 * INTERVAL))
         time.sleep(rng.uniform(0, 0.05))  # so that it also hits a step or a save half-way
-        run.send(signal.SIGKILL)
-        run.end(-signal.SIGKILL)
+        run.send(signal.SIGKILL, rank=number % 2 if world else None)
+        run.end(1 if world else -signal.SIGKILL)
         if path.exists() or beside(path, ".prev.pt").exists():
             state = load_newest(path).state
             kept, weights = state["step"], weights_hash(state["model"])
             check(weights == undisturbed[kept]["weights"], f"kill {number}: other weights")
         lost = max(lost, run.last_step() - kept)
         check(lost <= INTERVAL, f"kill {number} lost {lost} steps")
-    bench.train(path, *flags, "--resume")
+    bench.train(path, *flags, "--resume", **world)
     bench.check_same(path, *flags)
     return f"{kills} of {kills} end bit-identical, at most {lost} steps of {INTERVAL} lost"
 
@@ -69,14 +73,15 @@ DEATHS_IN_A_SAVE = [fault for fault in SAVE_FAULTS if fault.startswith("die")]
 
 
 @row("save", "`kill -9` at each point inside a save", "6 of 6 end bit-identical")
-def killed_in_a_save(bench: Bench, points: Sequence[str] = DEATHS_IN_A_SAVE) -> str:
+def killed_in_a_save(bench: Bench, points: Sequence[str] = DEATHS_IN_A_SAVE, **world: Any) -> str:
     """A snapshot that is overwritten in place is gone if the writer dies half-way."""
     kept = []
     for fault in points:
         path = bench.path()
-        bench.train(path, expect=-signal.SIGKILL, FAULTS=f"{fault}:0:{2 * INTERVAL}")
+        killed = 1 if world else -signal.SIGKILL
+        bench.train(path, expect=killed, FAULTS=f"{fault}:0:{2 * INTERVAL}", **world)
         kept.append(load_newest(path).state["step"])
-        bench.train(path, "--resume")
+        bench.train(path, "--resume", **world)
         bench.check_same(path)
         left = [p.name for p in path.parent.glob(".*.tmp")]
         check(not left, f"{fault} left {left}")
@@ -194,11 +199,32 @@ def code_in_a_snapshot(bench: Bench) -> str:
 )
 def signals(bench: Bench, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> str:
     """A cluster gives a job some seconds before it takes the machine away."""
+    targets = (("python", 1, None), ("torchrun", 2, None), ("rank", 2, 1))
+    slowest = signal_each(bench, numbers, targets)
+    path = bench.path()
+    run = Trainer(path, PAUSE="1")
+    run.wait_for_step(1)
+    run.send(signal.SIGTERM)
+    time.sleep(0.1)  # two at the same instant would be one
+    sent = run.send(signal.SIGTERM)
+    run.end(-signal.SIGTERM)
+    at_once = time.monotonic() - sent
+    check(at_once < 0.5, f"the second signal took {at_once:.1f} s")
+    return f"6 of 6 saved within {slowest:.1f} s, end bit-identical; second: {at_once:.2f} s"
+
+
+def signal_each(
+    bench: Bench, numbers: Sequence[int], targets: Sequence[tuple[str, int, int | None]], **env: str
+) -> float:
+    """Stop runs by signals to (whom, how many processes, which of them), and go on with them.
+
+    Returns the longest that one took to save and end, in seconds.
+    """
     slowest = 0.0
     for number in numbers:
-        for target, processes, rank in (("python", 1, None), ("torchrun", 2, None), ("rank", 2, 1)):
+        for target, processes, rank in targets:
             path = bench.path()
-            run = Trainer(path, "--save-interval=0", processes=processes, PAUSE="0.1")
+            run = Trainer(path, "--save-interval=0", processes=processes, PAUSE="0.1", **env)
             run.wait_for_step(3)
             sent = run.send(number, rank)
             run.end(128 + number if processes == 1 else 1)
@@ -213,16 +239,7 @@ def signals(bench: Bench, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGIN
             check(set(stops) == {step}, f"{case}: ranks stopped at {stops}")
             bench.train(path, "--resume")
             bench.check_same(path)
-    path = bench.path()
-    run = Trainer(path, PAUSE="1")
-    run.wait_for_step(1)
-    run.send(signal.SIGTERM)
-    time.sleep(0.1)  # two at the same instant would be one
-    sent = run.send(signal.SIGTERM)
-    run.end(-signal.SIGTERM)
-    at_once = time.monotonic() - sent
-    check(at_once < 0.5, f"the second signal took {at_once:.1f} s")
-    return f"6 of 6 saved within {slowest:.1f} s, end bit-identical; second: {at_once:.2f} s"
+    return slowest
 
 
 # ------------------------------------------------------------------------ several processes
@@ -233,14 +250,14 @@ def signals(bench: Bench, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGIN
     "`torchrun --max-restarts=3`, a rank raising or killed",
     "10 of 10 resume by themselves and end with the single-process weights",
 )
-def restarts(bench: Bench, times: int = 10) -> str:
+def restarts(bench: Bench, times: int = 10, **env: Any) -> str:
     """One bad node of many ends a job of days; torchrun starts it again, the rest is ours."""
     start = time.monotonic()
     for i in range(times):
         path, fault = bench.path(), ("error", "kill")[i % 2]
         # From the first step, before there is any snapshot, to the last.
         faults = f"{fault}:{i // 2 % 2}:{1 + i * (STEPS - 1) // max(times - 1, 1)}"
-        bench.train(path, processes=2, torchrun="--max-restarts=3", FAULTS=faults)
+        bench.train(path, processes=2, torchrun="--max-restarts=3", FAULTS=faults, **env)
         bench.check_same(path)
     seconds = (time.monotonic() - start) / times
     return f"{times} of {times} end with the single-process weights, {seconds:.1f} s each"

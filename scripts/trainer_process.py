@@ -53,11 +53,11 @@ class Trainer:
         self, path: Path, *flags: str, processes: int = 1, torchrun: str = "", **env: str
     ) -> None:
         command = [sys.executable, "-m", "scripts.faults"]
-        if processes > 1:
+        if processes > 1 or "TRAINER" in env:
             launch = f"-m torch.distributed.run --standalone --nproc-per-node={processes}"
             command = [sys.executable, *launch.split(), *torchrun.split(), "-m", "scripts.faults"]
         precision = [] if any("--amp" in flag for flag in flags) else ["--no-amp"]
-        same_batch = f"--grad-accum-steps={2 // processes}"
+        same_batch = f"--grad-accum-steps={max(2 // processes, 1)}"
         command += [*TINY, *precision, same_batch, f"--checkpoint-path={path}", *flags]
         self.path = path
         number = len(list(path.parent.glob("*.out")))
@@ -199,9 +199,9 @@ class Row:
     name: str
     what: str
     wanted: str
-    measure: Callable[[Bench], str]  # returns what was measured, or raises NotHeld
+    measure: Callable[..., str]  # (bench): returns what was measured, or raises NotHeld
 
 
-def row(name: str, what: str, wanted: str) -> Callable[[Callable[[Bench], str]], Row]:
+def row(name: str, what: str, wanted: str) -> Callable[[Callable[..., str]], Row]:
     """Makes a row of the function that measures it; scripts/reliability.py puts it in the table."""
     return partial(Row, name, what, wanted)

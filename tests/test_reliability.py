@@ -13,7 +13,12 @@ import threading
 
 import pytest
 
-from scripts import reliability, reliability_conditions, reliability_endings
+from scripts import (
+    reliability,
+    reliability_conditions,
+    reliability_endings,
+    reliability_shards,
+)
 from scripts.reliability import ROWS, Row
 from scripts.trainer_process import Bench, NotHeld, Trainer, check, kill_all, pids_of
 from trainer.snapshot import beside
@@ -42,6 +47,11 @@ COUNTS = [
     pytest.param("resume", {}, marks=slow),
     pytest.param("cache", {}, marks=slow),
     pytest.param("flat", {}, marks=slow),
+    pytest.param("fsdp-kill", {"kills": 2, "steps": 30}, marks=slow),
+    pytest.param("fsdp-save", {"points": ["die-half-written"]}, marks=slow),
+    pytest.param("fsdp-signals", {"numbers": [15]}, marks=slow),
+    pytest.param("fsdp-restarts", {"times": 2}, marks=slow),
+    pytest.param("fsdp-elastic", {}, marks=slow),
 ]
 
 
@@ -65,8 +75,8 @@ def test_every_row_is_here():
 
 def test_every_function_is_in_the_table():
     """In the order of the table."""
-    halves = (reliability_endings, reliability_conditions)
-    rows = [one for half in halves for one in vars(half).values() if isinstance(one, Row)]
+    parts = (reliability_endings, reliability_conditions, reliability_shards)
+    rows = [one for part in parts for one in vars(part).values() if isinstance(one, Row)]
     assert list(ROWS.items()) == [(row.name, row) for row in rows]
 
 
