@@ -53,12 +53,12 @@ class FSDPProcess(DDPProcess):
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
+        self.shards = self.world_size
         if args.recompute_group > 1:
-            raise UsageError(
-                "--recompute-group: train_fsdp.py gathers block by block; leave it out"
-            )
+            group = f"--recompute-group {args.recompute_group}"
+            raise UsageError(f"{group}: train_fsdp.py gathers block by block; 1 fits")
         if args.compress_gradients:
-            raise UsageError("--compress-gradients is for train_ddp.py: leave it out")
+            raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
 
     def place(self, model: MiniGPT) -> None:
         # What is gathered together: a block; and all that is no block (embeddings and ln_f), which
@@ -78,12 +78,9 @@ class FSDPProcess(DDPProcess):
         super().place(model)
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor):
-            return whole
+        mesh, rows = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
         # (None: each process has the whole tensor, nobody has to send parts of it.)
-        return distribute_tensor(
-            whole.to(self.device), like.device_mesh, like.placements, src_data_rank=None
-        )
+        return distribute_tensor(whole.to(self.device), mesh, rows, src_data_rank=None)
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         self.wrapper = model  # FSDP is in hooks of its own, around each forward

@@ -12,6 +12,7 @@ import numpy as np
 from runs import TINY
 
 import train_ddp
+import train_fsdp
 import train_minimal
 from data.tokenizer import format_ranks, load_tokenizer
 from scripts import generate, kept_tensors, ladder, plot_metrics
@@ -25,6 +26,7 @@ PROGRAMS: Programs = {
     "toy": (train_minimal.main, [*TINY, "--checkpoint-path=run.pt"]),
     "text": (train_minimal.main, [*TINY[N_TOY:], "--checkpoint-path=run.pt"]),
     "ddp": (train_ddp.main, [*TINY, "--checkpoint-path=run.pt"]),
+    "fsdp": (train_fsdp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "generate": (generate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "plot": (plot_metrics.main, []),
     "kept_tensors": (kept_tensors.main, []),
@@ -260,10 +262,16 @@ def environment(program: str, *says: str, **variables: str | None) -> Case:
     return Case(program, "", says, {}, variables)
 
 
+ALONE: dict[str, str | None] = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+
+
 def rank(*says: str, **variables: str | None) -> Case:
-    alone: dict[str, str | None] = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-    return Case("ddp", "", says, {}, alone | variables)
+    return Case("ddp", "", says, {}, ALONE | variables)
+
+
+def sharded(words: str, *says: str) -> Case:
+    return Case("fsdp", words, says, {}, ALONE)
 
 
 ENVIRONMENTS = {
@@ -272,6 +280,15 @@ ENVIRONMENTS = {
         RANK=None,
         LOCAL_RANK=None,
         WORLD_SIZE=None,
+    ),
+    "no torchrun for shards": Case(
+        "fsdp", "", ("torchrun --nproc-per-node=2 train_fsdp.py",), {}, dict.fromkeys(ALONE)
+    ),
+    "groups of blocks in shards": sharded(
+        "--use-activation-checkpoint --recompute-group=2", "--recompute-group 2: train_fsdp.py"
+    ),
+    "compressed gradients of shards": sharded(
+        "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"
     ),
     "WORLD_SIZE missing": rank("torchrun", WORLD_SIZE=None),
     "RANK=abc": rank("RANK.*abc.*torchrun", RANK="abc"),

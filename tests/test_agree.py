@@ -28,17 +28,17 @@ def errors(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
-def two_machines(*flags: str, rank_1: tuple[str, ...]) -> list[str]:
+def two_machines(*flags: str, rank_1: tuple[str, ...], trainer_1: str = "train_ddp.py") -> str:
     """One process on each of two "machines", started by hand; the one line that both say."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     processes = []
-    for rank, own in enumerate(((), rank_1)):
+    for rank, (own, trainer) in enumerate((((), "train_ddp.py"), (rank_1, trainer_1))):
         env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MINIGPT_TIMEOUT_S": "60"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = ["/usr/bin/env", *(f"{name}={value}" for name, value in env.items())]
-        command += [sys.executable, "train_ddp.py", *TINY, *flags, *own]
+        command += [sys.executable, trainer, *TINY, *flags, *own]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         processes.append(subprocess.Popen(command, cwd=ROOT, **pipes))
     lines = []
@@ -67,6 +67,17 @@ def test_other_flags(tmp_path):
         "start all with the same flags"
     )
     assert list(tmp_path.iterdir()) == []  # no folder, no lock
+
+
+def test_another_trainer(tmp_path):
+    """They would wait for each other for ever, in collectives of two kinds."""
+    path = f"--checkpoint-path={tmp_path}/run.pt"
+    line = two_machines(path, rank_1=(), trainer_1="train_fsdp.py")
+    assert line == (
+        "error: the trainer: rank 0 has train_ddp.py, rank 1 has train_fsdp.py: "
+        "start the same on all machines"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

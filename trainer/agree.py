@@ -35,6 +35,7 @@ WAYS_OUT = {
     "--amp-dtype": "choose one that all have",
     "--train-data": "all must have the same data and the same tokenizer",
     "torch": "install the same on all machines",
+    "the trainer": "start the same on all machines",
 }
 
 
@@ -68,6 +69,7 @@ def facts(
     return {
         "--checkpoint-path": fact("checkpoint_path", found, snapshot),
         "torch": fact("torch", version, version),
+        "the trainer": fact("script", process.script, process.script),
         "--device": fact("device", device, device),
         "--amp-dtype": fact("amp_dtype", dtype, dtype),
         **{flag(n): fact(n, v, show(v)) for n, v in vars(args).items() if n not in OWN},

@@ -1,4 +1,4 @@
-"""The command line of both trainers: flags in groups, each with its unit, default and off-value.
+"""The command line of all trainers: flags in groups, each with its unit, default and off-value.
 
 A mistake costs the user one line and exit code 2, before anything is read or written.
 """
@@ -136,7 +136,7 @@ def output_folder(text: str) -> Path:
 
 
 def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
-    """The parser of train_minimal.py and train_ddp.py; they differ in where snapshots go."""
+    """The parser of all trainers; they differ in where snapshots go."""
     parser = TrainerParser(
         prog=prog,
         description="Train a MiniGPT and see what activation memory costs.",

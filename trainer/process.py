@@ -1,7 +1,7 @@
 """What the loop asks of the world, with the answers of a single process.
 
 A trainer for several is a class with other answers to the same questions, and nothing else:
-train_ddp.py is one.
+train_ddp.py is one, train_fsdp.py another.
 """
 
 import argparse
@@ -26,6 +26,7 @@ T = TypeVar("T")
 class OneProcess:
     """One process, one device."""
 
+    script = "train_minimal.py"
     rank, world_size = 0, 1
     keeps_gradients = False  # are they in memory that stays? (The planner asks.)
     processes_on_device = 1  # that share its memory
@@ -35,7 +36,7 @@ class OneProcess:
     def __init__(self, device: torch.device):
         self.device = device
         # What was typed to start it, but for the flags.
-        self.command: tuple[str, ...] = ("python", as_typed("train_minimal.py"))
+        self.command: tuple[str, ...] = ("python", as_typed(self.script))
         self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
 
     @classmethod
@@ -43,7 +44,8 @@ class OneProcess:
         """As the flags ask for. Raises UsageError, also if torchrun has started several."""
         if os.environ.get("WORLD_SIZE", "1") != "1":
             world = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
-            raise UsageError(f"torchrun starts train_ddp.py; this is for one process, but {world}")
+            starts = "torchrun starts train_ddp.py or train_fsdp.py"
+            raise UsageError(f"{starts}; this is for one process, but {world}")
         return cls(choose_device(args.device))
 
     def start(self) -> None:

@@ -1,6 +1,6 @@
 """What keeps several processes safe that torchrun started: how they meet, and how they end.
 
-Nothing here is about training: train_ddp.py is.
+Nothing here is about training: train_ddp.py and train_fsdp.py are.
 """
 
 import ctypes
