@@ -170,7 +170,7 @@ class Plans:
             why = f"weights, gradients and {optimizer_name(args)}'s state alone take "
             why += f"{format_bytes(state)}, more "
             why += f"than the {format_bytes(budget)} that tensors may take: "
-            if self.ddp and self.processes > 1:
+            if self.ddp:
                 dealt = replace(self, ddp=False, shards=self.processes, made={})
                 if knob := with_shards(args, self.device.type, budget, dealt.state, dealt.peak):
                     return why, knob
