@@ -124,13 +124,16 @@ class LeanOptimizer(torch.optim.Optimizer):
         return state
 
     def pieces(self, parameter: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Weights, gradients, both moments, each (at most AT_A_TIME,), and a step count ()."""
+        """Weights, gradients, both moments, each of at most AT_A_TIME elements, a step count ()."""
         state = self.state[parameter]
-        tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        columns = [local(t).reshape(-1).split(AT_A_TIME) for t in tensors if t is not None]
-        count = state["step"]  # the kernel adds 1 for each piece that it is given
+        every = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        tensors, count = [local(t) for t in every if t is not None], state["step"]
+        if tensors[0].numel() <= AT_A_TIME:
+            yield *tensors, count
+            return
+        columns = [tensor.reshape(-1).split(AT_A_TIME) for tensor in tensors]
         for i, piece in enumerate(zip(*columns, strict=True)):
-            yield *piece, count if i == 0 else count.clone()
+            yield *piece, count.clone() if i else count  # the kernel adds 1 for each piece
 
     def adamw(self, pieces: list[tuple[Tensor, ...]], group: dict[str, Any]) -> None:
         """torch's own kernel, on float32 copies of the moments."""
@@ -156,8 +159,10 @@ class LeanOptimizer(torch.optim.Optimizer):
         )
         for which in (0, 2, 3):
             for piece, copy in zip(columns[which], wide[which], strict=True):
+                if copy.shape != piece.shape:
+                    copy = copy[: piece.numel()].view_as(piece)
                 if copy is not piece:
-                    piece.copy_(copy[: piece.numel()])
+                    piece.copy_(copy)
 
     def muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         """One step for matrices of one shape (A, B), as torch.optim.Muon has it.
@@ -223,7 +228,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     x = matrices if matrices.size(1) <= matrices.size(2) else matrices.mT  # the smaller products
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(QUINTICS):
-        square = x @ x.mT
+        square = torch.bmm(x, x.mT)
         factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
         x = torch.baddbmm(x, factor, x, beta=a)
     return x if matrices.size(1) <= matrices.size(2) else x.mT
@@ -257,7 +262,7 @@ def widen(piece: Tensor) -> Tensor:
     """In float32, and for the CPU's vectors of whole ones: what is left over its kernel computes
     by other instructions, which round otherwise; and of a shard other elements are left over."""
     wide, missing = piece.float(), -piece.numel() % LANES
-    return F.pad(wide, (0, missing)) if missing else wide
+    return F.pad(wide.reshape(-1), (0, missing)) if missing else wide
 
 
 def is_sharded(tensor: Tensor) -> bool:
