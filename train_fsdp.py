@@ -70,7 +70,7 @@ class FSDPProcess(DDPProcess):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # sums, divided by us: gloo's means are none
+            if isinstance(module, FSDPModule):  # gloo's means have been sums (pytorch#162338)
                 module.set_force_sum_reduction_for_comms(True)
         # (A view it is; but what is done with it is done out of place, see model.Residual.)
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")

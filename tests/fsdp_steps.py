@@ -61,6 +61,8 @@ def learn(process: DDPProcess, config: MiniGPTConfig, dtype: torch.dtype) -> dic
         process.clear_gradients(optimizer)
     found = process.gather(model, optimizer)
     found["optimizer"] = found["optimizer"]["state"]
+    # What was in CPU memory: weights do not go there, also not those that were gathered.
+    found["moved"] = {kind: len(some) for kind, some in model.host_memory.unused.items()}
     del wrapped, process.wrapper
     gc.collect()
     return found
