@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fsdp_memory import CASES, CONFIG, WIDE, T
+from fsdp_memory import CASES, CONFIG, WIDE, T, optimizer_flags
 from runs import TORCHRUN, run
 from test_memory import planner
 
@@ -22,6 +22,7 @@ from scripts import plan_memory
 from scripts.plan_knobs import least
 from scripts.plan_table import Clock
 from trainer.flags import UsageError, build_parser, fill_in, model_config
+from trainer.optimizer import make_optimizer
 from trainer.plan import Plans, choose_recompute
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
@@ -48,9 +49,15 @@ FEW = ["full, large head", "cheap, bfloat16", "none, accumulated"]
 
 def check(measured: dict[str, dict[str, int]]) -> None:
     for name, bytes_of in measured.items():
-        config, batch_size, in_bfloat16, micro_batches = CASES[name]
-        precision = "bf16" if in_bfloat16 else "fp32"
-        plan = planner(config, precision, shards=2, accumulate=micro_batches > 1)
+        config, batch_size, in_bfloat16, micro_batches, *_ = CASES[name]
+        flags = optimizer_flags(CASES[name])
+        plan = planner(
+            config,
+            "bf16" if in_bfloat16 else "fp32",
+            shards=2,
+            accumulate=micro_batches > 1,
+            make_optimizer=lambda m, flags=flags: make_optimizer(m, flags, torch.device("cpu")),
+        )
         step = plan.step(batch_size)
         kinds = dict(zip(KINDS, step.timeline[0], strict=True))
         assert kinds["parameters"] + kinds["optimizer"] == bytes_of["state"], name
