@@ -18,9 +18,10 @@ what is in none, the root: embeddings and ln_f. A process has, beside its shards
 
 The planner's model does the same here on fake tensors, without processes: real ones, if there are
 any, are not disturbed. The source is torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py,
-`unshard`, `wait_for_unshard`, `pre_backward`, `post_backward`: alike in this from torch 2.9 to
-2.13. A GPU copies and communicates on streams of their own, but Python allocates and frees in this
-order there, too (there is no record_stream).
+`unshard`, `wait_for_unshard`, `pre_backward`, `post_backward`; torch 2.11 and 2.13 were measured,
+and take the same. A GPU copies and communicates on streams of their own, but Python allocates and
+frees in this order there, too (there is no record_stream). What an optimizer gathers (Muon: a few
+whole matrices at a time) is not followed.
 """
 
 from collections.abc import Iterable, Iterator
