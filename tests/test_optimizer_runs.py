@@ -156,7 +156,9 @@ def bend(saved: dict) -> None:
 
 
 def misplace(saved: dict) -> None:
-    saved["optimizer"]["param_groups"][2]["params"].reverse()
+    """The moments of one block for those of the other."""
+    numbers = saved["optimizer"]["param_groups"][2]["params"]
+    numbers[0], numbers[4] = numbers[4], numbers[0]
 
 
 def count_twice(saved: dict) -> None:
