@@ -132,7 +132,7 @@ def record_step(planner: Planner, step: StepMemory, args: argparse.Namespace) ->
     device = choose_device(args.device)
     marks: Any = Marks()
     model = MiniGPT(step.config).to(device).train()
-    optimizer = make_optimizer(model, args, device)
+    optimizer = make_optimizer(model, args, device, planner.precision)
     ids = torch.randint(step.config.vocab_size, (2, step.batch_size, step.seq_len), device=device)
     enabled = planner.precision != torch.float32
     autocast = torch.autocast(

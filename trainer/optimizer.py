@@ -75,7 +75,8 @@ class LeanOptimizer(torch.optim.Optimizer):
     The arithmetic is float32's, and the weights are; what is stored between two steps is rounded.
     In bfloat16 a moment cannot take a step of less than 2^-9 of itself. AdamW's second one takes
     steps of (1 - beta2) (g^2 / v - 1): with a beta2 of 0.95 it stops only where it is right to
-    within 4 to 8 %, that is, the update to within 4 %. (With 0.999 it would stop anywhere.)
+    within 4 to 8 %, that is, the update to within 4 %. (With 0.999 it would stop wherever g^2 is
+    less than three times v.)
 
     A sharded parameter (a DTensor, dealt out by rows) has sharded moments. The weights that come
     out are, to the bit, those of whole parameters.
@@ -167,8 +168,8 @@ class LeanOptimizer(torch.optim.Optimizer):
     def muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         """One step for matrices of one shape (A, B), as torch.optim.Muon has it.
 
-        The update has a root mean square of 0.2, as AdamW's has: so one learning rate and one
-        weight decay serve both (Liu et al., 2025, arXiv 2502.16982, section 2.2).
+        The update has a root mean square of 0.2, about as AdamW's has: so one learning rate and
+        one weight decay serve both (Liu et al., 2025, arXiv 2502.16982, section 2.2).
         """
         update = self.gathered(self.look_ahead(matrices), matrices[0])  # (n, A, B)
         update = self.dealt_out(orthogonalize(update), matrices[0])
@@ -288,8 +289,8 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Non
 
     The fused kernel looks by itself at a number on the device, `found_inf`: at 1 it leaves weights,
     moments and step count alone. It was made for GradScaler.step, which would set it by the
-    gradients; their norm can overflow where none of them does. Other kernels have to be asked not
-    to run, and to ask Python must wait for the device.
+    gradients; their norm can overflow where none of them does. (LeanOptimizer's Muon goes by it,
+    too.) Other kernels have to be asked not to run, and to ask Python must wait for the device.
     """
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
