@@ -57,6 +57,12 @@ def test_adamw_with_float32_moments_is_torchs_own():
     assert type(make(SMALL)[1]) is type(make(MUON)[1]) is LeanOptimizer
 
 
+def test_muon_learns_faster_by_default():
+    for flags, rate in (((), 0.4), ((MUON,), 0.8)):
+        args = fill_in(build_parser("test", "x.pt").parse_args(["--d-model=64", *flags]))
+        assert args.lr == rate / 64 and args.min_lr == args.lr / 10
+
+
 def test_muon_is_for_the_matrices_of_the_blocks():
     model, optimizer = make(MUON)
     rules = {p: (g["rule"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}

@@ -213,7 +213,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--num-steps", type=count, default=1000, metavar="N",
         help="optimizer steps (default: %(default)s)")
     add("--lr", type=positive, metavar="RATE",
-        help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table)")
+        help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table; for muon 0.8)")
     add("--min-lr", type=positive_or_zero, metavar="RATE",
         help="at the last step, absolute (default: --lr / 10)")
     add("--lr-scheduler", choices=("cosine", "linear", "constant"), default="cosine",
@@ -273,7 +273,8 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
         "data_seed": args.seed,
         "d_ff": 4 * args.d_model,
         "max_position_embeddings": args.seq_len,
-        "lr": 0.4 / args.d_model,
+        "lr": (0.8 if args.optimizer == "muon" else 0.4)
+        / args.d_model,  # python -m scripts.optimizers
         "warmup_steps": args.num_steps // 20,
     }
     for name, value in defaults.items():
