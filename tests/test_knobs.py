@@ -122,6 +122,22 @@ def test_a_state_that_is_too_large_asks_for_a_smaller_model_at_once(monkeypatch)
     assert nearest(typed, "cuda", GIB, plans.state, lambda flags: 0) is None
 
 
+def test_a_smaller_state_before_a_smaller_model():
+    """By how much they change the training; and a run that is half done keeps its optimizer."""
+    plans = Plans(50257, GPU, torch.bfloat16)
+
+    def told(flags: str, budget: float) -> str:
+        args = parse(f"--model gpt2-xl --batch-size 1 {flags}")
+        knob = nearest(args, "cuda", int(budget * GIB), plans.state, plans.state)
+        return knob.command(args)
+
+    muon, half = "--optimizer muon", "--moments-dtype bfloat16"
+    assert told("", 20) == told("--resume", 20) == half
+    assert told("", 17) == f"{muon} {half}"
+    assert told(half, 15) == muon and told(muon, 15) == half
+    assert told("", 14) == told("--resume", 15) == "--model gpt2-large"
+
+
 def test_a_shorter_sequence_needs_fewer_positions():
     args = parse("--seq-len 4096")
     *_, halves = other_sequences(args, "cpu")

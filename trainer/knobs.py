@@ -137,18 +137,31 @@ def nearest(
     def fits(flags: argparse.Namespace) -> bool:
         return peak(flags) <= budget
 
-    if state(args) < budget:  # else no knob but the last one helps
+    if state(args) < budget:  # else none of these helps
         families = chain(same_sequences(args, device_type), other_sequences(args, device_type))
         if knob := first_that_fits(args, families, fits):
             return knob
-    for name, shape in reversed(SHAPES.items()):
-        flags = model_flags(args, name)
-        smaller = Knob(flags | shape, "").change(args)
-        if state(smaller) < min(state(args), budget):
-            families = chain([Family({}, [{}], "")], same_sequences(smaller, device_type))
-            if knob := first_that_fits(smaller, families, fits):
-                return Knob(flags | knob.flags, f"a smaller model, {name}")
+    for flags, implied, words in less_state(args):
+        less = Knob(flags | implied, "").change(args)
+        if state(less) < min(state(args), budget):
+            families = chain([Family({}, [{}], "")], same_sequences(less, device_type))
+            if knob := first_that_fits(less, families, fits):
+                return Knob(flags | knob.flags, words)
     return None
+
+
+def less_state(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
+    """(Flags with which weights, gradients and moments take less, what they imply, what it costs),
+    the least change to the training first."""
+    half, muon = {"moments_dtype": "bfloat16"}, {"optimizer": "muon"}
+    rounded, other = "moments are rounded to 8 bits", "another optimizer"
+    if args.moments_dtype == "float32":
+        yield half, {}, rounded
+    if args.optimizer == "adamw" and not args.resume:
+        yield muon, {}, other
+        yield muon | half, {}, f"{other}, {rounded}"
+    for name, shape in reversed(SHAPES.items()):
+        yield model_flags(args, name), shape, f"a smaller model, {name}"
 
 
 def with_shards(
