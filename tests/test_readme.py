@@ -98,6 +98,7 @@ TRAINING = f"{SHAPE} --num-steps 4 --eval-batches 1 --sample-tokens 4"
 SMALL = {
     "train_minimal.py": TRAINING,
     "train_ddp.py": TRAINING,
+    "train_fsdp.py": TRAINING,
     "scripts.plan_memory": SHAPE,
     "scripts.memory_timeline": f"{SHAPE} --vocab-size 61",
     "scripts.benchmark": f"{SHAPE} --vocab-size 61 --policies none full --repeats 1 --steps 1",
