@@ -74,6 +74,13 @@ RESULTS = {
         "half a minute of an idle machine: it measures time",
         by_default=False,
     ),
+    "optimizers": Result(
+        f"python -m scripts.optimizers --json {FOLDER}/optimizers.json "
+        f"--markdown {FOLDER}/optimizers.md",
+        ("optimizers.json", "optimizers.md"),
+        "half an hour of an idle machine: it measures time, too",
+        by_default=False,
+    ),
     "reliability": Result(
         f"python -m scripts.reliability --json {FOLDER}/reliability.json",
         ("reliability.json",),

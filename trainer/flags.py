@@ -273,8 +273,7 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
         "data_seed": args.seed,
         "d_ff": 4 * args.d_model,
         "max_position_embeddings": args.seq_len,
-        "lr": (0.8 if args.optimizer == "muon" else 0.4)
-        / args.d_model,  # python -m scripts.optimizers
+        "lr": (0.8 if args.optimizer == "muon" else 0.4) / args.d_model,
         "warmup_steps": args.num_steps // 20,
     }
     for name, value in defaults.items():
