@@ -159,6 +159,10 @@ def test_singular_values_end_near_one():
     s = torch.logspace(-2, 0, 16)
     found = torch.linalg.svdvals(orthogonalize((u * s) @ v.mT))
     assert 0.68 <= found.min() and found.max() <= 1.21
+    low_rank = (u * s * (s > 0.1)) @ v.mT  # what rounding makes of zeros stays small
+    found = orthogonalize(low_rank)
+    assert (found.mT - orthogonalize(low_rank.mT)).abs().max() < 1e-5
+    assert ((torch.linalg.svdvals(found) > 0.6).sum(1) == (s > 0.1).sum()).all()
     zero = orthogonalize(torch.zeros(1, 4, 4))
     assert torch.equal(zero, torch.zeros(1, 4, 4))
 
