@@ -92,4 +92,5 @@ for mode in MODES:
     if different:
         sys.exit(f"{mode}: {different} of {len(both)} tensors differ")
 print(f"rank {dist.get_rank()}: {len(MODES)} optimizers equal")
+dist.barrier()  # nobody leaves while another still gathers
 dist.destroy_process_group()
