@@ -123,6 +123,7 @@ def ddp(bench: Bench) -> Jobs:
     if bench.on_gpu:
         yield "--resume of that run", partial(go_on, bench)
     yield "--resume, kill -9 of the worker, --max-restarts=1", partial(go_on, bench, kill=True)
+    yield "--resume by train_fsdp.py", partial(go_on, bench, script="train_fsdp.py")
 
 
 @cache
@@ -134,13 +135,15 @@ def scratch() -> Path:
 
 
 class Torchrun:
-    """train_ddp.py as torchrun's one process, with accumulation."""
+    """A trainer as torchrun's one process, with accumulation."""
 
-    def __init__(self, bench: Bench, path: Path, more: str, launch: str = "") -> None:
-        self.path, self.log = path, beside(path, ".metrics.jsonl")
+    def __init__(
+        self, bench: Bench, path: Path, more: str, launch: str = "", script: str = "train_ddp.py"
+    ) -> None:
+        self.path, self.log, self.script = path, beside(path, ".metrics.jsonl"), script
         accumulate = bench.pick(*ACCUMULATE)
         command = [sys.executable, *"-m torch.distributed.run --standalone".split()]
-        command += ["--nproc-per-node=1", *launch.split(), "train_ddp.py"]
+        command += ["--nproc-per-node=1", *launch.split(), script]
         command += flags(bench, f"{accumulate} --use-activation-checkpoint {more}")
         starts = len(list(path.parent.glob("start*.log")))  # each has a log of its own: exit codes
         self.out = path.parent / f"start{starts + 1}.log"
@@ -197,14 +200,14 @@ def stop(bench: Bench) -> Values:
         }
 
 
-def go_on(bench: Bench, kill: bool = False) -> Values:
+def go_on(bench: Bench, kill: bool = False, script: str = "train_ddp.py") -> Values:
     """Resumed, the moments are there before the first gradients: its peak may be another one."""
     path = scratch() / "run.pt"
     if not path.exists():
         stop(bench)
     saved = read_snapshot(path)["step"]
     more, start = f"--resume --num-steps {saved + 8} --save-interval 2", time.perf_counter()
-    with Torchrun(bench, path, more, launch="--max-restarts=1") as run:
+    with Torchrun(bench, path, more, "--max-restarts=1", script) as run:
         if kill:
             run.send(signal.SIGKILL, step=saved + 3)
         code = run.end()
@@ -226,7 +229,8 @@ def log_values(bench: Bench, run: Torchrun) -> Values:
     args = bench.args(bench.pick(*ACCUMULATE))
     precision = choose_precision(args, bench.device)
     config = config_of(args, Job("full", args.batch_size))
-    planner = make_planner(args, config, bench.device, precision, ddp=True)
+    ddp = run.script == "train_ddp.py"
+    planner = make_planner(args, config, bench.device, precision, ddp=ddp)
     last = run.records()[-1]
     return {
         "ms": last["step_ms"],
