@@ -19,7 +19,7 @@ from .work import Operation, Work, fuse, summarize_work
 KINDS = (
     "parameters",
     "gradients",  # with DDP's buckets
-    "optimizer",  # AdamW's two moments
+    "optimizer",  # its moments
     "activations",  # what forward keeps for backward
     "recomputed",  # what backward replays
     "head",  # logits, loss and their gradients

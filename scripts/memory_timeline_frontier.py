@@ -17,6 +17,7 @@ from scripts.memory_timeline_numbers import (
     Points,
     mixes,
     n_parameters,
+    n_state_bytes,
     relative_flops,
 )
 from scripts.memory_timeline_pictures import COLORS, Unit, describe
@@ -51,7 +52,7 @@ class Choice(NamedTuple):
             words = "the least memory at no more FLOPs; another with --memory-budget"
             return cls(step, f"{describe_recompute(step.config)}: {words}")
         limit = Unit.of(budget).text(budget)
-        if 16 * n_parameters(planner) < budget:  # else no recompute helps
+        if n_state_bytes(planner) < budget:  # else no recompute helps
             step = pick_recompute(planner, batch_size, budget, card, compiled)
             if step.peak <= budget:
                 words = f"what auto takes within --memory-budget {limit}"
@@ -87,9 +88,11 @@ def draw_frontier(
     figure, axis = plt.subplots(figsize=(8, 5.5))
     points, source = measured or (predicted(planner, batch_size, choice, cost), "predicted")
     unit = Unit.of(max(peak for _, peak in points.values()))
-    state = 16 * n_parameters(planner) / unit.size
-    words = "16 bytes a parameter, which no policy frees"
-    axis.axhspan(0, state, color=COLORS["optimizer"], alpha=0.3, linewidth=0, label=words)
+    state = n_state_bytes(planner)
+    words = f"{state / n_parameters(planner):.3g} bytes a parameter, which no policy frees"
+    axis.axhspan(
+        0, state / unit.size, color=COLORS["optimizer"], alpha=0.3, linewidth=0, label=words
+    )
     curves = [] if measured else draw_mixes(axis, planner, batch_size, unit, cost)
     for place in points.values():
         beaten = any(is_better(other, place) for other in points.values())

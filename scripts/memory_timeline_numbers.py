@@ -62,6 +62,12 @@ def n_parameters(planner: Planner) -> int:
     return sum(parameter.numel() for parameter in planner.model.parameters())
 
 
+def n_state_bytes(planner: Planner) -> int:
+    """Of weights, gradients and moments (and of AdamW's step counts)."""
+    stored = planner.optimizer.state.values()
+    return 8 * n_parameters(planner) + sum(t.nbytes for of_one in stored for t in of_one.values())
+
+
 def relative_flops(step: StepMemory) -> float:
     """Of the step's matrix products, in units of those without recompute."""
     needed, replayed = step_flops(step.config, step.seq_len)

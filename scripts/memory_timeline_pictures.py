@@ -18,6 +18,7 @@ from scripts.memory_timeline_numbers import (
     bar_batches,
     flops_done,
     n_parameters,
+    n_state_bytes,
     relative_flops,
 )
 from trainer.flags import UsageError
@@ -33,7 +34,7 @@ COLORS = {
     "head": "#CC79A7",
     "temporaries": "#999999",
 }
-NAMES = {"optimizer": "AdamW's moments", "head": "head (logits, loss)"}  # others: the kind's own
+NAMES = {"optimizer": "moments", "head": "head (logits, loss)"}  # others: the kind's own
 GRAY = "#666666"
 TEETH = 8  # blocks that are enlarged, at most
 # Without the date and the program that made it: the same numbers make the same file.
@@ -170,7 +171,7 @@ def label_layers(axis: Any, step: StepMemory, top: float, unit: Unit) -> None:
         if min(before, height) > 0.07 * top:
             start = 0 if kind in ("parameters", "optimizer") else head.start
             place = x[[start, head.stop]].mean(), bottom + height / 2
-            name = "AdamW" if kind == "optimizer" else kind
+            name = "moments" if kind == "optimizer" else kind
             axis.text(*place, name, ha="center", va="center", fontsize=8)
         bottom += height
 
@@ -217,7 +218,7 @@ def draw_teeth(
 def draw_made_of(plt: Any, planner: Planner, batch_size: int) -> Any:
     """What the peak is made of: a panel a batch size, a bar a policy."""
     batches = bar_batches(batch_size)
-    size, state = (8, 2.1 + 1.7 * len(batches)), 16 * n_parameters(planner)
+    size, state = (8, 2.1 + 1.7 * len(batches)), n_state_bytes(planner)
     figure, grid = plt.subplots(len(batches), 1, figsize=size, sharex=True, squeeze=False)
     most = planner.step(batch_size, **POLICIES["plain"]).peak
     unit, axes = Unit.of(most), grid[:, 0]
@@ -235,7 +236,7 @@ def draw_made_of(plt: Any, planner: Planner, batch_size: int) -> Any:
         axis.set_yticks(range(len(BARS)), BARS)
         axis.invert_yaxis()
         axis.set_title(f"batch of {sequences} sequence" + "s" * (sequences > 1))
-    dashed.set_label("16 bytes a parameter")
+    dashed.set_label(f"{state / n_parameters(planner):.3g} bytes a parameter")
     xlabel = f"memory at the peak of the step ({unit.name})"
     axes[-1].set(xlim=(0, 1.3 * most / unit.size), xlabel=xlabel)
     about = describe(planner, "sequences of ")
