@@ -12,10 +12,11 @@ of them. Fully sharded data parallel (FSDP; ZeRO-3: Rajbhandari et al., 2020) de
 process keeps 1/N of each tensor's rows, a *shard*, and updates that. To compute, a process needs
 whole weights, but only those of the block that is at work. So they are gathered from all before the
 block runs, and let go after it; once more in backward, and then the block's gradients are summed up
-over all processes and scattered: each gets the rows that it keeps. What that costs is traffic:
-three times all weights a step, where DDP sends two.
+over all processes and scattered: each gets the rows that it keeps. What that costs is traffic: the
+weights travel twice in each micro-batch, where with DDP they stay. Gradients travel once a step.
 
-The rest is train_ddp.py's: the same data in the same order, and the same results, to the bit.
+The rest is train_ddp.py's: the same data in the same order, and the same results; of two processes
+to the bit, of more up to the order in which gradients are summed.
 """
 
 import trainer.start  # noqa: F401  # before torch: the clock, and how OpenMP waits
@@ -72,7 +73,7 @@ class FSDPProcess(DDPProcess):
         for module in model.modules():
             if isinstance(module, FSDPModule):  # gloo's means have been sums (pytorch#162338)
                 module.set_force_sum_reduction_for_comms(True)
-        # (A view it is; but what is done with it is done out of place, see model.Residual.)
+        # (A block does return a view. But what is done with it is done out of place: Residual.)
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         # Only now memory, and for shards only: no process ever holds the whole model.
         super().place(model)

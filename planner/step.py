@@ -229,6 +229,7 @@ class Planner:
             without_blocks(model, config.n_layers),
             follow(model, tracker),
             gather(model, self.held, self.shards, tracker, gloo=self.on_cpu) as gathering,
+            torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):
             for parameter in parameters:
                 tracker.add(parameter).kind = "parameters"

@@ -290,7 +290,7 @@ def words_of(knob: Knob) -> list[str]:
     """A knob's flags, for a command."""
     words = []
     for name, value in knob.flags.items():
-        if value is not None:
+        if value is not None and value is not False:  # (off is the default)
             words += ["--" + name.replace("_", "-")] + [str(value)] * (value is not True)
     return words
 

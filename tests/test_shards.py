@@ -308,7 +308,7 @@ def test_where_the_state_is_too_large_for_ddp_shards_are_named(capsys):
     assert plan_memory.main([*flags.split(), "--compress-gradients"]) == 0
     *_, why, command = capsys.readouterr().out.splitlines()
     assert "AdamW's state alone take 6.2 MiB, more than the 4.5 MiB" in why
-    fits = "train_fsdp.py without --compress-gradients fits"
+    fits = "train_fsdp.py --no-compress-gradients fits"
     assert why.endswith(f": {fits} (the processes hold the model between them)")
     assert command == f"torchrun --nproc-per-node=4 train_fsdp.py {SHAPE} {DEEP}"
 

@@ -83,8 +83,9 @@ def test_from_trainer_to_trainer(tmp_path):
         assert metrics(path)[-1][key] == pytest.approx(metrics(whole)[-1][key], rel=1e-5)
 
 
-def test_no_process_ever_has_the_whole_model(tmp_path, monkeypatch):
-    """Not while it is set up: whole is one weight at a time, and that on the CPU."""
+def test_weights_are_drawn_one_at_a_time():
+    """And they are those that the seed gives without a detour. (That shards are all the memory that
+    a process takes: fsdp_steps.py.)"""
     process, seen = OneProcess(torch.device("cpu")), []
     with torch.device("meta"):
         model = MiniGPT(MiniGPTConfig(vocab_size=61, n_layers=2, n_heads=2, d_model=32, d_ff=64))

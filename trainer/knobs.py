@@ -7,13 +7,15 @@ planner, and takes the first that fits (`nearest`).
 import argparse
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
 from .flags import SHAPES
+
+Count = Callable[[argparse.Namespace], int]  # what a run with these flags takes, in bytes
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Knob:
             flag = "--" + name.replace("_", "-")
             if value is None:
                 without += [flag] * (getattr(args, name) is not None)
+            elif value is False:
+                words.append(f"--no-{flag[2:]}")
             elif value is True or (value == "full" and args.use_activation_checkpoint == "none"):
                 words.append(flag)
             else:
@@ -126,12 +130,14 @@ def nearest(
     args: argparse.Namespace,
     device_type: str,
     budget: int,
-    state: Callable[[argparse.Namespace], int],
-    peak: Callable[[argparse.Namespace], int],
+    state: Count,
+    peak: Count,
+    of_shards: tuple[Count, Count] | None = None,
 ) -> Knob | None:
     """The least change to these flags with which a step fits in `budget` bytes, if there is one.
 
     `state` tells the bytes of weights, gradients and optimizer, at once; `peak` asks the planner.
+    `of_shards`: both of one of the processes that could hold the model between them.
     """
 
     def fits(flags: argparse.Namespace) -> bool:
@@ -141,7 +147,9 @@ def nearest(
         families = chain(same_sequences(args, device_type), other_sequences(args, device_type))
         if knob := first_that_fits(args, families, fits):
             return knob
-    for flags, implied, words in less_state(args):
+    if of_shards and (knob := with_shards(args, device_type, budget, *of_shards)):
+        return knob
+    for flags, implied, words in (*less_moments(args), *smaller_models(args)):
         less = Knob(flags | implied, "").change(args)
         if state(less) < min(state(args), budget):
             families = chain([Family({}, [{}], "")], same_sequences(less, device_type))
@@ -150,40 +158,46 @@ def nearest(
     return None
 
 
-def less_state(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
-    """(Flags with which weights, gradients and moments take less, what they imply, what it costs),
-    the least change to the training first."""
+# Flags with which weights, gradients and moments take less, what they imply, what that costs.
+LessState = tuple[dict[str, Any], dict[str, Any], str]
+
+
+def less_moments(args: argparse.Namespace) -> Iterator[LessState]:
+    """The least change to the training first."""
     half, muon = {"moments_dtype": "bfloat16"}, {"optimizer": "muon"}
-    rounded, other = "moments are rounded to 8 bits", "another optimizer"
+    rounded, other = "moments rounded to bfloat16", "another optimizer"
     if args.moments_dtype == "float32":
         yield half, {}, rounded
     if args.optimizer == "adamw" and not args.resume:
         yield muon, {}, other
         yield muon | half, {}, f"{other}, {rounded}"
+
+
+def smaller_models(args: argparse.Namespace) -> Iterator[LessState]:
     for name, shape in reversed(SHAPES.items()):
         yield model_flags(args, name), shape, f"a smaller model, {name}"
 
 
 def with_shards(
-    args: argparse.Namespace,
-    device_type: str,
-    budget: int,
-    state: Callable[[argparse.Namespace], int],
-    peak: Callable[[argparse.Namespace], int],
+    args: argparse.Namespace, device_type: str, budget: int, state: Count, peak: Count
 ) -> Knob | None:
     """train_fsdp.py, with the least change that fits then; `state`, `peak`: of one of its shards.
 
     It is no knob like the others: it only helps where there are several processes.
     """
     kept: dict[str, Any] = {"recompute_group": 1} if args.recompute_group > 1 else {}
-    kept |= {"compress_gradients": None} if args.compress_gradients else {}  # (not there)
+    kept |= {"compress_gradients": False} if args.compress_gradients else {}
+    dealt = "the processes hold the model between them"
     without = Knob(kept, "").change(args)
-    if state(without) >= budget:
-        return None
-    families = chain([Family({}, [{}], "")], same_sequences(without, device_type))
-    knob = first_that_fits(without, families, lambda flags: peak(flags) <= budget)
-    words = "the processes hold the model between them"
-    return knob and replace(knob, flags=kept | knob.flags, words=words, trainer="train_fsdp.py")
+    for flags, _, cost in ({}, {}, ""), *less_moments(without):
+        less = Knob(flags, "").change(without)
+        families = chain([Family({}, [{}], "")], same_sequences(less, device_type))
+        if state(less) < budget and (
+            knob := first_that_fits(less, families, lambda flags: peak(flags) <= budget)
+        ):
+            words = f"{dealt}; {cost}" if cost else dealt
+            return Knob(kept | flags | knob.flags, words, "train_fsdp.py")
+    return None
 
 
 def model_flags(args: argparse.Namespace, name: str) -> dict[str, Any]:

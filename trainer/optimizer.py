@@ -79,7 +79,8 @@ class LeanOptimizer(torch.optim.Optimizer):
     less than three times v.)
 
     A sharded parameter (a DTensor, dealt out by rows) has sharded moments. The weights that come
-    out are, to the bit, those of whole parameters.
+    out are, to the bit, those of whole parameters (of torch's own AdamW, if each of those fills
+    the CPU's vectors: see `widen`).
 
     Args:
         groups: "params", "weight_decay", and the "rule", if that is not "adamw".
@@ -228,7 +229,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     a, b, c = QUINTIC
     x = matrices if matrices.size(1) <= matrices.size(2) else matrices.mT  # the smaller products
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    if x.dtype == torch.float32 and x.size(1) < x.size(2):
+    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    if exact and x.size(1) < x.size(2):
         x = torch.bmm(product_of_factors(torch.bmm(x, x.mT)), x)
     else:
         for _ in range(QUINTICS):
@@ -242,7 +244,7 @@ def product_of_factors(square: Tensor) -> Tensor:
     """From x x' (n, A, A) what all iterations together multiply x (n, A, B) by.
 
     Fewer FLOPs than one iteration after the other where B > A. But the eigenvalues of x x' are
-    squares, for whose range bfloat16 has too few digits.
+    squares, for whose range bfloat16 has too few digits, and so has TF32.
     """
     a, b, c = QUINTIC
     total = None
@@ -288,6 +290,7 @@ def widen(piece: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
+    """Is it a DTensor? (Asked without importing those, which takes half a second.)"""
     return hasattr(tensor, "to_local")
 
 
@@ -320,6 +323,7 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Non
         optimizer.step()
 
 
+@torch.no_grad()
 def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
@@ -349,7 +353,9 @@ def restore_optimizer(
             count = found["step"].reshape(())
             state["step"] = count.to(where_steps_are(parameter, group), torch.float32)
         for name in MOMENTS[rule]:
-            if found[name].shape != parameter.shape:
-                raise ValueError(f"{name} of another shape")
-            state[name] = part(found[name], parameter).to(parameter.device, dtype)
+            if found[name].shape != parameter.shape or not found[name].is_floating_point():
+                raise ValueError(f"{name} of another shape or kind")
+            # A copy: what `part` returns may be a view, which would keep the whole tensor alive.
+            state[name] = torch.empty_like(parameter, dtype=dtype)
+            state[name].copy_(part(found[name], parameter))
         optimizer.state[parameter] = state

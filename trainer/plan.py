@@ -28,7 +28,7 @@ from .flags import (
     model_config,
     set_matmul_precision,
 )
-from .knobs import Knob, nearest, settings, with_shards
+from .knobs import Knob, nearest, settings
 from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
 from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
@@ -167,14 +167,15 @@ class Plans:
         """The least change that makes a step fit in `budget` bytes; first why, if that is plain."""
         why, state = "", self.state(args)
         if state >= budget:
+            each = f" in each of {self.shards} processes" if self.shards > 1 else ""
             why = f"weights, gradients and {optimizer_name(args)}'s state alone take "
-            why += f"{format_bytes(state)}, more "
+            why += f"{format_bytes(state)}{each}, more "
             why += f"than the {format_bytes(budget)} that tensors may take: "
-            if self.ddp:
-                dealt = replace(self, ddp=False, shards=self.processes, made={})
-                if knob := with_shards(args, self.device.type, budget, dealt.state, dealt.peak):
-                    return why, knob
-        return why, nearest(args, self.device.type, budget, self.state, self.peak)
+        of_shards = None
+        if self.ddp and self.processes > 1:
+            dealt = replace(self, ddp=False, shards=self.processes, made={})
+            of_shards = dealt.state, dealt.peak
+        return why, nearest(args, self.device.type, budget, self.state, self.peak, of_shards)
 
 
 def choose_recompute(

@@ -57,7 +57,7 @@ class OneProcess:
         model.to_empty(device=self.device)
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """What of a `whole` tensor this process has, which has `like` of another of that shape."""
+        """The rows of a `whole` tensor that belong to this process: those that `like` has."""
         return whole
 
     def wrap(self, model: MiniGPT) -> nn.Module:

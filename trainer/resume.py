@@ -232,5 +232,5 @@ def restore(
         restore_optimizer(optimizer, state["optimizer"], part)
         if state["scaler"] and scaler.is_enabled():  # empty unless that run was in float16
             scaler.load_state_dict(state["scaler"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None

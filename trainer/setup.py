@@ -112,7 +112,8 @@ def held(resumed: Resumed | None, device: torch.device) -> int:
     """Bytes that the snapshot has until it is restored: a step does not need them twice."""
     if resumed is None or device.type != "cpu":
         return 0
-    return sum(leaf.nbytes for leaf in tree_leaves(resumed.state) if torch.is_tensor(leaf))
+    tensors = [leaf for leaf in tree_leaves(resumed.state) if torch.is_tensor(leaf)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)
 
 
 def start_log(run: Run, next_rate: float) -> None:
