@@ -55,7 +55,7 @@ class FSDPProcess(DDPProcess):
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
         self.shards = self.world_size
-        if args.recompute_group > 1:
+        if args.recompute_group > 1 and self.world_size > 1:  # (alone it has nothing to gather)
             group = f"--recompute-group {args.recompute_group}"
             raise UsageError(f"{group}: train_fsdp.py gathers block by block; 1 fits")
         if args.compress_gradients:

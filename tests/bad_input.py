@@ -271,7 +271,7 @@ def rank(*says: str, **variables: str | None) -> Case:
 
 
 def sharded(words: str, *says: str) -> Case:
-    return Case("fsdp", words, says, {}, ALONE)
+    return Case("fsdp", words, says, {}, ALONE | {"WORLD_SIZE": "2"})
 
 
 ENVIRONMENTS = {

@@ -61,6 +61,19 @@ def moments(path: Path) -> None:
     torch.save(state, path)
 
 
+def no_dictionary(path: Path) -> None:
+    state = snapshot(TRAINED / "run.pt")
+    state["optimizer"]["state"] = [state["optimizer"]["state"][0]]
+    torch.save(state, path)
+
+
+def sparse(path: Path) -> None:
+    state = snapshot(TRAINED / "run.pt")
+    moments = state["optimizer"]["state"][0]
+    moments["exp_avg"] = moments["exp_avg"].to_sparse()
+    torch.save(state, path)
+
+
 def groups(path: Path) -> None:
     state = snapshot(TRAINED / "run.pt")
     state["optimizer"]["param_groups"][0]["params"].reverse()
@@ -102,6 +115,8 @@ SNAPSHOTS = {
     "model": resume(changed(model={}), STRANGE),
     "optimizer": resume(changed(optimizer={}), STRANGE),
     "moments": resume(moments, STRANGE),
+    "moments in a list": resume(no_dictionary, STRANGE),
+    "sparse moments": resume(sparse, STRANGE),
     "groups": resume(groups, STRANGE),
     "dtype": resume(half, STRANGE),
 }

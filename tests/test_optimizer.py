@@ -18,6 +18,7 @@ from trainer.optimizer import (
     LeanOptimizer,
     make_optimizer,
     orthogonalize,
+    restore_optimizer,
     update_if_finite,
 )
 
@@ -165,6 +166,34 @@ def test_singular_values_end_near_one():
     assert ((torch.linalg.svdvals(found) > 0.6).sum(1) == (s > 0.1).sum()).all()
     zero = orthogonalize(torch.zeros(1, 4, 4))
     assert torch.equal(zero, torch.zeros(1, 4, 4))
+
+
+def test_no_squares_in_tf32(monkeypatch):
+    """Its products have too few digits for the shorter way."""
+    matrices, asked = torch.randn(2, 4, 8), []
+    monkeypatch.setattr(optimizer_file, "product_of_factors", lambda s: asked.append(1) or s)
+    for precision, squared in (("highest", 1), ("high", 1)):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda p=precision: p)
+        orthogonalize(matrices)
+        assert len(asked) == squared, precision
+
+
+@each_mode
+def test_what_is_restored_is_a_copy(flags):
+    """A view of what was read would keep all of it alive; and what is no moment is refused."""
+    _, optimizer = after(2, *flags)
+    saved = optimizer.state_dict()
+    _, other = make(*flags)
+    restore_optimizer(other, saved)
+    for ours, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
+        for name in ours.keys() - {"step"}:
+            assert same(ours[name], theirs[name])
+            assert ours[name].data_ptr() != theirs[name].data_ptr()
+    moments = saved["state"][0]
+    name = next(name for name in moments if name != "step")
+    saved["state"][0] = moments | {name: moments[name].to(torch.complex64)}
+    with pytest.raises(ValueError, match="kind"):
+        restore_optimizer(other, saved)
 
 
 def naive_adamw(
