@@ -70,7 +70,8 @@ class OneProcess:
 
     def clip_gradients(self, model: MiniGPT, limit: float) -> Tensor:
         """Scale all gradients so that their norm is at most `limit`; returns the norm () before."""
-        norm = self.norm([p.grad for p in model.parameters() if p.grad is not None]).float()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = self.norm(gradients).to(gradients[0].dtype)
         nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
         return norm
 
