@@ -64,6 +64,7 @@ def test_bytes_a_parameter_of_a_deep_model():
         assert 0 < found - expected < 2400
 
 
+@pytest.mark.slow
 def test_gpt2_xl_fits_a_card_of_24_gb():
     """What the issue asked for: 19.8, 19.0 and 16.3 GiB at most, with `full`."""
     peaks = []

@@ -123,6 +123,7 @@ def test_a_dead_rank_is_restarted(tmp_path):
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process(tmp_path):
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
     faulty(path, "term:1:6", "--no-amp", expect=1)
