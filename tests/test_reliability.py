@@ -32,7 +32,7 @@ COUNTS = [
     pytest.param("bits", {"flips": 60}),
     pytest.param("code", {}),
     pytest.param("orphans", {}, marks=slow),
-    pytest.param("offline", {}, marks=slow),
+    pytest.param("offline", {"limit": 60}, marks=slow),  # other tests run beside it
     pytest.param("damage", {}, marks=slow),
     pytest.param("signals", {"numbers": [2]}, marks=slow),
     pytest.param("restarts", {"times": 4}, marks=slow),
