@@ -151,11 +151,20 @@ def nearest(
         return knob
     for flags, implied, words in (*less_moments(args), *smaller_models(args)):
         less = Knob(flags | implied, "").change(args)
-        if state(less) < min(state(args), budget):
-            families = chain([Family({}, [{}], "")], same_sequences(less, device_type))
-            if knob := first_that_fits(less, families, fits):
+        if state(less) < state(args):
+            if knob := as_it_is_or_less(less, device_type, budget, state, peak):
                 return Knob(flags | knob.flags, words)
     return None
+
+
+def as_it_is_or_less(
+    args: argparse.Namespace, device_type: str, budget: int, state: Count, peak: Count
+) -> Knob | None:
+    """No change, or the least that leaves the training what it is, with which a step fits."""
+    if state(args) >= budget:
+        return None
+    families = chain([Family({}, [{}], "")], same_sequences(args, device_type))
+    return first_that_fits(args, families, lambda flags: peak(flags) <= budget)
 
 
 # Flags with which weights, gradients and moments take less, what they imply, what that costs.
@@ -191,10 +200,7 @@ def with_shards(
     without = Knob(kept, "").change(args)
     for flags, _, cost in ({}, {}, ""), *less_moments(without):
         less = Knob(flags, "").change(without)
-        families = chain([Family({}, [{}], "")], same_sequences(less, device_type))
-        if state(less) < budget and (
-            knob := first_that_fits(less, families, lambda flags: peak(flags) <= budget)
-        ):
+        if knob := as_it_is_or_less(less, device_type, budget, state, peak):
             words = f"{dealt}; {cost}" if cost else dealt
             return Knob(kept | flags | knob.flags, words, "train_fsdp.py")
     return None
