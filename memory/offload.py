@@ -74,16 +74,21 @@ class Offload:
 
     def __init__(self, host: HostMemory, blocks: Iterable[nn.Module]):
         self.host, self.blocks = host, list(blocks)
-        self.weights: set[StorageWeakRef] | None = None
+        self.at_work = self.blocks  # those that run now
+        self.weights: set[StorageWeakRef] | None = None  # theirs
         # What is being copied out must not be freed yet: (tensor, its copy is done).
         self.in_flight: deque[tuple[Tensor, Any]] = deque()
         self.newest = Tickets()  # of the block that ran last
 
-    def around(self, run: Callable[[Tensor], tuple[Tensor, Tensor]], moves: bool) -> Callable:
-        """`run`, which is a block; if it `moves`, what it keeps goes away. Called as blocks are."""
+    def around(
+        self, run: Callable[[Tensor], tuple[Tensor, Tensor]], moves: bool, block: Callable
+    ) -> Callable:
+        """`run`, which runs a block (or a group of them); if it `moves`, what that keeps goes away.
+        Called as blocks are."""
 
         def run_with_hooks(x: Tensor, _: str) -> tuple[Tensor, Tensor]:
             before, mine = self.newest, Tickets()
+            self.at_work = [block] if isinstance(block, nn.Module) else self.blocks
             self.weights, pack = None, partial(self.pack, mine)
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
                 x, update = run(x)
@@ -120,7 +125,7 @@ class Offload:
         like others, and travel with the policies that keep some; `full` keeps none.)
         """
         if self.weights is None:  # only now, in a block: if they are sharded, its own are whole now
-            weights = (weight for block in self.blocks for weight in block.parameters())
+            weights = (weight for block in self.at_work for weight in block.parameters())
             self.weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights}
         return storage in self.weights
 

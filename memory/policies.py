@@ -163,7 +163,7 @@ def offloaded(calls: list[Call], offload: Offload, random: bool) -> Iterator[Cal
                 run = partial(checkpoint, block, random=random)
             # (The last block's backward comes first: what it keeps would come straight back.)
             moves = policy != "none" and i + 1 < len(calls)
-            yield offload.around(run, moves), "none"
+            yield offload.around(run, moves, block), "none"
     finally:
         offload.settle()
 

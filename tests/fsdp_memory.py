@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from memory_shapes import CONFIG, WIDE, T  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
@@ -26,22 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import memory.offload  # noqa: E402
-from model import MiniGPT, MiniGPTConfig  # noqa: E402
+from model import MiniGPT  # noqa: E402
 from scripts.allocator_trace import trace_events  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 
-T = 32
-CONFIG = MiniGPTConfig(
-    vocab_size=997,  # an odd number of rows
-    max_position_embeddings=T,
-    n_layers=4,
-    n_heads=2,
-    d_model=32,
-    d_ff=128,
-    dropout=0.0,
-    loss_chunks=4,
-)
-WIDE = replace(CONFIG, vocab_size=61, d_model=64, d_ff=192)
 # name -> (config, batch size, in bfloat16, micro-batches, and for some cases the optimizer)
 CASES: dict[str, tuple] = {
     "none, large head": (CONFIG, 16, False, 1),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from memory_shapes import CONFIG, WIDE, T
 from test_model import random_ids
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -22,18 +23,6 @@ from scripts.ladder import LiveStorages
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
-T = 32
-CONFIG = MiniGPTConfig(
-    vocab_size=997,
-    max_position_embeddings=T,
-    n_layers=4,
-    n_heads=2,
-    d_model=32,
-    d_ff=128,
-    dropout=0.0,
-    loss_chunks=4,
-)
-WIDE = replace(CONFIG, vocab_size=61, d_model=64, d_ff=192)
 MEMORY = [
     *({"recompute": policy} for policy in RECOMPUTE_POLICIES),
     {"recompute": "mlp", "recompute_layers": 2},

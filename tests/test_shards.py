@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fsdp_memory import CASES, CONFIG, WIDE, T, optimizer_flags
+from fsdp_memory import CASES, optimizer_flags
+from memory_shapes import CONFIG, WIDE, T
 from runs import TORCHRUN, run
 from test_memory import planner
 
