@@ -20,9 +20,10 @@ import torch
 from tqdm import tqdm
 
 from data import Tokenizer
-from model import MiniGPT, MiniGPTConfig
+from model import MiniGPT
 from trainer.flags import OneLineParser, UsageError, choose_device, number, print_error
-from trainer.snapshot import SnapshotError, read_snapshot
+from trainer.pretrained import load_model
+from trainer.snapshot import SnapshotError
 
 SEPARATOR = "\n----------------\n"
 
@@ -50,20 +51,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     # fmt: on
     return parser
-
-
-def load(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
-    """The model in a snapshot, and its tokenizer. Raises SnapshotError."""
-    state = read_snapshot(path)
-    try:
-        tokenizer = Tokenizer.from_state(state["tokenizer"])
-        model = MiniGPT(MiniGPTConfig(**state["config"]))
-        model.load_state_dict(state["model"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
-        raise SnapshotError(f"{path} holds no model: is it damaged?") from None
-    if not all(weight.isfinite().all() for weight in model.parameters()):
-        raise SnapshotError(f"{path} holds NaN weights: take an older snapshot")
-    return model.to(device).eval(), tokenizer
 
 
 def encode_prompt(text: str, model: MiniGPT, tokenizer: Tokenizer) -> list[int]:
@@ -136,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         device = choose_device(args.device)
         reading = f"reading {args.checkpoint_path}"  # on a terminal, and gone when it is there
         with tqdm(desc=reading, bar_format="{desc}", leave=False, disable=None):
-            model, tokenizer = load(args.checkpoint_path, device)
+            model, tokenizer = load_model(args.checkpoint_path, device)
         for piece in write(args, model, tokenizer, device):
             print(piece, end="", flush=True)
     except (SnapshotError, UsageError) as error:
