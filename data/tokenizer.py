@@ -289,12 +289,16 @@ def _installed_gpt2() -> dict[bytes, int] | None:
     return None
 
 
+def byte_characters() -> list[str]:
+    """How OpenAI's and Hugging Face's files spell each byte, in printable characters: a printable
+    byte as itself, the 68 others as the characters from 256 on, in order."""
+    plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    other = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(other)) for byte in range(256)]
+
+
 def _ranks_of_encoder_json(content: bytes) -> dict[bytes, int]:
-    # OpenAI's file spells tokens in printable characters: a printable byte is itself, the 68
-    # others are the characters from 256 on, in order.
-    plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    other = [b for b in range(256) if b not in plain]
-    byte_of = {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(other)}
+    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
     encoder = json.loads(content)
     del encoder[EOT]
     return {bytes(byte_of[char] for char in token): rank for token, rank in encoder.items()}

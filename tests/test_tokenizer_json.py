@@ -1,0 +1,114 @@
+"""data/tokenizer_json.py: transformers' own engine gives the ids that ours gives, on any text."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from data.tokenizer import GPT2_PATTERN, Tokenizer, load_tokenizer, train_bpe
+from data.tokenizer_json import from_json, halves, list_merges, read_folder, to_json, vocabulary
+
+LIBRARY = sorted(Path(json.__file__).parent.parent.glob("*.py"))
+TEXT = "".join(path.read_text(encoding="utf-8", errors="replace") for path in LIBRARY)
+# As tiktoken writes the words of cl100k_base and o200k_base.
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
+    r"\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def texts() -> dict[str, str]:
+    source = random.Random(0)
+    planes = ((0x20, 0x250), (0x250, 0xD800), (0xE000, 0x110000))
+    return {
+        "the standard library": TEXT[:1_000_000],
+        "random bytes": source.randbytes(1_000_000).decode("utf-8", "replace"),
+        "random characters": "".join(
+            chr(source.randrange(*source.choice(planes))) for _ in range(100_000)
+        ),
+        "odd ones": 50
+        * (
+            "\U0001f600 \U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f1e9\U0001f1ea e\u0301 "
+            "a\r\nb\r\n\r\n \t\r\n x'll I'VE <|endoftext|> \x85\u180e\u2028\x1c"
+        ),
+        "one word": "ab" * 1000 + " " * 1000 + "\n" * 1000,
+        "nothing": "",
+    }
+
+
+TEXTS = texts()
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    return Tokenizer("bpe", train_bpe([TEXT[:300_000]], 1024))
+
+
+def unreachable(tokenizer: Tokenizer) -> Tokenizer:
+    """With two tokens that no merging makes, but that are whole words."""
+    more = {b" return": 5000, b"xqzj": 5001}
+    parts = {t for t in tokenizer.ranks if len(t) > 2 and b" return".startswith(t[:3])}
+    ranks = {t: rank for t, rank in tokenizer.ranks.items() if t not in parts}
+    renumbered = {token: i for i, token in enumerate(sorted(ranks, key=ranks.__getitem__))}
+    return Tokenizer("bpe", renumbered | {t: len(renumbered) + i for i, t in enumerate(more)})
+
+
+@pytest.mark.parametrize("name", ["bpe", "byte", "gpt2", "cl100k words", "o200k words", "odd"])
+def test_the_same_ids_on_any_text(bpe, name):
+    tokenizers = pytest.importorskip("tokenizers")
+    if name in ("byte", "gpt2"):
+        ours = load_tokenizer(name)
+    else:
+        pattern = {"cl100k words": CL100K, "o200k words": O200K}.get(name, GPT2_PATTERN)
+        ours = Tokenizer("bpe", bpe.ranks, pattern)
+    if name == "odd":
+        ours = unreachable(bpe)
+        assert ours.encode(" return").size == ours.encode("xqzj").size == 1
+        assert halves(b"xqzj", ours.ranks) is None
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(to_json(ours)))
+    theirs.encode_special_tokens = True  # split_special_tokens of tokenizer_config.json
+    for what, text in TEXTS.items():
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ids == ours.encode(text).tolist(), what
+        assert theirs.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("name", ["bpe", "byte", "gpt2"])
+def test_and_back(bpe, name, tmp_path):
+    ours = bpe if name == "bpe" else load_tokenizer(name)
+    back = from_json(json.loads(json.dumps(to_json(ours))))
+    assert back.fingerprint == ours.fingerprint and back.pattern == ours.pattern
+    assert back.name == ("gpt2" if name == "gpt2" else "bpe")
+    # The two files of older folders say the same.
+    merges = (" ".join(pair) for pair in list_merges(ours))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary(ours)), "utf-8")
+    found = read_folder(tmp_path)
+    assert found is not None and found.fingerprint == ours.fingerprint
+    (tmp_path / "merges.txt").unlink()
+    assert read_folder(tmp_path) is None
+
+
+def test_of_a_tokenizer_that_their_trainer_has_made():
+    """Its alphabet has other ids than ours, and <|endoftext|> comes first."""
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    theirs.train_from_iterator([TEXT[:200_000]], trainer)
+    ours = from_json(json.loads(theirs.to_str()))
+    assert (ours.eot_id, ours.vocab_size) == (0, 600)
+    for text in (TEXT[300_000:400_000], TEXTS["odd ones"].replace("<|endoftext|>", "")):
+        assert ours.encode(text).tolist() == theirs.encode(text).ids
