@@ -1,0 +1,75 @@
+"""A folder as transformers writes it, by hand: without transformers, and without our writer."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.tokenizer import load_tokenizer
+from data.tokenizer_json import to_json
+
+CONFIG: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 257,
+    "n_positions": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+}
+TOKENIZER = to_json(load_tokenizer("byte"))
+Tensors = dict[str, np.ndarray]
+
+
+def gpt2_tensors(config: dict[str, Any] = CONFIG, seed: int = 0, prefix: str = "") -> Tensors:
+    """Random weights by the names of the model on the hub, which have no prefix."""
+    random = np.random.default_rng(seed)
+    C = config["n_embd"]
+    wide = config["n_inner"] or 4 * C
+    shapes = {"wte.weight": (config["vocab_size"], C), "wpe.weight": (config["n_positions"], C)}
+    for i in range(config["n_layer"]):
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"h.{i}.{norm}.weight": (C,), f"h.{i}.{norm}.bias": (C,)}
+        linears = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C)}
+        linears |= {"mlp.c_fc": (C, wide), "mlp.c_proj": (wide, C)}
+        for name, shape in linears.items():
+            shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[1:]}
+    shapes |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
+    return {
+        prefix + name: random.normal(size=shape, scale=0.2).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def safetensors(tensors: Tensors, change: Any = None, pad: int = 0) -> bytes:
+    """The bytes of a file; `change(header)` may spoil its header first."""
+    names = {"float32": "F32", "float16": "F16", "float64": "F64", "int32": "I32", "uint16": "BF16"}
+    header, data = {}, b""
+    for name, array in tensors.items():
+        ends = [len(data), len(data) + array.nbytes]
+        about = {"dtype": names[str(array.dtype)], "shape": list(array.shape)}
+        header[name] = about | {"data_offsets": ends}
+        data += array.tobytes()
+    if change is not None:
+        header = change(header) or header
+    text = json.dumps(header).encode() + b" " * pad
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def write_folder(
+    folder: Path,
+    config: dict[str, Any] = CONFIG,
+    tensors: Tensors | None = None,
+    tokenizer: Any = TOKENIZER,
+    weights: bytes | None = None,
+) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if tokenizer is not None:
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    content = weights or safetensors(gpt2_tensors(config) if tensors is None else tensors)
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
