@@ -69,6 +69,7 @@ from trainer.flags import (
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
 from trainer.plan import default_budget, make_planner, vocabulary
+from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
 
@@ -109,6 +110,7 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--memory-budget is for --largest-batch")
     if args.peer and find_spec(args.peer) is None:
         raise UsageError(f"--peer {args.peer} is not installed: pip install {args.peer}")
+    open_init_from(args)
     # The trainers' check knows one policy, and a budget for auto alone.
     budget, args.memory_budget = args.memory_budget, None
     args.use_activation_checkpoint = "full"

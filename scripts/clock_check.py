@@ -46,6 +46,7 @@ from trainer.flags import (
     set_matmul_precision,
 )
 from trainer.plan import make_planner, vocabulary
+from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
 
@@ -62,6 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if getattr(args, name) != default:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag}: all policies are measured, on this machine: leave it out")
+    open_init_from(args)
     args = fill_in(args)
     args.vocab_size = vocabulary(args)
     return args

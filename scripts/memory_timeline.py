@@ -66,6 +66,7 @@ from trainer.flags import (
     print_error,
 )
 from trainer.plan import asked_card, make_planner, target, vocabulary
+from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
 
@@ -91,6 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.use_activation_checkpoint = "auto"  # --memory-budget may stand beside it
     args.recompute_layers, args.recompute_rest = None, None
     args.recompute_group, args.offload_activations = 1, False
+    open_init_from(args)
     flags.fill_in(args)
     args.use_activation_checkpoint = "none"
     return args

@@ -48,6 +48,7 @@ from trainer.flags import (
     print_error,
 )
 from trainer.plan import vocabulary
+from trainer.pretrained import open_init_from
 from trainer.process import OneProcess
 from trainer.report import describe_model
 from trainer.snapshot import beside
@@ -81,6 +82,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if name in args.typed:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag}: this script chooses it: leave it out")
+    open_init_from(args)
     fill_in(argparse.Namespace(**vars(args)))  # contradictions
     return args
 

@@ -59,6 +59,7 @@ from trainer.knobs import Knob
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
 from trainer.plan import SMALLER, Plans, asked_card, target, vocabulary
+from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
@@ -97,6 +98,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.fsdp:
         check_fsdp(args)
+    open_init_from(args)
     args.use_activation_checkpoint = "auto"
     args.recompute_layers, args.recompute_rest = None, None
     args.recompute_group, args.offload_activations = 1, False

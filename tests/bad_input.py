@@ -25,6 +25,7 @@ N_TOY = TINY.index("--n-layers")
 PROGRAMS: Programs = {
     "toy": (train_minimal.main, [*TINY, "--checkpoint-path=run.pt"]),
     "text": (train_minimal.main, [*TINY[N_TOY:], "--checkpoint-path=run.pt"]),
+    "built-in": (train_minimal.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "ddp": (train_ddp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "fsdp": (train_fsdp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "generate": (generate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),

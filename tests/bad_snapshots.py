@@ -181,7 +181,7 @@ def plots(name: str, content: Write, *says: str, output: str = "x.png") -> Case:
 RECORD = b'{"step": 1, "train_loss": 2.5}\n'
 SCRIPTS = {
     "generate: no snapshot": Case("generate", "", ("there is no snapshot run.pt",)),
-    "generate: a folder": writes(None, "cannot read run.pt"),
+    "generate: a folder": writes(None, "run.pt is no folder of a transformers model"),
     "generate: text": writes(b"text", NO_SNAPSHOT),
     "generate: code": writes(saved({"model": Bomb()}), "run.pt holds more than plain data"),
     "generate: a config without sense": writes(changed_config(n_heads="2"), "run.pt holds no"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import bad_snapshots
 import pytest
 import torch
+from bad_folders import FOLDERS
 from bad_input import CACHES, ENVIRONMENTS, FLAGS, PROGRAMS, TEXTS, TOKEN_FILES, TOKENIZERS, Case
 from bad_snapshots import PLACES, SCRIPTS, SNAPSHOTS
 from runs import TINY, run
@@ -27,6 +28,7 @@ TABLES = {
     "tokens": TOKEN_FILES,
     "tokenizer": TOKENIZERS,
     "snapshot": SNAPSHOTS,
+    "folder": FOLDERS,
     "place": PLACES,
     "environment": ENVIRONMENTS,
     "cache": CACHES,

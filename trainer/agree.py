@@ -12,6 +12,7 @@ import torch
 from data import Dataset
 
 from .flags import UsageError
+from .pretrained import Pretrained
 from .process import OneProcess
 from .resume import flag
 from .snapshot import Resumed
@@ -23,6 +24,7 @@ OWN = {
     "val_data": "a path of this machine; what was read there is compared",
     "tokenizer_name": "it may be a file; the vocabulary is compared, with the data",
     "checkpoint_path": "a path of this machine; the snapshot that was found there is compared",
+    "init_from": "a path of this machine; the weights are compared",
     "device": "auto may be what another machine calls cuda; what was chosen is compared",
     "amp_dtype": "auto may be what another machine types; what was chosen is compared",
     "no_amp": "it may be what another machine's auto comes to; what was chosen is compared",
@@ -31,6 +33,7 @@ OWN = {
 }
 WAYS_OUT = {
     "--checkpoint-path": "all must see the same snapshot, on a disk that they share",
+    "--init-from": "all must start from the same weights",
     "--device": "choose one that all have",
     "--amp-dtype": "choose one that all have",
     "--train-data": "all must have the same data and the same tokenizer",
@@ -53,6 +56,7 @@ def facts(
     precision: torch.dtype,
     data: Dataset,
     resumed: Resumed | None,
+    source: Pretrained | None = None,
 ) -> dict[str, Fact]:
     """All that must be the same, under the name by which the user can change it."""
 
@@ -63,11 +67,13 @@ def facts(
     snapshot = "no snapshot to go on from"
     if found is not None:
         snapshot = f"step {found[0]} of run {str(found[1])[:8]}"
+    weights = source and source.checksum
     fingerprint = f"{data.fingerprint} {data.tokenizer.fingerprint}"
     device, dtype = process.device.type, str(precision).removeprefix("torch.")
     version = ".".join(torch.__version__.split(".")[:2])
     return {
         "--checkpoint-path": fact("checkpoint_path", found, snapshot),
+        "--init-from": fact("init_from", weights, f"weights of checksum {weights}"),
         "torch": fact("torch", version, version),
         "the trainer": fact("script", process.script, process.script),
         "--device": fact("device", device, device),

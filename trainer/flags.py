@@ -170,6 +170,10 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--model", choices=tuple(SHAPES),
         help="a shape by name, with 1,024 positions and --tokenizer-name gpt2; single flags "
         "override it (default: the small shape below)")
+    add("--init-from", type=Path, metavar="PATH",
+        help="start from trained weights: a snapshot, or a folder of transformers' GPT-2 "
+        "(config.json, model.safetensors); its shape and tokenizer follow (default: random "
+        "weights)")
     add("--n-layers", type=layers, default=3, metavar="N", help="(default: %(default)s)")
     add("--n-heads", type=size, default=4, metavar="N", help="(default: %(default)s)")
     add("--d-model", type=size, default=128, metavar="N", help="channels (default: %(default)s)")
@@ -213,7 +217,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--num-steps", type=count, default=1000, metavar="N",
         help="optimizer steps (default: %(default)s)")
     add("--lr", type=positive, metavar="RATE",
-        help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table; for muon 0.8)")
+        help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table; for muon 0.8; "
+        "with --init-from a tenth of that)")
     add("--min-lr", type=positive_or_zero, metavar="RATE",
         help="at the last step, absolute (default: --lr / 10)")
     add("--lr-scheduler", choices=("cosine", "linear", "constant"), default="cosine",
@@ -269,11 +274,12 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
 
 def fill_in(args: argparse.Namespace) -> argparse.Namespace:
     """The defaults that depend on other flags. Raises UsageError for contradictions."""
+    fresh = 1.0 if args.init_from is None else 0.1  # trained weights are soon unlearned
     defaults = {
         "data_seed": args.seed,
         "d_ff": 4 * args.d_model,
         "max_position_embeddings": args.seq_len,
-        "lr": (0.8 if args.optimizer == "muon" else 0.4) / args.d_model,
+        "lr": (0.8 if args.optimizer == "muon" else 0.4) / args.d_model * fresh,
         "warmup_steps": args.num_steps // 20,
     }
     for name, value in defaults.items():

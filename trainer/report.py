@@ -52,6 +52,8 @@ def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
         f"step, {args.num_steps:,} steps, {epochs:.2f} epochs",
         f"memory   {plan}",
     ]
+    if args.init_from is not None and resumed is None:
+        lines.insert(2, f"weights  {args.init_from}, all else is new: step 0, a fresh optimizer")
     if device.type == "cpu" and config.vocab_size == 50257 and args.tokenizer_name is None:
         lines.append(
             "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "

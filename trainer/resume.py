@@ -77,9 +77,7 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
         check_same("--use-toy-data", "text", "toy data", resumed.path)
     for name in FIXED:
         if name in args.typed and name in saved:
-            shape = args.model is not None and name in SHAPES[args.model]
-            blamed = f"--model {args.model}, {flag(name)}" if shape else flag(name)
-            check_same(blamed, saved[name], getattr(args, name), resumed.path)
+            check_same(blamed(args, name), saved[name], getattr(args, name), resumed.path)
     for name in args.typed:
         moot |= {name, *DECIDES.get(name, ())}
     if "lr" in args.typed and saved.get("min_lr") == saved.get("lr", 0) / 10:
@@ -207,6 +205,12 @@ def changes(saved: State, now: State) -> list[str]:
 def flag(name: str) -> str:
     """`n_layers` -> `--n-layers`."""
     return "--" + name.replace("_", "-")
+
+
+def blamed(args: argparse.Namespace, name: str) -> str:
+    """The flag that gave args.`name` its value: its own, or --model."""
+    shape = args.model is not None and name in SHAPES[args.model]
+    return f"--model {args.model}, {flag(name)}" if shape else flag(name)
 
 
 @torch.no_grad()

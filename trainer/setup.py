@@ -16,10 +16,11 @@ from model import MiniGPT, MiniGPTConfig
 
 from .agree import check_alike, facts
 from .claim import check_writable, claim, step_aside
-from .flags import choose_precision, fill_in, model_config, set_matmul_precision
+from .flags import UsageError, choose_precision, fill_in, model_config, set_matmul_precision
 from .metrics import MetricsFile, StepClock, logged_at
 from .optimizer import make_optimizer
 from .plan import plan_memory
+from .pretrained import Pretrained, open_init_from
 from .process import OneProcess
 from .report import describe_run
 from .resume import check_resumable, keep_batch, load_newest, load_own, restore, take_flags
@@ -37,24 +38,37 @@ def start_run(
     What a user can get wrong goes wrong here, before anything is written or trained.
     Raises UsageError, DataError or SnapshotError.
     """
+    if args.resume and "init_from" in args.typed:
+        raise UsageError("--init-from starts a run and --resume goes on with one: leave one out")
     resumed = load_newest(args.checkpoint_path) if args.resume else None
+    source = None
     if resumed is not None:
         take_flags(args, resumed)
+    else:
+        source = open_init_from(args)
     fill_in(args)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     process = make_process(args)
     if resumed is not None:
         keep_batch(args, resumed.state, process.world_size)
-    return set_up(args, process, resumed)
+    return set_up(args, process, resumed, source)
 
 
-def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | None = None) -> Run:
-    """Data, model, optimizer; or the last snapshot of them. Raises what `start_run` does."""
+def set_up(
+    args: argparse.Namespace,
+    process: OneProcess,
+    resumed: Resumed | None = None,
+    source: Pretrained | None = None,
+) -> Run:
+    """Data, model, optimizer; or the last snapshot of them. Raises what `start_run` does.
+
+    `source`: the weights of a new run, if they are not to be drawn.
+    """
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
     if resumed is None:  # what this very run has saved, before torchrun started it again
         resumed = load_own(args.checkpoint_path, process.run_id)
-    data = load_data(args, process, resumed)
+    data = load_data(args, process, resumed, source)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     asked = model_config(args, data.tokenizer.vocab_size)
@@ -65,7 +79,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
 
     # So far each process by itself; from here on together, and still nothing is written.
     process.start()
-    check_alike(process.exchange(facts(args, process, precision, data, resumed)))
+    check_alike(process.exchange(facts(args, process, precision, data, resumed, source)))
     with process.waiting("predicting the memory of a step"):
         config, plan = plan_memory(args, process, asked, precision, held(resumed, device))
     identity["config"] = asdict(config)
@@ -73,7 +87,9 @@ def set_up(args: argparse.Namespace, process: OneProcess, resumed: Resumed | Non
     with torch.device("meta"):
         model = MiniGPT(config)
     process.place(model)
-    if resumed is None:
+    if source is not None:
+        source.fill(model, process.part)
+    elif resumed is None:
         torch.manual_seed(args.seed)
         model.init_weights(process.part)
     run = Run(
@@ -134,13 +150,18 @@ def start_log(run: Run, next_rate: float) -> None:
 
 
 def load_data(
-    args: argparse.Namespace, process: OneProcess, resumed: Resumed | None = None
+    args: argparse.Namespace,
+    process: OneProcess,
+    resumed: Resumed | None = None,
+    source: Pretrained | None = None,
 ) -> Dataset:
-    """Tokens, as the flags of the group "data" ask for; by the tokenizer of the run that goes on.
+    """Tokens, as the flags of the group "data" ask for; by the tokenizer of the run that goes on,
+    or of the weights that it starts from.
 
     Raises DataError, or SnapshotError if that tokenizer is none.
     """
-    tokenizer = fingerprint = None
+    tokenizer = None if source is None else source.tokenizer
+    fingerprint = None
     if resumed is not None:
         fingerprint = resumed.state["data"].get("fingerprint")
         try:
@@ -186,6 +207,8 @@ def plain_flags(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("train_data", "val_data"):
         if flags[name] is not None:
             flags[name] = [os.path.abspath(path) for path in flags[name]]
+    if args.init_from is not None:
+        flags["init_from"] = os.path.abspath(args.init_from)
     return flags
 
 

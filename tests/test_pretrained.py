@@ -1,0 +1,251 @@
+"""Weights from elsewhere: trainer/hf.py and trainer/pretrained.py against transformers, and what
+--init-from makes of them. What is refused: bad_folders.py."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
+from runs import TINY, same, snapshot, torchrun, train_here
+
+import train_minimal
+from data import load_dataset
+from scripts import plan_memory
+from trainer.agree import check_alike, facts
+from trainer.flags import UsageError, build_parser
+from trainer.pretrained import load_model, open_pretrained
+from trainer.process import OneProcess
+from trainer.setup import start_run
+
+CPU = torch.device("cpu")
+N_TOY = TINY.index("--n-layers")
+N_MODEL = TINY.index("--batch-size")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_folder(tmp_path / "gpt2")
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "x.txt"
+    path.write_text("a few words that a model can learn, again and again\n" * 100)
+    return path
+
+
+SHAPES = [
+    dict(n_layer=2, n_head=2, n_embd=16, n_positions=24),
+    dict(n_layer=3, n_head=4, n_embd=64, n_positions=48, n_inner=100),
+    dict(n_layer=1, n_head=3, n_embd=48, n_positions=80, activation_function="gelu_pytorch_tanh"),
+]
+
+
+@pytest.fixture(params=SHAPES, ids=["small", "odd MLP", "one layer"])
+def theirs(request, tmp_path):
+    """transformers' GPT-2, saved in tmp_path/"hf" with a tokenizer of ours for its 257 ids."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(**request.param, vocab_size=257, attn_implementation="eager")
+    config.embd_pdrop = config.attn_pdrop = config.resid_pdrop = 0.0
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # no zero biases and unit gains, which hide mistakes
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    write_folder(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "hf" / "tokenizer.json")
+    return model
+
+
+def test_logits_loss_and_gradients_are_those_of_transformers(theirs, tmp_path):
+    ours, tokenizer = load_model(tmp_path / "hf", CPU)
+    assert tokenizer.vocab_size == 257 and not ours.training
+    ids = torch.randint(0, 257, (2, theirs.config.n_positions + 1))
+    expected = theirs.eval()(ids[:, :-1]).logits
+    assert (ours(ids[:, :-1]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+    theirs.train()(ids[:, :-1])
+    expected = F.cross_entropy(theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+    expected.backward()
+    loss = ours.train()(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    h, block = theirs.transformer.h[-1], ours.blocks[-1]
+    for found, wanted in [
+        (ours.token_embedding.weight.grad, theirs.transformer.wte.weight.grad),
+        (ours.position_embedding.weight.grad, theirs.transformer.wpe.weight.grad),
+        (block.attn.c_attn.weight.grad, h.attn.c_attn.weight.grad.T),
+        (block.mlp.c_proj.weight.grad, h.mlp.c_proj.weight.grad.T),
+        (block.mlp.c_fc.bias.grad, h.mlp.c_fc.bias.grad),
+        (ours.ln_f.bias.grad, theirs.transformer.ln_f.bias.grad),
+    ]:
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_every_tensor_is_where_it_belongs(folder):
+    tensors = gpt2_tensors()
+    weights = load_model(folder, CPU)[0].state_dict()
+    assert len(weights) == len(tensors)
+    for name, weight in weights.items():
+        name = name.replace("blocks", "h").replace("token_embedding", "wte")
+        array = tensors[name.replace("position_embedding", "wpe")]
+        turned = name.startswith("h.") and array.ndim == 2
+        assert np.array_equal(weight.numpy(), array.T if turned else array)
+
+
+def test_what_older_folders_hold_besides(tmp_path):
+    """A prefix, the causal masks as tensors, the head a second time, other dtypes."""
+    expected = load_model(write_folder(tmp_path / "gpt2"), CPU)[0].state_dict()
+    more = {f"h.{i}.attn.bias": np.ones((1, 1, 32, 32), np.float32) for i in range(2)}
+    more |= {f"h.{i}.attn.masked_bias": np.array(-1e4, np.float32) for i in range(2)}
+    more["lm_head.weight"] = gpt2_tensors()["wte.weight"]
+    prefixed = gpt2_tensors(prefix="transformer.")
+    variants = [gpt2_tensors() | more, prefixed | {"lm_head.weight": more["lm_head.weight"]}]
+    for i, tensors in enumerate(variants):
+        found = load_model(write_folder(tmp_path / f"{i}", CONFIG, tensors), CPU)[0].state_dict()
+        assert same(found, expected)
+    half = {name: array.astype(np.float16) for name, array in gpt2_tensors().items()}
+    found = load_model(write_folder(tmp_path / "half", CONFIG, half), CPU)[0].state_dict()
+    assert all(
+        weight.dtype == torch.float32 and torch.equal(weight, expected[name].half().float())
+        for name, weight in found.items()
+    )
+
+
+def flags(*words: str) -> list[str]:
+    """The tiny run, without its data and without its shape."""
+    return [*TINY[N_MODEL:], *words]
+
+
+def start(tmp_path, *words: str):
+    argv = flags("--checkpoint-path", str(tmp_path / "run.pt"), *words)
+    args = build_parser("test", "x.pt").parse_args(argv)
+    return start_run(args, OneProcess.alone)
+
+
+def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
+    run = start(tmp_path, "--init-from", str(folder), "--train-data", str(text))
+    assert same(run.model.state_dict(), load_model(folder, CPU)[0].state_dict())
+    assert (run.step, run.args.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
+    assert run.model.config.dropout == 0.1  # the flag's
+    assert run.args.lr == pytest.approx(0.04 / 16)
+    assert not run.optimizer.state
+    assert f"weights  {folder}, all else is new" in capsys.readouterr().out
+
+
+def test_a_run_starts_from_a_snapshot(text, tmp_path):
+    """With other data, on which its tokenizer stays what it was, and then goes on as any run."""
+    other = tmp_path / "y.txt"
+    other.write_text("some other words, of which no pair has been merged before\n" * 100)
+    first, path = tmp_path / "first.pt", tmp_path / "run.pt"
+    bpe = ["--tokenizer-name=bpe", "--vocab-size=270"]
+    shape = [*TINY[N_TOY:N_MODEL], *bpe]
+    assert train_here_without_toy(first, *shape, "--train-data", str(text)) == 0
+    source = snapshot(first)
+
+    run = start(tmp_path, "--init-from", str(first), "--train-data", str(other))
+    assert same(run.model.state_dict(), source["model"])
+    assert run.data.tokenizer.fingerprint == open_pretrained(first).tokenizer.fingerprint
+    assert run.step == 0 and not run.optimizer.state and run.best_val_loss == float("inf")
+    del run
+
+    from_first = ["--init-from", str(first), "--train-data", str(other)]
+    assert train_here_without_toy(path, *from_first, "--num-steps=6") == 0
+    whole = snapshot(path)
+    assert whole["args"]["init_from"] == str(first) and whole["step"] == 6
+    half = tmp_path / "half.pt"
+    assert train_here_without_toy(half, *from_first, "--num-steps=3", "--warmup-steps=0") == 0
+    first.unlink()  # a run that goes on does not need it any more
+    resume = [f"--checkpoint-path={half}", "--resume", "--num-steps=6"]
+    assert train_minimal.main(resume) == 0
+
+
+def train_here_without_toy(path: Path, *words: str) -> int:
+    return train_minimal.main(flags("--checkpoint-path", str(path), *words))
+
+
+def test_resumed_to_the_bit(folder, text, tmp_path):
+    words = ["--init-from", str(folder), "--train-data", str(text), "--num-steps=6"]
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    assert train_here_without_toy(whole, *words, "--save-interval=3") == 0
+    before = tmp_path / "whole.prev.pt"
+    before.rename(parts)
+    assert snapshot(parts)["step"] == 3
+    assert train_minimal.main([f"--checkpoint-path={parts}", "--resume"]) == 0
+    assert same(snapshot(whole)["model"], snapshot(parts)["model"])
+    assert same(snapshot(whole)["optimizer"], snapshot(parts)["optimizer"])
+
+
+def test_toy_data_goes_on_with_toy_data(tmp_path, capfd):
+    first = tmp_path / "first.pt"
+    assert train_here(first, "--num-steps=2") == 0
+    words = ["--init-from", str(first), "--num-steps=2", "--max-tokens=200"]
+    assert train_here_without_toy(tmp_path / "run.pt", *words) == 0
+    assert snapshot(tmp_path / "run.pt")["args"]["use_toy_data"]
+    capfd.readouterr()
+    words += ["--train-data", str(first)]
+    assert train_here_without_toy(tmp_path / "run.pt", *words) == 2
+    assert "toy data only, no text" in capfd.readouterr().err
+
+
+def test_the_planner_follows(folder, tmp_path):
+    table, wanted = tmp_path / "a.json", tmp_path / "b.json"
+    common = ["--device=cuda", "--memory-budget=1GiB", "--batch-size=2"]
+    assert plan_memory.main([*common, f"--init-from={folder}", f"--json={table}"]) == 0
+    shape = "--n-layers=2 --n-heads=2 --d-model=16 --seq-len=32 --vocab-size=257".split()
+    assert plan_memory.main([*common, *shape, f"--json={wanted}"]) == 0
+    rows = [json.loads(path.read_text())["rows"] for path in (table, wanted)]
+    assert rows[0] == rows[1]
+
+
+def test_processes_with_other_weights_do_not_start(folder, text, tmp_path):
+    tensors = gpt2_tensors()
+    tensors["ln_f.bias"][3] += 1e-6
+    (tmp_path / "b").mkdir()
+    other = write_folder(tmp_path / "b" / "gpt2", CONFIG, weights=safetensors(tensors))
+    of_each = []
+    for path in (folder, folder, other):
+        source = open_pretrained(path)
+        run = start(tmp_path, "--init-from", str(path), "--train-data", str(text))
+        of_each.append(facts(run.args, run.process, run.precision, run.data, None, source))
+        del run
+    check_alike(of_each[:2])
+    with pytest.raises(UsageError, match="--init-from: ranks 0 and 1 have .*, rank 2 has .*same w"):
+        check_alike(of_each)
+
+
+@pytest.mark.slow
+def test_all_trainers_start_from_the_same(tmp_path):
+    """Two processes, with a model each or half of one, as one with two micro-batches."""
+    first = tmp_path / "first.pt"
+    assert train_here(first, "--num-steps=2", "--lr=0.05") == 0
+    words = (f"--init-from={first}", "--num-steps=3")
+    assert train_here(tmp_path / "one.pt", *words, "--grad-accum-steps=2") == 0
+    assert train_here(tmp_path / "random.pt", "--num-steps=3", "--grad-accum-steps=2") == 0
+    one, random = (snapshot(tmp_path / f"{name}.pt")["model"] for name in ("one", "random"))
+    assert not same(one, random)
+    for script in ("train_ddp.py", "train_fsdp.py"):
+        torchrun(tmp_path / f"{script}.pt", *words, script=script)
+        assert same(snapshot(tmp_path / f"{script}.pt")["model"], one)
+
+
+@pytest.mark.slow
+def test_started_again_by_torchrun_it_goes_on_from_its_own(tmp_path):
+    """And not from --init-from once more."""
+    first, path = tmp_path / "first.pt", tmp_path / "run.pt"
+    assert train_here(first, "--num-steps=2") == 0
+    words = (f"--init-from={first}", "--save-interval=5", "--no-amp")
+    assert train_here(tmp_path / "whole.pt", *words, "--grad-accum-steps=2") == 0
+    fault = {"script": "-m scripts.faults", "FAULTS": "kill:0:9"}
+    result = torchrun(path, *words, launch=("--max-restarts=1",), **fault)
+    assert f"resume   {path}, step 5" in result.stdout
+    assert same(snapshot(path)["model"], snapshot(tmp_path / "whole.pt")["model"])

@@ -1,0 +1,165 @@
+"""GPT-2 in a folder as Hugging Face's transformers writes and reads it.
+
+MiniGPT is GPT-2, tensor by tensor; other names, and matrices that lie the other way round
+(transformers kept TensorFlow's, "Conv1D"), are all that differs. What GPT-2 can also be there, and
+MiniGPT cannot, is refused (`GPT2_ALONE`). Needs no transformers.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data import DataError, Tokenizer
+from data.tokenizer import load_tokenizer
+from data.tokenizer_json import read_folder
+from model import MiniGPT, MiniGPTConfig
+
+from .safetensors import read_tensors
+from .snapshot import SnapshotError
+
+# config.json's name of a size, MiniGPT's, and GPT-2's value: what is left out there.
+SIZES = [
+    ("vocab_size", "vocab_size", 50257),
+    ("n_positions", "max_position_embeddings", 1024),
+    ("n_layer", "n_layers", 12),
+    ("n_head", "n_heads", 12),
+    ("n_embd", "d_model", 768),
+    ("n_inner", "d_ff", None),
+]
+# What a GPT-2 of transformers computes otherwise than MiniGPT, unless these have these values.
+GPT2_ALONE: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def their_name(name: str) -> str:
+    """`blocks.3.ln_1.weight` -> `h.3.ln_1.weight`: transformers' name, without "transformer."."""
+    for ours, theirs in (
+        ("token_embedding.", "wte."),
+        ("position_embedding.", "wpe."),
+        ("blocks.", "h."),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
+def turned(name: str, weight: Tensor) -> Tensor:
+    """Between a Linear's matrix (out, in) and their Conv1D's (in, out); the rest is the same."""
+    return weight.T if name.startswith("blocks.") and weight.dim() == 2 else weight
+
+
+def open_folder(folder: Path) -> tuple[MiniGPTConfig, Callable[[str], Tensor], Tokenizer]:
+    """Raises SnapshotError."""
+    config, tensors = read_config(folder), read_weights(folder)
+    prefix = "transformer." if "transformer.wte.weight" in tensors else ""
+
+    def weight(name: str) -> Tensor:
+        tensor = tensors[prefix + their_name(name)]
+        if tensor.dtype not in FLOATS:
+            raise SnapshotError(f"{folder} holds {name} in {tensor.dtype}: only floats can train")
+        return turned(name, tensor).float()
+
+    check_names(folder, config, [name.removeprefix(prefix) for name in tensors])
+    head, table = tensors.get("lm_head.weight"), tensors[f"{prefix}wte.weight"]
+    if head is not None and not torch.equal(head, table):
+        raise SnapshotError(f"{folder}: lm_head is not wte; MiniGPT has one weight for both")
+    try:
+        tokenizer = read_folder(folder)
+        if tokenizer is None and config.vocab_size == 50257:
+            tokenizer = load_tokenizer("gpt2")
+    except DataError as error:
+        raise SnapshotError(str(error)) from None
+    if tokenizer is None:
+        raise SnapshotError(
+            f"{folder} holds no tokenizer.json, and no vocab.json with merges.txt; with "
+            f"{config.vocab_size:,} ids it is not GPT-2's own either"
+        )
+    return config, weight, tokenizer
+
+
+def check_names(folder: Path, config: MiniGPTConfig, found: list[str]) -> None:
+    """Raises SnapshotError if tensors are missing, or there are more than the model has: that would
+    be another one."""
+    if config.n_layers > len(found):
+        raise SnapshotError(f"{folder} holds {len(found)} tensors for {config.n_layers} layers")
+    with torch.device("meta"):
+        expected = {their_name(name): name for name in MiniGPT(config).state_dict()}
+    # Not weights: GPT-2's older files also hold the causal mask of each layer.
+    masks = (".attn.bias", ".attn.masked_bias")
+    more = {name for name in found if not name.endswith(masks)} - expected.keys()
+    more.discard("lm_head.weight")
+    for name in sorted(expected.keys() - set(found))[:1]:
+        raise SnapshotError(f"{folder} holds no {name}: is it complete?")
+    for name in sorted(more)[:1]:
+        raise SnapshotError(f"{folder} holds {name}, which its config.json has no place for")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises SnapshotError."""
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError
+        return content
+    except FileNotFoundError:
+        raise SnapshotError(
+            f"{path.parent} is no folder of a transformers model: it has no {path.name}"
+        ) from None
+    except OSError as error:
+        raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise SnapshotError(f"{path} is not JSON, or damaged") from None
+
+
+def read_config(folder: Path) -> MiniGPTConfig:
+    """The shape that config.json tells; dropout is left to whoever trains. Raises SnapshotError."""
+    path = folder / "config.json"
+    content = read_json(path)
+    content.setdefault("model_type", None)
+    for name, allowed in GPT2_ALONE.items():
+        if content.get(name, allowed[0]) not in allowed:
+            raise SnapshotError(
+                f"{path}: {name} is {content[name]!r}; MiniGPT is GPT-2 with {allowed[0]!r}"
+            )
+    shape: dict[str, Any] = {ours: content.get(theirs, default) for theirs, ours, default in SIZES}
+    if shape["d_ff"] is None and isinstance(shape["d_model"], int):
+        shape["d_ff"] = 4 * shape["d_model"]
+    for (theirs, *_), size in zip(SIZES, shape.values(), strict=True):
+        if type(size) is not int or not 0 < size < 2**31:
+            raise SnapshotError(f"{path}: {theirs} is {size!r}")
+    try:
+        return MiniGPTConfig(**shape, dropout=0.0)
+    except ValueError as error:
+        raise SnapshotError(f"{path}: {error}") from None
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of model.safetensors, or of the shards that its index names. Raises
+    SnapshotError."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        if not whole.exists() and (folder / "pytorch_model.bin").exists():
+            raise SnapshotError(
+                f"{folder} holds pytorch_model.bin only; model.save_pretrained({str(folder)!r}) "
+                "in transformers writes model.safetensors"
+            )
+        return read_tensors(whole)
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise SnapshotError(f"{index} is damaged: no weight_map")
+    shards = {name: read_tensors(folder / Path(name).name) for name in set(names.values())}
+    try:
+        return {name: shards[shard][name] for name, shard in names.items()}
+    except KeyError as error:
+        raise SnapshotError(f"{index} names {error}, which its shard does not hold") from None
