@@ -1,0 +1,195 @@
+"""A trained MiniGPT as a folder that Hugging Face's transformers opens, and all that reads those.
+
+    python -m scripts.export_hf --checkpoint-path checkpoints/minigpt_single.pt --out minigpt-hf
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+    pipeline("text-generation", "minigpt-hf")("def ")
+
+MiniGPT is GPT-2, so the folder holds a GPT2LMHeadModel, with the same weights to the bit, and a
+tokenizer that gives the same ids on any text. Needs no transformers. The way back: --init-from.
+"""
+
+import sys
+
+if not __package__:  # python scripts/export_hf.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from data import Tokenizer
+from data.tokenizer import GPT2_PATTERN
+from data.tokenizer_json import list_merges, to_json, vocabulary
+from model import MiniGPTConfig
+from planner.formulas import count_parameters
+from trainer.flags import OneLineParser, UsageError, output_folder, print_error
+from trainer.hf import GPT2_ALONE, SIZES, their_name, turned
+from trainer.metrics import logged_at, perplexity
+from trainer.pretrained import Pretrained, open_pretrained
+from trainer.report import describe_model
+from trainer.safetensors import write_tensors
+from trainer.snapshot import SaveError, SnapshotError, State, beside, peek
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- gpt2
+- minigpt
+---
+
+# {name}
+
+A GPT-2-shaped language model: {parameters:,} parameters, {shape}, {positions:,} positions. Trained
+with MiniGPT for {step:,} steps on: {data}.
+
+{figures}
+
+```python
+from transformers import pipeline
+
+print(pipeline("text-generation", "{name}")({prompt!r})[0]["generated_text"])
+```
+
+To go on from these weights in MiniGPT: `python train_minimal.py --init-from {name}`.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m scripts.export_hf", description="Export a snapshot for transformers."
+    )
+    add = parser.add_argument
+    # fmt: off
+    add("--checkpoint-path", type=Path, default=Path("checkpoints/minigpt_single.pt"),
+        metavar="FILE", help="snapshot to export (default: %(default)s)")
+    add("--out", type=output_folder, required=True, metavar="FOLDER",
+        help="is made; if it is there, it must be empty")
+    # fmt: on
+    return parser
+
+
+def config_json(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    sizes = {theirs: getattr(config, ours) for theirs, ours, _ in SIZES}
+    dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
+    alone = {name: allowed[0] for name, allowed in GPT2_ALONE.items()}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
+    return {"architectures": ["GPT2LMHeadModel"], **alone, **sizes, **dropout, **special}
+
+
+def generation_json(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """As scripts.generate has it; and no further than there are positions: transformers does not
+    let the window slide."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
+    return {
+        **dict.fromkeys(names, tokenizer.eot_id),
+        **sampling,
+        "max_length": config.max_position_embeddings,
+    }
+
+
+def tokenizer_files(tokenizer: Tokenizer, config: MiniGPTConfig) -> dict[str, str]:
+    """{file: content}; none of toy data, whose ids stand for no text."""
+    if tokenizer.name == "toy":
+        return {}
+    (eot,) = (text for text, i in tokenizer.special_tokens.items() if i == tokenizer.eot_id)
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json, and nothing on top of it
+        "bos_token": eot,
+        "eos_token": eot,
+        "unk_token": eot,
+        "pad_token": eot,
+        "model_max_length": config.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+        # What looks like <|endoftext|> in a text is text, here as there.
+        "split_special_tokens": True,
+    }
+    files = {
+        "tokenizer.json": json.dumps(to_json(tokenizer), ensure_ascii=False),
+        "tokenizer_config.json": json.dumps(about, indent=2),
+    }
+    if tokenizer.pattern == GPT2_PATTERN:  # for what still reads GPT-2's two files
+        files["vocab.json"] = json.dumps(vocabulary(tokenizer), ensure_ascii=False)
+        merges = (" ".join(pair) for pair in list_merges(tokenizer))
+        files["merges.txt"] = "\n".join(["#version: 0.2", *merges, ""])
+    return files
+
+
+def model_card(name: str, source: Pretrained, state: State) -> str:
+    """README.md of the folder. `state`: the snapshot."""
+    # (A snapshot is written before its step is evaluated; the log has that, if it is still there.)
+    logged = logged_at(state["step"], beside(source.path, ".metrics.jsonl"))
+    record = logged or state.get("record") or {}
+    names = {"training": "train_loss", "validation": "val_loss"}
+    losses = {what: record.get(key) for what, key in names.items()}
+    rows = [(what, loss) for what, loss in losses.items() if isinstance(loss, float)]
+    lines = ["| loss at that step | nats a token | perplexity |", "|---|---|---|"] * bool(rows)
+    lines += [f"| {what} | {loss:.4f} | {perplexity(loss):.2f} |" for what, loss in rows]
+    return CARD.format(
+        name=name,
+        parameters=count_parameters(source.config),
+        shape=describe_model(source.config),
+        positions=source.config.max_position_embeddings,
+        step=state["step"],
+        data=state["data"].get("description", "unknown data"),
+        figures="\n".join(lines),
+        prompt="def " if "standard library" in str(state["data"]) else "Once upon a time",
+    )
+
+
+def export(source: Pretrained, state: State, folder: Path) -> None:
+    """Write the folder, complete or not at all. Raises SaveError or OSError."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    config, tokenizer = source.config, source.tokenizer
+    files = {
+        "config.json": json.dumps(config_json(config, tokenizer), indent=2),
+        "generation_config.json": json.dumps(generation_json(config, tokenizer), indent=2),
+        **tokenizer_files(tokenizer, config),
+        "README.md": model_card(folder.name, source, state),
+    }
+    weights = {
+        f"transformer.{their_name(name)}": turned(name, source.weight(name))
+        for name in source.names
+    }
+    temporary.mkdir(parents=True)
+    try:
+        for name, content in files.items():
+            (temporary / name).write_text(content, encoding="utf-8")
+        write_tensors(temporary / "model.safetensors", weights)
+        if folder.exists():
+            folder.rmdir()  # it is empty
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        if args.out.exists() and any(args.out.iterdir()):
+            raise UsageError(f"--out: {args.out} is there and not empty; name another folder")
+        if args.checkpoint_path.is_dir():
+            raise UsageError(f"--checkpoint-path: {args.checkpoint_path} is a folder, no snapshot")
+        source = open_pretrained(args.checkpoint_path)
+        export(source, peek(args.checkpoint_path), args.out)
+    except (SnapshotError, UsageError) as error:
+        print_error(error)
+        return 2
+    except (SaveError, OSError) as error:
+        print_error(error)
+        return 3
+    print(
+        f"exported {args.out}: {describe_model(source.config)}, tokenizer {source.tokenizer.name}"
+    )
+    print(f"next     python train_minimal.py --init-from {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

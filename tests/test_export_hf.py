@@ -1,0 +1,166 @@
+"""scripts/export_hf.py: transformers opens the folder, and finds the same there."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from runs import TINY, same, snapshot
+
+import train_minimal
+from data import Tokenizer, load_dataset
+from scripts import export_hf, generate
+from trainer.pretrained import load_model
+from trainer.safetensors import read_tensors
+
+CPU = torch.device("cpu")
+TEXT = "def function(x):\n    return x + 1\r\n\n# ünï 😀 <|endoftext|>\n" * 200
+RUN = TINY[TINY.index("--n-layers") :]
+
+
+@pytest.fixture(scope="module", params=["bpe", "gpt2", "byte"])
+def run(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "x.txt").write_text(TEXT, encoding="utf-8")
+    path = folder / "run.pt"
+    words = [f"--train-data={folder}/x.txt", f"--tokenizer-name={request.param}", "--num-steps=3"]
+    words += ["--vocab-size=290"] * (request.param == "bpe")
+    words += ["--seq-len=64", "--eval-batches=1", "--eval-interval=1", "--lr=0.03"]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", folder / "cache")
+        assert train_minimal.main([*RUN, *words, f"--checkpoint-path={path}"]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(run) -> Path:
+    out = run.with_name("hf")
+    assert export_hf.main([f"--checkpoint-path={run}", f"--out={out}"]) == 0
+    return out
+
+
+def test_in_and_out_and_in_again(run, folder, tmp_path):
+    """The same weights to the bit, and the same tokenizer."""
+    model, tokenizer = load_model(folder, CPU)
+    assert same(model.state_dict(), snapshot(run)["model"])
+    saved = Tokenizer.from_state(snapshot(run)["tokenizer"])
+    assert tokenizer.fingerprint == saved.fingerprint and tokenizer.pattern == saved.pattern
+
+
+def test_transformers_finds_the_same_model(run, folder):
+    transformers = pytest.importorskip("transformers")
+    theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert type(theirs).__name__ == "GPT2LMHeadModel"
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours, _ = load_model(run, CPU)
+    ids = torch.randint(0, ours.config.vocab_size, (2, 64))
+    logits = ours(ids)
+    assert (theirs.eval()(ids).logits - logits).abs().max() <= 1e-5 * logits.abs().max()
+    for name, dropout in vars(theirs.config).items():
+        if name.endswith("_pdrop"):
+            assert dropout == 0.1
+
+
+def test_transformers_finds_the_same_tokenizer(run, folder):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer.from_state(snapshot(run)["tokenizer"])
+    for text in (TEXT, "", " ", "a\r\nb  c\t\n", "<|endoftext|>", "naïve 🤗"):
+        ids = theirs(text).input_ids
+        assert ids == ours.encode(text).tolist()
+        assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.eot_id
+    assert theirs.model_max_length == 64
+
+
+def test_greedy_text_is_the_same(run, folder, capsys):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = Tokenizer.from_state(snapshot(run)["tokenizer"])
+    prompt = [tokenizer.eot_id, *tokenizer.encode("def ").tolist()]
+    start = torch.tensor([prompt])
+    ids = theirs.generate(
+        start, attention_mask=torch.ones_like(start), do_sample=False, max_new_tokens=50,
+        max_length=None, eos_token_id=None,
+    )[0].tolist()  # fmt: skip
+    assert len(ids) == len(prompt) + 50
+    model, _ = load_model(folder, CPU)
+    assert model.generate(start, 50, temperature=0)[0].tolist() == ids
+    capsys.readouterr()
+    words = f"--checkpoint-path={folder} --max-new-tokens=50 --temperature=0 --ignore-eot"
+    assert generate.main([*words.split(), "--prompt=def ", "--device=cpu"]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(ids[1:]) + "\n"
+
+
+def test_a_pipeline(folder):
+    transformers = pytest.importorskip("transformers")
+    write = transformers.pipeline("text-generation", str(folder))
+    (result,) = write("def ")  # as the card has it: no further than there are positions
+    assert result["generated_text"].startswith("def ")
+
+
+def test_the_card_tells_what_was_trained(run, folder):
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    state = snapshot(run)
+    records = run.with_name("run.metrics.jsonl").read_text().splitlines()
+    record = json.loads(records[-1])
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert f"for {state['step']} steps on: {state['data']['description']}" in card
+    for name in ("train_loss", "val_loss"):
+        assert f"| {record[name]:.4f} | {math.exp(record[name]):.2f} |" in card
+    assert f"--init-from {folder.name}" in card
+
+
+def test_toy_data_have_no_tokenizer(tmp_path):
+    path = tmp_path / "run.pt"
+    assert train_minimal.main([*TINY, "--num-steps=1", f"--checkpoint-path={path}"]) == 0
+    assert export_hf.main([f"--checkpoint-path={path}", f"--out={tmp_path / 'hf'}"]) == 0
+    names = {file.name for file in (tmp_path / "hf").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert len(read_tensors(tmp_path / "hf" / "model.safetensors")) == 28
+
+
+@pytest.mark.parametrize("run", ["byte"], indirect=True)
+def test_mistakes_cost_one_line(run, folder, tmp_path, capfd):
+    before = sorted(run.parent.rglob("*"))
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "letters.txt").write_text("mine")
+    for path, out, says in [
+        (run, full, "full is there and not empty; name another folder"),
+        (run, full / "letters.txt", "is a file, no folder"),
+        (folder, tmp_path / "new", "is a folder, no snapshot"),
+        (tmp_path / "none.pt", tmp_path / "new", "no snapshot and no folder"),
+    ]:
+        try:
+            code = export_hf.main([f"--checkpoint-path={path}", f"--out={out}"])
+        except SystemExit as stop:
+            code = stop.code
+        (line,) = capfd.readouterr().err.splitlines()
+        assert code == 2 and line.startswith("error: ") and says in line, line
+    assert sorted(run.parent.rglob("*")) == before
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "letters.txt"]
+
+
+@pytest.mark.parametrize("run", ["byte"], indirect=True)
+def test_a_disk_that_is_full(run, tmp_path, capfd, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    capfd.readouterr()
+    assert export_hf.main([f"--checkpoint-path={run}", f"--out={tmp_path / 'hf'}"]) == 3
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "disk full" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("run", ["byte"], indirect=True)
+def test_an_empty_folder_is_filled(run, tmp_path):
+    (tmp_path / "hf").mkdir()
+    assert export_hf.main([f"--checkpoint-path={run}", f"--out={tmp_path / 'hf'}"]) == 0
+    assert (tmp_path / "hf" / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
