@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from memory import POLICIES, RECOMPUTE_POLICIES, HostMemory, TiedEmbedding, schedule
+from memory import POLICIES, HostMemory, TiedEmbedding, check_memory, schedule
+from memory import RECOMPUTE_POLICIES as RECOMPUTE_POLICIES  # for whoever imports the model
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,15 @@ class MiniGPTConfig:
     loss_chunks: int = 0  # head and loss in n chunks of tokens; 0 = choose n, 1 = all at once
 
     def __post_init__(self) -> None:
-        check(self)
+        for name in "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        C, H = self.d_model, self.n_heads
+        if C % H:
+            raise ValueError(f"d_model ({C}) must be divisible by n_heads ({H})")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
+        check_memory(self)
 
     @property
     def n_recomputed(self) -> int:
@@ -251,30 +260,3 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
         gone[:, 0] = False
         logits = logits.masked_fill(gone.scatter(-1, order, gone), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
-
-
-def check(config: MiniGPTConfig) -> None:
-    """Raises ValueError, with a message that names the field, if a value is impossible."""
-    sizes = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff recompute_group"
-    at_least = dict.fromkeys(sizes.split(), 1) | {"loss_chunks": 0}
-    for name, least in at_least.items():
-        if getattr(config, name) < least:
-            raise ValueError(f"{name} must be at least {least}, not {getattr(config, name)}")
-    C, H = config.d_model, config.n_heads
-    if C % H:
-        raise ValueError(f"d_model ({C}) must be divisible by n_heads ({H})")
-    if not 0 <= config.dropout < 1:
-        raise ValueError(f"dropout must be in [0, 1), not {config.dropout}")
-    policy, rest, layers = config.recompute, config.recompute_rest, config.recompute_layers
-    for name, word in (("recompute", policy), ("recompute_rest", rest)):
-        if word not in RECOMPUTE_POLICIES:
-            raise ValueError(f"{name} must be one of {', '.join(RECOMPUTE_POLICIES)}, not {word!r}")
-    if layers is not None and not 0 <= layers <= config.n_layers:
-        raise ValueError(f"recompute_layers must be in 0..{config.n_layers}, not {layers}")
-    if rest != "none" and (policy == "none" or layers is None):
-        raise ValueError("recompute_rest needs recompute and recompute_layers for the first blocks")
-    if config.recompute_group > 1 and policy != "full":
-        needs = f"recompute_group {config.recompute_group} needs recompute full, not {policy}"
-        raise ValueError(f"{needs}: only whole blocks can share a checkpoint")
-    if config.offload_activations and policy == "none":
-        raise ValueError("offload_activations needs a recompute policy: full is the usual one")

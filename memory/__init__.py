@@ -6,6 +6,13 @@ head.py: the loss without its logits, and one gradient for the weight that both 
 
 from .head import TiedEmbedding
 from .offload import HostMemory
-from .policies import POLICIES, RECOMPUTE_POLICIES, schedule
+from .policies import POLICIES, RECOMPUTE_POLICIES, check_memory, schedule
 
-__all__ = ["POLICIES", "RECOMPUTE_POLICIES", "HostMemory", "TiedEmbedding", "schedule"]
+__all__ = [
+    "POLICIES",
+    "RECOMPUTE_POLICIES",
+    "HostMemory",
+    "TiedEmbedding",
+    "check_memory",
+    "schedule",
+]

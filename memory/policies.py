@@ -179,3 +179,24 @@ def one_by_one(blocks: list) -> Callable[..., Halves]:
         return blocks[-1](x, policy)
 
     return run
+
+
+def check_memory(config: Any) -> None:
+    """Raises ValueError, with a message that names the field, if a value of `config` (a
+    model.MiniGPTConfig) that says how memory is spent is impossible."""
+    for name, least in {"recompute_group": 1, "loss_chunks": 0}.items():
+        if getattr(config, name) < least:
+            raise ValueError(f"{name} must be at least {least}, not {getattr(config, name)}")
+    policy, rest, layers = config.recompute, config.recompute_rest, config.recompute_layers
+    for name, word in (("recompute", policy), ("recompute_rest", rest)):
+        if word not in RECOMPUTE_POLICIES:
+            raise ValueError(f"{name} must be one of {', '.join(RECOMPUTE_POLICIES)}, not {word!r}")
+    if layers is not None and not 0 <= layers <= config.n_layers:
+        raise ValueError(f"recompute_layers must be in 0..{config.n_layers}, not {layers}")
+    if rest != "none" and (policy == "none" or layers is None):
+        raise ValueError("recompute_rest needs recompute and recompute_layers for the first blocks")
+    if config.recompute_group > 1 and policy != "full":
+        needs = f"recompute_group {config.recompute_group} needs recompute full, not {policy}"
+        raise ValueError(f"{needs}: only whole blocks can share a checkpoint")
+    if config.offload_activations and policy == "none":
+        raise ValueError("offload_activations needs a recompute policy: full is the usual one")
