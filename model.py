@@ -12,8 +12,9 @@ Letters used in the shape comments:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from memory import POLICIES, HostMemory, TiedEmbedding, check_memory, schedule
+from memory import POLICIES, HostMemory, Past, TiedEmbedding, check_memory, schedule
 from memory import RECOMPUTE_POLICIES as RECOMPUTE_POLICIES  # for whoever imports the model
 
 
@@ -76,6 +77,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)  # q, k and v in one matmul
         self.c_proj = nn.Linear(config.d_model, config.d_model)
         self.dropout = config.dropout  # a number: the fused kernel drops by itself
+        self.past: Past | None = None  # of a text that goes on: see MiniGPT.stream
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(self.attend(self.c_attn(x)))
@@ -84,9 +86,11 @@ class Attention(nn.Module):
         """(B, T, 3C) -> (B, T, C); between them q, k and v, each (B, H, T, D)."""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = (x.view(B, T, self.n_heads, -1).transpose(1, 2) for x in qkv.split(C, dim=2))
+        if self.past:
+            k, v = self.past.join(self, k, v)  # of all tokens so far; a single q sees them all
         # A fused kernel never holds the (B, H, T, T) scores: its backward computes them again.
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
         return y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
 
 
@@ -148,6 +152,7 @@ class MiniGPT(nn.Module):
         input_ids: (B, T) int64, T at most `max_position_embeddings`.
         labels: (B, T) int64, already shifted by one (labels[:, t] follows input_ids[:, t]);
             -100 marks a position without a loss.
+        logits_to_keep: logits of that many last positions only; 0 = of all.
     Returns:
         (B, T, V) logits without labels; a scalar, the mean cross-entropy in nats, with them.
     Raises:
@@ -164,13 +169,17 @@ class MiniGPT(nn.Module):
         self.add = Residual(config.dropout)
         self.ln_f = nn.LayerNorm(config.d_model)
         self.host_memory = HostMemory()  # for offload_activations
+        self.past: Past | None = None  # for `stream`
         self.init_weights()
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        T, limit = input_ids.size(1), self.config.max_position_embeddings
-        if T > limit:
-            raise ValueError(f"sequence of {T} tokens, but max_position_embeddings is {limit}")
-        positions = torch.arange(T, device=input_ids.device)
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, logits_to_keep: int = 0
+    ) -> Tensor:
+        start = self.past.n_tokens if self.past else 0
+        end, limit = start + input_ids.size(1), self.config.max_position_embeddings
+        if end > limit:
+            raise ValueError(f"sequence of {end} tokens, but max_position_embeddings is {limit}")
+        positions = torch.arange(start, end, device=input_ids.device)
         x = self.token_embedding(input_ids) + self.position_embedding(positions)  # (B, T, C)
         x = self.dropout(x)
 
@@ -188,7 +197,7 @@ class MiniGPT(nn.Module):
 
         x = self.ln_f(x)
         if labels is None:
-            return self.token_embedding.logits(x)  # (B, T, V)
+            return self.token_embedding.logits(x[:, -logits_to_keep:])  # (B, T, V)
         return self.token_embedding.loss(x, labels, self.config.loss_chunks)
 
     @torch.no_grad()
@@ -218,34 +227,42 @@ class MiniGPT(nn.Module):
         self.token_embedding.compiled = True
 
     @torch.no_grad()
-    def generate(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-    ) -> Tensor:
-        """Continue `input_ids` (B, T >= 1) by sampling; returns (B, T + max_new_tokens).
-
-        Args:
-            temperature: below 1 is safer, above 1 is wilder, 0 always takes the likeliest token.
-            top_k: sample among the k likeliest tokens only.
-            top_p: sample among the fewest tokens whose probabilities sum to at least p
-                (nucleus sampling, Holtzman et al., 2020).
-        """
-        was_training = self.training
+    def stream(self, input_ids: Tensor, max_new_tokens: int, **how: Any) -> Iterator[Tensor]:
+        """Continue `input_ids` (B, T >= 1), as `sample` says how: yields token by token (B, 1)."""
+        limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
-        for _ in range(max_new_tokens):
-            context = input_ids[:, -self.config.max_position_embeddings :]
-            logits = self(context)[:, -1, :].float()  # (B, V): only the last position is new
-            input_ids = torch.cat([input_ids, sample(logits, temperature, top_k, top_p)], dim=1)
-        self.train(was_training)
-        return input_ids
+        text, new = input_ids, input_ids
+        past = Past()  # keys and values of the text: only its newest token is still to be computed
+        try:
+            for _ in range(max_new_tokens):
+                if text.size(1) > limit:
+                    # The window slides: each token has another position than before, and what is
+                    # kept of it is worthless. All of it again, each time.
+                    new, past = text[:, -limit:], Past()
+                with past.before(self):
+                    logits = self(new, logits_to_keep=1)[:, -1].float()  # (B, V)
+                new = sample(logits, **how)
+                text = torch.cat([text, new], dim=1)
+                yield new
+        finally:
+            self.train(was_training)
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **how: Any) -> Tensor:
+        """Continue `input_ids` (B, T) as `stream` does; returns (B, T + max_new_tokens)."""
+        return torch.cat([input_ids, *self.stream(input_ids, max_new_tokens, **how)], dim=1)
 
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Draw one token id per row of logits (B, V) -> (B, 1)."""
+def sample(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """Draw one token id per row of logits (B, V) -> (B, 1).
+
+    Args:
+        temperature: below 1 is safer, above 1 is wilder, 0 always takes the likeliest token.
+        top_k: draw among the k likeliest tokens only.
+        top_p: draw among the fewest tokens whose probabilities sum to at least p (nucleus
+            sampling, Holtzman et al., 2020).
+    """
     if temperature < 1e-6:  # dividing by less would overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature

@@ -2,16 +2,19 @@
 
 policies.py: what a block keeps, what it replays. offload.py: what it keeps, in CPU memory.
 head.py: the loss without its logits, and one gradient for the weight that both ends share.
+past.py, the other way round: keys and values that are kept while a text is written.
 """
 
 from .head import TiedEmbedding
 from .offload import HostMemory
+from .past import Past
 from .policies import POLICIES, RECOMPUTE_POLICIES, check_memory, schedule
 
 __all__ = [
     "POLICIES",
     "RECOMPUTE_POLICIES",
     "HostMemory",
+    "Past",
     "TiedEmbedding",
     "check_memory",
     "schedule",

@@ -86,9 +86,14 @@ def write(
     unfinished = set(range(args.num_samples))
     number, n_shown = 0, 0  # the sample that is on its way out, and how many of its characters are
     torch.manual_seed(args.seed)
-    for n_left in range(args.max_new_tokens, -1, -1):
-        if n_left == 0:
-            unfinished.clear()
+    new_tokens = model.stream(
+        ids,
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k or None,
+        top_p=args.top_p if args.top_p < 1 else None,
+    )
+    while True:
         while number < args.num_samples:
             text = tokenizer.decode(samples[number])
             if number in unfinished:  # its last character may have come in part only
@@ -101,18 +106,15 @@ def write(
             yield SEPARATOR if number < args.num_samples else "\n"
         if not unfinished:
             return
-        ids = model.generate(
-            ids,
-            1,
-            temperature=args.temperature,
-            top_k=args.top_k or None,
-            top_p=args.top_p if args.top_p < 1 else None,
-        )
+        column = next(new_tokens, None)  # (num_samples, 1)
+        if column is None:
+            unfinished.clear()
+            continue
         for i in sorted(unfinished):
-            if ids[i, -1] == stop_id:
+            if column[i] == stop_id:
                 unfinished.remove(i)
             else:
-                samples[i].append(int(ids[i, -1]))
+                samples[i].append(int(column[i]))
 
 
 def main(argv: list[str] | None = None) -> int:

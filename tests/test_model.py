@@ -212,7 +212,7 @@ def test_temperature_top_k_and_top_p_by_hand(monkeypatch):
 def test_generate_asks_with_the_last_tokens_that_fit_and_draws_at_the_last_one(monkeypatch):
     model, seen = tiny(dropout=0.5).train(), []
 
-    def likeliest(logits, *how):
+    def likeliest(logits, **how):
         assert not model.training and not logits.requires_grad
         seen.append((logits, how))
         return logits.argmax(-1, keepdim=True)
@@ -225,6 +225,6 @@ def test_generate_asks_with_the_last_tokens_that_fit_and_draws_at_the_last_one(m
     for i, (logits, how) in enumerate(seen):
         expected = model(out[:, max(0, 15 + i - 16) : 15 + i])[:, -1]
         torch.testing.assert_close(logits, expected)
-        assert how == (0.7, 5, 0.9)
+        assert how == dict(temperature=0.7, top_k=5, top_p=0.9)
     model.generate(start, 1)
-    assert seen[-1][1] == (1.0, None, None)
+    assert seen[-1][1] == {}  # sample's own defaults

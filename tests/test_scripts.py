@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -40,16 +41,15 @@ def test_generate_needs_the_snapshot_only(trained, tmp_path, capsys, monkeypatch
 
 
 class Scripted:
-    """A model that writes what it is told to: a column of ids for all samples at each call."""
+    """A model that writes what it is told to: a column of ids for all samples at a time."""
 
     config = MiniGPTConfig(max_position_embeddings=4)
 
     def __init__(self, *samples) -> None:
         self.columns = iter(torch.tensor([list(sample) for sample in samples]).t())
 
-    def generate(self, ids, n_new, **how):
-        assert n_new == 1
-        return torch.cat([ids, next(self.columns)[:, None]], dim=1)
+    def stream(self, ids, max_new_tokens, **how):
+        return (column[:, None] for column in islice(self.columns, max_new_tokens))
 
 
 def written(model, *flags: str, tokenizer=None) -> list[str]:
