@@ -73,6 +73,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
 
     losses = []
     for micro_batch in range(args.grad_accum_steps):
+        clock.begin("data")
         # Every micro-batch that any process ever computes has a number of its own. Its data and
         # its dropout masks are functions of (seed, number): a resumed run needs no saved random
         # state, and two processes compute what one process with two micro-batches would.
@@ -80,20 +81,20 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
         number = number * process.world_size + process.rank
         torch.manual_seed(seed_of(args.seed, number))
         input_ids, labels = run.train_batches[number]  # (B, T), (B, T)
-        clock.lap("data")
 
+        clock.begin("forward")
         last_of_step = micro_batch == args.grad_accum_steps - 1
         with process.sync_gradients(now=last_of_step):
             with run.autocast():
                 loss = run.wrapped(input_ids, labels)
             losses.append(loss.detach())
-            clock.lap("forward")
+            clock.begin("backward")
             # backward adds to the gradients that are there; divided by A, the sum is the mean.
             # (The scaler does nothing unless the precision is float16.)
             loss = nan_if_infinite(loss) / args.grad_accum_steps
             run.scaler.scale(loss).backward()
-            clock.lap("backward")
 
+    clock.begin("optimizer")
     run.scaler.unscale_(run.optimizer)  # before clipping: the limit is meant for true gradients
     grad_norm = process.clip_gradients(run.model, args.grad_clip_norm or math.inf)
     # One NaN among the gradients would be in every weight after one update; clipping does not
@@ -102,7 +103,6 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     update_if_finite(run.optimizer, grad_norm)
     run.scaler.update()  # float16: halves the loss scale after an overflow
     process.clear_gradients(run.optimizer)
-    clock.lap("optimizer")
     return torch.stack(losses), grad_norm
 
 
@@ -148,7 +148,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
 def train(run: Run) -> dict[str, Any]:
     """All steps after `run.step` to the last, or to a signal. Returns the last log record."""
     args, process, clock = run.args, run.process, run.clock
-    with clock.paused():
+    with clock.paused("set up"):
         start_log(run, next_rate=learning_rate(run.step + 1, args))
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
@@ -158,7 +158,7 @@ def train(run: Run) -> dict[str, Any]:
         evaluate_and_log(run, record, due(run.step, args.eval_interval, args.num_steps))
     first = run.step + 1
     skipped = SkippedUpdates(run)
-    with bar, StopSignal(run) as stop:
+    with bar, clock, StopSignal(run) as stop:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1
             losses, grad_norm = train_step(run)
@@ -176,7 +176,7 @@ def train(run: Run) -> dict[str, Any]:
                 skipped.read_last()  # one too many ends the run before it is logged or saved
                 record = measure(run, losses, grad_norm)
                 if save_now:  # before the evaluation: that may take long, or die
-                    with clock.paused():
+                    with clock.paused("save"):
                         save(run, args.checkpoint_path, record)
                 evaluate_and_log(run, record, evaluate_now)
             elif run.step == first:  # a sign of life: the first interval may last an hour
@@ -207,7 +207,7 @@ def save_is_due(run: Run, skipped: SkippedUpdates) -> bool:
 def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:
     """Evaluate if it is time to (adding to `record`), keep the best weights, log the step."""
     if evaluate_now:
-        with run.clock.paused():
+        with run.clock.paused("evaluate"):
             record |= evaluate(run)
             if record["val_loss"] < run.best_val_loss:
                 run.best_val_loss = record["val_loss"]

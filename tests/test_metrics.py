@@ -59,3 +59,43 @@ def test_a_cpu_has_no_such_allocator():
 def test_what_is_unknown_is_no_error(device, monkeypatch):
     tell(monkeypatch, {})  # nothing ran there yet
     assert record_on(device)["train_loss"] == 1
+
+
+def clock_with_a_hand(monkeypatch) -> tuple[StepClock, SimpleNamespace]:
+    """A clock whose time is what the test says it is: `now.s` seconds."""
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: now.s)
+    return StepClock(), now
+
+
+def test_a_clock_books_to_the_phase_that_began(monkeypatch):
+    clock, now = clock_with_a_hand(monkeypatch)
+    now.s = 100  # setting up does not count
+    for phase, seconds in [("data", 1), ("forward", 2), ("backward", 4), ("optimizer", 8)]:
+        clock.begin(phase)
+        now.s += seconds
+    clock.end_step()
+    now.s += 1
+    assert clock.end_interval() == 16 == 1 / clock.steps_per_second()
+    assert clock.overhead() == 1 - 14 / 16
+    now.s += 4  # of the same log
+    for _ in range(2):
+        clock.begin("data")
+        now.s += 2
+        clock.end_step()
+    assert clock.end_interval() == 4  # a step, of two
+
+
+def test_what_is_done_in_a_pause_does_not_count(monkeypatch):
+    clock, now = clock_with_a_hand(monkeypatch)
+    with clock:
+        clock.begin("data")
+        now.s += 1
+        with clock.paused("save"):
+            now.s += 50
+        now.s += 1
+        clock.end_step()
+        now.s += 2
+    now.s += 7  # nor does what comes after training
+    assert clock.phase == "end" and clock.total["save"] == 50
+    assert clock.end_interval() == 4

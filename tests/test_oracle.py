@@ -274,7 +274,7 @@ def test_each_micro_batch_of_each_process_has_a_number_of_its_own(tmp_path):
     assert asked == one_by_one and sorted(asked) == list(range(18))
     assert synchronised == [False, True] * 9  # with the last micro-batch of a step
     assert seeds == [seed_of(run.args.seed, number) for number in asked]
-    assert set(run.clock.total) == {"data", "forward", "backward", "optimizer"}
+    assert set(run.clock.total) == {"set up", "data", "forward", "backward", "optimizer"}
 
 
 def test_seeds_are_what_they_were():

@@ -65,49 +65,71 @@ def card_memory(device: torch.device) -> int | None:
 class StepClock:
     """Where a step's time goes, on the host's clock.
 
-    `lap(phase)` books the time since the last lap to that phase; what is done `with paused()` is
-    booked to none, as evaluating and saving are no training. A GPU works on while Python runs
-    ahead: there only the sum of the phases means something, and only because reading the loss
-    waits for it.
+    `begin(phase)` says what comes now: until the next one begins, time is booked to it. What is
+    done `with paused(what)` is no training (evaluating, saving): it does not count. A GPU works on
+    while Python runs ahead: there only the sum of the phases means something, and only because
+    reading the loss waits for it.
     """
+
+    PHASES = ("data", "forward", "backward", "optimizer", "log")  # those that count
 
     def __init__(self) -> None:
         self.total: dict[str, float] = defaultdict(float)  # seconds since the run began
         self.interval: dict[str, float] = defaultdict(float)  # since the last `end_interval`
         self.steps = self.interval_steps = 0
-        self.last = time.perf_counter()
+        self.phase, self.since = "set up", time.perf_counter()
 
-    def lap(self, phase: str) -> None:
+    def __enter__(self) -> "StepClock":
+        """Around training."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.begin("end")
+
+    def begin(self, phase: str) -> None:
+        self.book()
+        self.phase = phase
+
+    def book(self) -> None:
+        """The time until now is that of the phase that runs."""
         now = time.perf_counter()
-        self.total[phase] += now - self.last
-        self.interval[phase] += now - self.last
-        self.last = now
+        self.total[self.phase] += now - self.since
+        self.interval[self.phase] += now - self.since
+        self.since = now
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, what: str) -> Iterator[None]:
+        before = self.phase
+        self.begin(what)
         try:
             yield
         finally:
-            self.last = time.perf_counter()
+            self.begin(before)
 
     def end_step(self) -> None:
+        """What follows, until the next step's data, looks at it and prints it."""
+        self.begin("log")
         self.steps += 1
         self.interval_steps += 1
 
     def end_interval(self) -> float:
         """Seconds a step took, on average, since the last call."""
-        seconds = sum(self.interval.values()) / self.interval_steps
+        self.book()
+        seconds = self.training(self.interval) / self.interval_steps
         self.interval.clear()
         self.interval_steps = 0
         return seconds
 
+    def training(self, booked: dict[str, float]) -> float:
+        return sum(booked.get(phase, 0.0) for phase in self.PHASES)
+
     def steps_per_second(self) -> float:
-        return self.steps / sum(self.total.values())
+        return self.steps / self.training(self.total)
 
     def overhead(self) -> float:
         """Share of the training time that is not forward, backward or optimizer."""
         work = sum(self.total[phase] for phase in ("forward", "backward", "optimizer"))
-        return 1 - work / max(sum(self.total.values()), 1e-9)
+        return 1 - work / max(self.training(self.total), 1e-9)
 
 
 class MetricsFile:

@@ -111,7 +111,6 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     # Over all micro-batches of all processes: the loss that this step descended. Reading it waits
     # for the GPU, which makes the times below true.
     loss = process.sum([sum(losses.tolist())])[0] / run.micro_batches
-    clock.lap("log")
     seconds = clock.end_interval()
     peak, kind = peak_memory(process.device)
     return {
@@ -146,7 +145,6 @@ def show_first(run: Run, record: dict[str, Any]) -> None:
 def show(run: Run, record: dict[str, Any], label: str = "") -> None:
     line = format_line(record, run.args.num_steps, card_memory(run.process.device))
     run.process.say(label + line)
-    run.clock.lap("log")
 
 
 def sample_text(run: Run) -> str:
