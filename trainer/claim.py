@@ -11,7 +11,16 @@ import time
 from pathlib import Path
 from typing import IO
 
-from .snapshot import ENDINGS, SUFFIXES, Resumed, SnapshotError, beside, peek, temporary_name
+from .snapshot import (
+    ENDINGS,
+    OTHERS,
+    SUFFIXES,
+    Resumed,
+    SnapshotError,
+    beside,
+    peek,
+    temporary_name,
+)
 
 
 def check_writable(path: Path, resuming: bool) -> None:
@@ -30,7 +39,7 @@ def check_writable(path: Path, resuming: bool) -> None:
         if not resuming:
             check_free(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix in (*SUFFIXES, ".lock"):
+        for suffix in {*SUFFIXES, ".lock"} - {".tensorboard"}:
             if beside(path, suffix).is_dir():
                 raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
         # The longest name: of the log, when a later run of that name renames it.
@@ -116,8 +125,8 @@ def name_aside(path: Path) -> Path | None:
     at which it last saved. None if there is none: a log alone, of a run that saved nothing, is no
     run.
     """
-    snapshots = (file for file in files_of(path) if file.suffix != ".jsonl" and file.exists())
-    newest = next(snapshots, None)
+    snapshots = [path, *(beside(path, suffix) for suffix in OTHERS)]
+    newest = next((file for file in snapshots if file.exists()), None)
     if newest is None:
         return None
     date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(newest.stat().st_mtime))

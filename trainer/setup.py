@@ -17,11 +17,12 @@ from model import MiniGPT, MiniGPTConfig
 from .agree import check_alike, facts
 from .claim import check_writable, claim, step_aside
 from .flags import UsageError, choose_precision, fill_in, model_config, set_matmul_precision
-from .metrics import MetricsFile, StepClock, logged_at
+from .metrics import MetricsFile, logged_at
 from .optimizer import make_optimizer
 from .plan import plan_memory
 from .pretrained import Pretrained, open_init_from
 from .process import OneProcess
+from .profile import check_profile, make_clock
 from .report import describe_run
 from .resume import check_resumable, keep_batch, load_newest, load_own, restore, take_flags
 from .run import Run
@@ -47,6 +48,7 @@ def start_run(
     else:
         source = open_init_from(args)
     fill_in(args)
+    check_profile(args, done=resumed.state["step"] if resumed is not None else 0)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     process = make_process(args)
     if resumed is not None:
@@ -105,7 +107,7 @@ def set_up(
         train_batches=train_batches,
         val_batches=val_batches,
         token_bytes=torch.from_numpy(data.tokenizer.byte_lengths()).to(device),
-        clock=StepClock(),
+        clock=make_clock(args, process, model),
         held_lock=held_lock,
     )
     if resumed is not None:
@@ -202,7 +204,8 @@ def identify(
 
 def plain_flags(args: argparse.Namespace) -> dict[str, Any]:
     """All flags as plain types. Data are named from the root: --resume may come from elsewhere."""
-    flags = {name: value for name, value in vars(args).items() if name != "typed"}
+    # (--profile is of this start, and not of the run: --resume does not take it over.)
+    flags = {name: v for name, v in vars(args).items() if name not in ("typed", "profile")}
     flags["checkpoint_path"] = str(args.checkpoint_path)
     for name in ("train_data", "val_data"):
         if flags[name] is not None:

@@ -46,7 +46,9 @@ KEYS = {
 }
 # Names that differ in nothing else have the same log, and the same lock.
 ENDINGS = ("", ".pt", ".pth", ".ckpt")
-SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl")  # what lies beside a snapshot: see `beside`
+# What lies beside a snapshot (see `beside`): others of the same run, and what tells of it.
+OTHERS = (".prev.pt", ".best.pt")
+SUFFIXES = (*OTHERS, ".metrics.jsonl", ".trace.json", ".tensorboard")
 
 
 class SnapshotError(ValueError):

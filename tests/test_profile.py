@@ -1,0 +1,359 @@
+"""--profile: the ranges and what is inside of them, the table, and that nothing else changes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import ROOT, TINY, Crash, crash_after, same, snapshot, torchrun, train, train_here
+from torch.autograd import DeviceType
+
+import memory
+import model as minigpt
+import train_minimal
+from memory import TiedEmbedding, policies
+from model import MiniGPT, MiniGPTConfig
+from trainer.claim import replaced_runs
+from trainer.process import OneProcess
+from trainer.profile import SHOWN, WARM_UP, Operator, ProfilingClock, operators, table
+from trainer.snapshot import beside
+
+N = 2  # recorded steps
+SHORT = ("--num-steps=6", f"--profile={N}")
+STEP = ["data", "forward", "backward", "optimizer"]
+FULL = "--use-activation-checkpoint"
+
+
+def trace_of(path: Path) -> list[dict]:
+    """What has a beginning and an end: ranges (cat "user_annotation") and operators."""
+    events = json.loads(beside(path, ".trace.json").read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X"]
+
+
+def ranges(events: list[dict]) -> dict[str, list[dict]]:
+    """Those of ours, by name."""
+    named: dict[str, list[dict]] = {}
+    ours = re.compile(r"data|forward|backward|optimizer|log|save|evaluate|head|.*\bblock \d+")
+    for event in events:
+        if event["cat"] == "user_annotation" and ours.fullmatch(event["name"]):
+            named.setdefault(event["name"], []).append(event)
+    return named
+
+
+def inside(event: dict, other: dict) -> bool:
+    starts, ends = event["ts"] >= other["ts"], end(event) <= end(other)
+    return event["tid"] == other["tid"] and starts and ends
+
+
+def end(event: dict) -> float:
+    return event["ts"] + event["dur"]
+
+
+def profiled(tmp_path: Path, *flags: str) -> dict[str, list[dict]]:
+    path = tmp_path / "run.pt"
+    assert train_here(path, *SHORT, *flags) == 0
+    return ranges(trace_of(path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "replays"),  # of each of two blocks, in a step
+    [
+        ("", (0, 0)),
+        (FULL, (1, 1)),
+        (f"{FULL} --recompute-group=2", (1, 1)),
+        (f"{FULL} --offload-activations", (1, 1)),
+        (f"{FULL} cheap", (3, 3)),  # each half's LayerNorm, and the GELU
+        (f"{FULL} cheap --offload-activations", (3, 3)),
+        (f"{FULL} selective", (1, 1)),
+        (f"{FULL} sdpa", (1, 1)),
+        (f"{FULL} mlp", (1, 1)),
+        (f"{FULL} attn", (1, 1)),
+        (f"{FULL} --recompute-layers=1 --recompute-rest=cheap", (1, 3)),
+        (f"{FULL} --grad-accum-steps=2", (2, 2)),
+    ],
+)
+def test_ranges(flags, replays, tmp_path):
+    named = profiled(tmp_path, *flags.split())
+    micro_batches = 2 * N if "accum" in flags else N
+    for name in ("data", "forward", "backward", "block 0", "block 1", "head"):
+        assert len(named[name]) == micro_batches, name
+    assert len(named["optimizer"]) == N
+    of_each = [len(named.get(f"recompute of block {i}", [])) for i in (0, 1)]
+    assert of_each == [N * n for n in replays]
+    for name, events in named.items():
+        phase = "backward" if "recompute" in name else "forward"
+        if name.endswith(("block 0", "block 1", "head")):
+            assert all(any(inside(e, other) for other in named[phase]) for e in events), name
+    flat = sorted((e for events in named.values() for e in events), key=lambda e: e["ts"])
+    for event, later in zip(flat, flat[1:], strict=False):
+        assert inside(later, event) or later["ts"] >= end(event)
+
+
+def test_what_a_replay_does_is_inside_of_its_range(tmp_path):
+    """`cheap` replays a GELU without calling a module."""
+    profiled(tmp_path, FULL, "cheap")
+    events = trace_of(tmp_path / "run.pt")
+    gelus = [event for event in events if event["name"] == "aten::gelu"]
+    for name in ("block 0", "block 1", "recompute of block 0", "recompute of block 1"):
+        within = [g for g in gelus if any(inside(g, e) for e in ranges(events)[name])]
+        assert len(within) == N, name
+    assert len(gelus) == 4 * N
+
+
+def test_a_log_a_save_and_an_evaluation_have_ranges(tmp_path):
+    named = profiled(tmp_path, "--save-interval=4", "--eval-interval=4", "--log-interval=4")
+    assert len(named["save"]) == len(named["evaluate"]) == 1
+    (evaluation,) = named["evaluate"]
+    blocks = [event for event in named["block 0"] if inside(event, evaluation)]
+    assert len(blocks) == 6 and len(named["block 0"]) == N + 6  # of the validation batches
+
+
+def in_place() -> list[bool]:
+    """Is what a profile replaces as it always was?"""
+    return [
+        minigpt.schedule is memory.schedule,
+        policies.torch_checkpoint is torch.utils.checkpoint.checkpoint,
+        TiedEmbedding.loss.__qualname__ == "TiedEmbedding.loss",
+    ]
+
+
+def test_not_one_bit_changes_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    real, seen = train_minimal.train_step, []
+
+    def train_step(run):
+        seen.append(in_place())
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    plain, path = tmp_path / "plain.pt", tmp_path / "run.pt"
+    flags = (FULL, "--recompute-layers=1", "--recompute-rest=cheap", "--grad-accum-steps=2")
+    assert train_here(plain, *flags, "--num-steps=8") == 0
+    assert seen == [[True] * 3] * 8
+    assert train_here(path, *flags, "--num-steps=8", f"--profile={N}") == 0
+    assert seen[8:] == [[True] * 3] * WARM_UP + [[False] * 3] * N + [[True] * 3] * 3
+    for key in ("model", "optimizer"):
+        assert same(snapshot(plain)[key], snapshot(path)[key])
+
+
+def test_a_run_that_dies_leaves_nothing_behind_either(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    with monkeypatch.context() as here, pytest.raises(Crash):
+        crash_after(WARM_UP + 1, here)
+        train_here(path, *SHORT)
+    assert all(in_place()) and not beside(path, ".trace.json").exists()
+    assert len(profiled(tmp_path)["optimizer"]) == N
+
+
+# ---- The table
+
+
+def test_the_table(tmp_path, capsys):
+    profiled(tmp_path)
+    said = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(said) if line.startswith(f"profile  {N} steps"))
+    assert said[first].endswith("on cpu:")
+    lines = said[first + 2 : first + 2 + SHOWN + 1]
+    rows = [re.fullmatch(r" +(.*\S) +([\d,]+) +([\d.]+) +([\d.]+)%", line) for line in lines]
+    shares = [float(row[4]) for row in rows]
+    assert sum(shares) == pytest.approx(100, abs=0.6) and shares[:-1] == sorted(shares[:-1])[::-1]
+    times = [float(row[3]) for row in rows]
+    assert shares[0] == pytest.approx(100 * times[0] / sum(times), abs=0.2)
+    names = [row[1] for row in rows]
+    assert "aten::addmm" in names[:SHOWN] and re.fullmatch(r"\d+ others", names[-1])
+    assert not {*STEP, "log", "head", "block 0"} & {*names}
+    where = said[first + 2 + SHOWN + 1]
+    assert str(beside(tmp_path / "run.pt", ".trace.json")) in where and "perfetto" in where
+
+
+def test_calls_in_the_table_are_those_in_the_trace():
+    x = torch.ones(8, 8)
+    with torch.profiler.profile() as profiler:
+        for _ in range(3):
+            with torch.profiler.record_function("mine"):
+                torch.mm(x, x)
+    rows = {row.name: row for row in operators(profiler, "cpu")}
+    assert rows["aten::mm"].calls == 3 and "mine" not in rows
+    total = sum(row.self_us for row in rows.values())
+    spent = sum(e.self_cpu_time_total for e in profiler.key_averages() if e.key != "mine")
+    assert total == pytest.approx(spent)
+
+
+def test_a_gpu_s_operators_by_the_time_of_their_kernels():
+    def row(key, device_type, cpu, device, annotation=False):
+        return SimpleNamespace(
+            key=key,
+            count=1,
+            device_type=device_type,
+            self_cpu_time_total=cpu,
+            self_device_time_total=device,
+            is_user_annotation=annotation,
+        )
+
+    found = [
+        row("aten::gelu", DeviceType.CPU, 90, 10),
+        row("aten::mm", DeviceType.CPU, 20, 30),
+        row("sm90_gemm_kernel", DeviceType.CUDA, 0, 30),  # the same 30
+        row("forward", DeviceType.CPU, 500, 0, annotation=True),
+        row("forward", DeviceType.CUDA, 0, 500, annotation=True),
+    ]
+    profiler = SimpleNamespace(key_averages=lambda: found)
+    assert operators(profiler, "cuda") == [("aten::mm", 1, 30), ("aten::gelu", 1, 10)]
+    assert operators(profiler, "cpu") == [("aten::gelu", 1, 90), ("aten::mm", 1, 20)]
+
+
+def test_a_short_table_has_no_others():
+    lines = table([Operator("aten::mm", 1234, 3000.0), Operator("x" * 80, 1, 1000.0)])
+    assert [line.split() for line in lines[1:]] == [
+        ["aten::mm", "1,234", "3.00", "75.0%"],
+        ["x" * 50, "1", "1.00", "25.0%"],
+    ]
+    assert len(table([])) == 1
+
+
+# ---- When, and when not
+
+
+@pytest.mark.parametrize("step", [2, WARM_UP, WARM_UP + 1])
+def test_a_signal_before_the_end(step, tmp_path, monkeypatch, capsys):
+    real = train_minimal.train_step
+
+    def train_step(run):
+        if run.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    path = tmp_path / "run.pt"
+    assert train_here(path, *SHORT) == 130
+    said, recorded = capsys.readouterr().out, step - WARM_UP
+    assert f"({max(0, recorded)} of {N} steps: the run ended)" in said
+    if recorded > 0:
+        assert len(ranges(trace_of(path))["backward"]) == recorded
+    else:
+        assert "nothing was recorded" in said and not beside(path, ".trace.json").exists()
+    assert all(in_place())
+
+
+def test_too_few_steps(tmp_path, capsys):
+    path = tmp_path / "new" / "run.pt"
+    assert train_here(path, "--num-steps=6", "--profile=4") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --profile 4: ") and "--num-steps 7 at least, not 6" in line
+    assert not path.parent.exists()
+    assert train_here(path, "--num-steps=6", "--profile=3") == 0
+
+
+def test_a_resumed_run_counts_what_is_left_and_takes_nothing_over(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "run.pt"
+    assert train_here(path, *SHORT) == 0
+    trace = beside(path, ".trace.json")
+    before = trace.read_bytes()
+    assert train_here(path, "--resume", "--num-steps=9", "--profile=4") == 2
+    assert "--num-steps 13 at least, not 9" in capsys.readouterr().err
+    assert train_here(path, "--resume", "--num-steps=12") == 0
+    said = capsys.readouterr().out
+    assert "profile" not in said and trace.read_bytes() == before
+    assert train_here(path, "--resume", "--num-steps=18", "--profile=1") == 0
+    assert len(ranges(trace_of(path))["optimizer"]) == 1
+    # One that torchrun has started again near its end has better things to do.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train_here(path, "--resume", "--num-steps=19", "--profile=1") == 0
+
+
+def test_an_older_trace_is_renamed_with_its_run(tmp_path):
+    path = tmp_path / "run.pt"
+    assert train_here(path, *SHORT) == 0
+    before = beside(path, ".trace.json").read_bytes()
+    assert train_here(path, "--num-steps=2") == 0
+    (old,) = replaced_runs(path)
+    assert beside(old, ".trace.json").read_bytes() == before
+    assert not beside(path, ".trace.json").exists()
+
+
+def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
+    path = tmp_path / "run.pt"
+    command = [sys.executable, "train_minimal.py", *TINY, f"--checkpoint-path={path}", *SHORT]
+    limit = "ulimit -f 700; exec"  # KiB: room for snapshots, but not for a trace
+    result = subprocess.run(
+        ["bash", "-c", f'{limit} "$@"', "bash", *command], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(f"warning  no trace, {tmp_path}/run.trace.json") == 1
+    assert "disk full" in result.stdout and "aten::addmm" in result.stdout
+    assert snapshot(path)["step"] == 6
+    assert not [file for file in tmp_path.iterdir() if "trace" in file.name]
+
+
+# ---- Nsight Systems
+
+
+def test_nsight_gets_the_same_ranges(tmp_path, monkeypatch, capsys):
+    """On a GPU that is not there: what is called of torch.cuda is written down."""
+    calls: list[str] = []
+
+    def note(owner: object, name: str, what: str) -> None:
+        monkeypatch.setattr(owner, name, lambda *names: calls.append(" ".join([what, *names])))
+
+    note(torch.cuda.nvtx, "range_push", "push")
+    note(torch.cuda.nvtx, "range_pop", "pop")
+    note(torch.cuda.profiler, "start", "start")
+    note(torch.cuda.profiler, "stop", "stop")
+    note(torch.cuda, "synchronize", "wait")
+    note(torch.accelerator, "synchronize", "wait")
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    model = MiniGPT(MiniGPTConfig(31, 16, n_layers=1, n_heads=2, d_model=16, d_ff=64, dropout=0))
+    args = SimpleNamespace(profile=1, compile=False, checkpoint_path=tmp_path / "run.pt")
+    clock = ProfilingClock(args, OneProcess(torch.device("cuda")), model)  # type: ignore[arg-type]
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    with clock:
+        for _ in range(6):
+            clock.begin("data")
+            clock.begin("forward")
+            loss = model(ids, ids)
+            clock.begin("backward")
+            loss.backward()
+            clock.begin("optimizer")
+            clock.end_step()
+    assert " ".join(calls) == (
+        "wait start push log pop push data pop push forward push block 0 pop push head pop pop "
+        "push backward pop push optimizer pop push log pop push profile pop wait stop"
+    )
+    assert "in the report that nsys writes" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_nsight_is_for_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    assert "optimizer" in profiled(tmp_path)
+
+
+# ---- Several processes, compiled blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_process_0_profiles(script, tmp_path):
+    path, plain = tmp_path / "run.pt", tmp_path / "plain.pt"
+    result = torchrun(path, *SHORT, FULL, script=script)
+    assert result.stdout.count(f"profile  {N} steps") == 1
+    named = ranges(trace_of(path))
+    assert len(named["recompute of block 0"]) == len(named["block 1"]) == len(named["head"]) == N
+    assert {file.name for file in tmp_path.glob("*.json")} == {"run.trace.json"}
+    torchrun(plain, "--num-steps=6", FULL, script=script)
+    assert same(snapshot(plain)["model"], snapshot(path)["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "cheap"])
+def test_compiled_blocks_have_ranges_around_them(policy, tmp_path):
+    path = tmp_path / "run.pt"
+    train(path, *SHORT, "--compile", FULL, policy, "--dropout=0")
+    named = ranges(trace_of(path))
+    assert len(named["block 0"]) == len(named["block 1"]) == N
+    assert len(named.get("recompute of block 1", [])) == (N if policy == "full" else 0)
