@@ -163,7 +163,7 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
             (temporary / name).write_text(content, encoding="utf-8")
         write_tensors(temporary / "model.safetensors", weights)
         if folder.exists():
-            folder.rmdir()  # it is empty
+            folder.rmdir()  # it is empty, but Windows would not rename to it
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

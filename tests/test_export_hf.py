@@ -26,7 +26,7 @@ def run(request, tmp_path_factory) -> Path:
     path = folder / "run.pt"
     words = [f"--train-data={folder}/x.txt", f"--tokenizer-name={request.param}", "--num-steps=3"]
     words += ["--vocab-size=290"] * (request.param == "bpe")
-    words += ["--seq-len=64", "--eval-batches=1", "--eval-interval=1", "--lr=0.03"]
+    words += ["--seq-len=64", "--eval-batches=1", "--eval-interval=1", "--lr=0.03", "--dropout=0.2"]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", folder / "cache")
         assert train_minimal.main([*RUN, *words, f"--checkpoint-path={path}"]) == 0
@@ -61,7 +61,7 @@ def test_transformers_finds_the_same_model(run, folder):
     assert (theirs.eval()(ids).logits - logits).abs().max() <= 1e-5 * logits.abs().max()
     for name, dropout in vars(theirs.config).items():
         if name.endswith("_pdrop"):
-            assert dropout == 0.1
+            assert dropout == 0.2
 
 
 def test_transformers_finds_the_same_tokenizer(run, folder):
