@@ -1,6 +1,7 @@
 """Tools and studies: `python -m scripts.NAME`, or `python scripts/NAME.py`; each has its --help.
 
-use        generate (a trained model writes), plot_metrics (its curves)
+use        generate (a trained model writes), evaluate (how good it is), export_hf (for
+           transformers), plot_metrics (its curves)
 plan       plan_memory (what fits) with plan_table and plan_knobs, cards (which card fits what),
            memory_timeline (a step's memory, drawn), benchmark (measured)
 learn      lesson, checkpoint_from_scratch, kept_tensors (what a block keeps), block_picture (the

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from gpt2_folder import CONFIG, write_folder
 from runs import ROOT, run
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
@@ -103,6 +104,8 @@ SMALL = {
     "scripts.memory_timeline": f"{SHAPE} --vocab-size 61",
     "scripts.benchmark": f"{SHAPE} --vocab-size 61 --policies none full --repeats 1 --steps 1",
     "scripts.generate": "--max-new-tokens 5",
+    "scripts.export_hf": "",
+    "scripts.evaluate": "",
     "scripts.plot_metrics": "",
     "scripts.kept_tensors": "--d-model 16 --n-heads 2 --seq-len 16",
     "scripts.checkpoint_from_scratch": "",
@@ -147,13 +150,16 @@ def test_every_command_is_run_somewhere():
 def test_commands_run(tmp_path):
     made = shutil.ignore_patterns(".*", "__pycache__", "cache", "*.pt", "*.lock", "*.jsonl")
     fresh = shutil.copytree(ROOT, tmp_path / "fresh", ignore=made)
-    (fresh / "data" / "train.txt").write_text("a line of text for a model to learn from\n" * 500)
+    for name in ("train.txt", "val.txt"):
+        (fresh / "data" / name).write_text("a line of text for a model to learn from\n" * 500)
+    shape = dict(n_layer=1, n_embd=16, n_inner=32, n_positions=16)
+    write_folder(fresh / "gpt2", CONFIG | shape)
     for command in runnable():
         name = program(command)
         if name in ELSEWHERE:
             continue
         words = f"{command} {SMALL[name]}"
-        if "--train-data" in words:
+        if "--train-data" in words and "--init-from" not in words:
             words += " --tokenizer-name byte"
         words = words.replace("torchrun", f"{sys.executable} -m torch.distributed.run --standalone")
         words = re.sub(r"^python", sys.executable, words)
