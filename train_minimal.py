@@ -8,6 +8,9 @@ GPT-2 small on your own text, on one GPU:
     python train_minimal.py --train-data data/train.txt --n-layers 12 --n-heads 12 --d-model 768 \
         --d-ff 3072 --seq-len 1024 --batch-size 2 --num-steps 10000 --use-activation-checkpoint
 
+From the weights of GPT-2, or of a run before (docs/weights.md):
+    python train_minimal.py --init-from gpt2 --train-data data/train.txt --seq-len 256
+
 Go on where a run stopped, with the flags that it had:
     python train_minimal.py --resume
 
