@@ -20,7 +20,7 @@ from scripts.ladder import TIMES
 from scripts.reliability import ROWS
 from trainer.flags import build_parser
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text("utf-8")
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 TEXTS = [README, *DOCS.values()]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*.md")])
@@ -77,14 +77,14 @@ def test_the_shown_lines_are_in_the_model():
 
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of a page's headings: lower case, no punctuation, a hyphen for a space."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.S | re.M)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text("utf-8")):
         if target.startswith("https://"):
             continue
         there = page.parent / target if target else page

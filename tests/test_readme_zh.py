@@ -26,6 +26,10 @@ class Section:
     prose: list[str] = field(default_factory=list)  # all other lines, the heading included
 
 
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")  # Windows would take its own
+
+
 def sections(text: str) -> list[Section]:
     found = [Section("(before the first heading)")]
     fenced = False
@@ -120,18 +124,18 @@ def compare(english: str, chinese: str) -> list[str]:
 
 
 def test_both_say_the_same():
-    found = compare((ROOT / ENGLISH).read_text(), (ROOT / CHINESE).read_text())
+    found = compare(read(ENGLISH), read(CHINESE))
     assert not found, f"{len(found)} differences\n" + "\n".join(found)
 
 
 def test_each_leads_to_the_other():
     for page, other in ((ENGLISH, CHINESE), (CHINESE, ENGLISH)):
-        top = sections((ROOT / page).read_text())[0]
+        top = sections(read(page))[0]
         assert f"]({other})" in " ".join(top.prose), f"{page} does not link to {other} at its top"
 
 
 def test_it_stays_short():
-    assert len((ROOT / CHINESE).read_text().splitlines()) <= 230
+    assert len(read(CHINESE).splitlines()) <= 230
 
 
 # ---- What makes Chinese text readable, on this page
@@ -157,7 +161,7 @@ def misprints(text: str) -> list[str]:
 
 
 def test_no_misprints():
-    found = misprints((ROOT / CHINESE).read_text())
+    found = misprints(read(CHINESE))
     assert not found, "\n".join(found)
 
 
