@@ -15,7 +15,7 @@ import train_ddp
 import train_fsdp
 import train_minimal
 from data.tokenizer import format_ranks, load_tokenizer
-from scripts import generate, kept_tensors, ladder, plot_metrics
+from scripts import evaluate, generate, kept_tensors, ladder, plot_metrics
 
 Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
 Programs = dict[str, tuple[Callable[[list[str]], int], list[str]]]
@@ -29,6 +29,7 @@ PROGRAMS: Programs = {
     "ddp": (train_ddp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "fsdp": (train_fsdp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "generate": (generate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
+    "evaluate": (evaluate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "plot": (plot_metrics.main, []),
     "kept_tensors": (kept_tensors.main, []),
     "ladder": (ladder.main, []),

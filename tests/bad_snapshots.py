@@ -178,6 +178,17 @@ def plots(name: str, content: Write, *says: str, output: str = "x.png") -> Case:
     return Case("plot", f"{name} --output={output}", says, {name: content})
 
 
+def nan(path: Path) -> None:
+    weights = snapshot(TRAINED / "run.pt")["model"]
+    changed(model={name: torch.full_like(w, torch.nan) for name, w in weights.items()})(path)
+
+
+def evaluates(words: str, *says: str, content: Write = None, **files: Write) -> Case:
+    """The fixture's snapshot, unless there is other `content`; files: x_txt is x.txt."""
+    named = {name.replace("_", "."): written for name, written in files.items()}
+    return Case("evaluate", words, says, {"run.pt": content or changed(), **named})
+
+
 RECORD = b'{"step": 1, "train_loss": 2.5}\n'
 SCRIPTS = {
     "generate: no snapshot": Case("generate", "", ("there is no snapshot run.pt",)),
@@ -187,21 +198,42 @@ SCRIPTS = {
     "generate: a config without sense": writes(changed_config(n_heads="2"), "run.pt holds no"),
     "generate: a config with more": writes(changed_config(rope=True), "run.pt holds no model"),
     "generate: no tokenizer": writes(changed(tokenizer={}), "run.pt holds no model"),
-    "generate: NaN": writes(
-        lambda path: changed(
-            model={
-                name: torch.full_like(weight, torch.nan)
-                for name, weight in snapshot(TRAINED / "run.pt")["model"].items()
-            }
-        )(path),
-        "run.pt .*NaN",
-    ),
+    "generate: NaN": writes(nan, "run.pt .*NaN"),
     "generate: temperature": Case("generate", "--temperature=-1", ("--temperature: must be",)),
     "generate: seed": Case("generate", f"--seed={2**70}", ("--seed: must be",)),
     "generate: top p": Case("generate", "--top-p=2", ("--top-p: must be",)),
     "generate: prompt": writes(
         changed(), "--prompt: the toy tokenizer reads numbers", flags="--prompt=words"
     ),
+    "evaluate: no snapshot": Case("evaluate", "", ("there is no snapshot and no folder run.pt",)),
+    "evaluate: a name too long": Case("evaluate", f"--checkpoint-path={'n' * 300}", ("too long",)),
+    "evaluate: text": evaluates("", NO_SNAPSHOT, content=b"text"),
+    "evaluate: NaN": evaluates("", "run.pt .*NaN", content=nan),
+    "evaluate: strange flags": evaluates(
+        "", "run.pt is no MiniGPT snapshot .*--seq-len", content=changed(args={"seq_len": "many"})
+    ),
+    "evaluate: a folder without data": Case(
+        "evaluate", "", ("--val-data is missing: the folder run.pt",), {"run.pt": None}
+    ),
+    "evaluate: a folder that is no model": Case(
+        "evaluate", "--val-data=x.bin", ("run.pt is no folder of a",), {"run.pt": None}
+    ),
+    "evaluate: stride": evaluates("--stride=17", "--stride 17: a window has 16 tokens"),
+    "evaluate: no stride": evaluates("--stride=0", "--stride: must be a whole number of at least"),
+    "evaluate: seq_len": evaluates("--seq-len=17", "--seq-len 17: the model sees 16 tokens"),
+    "evaluate: no such data": evaluates("--val-data=x.txt", "--val-data x.txt: no such file"),
+    "evaluate: data of a long name": evaluates(f"--val-data={'n' * 5000}", "File name too long"),
+    "evaluate: empty data": evaluates("--val-data=x.bin", "x.bin: the file is empty", x_bin=b""),
+    "evaluate: one token": evaluates("--val-data=x.bin", r"x.bin: 1 token\(s\)", x_bin=b"\1\0"),
+    "evaluate: half a token": evaluates("--val-data=x.bin", "x.bin: 3 bytes is", x_bin=b"\1\0\2"),
+    "evaluate: an id beyond": evaluates(
+        "--val-data=x.bin", "x.bin: holds id 31, but the model's end at 30", x_bin=b"\x1e\0\x1f\0"
+    ),
+    "evaluate: text for numbers": evaluates(
+        "--val-data=x.txt", "--val-data x.txt: .*numbers, not text", x_txt=b"1 2 3"
+    ),
+    "evaluate: a PDF": evaluates("--val-data=x.txt", "x.txt: a PDF, not text", x_txt=b"%PDF-1.4"),
+    "evaluate: nowhere to write": evaluates("--json=no/x.json", "--json: there is no folder no"),
     "plot: nothing": plots("x.jsonl", b"", "x.jsonl has no line with a step"),
     "plot: text": plots("x.jsonl", b"not json", "x.jsonl has no line with a step"),
     "plot: a binary": plots("x.jsonl", b"\xff\x00\xfe" * 99, "x.jsonl has no line with a step"),

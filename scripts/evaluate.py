@@ -1,0 +1,199 @@
+"""How well does a trained model predict a text? Loss, perplexity and bits/byte over all of it.
+
+A run on the validation part of its own data, then on another text, in windows that overlap:
+    python -m scripts.evaluate --checkpoint-path checkpoints/minigpt_single.pt
+    python -m scripts.evaluate --val-data book.txt --stride 16
+
+All of it is one row of tokens, and every one but the first counts once. The model sees a window of
+them at a time. Where windows only touch, the first tokens of each are predicted from next to
+nothing; with a smaller --stride they overlap, and only what is new in each counts.
+In float32, so that other programs find the same number. (A trainer: --amp-dtype auto.)
+"""
+
+import sys
+
+if not __package__:  # python scripts/evaluate.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
+import argparse
+import json
+import math
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from tqdm import tqdm
+
+from data import DataError, TokenFile, Tokenizer
+from data.documents import read_documents
+from data.files import TOKEN_SUFFIXES, find_files
+from data.formats import check_text
+from model import MiniGPT
+from trainer import flags
+from trainer.endings import is_out_of_memory
+from trainer.metrics import perplexity
+from trainer.pretrained import load_model
+from trainer.process import OneProcess
+from trainer.resume import data_changed, parse_again
+from trainer.setup import load_data
+from trainer.snapshot import Resumed, SnapshotError, State, peek
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = flags.OneLineParser(prog="python -m scripts.evaluate", description="Loss over a text.")
+    add, count = parser.add_argument, flags.number(int, 1, 10**9)
+    # fmt: off
+    add("--checkpoint-path", type=Path, default=Path("checkpoints/minigpt_single.pt"),
+        metavar="PATH", help="snapshot, or transformers folder (default: %(default)s)")
+    add("--val-data", nargs="+", metavar="PATH", help="files, folders or globs, as the trainers "
+        "take them; all of it counts (default: the validation part of the run's own data)")
+    add("--max-tokens", type=count, metavar="N", help="only the first N (default: all)")
+    add("--seq-len", type=count, metavar="N", help="tokens of a window (default: as in training)")
+    add("--stride", type=count, metavar="N", help="from window to window (default: --seq-len)")
+    add("--batch-size", type=count, default=8, metavar="N", help="windows (default: %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add("--amp-dtype", choices=("auto", "bfloat16", "float16"), help="(default: none, float32)")
+    add("--json", type=flags.output_file, metavar="FILE", help="write the numbers there, unrounded")
+    # fmt: on
+    return parser
+
+
+def read_ids(files: list[Path | TokenFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """All of them in pieces; in a text, <|endoftext|> before each document. Raises DataError."""
+    for file in files:
+        if isinstance(file, TokenFile):
+            yield np.fromfile(file.path, file.dtype, file.count, offset=file.offset)
+            continue
+        for document in read_documents(file):
+            yield np.array([tokenizer.eot_id], np.uint32)
+            yield from map(tokenizer.encode, document)
+
+
+def read_data(
+    args: argparse.Namespace, state: State, tokenizer: Tokenizer, process: OneProcess
+) -> tuple[str, np.ndarray]:
+    """What is evaluated: a name, and one row of ids (N,). Raises DataError or SnapshotError."""
+    if args.val_data:
+        about = ", ".join(args.val_data)
+        paths = find_files(args.val_data, "--val-data", process.say)
+        texts = [path for path in paths if path.suffix not in TOKEN_SUFFIXES]
+        check_text(texts)
+        if texts and tokenizer.name == "toy":
+            raise DataError(f"--val-data {texts[0]}: this model learned numbers, not text")
+        files = [path if path in texts else TokenFile.open(path) for path in paths]
+    else:
+        path = args.checkpoint_path
+        try:
+            data = load_data(parse_again(state["args"], path), process, Resumed(state, path))
+        except DataError as error:
+            raise DataError(f"the run's own data: {error}; --val-data names others") from None
+        if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
+            process.say("note: the run's data changed; it may have trained on some of these")
+        about, files = f"validation part of {data.description}", [*data.val]
+    taken, left = [np.empty(0, np.uint16)], args.max_tokens or sys.maxsize
+    for ids in read_ids(files, tokenizer):
+        taken.append(ids[:left])
+        if not (left := left - len(taken[-1])):
+            break
+    return about, np.concatenate(taken)
+
+
+@torch.no_grad()
+def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> float:
+    """The loss of all tokens but the first, in nats."""
+    device, last = next(model.parameters()).device, len(tokens) - 1
+    T, nats = min(args.seq_len, last), 0.0
+    # The last token that each window predicts; the last window is moved back, to end with the text.
+    ends = np.minimum(np.arange(T, last + args.stride, args.stride), last)
+    counts = np.diff(ends, prepend=0)  # how many of its last predictions are new: of the first, all
+    windows = sliding_window_view(tokens, T + 1)  # number i: the T tokens from i on, and the next
+    with tqdm(total=last, unit="tok", disable=None, leave=False) as bar:
+        for first in range(0, len(ends), args.batch_size):
+            some = slice(first, first + args.batch_size)
+            batch = torch.from_numpy(windows[ends[some] - T].astype(np.int64))  # (B, T + 1)
+            new = torch.from_numpy(counts[some, None])  # (B, 1)
+            labels = batch[:, 1:].where(torch.arange(T) >= T - new, -100)
+            loss = model(batch[:, :-1].to(device), labels.to(device))
+            nats += loss.item() * int(new.sum())
+            bar.update(int(new.sum()))
+    return nats
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, object]:
+    """All that is printed. Raises SnapshotError, DataError or UsageError."""
+    path, args.no_amp = args.checkpoint_path, args.amp_dtype is None
+    if path.is_dir() and not args.val_data:
+        raise flags.UsageError(f"--val-data is missing: the folder {path} has no data of its own")
+    device = flags.choose_device(args.device)
+    precision, process = flags.choose_precision(args, device), OneProcess(device)
+    flags.set_matmul_precision(device, tf32=False)
+    with process.waiting(f"reading {path}"):
+        model, tokenizer = load_model(path, device)
+    state, limit = peek(path), model.config.max_position_embeddings  # ({} of a folder)
+    trained = parse_again(state["args"], path).seq_len if state else limit
+    args.seq_len = args.seq_len or min(trained, limit)
+    args.stride = args.stride or args.seq_len
+    if args.seq_len > limit:
+        raise flags.UsageError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
+    if args.stride > args.seq_len:
+        raise flags.UsageError(f"--stride {args.stride}: a window has {args.seq_len} tokens only")
+    with process.waiting("reading its data"):
+        about, tokens = read_data(args, state, tokenizer, process)
+    if len(tokens) < 2:
+        raise DataError(f"{about}: {len(tokens)} token(s), and the first one is not predicted")
+    if tokens.max() >= (end := tokenizer.vocab_size):
+        raise DataError(f"{about}: holds id {tokens.max()}, but the model's end at {end - 1}")
+
+    amp, start = precision != torch.float32, time.perf_counter()
+    with torch.autocast(device.type, precision if amp else None, amp, cache_enabled=False):
+        nats = sum_loss(model, tokens, args)
+    if not math.isfinite(nats):  # the weights are finite
+        raise flags.UsageError(f"the loss is {nats}: --amp-dtype {args.amp_dtype} overflows")
+    n_tokens, n_bytes = len(tokens) - 1, int(tokenizer.byte_lengths()[tokens[1:]].sum())
+    return {
+        "checkpoint": str(path),
+        "step": state.get("step"),
+        "data": about,
+        "seq_len": args.seq_len,
+        "stride": args.stride,
+        "precision": f"{precision} on {device.type}".removeprefix("torch."),
+        "seconds": time.perf_counter() - start,
+        "tokens": n_tokens,
+        "bytes": n_bytes,
+        "loss": nats / n_tokens,
+        "perplexity": perplexity(nats / n_tokens),
+        "bits_per_byte": nats / math.log(2) / n_bytes if n_bytes else None,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(argv)
+    try:
+        found = evaluate(args)
+    except (SnapshotError, DataError, flags.UsageError, OSError) as error:
+        flags.print_error(error)
+        return 2
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        flags.print_error(f"out of memory with --batch-size {args.batch_size}: lower it")
+        return 4
+    for name, value in found.items():
+        if value is not None:
+            shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
+            print(f"{name.replace('_', ' '):13} {shown}")
+    if args.json:
+        run = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+        run["command"] = shlex.join(["python", "-m", "scripts.evaluate", *argv])
+        args.json.write_text(json.dumps(run | found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""scripts/evaluate.py counts each token once, and finds what others find. Mistakes in its flags and
+files: test_bad_input.py."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import TINY, metrics
+
+import train_minimal
+from data import load_dataset
+from scripts import evaluate, export_hf
+
+RUN = [*TINY[TINY.index("--n-layers") :], "--no-amp", "--num-steps=8"]
+# Windows of 16 tokens have 16 predictions, the last of a token behind them: as transformers counts,
+# that is a window of 17.
+T = 16
+WORDS = "wörter und andere Wörter, one after the other; 1 2 3 \n".split(" ")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Of 165 validation tokens the trainer takes 161: what fills windows of 16, and the first."""
+    folder = tmp_path_factory.mktemp("run")
+    text = " ".join(random.Random(0).choices(WORDS, k=3000))
+    (folder / "x.txt").write_text(text, encoding="utf-8")
+    words = [f"--train-data={folder}/x.txt", "--tokenizer-name=byte", "--lr=0.03"]
+    words += [f"--checkpoint-path={folder}/run.pt", "--max-tokens=165"]
+    assert train_minimal.main([*RUN, *words, "--max-position-embeddings=17"]) == 0
+    return folder / "run.pt"
+
+
+@pytest.fixture(scope="module")
+def folder(run) -> Path:
+    assert export_hf.main([f"--checkpoint-path={run}", f"--out={run.with_name('hf')}"]) == 0
+    return run.with_name("hf")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def evaluated(path: Path, *flags: str) -> dict:
+    file = path.with_name("found.json")
+    assert evaluate.main([f"--checkpoint-path={path}", f"--json={file}", *flags]) == 0
+    return json.loads(file.read_text())
+
+
+def tokens_file(folder: Path, n: int) -> tuple[str, torch.Tensor]:
+    """A flag for `n` tokens, and the tokens (1, n)."""
+    tokens = np.random.default_rng(n).integers(0, 256, n).astype(np.uint16)
+    np.save(folder / "tokens.npy", tokens)
+    return f"--val-data={folder}/tokens.npy", torch.from_numpy(tokens.astype(np.int64))[None]
+
+
+def test_the_trainers_own_number(run):
+    """By default: the validation part of the run's own data, in its windows."""
+    found, last = evaluated(run, "--max-tokens=161"), metrics(run)[-1]
+    assert (found["tokens"], found["seq_len"], found["stride"], found["step"]) == (160, T, T, 8)
+    assert found["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(last["val_ppl"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(last["val_bits_per_byte"], rel=1e-6)
+    assert found["precision"] == "float32 on cpu" and found["data"].startswith("validation part of")
+    whole = evaluated(run)
+    assert whole["tokens"] == 164 and abs(whole["loss"] / found["loss"] - 1) > 1e-6  # the tail
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("n", "stride"), [(17 + 5 * 16, 16), (17 + 9 * 5, 5), (17 + 30, 1)])
+def test_the_recipe_of_transformers(run, theirs, tmp_path, n, stride):
+    """As its documentation has it ("Perplexity of fixed-length models"), where no tail is left."""
+    flag, tokens = tokens_file(tmp_path, n)
+    nats, n_tokens, prev_end = 0.0, 0, 0
+    for begin in range(0, n, stride):
+        end = min(begin + T + 1, n)
+        ids = tokens[:, begin:end]
+        target_ids = ids.clone()
+        target_ids[:, : -(end - prev_end)] = -100
+        n_valid = (target_ids[:, 1:] != -100).sum().item()
+        nats += theirs(ids, labels=target_ids).loss.item() * n_valid
+        n_tokens += n_valid
+        prev_end = end
+        if end == n:
+            break
+    for batch_size in (1, 4, 100):
+        found = evaluated(run, flag, f"--stride={stride}", f"--batch-size={batch_size}")
+        assert found["tokens"] == n_tokens == n - 1
+        assert found["loss"] == pytest.approx(nats / n_tokens, rel=1e-6)
+
+
+@torch.no_grad()
+def token_by_token(theirs, tokens: torch.Tensor, seq_len: int, stride: int) -> float:
+    """Each token by itself, behind the context that it should have: transformers' mean loss."""
+    n, losses = tokens.size(1), []
+    for t in range(1, n):
+        rounds = max(0, math.ceil((t - seq_len) / stride))  # windows before that which predicts it
+        last = min(seq_len + rounds * stride, n - 1)  # what its window predicts last
+        ids = tokens[:, max(0, last - seq_len) : t + 1]
+        labels = torch.full_like(ids, -100)
+        labels[:, -1] = tokens[:, t]
+        losses.append(theirs(ids, labels=labels).loss.item())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("n", [2, 3, T, T + 1, T + 2, 2 * T + 1, 47])
+@pytest.mark.parametrize("stride", [1, 7, T])
+def test_every_token_once_with_as_much_context_as_fits(run, theirs, tmp_path, n, stride):
+    flag, tokens = tokens_file(tmp_path, n)
+    found = evaluated(run, flag, f"--stride={stride}", "--batch-size=3")
+    assert found["tokens"] == n - 1 and found["stride"] == stride
+    assert found["loss"] == pytest.approx(token_by_token(theirs, tokens, T, stride), rel=1e-6)
+
+
+def test_shorter_windows(run, theirs, tmp_path):
+    flag, tokens = tokens_file(tmp_path, 30)
+    found = evaluated(run, flag, "--seq-len=5")
+    assert (found["seq_len"], found["stride"]) == (5, 5)
+    assert found["loss"] == pytest.approx(token_by_token(theirs, tokens, 5, 5), rel=1e-6)
+
+
+def test_a_folder_of_transformers(run, folder, tmp_path):
+    """The same weights, the same number; its windows are all positions, which it was made for."""
+    flag, _ = tokens_file(tmp_path, 50)
+    of_folder = evaluated(folder, flag)
+    assert (of_folder["seq_len"], of_folder["step"]) == (17, None)
+    assert of_folder["loss"] == evaluated(run, flag, "--seq-len=17")["loss"]
+
+
+def test_whatever_the_files_are(run, tmp_path):
+    """Texts, documents and ids give one row of ids, and bytes are those of the text."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a.txt").write_text("für Elise", encoding="utf-8")
+    (tmp_path / "a" / "b.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
+    ids = [256, *"für Elise".encode(), 256, *b"one", 256, 256, *b"two"]
+    np.array(ids, np.uint16).tofile(tmp_path / "all.bin")
+    np.save(tmp_path / "part.npy", np.array(ids[5:], np.uint32))
+    whole = evaluated(run, "--val-data", str(tmp_path / "a"))
+    assert (whole["tokens"], whole["bytes"]) == (19, 16)
+    (tmp_path / "start.txt").write_text("für", encoding="utf-8")  # 256 and 4 bytes
+    parts = [str(tmp_path / name) for name in ("start.txt", "part.npy")]
+    for names in ([str(tmp_path / "all.bin")], parts):
+        found = evaluated(run, "--val-data", *names)
+        assert all(found[key] == whole[key] for key in ("tokens", "bytes", "loss"))
+    assert found["data"] == ", ".join(parts)
+    rest = evaluated(run, "--val-data", parts[1])
+    assert (rest["tokens"], rest["bytes"]) == (14, 11)  # its first one is a byte, not counted
+    nats = whole["loss"] * 19
+    assert whole["bits_per_byte"] == pytest.approx(nats / math.log(2) / 16)
+    assert whole["perplexity"] == pytest.approx(math.exp(whole["loss"]))
+    first = evaluated(run, "--val-data", *parts, "--max-tokens=7")
+    assert (first["tokens"], first["bytes"]) == (6, 6)
+
+
+def test_toy_data_have_no_bytes(tmp_path, capfd):
+    path = tmp_path / "run.pt"
+    assert train_minimal.main([*TINY, "--no-amp", f"--checkpoint-path={path}"]) == 0
+    capfd.readouterr()
+    found = evaluated(path, "--max-tokens=193")
+    assert found["bits_per_byte"] is None and found["bytes"] == 0
+    assert found["loss"] == pytest.approx(metrics(path)[-1]["val_loss"], rel=1e-6)
+    out, err = capfd.readouterr()
+    assert err == "" and "bits" not in out
+    assert f"loss          {found['loss']:.4f}\n" in out and "tokens        192\n" in out
+
+
+def test_the_models_own_precision(run, tmp_path):
+    flag, _ = tokens_file(tmp_path, 50)
+    exact = evaluated(run, flag)
+    rounded = evaluated(run, flag, "--amp-dtype=bfloat16")
+    assert rounded["precision"] == "bfloat16 on cpu"
+    assert exact["loss"] != rounded["loss"] == pytest.approx(exact["loss"], rel=0.02)
+
+
+def test_windows_of_a_batch(run, tmp_path, monkeypatch):
+    flag, _ = tokens_file(tmp_path, 100)  # 7 windows
+    shapes = []
+    forward = evaluate.MiniGPT.forward
+
+    def seen(model, ids, labels):
+        assert not model.training and not torch.is_grad_enabled()
+        shapes.append(tuple(ids.shape))
+        return forward(model, ids, labels)
+
+    monkeypatch.setattr(evaluate.MiniGPT, "forward", seen)
+    evaluated(run, flag, "--batch-size=3")
+    assert shapes == [(3, T), (3, T), (1, T)]
+
+
+def test_data_that_changed_or_went(tmp_path, capsys):
+    path, text = tmp_path / "run.pt", tmp_path / "x.txt"
+    text.write_text("one text. " * 300)
+    flags = [f"--train-data={text}", "--tokenizer-name=byte", f"--checkpoint-path={path}"]
+    assert train_minimal.main([*RUN, *flags]) == 0
+    evaluated(path)
+    assert "note:" not in capsys.readouterr().out
+    text.write_text("another text. " * 300)
+    evaluated(path)
+    assert "note: the run's data changed" in capsys.readouterr().out
+    text.unlink()
+    assert evaluate.main([f"--checkpoint-path={path}"]) == 2
+    line = f"error: the run's own data: --train-data {text}: no such file or folder; --val-data"
+    assert capsys.readouterr().err.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"\n\n", "0 token(s), and the first one is not predicted"),
+        (b'{"text": ""}\n', "1 token(s), and the first one is not predicted"),
+        (b'{"text": 3}\n', 'x.jsonl:1: want a JSON object with a string "text"'),
+    ],
+)
+def test_no_text(run, tmp_path, capsys, text, says):
+    """(More mistakes: test_bad_input.py.)"""
+    (tmp_path / "x.jsonl").write_bytes(text)
+    flags = [f"--checkpoint-path={run}", f"--val-data={tmp_path}/x.jsonl"]
+    assert evaluate.main([*flags, f"--json={tmp_path}/x.json"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {tmp_path}/x.jsonl") and says in err and err.count("\n") == 1
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_out_of_memory_and_out_of_range(run, monkeypatch, capsys):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(evaluate.MiniGPT, "forward", fail)
+    assert evaluate.main([f"--checkpoint-path={run}"]) == 4
+    assert capsys.readouterr().err == "error: out of memory with --batch-size 8: lower it\n"
+    monkeypatch.setattr(evaluate, "sum_loss", lambda *_: math.nan)
+    assert evaluate.main([f"--checkpoint-path={run}", "--amp-dtype=float16"]) == 2
+    assert capsys.readouterr().err == "error: the loss is nan: --amp-dtype float16 overflows\n"
+    monkeypatch.setattr(evaluate, "load_model", lambda *_: 1 / 0)  # a bug is none
+    with pytest.raises(ZeroDivisionError):
+        evaluate.main([f"--checkpoint-path={run}"])
