@@ -191,7 +191,7 @@ def evaluates(words: str, *says: str, content: Write = None, **files: Write) -> 
 
 RECORD = b'{"step": 1, "train_loss": 2.5}\n'
 SCRIPTS = {
-    "generate: no snapshot": Case("generate", "", ("there is no snapshot run.pt",)),
+    "generate: no snapshot": Case("generate", "", ("there is no snapshot and no folder run.pt",)),
     "generate: a folder": writes(None, "run.pt is no folder of a transformers model"),
     "generate: text": writes(b"text", NO_SNAPSHOT),
     "generate: code": writes(saved({"model": Bomb()}), "run.pt holds more than plain data"),

@@ -105,7 +105,10 @@ def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
         ([*TRAINER, "--d-model=15"], r"--d-model \(15\) must be divisible by --n-heads \(2\)"),
         ([*TRAINER, "--train-data=none.txt"], "--use-toy-data"),
         (["train_ddp.py"], "train_ddp.py: start it with torchrun"),
-        (["-m", "scripts.generate", "--checkpoint-path=none.pt"], "there is no snapshot none.pt"),
+        (
+            ["-m", "scripts.generate", "--checkpoint-path=none.pt"],
+            "no snapshot and no folder none.pt",
+        ),
     ],
     ids=["flags", "data", "ddp", "generate"],
 )
