@@ -170,3 +170,17 @@ def test_transformers_writes_the_same_ids():
     expected = theirs.generate(prompt, **asked)
     assert torch.equal(model.generate(prompt, 50, temperature=0), expected)
     assert len(expected.unique()) > 10  # no text of one word
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "default"])
+def test_compiled_blocks_write_too(stance):
+    """As at the end of a run with --compile, eagerly; and training goes on with the code it has."""
+    model, prompt, ids = trained(), random_ids(2, 3), random_ids(2, LIMIT)
+    expected = model.generate(prompt, 20, temperature=0)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    model.train()(ids, ids).backward()
+    with torch.compiler.set_stance(stance):
+        assert torch.equal(model.generate(prompt, 20, temperature=0), expected)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        model(ids, ids).backward()
