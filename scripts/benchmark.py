@@ -55,17 +55,9 @@ from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
 from scripts.peak_flops import peak_flops
 from scripts.plan_table import Clock
 from trainer.card import clock_card, measured_card
+from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.endings import is_out_of_memory
-from trainer.flags import (
-    UsageError,
-    choose_device,
-    choose_precision,
-    fill_in,
-    number,
-    output_file,
-    print_error,
-    set_matmul_precision,
-)
+from trainer.flags import UsageError, fill_in, number, output_file, print_error
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
 from trainer.plan import default_budget, make_planner, vocabulary

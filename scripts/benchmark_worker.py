@@ -18,13 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from model import MiniGPT, MiniGPTConfig
 from scripts.allocator_trace import allocations, trace_events
 from train_minimal import train_step
-from trainer.flags import (
-    UsageError,
-    choose_device,
-    choose_precision,
-    model_config,
-    set_matmul_precision,
-)
+from trainer.device import choose_device, choose_precision, set_matmul_precision
+from trainer.flags import UsageError, model_config
 from trainer.metrics import StepClock
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess

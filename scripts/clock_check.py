@@ -34,17 +34,8 @@ from scripts.benchmark import describe_device
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
 from scripts.plan_table import Clock
 from trainer.card import clock_card, measured_card
-from trainer.flags import (
-    UsageError,
-    build_parser,
-    choose_device,
-    choose_precision,
-    fill_in,
-    number,
-    output_file,
-    print_error,
-    set_matmul_precision,
-)
+from trainer.device import choose_device, choose_precision, set_matmul_precision
+from trainer.flags import UsageError, build_parser, fill_in, number, output_file, print_error
 from trainer.plan import make_planner, vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model

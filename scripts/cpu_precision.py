@@ -22,7 +22,8 @@ import torch
 from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
-from trainer.flags import OneLineParser, cpu_has_bfloat16, number
+from trainer.device import cpu_has_bfloat16
+from trainer.flags import OneLineParser, number
 
 
 def step_seconds(model: MiniGPT, ids: torch.Tensor, dtype: torch.dtype) -> float:

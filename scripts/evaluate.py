@@ -35,6 +35,7 @@ from data.files import TOKEN_SUFFIXES, find_files
 from data.formats import check_text
 from model import MiniGPT
 from trainer import flags
+from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.endings import is_out_of_memory
 from trainer.metrics import perplexity
 from trainer.pretrained import load_model
@@ -129,9 +130,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     path, args.no_amp = args.checkpoint_path, args.amp_dtype is None
     if path.is_dir() and not args.val_data:
         raise flags.UsageError(f"--val-data is missing: the folder {path} has no data of its own")
-    device = flags.choose_device(args.device)
-    precision, process = flags.choose_precision(args, device), OneProcess(device)
-    flags.set_matmul_precision(device, tf32=False)
+    device = choose_device(args.device)
+    precision, process = choose_precision(args, device), OneProcess(device)
+    set_matmul_precision(device, tf32=False)
     with process.waiting(f"reading {path}"):
         model, tokenizer = load_model(path, device)
     state, limit = peek(path), model.config.max_position_embeddings  # ({} of a folder)

@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from data import Tokenizer
 from model import MiniGPT
-from trainer.flags import OneLineParser, UsageError, choose_device, number, print_error
+from trainer.device import choose_device
+from trainer.flags import OneLineParser, UsageError, number, print_error
 from trainer.pretrained import load_model
 from trainer.snapshot import SnapshotError
 

@@ -43,14 +43,8 @@ from scripts.benchmark import describe_device
 from scripts.gpu_report_bench import Bench
 from scripts.gpu_report_markdown import failures, report
 from scripts.gpu_report_results import Results, append, forget, read_results, work
-from trainer.flags import (
-    OneLineParser,
-    UsageError,
-    number,
-    output_folder,
-    print_error,
-    set_matmul_precision,
-)
+from trainer.device import set_matmul_precision
+from trainer.flags import OneLineParser, UsageError, number, output_folder, print_error
 from trainer.metrics import format_time
 
 

@@ -33,7 +33,8 @@ from scripts.benchmark import plan, utilization
 from scripts.benchmark_worker import Job, config_of, cpu_allocator_peak, make_run
 from scripts.peak_flops import peak_flops
 from train_minimal import train_step
-from trainer.flags import build_parser, choose_precision, fill_in
+from trainer.device import choose_precision
+from trainer.flags import build_parser, fill_in
 from trainer.plan import vocabulary
 from trainer.run import Run
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from scripts.benchmark_worker import Job, config_of
 from scripts.gpu_report_bench import DRY, REAL, Bench, Jobs, Values
 from scripts.trainer_process import env_of, kill_all, last_line, pids_of, wait_until
-from trainer.flags import choose_precision
+from trainer.device import choose_precision
 from trainer.metrics import read_metrics
 from trainer.plan import make_planner
 from trainer.room import for_tensors, total_memory

@@ -57,14 +57,8 @@ from scripts.memory_timeline_numbers import (
 )
 from scripts.memory_timeline_pictures import FORMATS, draw_made_of, draw_timeline, load_pyplot
 from trainer import flags
-from trainer.flags import (
-    UsageError,
-    choose_device,
-    model_config,
-    output_file,
-    output_folder,
-    print_error,
-)
+from trainer.device import choose_device
+from trainer.flags import UsageError, model_config, output_file, output_folder, print_error
 from trainer.plan import asked_card, make_planner, target, vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model

@@ -18,7 +18,8 @@ from planner.formulas import step_flops
 from planner.step import Planner, follow
 from planner.timeline import StepMemory
 from scripts.allocator_trace import allocations, trace_events
-from trainer.flags import UsageError, choose_device
+from trainer.device import choose_device
+from trainer.flags import UsageError
 from trainer.optimizer import make_optimizer
 
 PHASES = ("forward", "head", "backward", "optimizer")

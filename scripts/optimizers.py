@@ -36,17 +36,9 @@ from scripts import say_stopped
 from scripts.benchmark import describe_device
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
 from train_minimal import train
+from trainer.device import choose_device, choose_precision
 from trainer.endings import run_safely
-from trainer.flags import (
-    UsageError,
-    build_parser,
-    choose_device,
-    choose_precision,
-    fill_in,
-    number,
-    output_file,
-    print_error,
-)
+from trainer.flags import UsageError, build_parser, fill_in, number, output_file, print_error
 from trainer.plan import vocabulary
 from trainer.pretrained import open_init_from
 from trainer.process import OneProcess

@@ -10,7 +10,8 @@ from planner import CARDS
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
 from scripts.peak_flops import FLOAT16_TFLOPS, TFLOPS, peak_flops
-from trainer.flags import build_parser, fill_in, set_matmul_precision
+from trainer.device import set_matmul_precision
+from trainer.flags import build_parser, fill_in
 from trainer.process import OneProcess
 from trainer.report import describe_run
 from trainer.setup import set_up

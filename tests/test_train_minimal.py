@@ -15,7 +15,8 @@ from runs import TINY, metrics, same, snapshot, train, train_here
 import train_minimal
 from model import MiniGPT
 from train_minimal import learning_rate
-from trainer.flags import build_parser, choose_precision, cpu_has_bfloat16, fill_in, model_config
+from trainer.device import choose_precision, cpu_has_bfloat16
+from trainer.flags import build_parser, fill_in, model_config
 from trainer.metrics import format_line
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
@@ -100,7 +101,7 @@ def test_weight_decay_is_for_matrices(tmp_path):
 def test_precision_follows_the_hardware(monkeypatch):
     cpu = torch.device("cpu")
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("trainer.flags.cpu_has_bfloat16", lambda has=has: has)
+        monkeypatch.setattr("trainer.device.cpu_has_bfloat16", lambda has=has: has)
         assert choose_precision(arguments(), cpu) == dtype
     assert choose_precision(arguments(BF16), cpu) == torch.bfloat16
     assert choose_precision(arguments(FP32), cpu) == torch.float32

@@ -14,8 +14,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
 from .card import card_name
@@ -345,57 +343,3 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
         message = re.sub(rf"\b({names})\b", lambda m: "--" + m[0].replace("_", "-"), str(error))
         message = re.sub(r"--recompute(?!-)", "--use-activation-checkpoint", message)
         raise UsageError(message) from None
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that --device names. Raises UsageError if it is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name == "auto":
-        name = next((device for device in there if there[device]), "cpu")
-    if not there.get(name, True):
-        raise UsageError(f"--device {name}: torch {torch.__version__} finds none; try --device cpu")
-    return torch.device(name)
-
-
-def choose_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware has it, else float16 (CUDA only), else float32.
-
-    bfloat16 has float32's range and needs no loss scaling; but a chip without it emulates it,
-    which is slower than float32, on some CPUs a hundred times.
-    """
-    if args.no_amp:
-        return torch.float32
-    if args.amp_dtype == "bfloat16":
-        return torch.bfloat16
-    if args.amp_dtype == "float16":
-        if device.type == "mps":
-            raise UsageError("--amp-dtype float16 needs a GradScaler, which mps lacks: --no-amp")
-        return torch.float16
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if native else torch.float16
-    if device.type == "cpu" and cpu_has_bfloat16():
-        return torch.bfloat16
-    return torch.float32
-
-
-def set_matmul_precision(device: torch.device, tf32: bool) -> None:
-    """How a GPU's matmuls round: float32 to TF32's 10 bits, if `tf32`, and nothing else.
-
-    For the CPU nothing is set: oneDNN would round there as well where the hardware can.
-    """
-    if device.type != "cuda":
-        return
-    # Not the newer fp32_precision: torch.compile ends in an error with it (pytorch#166387).
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    # A long sum (one over the vocabulary, in the head's backward) may be cut in parts for several
-    # cores. cuBLAS may add those up in the result's 8 or 11 bits, unless it is told not to: see
-    # "Numerical accuracy" in PyTorch's notes.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
-def cpu_has_bfloat16() -> bool:
-    """Has this CPU instructions for bfloat16 matmuls (AVX512-BF16 or AMX)?"""
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # no public names yet
-    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)

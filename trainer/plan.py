@@ -21,13 +21,8 @@ from planner.formulas import state_bytes
 from planner.shards import share_of
 
 from .card import THIS_MACHINE, clock_card, device_type
-from .flags import (
-    UsageError,
-    choose_device,
-    choose_precision,
-    model_config,
-    set_matmul_precision,
-)
+from .device import choose_device, choose_precision, set_matmul_precision
+from .flags import UsageError, model_config
 from .knobs import Knob, nearest, settings
 from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
 from .metrics import format_bytes

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from model import MiniGPT
 
-from .flags import UsageError, choose_device
+from .device import choose_device
+from .flags import UsageError
 
 T = TypeVar("T")
 

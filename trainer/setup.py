@@ -16,7 +16,8 @@ from model import MiniGPT, MiniGPTConfig
 
 from .agree import check_alike, facts
 from .claim import check_writable, claim, step_aside
-from .flags import UsageError, choose_precision, fill_in, model_config, set_matmul_precision
+from .device import choose_precision, set_matmul_precision
+from .flags import UsageError, fill_in, model_config
 from .metrics import MetricsFile, logged_at
 from .optimizer import make_optimizer
 from .plan import plan_memory

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .flags import UsageError, choose_device, print_error
+from .device import choose_device
+from .flags import UsageError, print_error
 from .process import as_typed
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
