@@ -86,6 +86,11 @@ def test_a_clock_books_to_the_phase_that_began(monkeypatch):
     assert clock.end_interval() == 4  # a step, of two
 
 
+def test_a_run_without_a_step_has_no_speed():
+    clock = StepClock()
+    assert clock.steps_per_second() == 0 and clock.overhead() == 1
+
+
 def test_what_is_done_in_a_pause_does_not_count(monkeypatch):
     clock, now = clock_with_a_hand(monkeypatch)
     with clock:

@@ -121,7 +121,8 @@ class StepClock:
         return seconds
 
     def training(self, booked: dict[str, float]) -> float:
-        return sum(booked.get(phase, 0.0) for phase in self.PHASES)
+        """Seconds of it; above 0, as they are divided by."""
+        return max(sum(booked.get(phase, 0.0) for phase in self.PHASES), 1e-9)
 
     def steps_per_second(self) -> float:
         return self.steps / self.training(self.total)
@@ -129,7 +130,7 @@ class StepClock:
     def overhead(self) -> float:
         """Share of the training time that is not forward, backward or optimizer."""
         work = sum(self.total[phase] for phase in ("forward", "backward", "optimizer"))
-        return 1 - work / max(self.training(self.total), 1e-9)
+        return 1 - work / self.training(self.total)
 
 
 class MetricsFile:
