@@ -184,8 +184,8 @@ def train(run: Run) -> dict[str, Any]:
                 evaluate_and_log(run, record, evaluate_now)
             elif run.step == first:  # a sign of life: the first interval may last an hour
                 show_first(run, measure(run, losses, grad_norm))
-    if run.metrics is not None:
-        run.metrics.close()
+    for writer in run.metrics:
+        writer.close()
     return record
 
 

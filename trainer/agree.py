@@ -29,6 +29,7 @@ OWN = {
     "amp_dtype": "auto may be what another machine types; what was chosen is compared",
     "no_amp": "it may be what another machine's auto comes to; what was chosen is compared",
     "memory_budget": "all take the smallest",
+    "log_to": "process 0 alone does it",
     "profile": "process 0 alone does it",
     "typed": "no flag",
 }

@@ -264,6 +264,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="go on from --checkpoint-path, with the flags of that run where none are typed")
     add("--sample-tokens", type=count_or_zero, default=128, metavar="N",
         help="length of the sample at the end, 0 = none (default: %(default)s)")
+    add("--log-to", choices=("none", "tensorboard", "wandb"), default="none",
+        help="beside RUN.metrics.jsonl (default: none)")
     add("--profile", type=count, metavar="N",
         help="after 3 steps, record N: a trace of every operator, and the ten dearest ones")
     add("--detect-anomaly", action=argparse.BooleanOptionalAction, default=False,

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -131,6 +131,14 @@ class StepClock:
         """Share of the training time that is not forward, backward or optimizer."""
         work = sum(self.total[phase] for phase in ("forward", "backward", "optimizer"))
         return 1 - work / self.training(self.total)
+
+
+class Writer(Protocol):
+    """What takes the log's records: metrics.jsonl, and a logger beside it (loggers.py)."""
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class MetricsFile:

@@ -131,8 +131,8 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
 
 def log(run: Run, record: dict[str, Any]) -> None:
     """One line for the person, the same in metrics.jsonl."""
-    if run.metrics is not None:
-        run.metrics.write(record)
+    for writer in run.metrics:
+        writer.write(record)
     show(run, record)
 
 

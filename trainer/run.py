@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from data import Dataset, TrainBatches, ValBatches
 from model import MiniGPT
 
-from .metrics import MetricsFile, StepClock
+from .metrics import StepClock, Writer
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 
@@ -35,7 +35,7 @@ class Run:
     token_bytes: Tensor  # (V,) bytes that each token id stands for
     clock: StepClock
     held_lock: object = None  # keeps a second run off our files as long as this one lives
-    metrics: MetricsFile | None = None  # only process 0 has one
+    metrics: list[Writer] = field(default_factory=list)  # of the log; only process 0 has some
     step: int = 0  # steps done; while one is being done, its number
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
     stopped_by: int = 0  # the signal that ended the run before its last step

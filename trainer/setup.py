@@ -18,6 +18,7 @@ from .agree import check_alike, facts
 from .claim import check_writable, claim, step_aside
 from .device import choose_precision, set_matmul_precision
 from .flags import UsageError, fill_in, model_config
+from .loggers import check_logger, start_logger
 from .metrics import MetricsFile, logged_at
 from .optimizer import make_optimizer
 from .plan import plan_memory
@@ -52,6 +53,8 @@ def start_run(
     check_profile(args, done=resumed.state["step"] if resumed is not None else 0)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     process = make_process(args)
+    if process.rank == 0:  # it alone logs
+        check_logger(args.log_to)
     if resumed is not None:
         keep_batch(args, resumed.state, process.world_size)
     return set_up(args, process, resumed, source)
@@ -149,7 +152,8 @@ def start_log(run: Run, next_rate: float) -> None:
     if run.process.rank == 0:
         if run.step == 0:
             step_aside(path)
-        run.metrics = MetricsFile(beside(path, ".metrics.jsonl"), run.step)
+        run.metrics.append(MetricsFile(beside(path, ".metrics.jsonl"), run.step))
+        run.metrics += start_logger(run.args, run.identity, run.step, run.process.say)
 
 
 def load_data(

@@ -1,0 +1,229 @@
+"""--log-to: the records of metrics.jsonl elsewhere, too, and never at the cost of the run."""
+
+import math
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from runs import Crash, crash_after, metrics, snapshot, torchrun, train, train_here
+
+from trainer.claim import replaced_runs
+from trainer.loggers import LOGGERS, Cautious
+from trainer.snapshot import beside
+
+TENSORBOARD = "--log-to=tensorboard"
+
+
+def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard would show: (step, value) of each curve."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(beside(path, ".tensorboard")), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+
+
+def logged(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """The same of metrics.jsonl."""
+    curves = defaultdict(list)
+    for record in metrics(path):
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                curves[name].append((record["step"], pytest.approx(value, rel=1e-6)))
+    return dict(curves)
+
+
+@pytest.fixture
+def tensorboard():
+    return pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
+
+
+def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, capsys):
+    path = tmp_path / "run.pt"
+    assert train_here(path, TENSORBOARD, "--num-steps=4", "--eval-interval=2") == 0
+    curves = scalars(path)
+    assert curves == logged(path)
+    assert [step for step, _ in curves["val_loss"]] == [2, 4] and len(curves["train_loss"]) == 4
+    assert f"run.tensorboard: tensorboard --logdir {tmp_path} shows it" in capsys.readouterr().out
+    (events,) = beside(path, ".tensorboard").iterdir()
+    assert b"grad_clip_norm = 1.0" in events.read_bytes()
+
+
+def test_steps_that_are_done_again_are_shown_once(tmp_path, tensorboard, monkeypatch):
+    path = tmp_path / "run.pt"
+    with monkeypatch.context() as here, pytest.raises(Crash):
+        crash_after(8, here)
+        train_here(path, TENSORBOARD, "--save-interval=5")
+    assert len(scalars(path)["train_loss"]) == 8
+    assert train_here(path, "--resume", "--num-steps=10") == 0  # and the flag is taken over
+    assert [step for step, _ in scalars(path)["train_loss"]] == [*range(1, 11)]
+    assert scalars(path) == logged(path)
+    assert train_here(path, "--resume", "--num-steps=12", "--log-to=none") == 0
+    assert len(scalars(path)["train_loss"]) == 10 and len(metrics(path)) == 12
+
+
+def test_another_run_does_not_write_into_the_curves_of_an_older_one(tmp_path, tensorboard):
+    path = tmp_path / "run.pt"
+    for steps in (5, 2):
+        assert train_here(path, TENSORBOARD, f"--num-steps={steps}") == 0
+    (old,) = replaced_runs(path)
+    assert len(scalars(old)["train_loss"]) == 5 and scalars(old) == logged(old)
+    assert len(scalars(path)["train_loss"]) == 2
+
+
+def test_a_run_that_saved_nothing_is_replaced(tmp_path, tensorboard, monkeypatch):
+    path = tmp_path / "run.pt"
+    with monkeypatch.context() as here, pytest.raises(Crash):
+        crash_after(3, here)
+        train_here(path, TENSORBOARD)
+    assert train_here(path, TENSORBOARD, "--num-steps=2") == 0
+    assert scalars(path) == logged(path) and len(scalars(path)["lr"]) == 2
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_package_that_is_missing(name, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "new" / "run.pt"
+    monkeypatch.setitem(sys.modules, LOGGERS[name][0], None)  # as if it were not there
+    assert train_here(path, f"--log-to={name}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --log-to {name}: ") and f"pip install {name}," in line
+    assert not path.parent.exists()
+    assert train_here(path, "--num-steps=1") == 0  # who does not ask for it needs it not
+
+
+# ---- Failures
+
+
+class Recorder:
+    """A logger that keeps what it gets, and fails at the write number `fails`."""
+
+    def __init__(self, fails: float = math.inf):
+        self.fails, self.got, self.closed = fails, [], 0
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        if len(self.got) == self.fails:
+            raise OSError("no route\nto host")
+        self.got.append((step, numbers))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def use(monkeypatch, start) -> None:
+    monkeypatch.setitem(LOGGERS, "tensorboard", ("math", "math", lambda *args: start()))
+
+
+def test_a_logger_gets_finite_numbers_only():
+    recorder = Recorder()
+    logger = Cautious("it", lambda: recorder, print)
+    nothing = {"val_loss": math.nan, "train_ppl": math.inf, "eta_s": None, "kind": "rss"}
+    logger.write({"step": 3, "loss": 1.5, "bytes": 7, **nothing})
+    logger.close()
+    assert recorder.got == [(3, {"loss": 1.5, "bytes": 7})] and recorder.closed == 1
+
+
+def test_a_failure_later_is_told_once(tmp_path, monkeypatch, capsys):
+    recorder = Recorder(fails=2)
+    use(monkeypatch, lambda: recorder)
+    assert train_here(tmp_path / "run.pt", TENSORBOARD) == 0
+    said = capsys.readouterr().out
+    line = "warning  --log-to tensorboard ended (OSError: no route to host); metrics.jsonl goes on"
+    assert said.count("--log-to") == said.count(line) == 1
+    assert [step for step, _ in recorder.got] == [1, 2] and not recorder.closed
+    assert len(metrics(tmp_path / "run.pt")) == 20
+
+
+@pytest.mark.parametrize("where", ["start", "close"])
+def test_a_failure_at_either_end(where, tmp_path, monkeypatch, capsys):
+    def fail() -> None:
+        raise RuntimeError("gone")
+
+    recorder = Recorder()
+    recorder.close = fail  # type: ignore[method-assign]
+    use(monkeypatch, fail if where == "start" else lambda: recorder)
+    assert train_here(tmp_path / "run.pt", TENSORBOARD) == 0
+    assert capsys.readouterr().out.count("ended (RuntimeError: gone)") == 1
+    assert len(recorder.got) == (0 if where == "start" else 20)
+    assert len(metrics(tmp_path / "run.pt")) == snapshot(tmp_path / "run.pt")["step"] == 20
+
+
+# ---- Weights & Biases
+
+
+class UsageError(Exception):
+    pass
+
+
+def fake_wandb(monkeypatch, has_key: bool) -> list[dict]:
+    """A module of that name; returns what `init` was called with."""
+    calls: list[dict] = []
+
+    def init(**options):
+        calls.append(options)
+        offline = options.get("mode") == "offline"
+        if not (has_key or offline):
+            raise UsageError("No API key configured")
+        run = SimpleNamespace(offline=offline, url="https://wandb.example/run", logged=[])
+        run.log = lambda numbers, step: run.logged.append((step, numbers))
+        run.finish = lambda: calls.append({"logged": run.logged})
+        return run
+
+    module = ModuleType("wandb")
+    module.init, module.Settings = init, lambda **settings: settings  # type: ignore[attr-defined]
+    module.errors = SimpleNamespace(UsageError=UsageError)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "5")
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return calls
+
+
+def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch, capsys):
+    path, calls = tmp_path / "run.pt", fake_wandb(monkeypatch, has_key=True)
+    assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
+    assert train_here(path, "--resume", "--num-steps=5") == 0
+    first, done, second, more = calls
+    assert first["id"] == second["id"] == snapshot(path)["run"] and second["resume"] == "allow"
+    assert (first["project"], first["name"], first["dir"]) == ("minigpt", "run", tmp_path)
+    assert first["config"]["n_layers"] == 2 and "mode" not in first
+    assert [step for step, _ in done["logged"] + more["logged"]] == [1, 2, 3, 4, 5]
+    assert done["logged"][0][1]["train_loss"] == metrics(path)[0]["train_loss"]
+    assert capsys.readouterr().out.count("log      wandb, https://wandb.example/run\n") == 2
+
+
+def test_wandb_without_a_key_writes_to_the_disk(tmp_path, monkeypatch, capsys):
+    path, calls = tmp_path / "run.pt", fake_wandb(monkeypatch, has_key=False)
+    assert train_here(path, "--log-to=wandb", "--num-steps=2") == 0
+    assert [call.get("mode") for call in calls] == [None, "offline", None]
+    folder = f"{tmp_path}/wandb/offline-run-*-{snapshot(path)['run']}"
+    assert f"wandb, offline; wandb sync {folder} uploads it" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_wandb_itself_without_a_key_or_a_network(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
+    path = tmp_path / "runs" / "run.pt"
+    for flags in (("--log-to=wandb", "--num-steps=3"), ("--resume", "--num-steps=5")):
+        result = train(path, *flags)
+        assert "wandb, offline; wandb sync" in result.stdout and "--log-to" not in result.stdout
+    written = list(path.parent.glob(f"wandb/offline-run-*-{snapshot(path)['run']}/*.wandb"))
+    assert len(written) == 2 and all(b"train_loss" in file.read_bytes() for file in written)
+    assert len(metrics(path)) == 5
+
+
+@pytest.mark.slow
+def test_process_0_logs(tmp_path, tensorboard):
+    path = tmp_path / "run.pt"
+    result = torchrun(path, TENSORBOARD, "--num-steps=3")
+    assert result.stdout.count("shows it") == 1
+    assert len(list(beside(path, ".tensorboard").iterdir())) == 1 and scalars(path) == logged(path)

@@ -1,0 +1,144 @@
+"""--log-to: the log where people look at it, beside metrics.jsonl and never instead of it.
+
+A logger is a class with `write(step, numbers)` and `close()`. It may fail, later than at the start:
+a network, a disk or a service is gone. Then it says so once, and the run goes on without it.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from .flags import UsageError
+from .snapshot import State, beside
+
+
+class Logger(Protocol):
+    def write(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Into the folder `RUN.tensorboard` beside the snapshot."""
+
+    def __init__(self, path: Path, identity: State, step: int, say: Callable[[str], None]):
+        """`path`: the snapshot. `step`: what an earlier process has written of the steps after it
+        no longer counts, as they are done again."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = beside(path, ".tensorboard")
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1)
+        flags = (f"    {name} = {value}" for name, value in identity["args"].items())
+        self.writer.add_text("flags", "\n".join(flags), step + 1)
+        say(f"log      {folder}: tensorboard --logdir {path.parent} shows it")
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()  # or it would be two minutes late
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """To Weights & Biases; without an account, or with WANDB_MODE=offline, into a folder `wandb`
+    beside the snapshot, to be uploaded later."""
+
+    def __init__(self, path: Path, identity: State, step: int, say: Callable[[str], None]):
+        """The run's own id makes one run of all processes that go on with it. (Steps that are done
+        again are those that wandb has already: it keeps the first.)"""
+        import wandb
+
+        start = partial(
+            wandb.init,
+            project=os.environ.get("WANDB_PROJECT", "minigpt"),
+            name=beside(path, "").name,
+            id=identity["run"],
+            resume="allow",
+            dir=path.parent,
+            config=identity["args"],
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")  # the end must not wait for a network
+        try:
+            self.run = start()
+        except wandb.errors.UsageError:  # no key, and nobody at a terminal to type one
+            self.run = start(mode="offline")
+        where = self.run.url if not self.run.offline else None
+        offline = (
+            f"offline; wandb sync {path.parent}/wandb/offline-run-*-{identity['run']} uploads it"
+        )
+        say(f"log      wandb, {where or offline}")
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+# --log-to NAME: what it imports, what one installs for it, what writes.
+LOGGERS: dict[str, tuple[str, str, Callable[..., Logger]]] = {
+    "tensorboard": ("torch.utils.tensorboard", "tensorboard", TensorBoard),
+    "wandb": ("wandb", "wandb", WandB),
+}
+
+
+def check_logger(name: str) -> None:
+    """Raise UsageError if what that logger needs is not installed."""
+    if name not in LOGGERS:
+        return
+    module, package, _ = LOGGERS[name]
+    try:
+        import_module(module)
+    except Exception as error:  # a broken installation says so in many ways
+        raise UsageError(
+            f"--log-to {name}: import {module} failed ({type(error).__name__}: {error}); "
+            f"pip install {package}, or --log-to none"
+        ) from None
+
+
+class Cautious:
+    """A logger that gets the numbers of each record, and ends at its first failure."""
+
+    def __init__(self, name: str, start: Callable[[], Logger], say: Callable[[str], None]):
+        self.name, self.say = name, say
+        self.logger: Logger | None = None
+        self.attempt(lambda: setattr(self, "logger", start()))
+
+    def write(self, record: dict[str, Any]) -> None:
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+        }
+        if (logger := self.logger) is not None:
+            self.attempt(lambda: logger.write(record["step"], numbers))
+
+    def close(self) -> None:
+        if self.logger is not None:
+            self.attempt(self.logger.close)
+
+    def attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self.logger = None
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.say(f"warning  --log-to {self.name} ended ({reason}); metrics.jsonl goes on")
+
+
+def start_logger(
+    args: argparse.Namespace, identity: State, step: int, say: Callable[[str], None]
+) -> list[Cautious]:
+    """What --log-to asks for, at `step` of the run. (None: an empty list.)"""
+    if args.log_to not in LOGGERS:
+        return []
+    make = LOGGERS[args.log_to][-1]
+    return [Cautious(args.log_to, lambda: make(args.checkpoint_path, identity, step, say), say)]
