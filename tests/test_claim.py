@@ -122,6 +122,8 @@ def test_what_is_left_of_a_run_that_was_killed_in_a_save_is_renamed_too(tmp_path
 
 def test_a_log_alone_is_no_run(tmp_path):
     (tmp_path / "run.metrics.jsonl").write_text("{}\n")
+    (tmp_path / "run.trace.json").write_text("{}\n")
+    (tmp_path / "run.tensorboard").mkdir()
     assert name_aside(tmp_path / "run.pt") is None
 
 

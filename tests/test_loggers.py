@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from runs import Crash, crash_after, metrics, snapshot, torchrun, train, train_here
 
+import train_minimal
 from trainer.claim import replaced_runs
 from trainer.loggers import LOGGERS, Cautious
 from trainer.snapshot import beside
@@ -45,11 +46,12 @@ def tensorboard():
     return pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
 
 
-def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, capsys):
-    path = tmp_path / "run.pt"
+def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, capsys, monkeypatch):
+    path, flushed = tmp_path / "run.pt", []
+    monkeypatch.setattr(tensorboard.SummaryWriter, "flush", lambda writer: flushed.append(1))
     assert train_here(path, TENSORBOARD, "--num-steps=4", "--eval-interval=2") == 0
     curves = scalars(path)
-    assert curves == logged(path)
+    assert curves == logged(path) and len(flushed) == len(metrics(path))
     assert [step for step, _ in curves["val_loss"]] == [2, 4] and len(curves["train_loss"]) == 4
     assert f"run.tensorboard: tensorboard --logdir {tmp_path} shows it" in capsys.readouterr().out
     (events,) = beside(path, ".tensorboard").iterdir()
@@ -58,10 +60,18 @@ def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, capsys):
 
 def test_steps_that_are_done_again_are_shown_once(tmp_path, tensorboard, monkeypatch):
     path = tmp_path / "run.pt"
+    real, shown = train_minimal.train_step, []
+
+    def train_step(run):
+        if run.step == 9:
+            shown.extend(scalars(path)["train_loss"])
+            raise Crash
+        return real(run)
+
     with monkeypatch.context() as here, pytest.raises(Crash):
-        crash_after(8, here)
+        here.setattr(train_minimal, "train_step", train_step)
         train_here(path, TENSORBOARD, "--save-interval=5")
-    assert len(scalars(path)["train_loss"]) == 8
+    assert len(shown) == 8  # on the disk as soon as it is logged
     assert train_here(path, "--resume", "--num-steps=10") == 0  # and the flag is taken over
     assert [step for step, _ in scalars(path)["train_loss"]] == [*range(1, 11)]
     assert scalars(path) == logged(path)

@@ -20,8 +20,18 @@ import train_minimal
 from memory import TiedEmbedding, policies
 from model import MiniGPT, MiniGPTConfig
 from trainer.claim import replaced_runs
+from trainer.metrics import StepClock
 from trainer.process import OneProcess
-from trainer.profile import SHOWN, WARM_UP, Operator, ProfilingClock, operators, table
+from trainer.profile import (
+    SHOWN,
+    WARM_UP,
+    Operator,
+    ProfilingClock,
+    is_complete,
+    make_clock,
+    operators,
+    table,
+)
 from trainer.snapshot import beside
 
 N = 2  # recorded steps
@@ -93,6 +103,8 @@ def test_ranges(flags, replays, tmp_path):
     flat = sorted((e for events in named.values() for e in events), key=lambda e: e["ts"])
     for event, later in zip(flat, flat[1:], strict=False):
         assert inside(later, event) or later["ts"] >= end(event)
+    phases = [event for event in flat if event["name"] in (*STEP, "log")]
+    assert all(later["ts"] >= end(e) for e, later in zip(phases, phases[1:], strict=False))
 
 
 def test_what_a_replay_does_is_inside_of_its_range(tmp_path):
@@ -290,6 +302,14 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     assert not [file for file in tmp_path.iterdir() if "trace" in file.name]
 
 
+@pytest.mark.parametrize("text", ['{"a": [1, 2]}\n', '{"a": [1, 2', "", None])
+def test_a_trace_that_was_cut_short(text, tmp_path):
+    trace = tmp_path / "x.json"
+    if text is not None:
+        trace.write_text(text)
+    assert is_complete(trace) is (text is not None and text.endswith("\n"))
+
+
 # ---- Nsight Systems
 
 
@@ -334,6 +354,14 @@ def test_nsight_is_for_a_gpu(tmp_path, monkeypatch):
 
 
 # ---- Several processes, compiled blocks
+
+
+@pytest.mark.parametrize(("rank", "flag"), [(0, 3), (1, 3), (0, None)])
+def test_who_profiles(rank, flag, tmp_path):
+    args = SimpleNamespace(profile=flag, checkpoint_path=tmp_path / "run.pt")
+    process = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    clock = make_clock(args, process, None)  # type: ignore[arg-type]
+    assert type(clock) is (ProfilingClock if rank == 0 and flag else StepClock)
 
 
 @pytest.mark.slow

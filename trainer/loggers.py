@@ -40,7 +40,7 @@ class TensorBoard:
     def write(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # or it would be two minutes late
+        self.writer.flush()  # (with TensorFlow installed it would wait for two minutes)
 
     def close(self) -> None:
         self.writer.close()
