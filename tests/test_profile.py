@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import ROOT, TINY, Crash, crash_after, same, snapshot, torchrun, train, train_here
+from runs import ROOT, TINY, Crash, crash_after, same, snapshot, torchrun, train_here
+from torch._dynamo.utils import counters
 from torch.autograd import DeviceType
 
 import memory
@@ -379,9 +380,19 @@ def test_process_0_profiles(script, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "cheap"])
-def test_compiled_blocks_have_ranges_around_them(policy, tmp_path):
-    path = tmp_path / "run.pt"
-    train(path, *SHORT, "--compile", FULL, policy, "--dropout=0")
-    named = ranges(trace_of(path))
+def test_compiled_blocks_have_ranges_around_them(policy, tmp_path, monkeypatch):
+    """And nothing is compiled anew for the recorded steps."""
+    real, compiled = train_minimal.train_step, []
+
+    def train_step(run):
+        result = real(run)
+        compiled.append(counters["stats"]["unique_graphs"])
+        return result
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    torch._dynamo.reset()
+    counters.clear()
+    named = profiled(tmp_path, "--compile", FULL, policy, "--dropout=0")
+    assert compiled[WARM_UP - 1] > 0 and len({*compiled[WARM_UP - 1 :]}) == 1, compiled
     assert len(named["block 0"]) == len(named["block 1"]) == N
     assert len(named.get("recompute of block 1", [])) == (N if policy == "full" else 0)

@@ -83,13 +83,11 @@ class ProfilingClock(StepClock):
 
     def end_step(self) -> None:
         super().end_step()
-        with self.paused("profile"):
-            if self.steps == WARM_UP - 1:
-                self.tool.prepare()
-            elif self.steps == WARM_UP:
-                self.start()
-            elif self.steps == WARM_UP + self.args.profile:
-                self.finish()
+        last = WARM_UP + self.args.profile
+        due = {WARM_UP - 1: self.tool.prepare, WARM_UP: self.start, last: self.finish}
+        if self.steps in due:
+            with self.paused("profile"):
+                due[self.steps]()
 
     def start(self) -> None:
         ranges = ranges_in(self.model, self.tool.range, self.in_backward, self.args.compile)
