@@ -224,7 +224,7 @@ def test_a_short_table_has_no_others():
     lines = table([Operator("aten::mm", 1234, 3000.0), Operator("x" * 80, 1, 1000.0)])
     assert [line.split() for line in lines[1:]] == [
         ["aten::mm", "1,234", "3.00", "75.0%"],
-        ["x" * 50, "1", "1.00", "25.0%"],
+        ["x" * 60, "1", "1.00", "25.0%"],
     ]
     assert len(table([])) == 1
 

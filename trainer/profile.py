@@ -307,17 +307,19 @@ def operators(profiled: profile, device_type: str) -> list[Operator]:
 
 
 def table(rows: list[Operator]) -> list[str]:
-    """Ten lines, one for the others, one for all."""
+    """The dearest ten, and one line for all others; shares are of the time of all of them."""
     total = sum(row.self_us for row in rows)
     others = rows[SHOWN:]
     shown = rows[:SHOWN]
     if others:
         calls, self_us = sum(row.calls for row in others), sum(row.self_us for row in others)
         shown.append(Operator(f"{len(others)} others", calls, self_us))
-    lines = [f"         {'operator':50} {'calls':>7} {'self ms':>9} {'share':>6}"]
+    width = min(60, max((len(row.name) for row in shown), default=0))
+    lines = [f"         {'operator':{width}} {'calls':>7} {'self ms':>9} {'share':>6}"]
     for row in shown:
         share = row.self_us / max(total, 1e-9)
         lines.append(
-            f"         {row.name[:50]:50} {row.calls:7,} {row.self_us / 1000:9.2f} {share:6.1%}"
+            f"         {row.name[:width]:{width}} {row.calls:7,} {row.self_us / 1000:9.2f} "
+            f"{share:6.1%}"
         )
     return lines
