@@ -240,7 +240,7 @@ class TorchProfiler:
         if device_type == "cuda" and not sum(row.self_us for row in rows):
             device_type = "cpu (the driver told of no kernels)"
             rows = operators(self.profile, "cpu")
-        lines = [f"profile  {n_steps} steps, operators by their own time on {device_type}:"]
+        lines = [f"profile  {n_steps} step(s), operators by their own time on {device_type}:"]
         return "\n".join([*lines, *table(rows), self.export()])
 
     def export(self) -> str:
@@ -285,7 +285,7 @@ class Nsight:
         torch.cuda.profiler.stop()
 
     def report(self, n_steps: int) -> str:
-        return f"profile  {n_steps} steps, in the report that nsys writes"
+        return f"profile  {n_steps} step(s), in the report that nsys writes"
 
 
 class Operator(NamedTuple):
