@@ -104,10 +104,9 @@ class ProfilingClock(StepClock):
         """Leave nothing behind."""
         self.phase_range.close()
         self.model_ranges.close()
-        if self.recording:
-            self.recording = False
+        if self.steps >= WARM_UP - 1 and not self.over:
             self.tool.stop()
-        self.over = True
+        self.recording, self.over = False, True
 
     def finish(self) -> None:
         """Say what was found; of fewer steps, if a signal has ended the run."""
@@ -223,15 +222,20 @@ class TorchProfiler:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it has a line to say of each start and end
         self.device_type, self.path = device.type, path
         on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-        self.profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+        # (acc_events: else some versions warn of cycles, of which there is one.)
+        self.profile = profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True)
+        self.started = False
 
     def prepare(self) -> None:
         self.profile.prepare_trace()
 
     def start(self) -> None:
         self.profile.start_trace()
+        self.started = True
 
     def stop(self) -> None:
+        if not self.started:  # one that is only prepared would be in the way of the next
+            self.start()
         self.profile.stop_trace()
 
     def report(self, n_steps: int) -> str:
