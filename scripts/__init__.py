@@ -5,7 +5,7 @@ use        generate (a trained model writes), evaluate (how good it is), export_
 plan       plan_memory (what fits) with plan_table and plan_knobs, cards (which card fits what),
            memory_timeline (a step's memory, drawn), benchmark (measured)
 learn      lesson, checkpoint_from_scratch, kept_tensors (what a block keeps), block_picture (the
-           same, drawn), ladder (what each rung costs)
+           same, drawn), ladder (what each rung costs), fine_tuning (what trained weights save)
 trust      reliability with reliability_endings, _conditions, faults and trainer_process (runs that
            are broken on purpose), cpu_precision (is bfloat16 worth it here), make_results (all
            that is in scripts/results/), gpu_report with gpu_report_* (what a GPU says, in one

@@ -81,6 +81,12 @@ RESULTS = {
         "half an hour of an idle machine: it measures time, too",
         by_default=False,
     ),
+    "fine_tuning": Result(
+        f"python -m scripts.fine_tuning --json {FOLDER}/fine_tuning.json",
+        ("fine_tuning.json",),
+        "3 minutes",
+        by_default=False,
+    ),
     "reliability": Result(
         f"python -m scripts.reliability --json {FOLDER}/reliability.json",
         ("reliability.json",),

@@ -21,8 +21,6 @@ import json
 import shlex
 import tempfile
 import time
-from contextlib import redirect_stdout
-from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,22 +33,15 @@ from data import DataError
 from scripts import say_stopped
 from scripts.benchmark import describe_device
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
-from train_minimal import train
+from scripts.quiet_run import Stopped, train_quietly
 from trainer.device import choose_device, choose_precision
-from trainer.endings import run_safely
 from trainer.flags import UsageError, build_parser, fill_in, number, output_file, print_error
 from trainer.plan import vocabulary
 from trainer.pretrained import open_init_from
-from trainer.process import OneProcess
 from trainer.report import describe_model
-from trainer.snapshot import beside
 
 OPTIMIZERS, MOMENTS = ("adamw", "muon"), ("float32", "bfloat16")
 OWN = ("factors", "muon_share", "seeds", "rounds", "json", "markdown")  # flags of this script
-
-
-class Stopped(Exception):
-    """A run ended with an exit code, and has said why."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -89,13 +80,9 @@ def run(args: argparse.Namespace, optimizer: str, rate: float, **changes: Any) -
     """Train as train_minimal.py does, and keep no more than the validation losses."""
     steps = args.num_steps if optimizer == "adamw" else round(args.muon_share * args.num_steps)
     flags = {"optimizer": optimizer, "lr": rate, "num_steps": max(steps, 1)} | changes
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
-        path = Path(folder) / "run.pt"
-        code = run_safely(changed(args, **flags, checkpoint_path=path), OneProcess.alone, train)
-        if code:
-            raise KeyboardInterrupt if code == 130 else Stopped(code)
-        records = map(json.loads, beside(path, ".metrics.jsonl").read_text().splitlines())
-        curve = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
+    with tempfile.TemporaryDirectory() as folder:
+        records = train_quietly(changed(args, **flags, checkpoint_path=Path(folder) / "run.pt"))
+    curve = [(record["step"], record["val_loss"]) for record in records]
     return flags | {"val_loss": curve[-1][1], "curve": curve}
 
 
