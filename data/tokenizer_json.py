@@ -115,46 +115,53 @@ def read_folder(folder: Path) -> Tokenizer | None:
             return None
         lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
         merges = [line for line in lines if line and not line.startswith("#version")]
-        return build(json.loads(path.read_bytes()), merges, GPT2_PATTERN, {})
+        return build(json.loads(path.read_bytes()), merges, added={})
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         raise DataError(f"{path}: no tokenizer of transformers, or a damaged one") from None
     except OSError as error:
         raise DataError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
 def from_json(content: dict[str, Any]) -> Tokenizer:
-    """What `to_json` returned, and what is like it. Raises DataError."""
+    """The tokenizer of a tokenizer.json that splits words as GPT-2 does. Raises DataError."""
     model, words = content["model"], content["pre_tokenizer"]
-    if model.get("type", "BPE") != "BPE" or words is None or content.get("normalizer"):
+    affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
+    if (
+        model.get("type", "BPE") != "BPE"
+        or content.get("normalizer")
+        or any(model.get(name) for name in affixes)
+    ):
         raise DataError("no byte-level BPE, which is all that this project can run")
-    steps = words["pretokenizers"] if words["type"] == "Sequence" else [words]
-    *splits, byte_level = steps
-    known = byte_level["type"] == "ByteLevel" and not byte_level.get("add_prefix_space")
-    pattern = GPT2_PATTERN
-    if not byte_level.get("use_regex", True):
-        (split,) = splits
-        known &= split["type"] == "Split" and split["behavior"] == "Isolated"
-        pattern, splits = split["pattern"]["Regex"], []
-    if not known or splits:
-        raise DataError("words are split in a way that this project does not know")
+    by_bytes = words is not None and words["type"] == "ByteLevel"
+    if not by_bytes or words.get("add_prefix_space") or not words.get("use_regex", True):
+        raise DataError("words are split otherwise than GPT-2's, which is all that is read here")
     added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    return build(model["vocab"], model["merges"], pattern, added)
+    return build(model["vocab"], model["merges"], added, model.get("ignore_merges", False))
 
 
-def build(vocab: dict[str, int], merges: list, pattern: str, added: dict[str, int]) -> Tokenizer:
-    """Raises DataError unless ids, taken as ranks, merge as `merges` say."""
-    special = added or ({EOT: vocab[EOT]} if EOT in vocab else {})
-    if EOT not in special:
+def build(
+    vocab: dict[str, int], merges: list, added: dict[str, int], ignore_merges: bool = False
+) -> Tokenizer:
+    """Raises DataError unless ids, taken as ranks, give what `merges` give, on any text."""
+    others = sorted(added.keys() - {EOT})
+    if others:
+        raise DataError(f"{', '.join(others[:3])}: tokens of its own, which would be read as text")
+    if EOT not in vocab | added:
         raise DataError(f"it has no {EOT}, which stands between documents here")
-    ids = {token: number for token, number in vocab.items() if token not in special}
+    special = {EOT: (added | vocab)[EOT]}
+    ids = {token: number for token, number in vocab.items() if token != EOT}
     ranks = {bytes(BYTE_OF[char] for char in token): number for token, number in ids.items()}
     if not all(bytes([byte]) in ranks for byte in range(256)):
         raise DataError("no byte-level BPE: not every byte has an id")
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
-    made = [vocab[left + right] for left, right in pairs]
-    if made != sorted(set(made)):
-        raise DataError("its merges are in another order than its ids, which are ranks here")
+    tokenizer = Tokenizer("bpe", ranks, GPT2_PATTERN, special)
+    pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+    if pairs != list_merges(tokenizer):
+        raise DataError("its merges are not those of its ids, which are ranks here")
+    if len(pairs) != len(ranks) - 256 and not ignore_merges:
+        raise DataError("it has tokens that no merge makes")
     is_gpt2 = hashlib.sha256(format_ranks(ranks).encode()).hexdigest() == R50K_SHA256
-    return Tokenizer("gpt2" if is_gpt2 else "bpe", ranks, pattern, special)
+    is_bytes = ranks == {bytes([byte]): byte for byte in range(256)}
+    tokenizer.name = "gpt2" if is_gpt2 else "byte" if is_bytes else "bpe"
+    return tokenizer

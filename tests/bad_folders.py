@@ -8,7 +8,11 @@ import numpy as np
 from bad_input import Case, Write
 from gpt2_folder import CONFIG, TOKENIZER, gpt2_tensors, safetensors, write_folder
 
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer_json import to_json
+
 GOOD = gpt2_tensors()
+RANKS = load_tokenizer("byte").ranks
 BYTES = {text: i for text, i in TOKENIZER["model"]["vocab"].items() if i < 256}
 
 
@@ -165,13 +169,48 @@ FOLDERS = {
     "no end of text": tokenizer("has no <.endoftext.>", added_tokens=[], model={"vocab": {"a": 0}}),
     "bytes are missing": tokenizer("not every byte", model={"vocab": {"a": 0}}),
     "merges in another order": tokenizer(
-        "another order than its ids", model={"merges": ["a b", "a b"], "vocab": BYTES | {"ab": 256}}
+        "merges are not those of its ids",
+        model={"merges": ["a b", "a b"], "vocab": BYTES | {"ab": 256}},
+    ),
+    "merges of other pairs": tokenizer(
+        "merges are not those of its ids",
+        model={"merges": [["a", "b"]], "vocab": BYTES | {"ab": 257, "ac": 256}},
+    ),
+    "a token that no merge makes": tokenizer(
+        "tokens that no merge makes",
+        model={"merges": [], "vocab": BYTES | {"abc": 257}, "ignore_merges": False},
+    ),
+    "tokens of its own": tokenizer(
+        "<user>: tokens of its own, which would be read as text",
+        added_tokens=[*TOKENIZER["added_tokens"], {"content": "<user>", "id": 257}],
+    ),
+    "words by another pattern": tokenizer(
+        "words are split", pre_tokenizer=to_json(Tokenizer("x", RANKS, "[a-z]+"))["pre_tokenizer"]
+    ),
+    "dropout of merges": tokenizer("no byte-level BPE", model={"dropout": 0.5}),
+    "a negative id": tokenizer("tokenizer.json: ", model={"vocab": BYTES | {"a": -1}}),
+    "a giant id": tokenizer("tokenizer.json: ", model={"vocab": BYTES | {"a": 2**40}}),
+    "an impossible width": config(
+        "no model can have such sizes", n_embd=2**31 - 2, n_head=1, n_inner=2**31 - 2
+    ),
+    "another head's class": config(
+        "a GPT2ForSequenceClassification", architectures=["GPT2ForSequenceClassification"]
+    ),
+    "an empty tensor that is too large": header(
+        lambda whole: whole | {"x": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}},
+        "its header is damaged",
+    ),
+    "a shard that no file can be": index({"weight_map": A | {"x": "a\0b"}}, "cannot read"),
+    "one file of several": refused(
+        lambda path: write_folder(path, CONFIG, GOOD),
+        "one file of several: name its folder, gpt2",
+        flags="--init-from=gpt2/model.safetensors",
     ),
     "layers": contradiction("--n-layers=3", "--n-layers 3: --init-from gpt2 has 2; leave it out"),
     "a shape by name": contradiction(
         "--model=gpt2", "--model gpt2, --n-layers 12: --init-from gpt2 has 2"
     ),
-    "a tokenizer": contradiction("--tokenizer-name=gpt2", "--tokenizer-name gpt2: .* has bpe"),
+    "a tokenizer": contradiction("--tokenizer-name=gpt2", "--tokenizer-name gpt2: .* has byte"),
     "a vocabulary": contradiction("--vocab-size=512", "--vocab-size 512: .* has 257"),
     "a sequence": contradiction("--seq-len=33", "--seq-len 33: .*32 positions"),
     "toy data": contradiction("--use-toy-data", "--use-toy-data: .*trained on text"),

@@ -85,7 +85,7 @@ def test_and_back(bpe, name, tmp_path):
     ours = bpe if name == "bpe" else load_tokenizer(name)
     back = from_json(json.loads(json.dumps(to_json(ours))))
     assert back.fingerprint == ours.fingerprint and back.pattern == ours.pattern
-    assert back.name == ("gpt2" if name == "gpt2" else "bpe")
+    assert back.name == name
     # The two files of older folders say the same.
     merges = (" ".join(pair) for pair in list_merges(ours))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
@@ -112,3 +112,15 @@ def test_of_a_tokenizer_that_their_trainer_has_made():
     assert (ours.eot_id, ours.vocab_size) == (0, 600)
     for text in (TEXT[300_000:400_000], TEXTS["odd ones"].replace("<|endoftext|>", "")):
         assert ours.encode(text).tolist() == theirs.encode(text).ids
+
+
+def test_gpt2_as_tiktoken_spells_it():
+    """Its download has another pattern for the same words."""
+    spelled = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+    ours = load_tokenizer("gpt2")
+    theirs = Tokenizer("gpt2", ours.ranks, spelled, dict(ours.special_tokens))
+    assert theirs.pattern == GPT2_PATTERN
+    assert from_json(to_json(theirs)).name == "gpt2"
+    words = Tokenizer("bpe", load_tokenizer("byte").ranks, spelled)  # it would split them the same
+    for text in TEXTS.values():
+        assert words.encode(text).size == len(text.encode("utf-8", "replace"))

@@ -88,18 +88,25 @@ def open_folder(folder: Path) -> tuple[MiniGPTConfig, Callable[[str], Tensor], T
     return config, weight, tokenizer
 
 
+def empty_weights(path: Path, config: MiniGPTConfig) -> dict[str, Tensor]:
+    """What a model of that shape has, without memory. Raises SnapshotError if none can be."""
+    try:
+        with torch.device("meta"):
+            return MiniGPT(config).state_dict()
+    except (RuntimeError, TypeError, OverflowError):
+        raise SnapshotError(f"{path}: no model can have such sizes: is it damaged?") from None
+
+
 def check_names(folder: Path, config: MiniGPTConfig, found: list[str]) -> None:
     """Raises SnapshotError if tensors are missing, or there are more than the model has: that would
     be another one."""
     if config.n_layers > len(found):
         raise SnapshotError(f"{folder} holds {len(found)} tensors for {config.n_layers} layers")
-    with torch.device("meta"):
-        expected = {their_name(name): name for name in MiniGPT(config).state_dict()}
+    expected = {their_name(name) for name in empty_weights(folder, config)}
     # Not weights: GPT-2's older files also hold the causal mask of each layer.
     masks = (".attn.bias", ".attn.masked_bias")
-    more = {name for name in found if not name.endswith(masks)} - expected.keys()
-    more.discard("lm_head.weight")
-    for name in sorted(expected.keys() - set(found))[:1]:
+    more = {name for name in found if not name.endswith(masks)} - expected - {"lm_head.weight"}
+    for name in sorted(expected - set(found))[:1]:
         raise SnapshotError(f"{folder} holds no {name}: is it complete?")
     for name in sorted(more)[:1]:
         raise SnapshotError(f"{folder} holds {name}, which its config.json has no place for")
@@ -132,6 +139,9 @@ def read_config(folder: Path) -> MiniGPTConfig:
             raise SnapshotError(
                 f"{path}: {name} is {content[name]!r}; MiniGPT is GPT-2 with {allowed[0]!r}"
             )
+    for kind in content.get("architectures") or []:
+        if kind not in ("GPT2LMHeadModel", "GPT2Model"):
+            raise SnapshotError(f"{path}: a {kind}; MiniGPT is a GPT2LMHeadModel")
     shape: dict[str, Any] = {ours: content.get(theirs, default) for theirs, ours, default in SIZES}
     if shape["d_ff"] is None and isinstance(shape["d_model"], int):
         shape["d_ff"] = 4 * shape["d_model"]

@@ -46,8 +46,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
-    except OSError as error:
-        raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # (ValueError: a name that no file can have)
+        reason = getattr(error, "strerror", None) or error
+        raise SnapshotError(f"cannot read {path}: {reason}") from None
     n_header = int.from_bytes(data[:8], "little")
     start = 8 + n_header
     if size < 8 or not 2 <= n_header <= min(size - 8, LONGEST_HEADER):
@@ -86,7 +87,7 @@ def read_entry(entry: dict[str, Any]) -> tuple[int, int, torch.dtype, list[int]]
     dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError
-    if end - begin != math.prod(shape) * dtype.itemsize:
+    if end - begin != math.prod(shape) * dtype.itemsize or math.prod(filter(None, shape)) > 2**60:
         raise ValueError
     return begin, end, dtype, shape
 
