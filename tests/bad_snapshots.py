@@ -74,6 +74,15 @@ def sparse(path: Path) -> None:
     torch.save(state, path)
 
 
+def strange_weight(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        state = snapshot(TRAINED / "run.pt")
+        state["model"]["ln_f.bias"] = make(state["model"]["ln_f.bias"])
+        torch.save(state, path)
+
+    return write
+
+
 def groups(path: Path) -> None:
     state = snapshot(TRAINED / "run.pt")
     state["optimizer"]["param_groups"][0]["params"].reverse()
@@ -198,6 +207,11 @@ SCRIPTS = {
     "generate: a config without sense": writes(changed_config(n_heads="2"), "run.pt holds no"),
     "generate: a config with more": writes(changed_config(rope=True), "run.pt holds no model"),
     "generate: no tokenizer": writes(changed(tokenizer={}), "run.pt holds no model"),
+    "generate: sparse weights": writes(strange_weight(torch.Tensor.to_sparse), "is it damaged"),
+    "generate: weights of no memory": writes(strange_weight(lambda w: w.to("meta")), "damaged"),
+    "generate: whole numbers": writes(strange_weight(torch.Tensor.int), "run.pt holds ln_f.bias"),
+    "generate: giant sizes": writes(changed_config(d_model=2**40, d_ff=2**61), "no model can have"),
+    "generate: sizes with a point": writes(changed_config(d_ff=64.0), "no model can have"),
     "generate: NaN": writes(nan, "run.pt .*NaN"),
     "generate: temperature": Case("generate", "--temperature=-1", ("--temperature: must be",)),
     "generate: seed": Case("generate", f"--seed={2**70}", ("--seed: must be",)),

@@ -78,6 +78,24 @@ def test_save_never_writes_in_place(tmp_path, monkeypatch):
     assert read_snapshot(path)["step"] == 2
 
 
+def test_any_flipped_bit_in_the_directory_is_one_line_or_harmless(tmp_path):
+    """Of a zip file it is the end. zipfile, zlib and torch have many ways to say what they find."""
+    path = tmp_path / "run.pt"
+    save_snapshot(path, state(1))
+    whole, refused = path.read_bytes(), 0
+    start = whole.index(b"PK\1\2")  # of the first name
+    for byte in range(start, len(whole), 3):
+        changed = bytearray(whole)
+        changed[byte] ^= 1 << byte % 8
+        path.write_bytes(changed)
+        try:
+            assert read_snapshot(path)["step"] == 1
+        except SnapshotError as error:
+            refused += 1
+            assert len(str(error).splitlines()) == 1
+    assert refused > 50
+
+
 def test_every_flipped_bit_in_the_stored_data_is_noticed(tmp_path):
     path, original = tmp_path / "run.pt", state(1)
     save_snapshot(path, original)

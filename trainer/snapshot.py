@@ -19,7 +19,9 @@ import glob
 import os
 import pickle
 import shutil
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -49,6 +51,13 @@ ENDINGS = ("", ".pt", ".pth", ".ckpt")
 # What lies beside a snapshot (see `beside`): others of the same run, and what tells of it.
 OTHERS = (".prev.pt", ".best.pt")
 SUFFIXES = (*OTHERS, ".metrics.jsonl", ".trace.json", ".tensorboard")
+
+
+# What zipfile and torch.load raise for a file that is not what it was.
+DAMAGE = (
+    *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, EOFError, RuntimeError),
+    *(ValueError, TypeError, LookupError, AttributeError, OverflowError, AssertionError),
+)
 
 
 class SnapshotError(ValueError):
@@ -153,10 +162,12 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"there is no snapshot {path}") from None
     except pickle.UnpicklingError:
         raise SnapshotError(f"{path} holds more than plain data: refused") from None
-    except (zipfile.BadZipFile, EOFError, RuntimeError, KeyError):
-        raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
+    except SnapshotError:
+        raise
     except OSError as error:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
+    except DAMAGE:
+        raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
     for key, kind in KEYS.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
             raise SnapshotError(f"{path} is no MiniGPT snapshot (no {key}, or a strange one)")
