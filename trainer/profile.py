@@ -73,12 +73,14 @@ class ProfilingClock(StepClock):
         self.tool: Nsight | TorchProfiler
         self.tool = Nsight() if watched else TorchProfiler(process.device, path)
         self.recording = self.over = False
+        self.seen: set[str] = set()  # phases that were recorded
         self.phase_range, self.model_ranges = ExitStack(), ExitStack()
 
     def begin(self, phase: str) -> None:
         self.phase_range.close()
         super().begin(phase)
         if self.recording:
+            self.seen.add(phase)
             self.phase_range.enter_context(self.tool.range(phase))
 
     def end_step(self) -> None:
@@ -113,7 +115,9 @@ class ProfilingClock(StepClock):
         self.stop()
         steps = max(0, self.steps - WARM_UP)
         fewer = f" ({steps} of {self.args.profile} steps: the run ended)"
-        found = self.tool.report(steps) if steps else "profile  nothing was recorded"
+        between = " and ".join(sorted(self.seen & {"evaluate", "save"}))
+        what = f"{steps} step(s), with {between} between them" if between else f"{steps} step(s)"
+        found = self.tool.report(what) if steps else "profile  nothing was recorded"
         self.process.say(found + fewer * (steps < self.args.profile))
 
     def __exit__(self, *exception: object) -> None:
@@ -238,13 +242,13 @@ class TorchProfiler:
             self.start()
         self.profile.stop_trace()
 
-    def report(self, n_steps: int) -> str:
+    def report(self, what: str) -> str:
         device_type = self.device_type
         rows = operators(self.profile, device_type)
         if device_type == "cuda" and not sum(row.self_us for row in rows):
             device_type = "cpu (the driver told of no kernels)"
             rows = operators(self.profile, "cpu")
-        lines = [f"profile  {n_steps} step(s), operators by their own time on {device_type}:"]
+        lines = [f"profile  {what}, operators by their own time on {device_type}:"]
         return "\n".join([*lines, *table(rows), self.export()])
 
     def export(self) -> str:
@@ -288,8 +292,8 @@ class Nsight:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
 
-    def report(self, n_steps: int) -> str:
-        return f"profile  {n_steps} step(s), in the report that nsys writes"
+    def report(self, what: str) -> str:
+        return f"profile  {what}, in the report that nsys writes"
 
 
 class Operator(NamedTuple):
