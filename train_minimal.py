@@ -40,7 +40,7 @@ from trainer.flags import build_parser
 from trainer.metrics import perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
-from trainer.report import log, measure, show_first
+from trainer.report import log, measure, show_before, show_first
 from trainer.run import Run, save
 from trainer.setup import start_log
 from trainer.snapshot import beside
@@ -155,6 +155,8 @@ def train(run: Run) -> dict[str, Any]:
         start_log(run, next_rate=learning_rate(run.step + 1, args))
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
+        if run.step == 0 and args.init_from is not None:  # is there something to gain?
+            show_before(run, evaluate(run))
         run.model.train()
     record = run.unreported
     if record:  # of the step that is resumed from: its run died between the save and the log

@@ -203,7 +203,9 @@ def state_words(args: argparse.Namespace, plans: Plans, config: MiniGPTConfig) -
 def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
     """What stands for flags that were left out by someone who asked for a model of their own."""
     shape = {"n_layers": "layers", "d_model": "channels", "n_heads": "heads"}
-    if args.model or not args.typed & (shape.keys() | {"d_ff", "seq_len", "vocab_size"}):
+    if args.model or args.init_from:
+        return []
+    if not args.typed & (shape.keys() | {"d_ff", "seq_len", "vocab_size"}):
         return []
     assumed = [
         f"{getattr(args, name)} {noun}" for name, noun in shape.items() if name not in args.typed

@@ -2,17 +2,21 @@
 --init-from makes of them. What is refused: bad_folders.py."""
 
 import json
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
-from runs import TINY, same, snapshot, torchrun, train_here
+from runs import TINY, Crash, crash_after, same, snapshot, torchrun, train_here
 
 import train_minimal
 from data import load_dataset
+from data.tokenizer import format_ranks, load_tokenizer
 from scripts import plan_memory
 from trainer.agree import check_alike, facts
 from trainer.flags import UsageError, build_parser
@@ -139,7 +143,7 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     assert run.model.config.dropout == 0.1  # the flag's
     assert run.args.lr == pytest.approx(0.04 / 16)
     assert not run.optimizer.state
-    assert f"weights  {folder}, all else is new" in capsys.readouterr().out
+    assert f"weights  {folder}, as transformers writes them" in capsys.readouterr().out
 
 
 def test_a_run_starts_from_a_snapshot(text, tmp_path):
@@ -205,6 +209,59 @@ def test_the_planner_follows(folder, tmp_path):
     assert plan_memory.main([*common, *shape, f"--json={wanted}"]) == 0
     rows = [json.loads(path.read_text())["rows"] for path in (table, wanted)]
     assert rows[0] == rows[1]
+
+
+def test_the_planner_needs_no_tokenizer_file(text, tmp_path):
+    """It asks for the vocabulary alone, and that is in the weights."""
+    ranks, first = tmp_path / "own.tiktoken", tmp_path / "first.pt"
+    ranks.write_text(format_ranks(load_tokenizer("byte").ranks))
+    words = [*TINY[N_TOY:N_MODEL], f"--tokenizer-name={ranks}", "--train-data", str(text)]
+    assert train_here_without_toy(first, *words) == 0
+    ranks.unlink()
+    table = tmp_path / "a.json"
+    words = [f"--init-from={first}", "--device=cuda", "--memory-budget=1GiB", f"--json={table}"]
+    assert plan_memory.main(words) == 0 and table.exists()
+
+
+def test_it_says_how_good_the_weights_are(text, tmp_path, capsys):
+    first = tmp_path / "first.pt"
+    words = ["--tokenizer-name=byte", "--train-data", str(text), "--num-steps=3", "--lr=0.01"]
+    assert train_here_without_toy(first, *TINY[N_TOY:N_MODEL], *words) == 0
+    out = capsys.readouterr().out
+    assert "before   val" not in out
+    (found,) = re.findall(r"step 3/3 .* (val [\d.]+ ppl [\d.]+ \([\d.]+ bits/byte\))", out)
+    words = ["--init-from", str(first), "--train-data", str(text), "--num-steps=1"]
+    assert train_here_without_toy(tmp_path / "run.pt", *words) == 0
+    assert f"before   {found}\n" in capsys.readouterr().out
+
+
+def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch):
+    """As torchrun starts it again: with the same id and the same flags."""
+    words = ["--init-from", str(folder), "--train-data", str(text), "--num-steps=8"]
+    words += ["--save-interval=2"]
+    assert train_here_without_toy(tmp_path / "whole.pt", *words) == 0
+    monkeypatch.setattr("trainer.process.uuid.uuid4", lambda: SimpleNamespace(hex="the run"))
+    with monkeypatch.context() as once, pytest.raises(Crash):
+        crash_after(5, once)
+        train_here_without_toy(tmp_path / "run.pt", *words)
+    shutil.rmtree(folder)
+    assert train_here_without_toy(tmp_path / "run.pt", *words) == 0
+    whole, again = (snapshot(tmp_path / f"{name}.pt") for name in ("whole", "run"))
+    assert same(again["model"], whole["model"]) and again["step"] == 8
+
+
+def test_what_a_restart_could_not_find_is_refused(folder, text, tmp_path, monkeypatch, capfd):
+    path = tmp_path / "run.pt"
+    words = ["--train-data", str(text), "--num-steps=2"]
+    assert train_here_without_toy(path, "--init-from", str(folder), *words) == 0
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    capfd.readouterr()
+    for name in ("run.pt", "run.best.pt"):
+        assert train_here_without_toy(path, "--init-from", str(tmp_path / name), *words) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert f"{name} is of the run that this one replaces" in line
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS")
+    assert train_here_without_toy(path, "--init-from", str(path), *words) == 0
 
 
 def test_processes_with_other_weights_do_not_start(folder, text, tmp_path):

@@ -200,10 +200,7 @@ def format_line(record: dict[str, Any], num_steps: int, card_bytes: int | None =
         f"loss {record['train_loss']:.4f} ppl {record['train_ppl']:.2f}",
     ]
     if "val_loss" in record:
-        validation = f"val {record['val_loss']:.4f} ppl {record['val_ppl']:.2f}"
-        if record["val_bits_per_byte"] is not None:
-            validation += f" ({record['val_bits_per_byte']:.3f} bits/byte)"
-        parts.append(validation)
+        parts.append(format_validation(record))
     parts += [
         f"{record['step_ms']:.1f} ms/step",
         f"{record['tokens_per_s']:,.0f} tok/s",
@@ -216,6 +213,13 @@ def format_line(record: dict[str, Any], num_steps: int, card_bytes: int | None =
             peak += f" ({record['peak_memory_bytes'] / card_bytes:.1%} of the card)"
         parts.append(peak)
     return " | ".join(parts)
+
+
+def format_validation(record: dict[str, Any]) -> str:
+    validation = f"val {record['val_loss']:.4f} ppl {record['val_ppl']:.2f}"
+    if record["val_bits_per_byte"] is not None:
+        validation += f" ({record['val_bits_per_byte']:.3f} bits/byte)"
+    return validation
 
 
 def format_bytes(count: float) -> str:

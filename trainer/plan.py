@@ -27,6 +27,7 @@ from .knobs import Knob, nearest, settings
 from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
 from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
+from .pretrained import vocabulary_of
 from .process import OneProcess
 from .room import default_budget, free_memory, own_memory, total_memory
 
@@ -92,7 +93,12 @@ def asked_card(args: argparse.Namespace) -> Card | None:
 
 
 def vocabulary(args: argparse.Namespace) -> int:
-    """Ids of the tokenizer that the run would have, without its data. Raises DataError."""
+    """Ids of the tokenizer that the run would have, without its data. Raises DataError.
+
+    With --init-from: after `open_init_from`, which looks whether all is well there.
+    """
+    if args.init_from is not None:
+        return vocabulary_of(args.init_from)
     if args.use_toy_data:
         return args.vocab_size or 256
     name = args.tokenizer_name or ("gpt2" if args.train_data else "bpe")

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from data import Tokenizer
 from model import MiniGPT, MiniGPTConfig
 
+from .claim import files_of
 from .flags import UsageError
-from .hf import open_folder
+from .hf import empty_weights, open_folder, read_config
 from .resume import blamed
-from .snapshot import SnapshotError, read_snapshot
+from .snapshot import SnapshotError, peek, read_snapshot
 
 # The flags that follow from the weights.
 SHAPE = "n_layers n_heads d_model d_ff max_position_embeddings".split()
@@ -32,6 +33,7 @@ class Pretrained:
     tokenizer: Tokenizer
     weight: Callable[[str], Tensor]  # by MiniGPT's name: float32, on the CPU
     names: list[str]  # all of MiniGPT's
+    about: str  # what they are
     checksum: int  # the same for the same weights
 
     @torch.no_grad()
@@ -48,24 +50,28 @@ def open_pretrained(path: Path) -> Pretrained:
     """Look at weights without keeping them. Raises SnapshotError: one line, and the way out."""
     if os.path.isdir(path):  # (Path's own raises for a name that is too long)
         config, weight, tokenizer = open_folder(path)
+        about = "as transformers writes them"
+    elif path.suffix in (".safetensors", ".json") and os.path.exists(path):
+        raise SnapshotError(f"{path} is one file of several: name its folder, {path.parent}")
     elif os.path.exists(path):
         state = read_snapshot(path)
         try:
             config, weight = MiniGPTConfig(**state["config"]), state["model"].__getitem__
             tokenizer = Tokenizer.from_state(state["tokenizer"])
+            about = f"step {state['step']:,} on {state['data'].get('description')}"
         except (ValueError, TypeError):
             raise SnapshotError(f"{path} holds no model: is it damaged?") from None
     else:
         raise SnapshotError(no_such(path))
     if tokenizer.vocab_size != config.vocab_size:
         raise SnapshotError(
-            f"{path}: a model of {config.vocab_size:,} ids, but a tokenizer "
-            f"({tokenizer.name}) of {tokenizer.vocab_size:,}"
+            f"{path}: a model of {config.vocab_size:,} ids, but a tokenizer ({tokenizer.name}) of "
+            f"{tokenizer.vocab_size:,}; in transformers "
+            f"model.resize_token_embeddings({tokenizer.vocab_size}) makes them fit"
         )
-    with torch.device("meta"):
-        expected = MiniGPT(config).state_dict()
+    expected = empty_weights(path, config)
     checksum = check_weights(path, expected, weight)
-    return Pretrained(path, config, tokenizer, weight, list(expected), checksum)
+    return Pretrained(path, config, tokenizer, weight, list(expected), about, checksum)
 
 
 def no_such(path: Path) -> str:
@@ -73,7 +79,7 @@ def no_such(path: Path) -> str:
     if path.is_absolute() or path.suffix or len(path.parts) > 2:
         return words
     return (  # "gpt2", "openai-community/gpt2": perhaps the name of a model on the hub
-        f"{words}; nothing is downloaded here. Is it a model of the Hugging Face hub? "
+        f"{words}; nothing is downloaded here. Is it a GPT-2 on the Hugging Face hub? "
         f"`hf download {path} --local-dir {path.name}` makes the folder that this needs "
         "(config.json, model.safetensors, tokenizer.json)"
     )
@@ -85,7 +91,8 @@ def check_weights(path: Path, expected: dict[str, Tensor], weight: Callable[[str
     for name, like in expected.items():
         try:
             found = weight(name)
-            if found.shape != like.shape or found.dtype != like.dtype:
+            plain = found.layout == torch.strided and found.device.type == "cpu"
+            if found.shape != like.shape or found.dtype != like.dtype or not plain:
                 raise SnapshotError(
                     f"{path} holds {name} as {tuple(found.shape)}, its configuration says "
                     f"{tuple(like.shape)}: is it damaged?"
@@ -125,8 +132,9 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
         raise UsageError(f"--init-from: {error}") from None
     config, tokenizer = source.config, source.tokenizer
     toy = tokenizer.name == "toy"
-    if toy and args.train_data:
-        raise UsageError(f"--train-data: --init-from {source.path} knows toy data only, no text")
+    if toy and (args.train_data or args.val_data):
+        name = "--train-data" if args.train_data else "--val-data"
+        raise UsageError(f"{name}: --init-from {source.path} knows toy data only, no text")
     if args.use_toy_data and not toy:
         raise UsageError(f"--use-toy-data: --init-from {source.path} was trained on text")
     wanted: dict[str, Any] = {name: getattr(config, name) for name in SHAPE}
@@ -140,6 +148,13 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
                 f"{blamed(args, name)} {typed}: --init-from {source.path} has {value}; leave it out"
             )
         setattr(args, name, value)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        own = [file.absolute() for file in files_of(args.checkpoint_path)]
+        if source.path.absolute() in own:
+            raise UsageError(
+                f"--init-from {source.path} is of the run that this one replaces, and would have "
+                "another name when torchrun starts it again: name another --checkpoint-path"
+            )
     if "seq_len" not in args.typed:
         args.seq_len = config.max_position_embeddings
     if args.seq_len > config.max_position_embeddings:
@@ -149,3 +164,9 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
         )
     args.typed = args.typed | set(SHAPE)  # as with --model: nothing else may change them
     return source
+
+
+def vocabulary_of(path: Path) -> int:
+    """Ids of weights that `open_pretrained` has found to be good; they are not read again."""
+    config = read_config(path) if os.path.isdir(path) else MiniGPTConfig(**peek(path)["config"])
+    return config.vocab_size

@@ -17,9 +17,11 @@ from .metrics import (
     format_bytes,
     format_line,
     format_time,
+    format_validation,
     peak_memory,
     perplexity,
 )
+from .pretrained import Pretrained
 from .resume import changes, data_changed
 from .run import Run
 from .snapshot import Resumed, State, beside
@@ -33,7 +35,9 @@ def describe_model(config: MiniGPTConfig) -> str:
     )
 
 
-def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
+def describe_run(
+    run: Run, plan: str, resumed: Resumed | None, source: Pretrained | None = None
+) -> str:
     """What is about to happen, before it does. `plan`: what memory a step will need."""
     args, config, device = run.args, run.model.config, run.process.device
     hardware = f"{torch.get_num_threads()} thread(s)"
@@ -52,8 +56,8 @@ def describe_run(run: Run, plan: str, resumed: Resumed | None) -> str:
         f"step, {args.num_steps:,} steps, {epochs:.2f} epochs",
         f"memory   {plan}",
     ]
-    if args.init_from is not None and resumed is None:
-        lines.insert(2, f"weights  {args.init_from}, all else is new: step 0, a fresh optimizer")
+    if source is not None:
+        lines.insert(2, f"weights  {source.path}, {source.about}")
     if device.type == "cpu" and config.vocab_size == 50257 and args.tokenizer_name is None:
         lines.append(
             "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
@@ -127,6 +131,11 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
         "peak_memory_kind": kind,
         **allocator_peaks(process.device),
     }
+
+
+def show_before(run: Run, validation: dict[str, Any]) -> None:
+    """How good the weights are that a run starts from."""
+    run.process.say(f"before   {format_validation(validation)}")
 
 
 def log(run: Run, record: dict[str, Any]) -> None:

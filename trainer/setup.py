@@ -43,20 +43,26 @@ def start_run(
     """
     if args.resume and "init_from" in args.typed:
         raise UsageError("--init-from starts a run and --resume goes on with one: leave one out")
-    resumed = load_newest(args.checkpoint_path) if args.resume else None
-    source = None
-    if resumed is not None:
+    resumed = source = None
+    if args.resume:
+        resumed = load_newest(args.checkpoint_path)
         take_flags(args, resumed)
+    process = make_process(args)
+    if resumed is not None:
+        keep_batch(args, resumed.state, process.world_size)
     else:
-        source = open_init_from(args)
+        # What this very run has saved, before torchrun started it again. The weights that it began
+        # with are not needed then, and need not be there any more.
+        resumed = load_own(args.checkpoint_path, process.run_id)
+        if resumed is None:
+            source = open_init_from(args)
+        elif args.init_from is not None:
+            take_flags(args, resumed)
     fill_in(args)
     check_profile(args, done=resumed.state["step"] if resumed is not None else 0)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
-    process = make_process(args)
     if process.rank == 0:  # it alone logs
         check_logger(args.log_to)
-    if resumed is not None:
-        keep_batch(args, resumed.state, process.world_size)
     return set_up(args, process, resumed, source)
 
 
@@ -72,8 +78,6 @@ def set_up(
     """
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
-    if resumed is None:  # what this very run has saved, before torchrun started it again
-        resumed = load_own(args.checkpoint_path, process.run_id)
     data = load_data(args, process, resumed, source)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
@@ -117,7 +121,7 @@ def set_up(
     if resumed is not None:
         go_on_from(resumed, run)
     if process.rank == 0:  # it looks at files
-        process.say(describe_run(run, plan, resumed))
+        process.say(describe_run(run, plan, resumed, source))
     if args.compile:
         model.compile_blocks()
     run.wrapped = process.wrap(model)
