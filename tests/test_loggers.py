@@ -171,15 +171,22 @@ class UsageError(Exception):
     pass
 
 
-def fake_wandb(monkeypatch, has_key: bool) -> list[dict]:
-    """A module of that name; returns what `init` was called with."""
+class CommError(Exception):
+    pass
+
+
+def fake_wandb(monkeypatch, fails: Exception | None = None) -> list[dict]:
+    """A module of that name, whose `init` fails like that; returns what it was called with."""
     calls: list[dict] = []
+    busy = []  # one that failed has not let go of the run's id
 
     def init(**options):
         calls.append(options)
         offline = options.get("mode") == "offline"
-        if not (has_key or offline):
-            raise UsageError("No API key configured")
+        assert not busy, "run ID is in use"
+        if fails and not offline:
+            busy.append(1)
+            raise fails
         run = SimpleNamespace(offline=offline, url="https://wandb.example/run", logged=[])
         run.log = lambda numbers, step: run.logged.append((step, numbers))
         run.finish = lambda: calls.append({"logged": run.logged})
@@ -187,15 +194,18 @@ def fake_wandb(monkeypatch, has_key: bool) -> list[dict]:
 
     module = ModuleType("wandb")
     module.init, module.Settings = init, lambda **settings: settings  # type: ignore[attr-defined]
-    module.errors = SimpleNamespace(UsageError=UsageError)  # type: ignore[attr-defined]
+    module.teardown = busy.clear  # type: ignore[attr-defined]
+    errors = SimpleNamespace(UsageError=UsageError, CommError=CommError)
+    module.errors = errors  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "5")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     return calls
 
 
 def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch, capsys):
-    path, calls = tmp_path / "run.pt", fake_wandb(monkeypatch, has_key=True)
+    path, calls = tmp_path / "run.pt", fake_wandb(monkeypatch)
     assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
     assert train_here(path, "--resume", "--num-steps=5") == 0
     first, done, second, more = calls
@@ -207,25 +217,37 @@ def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("log      wandb, https://wandb.example/run\n") == 2
 
 
-def test_wandb_without_a_key_writes_to_the_disk(tmp_path, monkeypatch, capsys):
-    path, calls = tmp_path / "run.pt", fake_wandb(monkeypatch, has_key=False)
+@pytest.mark.parametrize(
+    "why", [UsageError("No API key configured"), CommError("retrying:\nconnection refused")]
+)
+def test_wandb_that_cannot_start_writes_to_the_disk(why, tmp_path, monkeypatch, capsys):
+    path, calls = tmp_path / "run.pt", fake_wandb(monkeypatch, why)
+    monkeypatch.delenv("WANDB_INIT_TIMEOUT")  # (wandb's own is 90 seconds)
     assert train_here(path, "--log-to=wandb", "--num-steps=2") == 0
     assert [call.get("mode") for call in calls] == [None, "offline", None]
+    assert len(calls[-1]["logged"]) == 2 and os.environ["WANDB_INIT_TIMEOUT"] == "30"
     folder = f"{tmp_path}/wandb/offline-run-*-{snapshot(path)['run']}"
-    assert f"wandb, offline; wandb sync {folder} uploads it" in capsys.readouterr().out
+    reason = " ".join(str(why).split())
+    line = f"log      wandb, offline ({reason}); wandb sync {folder} uploads it\n"
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_wandb_itself_without_a_key_or_a_network(tmp_path, monkeypatch):
+@pytest.mark.parametrize("key", ["", "0123456789" * 4])
+def test_wandb_itself_without_a_key_or_a_network(key, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody answers there
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
     path = tmp_path / "runs" / "run.pt"
     for flags in (("--log-to=wandb", "--num-steps=3"), ("--resume", "--num-steps=5")):
         result = train(path, *flags)
-        assert "wandb, offline; wandb sync" in result.stdout and "--log-to" not in result.stdout
+        assert "; wandb sync" in result.stdout and "--log-to" not in result.stdout
     written = list(path.parent.glob(f"wandb/offline-run-*-{snapshot(path)['run']}/*.wandb"))
     assert len(written) == 2 and all(b"train_loss" in file.read_bytes() for file in written)
     assert len(metrics(path)) == 5

@@ -7,6 +7,7 @@ a network, a disk or a service is gone. Then it says so once, and the run goes o
 import argparse
 import math
 import os
+import shlex
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -47,8 +48,8 @@ class TensorBoard:
 
 
 class WandB:
-    """To Weights & Biases; without an account, or with WANDB_MODE=offline, into a folder `wandb`
-    beside the snapshot, to be uploaded later."""
+    """To Weights & Biases; without an account, a network, or with WANDB_MODE=offline, into a folder
+    `wandb` beside the snapshot, to be uploaded later."""
 
     def __init__(self, path: Path, identity: State, step: int, say: Callable[[str], None]):
         """The run's own id makes one run of all processes that go on with it. (Steps that are done
@@ -65,16 +66,20 @@ class WandB:
             config=identity["args"],
             settings=wandb.Settings(console="off", silent=True),
         )
-        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")  # the end must not wait for a network
+        # Neither end may wait for a network as long as wandb would.
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
+        why = ""
         try:
             self.run = start()
-        except wandb.errors.UsageError:  # no key, and nobody at a terminal to type one
+        # No key, and nobody at a terminal to type one; or no answer.
+        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
+            why = f" ({one_line(error)})"
+            wandb.teardown()  # or the run's id would be in use
             self.run = start(mode="offline")
         where = self.run.url if not self.run.offline else None
-        offline = (
-            f"offline; wandb sync {path.parent}/wandb/offline-run-*-{identity['run']} uploads it"
-        )
-        say(f"log      wandb, {where or offline}")
+        folder = f"{shlex.quote(str(path.parent))}/wandb/offline-run-*-{identity['run']}"
+        say(f"log      wandb, {where or f'offline{why}; wandb sync {folder} uploads it'}")
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self.run.log(numbers, step=step)
@@ -104,6 +109,10 @@ def check_logger(name: str) -> None:
         ) from None
 
 
+def one_line(message: object) -> str:
+    return " ".join(str(message).split())[:200]
+
+
 class Cautious:
     """A logger that gets the numbers of each record, and ends at its first failure."""
 
@@ -130,7 +139,7 @@ class Cautious:
             act()
         except Exception as error:
             self.logger = None
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = one_line(f"{type(error).__name__}: {error}")
             self.say(f"warning  --log-to {self.name} ended ({reason}); metrics.jsonl goes on")
 
 
