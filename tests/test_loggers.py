@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -162,6 +163,29 @@ def test_a_failure_at_either_end(where, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("ended (RuntimeError: gone)") == 1
     assert len(recorder.got) == (0 if where == "start" else 20)
     assert len(metrics(tmp_path / "run.pt")) == snapshot(tmp_path / "run.pt")["step"] == 20
+
+
+def test_a_tensorboard_that_fails_is_one_line(tmp_path, tensorboard, monkeypatch, capsys):
+    """It writes in a thread, whose traceback would be shown beside the warning."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    seen: list[str] = []
+    monkeypatch.setattr("threading.excepthook", lambda args: seen.append(args.exc_type.__name__))
+    real = RecordWriter.write
+
+    def fail(self, data: bytes) -> None:
+        if b"train_loss" in data:
+            raise OSError(28, "No space left on device")
+        real(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", fail)
+    assert train_here(tmp_path / "run.pt", TENSORBOARD, "--num-steps=3") == 0
+    assert capsys.readouterr().out.count("--log-to tensorboard ended (OSError: [Errno 28]") == 1
+    assert seen == []
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    assert seen == ["ZeroDivisionError"]
 
 
 # ---- Weights & Biases

@@ -8,6 +8,7 @@ import argparse
 import math
 import os
 import shlex
+import threading
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -32,6 +33,7 @@ class TensorBoard:
         no longer counts, as they are done again."""
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = partial(leave_to_us, threading.excepthook)
         folder = beside(path, ".tensorboard")
         self.writer = SummaryWriter(str(folder), purge_step=step + 1)
         flags = (f"    {name} = {value}" for name, value in identity["args"].items())
@@ -45,6 +47,13 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def leave_to_us(hook: Callable[[Any], object], failed: threading.ExceptHookArgs) -> None:
+    """A threading.excepthook: what TensorBoard's own thread meets is raised again by the next
+    `write`, and told in one line there."""
+    if not type(failed.thread).__module__.startswith("tensorboard."):
+        hook(failed)
 
 
 class WandB:
