@@ -22,6 +22,7 @@ from tqdm import tqdm
 from data import Tokenizer
 from model import MiniGPT
 from trainer.device import choose_device
+from trainer.endings import is_out_of_memory
 from trainer.flags import OneLineParser, UsageError, number, print_error
 from trainer.pretrained import load_model
 from trainer.snapshot import SnapshotError
@@ -85,7 +86,8 @@ def write(
     stop_id = None if args.ignore_eot or tokenizer.name == "toy" else tokenizer.eot_id
     samples = [list(prompt) for _ in range(args.num_samples)]
     unfinished = set(range(args.num_samples))
-    number, n_shown = 0, 0  # the sample that is on its way out, and how many of its characters are
+    number, n_shown = 0, 0  # the sample that is on its way out, and how many of its tokens are
+    between = " " if tokenizer.name == "toy" else ""  # what is decoded in parts
     torch.manual_seed(args.seed)
     new_tokens = model.stream(
         ids,
@@ -96,11 +98,11 @@ def write(
     )
     while True:
         while number < args.num_samples:
-            text = tokenizer.decode(samples[number])
-            if number in unfinished:  # its last character may have come in part only
-                text = text.rstrip("\ufffd")
-            yield text[n_shown:]
-            n_shown = len(text)
+            text = tokenizer.decode(samples[number][n_shown:])
+            if number in unfinished and text.endswith("\ufffd"):
+                break  # its last character may have come in part only
+            yield between * bool(n_shown and text) + text
+            n_shown = len(samples[number])
             if number in unfinished:
                 break
             number, n_shown = number + 1, 0
@@ -132,6 +134,13 @@ def main(argv: list[str] | None = None) -> int:
     except (SnapshotError, UsageError) as error:
         print_error(error)
         return 2
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print()  # the text may stop within a line
+        asked = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
+        print_error(f"out of memory with {asked}: lower them")
+        return 4
     return 0
 
 

@@ -1,6 +1,7 @@
 """The scripts work from what a run leaves behind. Their mistakes: test_bad_input.py."""
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -36,8 +37,9 @@ def test_generate_needs_the_snapshot_only(trained, tmp_path, capsys, monkeypatch
         assert generate.main([*flags, "--seed", seed, "--num-samples", "2"]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
-    first, second = outputs[0].split("\n----------------\n")
-    assert first.startswith("3 1 2 ") and len(first.split()) == 10 and first != second
+    first, second = outputs[0].removesuffix("\n").split("\n----------------\n")
+    assert all(re.fullmatch(r"\d+( \d+){9}", sample) for sample in (first, second))
+    assert first.startswith("3 1 2 ") and first != second
 
 
 class Scripted:
@@ -66,6 +68,26 @@ def test_text_comes_in_whole_characters():
     # What never becomes a character is shown all the same, and so is half of one at the end.
     pieces = written(Scripted(b"a\xffb\xe2\x82"), "--max-new-tokens", "5")
     assert pieces == ["a", "\ufffdb", "\ufffd", "\n"]
+
+
+def test_in_parts_or_as_a_whole_it_is_the_same_text():
+    letters = random.Random(0)
+    for _ in range(300):
+        sample = bytes(letters.choices(b"a\xe2\x82\xac\xf0\x9f\x98\x80\xc3\xff\xed\xa0", k=12))
+        text = "".join(written(Scripted(sample), "--max-new-tokens", "12"))
+        assert text == sample.decode(errors="replace") + "\n"
+
+
+def test_each_token_is_decoded_once_or_twice():
+    """And not the whole sample again for each: that is quadratic."""
+    tokenizer, decoded = load_tokenizer("byte"), []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids: decoded.append(len(ids)) or decode(ids)
+    text = "a€ é" * 50
+    flags = ["--max-new-tokens", str(len(text.encode())), "--num-samples", "2", "--prompt", "pp"]
+    pieces = written(Scripted(text.encode(), text.encode()), *flags, tokenizer=tokenizer)
+    assert "".join(pieces) == f"pp{text}{generate.SEPARATOR}pp{text}\n"
+    assert sum(decoded) <= 2 * 2 * len(f"pp{text}".encode())
 
 
 def test_a_sample_ends_at_endoftext():
@@ -109,6 +131,30 @@ def test_a_prompt_that_is_cut_is_said(trained, capsys):
     out, err = capsys.readouterr()
     assert err.startswith("note: --prompt has 17 tokens; the model sees the last 16 of them")
     assert len(err.splitlines()) == 1 and len(out.split()) == 20  # shown it is as a whole
+
+
+@pytest.mark.parametrize("samples", ["1", "2"])
+def test_out_of_memory(samples, trained, capsys, monkeypatch):
+    """As a CPU says it. It is no bug that comes with a traceback, and the line is a line."""
+    real, calls = MiniGPT.forward, []
+
+    def fail(*args, **how):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't "
+                               "allocate memory: you tried to allocate 8 bytes.")  # fmt: skip
+        return real(*args, **how)
+
+    monkeypatch.setattr(MiniGPT, "forward", fail)
+    flags = ["--checkpoint-path", str(trained), "--prompt", "1 2", "--num-samples", samples]
+    assert generate.main(flags) == 4
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"1 2 \d+ \d+\n", out)  # what was written until then
+    words = f"--num-samples {samples} and --max-new-tokens 200"
+    assert err == f"error: out of memory with {words}: lower them\n"
+    monkeypatch.setattr(generate, "load_model", lambda *_: torch.ones(2) @ torch.ones(3))  # a bug
+    with pytest.raises(RuntimeError, match="size"):
+        generate.main(flags)
 
 
 TOOLS = sorted(p.stem for p in ROOT.glob("scripts/*.py") if "\nif __name__ ==" in p.read_text())
