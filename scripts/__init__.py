@@ -19,6 +19,7 @@ import atexit
 import os
 import signal
 import sys
+from io import TextIOWrapper
 from types import FrameType, TracebackType
 
 
@@ -66,5 +67,7 @@ started = os.path.dirname(os.path.abspath(sys.argv[0]))
 if sys.argv[0] == "-m" or started == os.path.dirname(os.path.abspath(__file__)):
     sys.excepthook = end_in_one_line
     atexit.register(flush)
+    if isinstance(sys.stdout, TextIOWrapper):  # a letter that it cannot spell is no reason to crash
+        sys.stdout.reconfigure(errors="replace")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup: leave it ignored
         signal.signal(signal.SIGINT, interrupt)

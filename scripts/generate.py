@@ -13,7 +13,6 @@ if not __package__:  # python scripts/generate.py: the others lie one folder up
 
 import argparse
 from collections.abc import Iterator
-from io import TextIOWrapper
 from pathlib import Path
 
 import torch
@@ -122,8 +121,6 @@ def write(
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    if isinstance(sys.stdout, TextIOWrapper):  # half a character is no reason to crash
-        sys.stdout.reconfigure(errors="replace")
     try:
         device = choose_device(args.device)
         reading = f"reading {args.checkpoint_path}"  # on a terminal, and gone when it is there
