@@ -30,6 +30,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
 from data import DataError, TokenFile, Tokenizer
+from data.batches import SCAN
 from data.documents import read_documents
 from data.files import TOKEN_SUFFIXES, find_files
 from data.formats import check_text
@@ -43,6 +44,10 @@ from trainer.process import OneProcess
 from trainer.resume import data_changed, parse_again
 from trainer.setup import load_data
 from trainer.snapshot import Resumed, SnapshotError, State, peek
+
+
+class Full(MemoryError):
+    """Its message: when that was, and what to lower."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -68,7 +73,9 @@ def read_ids(files: list[Path | TokenFile], tokenizer: Tokenizer) -> Iterator[np
     """All of them in pieces; in a text, <|endoftext|> before each document. Raises DataError."""
     for file in files:
         if isinstance(file, TokenFile):
-            yield np.fromfile(file.path, file.dtype, file.count, offset=file.offset)
+            for first in range(0, file.count, SCAN):
+                count, offset = min(SCAN, file.count - first), file.offset + first * file.itemsize
+                yield np.fromfile(file.path, file.dtype, count, offset=offset)
             continue
         for document in read_documents(file):
             yield np.array([tokenizer.eot_id], np.uint32)
@@ -78,7 +85,10 @@ def read_ids(files: list[Path | TokenFile], tokenizer: Tokenizer) -> Iterator[np
 def read_data(
     args: argparse.Namespace, state: State, tokenizer: Tokenizer, process: OneProcess
 ) -> tuple[str, np.ndarray]:
-    """What is evaluated: a name, and one row of ids (N,). Raises DataError or SnapshotError."""
+    """What is evaluated: a name, and one row of ids (N,), uint16 if that holds the vocabulary.
+
+    Raises DataError or SnapshotError.
+    """
     if args.val_data:
         about = ", ".join(args.val_data)
         paths = find_files(args.val_data, "--val-data", process.say)
@@ -96,12 +106,23 @@ def read_data(
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
             process.say("note: the run's data changed; it may have trained on some of these")
         about, files = f"validation part of {data.description}", [*data.val]
-    taken, left = [np.empty(0, np.uint16)], args.max_tokens or sys.maxsize
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    row, left = bytearray(), args.max_tokens or sys.maxsize  # (a row that grows in place)
     for ids in read_ids(files, tokenizer):
-        taken.append(ids[:left])
-        if not (left := left - len(taken[-1])):
+        ids = ids[:left]
+        if len(ids) and (worst := ids.max()) >= (end := tokenizer.vocab_size):
+            raise DataError(f"{about}: holds id {worst}, but the model's end at {end - 1}")
+        row += ids.astype(dtype).tobytes()
+        if not (left := left - len(ids)):
             break
-    return about, np.concatenate(taken)
+    return about, np.frombuffer(row, dtype)
+
+
+def count_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Of their text. In pieces, as numpy takes 8 bytes an id to count them."""
+    lengths = tokenizer.byte_lengths()
+    pieces = (ids[first : first + SCAN] for first in range(0, len(ids), SCAN))
+    return sum(int(np.bincount(piece, minlength=len(lengths)) @ lengths) for piece in pieces)
 
 
 @torch.no_grad()
@@ -143,19 +164,20 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
         raise flags.UsageError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
     if args.stride > args.seq_len:
         raise flags.UsageError(f"--stride {args.stride}: a window has {args.seq_len} tokens only")
-    with process.waiting("reading its data"):
-        about, tokens = read_data(args, state, tokenizer, process)
+    try:
+        with process.waiting("reading its data"):
+            about, tokens = read_data(args, state, tokenizer, process)
+    except MemoryError:
+        raise Full("while the data were read: take fewer with --max-tokens") from None
     if len(tokens) < 2:
         raise DataError(f"{about}: {len(tokens)} token(s), and the first one is not predicted")
-    if tokens.max() >= (end := tokenizer.vocab_size):
-        raise DataError(f"{about}: holds id {tokens.max()}, but the model's end at {end - 1}")
 
     amp, start = precision != torch.float32, time.perf_counter()
     with torch.autocast(device.type, precision if amp else None, amp, cache_enabled=False):
         nats = sum_loss(model, tokens, args)
     if not math.isfinite(nats):  # the weights are finite
         raise flags.UsageError(f"the loss is {nats}: --amp-dtype {args.amp_dtype} overflows")
-    n_tokens, n_bytes = len(tokens) - 1, int(tokenizer.byte_lengths()[tokens[1:]].sum())
+    n_tokens, n_bytes = len(tokens) - 1, count_bytes(tokens[1:], tokenizer)
     return {
         "checkpoint": str(path),
         "step": state.get("step"),
@@ -183,16 +205,17 @@ def main(argv: list[str] | None = None) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        flags.print_error(f"out of memory with --batch-size {args.batch_size}: lower it")
+        default = f"with --batch-size {args.batch_size}: lower it"
+        flags.print_error(f"out of memory {error if isinstance(error, Full) else default}")
         return 4
-    for name, value in found.items():
-        if value is not None:
-            shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
-            print(f"{name.replace('_', ' '):13} {shown}")
     if args.json:
         run = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
         run["command"] = shlex.join(["python", "-m", "scripts.evaluate", *argv])
         args.json.write_text(json.dumps(run | found, indent=1) + "\n")
+    for name, value in found.items():
+        if value is not None:
+            shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
+            print(f"{name.replace('_', ' '):13} {shown}")
     return 0
 
 

@@ -4,15 +4,20 @@ files: test_bad_input.py."""
 import json
 import math
 import random
+import sys
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from runs import TINY, metrics
+from runs import run as start
 
 import train_minimal
-from data import load_dataset
+from data import DataError, load_dataset
+from data.tokenizer import Tokenizer, ToyTokenizer, load_tokenizer
 from scripts import evaluate, export_hf
 
 RUN = [*TINY[TINY.index("--n-layers") :], "--no-amp", "--num-steps=8"]
@@ -247,3 +252,87 @@ def test_out_of_memory_and_out_of_range(run, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "load_model", lambda *_: 1 / 0)  # a bug is none
     with pytest.raises(ZeroDivisionError):
         evaluate.main([f"--checkpoint-path={run}"])
+
+
+def test_a_name_that_stdout_cannot_spell(run, tmp_path):
+    """After minutes of evaluation, a letter is no reason to lose the numbers."""
+    text, found = tmp_path / "wörter.txt", tmp_path / "found.json"
+    text.write_text("some words", encoding="utf-8")
+    command = [sys.executable, "-m", "scripts.evaluate", f"--checkpoint-path={run}"]
+    command += [f"--val-data={text}", f"--json={found}", "--device=cpu"]
+    result = start(command, PYTHONIOENCODING="ascii")
+    assert (result.returncode, result.stderr) == (0, "") and "w?rter.txt\n" in result.stdout
+    assert json.loads(found.read_text())["data"] == str(text)
+
+
+def test_a_reader_who_goes_does_not_cost_the_numbers(run, tmp_path, monkeypatch):
+    def gone(*_):
+        raise BrokenPipeError
+
+    flag, _ = tokens_file(tmp_path, 20)
+    monkeypatch.setattr("builtins.print", gone)
+    with pytest.raises(BrokenPipeError):
+        evaluate.main([f"--checkpoint-path={run}", flag, f"--json={tmp_path}/found.json"])
+    assert json.loads((tmp_path / "found.json").read_text())["tokens"] == 19
+
+
+# ---- Memory
+
+
+def peak_of(act):
+    """What `act` returns, and how many bytes it took at most."""
+    tracemalloc.start()
+    try:
+        return act(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+N = 2**23  # tokens: 8 times what is read at a time
+
+
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("long") / "long.npy"
+    np.save(path, (np.arange(N, dtype=np.uint32) % 256))
+    return path
+
+
+def read(path: Path, tokenizer: Tokenizer, max_tokens: int | None = None) -> np.ndarray:
+    args = SimpleNamespace(val_data=[str(path)], max_tokens=max_tokens)
+    return evaluate.read_data(args, {}, tokenizer, SimpleNamespace(say=print))[1]
+
+
+def test_a_long_text_takes_two_bytes_a_token(long_file):
+    """Of a vocabulary that fits; not what the file takes (4), and not twice."""
+    byte = load_tokenizer("byte")
+    tokens, peak = peak_of(lambda: read(long_file, byte))
+    assert tokens.dtype == np.uint16 and len(tokens) == N
+    assert (tokens[:1000] == np.arange(1000) % 256).all() and tokens[-1] == 255
+    assert peak < 1.9 * 2 * N
+    n_bytes, peak = peak_of(lambda: evaluate.count_bytes(tokens, byte))
+    assert n_bytes == N and peak < 2 * N
+
+
+def test_the_first_tokens_do_not_cost_the_others(long_file):
+    tokens, peak = peak_of(lambda: read(long_file, load_tokenizer("byte"), 1000))
+    assert tokens.tolist() == [i % 256 for i in range(1000)] and peak < 2 * N
+
+
+def test_ids_beyond_two_bytes(tmp_path):
+    """They are not cut: of a large vocabulary they are kept, of a small one they are a mistake."""
+    np.save(tmp_path / "x.npy", np.array([1, 65536 + 2, 3], np.uint32))
+    with pytest.raises(DataError, match=r"x\.npy: holds id 65538, but the model's end at 256"):
+        read(tmp_path / "x.npy", load_tokenizer("byte"))
+    assert read(tmp_path / "x.npy", ToyTokenizer(70000)).tolist() == [1, 65538, 3]
+
+
+def test_data_that_do_not_fit(run, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise MemoryError
+
+    flag, _ = tokens_file(tmp_path, 20)
+    monkeypatch.setattr(evaluate, "read_ids", fail)
+    assert evaluate.main([f"--checkpoint-path={run}", flag]) == 4
+    line = "error: out of memory while the data were read: take fewer with --max-tokens\n"
+    assert capsys.readouterr().err == line
