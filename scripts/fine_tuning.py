@@ -28,12 +28,11 @@ from tqdm import tqdm
 
 from data import DataError
 from data.files import find_files, find_stdlib
-from scripts import say_stopped
 from scripts.benchmark import describe_device
 from scripts.mixes import table
-from scripts.quiet_run import Stopped, train_quietly
+from scripts.quiet_run import run_study, train_quietly
 from trainer.device import choose_device
-from trainer.flags import UsageError, build_parser, fill_in, number, output_file, print_error
+from trainer.flags import UsageError, build_parser, fill_in, number, output_file
 
 Curve = list[tuple[int, float]]  # (step, bits/byte of the validation part)
 OWN = ("factors", "share", "json")  # flags of this script
@@ -134,17 +133,7 @@ def study(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        study(sys.argv[1:] if argv is None else argv)
-        return 0
-    except (UsageError, DataError) as error:
-        print_error(error)
-        return 2
-    except Stopped as stopped:
-        return int(stopped.args[0])
-    except KeyboardInterrupt:
-        say_stopped()
-        return 130
+    return run_study(study, argv)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import DataError
-from scripts import say_stopped
 from scripts.benchmark import describe_device
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
-from scripts.quiet_run import Stopped, train_quietly
+from scripts.quiet_run import run_study, train_quietly
 from trainer.device import choose_device, choose_precision
-from trainer.flags import UsageError, build_parser, fill_in, number, output_file, print_error
+from trainer.flags import UsageError, build_parser, fill_in, number, output_file
 from trainer.plan import vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
@@ -207,17 +205,7 @@ def study(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        study(sys.argv[1:] if argv is None else argv)
-        return 0
-    except (UsageError, DataError) as error:
-        print_error(error)
-        return 2
-    except Stopped as stopped:
-        return int(stopped.args[0])
-    except KeyboardInterrupt:
-        say_stopped()
-        return 130
+    return run_study(study, argv)
 
 
 if __name__ == "__main__":
