@@ -18,6 +18,7 @@ if not __package__:  # python scripts/export_hf.py: the others lie one folder up
 import argparse
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,16 @@ with MiniGPT for {step:,} steps on: {data}.
 
 {figures}
 
-```python
+{use}
+"""
+USE = """```python
 from transformers import pipeline
 
 print(pipeline("text-generation", "{name}")({prompt!r})[0]["generated_text"])
 ```
 
-To go on from these weights in MiniGPT: `python train_minimal.py --init-from {name}`.
-"""
+To go on from these weights in MiniGPT: `{again}`."""
+NO_USE = "Its ids are numbers that stand for no text, so there is no tokenizer here."
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -131,6 +134,8 @@ def model_card(name: str, source: Pretrained, state: State) -> str:
     rows = [(what, loss) for what, loss in losses.items() if isinstance(loss, float)]
     lines = ["| loss at that step | nats a token | perplexity |", "|---|---|---|"] * bool(rows)
     lines += [f"| {what} | {loss:.4f} | {perplexity(loss):.2f} |" for what, loss in rows]
+    prompt = "def " if "standard library" in str(state["data"]) else "Once upon a time"
+    toy = source.tokenizer.name == "toy"
     return CARD.format(
         name=name,
         parameters=count_parameters(source.config),
@@ -139,13 +144,21 @@ def model_card(name: str, source: Pretrained, state: State) -> str:
         step=state["step"],
         data=state["data"].get("description", "unknown data"),
         figures="\n".join(lines),
-        prompt="def " if "standard library" in str(state["data"]) else "Once upon a time",
+        use=NO_USE if toy else USE.format(name=name, prompt=prompt, again=command_to_go_on(name)),
     )
 
 
+def command_to_go_on(folder: str) -> str:
+    return shlex.join(["python", "train_minimal.py", "--init-from", folder])
+
+
 def export(source: Pretrained, state: State, folder: Path) -> None:
-    """Write the folder, complete or not at all. Raises SaveError or OSError."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    """Write the folder, complete or not at all. Raises SaveError or OSError.
+
+    One that is there stays, and gets the files: somebody may stand in it, or it may be a mount.
+    """
+    there = folder.is_dir()
+    temporary = (folder if there else folder.parent) / f".export.{os.getpid()}.tmp"
     config, tokenizer = source.config, source.tokenizer
     files = {
         "config.json": json.dumps(config_json(config, tokenizer), indent=2),
@@ -160,11 +173,15 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
     temporary.mkdir(parents=True)
     try:
         for name, content in files.items():
-            (temporary / name).write_text(content, encoding="utf-8")
+            # A name in the card need not be text.
+            (temporary / name).write_text(content, encoding="utf-8", errors="replace")
         write_tensors(temporary / "model.safetensors", weights)
-        if folder.exists():
-            folder.rmdir()  # it is empty, but Windows would not rename to it
-        temporary.rename(folder)
+        if not there:
+            temporary.rename(folder)
+            return
+        # Last the file without which nothing opens the folder.
+        for file in sorted(temporary.iterdir(), key=lambda file: file.name == "config.json"):
+            file.rename(folder / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -172,12 +189,13 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        if args.out.exists() and any(args.out.iterdir()):
+        folder = Path(os.path.realpath(args.out))  # of ".", it has a name
+        if folder.exists() and any(folder.iterdir()):
             raise UsageError(f"--out: {args.out} is there and not empty; name another folder")
         if args.checkpoint_path.is_dir():
             raise UsageError(f"--checkpoint-path: {args.checkpoint_path} is a folder, no snapshot")
         source = open_pretrained(args.checkpoint_path)
-        export(source, peek(args.checkpoint_path), args.out)
+        export(source, peek(args.checkpoint_path), folder)
     except (SnapshotError, UsageError) as error:
         print_error(error)
         return 2
@@ -187,7 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"exported {args.out}: {describe_model(source.config)}, tokenizer {source.tokenizer.name}"
     )
-    print(f"next     python train_minimal.py --init-from {args.out}")
+    if source.tokenizer.name != "toy":
+        print(f"next     {command_to_go_on(str(args.out))}")
     return 0
 
 

@@ -2,11 +2,16 @@
 
 import json
 import math
+import os
+import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from runs import TINY, same, snapshot
+from runs import run as start
 
 import train_minimal
 from data import Tokenizer, load_dataset
@@ -16,6 +21,8 @@ from trainer.safetensors import read_tensors
 
 CPU = torch.device("cpu")
 TEXT = "def function(x):\n    return x + 1\r\n\n# ünï 😀 <|endoftext|>\n" * 200
+FILES = set("README.md config.json generation_config.json model.safetensors".split())
+FILES |= set("tokenizer.json tokenizer_config.json vocab.json merges.txt".split())
 RUN = TINY[TINY.index("--n-layers") :]
 
 
@@ -114,10 +121,14 @@ def test_the_card_tells_what_was_trained(run, folder):
     assert f"--init-from {folder.name}" in card
 
 
-def test_toy_data_have_no_tokenizer(tmp_path):
+def test_toy_data_have_no_tokenizer(tmp_path, capsys):
     path = tmp_path / "run.pt"
     assert train_minimal.main([*TINY, "--num-steps=1", f"--checkpoint-path={path}"]) == 0
+    capsys.readouterr()
     assert export_hf.main([f"--checkpoint-path={path}", f"--out={tmp_path / 'hf'}"]) == 0
+    assert "next" not in capsys.readouterr().out  # --init-from needs a tokenizer
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "there is no tokenizer" in card and not re.search(r"pipeline\(|--init-from", card)
     names = {file.name for file in (tmp_path / "hf").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     assert len(read_tensors(tmp_path / "hf" / "model.safetensors")) == 28
@@ -131,6 +142,7 @@ def test_mistakes_cost_one_line(run, folder, tmp_path, capfd):
     (full / "letters.txt").write_text("mine")
     for path, out, says in [
         (run, full, "full is there and not empty; name another folder"),
+        (run, full / "none" / "..", "is there and not empty; name another folder"),
         (run, full / "letters.txt", "is a file, no folder"),
         (folder, tmp_path / "new", "is a folder, no snapshot"),
         (tmp_path / "none.pt", tmp_path / "new", "no snapshot and no folder"),
@@ -159,8 +171,57 @@ def test_a_disk_that_is_full(run, tmp_path, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("run", ["byte"], indirect=True)
-def test_an_empty_folder_is_filled(run, tmp_path):
-    (tmp_path / "hf").mkdir()
-    assert export_hf.main([f"--checkpoint-path={run}", f"--out={tmp_path / 'hf'}"]) == 0
-    assert (tmp_path / "hf" / "config.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+@pytest.mark.parametrize("out", ["empty", ".", "none/..", "../link", "my model"])
+def test_an_empty_folder_is_filled(run, out, tmp_path, monkeypatch, capsys):
+    """However it is named: it stays the folder that it was, with somebody in it or a mount."""
+    folder = tmp_path / "a" / "my model"
+    folder.mkdir(parents=True)
+    (tmp_path / "a" / "link").symlink_to(folder)
+    (tmp_path / "a" / "empty").symlink_to(folder)
+    inside = out in (".", "none/..", "../link")
+    monkeypatch.chdir(folder if inside else folder.parent)
+    inode = folder.stat().st_ino
+    assert export_hf.main([f"--checkpoint-path={run}", f"--out={out}"]) == 0
+    assert folder.stat().st_ino == inode
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert {path.name for path in folder.parent.iterdir()} == {"my model", "link", "empty"}
+    assert '"text-generation", "my model")' in (folder / "README.md").read_text()
+    assert "--init-from 'my model'" in (folder / "README.md").read_text()
+    line = f"next     python train_minimal.py --init-from {shlex.quote(out)}\n"
+    assert capsys.readouterr().out.endswith(line)
+
+
+@pytest.mark.parametrize("run", ["byte"], indirect=True)
+def test_a_folder_is_filled_or_stays_empty(run, tmp_path, monkeypatch, capfd):
+    """And what it is recognized by comes last: a process may be killed between two files."""
+    moved: list[str] = []
+    rename = Path.rename
+
+    def seen(path, to):
+        moved.append(path.name)
+        return rename(path, to)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    flags = [f"--checkpoint-path={run}", f"--out={tmp_path}"]
+    with monkeypatch.context() as here:
+        here.setattr("os.replace", full)
+        assert export_hf.main(flags) == 3
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(Path, "rename", seen)
+    assert export_hf.main(flags) == 0
+    assert set(moved) == FILES and moved[-1] == "config.json"
+
+
+@pytest.mark.parametrize("run", ["byte"], indirect=True)
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are Unicode")
+def test_names_that_are_no_text(run, tmp_path):
+    state = snapshot(run)
+    state["data"]["description"] = os.fsdecode(b"w\xf6rter.txt: 1 document")
+    torch.save(state, tmp_path / "run.pt")
+    out = os.fsdecode(bytes(tmp_path) + b"/w\xf6rter")
+    command = [sys.executable, "-m", "scripts.export_hf", f"--checkpoint-path={tmp_path}/run.pt"]
+    result = start([*command, f"--out={out}"])
+    assert (result.returncode, result.stderr) == (0, "") and "w?rter: " in result.stdout
+    assert "on: w?rter.txt: 1 document." in Path(out, "README.md").read_text(encoding="utf-8")
