@@ -208,15 +208,20 @@ def main(argv: list[str] | None = None) -> int:
         default = f"with --batch-size {args.batch_size}: lower it"
         flags.print_error(f"out of memory {error if isinstance(error, Full) else default}")
         return 4
+    code = 0
     if args.json:
         run = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
         run["command"] = shlex.join(["python", "-m", "scripts.evaluate", *argv])
-        args.json.write_text(json.dumps(run | found, indent=1) + "\n")
+        try:
+            args.json.write_text(json.dumps(run | found, indent=1) + "\n")
+        except OSError as error:
+            flags.print_error(f"--json {args.json}: {error.strerror}")
+            code = 3
     for name, value in found.items():
         if value is not None:
             shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
             print(f"{name.replace('_', ' '):13} {shown}")
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -276,6 +276,18 @@ def test_a_reader_who_goes_does_not_cost_the_numbers(run, tmp_path, monkeypatch)
     assert json.loads((tmp_path / "found.json").read_text())["tokens"] == 19
 
 
+def test_a_json_that_cannot_be_written_costs_nothing_else(run, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    flag, _ = tokens_file(tmp_path, 20)
+    monkeypatch.setattr(Path, "write_text", full)
+    assert evaluate.main([f"--checkpoint-path={run}", flag, f"--json={tmp_path}/x.json"]) == 3
+    out, err = capsys.readouterr()
+    assert "tokens        19\n" in out
+    assert err == f"error: --json {tmp_path}/x.json: No space left on device\n"
+
+
 # ---- Memory
 
 
