@@ -1,9 +1,11 @@
 """scripts/fine_tuning.py: what it compares, and what stands in docs/weights.md."""
 
 import json
+import sys
 
 import pytest
 from runs import ROOT
+from runs import run as start
 from test_readme import DOCS, cells
 
 from data import load_dataset
@@ -62,6 +64,16 @@ def test_one_file_is_too_few(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("some text")
     assert fine_tuning.main([*QUICK, f"--train-data={tmp_path}/x.txt"]) == 2
     assert "one file only" in capsys.readouterr().err
+
+
+def test_a_name_that_stdout_cannot_spell(tmp_path):
+    (tmp_path / "wörter").mkdir()
+    for name in ("x.txt", "y.pdf"):
+        (tmp_path / "wörter" / name).write_text("some text")
+    command = [sys.executable, "-m", "scripts.fine_tuning", f"--train-data={tmp_path}/wörter"]
+    result = start(command, PYTHONIOENCODING="ascii")
+    assert "w?rter: 1 file taken, 1 skipped" in result.stdout
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
 
 
 def test_the_documents_say_what_was_found():
