@@ -47,7 +47,7 @@ tags:
 # {name}
 
 A GPT-2-shaped language model: {parameters:,} parameters, {shape}, {positions:,} positions. Trained
-with MiniGPT for {step:,} steps on: {data}.
+with MiniGPT from {start}, for {step:,} steps on: {data}.
 
 {figures}
 
@@ -56,8 +56,14 @@ with MiniGPT for {step:,} steps on: {data}.
 USE = """```python
 from transformers import pipeline
 
-print(pipeline("text-generation", "{name}")({prompt!r})[0]["generated_text"])
+write = pipeline("text-generation", "{name}")
+prompt = write.tokenizer.eos_token + {prompt!r}  # as documents began in training
+special = {{"split_special_tokens": False}}
+print(write(prompt, tokenizer_encode_kwargs=special)[0]["generated_text"])
 ```
+
+What looks like `<|endoftext|>` in a text is plain text for this tokenizer, unless
+`split_special_tokens` is False (`tokenizer.split_special_tokens = False` for all that follows).
 
 To go on from these weights in MiniGPT: `{again}`."""
 NO_USE = "Its ids are numbers that stand for no text, so there is no tokenizer here."
@@ -134,6 +140,13 @@ def model_card(name: str, source: Pretrained, state: State) -> str:
     rows = [(what, loss) for what, loss in losses.items() if isinstance(loss, float)]
     lines = ["| loss at that step | nats a token | perplexity |", "|---|---|---|"] * bool(rows)
     lines += [f"| {what} | {loss:.4f} | {perplexity(loss):.2f} |" for what, loss in rows]
+    flags = state["args"]
+    start = "random weights"
+    if flags.get("init_from") is not None:
+        start = f"the weights of {Path(flags['init_from']).name}"
+    data = state["data"].get("description", "unknown data")
+    for path in flags.get("train_data") or []:  # its folders are nobody else's business
+        data = data.replace(path, Path(path).name)
     prompt = "def " if "standard library" in str(state["data"]) else "Once upon a time"
     toy = source.tokenizer.name == "toy"
     return CARD.format(
@@ -142,7 +155,8 @@ def model_card(name: str, source: Pretrained, state: State) -> str:
         shape=describe_model(source.config),
         positions=source.config.max_position_embeddings,
         step=state["step"],
-        data=state["data"].get("description", "unknown data"),
+        start=start,
+        data=data,
         figures="\n".join(lines),
         use=NO_USE if toy else USE.format(name=name, prompt=prompt, again=command_to_go_on(name)),
     )

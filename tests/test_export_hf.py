@@ -115,10 +115,44 @@ def test_the_card_tells_what_was_trained(run, folder):
     records = run.with_name("run.metrics.jsonl").read_text().splitlines()
     record = json.loads(records[-1])
     assert card.startswith("---\nlibrary_name: transformers\n")
-    assert f"for {state['step']} steps on: {state['data']['description']}" in card
+    description = state["data"]["description"].replace(f"{run.parent}/", "")
+    assert f"from random weights, for {state['step']} steps on: {description}" in card
+    assert str(run.parent) not in card
     for name in ("train_loss", "val_loss"):
         assert f"| {record[name]:.4f} | {math.exp(record[name]):.2f} |" in card
     assert f"--init-from {folder.name}" in card
+
+
+def test_the_cards_example(folder, monkeypatch, capsys):
+    """It runs as it stands there, and its prompt begins as documents do."""
+    transformers = pytest.importorskip("transformers")
+    seen = []
+    real = transformers.GPT2LMHeadModel.generate
+
+    def generate(self, **options):
+        seen.append(options["input_ids"][0].tolist())
+        return real(self, **options)
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", generate)
+    monkeypatch.chdir(folder.parent)
+    code = (folder / "README.md").read_text(encoding="utf-8").split("```python\n")[1]
+    exec(code.split("```")[0], {})
+    _, tokenizer = load_model(folder, CPU)
+    prompt = "Once upon a time"
+    assert seen == [[tokenizer.eot_id, *tokenizer.encode(prompt).tolist()]]
+    assert capsys.readouterr().out.startswith(f"<|endoftext|>{prompt}")
+
+
+def test_the_card_names_the_weights_that_a_run_began_with(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
+    text, path = tmp_path / "x.txt", tmp_path / "tuned.pt"
+    text.write_text(TEXT, encoding="utf-8")
+    words = [f"--init-from={folder}", f"--train-data={text}", "--num-steps=1", "--dropout=0"]
+    flags = [word for word in RUN[RUN.index("--batch-size") :]]
+    assert train_minimal.main([*flags, *words, f"--checkpoint-path={path}"]) == 0
+    assert export_hf.main([f"--checkpoint-path={path}", f"--out={tmp_path / 'out'}"]) == 0
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "from the weights of hf, for 1 steps on: x.txt: 1 document" in card
 
 
 def test_toy_data_have_no_tokenizer(tmp_path, capsys):
