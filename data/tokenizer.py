@@ -28,7 +28,6 @@ EOT = "<|endoftext|>"
 # Words of GPT-2: a letter, digit or punctuation run takes ONE space before it along. Merges never
 # cross a word, which is what makes both training and encoding fast.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-GPT2_WORDS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit")  # tiktoken's that split like that
 # Installed packages that happen to carry GPT-2's vocabulary, as (package, file, sha256): with one
 # of them `gpt2` needs no network. The hashes are those that tiktoken itself expects.
 R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -65,10 +64,6 @@ class Tokenizer:
         special_tokens: dict[str, int] | None = None,
     ) -> None:
         special = {EOT: max(ranks.values()) + 1} if special_tokens is None else special_tokens
-        if (
-            name in GPT2_WORDS
-        ):  # tiktoken spells the pattern in another way, and not always the same
-            pattern = GPT2_PATTERN
         self.name, self.pattern, self.ranks, self.special_tokens = name, pattern, ranks, special
         self.eot_id = special[EOT]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1

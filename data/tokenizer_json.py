@@ -28,6 +28,10 @@ from .tokenizer import (
 
 CHARACTERS = byte_characters()
 BYTE_OF = {char: byte for byte, char in enumerate(CHARACTERS)}
+GPT2_PATTERNS = (
+    GPT2_PATTERN,
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
+)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
@@ -62,13 +66,23 @@ def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
     return ids | tokenizer.special_tokens
 
 
+def splits_as_gpt2(tokenizer: Tokenizer) -> bool:
+    """tiktoken spells GPT-2's pattern in other ways, from version to version."""
+    return without_possession(tokenizer.pattern) in GPT2_PATTERNS
+
+
+def without_possession(pattern: str) -> str:
+    """tiktoken's quantifiers never give back what they took ("++"). That is for speed: the words
+    are the same without it, which not every engine knows."""
+    return re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", pattern)
+
+
 def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of a tokenizer.json whose ids are those of `tokenizer` on any text."""
     words: dict[str, Any] = BYTE_LEVEL | {"use_regex": True}
-    if tokenizer.pattern != GPT2_PATTERN:  # which is what use_regex means
-        # tiktoken's quantifiers never give back what they took ("++"). That is for speed: the words
-        # are the same without it, which not every engine knows; as `$`, the end of the text.
-        plain = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", tokenizer.pattern).replace("$", r"\z")
+    if not splits_as_gpt2(tokenizer):
+        # (`$`, the end of the text, is in other engines that of a line, too.)
+        plain = without_possession(tokenizer.pattern).replace("$", r"\z")
         split = {"type": "Split", "pattern": {"Regex": plain}, "behavior": "Isolated"}
         byte_level = BYTE_LEVEL | {"use_regex": False}
         words = {"type": "Sequence", "pretokenizers": [split | {"invert": False}, byte_level]}

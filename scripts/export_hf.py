@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from data import Tokenizer
-from data.tokenizer import GPT2_PATTERN
-from data.tokenizer_json import list_merges, to_json, vocabulary
+from data.tokenizer_json import list_merges, splits_as_gpt2, to_json, vocabulary
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from trainer.flags import OneLineParser, UsageError, output_folder, print_error
@@ -123,7 +122,7 @@ def tokenizer_files(tokenizer: Tokenizer, config: MiniGPTConfig) -> dict[str, st
         "tokenizer.json": json.dumps(to_json(tokenizer), ensure_ascii=False),
         "tokenizer_config.json": json.dumps(about, indent=2),
     }
-    if tokenizer.pattern == GPT2_PATTERN:  # for what still reads GPT-2's two files
+    if splits_as_gpt2(tokenizer):  # for what still reads GPT-2's two files
         files["vocab.json"] = json.dumps(vocabulary(tokenizer), ensure_ascii=False)
         merges = (" ".join(pair) for pair in list_merges(tokenizer))
         files["merges.txt"] = "\n".join(["#version: 0.2", *merges, ""])

@@ -112,7 +112,8 @@ def test_precision_follows_the_hardware(monkeypatch):
 
 LINE = re.compile(
     r"step +(\d+)/20 \| epoch (\S+) \| lr (\S+) \| loss (\S+) ppl (\S+) \| "
-    r"(?:val (\S+) ppl (\S+) \| )?(\S+) ms/step \| (\S+) tok/s \| eta (\S+) \| peak (\S+) MiB rss"
+    r"(?:val (\S+) ppl (\S+) \| )?(\S+) ms/step \| (\S+) tok/s \| eta (\S+) \| "
+    r"peak (\S+) [MG]iB rss"
 )
 
 
