@@ -40,10 +40,12 @@ def killed_in_a_save(bench: Bench, points: Sequence[str] = endings.DEATHS_IN_A_S
     "`train_fsdp.py`: SIGTERM and SIGINT to torchrun, to one rank",
     "step finished, one save, all ranks stop at the same step within 5 s; one process goes on",
 )
-def signals(bench: Bench, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> str:
+def signals(
+    bench: Bench, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGINT), limit: float = 5
+) -> str:
     """All must gather for the save, after the same step."""
     targets = (("torchrun", 2, None), ("rank", 2, 1))
-    slowest = endings.signal_each(bench, numbers, targets, **SHARDS)
+    slowest = endings.signal_each(bench, numbers, targets, limit, **SHARDS)
     n = len(numbers) * len(targets)
     return f"{n} of {n} saved within {slowest:.1f} s, end bit-identical in one process"
 

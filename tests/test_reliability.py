@@ -32,9 +32,9 @@ COUNTS = [
     pytest.param("bits", {"flips": 60}),
     pytest.param("code", {}),
     pytest.param("orphans", {}, marks=slow),
-    pytest.param("offline", {"limit": 60}, marks=slow),  # other tests run beside it
+    pytest.param("offline", {"limit": 60}, marks=slow),  # (limits: other tests run beside it)
     pytest.param("damage", {}, marks=slow),
-    pytest.param("signals", {"numbers": [2]}, marks=slow),
+    pytest.param("signals", {"numbers": [2], "limit": 30}, marks=slow),
     pytest.param("restarts", {"times": 4}, marks=slow),
     pytest.param("elastic", {}, marks=slow),
     pytest.param("hang", {}, marks=slow),
@@ -49,7 +49,7 @@ COUNTS = [
     pytest.param("flat", {}, marks=slow),
     pytest.param("fsdp-kill", {"kills": 2, "steps": 30}, marks=slow),
     pytest.param("fsdp-save", {"points": ["die-half-written"]}, marks=slow),
-    pytest.param("fsdp-signals", {"numbers": [15]}, marks=slow),
+    pytest.param("fsdp-signals", {"numbers": [15], "limit": 30}, marks=slow),
     pytest.param("fsdp-restarts", {"times": 2}, marks=slow),
     pytest.param("fsdp-elastic", {}, marks=slow),
 ]
