@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from data import Tokenizer
-from data.tokenizer_json import list_merges, splits_as_gpt2, to_json, vocabulary
+from data.tokenizer_json import splits_as_gpt2, to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from trainer.flags import OneLineParser, UsageError, output_folder, print_error
@@ -118,13 +118,14 @@ def tokenizer_files(tokenizer: Tokenizer, config: MiniGPTConfig) -> dict[str, st
         # What looks like <|endoftext|> in a text is text, here as there.
         "split_special_tokens": True,
     }
+    content = to_json(tokenizer)
     files = {
-        "tokenizer.json": json.dumps(to_json(tokenizer), ensure_ascii=False),
+        "tokenizer.json": json.dumps(content, ensure_ascii=False),
         "tokenizer_config.json": json.dumps(about, indent=2),
     }
     if splits_as_gpt2(tokenizer):  # for what still reads GPT-2's two files
-        files["vocab.json"] = json.dumps(vocabulary(tokenizer), ensure_ascii=False)
-        merges = (" ".join(pair) for pair in list_merges(tokenizer))
+        files["vocab.json"] = json.dumps(content["model"]["vocab"], ensure_ascii=False)
+        merges = (" ".join(pair) for pair in content["model"]["merges"])
         files["merges.txt"] = "\n".join(["#version: 0.2", *merges, ""])
     return files
 
