@@ -88,39 +88,39 @@ class Gathering:
 
     # ---- what happens
 
-    def buffer(self, group: Group, kind: str) -> Tensor:
+    def buffer(self, group: Group, kind: str, name: str) -> Tensor:
         tensor = torch.empty(group.bytes, dtype=torch.uint8)
-        self.tracker.find(tensor).kind = kind
+        self.tracker.name(tensor, kind, name)
         return tensor
 
     def gather(self, group: Group) -> None:
-        group.arriving = self.buffer(group, "parameters")
+        group.arriving = self.buffer(group, "parameters", "weights as they arrive")
         if self.gloo:  # it receives in memory of its own
-            self.buffer(group, "temporaries")
+            self.buffer(group, "", "gloo's own buffer")
 
     def before_forward(self, group: Group) -> None:
         self.gather(group)
         self.arrived = None
-        group.weights = self.buffer(group, "parameters")
+        group.weights = self.buffer(group, "parameters", "gathered weights")
         self.arrived, group.arriving = group.arriving, None
 
     def before_backward(self, group: Group, next_one: Group | None) -> None:
-        group.weights = self.buffer(group, "parameters")
+        group.weights = self.buffer(group, "parameters", "gathered weights")
         group.arriving = None
         if next_one is not None:
             self.gather(next_one)
 
     def after_backward(self, group: Group) -> None:
         group.weights = self.reduced = None
-        self.reduced = self.buffer(group, "gradients")
+        self.reduced = self.buffer(group, "gradients", "gradients to be averaged")
         for parameter in group.whole:
-            self.tracker.add(cast(Tensor, parameter.grad)).kind = "gradients"
+            self.tracker.name(cast(Tensor, parameter.grad), "gradients", "whole gradient")
             parameter.grad = None
         for shard in group.shards:
             shard.grad = torch.empty_like(shard)
-            self.tracker.add(shard.grad).kind = "gradients"
+            self.tracker.name(shard.grad, "gradients", "share of a gradient")
         if self.gloo:  # it adds up in a copy
-            self.buffer(group, "temporaries")
+            self.buffer(group, "", "gloo's own buffer")
 
     def end_backward(self) -> None:
         """The root comes last: its inputs, ids, have no gradient that would tell when."""

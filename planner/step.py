@@ -8,7 +8,7 @@ formulas.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,10 +24,11 @@ from model import MiniGPT, MiniGPTConfig
 
 from .formulas import head_bytes
 from .kernels import inside, workspaces
+from .record import Record, Witness
 from .shards import gather, shard_of
 from .timeline import KINDS, StepMemory, repeat_blocks, summarize
-from .tracker import StorageTracker
-from .work import Notebook, Work, fuse, join, summarize_work
+from .tracker import Storage, StorageTracker
+from .work import Notebook, Operation, Work, fuse, join, summarize_work
 
 MANY_CHUNKS, FEW_CHUNKS = 30, 3  # of the head, see `Planner.plan`
 
@@ -209,17 +210,42 @@ class Planner:
         few = replace(config, n_layers=len(first + rest), recompute_layers=layers)
         return repeat_blocks(self.simulate(batch_size, few), config, first + rest)
 
+    def record(self, batch_size: int, **memory: Any) -> Record:
+        """A step as `step` has it, and each storage in it by name: see planner/record.py."""
+        self.watch()
+        config, witness = replace(self.config, **memory), Witness(self.model)
+        tracker, operations, forward_end = self.run(batch_size, config, witness)
+        step = summarize(tracker, operations, config, batch_size, self.seq_len, forward_end)
+        return witness.record(step, tracker, operations)
+
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
+        """A step through the first `config.n_layers` blocks; all that the planner's model has are
+        updated."""
+        tracker, operations, forward_end = self.run(batch_size, config)
+        step = summarize(tracker, operations, config, batch_size, self.seq_len, forward_end)
+        # The other blocks' gradients: backward makes them, block by block.
+        left_out = set(self.held.blocks[config.n_layers :].parameters()) - self.waiting
+        step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
+        return step
+
+    def run(
+        self, batch_size: int, config: MiniGPTConfig, witness: Witness | None = None
+    ) -> tuple[StorageTracker, list[Operation], int]:
         """What train_minimal.train_step does, without its data and its numbers.
 
-        Forward and backward go through the first `config.n_layers` blocks; the optimizer updates
-        all that the planner's model has.
+        Returns what it took, what it did, and the operator with which forward ended. `witness` is
+        told of each operator.
         """
         model, parameters = self.model, list(self.held.parameters())
-        left_out = set(self.held.blocks[config.n_layers :].parameters())
-        waiting = set(model.parameters()) if self.accumulate or self.ddp else set()
+        names = {p: n for whole in (model, self.held) for n, p in whole.named_parameters()}
         notebook = Notebook()
-        tracker = StorageTracker(inside=inside if self.kernels else None, note=notebook)
+
+        def note(*what: Any) -> None:
+            notebook(*what)
+            if witness:
+                witness(*what)
+
+        tracker = StorageTracker(inside=inside if self.kernels else None, note=note)
         model.config, model.host_memory = config, HostMemory()
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
@@ -228,23 +254,22 @@ class Planner:
             tracker,
             without_blocks(model, config.n_layers),
             follow(model, tracker),
+            witness.modules if witness else nullcontext(),
             gather(model, self.held, self.shards, tracker, gloo=self.on_cpu) as gathering,
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):
-            for parameter in parameters:
-                tracker.add(parameter).kind = "parameters"
-                for state in self.optimizer.state[parameter].values():
-                    tracker.add(state).kind = "optimizer"
-            for parameter in waiting | left_out:
-                parameter.grad = torch.empty_like(parameter)
-                tracker.add(parameter.grad).kind = "gradients"
+            self.name_what_is_there(tracker, config, names)
             ids, labels = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
-            tracker.add(ids).kind = "activations"  # backward will want them
+            tracker.name(ids, "activations", "token ids and labels")  # backward will want them
             if config.offload_activations and self.on_cpu:
                 self.forward(ids, labels)  # buffers are made once, and stay
                 gathering.forget()
             tracker.restart()
             notebook.operations.clear()
+            if witness:
+                witness.restart()
+            if self.kernels:
+                tracker.storages.append(cublas(workspaces()))
 
             tracker.enter("forward")
             loss = self.forward(ids, labels)
@@ -252,25 +277,37 @@ class Planner:
             loss.backward()
             gathering.end_backward()
             for parameter in parameters:
-                tracker.add(cast(Tensor, parameter.grad)).kind = "gradients"
+                name = f"gradient of {names[parameter]}"
+                tracker.name(cast(Tensor, parameter.grad), "gradients", name)
             if self.compress:
                 copies = [cast(Tensor, p.grad).bfloat16() for p in parameters]
                 for copy in copies:
-                    tracker.add(copy).kind = "gradients"
+                    tracker.name(copy, "gradients", "gradient on its way")
                 del copies, copy
             tracker.enter("optimizer")
             # (A GPU takes all tensors at a time; torch would not for the CPU's.)
             nn.utils.clip_grad_norm_(parameters, 1.0, foreach=not self.on_cpu)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        step = summarize(
-            tracker, notebook.operations, config, batch_size, self.seq_len, forward_end
-        )
-        if self.kernels:
-            step.timeline[:, KINDS.index("temporaries")] += workspaces()
-        # Backward makes them, block by block.
-        step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out - waiting)
-        return step
+        return tracker, notebook.operations, forward_end
+
+    @property
+    def waiting(self) -> set[nn.Parameter]:
+        """Weights whose gradients are there from the step's begin to its end."""
+        return set(self.model.parameters()) if self.accumulate or self.ddp else set()
+
+    def name_what_is_there(
+        self, tracker: StorageTracker, config: MiniGPTConfig, names: dict[nn.Parameter, str]
+    ) -> None:
+        """Before the step: weights, the optimizer's state, and gradients that others have made."""
+        for parameter in self.held.parameters():
+            tracker.name(parameter, "parameters", names[parameter])
+            for name, state in self.optimizer.state[parameter].items():
+                tracker.name(state, "optimizer", f"{name} of {names[parameter]}")
+        left_out = set(self.held.blocks[config.n_layers :].parameters())
+        for parameter in self.waiting | left_out:
+            parameter.grad = torch.empty_like(parameter)
+            tracker.name(parameter.grad, "gradients", f"gradient of {names[parameter]}")
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         with self.autocast():
@@ -280,6 +317,12 @@ class Planner:
         enabled = self.precision != torch.float32
         dtype = self.precision if enabled else None
         return torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=False)
+
+
+def cublas(size: int) -> Storage:
+    """What its kernels work in is there all the time."""
+    there = Storage(size, (size,), torch.uint8, torch.device("cpu"), born=0, kind="temporaries")
+    return replace(there, name="workspaces of cuBLAS", why="its kernels work in them")
 
 
 def few_of(n: int) -> list[int]:

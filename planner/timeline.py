@@ -92,19 +92,19 @@ def summarize(
         if storage.device.type != "cpu":
             continue  # offloaded
         is_kept = 0 < storage.born <= forward_end < storage.died and storage.kind != "parameters"
-        if storage.kind == "temporaries":
+        if not storage.kind:
             if storage.phase == "head":
                 storage.kind = "head"
             elif is_kept or storage.born == 0:  # (offload's buffers on a CPU)
                 storage.kind = "activations"
-            elif storage.replayed:
-                storage.kind = "recomputed"
+            else:
+                storage.kind = "recomputed" if storage.replayed else "temporaries"
         kind = KINDS.index(storage.kind)
         changes[storage.born, kind] += storage.bytes
         if storage.died != math.inf:
             changes[int(storage.died) + 1, kind] -= storage.bytes
         kept += storage.bytes * is_kept
-        kept_by_blocks += storage.bytes * (is_kept and storage.in_block)
+        kept_by_blocks += storage.bytes * (is_kept and storage.block is not None)
     return StepMemory(
         config=config,
         batch_size=batch_size,

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.module_tracker import ModuleTracker
 
 from memory import HostMemory
 from model import MiniGPT
@@ -42,9 +42,11 @@ class Storage:
     module: str = ""  # where: "MiniGPT.blocks.0.attn.c_attn"
     line: str = ""  # "model.py:87", the line that asked for it
     phase: str = ""  # forward, head, backward or optimizer
-    in_block: bool = False
+    block: int | None = None  # that was at work
     replayed: bool = False  # by an activation checkpoint, in backward
-    kind: str = "temporaries"  # one of KINDS
+    kind: str = ""  # one of KINDS; "": as planner/timeline.py sorts it
+    name: str = ""  # what it is, if somebody said so: "blocks.0.ln_1.weight"
+    why: str = ""  # it is there: see planner/record.py
 
 
 class StorageTracker(TorchDispatchMode):
@@ -56,14 +58,14 @@ class StorageTracker(TorchDispatchMode):
 
     def __init__(
         self,
-        modules: ModuleTracker | None = None,
+        modules: "Modules | None" = None,
         stand_in: Callable[[Tensor], Tensor] | None = None,
         inside: Callable[[Any, tuple], int] | None = None,
         note: Callable[..., None] | None = None,
     ) -> None:
-        """`modules` knows the module that is running; `stand_in` is what fakes real tensors;
+        """`modules` knows the one that is running; `stand_in` is what fakes real tensors;
         `inside` tells the bytes that a kernel takes besides (see planner/kernels.py); `note` is
-        told what operators do (a Notebook of planner/work.py)."""
+        told what operators do (a Notebook of planner/work.py, a Witness of planner/record.py)."""
         super().__init__()
         self.modules, self.stand_in, self.inside = modules, stand_in, inside
         self.note = note
@@ -104,8 +106,8 @@ class StorageTracker(TorchDispatchMode):
     def add_scratch(self, size: int, device: torch.device) -> None:
         """Bytes that are there while the operator that was just seen runs."""
         storage = Storage(size, (size,), torch.uint8, device, born=self.now, died=self.now)
-        _, storage.phase, block = self.places[-1]
-        storage.in_block = block is not None
+        storage.name, storage.why = "inside of a kernel", "the kernel works in it"
+        _, storage.phase, storage.block = self.places[-1]
         self.storages.append(storage)
 
     def add_given(self, tensor: Tensor) -> None:
@@ -124,13 +126,11 @@ class StorageTracker(TorchDispatchMode):
         operator = operator.split(".")[0]  # "addmm.default"
         storage = Storage(size, shape, tensor.dtype, tensor.device, self.now, operator=operator)
         if operator:
-            _, storage.phase, block = self.places[-1]
-            storage.in_block = block is not None
+            _, storage.phase, storage.block = self.places[-1]
             # In backward, nothing but a replay builds a graph.
             storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
         if operator and self.modules is not None:
-            storage.module = max(self.modules.parents - {"Global"}, key=len, default="")
-            storage.line = line_of_the_model()
+            storage.module, storage.line = self.modules.innermost, line_of_the_model()
 
         def gone(_: weakref.ref) -> None:
             del self.known[address]  # the next storage at this address is another one
@@ -139,6 +139,11 @@ class StorageTracker(TorchDispatchMode):
         self.known[address] = weakref.ref(memory, gone), storage
         self.storages.append(storage)
         return storage
+
+    def name(self, tensor: Tensor, kind: str, name: str) -> None:
+        """Say what a storage is."""
+        storage = self.add(tensor)
+        storage.kind, storage.name = kind, name
 
     def find(self, tensor: Tensor) -> Storage:
         """The storage of `tensor`; if nobody added it, one that is not counted."""
@@ -156,6 +161,41 @@ class StorageTracker(TorchDispatchMode):
         self.now, self.places = 0, [(0, "", None)]
         for storage in self.storages:
             storage.born = 0
+
+
+class Modules:
+    """While it is entered, knows which part of a model runs: "blocks.0.mlp.c_fc"; "" outside.
+
+    (Looking for `self` on the stack would be shorter; but reading a frame's locals keeps them
+    alive, and with them tensors that are about to go.)
+    """
+
+    def __init__(self, model: nn.Module, root: str = ""):
+        """`root`: the model's own name."""
+        self.names = {module: f"{root}.{name}".strip(".") for name, module in model.named_modules()}
+        self.running: list[str] = []
+
+    @property
+    def innermost(self) -> str:
+        return self.running[-1] if self.running else ""
+
+    def __enter__(self) -> "Modules":
+        def begin(module: nn.Module, args: tuple) -> None:
+            self.running.append(self.names.get(module, self.innermost))
+
+        def end(module: nn.Module, args: tuple, result: Any) -> None:
+            self.running.pop()
+
+        # (A replay is ended by an exception, as soon as it has made what is needed.)
+        self.hooks = [
+            register_module_forward_pre_hook(begin),
+            register_module_forward_hook(end, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
 def line_of_the_model() -> str:
@@ -182,7 +222,7 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
         fake = FakeTensorMode(allow_non_fake_inputs=True)
     if isinstance(model, MiniGPT):
         model.host_memory = HostMemory()  # (see the end: real steps cannot use fake buffers)
-    modules = ModuleTracker()
+    modules = Modules(model, type(model).__name__)
     tracker = StorageTracker(modules, fake.from_tensor)
     for parameter in model.parameters():
         if isinstance(parameter, FakeTensor):

@@ -1,0 +1,143 @@
+"""A step's storages by name: all of them, to the byte, and what is said of them is so."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_memory import CONFIG, planner
+from test_repeat_blocks import SETTINGS
+from torch.autograd.graph import saved_tensors_hooks
+
+from memory import POLICIES
+from model import MiniGPT
+from planner.record import Record, code_of
+from planner.timeline import KINDS
+
+B = 3
+WAYS = {
+    **{policy: {"recompute": policy} for policy in ("none", *POLICIES, "full")},
+    "plain": {"loss_chunks": 1},
+    "groups": {"recompute": "full", "recompute_group": 2},
+    "mix": {"recompute": "mlp", "recompute_layers": 1, "recompute_rest": "cheap"},
+    "offload": {"recompute": "full", "offload_activations": True},
+}
+
+
+def record(way: str = "none", **settings) -> Record:
+    return planner(replace(CONFIG, n_layers=3), **settings).record(B, **WAYS[way])
+
+
+def added_up(step: Record) -> np.ndarray:
+    """(operators + 1, kinds): the storages' bytes, each from its birth to its death."""
+    found = np.zeros_like(step.step.timeline)
+    for storage in step.storages:
+        last = int(min(storage.died, len(found)))
+        found[storage.born : last + 1, KINDS.index(storage.kind)] += storage.bytes
+    return found
+
+
+@pytest.mark.usefixtures("everything_travels")
+@pytest.mark.parametrize("setting", [*SETTINGS, "shards"])
+@pytest.mark.parametrize("way", WAYS)
+def test_storages_are_the_step(way, setting):
+    settings = dict(SETTINGS.get(setting, {"shards": 2, "precision": "bf16"}))
+    if "shards" in settings and way == "groups":
+        pytest.skip("weights are gathered block by block")
+    config = replace(CONFIG, n_layers=3, dropout=settings.pop("dropout", 0.0))
+    plan = planner(config, **settings)
+    found, step = plan.record(B, **WAYS[way]), plan.step(B, **WAYS[way])
+    np.testing.assert_array_equal(found.step.timeline, step.timeline)
+    assert found.step.places == step.places
+    np.testing.assert_array_equal(added_up(found), step.timeline)
+    assert len(found.operators) == len(found.replays) == len(step.timeline)
+    assert sum(storage.bytes for storage in found.at_peak) == step.peak
+    assert all(storage.name and storage.why for storage in found.storages)
+    with_time = len(step.work.flops), len(step.compiled_work.flops)
+    if config.n_layers == found.step.config.n_layers == 3:
+        assert (len(found.begun), len(found.compiled_begun)) == with_time
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_waits_for_backward_is_what_autograd_saves(precision):
+    """Of a real model, by autograd's own hooks."""
+    torch.manual_seed(0)
+    model = MiniGPT(replace(CONFIG, n_layers=3)).train()
+    given = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    ids = torch.zeros(2, B, model.config.max_position_embeddings, dtype=torch.int64)
+    given.add(ids.untyped_storage().data_ptr())
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    bf16 = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+    with saved_tensors_hooks(pack, lambda tensor: tensor), bf16:
+        loss = model(*ids)
+    real = Counter(t.untyped_storage().nbytes() for at, t in saved.items() if at not in given)
+    step = record(precision=precision)
+    backward = step.operators.index("ones_like")  # the gradient of the loss is a 1
+    waiting = [s for s in step.alive(backward) if s.kind in ("activations", "head", "gradients")]
+    assert Counter(s.bytes for s in waiting if s.born and s.shape) == real  # (but the loss)
+    del loss
+
+
+def test_why_and_until_when():
+    step = record(precision="bf16", device_type="cuda")
+    last = {
+        "blocks.1.mlp.c_fc: output": ("GELU's backward needs its input", "gelu_backward"),
+        "blocks.1.ln_2: mean": (
+            "blocks.1.ln_2's backward needs the mean of its input",
+            "native_layer_norm_backward",
+        ),
+        "blocks.1.attn: output": ("attention's backward needs its output", "attention_backward"),
+        "blocks.1.attn.c_attn: output": (
+            "attention's backward needs q, k and v",
+            "attention_backward",
+        ),
+    }
+    for name, (why, operator) in last.items():
+        (storage,) = [s for s in step.storages if s.name == name]
+        assert (storage.why, storage.kind, storage.block) == (why, "activations", 1)
+        assert step.operators[int(storage.died)] == operator
+    copy = "bfloat16 copy of blocks.1.mlp.c_proj.weight"
+    (storage,) = [s for s in step.storages if s.name == copy]
+    assert storage.why == "the gradient of blocks.1.mlp.c_proj's input needs its weight"
+    (storage,) = [s for s in step.storages if s.name == "blocks.1.mlp: gelu"]
+    assert storage.why == "the gradient of blocks.1.mlp.c_proj's weight needs its input"
+    (temporary,) = [s for s in step.storages if s.name == "blocks.1.mlp.c_proj: output"]
+    assert (temporary.kind, temporary.why) == ("temporaries", "on its way to add")
+
+
+@pytest.mark.parametrize("way", ["none", "full", "cheap"])
+def test_lines(way):
+    """Backward's operators have the lines of forward's."""
+    step = record(way, precision="bf16")
+    parts = {"c_fc": "self.c_fc(x)", "c_attn": "self.c_attn(x)", "gelu": "F.gelu("}
+    if way == "cheap":
+        parts = {"c_fc": "block.mlp.c_fc(", "c_attn": "block.attn.c_attn(", "gelu": "F.gelu("}
+    for part, code in parts.items():
+        of_part = part if part == "gelu" else f"{part}: "
+        found = [s for s in step.storages if of_part in s.name and "copy" not in s.name]
+        assert {s.phase for s in found} == {"forward", "backward"}
+        assert all(code in code_of(s.line) for s in found), part
+    gradients = [s for s in step.storages if s.kind == "gradients" and "mlp.c_proj" in s.name]
+    assert len(gradients) == 6 and all("c_proj(" in code_of(s.line) for s in gradients)
+    assert sorted(s.block for s in gradients) == [0, 0, 1, 1, 2, 2]
+
+
+def test_full_keeps_what_the_replays_begin_with():
+    step = record("full", precision="bf16")
+    kept = [s for s in step.storages if s.kind == "activations" and "replay" in s.why]
+    size = B * CONFIG.max_position_embeddings * CONFIG.d_model * 4
+    assert [s.bytes for s in kept] == 3 * [size]
+    assert [s.why for s in kept] == [
+        f"a replay begins with it: native_layer_norm of blocks.{i}.ln_1" for i in range(3)
+    ]
+    replayed = {s.block for s in step.storages if s.replayed}
+    assert replayed == {0, 1, 2}
+    assert not any(s.replayed for s in record("none").storages)
+    begins = np.flatnonzero(np.diff(step.replays.astype(int)) == 1) + 1
+    assert len(begins) == 3  # each in one piece
