@@ -238,6 +238,7 @@ class Planner:
         """
         model, parameters = self.model, list(self.held.parameters())
         names = {p: n for whole in (model, self.held) for n, p in whole.named_parameters()}
+        others_made = self.waiting | set(self.held.blocks[config.n_layers :].parameters())
         notebook = Notebook()
 
         def note(*what: Any) -> None:
@@ -258,7 +259,13 @@ class Planner:
             gather(model, self.held, self.shards, tracker, gloo=self.on_cpu) as gathering,
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):
-            self.name_what_is_there(tracker, config, names)
+            for parameter in parameters:
+                tracker.name(parameter, "parameters", names[parameter])
+                for name, state in self.optimizer.state[parameter].items():
+                    tracker.name(state, "optimizer", f"{name} of {names[parameter]}")
+            for parameter in others_made:
+                parameter.grad = torch.empty_like(parameter)
+                tracker.name(parameter.grad, "gradients", f"gradient of {names[parameter]}")
             ids, labels = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             tracker.name(ids, "activations", "token ids and labels")  # backward will want them
             if config.offload_activations and self.on_cpu:
@@ -295,19 +302,6 @@ class Planner:
     def waiting(self) -> set[nn.Parameter]:
         """Weights whose gradients are there from the step's begin to its end."""
         return set(self.model.parameters()) if self.accumulate or self.ddp else set()
-
-    def name_what_is_there(
-        self, tracker: StorageTracker, config: MiniGPTConfig, names: dict[nn.Parameter, str]
-    ) -> None:
-        """Before the step: weights, the optimizer's state, and gradients that others have made."""
-        for parameter in self.held.parameters():
-            tracker.name(parameter, "parameters", names[parameter])
-            for name, state in self.optimizer.state[parameter].items():
-                tracker.name(state, "optimizer", f"{name} of {names[parameter]}")
-        left_out = set(self.held.blocks[config.n_layers :].parameters())
-        for parameter in self.waiting | left_out:
-            parameter.grad = torch.empty_like(parameter)
-            tracker.name(parameter.grad, "gradients", f"gradient of {names[parameter]}")
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         with self.autocast():
