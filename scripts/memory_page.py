@@ -1,0 +1,276 @@
+"""See a training step's memory move: one HTML page to explore, before anything runs.
+
+python -m scripts.memory_page                                           # the demo's model: seconds
+python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda --out gpt2.html
+python -m scripts.memory_page --model gpt2 --batch-size 8 --card "RTX 4090" --memory-budget 4GiB
+
+Open the file in any browser. It shows each storage of the step, for each recompute policy: what it
+is, which line made it, why it is there and when it goes; what is alive at any instant; which policy
+fits a budget. It needs no network and no other file.
+
+The flags are the trainers' own and mean the same here; the policy that they ask for is the one that
+is shown first. Along the page runs the step: in FLOPs, or, with --card, in predicted seconds.
+`--device cuda` plans for a GPU wherever you are.
+
+All of it comes from the planner (planner/record.py). The page itself is plain HTML, CSS and
+JavaScript, in scripts/page/; this file puts the numbers into it.
+"""
+
+import sys
+
+if not __package__:  # python scripts/memory_page.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+
+import argparse
+import json
+import math
+import re
+import shlex
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from data import DataError
+from planner import Card, Planner
+from planner.choose import describe_recompute, pick_recompute, recompute_flags
+from planner.clock import seconds_of_each
+from planner.formulas import step_flops
+from planner.record import Record, code_of
+from planner.timeline import parts
+from planner.tracker import Storage
+from scripts import say_stopped
+from scripts.memory_timeline_numbers import POLICIES
+from scripts.memory_timeline_pictures import COLORS, NAMES, describe
+from trainer import flags
+from trainer.flags import UsageError, model_config, output_file, print_error
+from trainer.metrics import format_bytes
+from trainer.plan import NO_RECOMPUTE, asked_card, make_planner, target, vocabulary
+from trainer.pretrained import open_init_from
+
+SOURCE = Path(__file__).parent / "page"
+SCRIPTS = ("step.js", "chart.js", "page.js")
+# A part of the step without matrix products has no FLOPs; as wide as this share of the step it can
+# be seen.
+NARROW, UPDATE = 1 / 400, 1 / 50
+WORDS = {
+    "plain": "every intermediate is kept, and all logits at once, as in most tutorials",
+    "none": "every intermediate is kept; the head runs in chunks of tokens",
+    "cheap": "LayerNorms and GELU are done again in backward, no matrix product is",
+    "selective": "what matrix products and attention made is kept, the rest is done again",
+    "mlp": "the MLP half of each block is done again in backward",
+    "attn": "the attention half of each block is done again in backward",
+    "sdpa": "of each block only its input and attention's result are kept",
+    "full": "an activation checkpoint around each block: only its input is kept",
+    "full in groups of 2": "an activation checkpoint around every two blocks",
+}
+MEMORY = ("recompute", "recompute_layers", "recompute_rest", "recompute_group",
+          "offload_activations", "loss_chunks")  # fmt: skip
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Raises UsageError."""
+    parser = flags.build_parser("python -m scripts.memory_page", "unused")
+    parser.description = (
+        "Write a page on which the memory of a training step can be explored. Takes the trainers' "
+        "flags, which mean the same here; those of running have no effect."
+    )
+    add = parser.add_argument_group("page").add_argument
+    add("--out", type=output_file, default=Path("memory_page.html"), metavar="FILE",
+        help="the page (default: %(default)s)")  # fmt: skip
+    args = parser.parse_args(argv)
+    open_init_from(args)
+    budget, card = args.memory_budget, args.card
+    if args.use_activation_checkpoint != "auto":  # for the trainers, only that goes with them
+        args.memory_budget = args.card = None
+    flags.fill_in(args)
+    args.memory_budget, args.card = budget, card
+    return args
+
+
+class Table:
+    """Values, each once; what is used again and again is an index into it."""
+
+    def __init__(self) -> None:
+        self.values: dict[Any, int] = {}
+
+    def __call__(self, value: Any) -> int:
+        return self.values.setdefault(value, len(self.values))
+
+
+class Labels:
+    """What storages are called. Equal blocks have equal storages: only the block's number differs,
+    so that "<+0>" stands for it, and "<+1>" for the next one."""
+
+    def __init__(self) -> None:
+        self.operators, self.lines, self.storages = Table(), Table(), Table()
+
+    def of(self, storage: Storage) -> int:
+        """A number for all that it has in common with its likes in other blocks."""
+        texts = (relative(text, storage.block) for text in (storage.name, storage.why))
+        shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
+        dtype, line = str(storage.dtype).removeprefix("torch."), self.lines(storage.line)
+        return self.storages(
+            (*texts, [*COLORS].index(storage.kind), shape, dtype, storage.bytes, line)
+        )
+
+
+def relative(text: str, block: int | None) -> str:
+    """ "blocks.4.ln_1" from within block 3: "blocks.<+1>.ln_1" """
+    if block is None:
+        return text
+    return re.sub(r"\bblocks\.(\d+)", lambda n: f"blocks.<{int(n[1]) - block:+d}>", text)
+
+
+def along_flops(record: Record) -> tuple[list[int], list[float]]:
+    """Operators and where they stand on the axis, from 0 on, in FLOPs of a step without recompute:
+    a block's forward is as wide as its matrix products, and its operators share that evenly."""
+    step = record.step
+    needed, _ = step_flops(step.config, step.seq_len)
+    flops = np.zeros(len(step.timeline) + 1)
+    np.add.at(flops, record.begun, step.work.flops)
+    whole = needed * step.batch_size * step.seq_len
+    starts, x = [0], [0.0]
+    for phase, _, begins, end in parts(step):
+        least = UPDATE if phase == "optimizer" else NARROW * bool(phase)
+        starts.append(end)
+        x.append(x[-1] + max(flops[begins[0] : end].sum() / whole, least))
+    return starts, x
+
+
+def along_seconds(record: Record, card: Card, compiled: bool) -> tuple[list[int], list[float]]:
+    """The same in predicted seconds on a card."""
+    step = record.step
+    work = step.compiled_work if compiled else step.work
+    begun = record.compiled_begun if compiled else record.begun
+    each = seconds_of_each(work, card) * work.times
+    return [*begun, len(step.timeline)], [0.0, *each.cumsum()]
+
+
+def stretches(flags: np.ndarray) -> list[list[int]]:
+    """Where a row of True begins, and where it has ended."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], flags.astype(int), [0]))))
+    return edges.reshape(-1, 2).tolist()
+
+
+def step_data(
+    record: Record, name: str, labels: Labels, card: Card | None, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One policy, as page.js has it."""
+    step = record.step
+    needed, replayed = step_flops(step.config, step.seq_len, args.compile)
+    starts, x = along_seconds(record, card, args.compile) if card else along_flops(record)
+    born = [storage.born for storage in record.storages]
+    ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
+    return {
+        "name": name,
+        "words": WORDS.get(name, "as it was asked for"),
+        "flags": shlex.join(recompute_flags(step.config)),
+        "flops": (needed + replayed) / needed,
+        "seconds": step.seconds(card, args.compile) if card else None,
+        "peak": step.peak,
+        "where": step.where,
+        "operators": [labels.operators(operator) for operator in record.operators],
+        "starts": starts,
+        "x": [float(f"{at:.7g}") for at in x],
+        "places": [[at, phase, block] for at, phase, block in step.places],
+        "replays": stretches(record.replays),
+        "label": [labels.of(storage) for storage in record.storages],
+        "block": [-1 if s.block is None else s.block for s in record.storages],
+        "born": [b - a for a, b in pairwise([0, *born])],
+        "life": ends,
+    }
+
+
+def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:
+    """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
+    config = planner.config
+    if args.use_activation_checkpoint == "auto":
+        budget = args.memory_budget or target(args)[2] or sys.maxsize
+        card = asked_card(args)
+        config = pick_recompute(planner, args.batch_size, budget, card, args.compile).config
+    asked = {name: getattr(config, name) for name in MEMORY}
+    found = dict(POLICIES)
+    if args.loss_chunks:  # then all have the head that was asked for
+        found = {name: memory for name, memory in found.items() if name != "plain"}
+    if config.n_layers == 1:  # no group of 2
+        found = {n: memory for n, memory in found.items() if memory.get("recompute_group", 1) == 1}
+    for name, memory in found.items():
+        if replace(planner.config, **NO_RECOMPUTE | memory) == config:
+            return found, name
+    return found | {describe_recompute(config): asked}, describe_recompute(config)
+
+
+def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
+    """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
+    kind, precision, room = target(args)
+    config = model_config(args, vocabulary(args))
+    planner = make_planner(args, config, torch.device(kind), precision)
+    card, labels = asked_card(args), Labels()
+    found, first = ways(planner, args)
+    bar.reset(len(found))
+    steps = []
+    for name, memory in found.items():
+        bar.set_description(name)
+        record = planner.record(args.batch_size, **NO_RECOMPUTE | memory)
+        steps.append(step_data(record, name, labels, card, args))
+        bar.update()
+    cards = "predicted" if card is None else f"predicted for {card.name}"
+    return {
+        "about": describe(planner, f"batch of {args.batch_size} x ") + f", {cards}",
+        "axis": "FLOPs" if card is None else "seconds",
+        "budget": args.memory_budget or (room if card else None),
+        "first": [*found].index(first),
+        "kinds": [[NAMES.get(kind, kind), color] for kind, color in COLORS.items()],
+        "lines": [[line, code_of(line)] for line in labels.lines.values],
+        "operators": [*labels.operators.values],
+        "labels": [list(label) for label in labels.storages.values],
+        "steps": steps,
+    }
+
+
+def write_page(data: dict[str, Any], command: str) -> str:
+    """The page: one file, into which the style, the script and the numbers are put."""
+    numbers = json.dumps(data | {"command": command}, separators=(",", ":"))
+    page = (SOURCE / "page.html").read_text()
+    parts = {
+        "/* page.css */": (SOURCE / "page.css").read_text(),
+        "/* page.js */": "".join((SOURCE / name).read_text() for name in SCRIPTS),
+        # "</script>" in a name would end the script.
+        "/* numbers */": "const DATA = " + numbers.replace("<", "\\u003c") + ";",
+    }
+    for mark, part in parts.items():
+        before, _, after = page.partition(mark)
+        page = before + part + after
+    return page
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        args = parse(argv)
+        with tqdm(unit="policy", desc="setting up", disable=None, leave=False) as bar:
+            data = page_data(args, bar)
+        command = shlex.join(["python", "-m", "scripts.memory_page", *words])
+        args.out.write_text(write_page(data, command), encoding="utf-8")
+    except (UsageError, DataError) as error:
+        print_error(error)
+        return 2
+    except OSError as error:  # a full disk
+        print_error(f"--out: {error.filename}: {error.strerror}")
+        return 2
+    except KeyboardInterrupt:
+        say_stopped()
+        return 130
+    size = args.out.stat().st_size
+    print(f"wrote {args.out} ({format_bytes(size)}): open it in a browser")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,408 @@
+// The picture: a column of pixels is one instant of the step, the fullest of those that it covers.
+
+const CHANGE_MS = 350; // a policy's mountain turns into the next one's
+const THIN = 5; // pixels: lower storages get no line of their own
+const RIBBON = 15; // pixels, the height of a row of phases or blocks
+
+class Chart {
+  constructor(canvas, steps, kinds) {
+    Object.assign(this, {canvas, steps, kinds, step: steps[0]});
+    this.budget = null; // bytes
+    this.cursor = {at: 0, storage: -1};
+    const none = steps.find((step) => step.name === "none") || steps[0];
+    this.least = none.total[none.peakAt]; // the picture is never less high than `none`
+    this.longest = Math.max(...steps.map((step) => step.x[step.length]));
+    this.view = [0, this.longest];
+    this.heights = null; // (kinds x columns) as drawn now
+  }
+
+  // ---- where things are
+
+  resize() {
+    const {clientWidth: width, clientHeight: height} = this.canvas;
+    const ratio = window.devicePixelRatio || 1;
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(height * ratio);
+    this.context = this.canvas.getContext("2d");
+    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const left = width < 600 ? 46 : 64, top = 24;
+    this.frame = {left, top, width: width - left - 14, height: height - top - 2 * RIBBON - 30};
+    this.heights = null;
+    this.place();
+  }
+
+  // Which instant each column shows.
+  place() {
+    const {width} = this.frame, [from, to] = this.view, step = this.step;
+    this.columns = new Int32Array(width);
+    const end = step.x[step.length];
+    for (let c = 0; c < width; c++) {
+      const x = from + (to - from) * c / width;
+      let best = x >= end ? -1 : step.at(x);
+      const last = x >= end ? -1 : step.at(from + (to - from) * (c + 0.999) / width);
+      for (let at = best + 1; at <= last; at++) if (step.total[at] > step.total[best]) best = at;
+      this.columns[c] = best; // -1: the step is over
+    }
+  }
+
+  // The bytes at the frame's upper edge.
+  topOf(step) {
+    return 1.09 * Math.max(this.least, step.total[step.peakAt], this.budget || 0);
+  }
+
+  toX(x) {
+    return this.frame.left + (x - this.view[0]) / (this.view[1] - this.view[0]) * this.frame.width;
+  }
+
+  toY(bytes) {
+    return this.frame.top + this.frame.height * (1 - bytes / this.top);
+  }
+
+  fromX(px) {
+    return this.view[0] + (px - this.frame.left) / this.frame.width * (this.view[1] - this.view[0]);
+  }
+
+  fromY(py) {
+    return this.top * (1 - (py - this.frame.top) / this.frame.height);
+  }
+
+  // {at, storage} at a place of the canvas.
+  under(px, py) {
+    const c = Math.floor(px - this.frame.left);
+    if (c < 0 || c >= this.frame.width || this.columns[c] < 0) return null;
+    const at = this.columns[c];
+    const inside = py >= this.frame.top && py <= this.frame.top + this.frame.height;
+    return {at, storage: inside ? this.step.under(at, this.fromY(py)) : -1};
+  }
+
+  // The part in the ribbon at a place of the canvas, a whole phase in its first row.
+  ribbonAt(px, py) {
+    const row = Math.floor((py - this.frame.top - this.frame.height - 4) / RIBBON);
+    if (row < 0 || row > 1 || px < this.frame.left) return null;
+    const at = this.step.at(this.fromX(px)), part = this.step.part(at);
+    if (!part || this.fromX(px) > this.step.x[this.step.length]) return null;
+    return row === 0 ? this.phase(part.phase) : part;
+  }
+
+  // All of a phase, as a part.
+  phase(name) {
+    const parts = this.step.parts.filter((part) => part.phase === name);
+    return {phase: name, block: null, from: parts[0].from, to: parts[parts.length - 1].to};
+  }
+
+  // ---- what is shown
+
+  show(step, animated) {
+    const before = this.heights, topBefore = this.top, topAfter = this.topOf(step);
+    this.step = step;
+    this.top = topAfter;
+    this.place();
+    cancelAnimationFrame(this.frameAsked);
+    const after = this.stackHeights();
+    if (!animated || !before || before[0].length !== after[0].length) {
+      this.heights = after;
+      this.draw();
+      return;
+    }
+    const start = performance.now();
+    const change = (now) => {
+      const done = Math.min(1, Math.max(0, (now - start) / CHANGE_MS)), t = done * (2 - done);
+      this.heights = after.map((row, k) => row.map((h, c) => before[k][c] * (1 - t) + h * t));
+      this.top = topBefore * (1 - t) + topAfter * t;
+      if (done === 1) this.heights = after;
+      this.draw(done < 1);
+      if (done < 1) this.frameAsked = requestAnimationFrame(change);
+    };
+    change(start);
+  }
+
+  zoom(from, to) {
+    const width = Math.max(this.longest / 2000, Math.min(this.longest, to - from));
+    const start = Math.max(0, Math.min(this.longest - width, from));
+    this.view = [start, start + width];
+    this.show(this.step, false);
+  }
+
+  zoomBy(factor, x = (this.view[0] + this.view[1]) / 2) {
+    this.zoom(x - (x - this.view[0]) * factor, x + (this.view[1] - x) * factor);
+  }
+
+  // (kinds) arrays of bytes, a column each.
+  stackHeights() {
+    return this.step.ofKind.slice(0, this.kinds.length).map((bytes) =>
+      Float64Array.from(this.columns, (at) => (at < 0 ? 0 : bytes[at])));
+  }
+
+  // ---- drawing
+
+  color(name) {
+    return getComputedStyle(this.canvas).getPropertyValue(name).trim();
+  }
+
+  draw(isChanging = false) {
+    const {context: c, frame: f} = this;
+    this.colors = {};
+    for (const name of ["ink", "faint", "paper", "light", "edge", "accent"])
+      this.colors[name] = this.color(`--${name}`);
+    c.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    c.font = "12px system-ui, sans-serif";
+    this.drawGrid();
+    if (!this.heights) this.heights = this.stackHeights();
+    this.drawLayers();
+    if (!isChanging) {
+      this.drawEdges();
+      this.drawRibbon();
+      this.drawBlock();
+      this.drawStorage();
+      this.drawCursor();
+      this.drawPeak();
+    }
+    this.drawBudget();
+    c.strokeStyle = this.colors.faint;
+    c.strokeRect(f.left - 0.5, f.top - 0.5, f.width + 1, f.height + 1);
+  }
+
+  drawGrid() {
+    const {context: c, frame: f} = this;
+    const [unit, size] = this.top >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
+    const rough = this.top / size / 6, power = 10 ** Math.floor(Math.log10(rough));
+    const tick = [1, 2, 5, 10].find((n) => n * power >= rough) * power;
+    c.textAlign = "right";
+    c.textBaseline = "middle";
+    for (let n = 0; n * tick * size < this.top; n++) {
+      const y = Math.round(this.toY(n * tick * size)) + 0.5;
+      c.strokeStyle = this.colors.light;
+      c.beginPath();
+      c.moveTo(f.left, y);
+      c.lineTo(f.left + f.width, y);
+      c.stroke();
+      c.fillStyle = this.colors.ink;
+      c.fillText(String(Number((n * tick).toPrecision(6))), f.left - 6, y);
+    }
+    c.textAlign = "left";
+    c.fillText(unit, 4, f.top - 12);
+  }
+
+  drawLayers() {
+    const {context: c, frame: f} = this;
+    const below = new Float64Array(f.width);
+    this.heights.forEach((row, k) => {
+      c.fillStyle = this.kinds[k][1];
+      c.beginPath();
+      for (let i = 0; i < f.width; ) {
+        // Columns of one height are one rectangle.
+        let end = i + 1;
+        while (end < f.width && row[end] === row[i] && below[end] === below[i]) end++;
+        if (row[i] > 0) {
+          const y = this.toY(below[i] + row[i]);
+          c.rect(f.left + i, y, end - i, this.toY(below[i]) - y);
+        }
+        i = end;
+      }
+      c.fill();
+      for (let i = 0; i < f.width; i++) below[i] += row[i];
+    });
+  }
+
+  // Calls visit(storage, first column, last column, bytes below it in each column) bottom up.
+  eachStorage(visit) {
+    const step = this.step, columns = this.columns, below = new Float64Array(columns.length);
+    const shown = columns.findIndex((at) => at < 0);
+    const end = shown < 0 ? columns.length : shown;
+    for (const i of step.stack) {
+      const first = firstAtLeast(columns, end, step.born[i]);
+      const last = firstAtLeast(columns, end, step.died[i] + 1) - 1;
+      if (last < first) continue;
+      if (visit(i, first, last, below) === false) return;
+      for (let c = first; c <= last; c++) below[c] += step.bytes[i];
+    }
+  }
+
+  // A line on each storage that is high enough; a stronger one where another block begins.
+  drawEdges() {
+    const {context: c, frame: f} = this, least = THIN * this.top / f.height;
+    const thin = new Path2D(), strong = new Path2D();
+    let before = null; // the block below
+    this.eachStorage((i, first, last, below) => {
+      if (this.step.kind[i] <= LAST_KIND_OF_STATE) return;
+      const other = before !== null && before !== this.step.block[i];
+      before = this.step.block[i];
+      if (this.step.bytes[i] < least) return;
+      const path = other ? strong : thin;
+      let y = this.toY(below[first]);
+      path.moveTo(f.left + first, y);
+      for (let k = first; k <= last; k++) {
+        const next = this.toY(below[k]);
+        if (next !== y) {
+          path.lineTo(f.left + k, y);
+          path.moveTo(f.left + k, next);
+          y = next;
+        }
+      }
+      path.lineTo(f.left + last + 1, y);
+    });
+    c.strokeStyle = this.colors.edge;
+    c.lineWidth = 0.5;
+    c.stroke(thin);
+    c.lineWidth = 1.2;
+    c.stroke(strong);
+    c.lineWidth = 1;
+  }
+
+  // The rows of phases and of blocks under the picture.
+  drawRibbon() {
+    const {context: c, frame: f} = this, y = f.top + f.height + 4;
+    const lit = this.cursor.storage < 0 ? -1 : this.step.block[this.cursor.storage];
+    c.save();
+    c.beginPath();
+    c.rect(f.left, y, f.width, 2 * RIBBON + 24);
+    c.clip();
+    c.textAlign = "center";
+    c.textBaseline = "middle";
+    for (const name of ["forward", "head", "backward", "optimizer"])
+      this.box(this.phase(name), y, name, this.colors.light);
+    for (const part of this.step.parts) {
+      if (part.block === null) continue;
+      const isLit = part.block === lit;
+      this.box(part, y + RIBBON, String(part.block), isLit ? this.colors.accent : this.colors.light,
+        isLit ? this.colors.paper : this.colors.ink);
+    }
+    c.restore();
+    c.textAlign = "left";
+    c.textBaseline = "top";
+    c.fillStyle = this.colors.ink;
+    if (f.left > 50) {
+      c.fillText("phase", 4, y + 1);
+      c.fillText("block", 4, y + RIBBON + 1);
+    }
+  }
+
+  box(part, y, words, fill, ink = this.colors.ink) {
+    const c = this.context;
+    const from = this.toX(this.step.x[part.from]), to = this.toX(this.step.x[part.to + 1]);
+    c.fillStyle = fill;
+    c.fillRect(from + 0.5, y, Math.max(1, to - from - 1), RIBBON - 2);
+    c.fillStyle = ink;
+    const left = Math.max(from, this.frame.left);
+    const right = Math.min(to, this.frame.left + this.frame.width);
+    if (c.measureText(words).width + 4 < right - left)
+      c.fillText(words, (left + right) / 2, y + RIBBON / 2 - 1);
+  }
+
+  // The block whose storage the cursor is on: its forward, its backward and what that replays.
+  drawBlock() {
+    const block = this.cursor.storage < 0 ? -1 : this.step.block[this.cursor.storage];
+    if (block < 0) return;
+    const {context: c, frame: f, step} = this;
+    c.save();
+    c.beginPath();
+    c.rect(f.left, f.top, f.width, f.height);
+    c.clip();
+    for (const part of step.parts.filter((part) => part.block === block)) {
+      const from = this.toX(step.x[part.from]), to = this.toX(step.x[part.to + 1]);
+      c.fillStyle = this.colors.accent;
+      c.globalAlpha = 0.14;
+      c.fillRect(from, f.top, to - from, f.height);
+      for (const [begin, end] of step.replays) {
+        if (begin < part.from || begin > part.to) continue;
+        const left = this.toX(step.x[begin]);
+        c.globalAlpha = 0.2;
+        c.fillRect(left, f.top, this.toX(step.x[end]) - left, f.height);
+      }
+    }
+    c.restore();
+  }
+
+  // The storage that the cursor is on, from its birth to its death.
+  drawStorage() {
+    const {context: c, frame: f, cursor, step} = this;
+    if (cursor.storage < 0) return;
+    this.eachStorage((i, first, last, below) => {
+      if (i !== cursor.storage) return;
+      const path = new Path2D(), height = Math.max(1.5, step.bytes[i] / this.top * f.height);
+      for (let k = first; k <= last; ) {
+        let end = k + 1;
+        while (end <= last && below[end] === below[k]) end++;
+        path.rect(f.left + k, this.toY(below[k]) - height, end - k, height);
+        k = end;
+      }
+      c.fillStyle = this.colors.paper;
+      c.globalAlpha = 0.45;
+      c.fill(path);
+      c.globalAlpha = 1;
+      c.strokeStyle = this.colors.ink;
+      c.stroke(path);
+      return false;
+    });
+  }
+
+  drawPeak() {
+    const {context: c, frame: f, step} = this, peak = step.total[step.peakAt];
+    const x = this.toX((step.x[step.peakAt] + step.x[step.peakAt + 1]) / 2), y = this.toY(peak);
+    if (x < f.left || x > f.left + f.width) return;
+    c.fillStyle = this.colors.ink;
+    c.beginPath();
+    c.moveTo(x, y - 1);
+    c.lineTo(x - 5, y - 9);
+    c.lineTo(x + 5, y - 9);
+    c.fill();
+    c.font = "bold 13px system-ui, sans-serif";
+    this.label(`peak ${format(peak)}, ${step.where}`, x, y - 17);
+    c.font = "12px system-ui, sans-serif";
+  }
+
+  // Words on paper, kept inside of the frame.
+  label(words, x, y) {
+    const {context: c, frame: f} = this, width = c.measureText(words).width + 8;
+    const left = Math.max(f.left, Math.min(f.left + f.width - width, x - width / 2));
+    c.fillStyle = this.colors.paper;
+    c.globalAlpha = 0.85;
+    c.fillRect(left, y - 8, width, 16);
+    c.globalAlpha = 1;
+    c.fillStyle = this.colors.ink;
+    c.textAlign = "left";
+    c.textBaseline = "middle";
+    c.fillText(words, left + 4, y);
+  }
+
+  drawBudget() {
+    if (this.budget === null) return;
+    const {context: c, frame: f} = this, y = Math.round(this.toY(this.budget)) + 0.5;
+    c.strokeStyle = this.colors.ink;
+    c.lineWidth = 1.5;
+    c.setLineDash([6, 4]);
+    c.beginPath();
+    c.moveTo(f.left, y);
+    c.lineTo(f.left + f.width, y);
+    c.stroke();
+    c.setLineDash([]);
+    c.lineWidth = 1;
+    c.fillStyle = this.colors.ink;
+    c.beginPath();
+    c.arc(f.left + f.width, y, 7, 0, 2 * Math.PI); // what a finger takes
+    c.fill();
+    this.label(`budget ${format(this.budget)}`, f.left + f.width - 70, y + 11);
+  }
+
+  drawCursor() {
+    const {context: c, frame: f, step, cursor} = this;
+    const x = this.toX((step.x[cursor.at] + step.x[cursor.at + 1]) / 2);
+    if (x < f.left || x > f.left + f.width) return;
+    c.strokeStyle = this.colors.ink;
+    c.beginPath();
+    c.moveTo(x, f.top);
+    c.lineTo(x, f.top + f.height + 4);
+    c.stroke();
+  }
+}
+
+// The first of the `end` columns, whose instants grow, that shows `at` or later.
+function firstAtLeast(columns, end, at) {
+  let low = 0, high = end;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (columns[middle] < at) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
