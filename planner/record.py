@@ -43,8 +43,9 @@ RESULTS = {
     "sum": ("gradient of bias",),
     "add": ("sum of gradients",),
 }
-# What some variables of memory/head.py are.
+# What some variables of model.py and memory/head.py are.
 VARIABLES = {
+    "x": "x, the sum of both embeddings",
     "buffer": "logits of a chunk, then their gradient",
     "copy": "low-precision copy of the weight, padded",
     "gradients": "gradient of its input",
@@ -94,7 +95,7 @@ class Record:
 
     step: StepMemory
     storages: list[Storage]  # in order of birth
-    operators: list[str]  # (operators + 1,) what ran; the first one: before the step
+    operators: list[str]  # (operators + 1,) what ran; "" before the step, and for views
     replays: np.ndarray  # (operators + 1,) bool: in backward, forward done again
     begun: list[int]  # where each operator of `step.work` begins
     compiled_begun: list[int]  # and each of `step.compiled_work`
@@ -129,7 +130,8 @@ class Witness:
         name = short(operator.__name__.split(".")[0])
         source = self.source(tracker.phase)
         replays = tracker.phase == "backward" and not source.is_backward
-        self.operators.append(name)
+        # (Views do nothing, nor do the marks of a profiler's ranges.)
+        self.operators.append("" if is_view(operator) or name.startswith("_record") else name)
         self.replays.append(replays)
         if is_view(operator):
             return

@@ -37,6 +37,7 @@ import torch
 from tqdm import tqdm
 
 from data import DataError
+from model import MiniGPTConfig
 from planner import Card, Planner
 from planner.choose import describe_recompute, pick_recompute, recompute_flags
 from planner.clock import seconds_of_each
@@ -158,6 +159,12 @@ def stretches(flags: np.ndarray) -> list[list[int]]:
     return edges.reshape(-1, 2).tolist()
 
 
+def trainer_flags(config: MiniGPTConfig) -> list[str]:
+    """What a trainer is told to get such a step."""
+    chunks = ["--loss-chunks", str(config.loss_chunks)] if config.loss_chunks else []
+    return recompute_flags(config) + chunks
+
+
 def step_data(
     record: Record, name: str, labels: Labels, card: Card | None, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def step_data(
     return {
         "name": name,
         "words": WORDS.get(name, "as it was asked for"),
-        "flags": shlex.join(recompute_flags(step.config)),
+        "flags": shlex.join(trainer_flags(step.config)),
         "flops": (needed + replayed) / needed,
         "seconds": step.seconds(card, args.compile) if card else None,
         "peak": step.peak,

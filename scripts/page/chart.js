@@ -13,6 +13,7 @@ class Chart {
     this.least = none.total[none.peakAt]; // the picture is never less high than `none`
     this.longest = Math.max(...steps.map((step) => step.x[step.length]));
     this.view = [0, this.longest];
+    this.isEnlarged = false; // does the picture begin above weights and moments?
     this.heights = null; // (kinds x columns) as drawn now
   }
 
@@ -26,7 +27,7 @@ class Chart {
     this.context = this.canvas.getContext("2d");
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const left = width < 600 ? 46 : 64, top = 24;
-    this.frame = {left, top, width: width - left - 14, height: height - top - 2 * RIBBON - 30};
+    this.frame = {left, top, width: width - left - 14, height: height - top - 2 * RIBBON - 10};
     this.heights = null;
     this.place();
   }
@@ -45,9 +46,19 @@ class Chart {
     }
   }
 
-  // The bytes at the frame's upper edge.
-  topOf(step) {
-    return 1.09 * Math.max(this.least, step.total[step.peakAt], this.budget || 0);
+  // The bytes at the frame's lower and upper edge.
+  rangeOf(step) {
+    if (!this.isEnlarged)
+      return [0, 1.09 * Math.max(this.least, step.total[step.peakAt], this.nearBudget)];
+    const most = this.columns.reduce((most, at) => (at < 0 ? most : Math.max(most, step.total[at])), 0);
+    let floor = 0;
+    for (let k = 0; k <= LAST_KIND_OF_STATE; k++) floor += step.ofKind[k][0];
+    return [floor - 0.04 * (most - floor), most + 0.12 * (most - floor)];
+  }
+
+  // A budget that is far above would make the picture flat.
+  get nearBudget() {
+    return this.budget === null ? 0 : Math.min(this.budget, 1.25 * this.least);
   }
 
   toX(x) {
@@ -55,7 +66,8 @@ class Chart {
   }
 
   toY(bytes) {
-    return this.frame.top + this.frame.height * (1 - bytes / this.top);
+    const [bottom, top] = this.range;
+    return this.frame.top + this.frame.height * (1 - (bytes - bottom) / (top - bottom));
   }
 
   fromX(px) {
@@ -63,7 +75,8 @@ class Chart {
   }
 
   fromY(py) {
-    return this.top * (1 - (py - this.frame.top) / this.frame.height);
+    const [bottom, top] = this.range;
+    return bottom + (top - bottom) * (1 - (py - this.frame.top) / this.frame.height);
   }
 
   // {at, storage} at a place of the canvas.
@@ -93,10 +106,10 @@ class Chart {
   // ---- what is shown
 
   show(step, animated) {
-    const before = this.heights, topBefore = this.top, topAfter = this.topOf(step);
+    const before = this.heights, rangeBefore = this.range;
     this.step = step;
-    this.top = topAfter;
     this.place();
+    const rangeAfter = this.range = this.rangeOf(step);
     cancelAnimationFrame(this.frameAsked);
     const after = this.stackHeights();
     if (!animated || !before || before[0].length !== after[0].length) {
@@ -108,7 +121,7 @@ class Chart {
     const change = (now) => {
       const done = Math.min(1, Math.max(0, (now - start) / CHANGE_MS)), t = done * (2 - done);
       this.heights = after.map((row, k) => row.map((h, c) => before[k][c] * (1 - t) + h * t));
-      this.top = topBefore * (1 - t) + topAfter * t;
+      this.range = rangeAfter.map((bytes, i) => rangeBefore[i] * (1 - t) + bytes * t);
       if (done === 1) this.heights = after;
       this.draw(done < 1);
       if (done < 1) this.frameAsked = requestAnimationFrame(change);
@@ -164,12 +177,13 @@ class Chart {
 
   drawGrid() {
     const {context: c, frame: f} = this;
-    const [unit, size] = this.top >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
-    const rough = this.top / size / 6, power = 10 ** Math.floor(Math.log10(rough));
+    const [bottom, top] = this.range;
+    const [unit, size] = top >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
+    const rough = (top - bottom) / size / 6, power = 10 ** Math.floor(Math.log10(rough));
     const tick = [1, 2, 5, 10].find((n) => n * power >= rough) * power;
     c.textAlign = "right";
     c.textBaseline = "middle";
-    for (let n = 0; n * tick * size < this.top; n++) {
+    for (let n = Math.ceil(bottom / size / tick); n * tick * size < top; n++) {
       const y = Math.round(this.toY(n * tick * size)) + 0.5;
       c.strokeStyle = this.colors.light;
       c.beginPath();
@@ -186,6 +200,8 @@ class Chart {
   drawLayers() {
     const {context: c, frame: f} = this;
     const below = new Float64Array(f.width);
+    c.save();
+    this.clip();
     this.heights.forEach((row, k) => {
       c.fillStyle = this.kinds[k][1];
       c.beginPath();
@@ -202,6 +218,14 @@ class Chart {
       c.fill();
       for (let i = 0; i < f.width; i++) below[i] += row[i];
     });
+    c.restore();
+  }
+
+  clip() {
+    const {context: c, frame: f} = this;
+    c.beginPath();
+    c.rect(f.left, f.top, f.width, f.height);
+    c.clip();
   }
 
   // Calls visit(storage, first column, last column, bytes below it in each column) bottom up.
@@ -220,14 +244,20 @@ class Chart {
 
   // A line on each storage that is high enough; a stronger one where another block begins.
   drawEdges() {
-    const {context: c, frame: f} = this, least = THIN * this.top / f.height;
+    const {context: c, frame: f} = this;
+    const least = THIN * (this.range[1] - this.range[0]) / f.height;
     const thin = new Path2D(), strong = new Path2D();
+    // Where a block's layers together are that high, in each kind.
+    const blocks = new Set(this.step.block).size;
+    const isHigh = this.step.ofKind.map((bytes) =>
+      bytes.reduce((a, b) => Math.max(a, b), 0) / blocks > 1.5 * least);
     let before = null; // the block below
     this.eachStorage((i, first, last, below) => {
-      if (this.step.kind[i] <= LAST_KIND_OF_STATE) return;
-      const other = before !== null && before !== this.step.block[i];
+      const kind = this.step.kind[i];
+      if (kind <= LAST_KIND_OF_STATE) return;
+      const other = isHigh[kind] && before !== null && before !== this.step.block[i];
       before = this.step.block[i];
-      if (this.step.bytes[i] < least) return;
+      if (this.step.bytes[i] < least && !other) return;
       const path = other ? strong : thin;
       let y = this.toY(below[first]);
       path.moveTo(f.left + first, y);
@@ -241,12 +271,14 @@ class Chart {
       }
       path.lineTo(f.left + last + 1, y);
     });
+    c.save();
+    this.clip();
     c.strokeStyle = this.colors.edge;
     c.lineWidth = 0.5;
     c.stroke(thin);
-    c.lineWidth = 1.2;
-    c.stroke(strong);
     c.lineWidth = 1;
+    c.stroke(strong);
+    c.restore();
   }
 
   // The rows of phases and of blocks under the picture.
@@ -295,9 +327,7 @@ class Chart {
     if (block < 0) return;
     const {context: c, frame: f, step} = this;
     c.save();
-    c.beginPath();
-    c.rect(f.left, f.top, f.width, f.height);
-    c.clip();
+    this.clip();
     for (const part of step.parts.filter((part) => part.block === block)) {
       const from = this.toX(step.x[part.from]), to = this.toX(step.x[part.to + 1]);
       c.fillStyle = this.colors.accent;
@@ -319,19 +349,23 @@ class Chart {
     if (cursor.storage < 0) return;
     this.eachStorage((i, first, last, below) => {
       if (i !== cursor.storage) return;
-      const path = new Path2D(), height = Math.max(1.5, step.bytes[i] / this.top * f.height);
+      const path = new Path2D();
+      const height = Math.max(1.5, this.toY(0) - this.toY(step.bytes[i]));
       for (let k = first; k <= last; ) {
         let end = k + 1;
         while (end <= last && below[end] === below[k]) end++;
         path.rect(f.left + k, this.toY(below[k]) - height, end - k, height);
         k = end;
       }
+      c.save();
+      this.clip();
       c.fillStyle = this.colors.paper;
       c.globalAlpha = 0.45;
       c.fill(path);
       c.globalAlpha = 1;
       c.strokeStyle = this.colors.ink;
       c.stroke(path);
+      c.restore();
       return false;
     });
   }
@@ -367,7 +401,8 @@ class Chart {
 
   drawBudget() {
     if (this.budget === null) return;
-    const {context: c, frame: f} = this, y = Math.round(this.toY(this.budget)) + 0.5;
+    const {context: c, frame: f} = this, y = Math.round(this.budgetY()) + 0.5;
+    const isAbove = this.budget > this.range[1], isBelow = this.budget < this.range[0];
     c.strokeStyle = this.colors.ink;
     c.lineWidth = 1.5;
     c.setLineDash([6, 4]);
@@ -381,7 +416,14 @@ class Chart {
     c.beginPath();
     c.arc(f.left + f.width, y, 7, 0, 2 * Math.PI); // what a finger takes
     c.fill();
-    this.label(`budget ${format(this.budget)}`, f.left + f.width - 70, y + 11);
+    const beyond = isAbove ? " (above)" : isBelow ? " (below)" : "";
+    this.label(`budget ${format(this.budget)}${beyond}`, f.left + f.width - 70, y + (isBelow ? -11 : 11));
+  }
+
+  // Where the budget's line is: at an edge, if it is beyond.
+  budgetY() {
+    const {top, height} = this.frame;
+    return Math.max(top, Math.min(top + height, this.toY(this.budget)));
   }
 
   drawCursor() {

@@ -78,7 +78,7 @@ function setBudget(bytes, from) {
   const [first] = fitting.sort((a, b) => cost(a) - cost(b) || order(a) - order(b));
   $("verdict").textContent = !first ? "nothing fits"
     : `first that fits: ${first.name} (${costWords(first)})`;
-  $("verdict").title = first ? first.flags : "";
+  $("flags").textContent = first ? first.flags : "";
   if (chart.heights) chart.show(chart.step, false);
 }
 
@@ -170,15 +170,17 @@ function groupRow({name, kind, bytes, storages}, total, isOne) {
   share.textContent = `${(100 * bytes / total).toFixed(1)} %`;
   const button = document.createElement("button");
   button.type = "button";
-  button.textContent = storages.length > 1 ? `${storages.length} × ${name}` : name;
+  button.textContent = storages.length > 1 ? `${storages.length} × ${name}`
+    : chart.step.text(storages[0], 0);
   button.style.setProperty("--kind", DATA.kinds[kind][1]);
   if (storages.length > 1) button.setAttribute("aria-expanded", "false");
   else button.addEventListener("click", () => point({at: pinned, storage: storages[0]}));
   what.append(button);
-  const line = DATA.lines[DATA.labels[chart.step.label[storages[0]]][6]];
-  if (line[0]) {
+  const lines = new Set(storages.map((i) => DATA.labels[chart.step.label[i]][6]));
+  const [where, text] = DATA.lines[[...lines][0]];
+  if (lines.size === 1 && where) {
     const code = document.createElement("code");
-    code.textContent = `${line[0]}  ${line[1]}`;
+    code.textContent = `${where}  ${text}`;
     what.append(code);
   }
   row.append(size, share, what);
@@ -232,8 +234,10 @@ function listenToPointers(canvas) {
     const box = canvas.getBoundingClientRect();
     return {x: event.clientX - box.left, y: event.clientY - box.top};
   };
-  const onBudget = (p) => chart.budget !== null && Math.abs(p.y - chart.toY(chart.budget)) < 9 &&
-    (p.x > chart.frame.left + chart.frame.width - 30 || Math.abs(p.y - chart.toY(chart.budget)) < 5);
+  const onBudget = (p) => { // its line, or what a finger takes of it
+    const away = Math.abs(p.y - chart.budgetY());
+    return away < 4 || away < 14 && p.x > chart.frame.left + chart.frame.width - 30;
+  };
 
   canvas.addEventListener("pointerdown", (event) => {
     const p = place(event);
@@ -319,6 +323,16 @@ function makeZoom() {
       (phase ? zoomTo(chart.phase(phase)) : chart.zoom(0, chart.longest)));
     $("zoom").append(button);
   }
+  const enlarge = document.createElement("button");
+  enlarge.type = "button";
+  enlarge.textContent = "hide weights and moments";
+  enlarge.setAttribute("aria-pressed", "false");
+  enlarge.addEventListener("click", () => {
+    chart.isEnlarged = !chart.isEnlarged;
+    enlarge.setAttribute("aria-pressed", String(chart.isEnlarged));
+    chart.show(chart.step, false);
+  });
+  $("zoom").append(enlarge);
 }
 
 // ---- keys
@@ -396,7 +410,7 @@ function begin() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart.draw());
   chart.resize();
   choose(DATA.first);
-  setBudget(DATA.budget ?? 0.75 * none.total[none.peakAt]);
+  setBudget(DATA.budget ?? Math.round(7.5 * none.total[none.peakAt] / SIZE) / 10 * SIZE);
 }
 
 begin();

@@ -134,9 +134,10 @@ class Step {
     return part.phase + block + (this.isReplay(at) ? ", replay" : "");
   }
 
+  // The operator that ran last: (views, which have no name here, do nothing).
   operator(at) {
-    const name = this.all.operators[this.operators[at]];
-    return name.startsWith("_record") ? "" : name; // (the end of a profiler's range)
+    while (at > 0 && !this.all.operators[this.operators[at]]) at--;
+    return this.all.operators[this.operators[at]];
   }
 
   comes(i) {
@@ -149,8 +150,7 @@ class Step {
     const at = this.died[i];
     if (this.life[i] < 0) return "stays for the next step";
     if (at === this.born[i]) return "at once";
-    const after = this.operator(at) ? `after ${this.operator(at)}, ` : "";
-    return `${after}${this.placeOf(at)} (operator ${at.toLocaleString("en")})`;
+    return `after ${this.operator(at)}, ${this.placeOf(at)} (operator ${at.toLocaleString("en")})`;
   }
 
   // The largest storage that the step itself has made, of those at an instant; or -1.
