@@ -12,7 +12,7 @@ Why a storage is there is told by who reads it: what waits in forward until back
 import linecache
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,9 +166,13 @@ class Witness:
         self, step: StepMemory, tracker: StorageTracker, operations: list[Operation]
     ) -> Record:
         """Of the step that was watched, when it is over."""
-        storages = [s for s in tracker.storages if s.device.type == "cpu" and s.bytes]
-        for storage in storages:
-            storage.why = storage.why or why(storage, self.reads[storage])
+        storages = []
+        for seen in tracker.storages:
+            if seen.device.type != "cpu" or not seen.bytes:
+                continue  # offloaded, or nothing
+            storage = replace(seen)  # (weights die with their planner, which is another story)
+            storages.append(storage)
+            storage.why = storage.why or why(storage, self.reads[seen])
             if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\.", storage.name)):
                 storage.block = int(found[1])  # its weights and their gradients
         begun, compiled = ([op.first for op in done] for done in (operations, fuse(operations)))

@@ -45,3 +45,26 @@ def plt():
     from scripts.memory_timeline_pictures import load_pyplot
 
     return load_pyplot()
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """A browser without a window; its tests are skipped where there is none."""
+    from scripts.page_shots import chromium
+    from trainer.flags import UsageError
+
+    try:
+        browser = chromium()
+        entered = browser.__enter__()
+    except UsageError as error:
+        pytest.skip(str(error))
+    yield entered
+    browser.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def made_page(tmp_path_factory):
+    """What scripts.memory_page makes of a small model, and what the planner says about it."""
+    from pages import FLAGS, Made
+
+    return Made(FLAGS, tmp_path_factory.mktemp("page"))

@@ -186,7 +186,7 @@ class Step {
   }
 }
 
-// "1.23 GiB", as trainer/metrics.py writes it; and the bytes themselves.
+// "1.23 GiB"; and the bytes themselves.
 function format(bytes) {
   for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
     if (bytes >= size) return `${(bytes / size).toFixed(unit === "GiB" ? 2 : 1)} ${unit}`;
