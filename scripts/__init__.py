@@ -3,7 +3,8 @@
 use        generate (a trained model writes), evaluate (how good it is), export_hf (for
            transformers), plot_metrics (its curves)
 plan       plan_memory (what fits) with plan_table and plan_knobs, cards (which card fits what),
-           memory_timeline (a step's memory, drawn), benchmark (measured)
+           memory_timeline (a step's memory, drawn), memory_page (the same, to explore) with
+           page_shots (its pictures), benchmark (measured)
 learn      lesson, checkpoint_from_scratch, kept_tensors (what a block keeps), block_picture (the
            same, drawn), ladder (what each rung costs), fine_tuning (what trained weights save)
 trust      reliability with reliability_endings, _conditions, faults and trainer_process (runs that

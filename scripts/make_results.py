@@ -44,6 +44,17 @@ RESULTS = {
         + ("memory_timeline.json",),
         "20 s",
     ),
+    "page": Result(
+        "python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda "
+        "--amp-dtype bfloat16",
+        (),
+        "20 s; out/memory_page.html, for the next one",
+    ),
+    "page_picture": Result(
+        f"python -m scripts.page_shots --readme {FOLDER}/memory_page.png",
+        ("memory_page.png",),
+        "seconds of Chromium",
+    ),
     "block": Result(
         f"python -m scripts.block_picture --out {FOLDER}", ("block_policies.png",), "seconds"
     ),

@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "flags, which mean the same here; those of running have no effect."
     )
     add = parser.add_argument_group("page").add_argument
-    add("--out", type=output_file, default=Path("memory_page.html"), metavar="FILE",
+    add("--out", type=output_file, default=Path("out/memory_page.html"), metavar="FILE",
         help="the page (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     open_init_from(args)
@@ -264,6 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         with tqdm(unit="policy", desc="setting up", disable=None, leave=False) as bar:
             data = page_data(args, bar)
         command = shlex.join(["python", "-m", "scripts.memory_page", *words])
+        args.out.parent.mkdir(exist_ok=True)  # (for the default)
         args.out.write_text(write_page(data, command), encoding="utf-8")
     except (UsageError, DataError) as error:
         print_error(error)

@@ -1,7 +1,7 @@
 """Look at scripts.memory_page's page in Chromium: pictures of it, and how fast it is.
 
-python -m scripts.page_shots memory_page.html          # pictures in out/, light and dark, and times
-python -m scripts.page_shots memory_page.html --readme scripts/results/memory_page.png
+python -m scripts.page_shots                  # pictures in out/, light and dark, and times
+python -m scripts.page_shots --readme scripts/results/memory_page.png
 
     out/page_1400_light.png ...    at 1,400, 800 and 390 pixels: a laptop, a tablet, a phone
 
@@ -96,7 +96,7 @@ def shoot(browser: Any, url: str, folder: Path) -> None:
 
 def shoot_for_readme(browser: Any, url: str, file: Path) -> None:
     """The page as somebody sees it who points at a tensor: the upper part, one screen high."""
-    size = {"width": 1200, "height": 760}
+    size = {"width": 1200, "height": 800}
     page = browser.new_page(viewport=size, color_scheme="light", reduced_motion="reduce")
     page.goto(url)
     box, frame = page.locator("#chart").bounding_box(), page.evaluate("chart.frame")
@@ -111,10 +111,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m scripts.page_shots", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
-    add("page", type=Path, metavar="PAGE", help="what scripts.memory_page wrote")
+    # fmt: off
+    add("page", type=Path, nargs="?", default=Path("out/memory_page.html"), metavar="PAGE",
+        help="what scripts.memory_page wrote (default: %(default)s)")
     add("--out", type=output_folder, default=Path("out"), metavar="FOLDER",
-        help="where the pictures go (default: %(default)s)")  # fmt: skip
+        help="where the pictures go (default: %(default)s)")
     add("--readme", type=output_file, metavar="FILE", help="make the README's picture, no other")
+    # fmt: on
     args = parser.parse_args(argv)
     url = args.page.absolute().as_uri()
     try:

@@ -187,7 +187,7 @@ def test_seconds(chromium, tmp_path):
         longest, every = page.evaluate("[chart.longest, steps.map((step) => step.seconds)]")
         assert longest == pytest.approx(max(every), rel=1e-6)
         first = page.get_by_role("radio").nth(1).inner_text()
-        assert f"{1000 * every[1]:.1f} ms, +0.0 %" in first
+        assert f"{1000 * every[1]:.1f} ms, +0.0%" in first
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ const none = steps.find((step) => step.name === "none") || steps[0];
 
 function costWords(step) {
   const more = 100 * (cost(step) / cost(none) - 1);
-  const words = `${more < 0 ? "−" : "+"}${Math.abs(more).toFixed(1)} %`;
+  const words = `${more < 0 ? "−" : "+"}${Math.abs(more).toFixed(1)}%`;
   return DATA.axis === "seconds" ? `${(1000 * step.seconds).toFixed(1)} ms, ${words}`
     : `${words} FLOPs`;
 }
@@ -167,7 +167,7 @@ function groupRow({name, kind, bytes, storages}, total, isOne) {
   row.dataset.count = storages.length;
   size.textContent = format(bytes);
   size.title = exactly(bytes);
-  share.textContent = `${(100 * bytes / total).toFixed(1)} %`;
+  share.textContent = `${(100 * bytes / total).toFixed(1)}%`;
   const button = document.createElement("button");
   button.type = "button";
   button.textContent = storages.length > 1 ? `${storages.length} × ${name}`
