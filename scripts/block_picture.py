@@ -31,6 +31,7 @@ from planner.formulas import step_flops
 from planner.step import follow
 from planner.tracker import Storage, StorageTracker
 from scripts import say_stopped
+from scripts.memory_timeline_pictures import COLORS, SMALL, WIDTH, save_picture
 from trainer.flags import OneLineParser, UsageError, output_folder, print_error
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
@@ -217,8 +218,8 @@ def text_table(blocks: dict[str, list[BlockTensor]]) -> str:
 
 # ---- The picture
 
-# Okabe and Ito's colours, those that memory_timeline has for the same two things.
-ORANGE, RED, GREY = "#E69F00", "#D55E00", "#999999"
+# Those that memory_timeline has for the same two things.
+ORANGE, RED, GREY = COLORS["activations"], COLORS["recomputed"], "#999999"
 LOOKS: dict[str, dict[str, Any]] = {
     "kept": {"facecolor": ORANGE, "edgecolor": ORANGE},
     "replayed": {"facecolor": "white", "edgecolor": RED, "hatch": "//"},
@@ -246,42 +247,49 @@ def load_pyplot() -> Any:
     from matplotlib import pyplot as plt
 
     plt.rcdefaults()  # not the style that the reader may have at home
-    plt.rcParams.update({"hatch.linewidth": 0.8, "savefig.dpi": 160, "svg.hashsalt": "block"})
+    style: Any = {"hatch.linewidth": 0.8, "savefig.dpi": 200, "svg.hashsalt": "block"}
+    plt.rcParams.update(style | {"font.size": SMALL})
     return plt
 
 
 def draw(plt: Any, blocks: dict[str, list[BlockTensor]]) -> Any:
     """A block a policy, side by side; heights are bytes. Forward goes down, backward up."""
-    figure, axis = plt.subplots(figsize=(8, 8.4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(WIDTH, 7.6), layout="constrained")
+    left = {"x": -0.15, "ha": "right"}
     top = 0.0
     for row in zip(*blocks.values(), strict=True):
         size = row[0].bytes / BTC
         height = max(size, THIN)
-        small = {"ha": "right", "va": "center", "fontsize": 9 if size >= THIN else 7.5}
-        axis.text(-0.55, top + height / 2, row[0].name, **small)
-        axis.text(-0.15, top + height / 2, f"{size:.0f}" if size >= 1 else f"{size:.2f}", **small)
+        axis.text(-0.75, top + height / 2, row[0].name, ha="right", va="center")
+        axis.text(y=top + height / 2, s=btc(size), va="center", **left)
         for column, tensor in enumerate(row):
             look = {"linewidth": 0.8, **LOOKS[tensor.state]}
             axis.add_patch(plt.Rectangle((column, top), 0.8, height, **look))
         top += height + GAP
-    axis.text(-0.15, -0.5, "BTC", ha="right", va="bottom", fontsize=9)
-    axis.text(-0.15, top + 0.4, "kept of a block, BTC", ha="right", va="top", weight="bold")
-    axis.text(-0.15, top + 2.1, "FLOPs of a step", ha="right", va="top")
+    sums, flops = top + 0.5, top + 2.3
+    axis.text(y=-0.5, s="size (BTC)", va="bottom", **left)
+    axis.text(y=sums, s="kept of a block (BTC)", va="top", weight="bold", **left)
+    axis.text(y=flops, s="FLOPs of a step", va="top", **left)
     for column, (policy, tensors) in enumerate(blocks.items()):
         middle = {"x": column + 0.4, "ha": "center"}
         axis.text(y=-0.5, s=policy, va="bottom", weight="bold", **middle)
-        axis.text(y=top + 0.4, s=f"{kept_btc(tensors):.1f}", va="top", weight="bold", **middle)
-        axis.text(y=top + 2.1, s=f"{relative_flops(policy):.2f}", va="top", **middle)
-    axis.set(xlim=(-2.6, len(blocks) - 0.1), ylim=(top + 3.6, -2))
+        axis.text(y=sums, s=f"{kept_btc(tensors):.1f}", va="top", weight="bold", **middle)
+        axis.text(y=flops, s=f"{relative_flops(policy):.2f}", va="top", **middle)
+    axis.set(xlim=(-3.2, len(blocks) - 0.1), ylim=(top + 3.8, -2))
     axis.axis("off")
     legend = [plt.Rectangle((0, 0), 1, 1, label=WORDS[state], **LOOKS[state]) for state in LOOKS]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(
         "What a transformer block makes, and what becomes of it until backward\n"
-        "GPT-2 small, bfloat16 autocast; heights are bytes, in B x T x C (thin ones drawn thicker)",
-        fontsize=10.5,
+        "GPT-2 small, bfloat16 autocast. A box is as high as it has bytes, in units of\n"
+        "B x T x C (BTC); thin ones are drawn thicker",
+        fontsize=10,
     )
     return figure
+
+
+def btc(size: float) -> str:
+    return f"{size:.0f}" if size >= 1 else f"{size:.2f}"
 
 
 def save(figure: Any, file: Path, text: str) -> None:
@@ -292,7 +300,7 @@ def save(figure: Any, file: Path, text: str) -> None:
         ".pdf": {"Subject": text, "CreationDate": None, "Creator": None, "Producer": None},
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, metadata=about[file.suffix])
+    save_picture(figure, file, about[file.suffix])
 
 
 def build_parser() -> argparse.ArgumentParser:

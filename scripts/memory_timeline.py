@@ -55,7 +55,13 @@ from scripts.memory_timeline_numbers import (
     relative_flops,
     ways,
 )
-from scripts.memory_timeline_pictures import FORMATS, draw_made_of, draw_timeline, load_pyplot
+from scripts.memory_timeline_pictures import (
+    FORMATS,
+    draw_made_of,
+    draw_timeline,
+    load_pyplot,
+    save_picture,
+)
 from trainer import flags
 from trainer.device import choose_device
 from trainer.flags import UsageError, model_config, output_file, output_folder, print_error
@@ -171,7 +177,7 @@ def draw_all(args: argparse.Namespace) -> dict[str, Any]:
         for name, draw in pictures.items():
             bar.set_description(f"drawing {name}")
             file = args.out / f"memory_{name}.{args.format}"
-            draw().savefig(file, metadata=FORMATS[args.format])
+            save_picture(draw(), file, FORMATS[args.format])
             bar.update()
             bar.write(f"wrote {file}")
     return {

@@ -20,10 +20,9 @@ from scripts.memory_timeline_numbers import (
     n_state_bytes,
     relative_flops,
 )
-from scripts.memory_timeline_pictures import COLORS, Unit, describe
+from scripts.memory_timeline_pictures import COLORS, GRAY, WIDTH, Unit, describe
 
-POINT, BEST = "#D55E00", "#009E73"
-BEATEN = "hollow: another one saves as much and costs no more"
+POINT, BEST = "#D55E00", "#007A59"
 
 
 class Choice(NamedTuple):
@@ -31,6 +30,7 @@ class Choice(NamedTuple):
 
     step: StepMemory | None  # None: nothing fits
     words: str
+    budget: int | None = None
 
     @classmethod
     def of(
@@ -49,15 +49,15 @@ class Choice(NamedTuple):
             free = [step for step in steps if relative_flops(step) == 1]
             least = min(step.peak for step in free)
             step = next(step for step in free if step.peak <= 1.01 * least)
-            words = "the least memory at no more FLOPs; another with --memory-budget"
+            words = "the least memory with no matmul twice (or ask with --memory-budget)"
             return cls(step, f"{describe_recompute(step.config)}: {words}")
         limit = Unit.of(budget).text(budget)
         if n_state_bytes(planner) < budget:  # else no recompute helps
             step = pick_recompute(planner, batch_size, budget, card, compiled)
             if step.peak <= budget:
                 words = f"what auto takes within --memory-budget {limit}"
-                return cls(step, f"{describe_recompute(step.config)}: {words}")
-        return cls(None, f"nothing fits in --memory-budget {limit}")
+                return cls(step, f"{describe_recompute(step.config)}:\n{words}", budget)
+        return cls(None, f"nothing fits in --memory-budget {limit}", budget)
 
 
 def predicted(planner: Planner, batch_size: int, choice: Choice, cost: Cost) -> Points:
@@ -85,34 +85,44 @@ def draw_frontier(
     cost: Cost,
 ) -> Any:
     """Peak memory against what a step costs: FLOPs, predicted time, or time that was measured."""
-    figure, axis = plt.subplots(figsize=(8, 5.5))
+    figure, axis = plt.subplots(figsize=(WIDTH, 5.3))
     points, source = measured or (predicted(planner, batch_size, choice, cost), "predicted")
     unit = Unit.of(max(peak for _, peak in points.values()))
-    state = n_state_bytes(planner)
-    words = f"{state / n_parameters(planner):.3g} bytes a parameter, which no policy frees"
-    axis.axhspan(
-        0, state / unit.size, color=COLORS["optimizer"], alpha=0.3, linewidth=0, label=words
-    )
+    state = n_state_bytes(planner) / unit.size
+    each = f"{n_state_bytes(planner) / n_parameters(planner):.3g} bytes a parameter"
+    words = f"parameters, moments, gradients: {each}, which no policy frees"
+    axis.axhspan(0, state, color=COLORS["optimizer"], alpha=0.3, linewidth=0, label=words)
     curves = [] if measured else draw_mixes(axis, planner, batch_size, unit, cost)
+    beaten = f"hollow: another needs no more memory and no more {'time' if measured else cost.unit}"
     for place in points.values():
-        beaten = any(is_better(other, place) for other in points.values())
-        fill = {"markerfacecolor": "white", "label": BEATEN} if beaten else {}
+        hollow = any(is_better(other, place) for other in points.values())
+        fill = {"markerfacecolor": "white", "label": beaten} if hollow else {}
         axis.plot(place[0], place[1] / unit.size, "o", color=POINT, **fill)
     best = None if measured else mark(axis, choice, unit, cost)
     axis.set_xlabel(cost.words if measured is None else "time of a step (s)")
     axis.set_ylabel(f"peak memory of a step ({unit.name})")
     axis.margins(x=0.2)
     axis.set_xlim(axis.get_xlim())  # and no wider for what is drawn from now on
-    axis.set_ylim(0, 1.12 * max(peak for _, peak in points.values()) / unit.size)
-    axis.grid(alpha=0.3)
+    top = 1.12 * max(peak for _, peak in points.values()) / unit.size
+    axis.set_ylim(0, top)
+    levels = [state]
+    if choice.budget and measured is None and choice.budget / unit.size < top:
+        levels.append(choice.budget / unit.size)
+        axis.axhline(levels[-1], color="black", linewidth=1, linestyle="--", label="the budget")
+    if measured is None:
+        axis.xaxis.set_major_formatter(lambda x, _: f"{100 * (x - 1):+.3g}%" if x != 1 else "0")
+    low, high = axis.get_xlim()
+    near = 0.05 * (high - low)  # at the frame's ends: a tick's words would leave it
+    axis.set_xticks([x for x in axis.get_xticks() if low + near < x < high - near])
     about = describe(planner, f"batch of {batch_size} x ")
     about += f"\n{source}" if measured else f", {source}"
-    figure.suptitle(f"What each policy saves, and what it costs\n{about}")
+    figure.suptitle(f"What each policy saves, and what it costs (best: lower left)\n{about}")
     handles, labels = axis.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
-    figure.legend(once.values(), once, loc="outside lower center", frameon=False, fontsize=9)
+    figure.legend(once.values(), once, loc="outside lower center", frameon=False)
     figure.draw_without_rendering()  # now places are known
     places = {name: (x, peak / unit.size) for name, (x, peak) in points.items()}
+    curves += [np.array([(low, level), (high, level)]) for level in levels]
     label_points(axis, places, curves, best)
     return figure
 
@@ -148,7 +158,7 @@ def mark(axis: Any, choice: Choice, unit: Unit, cost: Cost) -> tuple[float, floa
 
 # Where a label may stand around its point, the best first: to the right, then to the left.
 AROUND = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
-DISTANCES = (10, 18, 28, 40, 54)  # in points of 1/72 inch
+DISTANCES = (10, 18, 28, 40, 54, 70, 90, 120)  # in points of 1/72 inch
 
 
 def label_points(
@@ -158,34 +168,57 @@ def label_points(
     best: tuple[float, float] | None,
 ) -> None:
     """Each point's name at the nearest free place around it: inside of the frame, on no other
-    name, no point and no line. If that is not near, a thin line leads there."""
-    frame, to_pixels = axis.get_window_extent(), axis.transData.transform
-    radius = 7 * axis.figure.dpi / 72
+    name, no point and no line. If that is not beside it, a thin line leads there."""
+    to_pixels, point = axis.transData.transform, axis.figure.dpi / 72
     # What a name must not cover, as points (n, 2) in pixels.
     points = to_pixels(list(places.values()))
-    corners = np.array([*product((-1, 0, 1), repeat=2)]) * radius
+    corners = np.array([*product((-1, 0, 1), repeat=2)]) * 7 * point
     taken = [(points[:, None] + corners).reshape(-1, 2)]
     taken += [between(*pair) for curve in curves for pair in pairwise(to_pixels(curve))]
     boxes: list[Any] = []
     for (name, place), pixel in zip(places.items(), points, strict=True):
-        text = None
+        others = points[np.hypot(*(points - pixel).T) > 4 * point]
         for distance, (dx, dy) in product(DISTANCES, AROUND):
-            if text is not None:
-                text.remove()
             text = write(axis, name, place, (dx * distance, dy * distance), place == best)
             box = text.get_window_extent().padded(2)
-            free = frame.containsx(box.x0) and frame.containsx(box.x1)
-            free &= frame.containsy(box.y0) and frame.containsy(box.y1)
-            free &= not any(box.overlaps(other) for other in boxes)
-            if free and not any(box.count_contains(covered) for covered in taken):
+            end = pixel + np.array([dx, dy]) * (distance - 2) * point
+            leader = between(pixel, end) if distance > DISTANCES[0] else None
+            if is_free(axis, box, boxes, taken) and is_clear(box, pixel, others, leader, boxes):
                 break
-        assert text is not None
+            text.remove()
+        else:  # nowhere: then where it is looked for
+            box = write(axis, name, place, (DISTANCES[0], 0), place == best).get_window_extent()
+            leader = None
         boxes.append(box)
-        if distance > DISTANCES[1]:
-            end = pixel + np.array([dx, dy]) * (distance - 2) * axis.figure.dpi / 72
-            taken.append(between(pixel, end))
+        if leader is not None:
+            taken.append(leader)
             back = axis.transData.inverted().transform([pixel, end])
-            axis.plot(*back.T, color="#666666", linewidth=0.7, zorder=0.5, label="_leader")
+            axis.plot(*back.T, color=GRAY, linewidth=0.7, zorder=0.5, label="_leader")
+
+
+def is_free(axis: Any, box: Any, boxes: list[Any], taken: list[np.ndarray]) -> bool:
+    """Inside of the frame, on no other name, no point and no line."""
+    frame = axis.get_window_extent()
+    inside = frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)
+    alone = not any(box.overlaps(other) for other in boxes)
+    return inside and alone and not any(box.count_contains(covered) for covered in taken)
+
+
+def is_clear(
+    box: Any, pixel: np.ndarray, others: np.ndarray, leader: np.ndarray | None, boxes: list[Any]
+) -> bool:
+    """Nobody takes the name for another point's: it is nearest to its own, or a line leads there,
+    past all other points and names."""
+    if leader is None:
+        return distance_to(box, pixel[None]).min() <= distance_to(box, others).min(initial=np.inf)
+    near = np.hypot(*(leader[:, None] - others).T) < 0.7 * box.height
+    return not near.any() and not any(other.count_contains(leader) for other in boxes)
+
+
+def distance_to(box: Any, points: np.ndarray) -> np.ndarray:
+    """(n, 2) -> (n,) pixels."""
+    low, high = np.array([box.x0, box.y0]), np.array([box.x1, box.y1])
+    return np.hypot(*np.maximum(0, np.maximum(low - points, points - high)).T)
 
 
 def between(start: np.ndarray, end: np.ndarray) -> np.ndarray:

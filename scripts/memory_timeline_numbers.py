@@ -92,11 +92,15 @@ class Cost:
         return step.seconds(self.card, self.compiled) / none.seconds(self.card, self.compiled)
 
     @property
+    def unit(self) -> str:
+        return "FLOPs" if self.card is None else "time"
+
+    @property
     def words(self) -> str:
         if self.card is None:
-            return "FLOPs of a step (none = 1)"
+            return "FLOPs of a step, against none"
         compiled = ", compiled" if self.compiled else ""
-        return f"predicted time of a step, {self.card.name}{compiled} (none = 1)"
+        return f"predicted time of a step, against none ({self.card.name}{compiled})"
 
 
 def flops_done(step: StepMemory) -> np.ndarray:

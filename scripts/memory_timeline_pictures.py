@@ -3,9 +3,13 @@
 matplotlib is imported by load_pyplot alone: where it is missing, that is one line and no traceback.
 """
 
+import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from planner.step import Planner
 from planner.timeline import KINDS, StepMemory
@@ -23,19 +27,31 @@ from scripts.memory_timeline_numbers import (
 )
 from trainer.flags import UsageError
 
-# Bottom up, what is always there first: the same order everywhere. Okabe and Ito's colours, which
-# colour-blind readers can tell apart: cold ones for the training state.
+# Bottom up, what is always there first: the same order everywhere. Okabe and Ito's hues, cold ones
+# for the training state; some lighter or darker, for as they are a colour-blind reader takes the
+# head for temporaries, and recomputed for activations.
 COLORS = {
     "parameters": "#0072B2",
     "optimizer": "#56B4E9",
-    "gradients": "#009E73",
+    "gradients": "#007A59",
     "activations": "#E69F00",
-    "recomputed": "#D55E00",
-    "head": "#CC79A7",
-    "temporaries": "#999999",
+    "recomputed": "#C04A00",
+    "head": "#C66A9C",
+    "temporaries": "#C4C4C4",
 }
-NAMES = {"optimizer": "moments", "head": "head (logits, loss)"}  # others: the kind's own
-GRAY = "#666666"
+DARK = ("parameters", "gradients", "recomputed")  # white words can be read there, black ones not
+WORDS = {  # in the legend, of what explains itself less
+    "optimizer": "moments: the optimizer's",
+    "activations": "activations: kept for backward",
+    "recomputed": "recomputed: made again in backward",
+    "head": "head: logits, loss",
+    "temporaries": "temporaries: soon gone",
+}
+GRAY = "#555555"
+SHADE = "#EEEEEE"  # of every other phase
+# Pages show a picture some 830 pixels wide, whatever its own width. SMALL at this WIDTH is then
+# 16 pixels high, as the text around it is. Both in their usual units: inches, points.
+WIDTH, SMALL = 6.4, 9
 TEETH = 8  # blocks that are enlarged, at most
 # Without the date and the program that made it: the same numbers make the same file.
 FORMATS: dict[str, dict[str, None]] = {
@@ -71,10 +87,27 @@ def load_pyplot(program: str = "memory_timeline") -> Any:
     from matplotlib import pyplot as plt
 
     plt.rcdefaults()  # not the style that the reader may have at home
-    style: Any = {"figure.constrained_layout.use": True, "figure.titlesize": 11, "savefig.dpi": 160}
+    style: Any = {"figure.constrained_layout.use": True, "figure.titlesize": 10, "savefig.dpi": 200}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "minigpt"}
-    plt.rcParams.update(style | {"axes.titlelocation": "left", "axes.titlesize": 10})
+    style |= {"axes.titlelocation": "left", "axes.titlesize": 9.5, "font.size": SMALL}
+    plt.rcParams.update(style)
     return plt
+
+
+def save_picture(figure: Any, file: Path, metadata: Mapping[str, str | None]) -> None:
+    """A PNG with 256 colours, which is all that it has but at the edges of letters: so it takes a
+    third of the bytes. Raises what `savefig` does."""
+    figure.savefig(file, metadata=metadata or None)  # some formats know none
+    if file.suffix == ".png":
+        from PIL import Image, PngImagePlugin  # matplotlib needs them, too
+
+        about = PngImagePlugin.PngInfo()
+        for key, words in metadata.items():
+            if words is not None:
+                about.add_text(key, words)
+        with Image.open(file) as picture:
+            few = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        few.save(file, optimize=True, pnginfo=about)
 
 
 def describe(planner: Planner, batch: str) -> str:
@@ -88,43 +121,67 @@ def describe(planner: Planner, batch: str) -> str:
 def legend(plt: Any, *more: Any) -> dict[str, Any]:
     """A colour for each kind, in the order of the layers, and `more`."""
     handles = [
-        plt.Rectangle((0, 0), 1, 1, color=color, label=NAMES.get(kind, kind))
+        plt.Rectangle((0, 0), 1, 1, color=color, label=WORDS.get(kind, kind))
         for kind, color in COLORS.items()
     ]
-    return {"handles": handles + [*more], "loc": "outside lower center", "ncols": 4}
+    return {"handles": handles + [*more], "loc": "outside lower center", "ncols": 2}
 
 
 def draw_timeline(plt: Any, planner: Planner, batch_size: int, records: dict[str, Record]) -> Any:
     """Memory over one step, a panel a policy, all on one scale; below, the teeth of `full`."""
     steps = {name: planner.step(batch_size, **POLICIES[name]) for name in PANELS}
     rows = [["plain", "none"], ["cheap", "full"], ["teeth", "teeth"]]
-    figure, axes = plt.subplot_mosaic(rows, figsize=(8, 9), height_ratios=(3, 3, 2))
-    unit = Unit.of(max(step.peak for step in steps.values()))
-    top = 1.3 * max(step.peak for step in steps.values()) / unit.size
-    right = 1.06 * max(flops_done(step)[-1] for step in steps.values())
-    none = steps["none"]
-    line = plt.Line2D([], [], color=GRAY, linewidth=0.7, label="with none")
+    figure, axes = plt.subplot_mosaic(rows, figsize=(WIDTH, 8), height_ratios=(3, 3, 2))
+    most = max(step.peak for step in steps.values())
+    unit = Unit.of(most)
+    right = 1.09 * max(flops_done(step)[-1] for step in steps.values())
+    outline = {"where": "post", "color": GRAY, "linewidth": 0.8}
     for name, step in steps.items():
         axis = axes[name]
         draw_layers(axis, step, records.get(name), unit)
         if step.config.recompute != "none":
-            x, y = flops_done(none)[:-1], none.total[:-1] / unit.size  # until gradients go
-            axis.step(x, y, where="post", color=GRAY, linewidth=0.7)
-        label_phases(axis, step, top, right, unit)
-        label_layers(axis, step, top, unit)
-        label_peak(axis, step, max(step.peak, 0 if name == "plain" else none.peak), right, unit)
-        axis.set(title=title(name, steps), xlim=(0, right), ylim=(0, top), xticks=np.arange(5) / 4)
+            x, y = none_until_gradients_go(steps["none"])
+            axis.step(x, y / unit.size, **outline)
+        top = 1.3 * most / unit.size
+        axis.set(title=title(name, steps), xlim=(0, right), ylim=(0, top), xticks=[0, 0.5, 1])
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+        axis.tick_params(labelleft=name in ("plain", "cheap"))  # the scale is one
     for name in ("plain", "cheap"):
         axes[name].set_ylabel(f"memory in use ({unit.name})")
     for name in ("cheap", "full"):
-        axes[name].set_xlabel("FLOPs done (100% = a step without recompute)")
+        axes[name].set_xlabel("FLOPs done\n(100% = a step without recompute)")
     draw_teeth(plt, axes, steps["full"], records.get("full"), unit)
     black = "\nblack: the allocator's own record" if records else ""
     about = describe(planner, f"batch of {batch_size} x ")
     figure.suptitle(f"Memory over one training step\n{about}, predicted{black}")
+    line = plt.Line2D([], [], color=GRAY, linewidth=0.8, label="outline: memory with none")
     figure.legend(**legend(plt, line), frameon=False)
+    label_panels(figure, axes, steps, unit)
     return figure
+
+
+def none_until_gradients_go(none: StepMemory) -> tuple[np.ndarray, np.ndarray]:
+    """(when, bytes) of the outline that other policies are compared with."""
+    return flops_done(none)[:-1], none.total[:-1]
+
+
+def label_panels(
+    figure: Any, axes: dict[str, Any], steps: dict[str, StepMemory], unit: Unit
+) -> None:
+    """All words inside of the panels, when it is known how much room there is."""
+    figure.draw_without_rendering()
+    names = max(label_phases(axes[name], step) for name, step in steps.items())
+    peak_label = 2.7 * SMALL * figure.dpi / 72  # with the triangle below it, and some air
+    taken = (names + peak_label) / axes["plain"].get_window_extent().height
+    top = max(step.peak for step in steps.values()) / unit.size / (1 - taken)
+    for name in steps:
+        axes[name].set_ylim(0, top)
+    figure.draw_without_rendering()
+    for name, step in steps.items():
+        label_layers(axes[name], step, unit)
+        lines = [(flops_done(step), step.total)]
+        lines += [none_until_gradients_go(steps["none"])] * (step.config.recompute != "none")
+        label_peak(axes[name], step, lines, unit)
 
 
 def title(name: str, steps: dict[str, StepMemory]) -> str:
@@ -135,7 +192,7 @@ def title(name: str, steps: dict[str, StepMemory]) -> str:
             return f"{name}: here the same as {other}"
     words = f"{name}: {PANELS[name]}"
     if step.config.recompute != "none":
-        words += f", {relative_flops(step) - 1:+.0%} FLOPs"
+        words += f"\n{relative_flops(step) - 1:+.0%} FLOPs"
     return words
 
 
@@ -146,46 +203,81 @@ def draw_layers(axis: Any, step: StepMemory, record: Record | None, unit: Unit) 
         axis.step(record[0], record[1] / unit.size, where="post", color="black", linewidth=0.7)
 
 
-def label_phases(axis: Any, step: StepMemory, top: float, right: float, unit: Unit) -> None:
-    x = flops_done(step)
-    for name in PHASES:
+def label_phases(axis: Any, step: StepMemory) -> float:
+    """Every other phase is shaded, and each has its name: in a row at the top, turned where it is
+    too wide. The optimizer is but a line at the end; its name stands behind it, where nothing is.
+    Returns how far down from the top the names come, in pixels."""
+    x, frame, lowest = flops_done(step), axis.get_window_extent(), 0.0
+    pixels = axis.transData.transform
+    left = frame.x0  # of here the next name may begin
+    for i, name in enumerate(PHASES):
         start, end = step.phase(name).start, min(step.phase(name).stop, len(x) - 1)
-        # From the layers up: their names are not crossed.
-        dotted = {"color": "black", "linewidth": 0.6, "linestyle": ":"}
-        axis.vlines(x[start], step.total[start] / unit.size, top, **dotted)
+        if i % 2:
+            axis.axvspan(x[start], x[end], color=SHADE, linewidth=0, zorder=0)
+        words = {"transform": axis.get_xaxis_transform(), "in_layout": False}
         if name == "optimizer":
-            axis.text(x[end], 0.98 * top, f" {name}", rotation=90, va="top", fontsize=8)
+            words |= {"xycoords": words.pop("transform"), "textcoords": "offset points"}
+            axis.annotate(name, (x[end], 0), (2, 3), rotation=90, va="bottom", **words)
             continue
-        middle, width = (x[start] + x[end]) / 2, (x[end] - x[start]) / right
-        turned = 90 if width < 0.012 * len(name) else 0  # too narrow for half of it
-        words = {"ha": "center", "va": "top", "fontsize": 8 if turned else 9}
-        axis.text(middle, 0.98 * top, name, rotation=turned, **words)
+        text = axis.text(x[[start, end]].mean(), 0.99, name, ha="center", va="top", **words)
+        (begins, _), (ends, _) = pixels([(x[start], 0), (x[end], 0)])
+        if text.get_window_extent().width > 0.98 * (ends - begins):
+            text.set_rotation(90)
+        box = text.get_window_extent()
+        move_right(axis, text, max(0, left - box.x0))
+        left, lowest = text.get_window_extent().x1 + 2, max(lowest, frame.y1 - box.y0)
+    return lowest
 
 
-def label_layers(axis: Any, step: StepMemory, top: float, unit: Unit) -> None:
-    """Those that are thick enough for their name: what is always there left of backward, where
-    `full` has a frame; all else where it is highest, in the head."""
-    x, head, bottom = flops_done(step), step.phase("head"), 0.0
-    for kind in COLORS:
-        before, height = step.timeline[[head.start, head.stop - 1], KINDS.index(kind)] / unit.size
-        if min(before, height) > 0.07 * top:
-            start = 0 if kind in ("parameters", "optimizer") else head.start
-            place = x[[start, head.stop]].mean(), bottom + height / 2
-            name = "moments" if kind == "optimizer" else kind
-            axis.text(*place, name, ha="center", va="center", fontsize=8)
-        bottom += height
+def move_right(axis: Any, text: Any, pixels: float) -> None:
+    x, y = text.get_position()
+    text.set_x(x + pixels * np.diff(axis.get_xlim())[0] / axis.get_window_extent().width)
 
 
-def label_peak(axis: Any, step: StepMemory, above: int, right: float, unit: Unit) -> None:
-    """A triangle at the peak; its name `above` so many bytes, where no line passes."""
+def label_layers(axis: Any, step: StepMemory, unit: Unit) -> None:
+    """Each layer's name where there is most room for it, if there is any: inside of its colour."""
+    x, pixel = flops_done(step), axis.get_window_extent()
+    across = np.linspace(0, x[-1], 500)
+    kinds = [KINDS.index(kind) for kind in COLORS]
+    at = np.searchsorted(x, across, side="right") - 1
+    tops = step.timeline[at][:, kinds].cumsum(axis=1).T / unit.size  # (kinds, 500)
+    bottoms = np.vstack([0 * across, tops[:-1]])
+    for kind, bottom, top in zip(COLORS, bottoms, tops, strict=True):
+        name, color = {"optimizer": "moments"}.get(kind, kind), "white" if kind in DARK else "black"
+        text = axis.text(0, 0, name, ha="center", va="center_baseline", color=color)
+        text.set_in_layout(False)
+        box = text.get_window_extent().padded(3)
+        width = box.width / pixel.width * np.diff(axis.get_xlim())[0]
+        n = min(len(across), math.ceil(width / across[1]) + 1)
+        low = sliding_window_view(bottom, n).max(axis=1)
+        room = sliding_window_view(top, n).min(axis=1) - low
+        best = room.argmax()
+        if room[best] < box.height / pixel.height * axis.get_ylim()[1]:
+            text.remove()
+        else:
+            text.set_position((across[best : best + n].mean(), low[best] + room[best] / 2))
+
+
+def label_peak(
+    axis: Any, step: StepMemory, lines: list[tuple[np.ndarray, np.ndarray]], unit: Unit
+) -> None:
+    """A triangle at the peak, and its height above all `lines` (when, bytes) that pass there."""
     x, y = flops_done(step)[step.total.argmax()], step.peak / unit.size
-    axis.plot(x, y, "v", color="black", markersize=6)
-    axis.vlines(x, y, above / unit.size, color="black", linewidth=0.7)
-    side = "right" if x > 0.8 * right else "left" if x < 0.2 * right else "center"
-    words = {"ha": side, "textcoords": "offset points", "weight": "bold"}
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     name = f"peak {unit.text(step.peak)}"
-    axis.annotate(name, (x, above / unit.size), (0, 7), bbox=box, **words)
+    words = {"textcoords": "offset points", "weight": "bold", "in_layout": False}
+    text = axis.annotate(name, (x, y), (0, 7), ha="center", va="bottom", **words)
+    # Between the frame and the end of the step, behind which "optimizer" stands.
+    box, frame = text.get_window_extent(), axis.get_window_extent()
+    end, _ = axis.transData.transform((flops_done(step)[-1], 0))
+    shift = max(0, frame.x0 + 2 - box.x0) - max(0, box.x1 - end + 4)
+    text.xyann = (shift * 72 / axis.figure.dpi, 7)
+    box = text.get_window_extent()
+    (left, _), (right, _) = axis.transData.inverted().transform([(box.x0, 0), (box.x1, 0)])
+    above = max(total[(left <= at) & (at <= right)].max(initial=0) for at, total in lines)
+    above = max(step.peak, above) / unit.size
+    text.xy = (x, above)
+    axis.plot(x, y, "v", color="black", markersize=6)
+    axis.vlines(x, y, above, color="black", linewidth=0.8)
 
 
 def draw_teeth(
@@ -208,9 +300,10 @@ def draw_teeth(
     x, height = flops_done(step)[[start, end]], high - low
     bottom = max(0, low - 0.5 * height)
     axis.set(xlim=x, ylim=(bottom, high + 0.05 * height), xticks=[])
-    axis.set_ylabel(unit.name)
+    axis.yaxis.set_major_locator(plt.MaxNLocator(5))
+    axis.set_ylabel(f"{unit.name}, not from 0" if bottom else unit.name)
     blocks = "every block" if n == n_layers else f"the last {n} of {n_layers} blocks"
-    axis.set_title(f"full, framed part enlarged: backward of {blocks}, a tooth for each")
+    axis.set_title(f"full, the framed part enlarged:\nbackward of {blocks}, a tooth for each")
     frame = {"width": x[1] - x[0], "height": high + 0.05 * height - bottom}
     axes["full"].add_patch(plt.Rectangle((x[0], bottom), **frame, fill=False, linewidth=0.8))
 
@@ -218,10 +311,9 @@ def draw_teeth(
 def draw_made_of(plt: Any, planner: Planner, batch_size: int) -> Any:
     """What the peak is made of: a panel a batch size, a bar a policy."""
     batches = bar_batches(batch_size)
-    size, state = (8, 2.1 + 1.7 * len(batches)), n_state_bytes(planner)
+    size, state = (WIDTH, 2.4 + 1.6 * len(batches)), n_state_bytes(planner)
     figure, grid = plt.subplots(len(batches), 1, figsize=size, sharex=True, squeeze=False)
-    most = planner.step(batch_size, **POLICIES["plain"]).peak
-    unit, axes = Unit.of(most), grid[:, 0]
+    unit, axes = Unit.of(planner.step(batch_size, **POLICIES["plain"]).peak), grid[:, 0]
     for axis, sequences in zip(axes, batches, strict=True):
         steps = [planner.step(sequences, **POLICIES[name]) for name in BARS]
         for row, step in enumerate(steps):
@@ -231,20 +323,29 @@ def draw_made_of(plt: Any, planner: Planner, batch_size: int) -> Any:
                 axis.barh(row, width, left=left, color=color, height=0.7)
                 left += width
             text = unit.text(step.peak) + compare(step.peak, steps[0].peak) * (row > 0)
-            axis.text(left + 0.012 * most / unit.size, row, text, va="center", weight="bold")
+            words = {"textcoords": "offset points", "va": "center", "weight": "bold"}
+            axis.annotate(text, (left, row), (5, 0), in_layout=False, **words)
         dashed = axis.axvline(state / unit.size, color="black", linewidth=1, linestyle="--")
         axis.set_yticks(range(len(BARS)), BARS)
         axis.invert_yaxis()
         axis.set_title(f"batch of {sequences} sequence" + "s" * (sequences > 1))
-    dashed.set_label(f"{state / n_parameters(planner):.3g} bytes a parameter")
-    xlabel = f"memory at the peak of the step ({unit.name})"
-    axes[-1].set(xlim=(0, 1.3 * most / unit.size), xlabel=xlabel)
+    each = f"{state / n_parameters(planner):.3g} bytes a parameter"
+    dashed.set_label(f"parameters, moments, all gradients:\n{each}, whatever the policy")
+    xlabel = f"memory at the peak of the step ({unit.name}); percentages: against plain"
+    axes[-1].set_xlabel(xlabel)
     about = describe(planner, "sequences of ")
     figure.suptitle(f"What the peak of a training step is made of\n{about}, predicted")
     figure.legend(**legend(plt, dashed), frameon=False)
+    figure.draw_without_rendering()  # now widths are known: each bar has room for its words
+    frame = axes[0].get_window_extent().width
+    labels = [label for axis in axes for label in axis.texts]
+    room = [frame - label.get_window_extent().width - 10 * figure.dpi / 72 for label in labels]
+    ends = zip((label.xy[0] for label in labels), room, strict=True)
+    axes[-1].set_xlim(0, max(end * frame / max(pixels, frame / 3) for end, pixels in ends))
     return figure
 
 
 def compare(peak: int, plain: int) -> str:
-    """ ", -53%" """
-    return ", the same" if peak == plain else f", {peak / plain - 1:+.0%}"
+    """ ", 53% less" """
+    share = f"{abs(peak / plain - 1):.0%}"
+    return ", the same" if share == "0%" else f", {share} {'less' if peak < plain else 'more'}"

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scripts import say_stopped
-from scripts.memory_timeline_pictures import FORMATS, GRAY, Unit, load_pyplot
+from scripts.memory_timeline_pictures import FORMATS, GRAY, WIDTH, Unit, load_pyplot, save_picture
 from trainer.flags import OneLineParser, UsageError, number, print_error
 from trainer.metrics import read_metrics
 
 Runs = dict[str, list[dict[str, Any]]]  # name -> records
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, each with a marker of its own.
+# Okabe and Ito's colours, most of which colour-blind readers can tell apart, each with a marker of
+# its own: along validation, or at the end of the line.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 LINES = ["-", "-.", ":"]  # of the first seven runs, the next seven, ...
@@ -51,8 +52,8 @@ class Panel(NamedTuple):
 
 PANELS = [
     Panel("Loss", "nats per token", "train_loss", "val_loss", smooth=True),
-    Panel("Perplexity", "perplexity", "train_ppl", "val_ppl", smooth=True, logarithmic=True),
-    Panel("Learning rate", "learning rate", "lr"),
+    Panel("Perplexity", "", "train_ppl", "val_ppl", smooth=True, logarithmic=True),
+    Panel("Learning rate", "", "lr"),
     Panel("Speed", "tokens per second", "tokens_per_s", smooth=True),
     Panel("Peak memory so far", "", "peak_memory_bytes"),
 ]
@@ -95,7 +96,7 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
     """A panel for each of PANELS, a colour for each run; the sixth place holds the legend."""
-    figure, grid = plt.subplots(2, 3, figsize=(13, 7))
+    figure, grid = plt.subplots(3, 2, figsize=(WIDTH, 7.6))
     *axes, last = grid.flat
     looks = {
         name: (COLORS[i % 7], MARKERS[(i + i // 7) % 7], LINES[i // 7 % 3])
@@ -107,8 +108,10 @@ def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
         for name, records in runs.items():
             drawn = draw_run(axis, panel, records, looks[name], smooth, unit.size)
             kinds |= drawn if panel.smooth else set()
-        axis.set(title=panel.title, xlabel="optimizer step", ylabel=panel.label or unit.name)
+        axis.set(title=panel.title, ylabel=panel.label or unit.name)
         tidy(plt, axis, panel)
+    for lowest in axes[-2:]:
+        lowest.set_xlabel("optimizer step")
     handles = [
         plt.Line2D([], [], color=color, linestyle=line, marker=marker, label=name)
         for name, (color, marker, line) in looks.items()
@@ -134,12 +137,13 @@ def draw_run(
     window = smooth or (len(steps) // 20 if len(steps) >= LONG else 1)
     window = min(window, len(steps)) if panel.smooth else 1
     style = {"color": color, "linestyle": line}
+    end = {} if panel.validation else {"marker": marker, "markersize": 5, "markevery": [-1]}
     drawn = set()
     if len(steps) == 1:  # one point makes no line
         axis.plot(steps, values / size, ".", color=color, markersize=10, clip_on=False)
     elif len(steps):
         drawn.add("each log line" if window > 1 else "training")
-        axis.plot(steps, values / size, **style | KINDS[min(drawn)])
+        axis.plot(steps, values / size, **style | KINDS[min(drawn)], **end if window == 1 else {})
     if window > 1:
         drawn.add("moving average")
         # Of perplexity the geometric mean, exp of the average loss: its axis is logarithmic.
@@ -149,7 +153,7 @@ def draw_run(
             else moving_average(values, window)
         )
         middles = steps[(window - 1) // 2 :][: len(average)]
-        axis.plot(middles, average, **style | KINDS["moving average"])
+        axis.plot(middles, average, **style | KINDS["moving average"] | end)
     steps, values = points(records, panel.validation)
     if len(steps):
         drawn.add("validation")
@@ -189,7 +193,7 @@ def tidy(plt: Any, axis: Any, panel: Panel) -> None:
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
     elif panel.title != "Loss":
         axis.set_ylim(0, 1.05 * axis.get_ylim()[1] or 1)
-    if panel.title in ("Speed", "Peak memory so far"):
+    if not panel.logarithmic:
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
 
 
@@ -222,7 +226,7 @@ def save(figure: Any, output: Path) -> None:
     try:
         if output.parent == Path("out"):
             output.parent.mkdir(exist_ok=True)
-        figure.savefig(output, metadata=FORMATS.get(output.suffix[1:]))
+        save_picture(figure, output, FORMATS.get(output.suffix[1:], {}))
     except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
         raise UsageError(f"--output {output}: {error}") from None
 

@@ -10,6 +10,7 @@ from test_choose import CARD
 from scripts import memory_timeline as script
 from scripts import memory_timeline_frontier as frontier
 from scripts import memory_timeline_numbers as numbers
+from scripts import memory_timeline_pictures as pictures
 
 TINY = (
     "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8 --vocab-size 997 "
@@ -32,9 +33,8 @@ def test_frontier_has_a_point_for_each_policy(plt, planner, best, card):
     cost = numbers.Cost(planner, 8, card)
     figure = frontier.draw_frontier(plt, planner, 8, best, None, cost)
     (axis,) = figure.axes
-    assert axis.get_xlabel() == (
-        "predicted time of a step, small (none = 1)" if card else "FLOPs of a step (none = 1)"
-    )
+    words = "predicted time of a step, against none (small)", "FLOPs of a step, against none"
+    assert axis.get_xlabel() == words[card is None]
     drawn = [line for line in axis.lines if line.get_marker() == "o"]
     points = [tuple(line.get_xydata()[0]) for line in drawn]
     expected = [planner.step(8, **memory) for memory in numbers.POLICIES.values()]
@@ -71,9 +71,9 @@ def test_the_best_choice_is_marked(plt, planner):
     none, cheap, full = (planner.step(8, recompute=name) for name in ("none", "cheap", "full"))
     flops = numbers.Cost(planner, 8)
     selective = planner.step(8, recompute="selective")
-    free, words = frontier.Choice.of(planner, 8, None)
+    free, words, _ = frontier.Choice.of(planner, 8, None)
     assert free.config.recompute in ("cheap", "selective") and words.startswith(
-        f"{free.config.recompute}: the least memory at no more FLOPs"
+        f"{free.config.recompute}: the least memory with no matmul twice"
     )
     assert free.peak <= 1.01 * min(cheap.peak, selective.peak)
     budgets = {none.peak * 2: "none", (none.peak + cheap.peak) // 2: "in 1 of 2 blocks"}
@@ -87,6 +87,8 @@ def test_the_best_choice_is_marked(plt, planner):
         assert tuple(marked.get_xydata()[0]) == ring
         (bold,) = (text.get_text() for text in axis.texts if text.get_weight() == "bold")
         assert bold.split(":")[0] == choice.words.split(":")[0]
+        dashed = [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == "--"]
+        assert dashed == ([budget / 2**20] if budget < none.peak else [])  # above it: not in view
         plt.close(figure)
     nothing = frontier.Choice.of(planner, 8, full.peak // 4)
     assert nothing.step is None and nothing.words.startswith("nothing fits in --memory-budget ")
@@ -114,7 +116,7 @@ def test_labels_stand_free(plt, words):
     numbers_of = (tuple(map(float, pair.split())) for pair in words.split(", "))
     places = dict(zip(numbers.POLICIES, numbers_of, strict=True))
     curves = [np.array([places["none"], places[name]]) for name in numbers.MIXED]
-    figure, axis = plt.subplots(figsize=(8, 5.5))
+    figure, axis = plt.subplots(figsize=(pictures.WIDTH, 5))
     for line in [*curves, *(np.array([place]) for place in places.values())]:
         axis.plot(*line.T)
     axis.set(xlim=(0.95, 1.3), ylim=(0, 1.12 * max(peak for _, peak in places.values())))

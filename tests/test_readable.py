@@ -1,0 +1,255 @@
+"""Every picture can be read: at the width of a page, by a colour-blind reader, and no words lie on
+other words, on a line, on a point or outside of the picture. For any model."""
+
+import json
+from itertools import combinations, pairwise
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from runs import ROOT
+
+from scripts import block_picture, plot_metrics
+from scripts import memory_timeline as script
+from scripts import memory_timeline_frontier as frontier
+from scripts import memory_timeline_numbers as numbers
+from scripts import memory_timeline_pictures as pictures
+
+RESULTS = ROOT / "scripts" / "results"
+PAGE, TEXT = 830, 16  # pixels: how wide a page shows a picture, and how high the text around it is
+
+MODELS = {
+    "the demo": "",
+    "one block, a large head": "--n-layers 1 --d-model 8 --n-heads 1 --seq-len 8",
+    "a small head": "--n-layers 6 --d-model 256 --n-heads 4 --vocab-size 300 --seq-len 64",
+    "on a GPU": "--n-layers 4 --d-model 256 --n-heads 4 --vocab-size 9000 --device cuda",
+}
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
+def planned(request):
+    args = script.parse(request.param.split())
+    return script.prepare(args), args.batch_size
+
+
+@pytest.fixture(autouse=True)
+def closed(plt):
+    yield
+    plt.close("all")
+
+
+def drawn(plt, figure) -> dict:
+    """Each text that a reader sees -> its box in pixels."""
+    text = plt.matplotlib.text.Text
+    seen, draw = [], text.draw
+    with patch.object(text, "draw", lambda self, *args: (seen.append(self), draw(self, *args))):
+        figure.draw_without_rendering()
+    shown = [one for one in dict.fromkeys(seen) if one.get_visible() and one.get_text().strip()]
+    return {one: one.get_window_extent() for one in shown}
+
+
+def lines_of(plt, axis):
+    """(path in pixels, radius of its markers) of each line, and of each frame without a filling."""
+    for line in axis.lines:
+        marked = line.get_marker() not in ("None", "", None)
+        radius = line.get_markersize() / 2 * axis.figure.dpi / 72 if marked else 0
+        yield line.get_path().transformed(line.get_transform()), radius
+    for collection in axis.collections:
+        if isinstance(collection, plt.matplotlib.collections.LineCollection):
+            for path in collection.get_paths():
+                yield path.transformed(collection.get_transform()), 0
+    for shape in axis.patches:
+        if not shape.get_fill():
+            yield shape.get_path().transformed(shape.get_transform()), 0
+
+
+def crosses(path, radius, box) -> bool:
+    ends = path.vertices[np.isfinite(path.vertices).all(axis=1)]
+    if radius and box.padded(radius).count_contains(ends):
+        return True
+    return any(
+        box.count_contains(np.linspace(*pair, 2 + int(np.hypot(*np.subtract(*pair)))))
+        for pair in pairwise(ends)
+        if len(ends) > 1
+    )
+
+
+def faults(plt, figure) -> list[str]:
+    """What keeps a reader from reading it."""
+    found, boxes = [], drawn(plt, figure)
+    for text, box in boxes.items():
+        words = repr(text.get_text())
+        high = text.get_fontsize() / 72 * PAGE / figure.get_figwidth()
+        if high < TEXT:
+            found.append(f"{words} is {high:.1f} pixels high")
+        whole = figure.bbox.padded(0.5)
+        if not (whole.contains(box.x0, box.y0) and whole.contains(box.x1, box.y1)):
+            found.append(f"{words} leaves the picture")
+    for one, other in combinations(boxes, 2):
+        if boxes[one].padded(-0.5).overlaps(boxes[other].padded(-0.5)):
+            found.append(f"{one.get_text()!r} lies on {other.get_text()!r}")
+    for axis in figure.axes:
+        frame = axis.get_window_extent().padded(0.5)
+        for text in set(axis.texts) & set(boxes):
+            box, words = boxes[text].padded(-0.5), repr(text.get_text())
+            if not (frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)):
+                found.append(f"{words} leaves its frame")
+            if any(crosses(*line, box) for line in lines_of(plt, axis)):
+                found.append(f"{words} lies on a line or a point")
+        ticks = [t for t in axis.xaxis.get_ticklabels() if t in boxes]
+        if any(boxes[t].x1 > frame.x1 + 0.04 * frame.width for t in ticks):
+            found.append("a tick's words stand beside the frame")
+    return found
+
+
+def test_timeline(plt, planned):
+    planner, batch_size = planned
+    figure = pictures.draw_timeline(plt, planner, batch_size, {})
+    assert faults(plt, figure) == []
+    names_lie_in_their_colours(figure, planner, batch_size)
+
+
+def names_lie_in_their_colours(figure, planner, batch_size):
+    """The name of a layer is on nothing but its layer."""
+    kinds = [pictures.KINDS.index(kind) for kind in pictures.COLORS]
+    names = [{"optimizer": "moments"}.get(kind, kind) for kind in pictures.COLORS]
+    unit = pictures.Unit.of(planner.step(batch_size, **numbers.POLICIES["plain"]).peak).size
+    for panel, axis in zip(numbers.PANELS, figure.axes, strict=False):
+        step = planner.step(batch_size, **numbers.POLICIES[panel])
+        at, to_data = numbers.flops_done(step), axis.transData.inverted().transform
+        for text in axis.texts:
+            if text.get_text() not in names or text.get_va() == "top":  # that is the phase
+                continue
+            (left, low), (right, high) = to_data(text.get_window_extent())
+            first, last = np.searchsorted(at, [left, right])
+            tops = step.timeline[max(0, first - 1) : last, kinds].cumsum(axis=1) / unit
+            layer = names.index(text.get_text())
+            assert high <= tops[:, layer].min(), (panel, names[layer])
+            assert layer == 0 or tops[:, layer - 1].max() <= low, (panel, names[layer])
+
+
+def test_made_of(plt, planned):
+    planner, batch_size = planned
+    figure = pictures.draw_made_of(plt, planner, batch_size)
+    assert faults(plt, figure) == []
+    for axis in figure.axes:
+        bars = [bar.get_window_extent() for bar in axis.patches]
+        for text in axis.texts:
+            assert not any(text.get_window_extent().overlaps(bar) for bar in bars if bar.width)
+
+
+@pytest.mark.parametrize("budget", [None, 0.6, 0.01], ids=["free", "budget", "nothing fits"])
+def test_frontier(plt, planned, budget):
+    planner, batch_size = planned
+    none = planner.step(batch_size, recompute="none").peak
+    choice = frontier.Choice.of(planner, batch_size, budget and int(budget * none))
+    cost = numbers.Cost(planner, batch_size)
+    assert faults(plt, frontier.draw_frontier(plt, planner, batch_size, choice, None, cost)) == []
+
+
+def gpt2_small():
+    """A planner that only knows what scripts/results/memory_timeline.json says, and the card."""
+    file = json.loads((RESULTS / "memory_timeline.json").read_text())
+    asked = "policy", "layers", "rest", "group", "loss_chunks", "batch_size"
+    steps = {}
+    for row in file["rows"]:
+        step = SimpleNamespace(peak=row["predicted_bytes"], at_peak=row["at_peak"])
+        step.seconds = lambda card, compiled, row=row: row["predicted_s"]
+        steps[tuple(row[key] for key in asked)] = step
+
+    def find(batch_size, recompute, recompute_layers=None, recompute_group=1, **more):
+        chunks = more.get("loss_chunks", 0)
+        return steps[recompute, recompute_layers, "none", recompute_group, chunks, batch_size]
+
+    _, _, _, *flags = file["command"].split()
+    args = script.parse([*flags, "--out", str(ROOT / "out")])
+    planner = script.prepare(args)
+    return SimpleNamespace(**vars(planner) | {"step": find}), script.asked_card(args)
+
+
+def test_gpt2_small(plt):
+    """As the documents show it."""
+    planner, card = gpt2_small()
+    cheap = planner.step(8, recompute="cheap")
+    words = "cheap: the least memory with no matmul twice (or ask with --memory-budget)"
+    cost = numbers.Cost(planner, 8, card)
+    choice = frontier.Choice(cheap, words)
+    assert faults(plt, frontier.draw_frontier(plt, planner, 8, choice, None, cost)) == []
+    assert faults(plt, pictures.draw_made_of(plt, planner, 8)) == []
+
+
+def test_frontier_that_was_measured(plt, planned):
+    planner, batch_size = planned
+    points = {"none": (0.5, 2**30), "full": (0.6, 2**29), "transformers full": (1.0, 2**28)}
+    measured = points, "measured on NVIDIA H100 80GB HBM3, torch 2.11.0+cu128, 2026-01-01"
+    best, cost = frontier.Choice(None, ""), numbers.Cost(planner, batch_size)
+    drawing = frontier.draw_frontier(plt, planner, batch_size, best, measured, cost)
+    assert faults(plt, drawing) == []
+
+
+def test_block():
+    plt = block_picture.load_pyplot()
+    assert faults(plt, block_picture.draw(plt, block_picture.look_at_all())) == []
+
+
+@pytest.mark.parametrize("runs", [1, 3, 8])
+def test_metrics(plt, runs):
+    plt = pictures.load_pyplot()
+    line = {"train_loss": 3.0, "train_ppl": 20.0, "lr": 2.5e-4, "tokens_per_s": 123456.0}
+    line |= {"val_loss": 3.2, "val_ppl": 24.5}
+    memory = {"peak_memory_bytes": 2**32, "peak_memory_kind": "cuda"}
+    lines = [{"step": step, **line, **memory} for step in range(1, 6001, 60)]
+    figure = plot_metrics.draw(plt, {f"minigpt_run_{i}": lines for i in range(runs)}, None)
+    assert faults(plt, figure) == []
+
+
+# Machado, Oliveira and Fernandes (2009): what a colour looks like to a person without the cones
+# for red (protanopia) or green (deuteranopia) light, of linear RGB.
+BLIND = {
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "neither": np.eye(3).tolist(),
+}
+XYZ = [[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0178, 0.1095, 0.8727]]  # D65 = 1
+
+
+def linear(plt, color) -> np.ndarray:
+    rgb = np.array(plt.matplotlib.colors.to_rgb(color))
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIE L*a*b*, in which distances are about what eyes see; 2 is just noticed side by side."""
+    x, y, z = np.cbrt(np.clip(np.array(XYZ) @ rgb, 0.0089, None))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("eyes", BLIND)
+def test_kinds_can_be_told_apart(plt, eyes):
+    seen = {
+        kind: lab(np.clip(np.array(BLIND[eyes]) @ linear(plt, color), 0, 1))
+        for kind, color in [*pictures.COLORS.items(), ("the page", "white")]
+    }
+    for one, other in combinations(seen, 2):
+        assert np.linalg.norm(seen[one] - seen[other]) > 20, (one, other)
+
+
+def test_names_can_be_read_on_their_colours(plt):
+    """WCAG's contrast for small type."""
+    for kind, color in pictures.COLORS.items():
+        light = np.array([0.2126, 0.7152, 0.0722]) @ linear(plt, color) + 0.05
+        assert (1.05 / light if kind in pictures.DARK else light / 0.05) >= 4.5, kind
+
+
+def test_committed_pictures_are_small():
+    for picture in RESULTS.glob("*.png"):
+        assert picture.stat().st_size < 150_000, picture.name
