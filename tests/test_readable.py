@@ -50,8 +50,9 @@ def drawn(plt, figure) -> dict:
 
 
 def lines_of(plt, axis):
-    """(path in pixels, radius of its markers) of each line, and of each frame without a filling."""
-    for line in axis.lines:
+    """(path in pixels, radius of its markers) of each line, grid line, band and empty frame."""
+    grid = [line for line in axis.get_xgridlines() + axis.get_ygridlines() if line.get_visible()]
+    for line in [*axis.lines, *grid]:
         marked = line.get_marker() not in ("None", "", None)
         radius = line.get_markersize() / 2 * axis.figure.dpi / 72 if marked else 0
         yield line.get_path().transformed(line.get_transform()), radius
@@ -60,7 +61,7 @@ def lines_of(plt, axis):
             for path in collection.get_paths():
                 yield path.transformed(collection.get_transform()), 0
     for shape in axis.patches:
-        if not shape.get_fill():
+        if not shape.get_fill() or shape.get_alpha():  # a band
             yield shape.get_path().transformed(shape.get_transform()), 0
 
 
@@ -97,9 +98,25 @@ def faults(plt, figure) -> list[str]:
                 found.append(f"{words} leaves its frame")
             if any(crosses(*line, box) for line in lines_of(plt, axis)):
                 found.append(f"{words} lies on a line or a point")
-        ticks = [t for t in axis.xaxis.get_ticklabels() if t in boxes]
-        if any(boxes[t].x1 > frame.x1 + 0.04 * frame.width for t in ticks):
-            found.append("a tick's words stand beside the frame")
+    return found
+
+
+def frontier_faults(plt, figure) -> list[str]:
+    """Also: a tick that leaves the frame, and a name that a reader takes for another point's."""
+    (axis,), boxes = figure.axes, drawn(plt, figure)
+    found, frame = faults(plt, figure), axis.get_window_extent()
+    for tick in set(axis.xaxis.get_ticklabels()) & set(boxes):
+        if boxes[tick].x0 < frame.x0 or frame.x1 < boxes[tick].x1:
+            found.append(f"the tick {tick.get_text()} leaves the frame")
+    points = axis.transData.transform([text.xy for text in axis.texts])
+    for text, own in zip(axis.texts, points, strict=True):
+        if np.abs(text.xyann).max() <= frontier.DISTANCES[0]:  # else a line leads there
+            others = points[np.hypot(*(points - own).T) > 4 * figure.dpi / 72]
+            box = boxes[text].padded(2)
+            if frontier.distance_to(box, own[None]) > min(
+                frontier.distance_to(box, others), default=9
+            ):
+                found.append(f"{text.get_text()!r} is nearer to another point")
     return found
 
 
@@ -145,7 +162,8 @@ def test_frontier(plt, planned, budget):
     none = planner.step(batch_size, recompute="none").peak
     choice = frontier.Choice.of(planner, batch_size, budget and int(budget * none))
     cost = numbers.Cost(planner, batch_size)
-    assert faults(plt, frontier.draw_frontier(plt, planner, batch_size, choice, None, cost)) == []
+    figure = frontier.draw_frontier(plt, planner, batch_size, choice, None, cost)
+    assert frontier_faults(plt, figure) == []
 
 
 def gpt2_small():
@@ -175,7 +193,8 @@ def test_gpt2_small(plt):
     words = "cheap: the least memory with no matmul twice (or ask with --memory-budget)"
     cost = numbers.Cost(planner, 8, card)
     choice = frontier.Choice(cheap, words)
-    assert faults(plt, frontier.draw_frontier(plt, planner, 8, choice, None, cost)) == []
+    figure = frontier.draw_frontier(plt, planner, 8, choice, None, cost)
+    assert frontier_faults(plt, figure) == []
     assert faults(plt, pictures.draw_made_of(plt, planner, 8)) == []
 
 
@@ -184,8 +203,8 @@ def test_frontier_that_was_measured(plt, planned):
     points = {"none": (0.5, 2**30), "full": (0.6, 2**29), "transformers full": (1.0, 2**28)}
     measured = points, "measured on NVIDIA H100 80GB HBM3, torch 2.11.0+cu128, 2026-01-01"
     best, cost = frontier.Choice(None, ""), numbers.Cost(planner, batch_size)
-    drawing = frontier.draw_frontier(plt, planner, batch_size, best, measured, cost)
-    assert faults(plt, drawing) == []
+    figure = frontier.draw_frontier(plt, planner, batch_size, best, measured, cost)
+    assert frontier_faults(plt, figure) == []
 
 
 def test_block():
