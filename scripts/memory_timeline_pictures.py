@@ -156,7 +156,7 @@ def draw_timeline(plt: Any, planner: Planner, batch_size: int, records: dict[str
     figure.suptitle(f"Memory over one training step\n{about}, predicted{black}")
     line = plt.Line2D([], [], color=GRAY, linewidth=0.8, label="outline: memory with none")
     figure.legend(**legend(plt, line), frameon=False)
-    label_panels(figure, axes, steps, unit)
+    label_panels(figure, axes, steps, records, unit)
     return figure
 
 
@@ -166,21 +166,30 @@ def none_until_gradients_go(none: StepMemory) -> tuple[np.ndarray, np.ndarray]:
 
 
 def label_panels(
-    figure: Any, axes: dict[str, Any], steps: dict[str, StepMemory], unit: Unit
+    figure: Any,
+    axes: dict[str, Any],
+    steps: dict[str, StepMemory],
+    records: dict[str, Record],
+    unit: Unit,
 ) -> None:
     """All words inside of the panels, when it is known how much room there is."""
     figure.draw_without_rendering()
     names = max(label_phases(axes[name], step) for name, step in steps.items())
     peak_label = 2.7 * SMALL * figure.dpi / 72  # with the triangle below it, and some air
     taken = (names + peak_label) / axes["plain"].get_window_extent().height
-    top = max(step.peak for step in steps.values()) / unit.size / (1 - taken)
+    highest = [step.peak for step in steps.values()]
+    highest += [int(record[1].max()) for record in records.values()]
+    top = max(highest) / unit.size / (1 - taken)
     for name in steps:
         axes[name].set_ylim(0, top)
     figure.draw_without_rendering()
     for name, step in steps.items():
         label_layers(axes[name], step, unit)
         lines = [(flops_done(step), step.total)]
-        lines += [none_until_gradients_go(steps["none"])] * (step.config.recompute != "none")
+        if step.config.recompute != "none":
+            lines.append(none_until_gradients_go(steps["none"]))
+        if name in records:
+            lines.append(records[name])
         label_peak(axes[name], step, lines, unit)
 
 
@@ -297,7 +306,11 @@ def draw_teeth(
             break
     draw_layers(axis, step, record, unit)
     low, high = step.total[start:end].min() / unit.size, step.total[start:end].max() / unit.size
-    x, height = flops_done(step)[[start, end]], high - low
+    x = flops_done(step)[[start, end]]
+    if record is not None:  # which may be higher
+        inside = (x[0] <= record[0]) & (record[0] <= x[1])
+        high = max(high, record[1][inside].max(initial=0) / unit.size)
+    height = high - low
     bottom = max(0, low - 0.5 * height)
     axis.set(xlim=x, ylim=(bottom, high + 0.05 * height), xticks=[])
     axis.yaxis.set_major_locator(plt.MaxNLocator(5))

@@ -120,11 +120,19 @@ def frontier_faults(plt, figure) -> list[str]:
     return found
 
 
-def test_timeline(plt, planned):
+@pytest.mark.parametrize("recorded", [False, True], ids=["predicted", "recorded"])
+def test_timeline(plt, planned, recorded):
     planner, batch_size = planned
-    figure = pictures.draw_timeline(plt, planner, batch_size, {})
+    steps = {name: planner.step(batch_size, **numbers.POLICIES[name]) for name in numbers.PANELS}
+    records = {name: (numbers.flops_done(step), 1.1 * step.total) for name, step in steps.items()}
+    figure = pictures.draw_timeline(plt, planner, batch_size, records if recorded else {})
     assert faults(plt, figure) == []
     names_lie_in_their_colours(figure, planner, batch_size)
+    for axis in figure.axes:  # no line leaves its panel
+        (left, right), top = axis.get_xlim(), axis.get_ylim()[1]
+        for line in axis.lines:
+            x, y = line.get_data()
+            assert y[(left <= x) & (x <= right)].max(initial=0) < top
 
 
 def names_lie_in_their_colours(figure, planner, batch_size):
