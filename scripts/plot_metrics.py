@@ -95,7 +95,7 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
-    """A panel for each of PANELS, a colour for each run; the sixth place holds the legend."""
+    """A panel for each of PANELS, a colour for each run; the sixth place holds a short legend."""
     figure, grid = plt.subplots(3, 2, figsize=(WIDTH, 7.6))
     *axes, last = grid.flat
     looks = {
@@ -119,7 +119,11 @@ def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
     gray = {"color": GRAY}
     handles += [plt.Line2D([], [], **gray | KINDS[k], label=k) for k in KINDS if k in kinds]
     last.axis("off")
-    last.legend(handles=handles, loc="center", frameon=False, ncols=1 + len(handles) // 20)
+    if len(handles) <= 11:
+        last.legend(handles=handles, loc="center", frameon=False)
+    else:  # below all panels
+        figure.set_figheight(figure.get_figheight() + 0.19 * math.ceil(len(handles) / 3))
+        figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=3)
     return figure
 
 

@@ -220,13 +220,14 @@ def test_block():
     assert faults(plt, block_picture.draw(plt, block_picture.look_at_all())) == []
 
 
-@pytest.mark.parametrize("runs", [1, 3, 8])
+@pytest.mark.parametrize("runs", [1, 3, 8, 15, 22])
 def test_metrics(plt, runs):
     plt = pictures.load_pyplot()
     line = {"train_loss": 3.0, "train_ppl": 20.0, "lr": 2.5e-4, "tokens_per_s": 123456.0}
     line |= {"val_loss": 3.2, "val_ppl": 24.5}
     memory = {"peak_memory_bytes": 2**32, "peak_memory_kind": "cuda"}
     lines = [{"step": step, **line, **memory} for step in range(1, 6001, 60)]
+    lines[0] |= {"train_loss": 10.8, "train_ppl": 49000.0}
     figure = plot_metrics.draw(plt, {f"minigpt_run_{i}": lines for i in range(runs)}, None)
     assert faults(plt, figure) == []
 
