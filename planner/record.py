@@ -179,6 +179,13 @@ class Witness:
         return Record(step, storages, self.operators, np.array(self.replays), begun, compiled)
 
 
+def group_of(storage: Storage) -> tuple[str, str]:
+    """(name, kind): of what is the same but for its block; all weights are one group, say."""
+    if storage.kind in ALWAYS:
+        return storage.kind, storage.kind
+    return re.sub(r"\bblocks\.\d+\.", "blocks.*.", storage.name), storage.kind
+
+
 def short(operator: str) -> str:
     """Attention has another name on each device."""
     if operator.startswith(ATTENTION):
@@ -224,7 +231,9 @@ def why(storage: Storage, reads: list[Read]) -> str:
     if waits and in_backward:
         first = in_backward[0]
         if first.replays and not storage.replayed:
-            return f"a replay begins with it: {first.operator} of {first.module}"
+            return f"a replay begins with it: {first.operator} of {first.module}".removesuffix(
+                " of "
+            )
         if found := [NEEDED[read[:2]] for read in in_backward if read[:2] in NEEDED]:
             return found[0].format(first.module)
         if first.operator == "mm":

@@ -98,12 +98,16 @@ class Setting:
     def name(self) -> str:
         return describe_recompute(self.step.config)
 
-    def flags(self, args: argparse.Namespace) -> list[str]:
-        """What is to be typed instead of what was."""
+    def wanted(self, args: argparse.Namespace) -> dict[str, int]:
+        """What is changed of the flags, besides those that recompute."""
         wanted = {"batch_size": self.step.batch_size, "grad_accum_steps": self.clock.micro_batches}
         if self.step.seq_len != args.seq_len:
             wanted |= with_length(args, self.step.seq_len)
-        return length_words(args, wanted) + recompute_flags(self.step.config)
+        return wanted
+
+    def flags(self, args: argparse.Namespace) -> list[str]:
+        """What is to be typed instead of what was."""
+        return length_words(args, self.wanted(args)) + recompute_flags(self.step.config)
 
     def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
         return {

@@ -30,7 +30,9 @@ from tqdm import tqdm
 
 from data import DataError
 from model import MiniGPTConfig
+from planner.choose import describe_recompute
 from planner.formulas import closed_form, count_parameters
+from planner.record import Record
 from planner.shards import share_of
 from planner.work import PRECISIONS
 from scripts import say_stopped
@@ -44,7 +46,18 @@ from scripts.plan_knobs import (
     longest_for_all,
     with_length,
 )
-from scripts.plan_table import Clock, Room, Row, digits, format_table, recommend, rows
+from scripts.plan_peak import at_peak, check_chunks, format_peak, record_step, typed_policy
+from scripts.plan_table import (
+    Clock,
+    Room,
+    Row,
+    command_line,
+    digits,
+    format_table,
+    recommend,
+    rows,
+    words_of,
+)
 from trainer.card import THIS_MACHINE
 from trainer.flags import (
     UsageError,
@@ -55,7 +68,6 @@ from trainer.flags import (
     output_file,
     print_error,
 )
-from trainer.knobs import Knob
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
 from trainer.plan import SMALLER, Plans, asked_card, target, vocabulary
@@ -78,7 +90,8 @@ class Asked:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The trainers' flags. Those that the table is about may be there, and are left out."""
+    """The trainers' flags. Those that the table is about may be there, and are left out of it;
+    they say which step --at-peak lists."""
     parser = build_parser("python -m scripts.plan_memory", "unused.pt")
     parser.description = "Predict the memory of a training run, for each recompute policy."
     add = parser.add_argument_group("plan (all else as in train_minimal.py)").add_argument
@@ -94,11 +107,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--all-knobs", action="store_true",
         help="with --card: the most tokens/s that fit, by micro-batch, accumulation, policy and "
         "mix; as many sequences a step as asked")  # fmt: skip
+    add("--at-peak", action="store_true",
+        help="list what is alive at the peak: with the --use-activation-checkpoint (...) that is "
+        "typed, else with the one that is recommended, else with none")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write the table there, in bytes")
     args = parser.parse_args(argv)
     if args.fsdp:
         check_fsdp(args)
     open_init_from(args)
+    args.typed_policy = typed_policy(args) if args.at_peak else None
     args.use_activation_checkpoint = "auto"
     args.recompute_layers, args.recompute_rest = None, None
     args.recompute_group, args.offload_activations = 1, False
@@ -137,6 +154,8 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
         ddp, shards = False, processes
     device = torch.device(kind)
     plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, watch)
+    if args.at_peak:
+        check_chunks(args, plans)
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
     is_size = args.memory_budget is not None or card is not None and measured is None
@@ -218,32 +237,6 @@ def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
     return assumed
 
 
-def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
-    """The trainer's command: what was asked, with what was found."""
-    mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--card": 1}
-    mine |= {"--longest-sequence": 0, "--all-knobs": 0, "--fsdp": 0}
-    mine |= {"--compress-gradients": 0} if args.fsdp else {}
-    mine |= {"--recompute-layers": 1, "--recompute-rest": 1, "--recompute-group": 1}
-    mine |= {"--offload-activations": 0, "--use-activation-checkpoint": 0}
-    mine |= {flag: 1 for flag in flags if flag.startswith("--") and flag not in mine}
-    kept, skip = [], 0
-    for i, word in enumerate(argv):
-        name, _, value = word.partition("=")
-        if skip:
-            skip -= 1
-        elif name in mine:
-            skip = 0 if value else mine[name]
-            if name == "--use-activation-checkpoint" and not value:  # its value may be left out
-                skip = int(i + 1 < len(argv) and not argv[i + 1].startswith("-"))
-        else:
-            kept.append(word)
-    start = ["python", "train_minimal.py"]
-    if args.nproc_per_node:
-        trainer = "train_fsdp.py" if args.fsdp else "train_ddp.py"
-        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer]
-    return shlex.join([*start, *kept, *flags])
-
-
 def verdict(asked: Asked, table: list[Row]) -> str:
     """What to run; or why nothing fits, and what would."""
     argv, args, plans, room = asked.argv, asked.args, asked.plans, asked.room
@@ -290,16 +283,7 @@ def longest_verdict(asked: Asked, table: list[Row]) -> str:
     return f"or, without offloading, {other.longest or 0:,} tokens: {instead}\n{command}"
 
 
-def words_of(knob: Knob) -> list[str]:
-    """A knob's flags, for a command."""
-    words = []
-    for name, value in knob.flags.items():
-        if value is not None and value is not False:  # (off is the default)
-            words += ["--" + name.replace("_", "-")] + [str(value)] * (value is not True)
-    return words
-
-
-def as_json(asked: Asked, table: list[Row], settings: list[Setting]) -> str:
+def as_json(asked: Asked, table: list[Row], settings: list[Setting], record: Record | None) -> str:
     args, plans, taken = asked.args, asked.plans, recommend(table)
     config = (taken or min(table, key=lambda row: row.step.peak)).step.config
     result = {
@@ -329,6 +313,8 @@ def as_json(asked: Asked, table: list[Row], settings: list[Setting]) -> str:
         ),
         "rows": [row.as_json() for row in table],
         "all_knobs": [setting.as_json(args) for setting in settings],
+        "alive_at_peak": [group.as_json() for group in at_peak(record)] if record else None,
+        "alive_at_peak_of": record and describe_recompute(record.step.config),
     }
     return json.dumps(result, indent=1) + "\n"
 
@@ -364,6 +350,10 @@ def plan(argv: list[str], bar: tqdm) -> int:
         else:
             table = make_table(asked)
             bar.write(format_table(table, recommend(table)) + "\n")
+    record = None
+    if args.at_peak:
+        record = record_step(args, asked.plans, table, settings)
+        bar.write(format_peak(record) + "\n")
     if settings:
         bar.write(command_line(argv, args, settings[0].flags(args)))
     elif args.longest_sequence and table and table[0].longest is not None:
@@ -371,7 +361,7 @@ def plan(argv: list[str], bar: tqdm) -> int:
     else:
         bar.write(verdict(asked, table))
     if args.json:
-        args.json.write_text(as_json(asked, table or make_table(asked), settings))
+        args.json.write_text(as_json(asked, table or make_table(asked), settings, record))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from planner import Card, Planner, StepMemory
 from planner.choose import describe_recompute, pick_recompute, recompute_flags, rungs
 from planner.formulas import count_parameters, recompute_cost, step_flops
+from trainer.knobs import Knob
 from trainer.metrics import format_bytes
 from trainer.room import for_tensors
 
@@ -153,6 +155,42 @@ def recommend(table: list[Row]) -> Row | None:
     is the last."""
     safe = [row for row in table if row.safe]
     return min(safe, key=lambda row: (row.offloaded, row.cost), default=None)
+
+
+def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
+    """The trainer's command: what was asked, with what was found."""
+    mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--card": 1}
+    mine |= {"--longest-sequence": 0, "--all-knobs": 0, "--fsdp": 0}
+    mine |= {"--at-peak": 0}
+    mine |= {"--compress-gradients": 0} if args.fsdp else {}
+    mine |= {"--recompute-layers": 1, "--recompute-rest": 1, "--recompute-group": 1}
+    mine |= {"--offload-activations": 0, "--use-activation-checkpoint": 0}
+    mine |= {flag: 1 for flag in flags if flag.startswith("--") and flag not in mine}
+    kept, skip = [], 0
+    for i, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        if skip:
+            skip -= 1
+        elif name in mine:
+            skip = 0 if value else mine[name]
+            if name == "--use-activation-checkpoint" and not value:  # its value may be left out
+                skip = int(i + 1 < len(argv) and not argv[i + 1].startswith("-"))
+        else:
+            kept.append(word)
+    start = ["python", "train_minimal.py"]
+    if args.nproc_per_node:
+        trainer = "train_fsdp.py" if args.fsdp else "train_ddp.py"
+        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer]
+    return shlex.join([*start, *kept, *flags])
+
+
+def words_of(knob: Knob) -> list[str]:
+    """A knob's flags, for a command."""
+    words = []
+    for name, value in knob.flags.items():
+        if value is not None and value is not False:  # (off is the default)
+            words += ["--" + name.replace("_", "-")] + [str(value)] * (value is not True)
+    return words
 
 
 def format_table(table: list[Row], taken: Row | None) -> str:

@@ -1,0 +1,187 @@
+"""What is alive at the peak of a step, by name: `--at-peak` of scripts/plan_memory.py.
+
+A peak is some hundred tensors; but blocks are alike, so that they make a few dozen groups
+(`group_of` in planner/record.py), and the largest nine of them are nearly all of it.
+"""
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from shutil import get_terminal_size
+from typing import Any
+
+from memory.head import count_chunks
+from model import MiniGPTConfig
+from planner.choose import describe_recompute
+from planner.record import Record, code_of, group_of
+from planner.tracker import Storage
+from scripts.plan_knobs import Setting, changed
+from scripts.plan_table import Row, align, recommend
+from trainer.flags import UsageError, fill_in, model_config
+from trainer.metrics import format_bytes
+from trainer.plan import NO_RECOMPUTE, Plans
+
+LINES = 10
+COLUMNS = 120  # where there is no terminal
+LEAST_WHAT, LEAST_WHY = 40, 24  # columns: names are cut to make room for that, but no further
+LEAST_CODE = 12  # and code is not shown in fewer
+SEVERAL = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer states"}
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+MOST_CHUNKS = 1000  # of the head, each of which is followed: some minutes
+
+
+# ---- which step
+
+
+def typed_policy(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The way to recompute that was typed, as changes of a config; None: none was, or auto.
+
+    Raises UsageError if there is no such way.
+    """
+    flags = args.typed & {"use_activation_checkpoint", *NO_RECOMPUTE}
+    if not flags or args.use_activation_checkpoint == "auto":
+        return None
+    asked = changed(args, {"memory_budget": None, "card": None})  # (a trainer's are auto's)
+    return policy_of(model_config(fill_in(asked), vocab_size=1))
+
+
+def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in NO_RECOMPUTE}
+
+
+def check_chunks(args: argparse.Namespace, plans: Plans) -> None:
+    """Raises UsageError if there are too many to follow."""
+    tokens, size = args.batch_size * args.seq_len, plans.precision.itemsize
+    n = count_chunks(tokens, plans.vocab_size, args.loss_chunks, size)
+    if n > MOST_CHUNKS:
+        raise UsageError(
+            f"--batch-size {args.batch_size}: the head would run in {n:,} chunks, and --at-peak "
+            f"follows at most {MOST_CHUNKS:,}, one by one; try a smaller one"
+        )
+
+
+def record_step(
+    args: argparse.Namespace, plans: Plans, table: list[Row], settings: list[Setting]
+) -> Record:
+    """Of the way that was typed, else of the recommended one, else (nobody knows) without
+    recompute."""
+    taken = recommend(table)
+    if args.typed_policy is not None:
+        policy = args.typed_policy
+    elif settings:
+        args, policy = changed(args, settings[0].wanted(args)), policy_of(settings[0].step.config)
+    else:
+        policy = policy_of(taken.step.config) if taken else NO_RECOMPUTE
+    return plans.planner(args).record(args.batch_size, **policy)
+
+
+# ---- what is alive
+
+
+@dataclass(frozen=True)
+class Group:
+    """Storages that are the same but for their block; or all weights, say. At least one."""
+
+    name: str
+    storages: list[Storage]
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.bytes for storage in self.storages)
+
+    @property
+    def what(self) -> str:
+        """ "12 x blocks.*.mlp.c_fc: output", "148 weights", "blocks.11.mlp: gelu" """
+        n, first = len(self.storages), self.storages[0]
+        if n > 1 and first.kind in SEVERAL:
+            return f"{n} {SEVERAL[first.kind]}"
+        return first.name if n == 1 else f"{n} x {self.name}"
+
+    @property
+    def shape(self) -> str:
+        """With its dtype: "12288x3072 bf16"; "" if they differ."""
+        if len({(storage.shape, storage.dtype) for storage in self.storages}) > 1:
+            return ""
+        first = self.storages[0]
+        dtype = str(first.dtype).removeprefix("torch.")
+        return f"{'x'.join(map(str, first.shape))} {SHORT.get(dtype, dtype)}".strip()
+
+    @property
+    def line(self) -> str:
+        """ "model.py:106", where most of them were made; of all weights, say, there is none"""
+        several = len(self.storages) > 1 and self.storages[0].kind in SEVERAL
+        return "" if several else most(storage.line for storage in self.storages)
+
+    @property
+    def why(self) -> str:
+        """Most of them are there, without their block."""
+        return most(re.sub(r"\bblocks\.\d+\.", "", storage.why) for storage in self.storages)
+
+    def as_json(self) -> dict[str, Any]:
+        first = self.storages[0]
+        return {
+            "name": first.name if len(self.storages) == 1 else self.name,
+            "kind": first.kind,
+            "count": len(self.storages),
+            "bytes": self.bytes,
+            "shape": list(first.shape) if self.shape else None,
+            "dtype": str(first.dtype).removeprefix("torch.") if self.shape else None,
+            "line": self.line,
+            "code": code_of(self.line) if self.line else "",
+            "why": self.why,
+        }
+
+
+def at_peak(record: Record) -> list[Group]:
+    """The largest first. Their bytes are the peak, exactly."""
+    groups: dict[tuple[str, str], list[Storage]] = {}
+    for storage in record.at_peak:
+        groups.setdefault(group_of(storage), []).append(storage)
+    found = [Group(name, storages) for (name, _), storages in groups.items()]
+    return sorted(found, key=lambda group: -group.bytes)
+
+
+def most(words: Iterable[str]) -> str:
+    """The one that is there most often."""
+    return Counter(words).most_common(1)[0][0]
+
+
+def format_peak(record: Record) -> str:
+    """What is alive there, in ten lines under one that says where that is."""
+    groups, peak = at_peak(record), record.step.peak
+    shown = groups if len(groups) <= LINES else groups[: LINES - 1]
+    sizes = [group.bytes for group in shown]
+    others = sum(len(group.storages) for group in groups[len(shown) :])
+    last = [f"and {others} others"] * bool(others)
+    sizes += [peak - sum(sizes)] * bool(others)
+    blank = [""] * bool(others)
+    columns = [
+        ["bytes>", *map(format_bytes, sizes)],
+        ["share>", *(f"{size / peak:.1%}" for size in sizes)],
+        ["what<", *(group.what for group in shown), *last],
+        ["shape<", *(group.shape for group in shown), *blank],
+        ["line<", *(group.line for group in shown), *blank],
+        ["why<", *(group.why for group in shown), *blank],
+    ]
+    width = get_terminal_size((COLUMNS, 0)).columns
+    *widths, of_why = (max(map(len, column)) + 2 for column in columns)
+    room = width - sum(widths)
+    if room - of_why >= LEAST_CODE:
+        columns[4] = [with_code(line, room - of_why) for line in columns[4]]
+    of_what = max(LEAST_WHAT, widths[2] - 2 - max(LEAST_WHY - room, 0))
+    columns[2] = [cut(name, of_what) for name in columns[2]]
+    name = describe_recompute(record.step.config)
+    head = f"alive at the peak of {name}: {format_bytes(peak)}, {record.step.where}"
+    return "\n".join([head, "", *(cut(line, width) for line in align(columns).splitlines())])
+
+
+def with_code(line: str, room: int) -> str:
+    """ "model.py:106" and at most `room` more columns"""
+    code = code_of(line) if ":" in line else ""
+    return f"{line}  {cut(code, room)}" if code else line
+
+
+def cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3].rstrip() + "..."
