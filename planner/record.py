@@ -176,6 +176,7 @@ class Witness:
             if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\.", storage.name)):
                 storage.block = int(found[1])  # its weights and their gradients
         begun, compiled = ([op.first for op in done] for done in (operations, fuse(operations)))
+        storages = [replace(storage) for storage in storages]  # (weights die with their planner)
         return Record(step, storages, self.operators, np.array(self.replays), begun, compiled)
 
 
