@@ -58,6 +58,7 @@ from scripts.plan_table import (
     rows,
     words_of,
 )
+from scripts.plan_viz import write_viz
 from trainer.card import THIS_MACHINE
 from trainer.flags import (
     UsageError,
@@ -110,18 +111,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--at-peak", action="store_true",
         help="list what is alive at the peak: with the --use-activation-checkpoint (...) that is "
         "typed, else with the one that is recommended, else with none")  # fmt: skip
+    add("--memory-viz", type=output_file, metavar="FILE.pickle",
+        help="write the same step there, for https://pytorch.org/memory_viz")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write the table there, in bytes")
     args = parser.parse_args(argv)
     if args.fsdp:
         check_fsdp(args)
     open_init_from(args)
-    args.typed_policy = typed_policy(args) if args.at_peak else None
+    args.typed_policy = typed_policy(args) if wants_record(args) else None
     args.use_activation_checkpoint = "auto"
     args.recompute_layers, args.recompute_rest = None, None
     args.recompute_group, args.offload_activations = 1, False
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
     return fill_in(args)
+
+
+def wants_record(args: argparse.Namespace) -> bool:
+    return args.at_peak or args.memory_viz is not None
 
 
 def check_fsdp(args: argparse.Namespace) -> None:
@@ -154,7 +161,7 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
         ddp, shards = False, processes
     device = torch.device(kind)
     plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, watch)
-    if args.at_peak:
+    if wants_record(args):
         check_chunks(args, plans)
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
@@ -351,9 +358,12 @@ def plan(argv: list[str], bar: tqdm) -> int:
             table = make_table(asked)
             bar.write(format_table(table, recommend(table)) + "\n")
     record = None
-    if args.at_peak:
+    if wants_record(args):
         record = record_step(args, asked.plans, table, settings)
-        bar.write(format_peak(record) + "\n")
+        if args.at_peak:
+            bar.write(format_peak(record) + "\n")
+        if args.memory_viz:
+            write_viz(args.memory_viz, record, asked.clock)
     if settings:
         bar.write(command_line(argv, args, settings[0].flags(args)))
     elif args.longest_sequence and table and table[0].longest is not None:

@@ -58,7 +58,7 @@ def check_chunks(args: argparse.Namespace, plans: Plans) -> None:
     if n > MOST_CHUNKS:
         raise UsageError(
             f"--batch-size {args.batch_size}: the head would run in {n:,} chunks, and --at-peak "
-            f"follows at most {MOST_CHUNKS:,}, one by one; try a smaller one"
+            f"and --memory-viz follow at most {MOST_CHUNKS:,}, one by one; try a smaller one"
         )
 
 

@@ -161,7 +161,7 @@ def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) ->
     """The trainer's command: what was asked, with what was found."""
     mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--card": 1}
     mine |= {"--longest-sequence": 0, "--all-knobs": 0, "--fsdp": 0}
-    mine |= {"--at-peak": 0}
+    mine |= {"--at-peak": 0, "--memory-viz": 1}
     mine |= {"--compress-gradients": 0} if args.fsdp else {}
     mine |= {"--recompute-layers": 1, "--recompute-rest": 1, "--recompute-group": 1}
     mine |= {"--offload-activations": 0, "--use-activation-checkpoint": 0}
