@@ -1,0 +1,367 @@
+"use strict";
+// The formulas. Numbers are whole, and exact below 2^53. Letters: B sequences of T tokens, N = B T;
+// V vocabulary, L layers, C width, F that of the MLP, H heads; a = 2 bytes of an activation under
+// autocast (to bfloat16 or float16), else 4. A `shape` s is made of
+//   {B, T, V, L, C, F, H, positions, dropout, policy, layers (that it applies to), chunks (of the
+//    head; 0 = chosen), precision, optimizer, moments, ddp, shards, cuda}
+const {ceil, floor, max, min} = Math;
+const POLICIES = ["none", "cheap", "selective", "mlp", "attn", "sdpa", "full"];
+const low = (s) => (s.precision === "float32" ? 0 : 1); // is there autocast?
+const recomputed = (s) => (s.policy === "none" ? 0 : s.layers); // blocks
+
+// memory/head.py: the head runs in chunks of tokens, and their softmax in slices.
+const CHUNK = 5 * 2 ** 24, SLICE = 2 ** 22, PAD = 64;
+
+function countChunks(tokens, V, asked, itemsize) {
+  return max(1, min(asked || ceil((tokens * V * itemsize) / CHUNK), tokens));
+}
+
+function rowsOfSlice(tokens, V) {
+  return min(tokens, max(1, floor(SLICE / V), floor(tokens / 32)));
+}
+
+// planner/formulas.py
+function countParameters({V, positions, L, C, F}) {
+  return (V + positions) * C + 2 * C + L * (4 * C * C + 2 * C * F + 9 * C + F);
+}
+
+function optimizerBytes(s, P = countParameters(s), matrices = 4 * s.C * s.C + 2 * s.C * s.F) {
+  const muon = s.optimizer === "muon" ? s.L : 0; // one moment, no counter, for blocks' matrices
+  return (s.moments === "bfloat16" ? 2 : 4) * (2 * P - muon * matrices) +
+    4 * (4 + 12 * s.L - 4 * muon);
+}
+
+function headBytes(s) {
+  const {V, C} = s, N = s.B * s.T, amp = low(s), a = 4 - 2 * amp;
+  if (s.chunks === 1) return 12 * V * N + 2 * amp * (V * C + N * C);
+  const n = ceil(N / countChunks(N, V, s.chunks, a)), r = rowsOfSlice(n, V);
+  const padded = amp ? PAD * ceil(V / PAD) : V;
+  const softmax = 24 * r + 4 * V * r * amp, someRows = 2 * C * min(floor(SLICE / C), V) * amp;
+  const copies = 2 * (padded + n) * C * amp, passing = max(softmax, a * n * C, someRows);
+  return 4 * (V + N) * C + 17 * N + copies + a * padded * n + passing;
+}
+
+function closedForm(s) {
+  const {L, H, C, F} = s, N = s.B * s.T, amp = low(s), a = 4 - 2 * amp, n = recomputed(s);
+  const masks = s.dropout ? N * C : 0, statistics = 8 * N, normaliser = 4 * N * H;
+  const x = 4 * N * C, qkv = 3 * a * N * C, attended = a * N * C, wide = a * N * F;
+  const attentionHalf = x + a * N * C + statistics + qkv + attended + normaliser;
+  const mlpHalf = x + a * N * C + statistics + 2 * wide;
+  const copies = 2 * amp; // bytes of a weight's copy
+  const kept = {
+    none: attentionHalf + mlpHalf + copies * (4 * C * C + 2 * C * F) + 2 * masks,
+    cheap: x + qkv + attended + normaliser + x + wide + copies * C * C + 2 * masks,
+    selective: x + qkv + attended + normaliser + 2 * a * N * C + wide + masks,
+    attn: x + mlpHalf + copies * 2 * C * F + 2 * masks,
+    mlp: attentionHalf + x + copies * 4 * C * C + 2 * masks,
+    sdpa: x + attended + normaliser + masks,
+    full: x + masks,
+  };
+  const parameters = 4 * countParameters(s), blocks = kept[s.policy] * n + kept.none * (L - n);
+  const optimizer = optimizerBytes(s), head = headBytes(s);
+  return {parameters, gradients: parameters, optimizer, blocks, head};
+}
+
+function stepFlops(s) { // of the matrix products, per token: [needed, replayed]
+  const {V, L, C, F, T} = s, cAttn = 6 * C * C, cProj = 2 * C * C;
+  const linear = 2 * C * F, attention = 2 * T * C, block = cAttn + attention + cProj + 2 * linear;
+  const again = {
+    none: 0, cheap: 0, selective: 0, attn: cAttn + attention, mlp: linear,
+    sdpa: cAttn + cProj + linear, full: block - linear,
+  };
+  return [3 * (L * block + 2 * V * C), again[s.policy] * recomputed(s)];
+}
+
+// planner/peak.py, where each line is explained: a step, as what is born and what dies, at the
+// instants at which most is alive. The peak is the largest of the sums.
+const KINDS = [
+  "parameters", "optimizer", "gradients", "activations", "recomputed", "head", "temporaries",
+];
+const WORKSPACES = 2 * 8320 * 1024, AT_A_TIME = 2 ** 22;
+const ATTENTION = ["ln_1", "qkv", "attended", "proj", "mask"], MLP = ["x2", "ln_2", "wide", "gelu"];
+const KEPT = { // of each block, beside its input x
+  none: [...ATTENTION, ...MLP], cheap: ["qkv", "attended", "proj", "mask", "x2", "wide"],
+  selective: ["qkv", "attended", "wide"], mlp: [...ATTENTION, "x2"], attn: ["mask", ...MLP],
+  sdpa: ["attended"], full: [],
+};
+
+function peak(s) { // {where, bytes, parts: {kind: bytes}}
+  const walk = new Walk(s), policy = (i) => (i < recomputed(s) ? s.policy : "none");
+  walk.state();
+  walk.forward(closedForm(s).blocks);
+  walk.head(policy(s.L - 1));
+  for (let i = s.L - 1; i >= 0; i--) walk.block(i, policy(i));
+  walk.embeddings();
+  walk.update();
+  return {where: walk.where, bytes: walk.bytes, parts: walk.most};
+}
+
+class Walk {
+  constructor(s) {
+    const {B, T, H, C, F} = s, N = B * T, amp = low(s), a = 4 - 2 * amp, copies = 2 * amp;
+    const ddp = Number(s.ddp), dropout = Number(s.dropout), n = s.shards, NC = N * C;
+    Object.assign(this, {s, N, C, F, NC, amp, a, ddp, dropout, n, total: 0, bytes: 0});
+    this.now = Object.fromEntries(KINDS.map((kind) => [kind, 0]));
+    this.place = "head";
+    this.sizes = {
+      ln_1: a * NC + 8 * N + copies * 3 * C * C, qkv: 3 * a * NC, attended: a * NC + 4 * N * H,
+      proj: copies * C * C, mask: NC * dropout, x2: 4 * NC,
+      ln_2: a * NC + 8 * N + copies * C * F, wide: a * N * F, gelu: a * N * F + copies * C * F,
+    };
+    const rows = 128 * ceil(T / 128), D = 32 * ceil(C / H / 32); // as attention's kernel rounds up
+    this.inAttention = s.cuda && amp ? 4 * B * H * rows * (D + 1) : 0;
+  }
+
+  add(...changes) { // kind, bytes that are born (or die: below 0), kind, bytes, ... in this order
+    for (let i = 0; i < changes.length; i += 2) {
+      this.now[changes[i]] += changes[i + 1];
+      this.total += changes[i + 1];
+      if (this.total <= this.bytes) continue;
+      Object.assign(this, {bytes: this.total, most: {...this.now}, where: this.place});
+    }
+  }
+
+  // The parts of a step, in order
+  state() {
+    const {s, n} = this, held = s.L * this.inABlock(n) + this.outside(n);
+    this.add("parameters", 4 * held, "gradients", 4 * held * this.ddp);
+    this.add("optimizer", optimizerBytes(s, held, this.inMatrices(n)));
+  }
+
+  forward(blocks) { // what it leaves
+    const {N, NC, n} = this;
+    this.add("temporaries", this.s.cuda ? WORKSPACES : 0);
+    this.add("activations", 16 * N + this.sizes.mask + 4 * NC + 8 * N + blocks);
+    if (n > 1) this.add("parameters", 4 * this.outside(1) + 4 * n * this.inABlock(n));
+  }
+
+  head(policy) { // of the last block
+    const {N, C, NC, a, amp} = this, {V, L, chunks} = this.s, ofWeight = 4 * V * C, ofX = 4 * NC;
+    const size = headBytes(this.s), kind = this.ddp ? "head" : "gradients";
+    const returned = policy === "selective" ? 0 : a * NC, normed = 4 * NC;
+    let end = size - ofWeight;
+    this.add("temporaries", returned + normed);
+    if (chunks === 1) {
+      end = a * V * N + 2 * amp * V * C + 2 * a * NC;
+      this.add("head", size - 4 * V * N, "temporaries", -returned - normed * amp);
+      this.add("head", 4 * V * N, "head", -size); // backward begins
+      this.add("head", end, kind, ofWeight, "temporaries", -normed * (1 - amp));
+    } else {
+      this.add(kind, ofWeight, "head", end, "temporaries", -returned - normed);
+    }
+    this.add("head", ofX - end);
+    this.place = `backward, block ${L - 1}`;
+    this.add("temporaries", ofX, "head", -ofX, "activations", -4 * NC - 8 * N); // of LayerNorm
+  }
+
+  block(i, policy) { // its backward, from its end
+    const {N, C, F, NC, a, inAttention} = this, ofWide = a * N * F;
+    Object.assign(this, {place: `backward, block ${i}`, policy});
+    this.there = Object.fromEntries(KEPT[policy].map((name) => [name, "activations"]));
+
+    let ofUpdate = this.enterHalf();
+    this.add("activations", -this.sizes.mask);
+    this.gather(i);
+    this.need("wide", "gelu");
+    this.linear(F, C, ofUpdate, "gelu"); // mlp.c_proj
+    this.weight(C * F);
+    this.add("temporaries", ofWide, this.there.wide, -this.sizes.wide, "temporaries", -ofWide);
+    this.need("ln_2");
+    this.linear(C, F, ofWide, "ln_2"); // c_fc
+    this.layerNorm(C * F);
+    this.add(this.there.x2, -this.sizes.x2);
+
+    ofUpdate = this.enterHalf();
+    this.add(this.there.mask, -this.sizes.mask);
+    this.need("qkv", "attended");
+    this.linear(C, C, ofUpdate, "proj"); // attn.c_proj
+    this.weight(C * C);
+    this.add("temporaries", 3 * a * NC + inAttention); // of q, k and v
+    this.add(this.there.qkv, -this.sizes.qkv, this.there.attended, -this.sizes.attended);
+    this.add("temporaries", -a * NC - inAttention);
+    this.add("temporaries", 3 * a * NC, "temporaries", -3 * a * NC); // of all three, side by side
+    this.need("ln_1");
+    this.linear(C, 3 * C, 3 * a * NC, "ln_1"); // c_attn
+    this.layerNorm(3 * C * C);
+    this.add("activations", -4 * NC - (policy === "selective" ? a * NC : 0));
+    this.add("gradients", 4 * (9 * C + F) * (1 - this.ddp)); // of biases and gains
+    this.reduce(i);
+  }
+
+  embeddings() {
+    const {C, NC, n, ddp} = this, {V, positions} = this.s, wide = 4 * NC * this.dropout;
+    this.add("temporaries", wide, "temporaries", -wide, "activations", -this.sizes.mask);
+    this.add("gradients", 4 * (positions * C + 2 * C) * (1 - ddp));
+    const channels = ceil(C / ceil((V * C) / (2 * SLICE))); // at a time
+    this.add("temporaries", 4 * V * channels, "temporaries", -4 * V * channels - 4 * NC);
+    this.add("head", -4 * V * C * ddp);
+    if (n === 1) return;
+    const root = 4 * this.outside(1), share = 4 * this.outside(n);
+    this.add("parameters", -root, "gradients", -4 * n * this.inABlock(n));
+    this.add("gradients", n * share, "gradients", share - root - n * share);
+  }
+
+  update() { // what the optimizer copies
+    const {s, C, F, n} = this, muon = s.optimizer === "muon" ? 1 : 0;
+    const others = s.L * (this.inABlock(n) - muon * this.inMatrices(n)) + this.outside(n);
+    const largest = ceil(max(s.V, s.positions, 3 * C, F) / n) * C, lean = s.moments === "bfloat16";
+    let most = s.cuda ? 0 : 8 * (lean || muon ? min(AT_A_TIME, largest) : largest);
+    if (lean) most += 8 * min(AT_A_TIME, others);
+    for (const [whole, columns] of muon ? [[3 * C, C], [C, C], [F, C], [C, F]] : []) {
+      const rows = ceil(whole / n), together = min(s.L, max(1, floor(AT_A_TIME / (rows * columns))));
+      const size = together * rows * columns, square = together * min(rows, columns) ** 2;
+      const products = 8 * size + (size > square ? 20 : 12) * square;
+      most = max(most, s.precision === "bfloat16" ? 14 * size : max(12 * size, products));
+    }
+    this.place = "optimizer";
+    this.add("temporaries", most);
+  }
+
+  // The parts of a block's backward
+  enterHalf() {
+    const {NC, a, amp, dropout} = this, size = amp || dropout ? a * NC : 0;
+    this.add("temporaries", size * (1 + amp * dropout), "temporaries", -size * amp * dropout);
+    return size;
+  }
+
+  need(...names) { // replay, if one of them is not there
+    let missing = [...ATTENTION, ...MLP].filter((name) => !(name in this.there));
+    if (this.policy === "cheap") missing = missing.filter((name) => names.includes(name));
+    if (!missing.some((name) => names.includes(name))) return;
+    if (this.policy === "selective") this.add("activations", -this.a * this.NC);
+    for (const name of missing) {
+      this.there[name] = "recomputed";
+      this.add("recomputed", this.sizes[name]);
+    }
+    this.add("recomputed", 4 * this.NC * this.amp, "recomputed", -4 * this.NC * this.amp);
+  }
+
+  linear(columns, rows, ofResult, input) {
+    this.add("temporaries", this.a * this.N * columns);
+    this.add(this.amp || this.ddp ? "temporaries" : "gradients", this.a * columns * rows);
+    this.add("temporaries", -ofResult, this.there[input], -this.sizes[input]);
+  }
+
+  weight(elements) {
+    this.add(this.ddp ? "temporaries" : "gradients", 4 * elements * this.amp);
+    this.add("temporaries", -2 * elements * this.amp - 4 * elements * this.ddp);
+  }
+
+  layerNorm(elements) {
+    this.add("temporaries", 4 * this.NC * this.amp, "temporaries", -2 * this.NC * this.amp);
+    this.weight(elements);
+    this.add("temporaries", 4 * this.NC, "temporaries", -8 * this.NC);
+  }
+
+  // Shards: a block's weights are gathered, its gradients reduced
+  gather(i) {
+    if (this.n === 1) return;
+    const buffer = 4 * this.n * this.inABlock(this.n);
+    this.add("parameters", 4 * this.inABlock(1), "parameters", i === 0 ? -buffer : 0);
+  }
+
+  reduce(i) {
+    if (this.n === 1) return;
+    const whole = 4 * this.inABlock(1), share = 4 * this.inABlock(this.n);
+    const buffer = i === this.s.L - 1 ? this.n * share : 0;
+    this.add("parameters", -whole, "gradients", buffer, "gradients", share - whole);
+  }
+
+  // Elements that one of n processes has: of each weight an n-th of the rows, rounded up
+  inMatrices(n) {
+    const {C, F} = this;
+    return (ceil((3 * C) / n) + ceil(C / n) + ceil(F / n)) * C + ceil(C / n) * F;
+  }
+
+  inABlock(n) {
+    const {C, F} = this;
+    return this.inMatrices(n) + ceil((3 * C) / n) + ceil(F / n) + 6 * ceil(C / n);
+  }
+
+  outside(n) {
+    return (ceil(this.s.V / n) + ceil(this.s.positions / n)) * this.C + 2 * ceil(this.C / n);
+  }
+}
+
+// ---- What the trainers are asked for. SHAPES: --model, in trainer/flags.py. CARDS: memory in GiB,
+// of planner/cards.py; Apple's are computed in float32, as the trainers do there.
+const SHAPES = {
+  "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
+  "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
+  "gpt2-large": {"n_layers": 36, "n_heads": 20, "d_model": 1280},
+  "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600}
+};
+const CARDS = {
+  "RTX 3060 12GB": 11.6, "RTX 3090": 23.5, "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6,
+  "RTX 4090": 23.4, "RTX 5090": 31.3, "T4": 14.5, "L4": 22, "A10G": 21.9, "A100 40GB": 39.3,
+  "A100": 79.1, "A100 PCIe": 79.1, "H100": 79.1, "H100 PCIe": 79.1, "H200": 139.7, "B200": 178.3,
+  "M1": 10.6, "M1 Pro": 10.6, "M1 Max": 21.3, "M1 Ultra": 48, "M2": 10.6, "M2 Pro": 10.6,
+  "M2 Max": 21.3, "M3": 10.6, "M3 Pro": 12, "M3 Max 30-core": 27, "M3 Max 40-core": 36,
+  "M4": 10.6, "M4 Pro": 16, "M4 Max 32-core": 27, "M4 Max 40-core": 36
+};
+const GIB = 2 ** 30, isApple = (card) => /^M\d/.test(card);
+const memoryOf = (card) => floor(CARDS[card] * GIB);
+
+function forTensors(room, cuda) { // trainer/room.py: a tenth stays free, on a GPU at least 1 GiB
+  return floor(room - max(0.1 * room, cuda ? min(GIB, room / 4) : 0));
+}
+
+const SMALL = { // the first command's model, and the defaults of all else
+  layers: 3, width: 128, heads: 4, mlp: 512, length: 64, batch: 12, vocabulary: 1024,
+  policy: "none", blocks: 3, precision: "bfloat16", optimizer: "adamw", moments: "float32",
+  dropout: "off", head: "chunks", processes: 1, trainer: "ddp", card: "RTX 3060 12GB",
+};
+
+function modelOf(state) { // its name, if it has one
+  const same = (m) => m.n_layers === state.layers && m.n_heads === state.heads &&
+    m.d_model === state.width;
+  return Object.keys(SHAPES).find((name) => same(SHAPES[name]));
+}
+
+function shapeOf(state, card = "RTX 4090") {
+  const many = state.processes > 1, apple = isApple(card);
+  return {
+    B: state.batch, T: state.length, V: state.vocabulary, L: state.layers, C: state.width,
+    F: state.mlp, H: state.heads, dropout: state.dropout === "on", policy: state.policy,
+    positions: modelOf(state) ? max(1024, state.length) : state.length, layers: state.blocks,
+    chunks: state.head === "chunks" ? 0 : 1, optimizer: state.optimizer, moments: state.moments,
+    precision: apple ? "float32" : state.precision, cuda: !apple,
+    ddp: many && state.trainer === "ddp", shards: many && state.trainer === "fsdp" ? state.processes : 1,
+  };
+}
+
+function flags(state) {
+  const model = modelOf(state), words = [], usual = {...SMALL, mlp: 4 * state.width};
+  const add = (flag, name) => state[name] === usual[name] || words.push(flag, state[name]);
+  if (model) Object.assign(usual, {length: 1024, vocabulary: 50257});
+  if (model) words.push("--model", model);
+  else add("--n-layers", "layers"), add("--d-model", "width"), add("--n-heads", "heads");
+  add("--d-ff", "mlp"), add("--seq-len", "length"), add("--batch-size", "batch");
+  if (model && state.length > 1024) words.push("--max-position-embeddings", state.length);
+  if (state.vocabulary !== usual.vocabulary) {
+    if (state.vocabulary === 50257) words.push("--tokenizer-name", "gpt2");
+    else words.push("--tokenizer-name", "bpe", "--vocab-size", state.vocabulary);
+  }
+  if (state.dropout === "on") words.push("--dropout", 0.1);
+  if (state.precision === "float16") words.push("--amp-dtype", "float16");
+  if (state.precision === "float32") words.push("--no-amp");
+  add("--optimizer", "optimizer"), add("--moments-dtype", "moments");
+  if (state.head !== "chunks") words.push("--loss-chunks", 1);
+  return words;
+}
+
+function runCommand(state) {
+  const start = state.processes === 1 ? ["python", "train_minimal.py"]
+    : ["torchrun", `--nproc-per-node=${state.processes}`, `train_${state.trainer}.py`];
+  const how = state.policy === "none" ? [] : ["--use-activation-checkpoint", state.policy];
+  if (how.length && state.blocks < state.layers) how.push("--recompute-layers", state.blocks);
+  return [...start, ...flags(state), ...how].join(" ");
+}
+
+function planCommand(state) {
+  const many = state.processes === 1 ? [] : ["--nproc-per-node", state.processes];
+  if (many.length && state.trainer === "fsdp") many.push("--fsdp");
+  const asked = isApple(state.card) ? {...state, precision: "bfloat16"} : state;
+  const card = ["--card", state.card.replaceAll(" ", "-")];
+  return ["python", "-m", "scripts.plan_memory", ...flags(asked), ...many, ...card].join(" ");
+}
