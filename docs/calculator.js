@@ -1,4 +1,6 @@
 "use strict";
+// What docs/calculator.html computes. It is plain JavaScript: node and any browser can run it.
+
 // The formulas. Numbers are whole, and exact below 2^53. Letters: B sequences of T tokens, N = B T;
 // V vocabulary, L layers, C width, F that of the MLP, H heads; a = 2 bytes of an activation under
 // autocast (to bfloat16 or float16), else 4. A `shape` s is made of
@@ -208,7 +210,8 @@ class Walk {
     let most = s.cuda ? 0 : 8 * (lean || muon ? min(AT_A_TIME, largest) : largest);
     if (lean) most += 8 * min(AT_A_TIME, others);
     for (const [whole, columns] of muon ? [[3 * C, C], [C, C], [F, C], [C, F]] : []) {
-      const rows = ceil(whole / n), together = min(s.L, max(1, floor(AT_A_TIME / (rows * columns))));
+      const rows = ceil(whole / n), fit = floor(AT_A_TIME / (rows * columns));
+      const together = min(s.L, max(1, fit));
       const size = together * rows * columns, square = together * min(rows, columns) ** 2;
       const products = 8 * size + (size > square ? 20 : 12) * square;
       most = max(most, s.precision === "bfloat16" ? 14 * size : max(12 * size, products));
@@ -319,14 +322,14 @@ function modelOf(state) { // its name, if it has one
 }
 
 function shapeOf(state, card = "RTX 4090") {
-  const many = state.processes > 1, apple = isApple(card);
+  const apple = isApple(card), trainer = state.processes > 1 ? state.trainer : "";
   return {
     B: state.batch, T: state.length, V: state.vocabulary, L: state.layers, C: state.width,
     F: state.mlp, H: state.heads, dropout: state.dropout === "on", policy: state.policy,
     positions: modelOf(state) ? max(1024, state.length) : state.length, layers: state.blocks,
     chunks: state.head === "chunks" ? 0 : 1, optimizer: state.optimizer, moments: state.moments,
     precision: apple ? "float32" : state.precision, cuda: !apple,
-    ddp: many && state.trainer === "ddp", shards: many && state.trainer === "fsdp" ? state.processes : 1,
+    ddp: trainer === "ddp", shards: trainer === "fsdp" ? state.processes : 1,
   };
 }
 

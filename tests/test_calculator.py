@@ -2,12 +2,14 @@
 
 import re
 import shlex
+import statistics
 from dataclasses import fields, replace
 from functools import partial
 
 import pytest
 import torch
 from calculator import LETTERS, PAGE, SCRIPT, as_page, evaluate, random_shapes
+from calculator import chromium as chromium  # a fixture
 from runs import ROOT
 
 from memory.head import count_chunks, rows_of_slice
@@ -134,9 +136,11 @@ def test_a_peak_is_close_to_the_planners(i):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_peaks_are_within_two_percent_of_the_planners(seed):
-    for shape in random_shapes(5, seed):
-        assert max(map(abs, errors(small(shape, 4096)))) < 0.02, shape
+def test_peaks_are_within_half_a_percent_of_the_planners(seed):
+    """Of 210 shapes: what the page and docs/planning.md promise."""
+    found = [abs(e) for shape in random_shapes(5, seed) for e in errors(small(shape, 1024))]
+    assert len(found) == 35 and max(found) < 0.005
+    assert statistics.median(found) < 0.0001
 
 
 # ---- tables

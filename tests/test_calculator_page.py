@@ -1,0 +1,288 @@
+"""docs/calculator.html in a browser: what it shows is what planner/ says, whatever is moved."""
+
+import shutil
+from decimal import ROUND_HALF_UP, Decimal
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from calculator import PAGE, SCRIPT
+from calculator import chromium as chromium  # a fixture
+
+from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from planner import CARDS
+from planner.formulas import count_parameters, step_flops
+from planner.peak import peak
+from scripts.memory_timeline_pictures import COLORS
+from trainer.card import device_type
+from trainer.flags import SHAPES
+from trainer.room import for_tensors
+
+pytestmark = pytest.mark.browser
+
+
+def open_page(browser, link: str = "", width: int = 1280, **context):
+    """The page, which notes what it complains about (`complaints`) and asks for (`asked`)."""
+    context = browser.new_context(viewport={"width": width, "height": 800}, **context)
+    page = context.new_page()
+    page.complaints, page.asked = [], []
+    page.on("console", lambda message: page.complaints.append(message.text))
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.goto(PAGE.as_uri() + link)
+    return page
+
+
+@pytest.fixture
+def page(chromium):
+    page = open_page(chromium)
+    yield page
+    assert page.complaints == []
+    assert set(page.asked) == {PAGE.as_uri(), SCRIPT.as_uri()}
+    page.context.close()
+
+
+# ---- what is shown
+
+
+def text(size: int) -> str:
+    unit, digits = ("GiB", "0.01") if size >= 2**30 else ("MiB", "0.1")
+    number = Decimal(size) / {"GiB": 2**30, "MiB": 2**20}[unit]  # JavaScript rounds halves up
+    return f"{number.quantize(Decimal(digits), ROUND_HALF_UP)} {unit}" if size else "0"
+
+
+def shape_on(page) -> dict:
+    """What the controls stand at, as the arguments of `peak`."""
+    its = {
+        node.get_attribute("id"): node.input_value()
+        for node in page.locator("#controls select, #controls input[type=number]").all()
+    }
+    n = {name: int(value) for name, value in its.items() if value.isdecimal()}
+    policy = page.locator("[name=policy]:checked").get_attribute("value")
+    heads = {"n_layers": n["layers"], "n_heads": n["heads"], "d_model": n["width"]}
+    config = MiniGPTConfig(
+        vocab_size=n["vocabulary"],
+        max_position_embeddings=max(n["length"], 1024 * (heads in SHAPES.values())),
+        **heads,
+        d_ff=n["mlp"],
+        dropout=0.1 * (its["dropout"] == "on"),
+        recompute=policy,
+        recompute_layers=None if policy == "none" else n["blocks"],
+        loss_chunks=int(its["head"] == "once"),
+    )
+    shape = {"config": config, "batch_size": n["batch"], "seq_len": n["length"]}
+    shape |= {name: getattr(torch, its[name]) for name in ("precision", "moments")}
+    shape["optimizer"] = its["optimizer"]
+    if n["processes"] > 1:
+        shape |= {"ddp": True} if its["trainer"] == "ddp" else {"shards": n["processes"]}
+    return shape
+
+
+def with_policy(shape: dict, policy: str, blocks: int) -> dict:
+    layers = None if policy == "none" else blocks
+    config = vars(shape["config"]) | {"recompute": policy, "recompute_layers": layers}
+    return shape | {"config": MiniGPTConfig(**config)}
+
+
+def check(page) -> dict:
+    """All figures are the planner's. Returns what the page stands at."""
+    shape = shape_on(page)
+    where, parts = peak(**shape)
+    size = sum(parts.values())
+    assert page.locator("#peak").inner_text() == text(size)
+    place = page.locator("#place").inner_text()
+    assert where.replace(", block", " of block") in place
+    assert f"{count_parameters(shape['config']):,} parameters" in place
+    rows = [parts[kind] for kind in COLORS] + [size]
+    cells = page.locator("#table td").all_inner_texts()
+    assert cells == [word for row in rows for word in (text(row), f"{row:,}")]
+
+    card = CARDS[page.locator("#card").input_value()]
+    on = {"cuda": shape, "mps": shape | {"cuda": False, "precision": torch.float32}}
+    kind, blocks = device_type(card), int(page.locator("#blocks").input_value())
+    peaks = []
+    for policy in RECOMPUTE_POLICIES:
+        its = with_policy(on[kind], policy, blocks)
+        peaks.append(sum(peak(**its)[1].values()))
+        needed, again = step_flops(its["config"], its["seq_len"])
+        row = page.locator(f"#policy-{policy} .number").all_text_contents()
+        assert row == [text(peaks[-1]), f"× {1 + again / needed:.2f}"]
+    safe = for_tensors(card.memory, kind)
+    fit = [policy for policy, size in zip(RECOMPUTE_POLICIES, peaks, strict=True) if size <= safe]
+    assert page.locator(".first").all_inner_texts() == [f" {policy}" for policy in fit[:1]]
+    assert (f"first that fits: {fit[0]}." if fit else "Nothing fits") in first_line(page)
+
+    sizes = {kind: sum(peak(**its)[1].values()) for kind, its in on.items()}
+    for names, words in verdicts(page).items():
+        card = CARDS[names.split(", ")[0]]
+        assert words == verdict(card, sizes[device_type(card)], "shards" in shape or "ddp" in shape)
+    return shape
+
+
+def first_line(page) -> str:
+    return page.locator("#first").inner_text()
+
+
+def verdicts(page) -> dict[str, str]:
+    cells = page.locator("#cards span").all_inner_texts()
+    found = dict(zip(cells[::2], cells[1::2], strict=True))
+    assert {name for names in found for name in names.split(", ")} == CARDS.keys()
+    return found
+
+
+def verdict(card, size: int, several: bool) -> str:
+    if several and device_type(card) == "mps":
+        return "has one GPU"
+    left = for_tensors(card.memory, device_type(card)) - size
+    if left >= 0:
+        return f"✓ {text(left)} left"
+    return "tight" if size <= card.memory else f"✗ {text(size - card.memory)} too much"
+
+
+# ---- what is moved
+
+
+def test_it_opens(page):
+    shape = check(page)
+    assert shape["config"].n_layers == 24 and page.locator("#preset").input_value() == "gpt2-medium"
+    bars = [page.locator(f"#policy-{policy} .bar i") for policy in RECOMPUTE_POLICIES]
+    widths = [sum(i.bounding_box()["width"] for i in bar.all()) for bar in bars]
+    assert widths[0] > 2 * widths[-1] > 0
+    assert "activations 10.76 GiB" in page.locator("#parts").get_attribute("aria-label")
+
+
+def test_each_control_moves_the_figures(page):
+    page.select_option("#preset", "gpt2")
+    assert check(page)["config"].d_model == 768
+    page.locator("#policy-cheap").click()
+    page.fill("#blocks", "5")
+    assert check(page)["config"].recompute_layers == 5
+    choices = {"precision": "float16", "moments": "bfloat16", "dropout": "on", "head": "once"}
+    for name, value in choices.items():
+        before = page.locator("#peak").inner_text()
+        page.select_option(f"#{name}", value)
+        check(page)
+        assert (page.locator("#peak").inner_text() != before) == (name != "precision"), name
+    page.select_option("#optimizer", "muon")
+    page.fill("#processes", "8")
+    check(page)
+    page.select_option("#trainer", "fsdp")
+    assert check(page)["shards"] == 8
+    page.select_option("#card", "M2 Max")
+    check(page)
+    page.fill("#processes", "1")
+    page.select_option("#precision", "float32")
+    check(page)
+
+
+def test_sliders_by_keyboard(page):
+    before = shape_on(page)
+    for name in ("layers", "width", "length", "batch", "vocabulary"):
+        page.locator(f"#{name}-slider").focus()
+        page.keyboard.press("ArrowLeft")
+    after = check(page)
+    assert after["batch_size"] == 11 and after["config"].n_layers == 23
+    assert after["config"].d_model == 1024 - 32 and after["config"].d_ff == 4 * 992  # it follows
+    assert after["seq_len"] < before["seq_len"]
+    page.locator("[value=none]").focus()
+    page.keyboard.press("ArrowDown")
+    assert check(page)["config"].recompute == "cheap"
+    page.locator("#batch-slider").focus()
+    page.keyboard.press("End")
+    assert check(page)["batch_size"] == 1024 and "Nothing fits" in first_line(page)
+
+
+def test_what_is_impossible_is_mended(page):
+    page.fill("#heads", "7")
+    note = "1,024 channels do not divide into 7 heads: computed with 4"
+    assert page.locator("#heads-note").inner_text() == note
+    page.keyboard.press("Enter")
+    assert page.locator("#heads").input_value() == "4"
+    check(page)
+    page.fill("#layers", "0")
+    assert page.locator("#layers-note").inner_text() == "1 to 1,000: computed with 1"
+    page.fill("#layers", "2.4")
+    page.fill("#vocabulary", "9999999999")
+    page.fill("#batch", "")  # somebody is about to type
+    page.locator("#batch").blur()
+    shape = check(page)
+    assert (shape["config"].n_layers, shape["config"].vocab_size) == (2, 2**20)
+    assert shape["batch_size"] == 12
+    assert "NaN" not in page.locator("body").inner_text()
+
+
+def test_a_link_shares_what_is_seen(page, chromium):
+    page.select_option("#preset", "gpt2-xl")
+    page.locator("#policy-sdpa").click()
+    page.fill("#blocks", "40")
+    page.fill("#processes", "3")
+    page.select_option("#trainer", "fsdp")
+    page.select_option("#card", "L4")
+    seen, shape = page.locator("main").inner_text(), shape_on(page)
+    link = "#" + urlsplit(page.url).fragment
+    page.reload()
+    assert page.locator("main").inner_text() == seen and shape_on(page) == shape
+    other = open_page(chromium, link)
+    assert other.locator("main").inner_text() == seen and shape_on(other) == shape
+    other.evaluate("location.hash = '#layers=3'")  # the first command's
+    other.wait_for_function("document.getElementById('layers').value === '3'")
+    assert other.locator("#run").inner_text().strip() == "python train_minimal.py"
+    check(other)
+    page.select_option("#preset", "first command's")
+    page.reload()
+    assert check(page)["config"].n_layers == 3
+
+
+def test_a_broken_link_is_mended(chromium):
+    link = "#layers=abc&heads=7&width=-1&policy=voodoo&card=voodoo&precision=1&length=1e99&x=1"
+    page = open_page(chromium, link)
+    check(page)
+    assert page.complaints == [] and "NaN" not in page.locator("body").inner_text()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_command_is_copied(chromium, allowed):
+    """From file://, where some browsers do not let a page write to the clipboard."""
+    page = open_page(chromium)
+    if not allowed:
+        page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    else:
+        page.context.grant_permissions(["clipboard-write", "clipboard-read"])
+    page.locator("#policy-mlp").click()
+    page.locator("button[data-of=run]").click()
+    page.wait_for_function("document.querySelector('[data-of=run]').textContent === 'copied'")
+    page.evaluate("document.body.append(document.createElement('textarea'))")
+    page.locator("textarea").focus()
+    page.keyboard.press("Control+v")
+    copied = "python train_minimal.py --model gpt2-medium --use-activation-checkpoint mlp"
+    assert page.locator("textarea").input_value() == copied
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 800, 1400])
+def test_it_fits_a_screen(chromium, width, scheme):
+    link = "#layers=48&width=1600&heads=25&processes=16&policy=selective"
+    page = open_page(chromium, link, width, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+    page.locator("#processes").scroll_into_view_if_needed()
+    if width < 760:  # the figure stays while sliders move
+        assert page.locator("#peak").bounding_box()["y"] >= 0
+    assert page.complaints == []
+
+
+def test_every_control_has_a_name(page):
+    for node in page.locator("input, select, button").all():
+        named = "node => node.ariaLabel || node.labels[0]?.textContent || node.textContent"
+        assert node.evaluate(named).strip()
+    assert page.locator("#peak").get_attribute("aria-live") == "polite"
+
+
+def test_without_its_script_it_says_so(chromium, tmp_path):
+    page = chromium.new_page()
+    shutil.copy(PAGE, tmp_path)
+    page.goto((tmp_path / PAGE.name).as_uri())
+    assert "calculator.js is missing" in page.locator("body").inner_text()
+    page.close()
