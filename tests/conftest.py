@@ -4,12 +4,17 @@ Also: results differ in the last bit between one thread and two, and every child
 what is set here.
 """
 
+import gc
 import os
 import signal
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# Look for garbage less often, here and in child processes: see start/sitecustomize.py.
+gc.set_threshold(300_000)
+START = str(Path(__file__).parent / "start")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [START, os.environ.get("PYTHONPATH")]))
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and a child process
 # inherits that; here some must not.
