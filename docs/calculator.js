@@ -204,14 +204,19 @@ class Walk {
   }
 
   update() { // what the optimizer copies
-    const {s, C, F, n} = this, muon = s.optimizer === "muon" ? 1 : 0;
+    const {s, n} = this, muon = s.optimizer === "muon" ? 1 : 0, lean = s.moments === "bfloat16";
     const others = s.L * (this.inABlock(n) - muon * this.inMatrices(n)) + this.outside(n);
-    const largest = ceil(max(s.V, s.positions, 3 * C, F) / n) * C, lean = s.moments === "bfloat16";
-    let most = s.cuda ? 0 : 8 * (lean || muon ? min(AT_A_TIME, largest) : largest);
-    if (lean) most += 8 * min(AT_A_TIME, others);
-    for (const [whole, columns] of muon ? [[3 * C, C], [C, C], [F, C], [C, F]] : []) {
-      const rows = ceil(whole / n), fit = floor(AT_A_TIME / (rows * columns));
-      const together = min(s.L, max(1, fit));
+    const matrices = this.matrices(n);
+    let most = lean ? 8 * min(AT_A_TIME, others) : 0;
+    if (!s.cuda) {
+      const outside = [s.V, s.positions].map((rows) => ceil(rows / n) * s.C);
+      const inside = [...matrices, matrices[0]].map(([rows, columns]) => rows * columns);
+      const sizes = [...outside, ...inside].map((x) => (muon || lean ? min(AT_A_TIME, x) : x));
+      most += max(...sizes.map((size, i) => 4 * (sizes[i - 1] ?? 0) + 8 * size));
+    }
+    for (const [rows, columns] of muon ? matrices : []) {
+      const alike = s.L * matrices.filter(([r, c]) => r === rows && c === columns).length;
+      const together = min(alike, max(1, floor(AT_A_TIME / (rows * columns))));
       const size = together * rows * columns, square = together * min(rows, columns) ** 2;
       const products = 8 * size + (size > square ? 20 : 12) * square;
       most = max(most, s.precision === "bfloat16" ? 14 * size : max(12 * size, products));
@@ -271,9 +276,13 @@ class Walk {
   }
 
   // Elements that one of n processes has: of each weight an n-th of the rows, rounded up
-  inMatrices(n) {
+  matrices(n) { // [rows, columns]
     const {C, F} = this;
-    return (ceil((3 * C) / n) + ceil(C / n) + ceil(F / n)) * C + ceil(C / n) * F;
+    return [[3 * C, C], [C, C], [F, C], [C, F]].map(([rows, columns]) => [ceil(rows / n), columns]);
+  }
+
+  inMatrices(n) {
+    return this.matrices(n).reduce((sum, [rows, columns]) => sum + rows * columns, 0);
   }
 
   inABlock(n) {

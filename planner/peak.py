@@ -26,6 +26,7 @@ Under autocast each input of a linear layer comes with a copy of the layer's wei
 """
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -248,22 +249,25 @@ class Walk:
 
     def update(self, optimizer: str, itemsize: int) -> None:
         """What the optimizer copies, some parameters at a time."""
-        C, F, L, n = self.C, self.F, self.config.n_layers, self.n
-        self.place, most, lean = "optimizer", 0, optimizer == "muon" or itemsize < 4
-        if not self.cuda:  # no fused kernel: two tensors beside the largest parameter
-            largest = max(math.ceil(rows / n) for rows in (*self.rows_outside, 3 * C, F)) * C
-            most = 8 * (min(AT_A_TIME, largest) if lean else largest)
-        if itemsize < 4:  # AdamW's two moments, in float32
-            elements = L * (self.in_a_block(n) - self.in_matrices(n) * (optimizer == "muon"))
-            most += 8 * min(AT_A_TIME, elements + self.outside(n))
-        for rows, columns in ((3 * C, C), (C, C), (F, C), (C, F)) if optimizer == "muon" else ():
-            rows = math.ceil(rows / n)
-            together = min(L, max(1, AT_A_TIME // (rows * columns)))
+        L, n, muon, lean = self.config.n_layers, self.n, optimizer == "muon", itemsize < 4
+        matrices = self.matrices(n)
+        self.place, most = "optimizer", 0
+        if lean:  # AdamW's two moments, in float32
+            elements = L * (self.in_a_block(n) - self.in_matrices(n) * muon) + self.outside(n)
+            most = 8 * min(AT_A_TIME, elements)
+        if not self.cuda:  # no fused kernel: two tensors of a parameter, one of the last one's
+            sizes = [math.ceil(rows / n) * self.C for rows in self.rows_outside]
+            sizes += [rows * columns for rows, columns in matrices + matrices[:1]]
+            sizes = [min(AT_A_TIME, size) if muon or lean else size for size in sizes]
+            most += max(4 * last + 8 * size for last, size in pairwise([0, *sizes]))
+        for rows, columns in matrices if muon else ():
+            alike = L * matrices.count((rows, columns))
+            together = min(alike, max(1, AT_A_TIME // (rows * columns)))
             size, square = together * rows * columns, together * min(rows, columns) ** 2
             # Gradients, momenta and what one makes of them; then products, the small side's square.
             products = 8 * size + (20 if size > square else 12) * square
-            muon = 14 * size if self.precision == torch.bfloat16 else max(12 * size, products)
-            most = max(most, muon)
+            low = self.precision == torch.bfloat16
+            most = max(most, 14 * size if low else max(12 * size, products))
         self.born("temporaries", most)
 
     # ---- the parts of a block's backward
@@ -337,11 +341,14 @@ class Walk:
 
     # ---- elements that one of n processes has, of each weight an n-th of the rows, rounded up
 
-    def in_matrices(self, n: int) -> int:
+    def matrices(self, n: int) -> list[tuple[int, int]]:
+        """(rows, columns) of a block's: c_attn, c_proj, c_fc, mlp.c_proj."""
         C, F = self.C, self.F
-        return (math.ceil(3 * C / n) + math.ceil(C / n) + math.ceil(F / n)) * C + math.ceil(
-            C / n
-        ) * F
+        whole = [(3 * C, C), (C, C), (F, C), (C, F)]
+        return [(math.ceil(rows / n), columns) for rows, columns in whole]
+
+    def in_matrices(self, n: int) -> int:
+        return sum(rows * columns for rows, columns in self.matrices(n))
 
     def in_a_block(self, n: int) -> int:
         vectors = math.ceil(3 * self.C / n) + math.ceil(self.F / n) + 6 * math.ceil(self.C / n)
