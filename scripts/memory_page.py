@@ -47,7 +47,7 @@ from planner.timeline import parts
 from planner.tracker import Storage
 from scripts import say_stopped
 from scripts.memory_timeline_numbers import POLICIES
-from scripts.memory_timeline_pictures import COLORS, NAMES, describe
+from scripts.memory_timeline_pictures import COLORS, NAMES, describe, in_legend
 from trainer import flags
 from trainer.flags import UsageError, model_config, output_file, print_error
 from trainer.metrics import format_bytes
@@ -233,7 +233,9 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
         "axis": "FLOPs" if card is None else "seconds",
         "budget": args.memory_budget or (room if card else None),
         "first": [*found].index(first),
-        "kinds": [[NAMES.get(kind, kind), color] for kind, color in COLORS.items()],
+        "kinds": [
+            [NAMES.get(kind, kind), color, in_legend(kind)] for kind, color in COLORS.items()
+        ],
         "lines": [[line, code_of(line)] for line in labels.lines.values],
         "operators": [*labels.operators.values],
         "labels": [list(label) for label in labels.storages.values],

@@ -40,12 +40,13 @@ COLORS = {
     "temporaries": "#C4C4C4",
 }
 DARK = ("parameters", "gradients", "recomputed")  # white words can be read there, black ones not
-WORDS = {  # in the legend, of what explains itself less
-    "optimizer": "moments: the optimizer's",
-    "activations": "activations: kept for backward",
-    "recomputed": "recomputed: made again in backward",
-    "head": "head: logits, loss",
-    "temporaries": "temporaries: soon gone",
+NAMES = {"optimizer": "moments"}  # others: the kind's own
+MEANINGS = {  # in legends, of what explains itself less
+    "optimizer": "the optimizer's",
+    "activations": "kept for backward",
+    "recomputed": "made again in backward",
+    "head": "logits, loss",
+    "temporaries": "soon gone",
 }
 GRAY = "#555555"
 SHADE = "#EEEEEE"  # of every other phase
@@ -59,6 +60,11 @@ FORMATS: dict[str, dict[str, None]] = {
     "svg": {"Date": None},
     "pdf": {"CreationDate": None},
 }
+
+
+def in_legend(kind: str) -> str:
+    """ "head: logits, loss" """
+    return ": ".join([NAMES.get(kind, kind), *filter(None, [MEANINGS.get(kind)])])
 
 
 class Unit(NamedTuple):
@@ -121,7 +127,7 @@ def describe(planner: Planner, batch: str) -> str:
 def legend(plt: Any, *more: Any) -> dict[str, Any]:
     """A colour for each kind, in the order of the layers, and `more`."""
     handles = [
-        plt.Rectangle((0, 0), 1, 1, color=color, label=WORDS.get(kind, kind))
+        plt.Rectangle((0, 0), 1, 1, color=color, label=in_legend(kind))
         for kind, color in COLORS.items()
     ]
     return {"handles": handles + [*more], "loc": "outside lower center", "ncols": 2}

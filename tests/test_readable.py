@@ -138,7 +138,7 @@ def test_timeline(plt, planned, recorded):
 def names_lie_in_their_colours(figure, planner, batch_size):
     """The name of a layer is on nothing but its layer."""
     kinds = [pictures.KINDS.index(kind) for kind in pictures.COLORS]
-    names = [{"optimizer": "moments"}.get(kind, kind) for kind in pictures.COLORS]
+    names = [pictures.NAMES.get(kind, kind) for kind in pictures.COLORS]
     unit = pictures.Unit.of(planner.step(batch_size, **numbers.POLICIES["plain"]).peak).size
     for panel, axis in zip(numbers.PANELS, figure.axes, strict=False):
         step = planner.step(batch_size, **numbers.POLICIES[panel])

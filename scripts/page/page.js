@@ -195,11 +195,12 @@ function showLegend(at) {
 }
 
 function makeLegend() {
-  for (const [name, color] of DATA.kinds) {
+  for (const [name, color, meaning] of DATA.kinds) {
     const item = document.createElement("li");
     item.innerHTML = "<i></i><span></span> <b></b>";
     item.children[0].style.background = color;
     item.children[1].textContent = name;
+    item.title = meaning;
     $("legend").append(item);
   }
 }
