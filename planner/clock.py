@@ -168,7 +168,7 @@ def measure_python() -> float:
         optimizer.zero_grad(set_to_none=True)
 
     notebook = Notebook()
-    with StorageTracker(note=notebook):
+    with StorageTracker(notes=[notebook]):
         step()
     return time_of(step, torch.device("cpu")) / sum(op.launches for op in notebook.operations)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .tracker import StorageTracker
+
 # Where hooks begin; each operator under them; each one that another mode looks at. Views count as
 # well. Fitted to the time of all policies in a model of 8 channels, where nothing else takes any:
 # within 10 % of each (CPython 3.11, torch 2.13; about 10 us an operator).
@@ -42,7 +44,10 @@ class Overhead:
 
 def is_looked_at() -> bool:
     """Was the operator called by another mode than the tracker's?"""
-    frame: FrameType | None = sys._getframe(4)  # (this, look, Notebook's, the tracker's)
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_code is not StorageTracker.__torch_dispatch__.__code__:
+        frame = frame.f_back
+    frame = frame and frame.f_back
     for _ in range(4):  # torch has some of its own in between
         if frame is None:
             return False

@@ -110,7 +110,7 @@ class Record:
 
 
 class Witness:
-    """Told by a StorageTracker of each operator (`note`), it names what comes to be."""
+    """Told by a StorageTracker of each operator, it names what comes to be."""
 
     def __init__(self, model: nn.Module):
         self.modules = Modules(model)
@@ -170,13 +170,12 @@ class Witness:
         for seen in tracker.storages:
             if seen.device.type != "cpu" or not seen.bytes:
                 continue  # offloaded, or nothing
-            storage = replace(seen)  # (weights die with their planner, which is another story)
+            storage = replace(seen)  # (it is noted when weights die, which is with their planner)
             storages.append(storage)
             storage.why = storage.why or why(storage, self.reads[seen])
             if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\.", storage.name)):
                 storage.block = int(found[1])  # its weights and their gradients
         begun, compiled = ([op.first for op in done] for done in (operations, fuse(operations)))
-        storages = [replace(storage) for storage in storages]  # (weights die with their planner)
         return Record(step, storages, self.operators, np.array(self.replays), begun, compiled)
 
 

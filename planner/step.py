@@ -79,6 +79,8 @@ class Planner:
                 fuse_dropout(self.model)
             # What a process holds, and updates.
             self.held = self.model if shards == 1 else shard_of(config, shards)
+            whole = [*self.model.named_parameters(), *self.held.named_parameters()]
+            self.names = {parameter: name for name, parameter in whole}
             self.optimizer = make_optimizer(self.held)
             # The first step makes the optimizer's state; all others find it there.
             for parameter in self.held.parameters():
@@ -131,7 +133,7 @@ class Planner:
     def simulate_head(self, chunk: int, n_chunks: int) -> tuple[Work, Work]:
         """The head alone, forward and backward, in `n_chunks` chunks of `chunk` tokens."""
         notebook = Notebook()
-        tracker = StorageTracker(note=notebook)
+        tracker = StorageTracker(notes=[notebook])
         weight = self.model.token_embedding.weight
         with self.fake, tracker:
             x = torch.empty(1, n_chunks * chunk, self.config.d_model, requires_grad=True)
@@ -236,17 +238,13 @@ class Planner:
         Returns what it took, what it did, and the operator with which forward ended. `witness` is
         told of each operator.
         """
-        model, parameters = self.model, list(self.held.parameters())
-        names = {p: n for whole in (model, self.held) for n, p in whole.named_parameters()}
-        others_made = self.waiting | set(self.held.blocks[config.n_layers :].parameters())
-        notebook = Notebook()
-
-        def note(*what: Any) -> None:
-            notebook(*what)
-            if witness:
-                witness(*what)
-
-        tracker = StorageTracker(inside=inside if self.kernels else None, note=note)
+        model, parameters, notebook = self.model, list(self.held.parameters()), Notebook()
+        # Gradients from an earlier micro-batch, or of blocks that are left out of this step.
+        made_before = self.waiting.union(self.held.blocks[config.n_layers :].parameters())
+        tracker = StorageTracker(
+            inside=inside if self.kernels else None,
+            notes=[notebook, witness] if witness else [notebook],
+        )
         model.config, model.host_memory = config, HostMemory()
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
@@ -259,13 +257,9 @@ class Planner:
             gather(model, self.held, self.shards, tracker, gloo=self.on_cpu) as gathering,
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):
-            for parameter in parameters:
-                tracker.name(parameter, "parameters", names[parameter])
-                for name, state in self.optimizer.state[parameter].items():
-                    tracker.name(state, "optimizer", f"{name} of {names[parameter]}")
-            for parameter in others_made:
+            for parameter in made_before:
                 parameter.grad = torch.empty_like(parameter)
-                tracker.name(parameter.grad, "gradients", f"gradient of {names[parameter]}")
+            self.name_what_is_there(tracker)
             ids, labels = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             tracker.name(ids, "activations", "token ids and labels")  # backward will want them
             if config.offload_activations and self.on_cpu:
@@ -283,20 +277,28 @@ class Planner:
             forward_end = tracker.now
             loss.backward()
             gathering.end_backward()
-            for parameter in parameters:
-                name = f"gradient of {names[parameter]}"
-                tracker.name(cast(Tensor, parameter.grad), "gradients", name)
+            self.name_what_is_there(tracker)
             if self.compress:
                 copies = [cast(Tensor, p.grad).bfloat16() for p in parameters]
                 for copy in copies:
                     tracker.name(copy, "gradients", "gradient on its way")
-                del copies, copy
+                del copies, copy  # now that they were seen
             tracker.enter("optimizer")
             # (A GPU takes all tensors at a time; torch would not for the CPU's.)
             nn.utils.clip_grad_norm_(parameters, 1.0, foreach=not self.on_cpu)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return tracker, notebook.operations, forward_end
+
+    def name_what_is_there(self, tracker: StorageTracker) -> None:
+        """Weights, gradients as far as there are any, and the optimizer's state."""
+        for parameter, name in self.names.items():
+            if parameter in self.optimizer.state:  # (what is gathered from shards is in none)
+                tracker.name(parameter, "parameters", name)
+                for state, tensor in self.optimizer.state[parameter].items():
+                    tracker.name(tensor, "optimizer", f"{state} of {name}")
+            if parameter.grad is not None:
+                tracker.name(parameter.grad, "gradients", f"gradient of {name}")
 
     @property
     def waiting(self) -> set[nn.Parameter]:

@@ -8,7 +8,7 @@ fit in it. `kept_for_backward` is the simplest use of it; planner/step.py follow
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -61,14 +61,14 @@ class StorageTracker(TorchDispatchMode):
         modules: "Modules | None" = None,
         stand_in: Callable[[Tensor], Tensor] | None = None,
         inside: Callable[[Any, tuple], int] | None = None,
-        note: Callable[..., None] | None = None,
+        notes: Sequence[Callable[..., None]] = (),
     ) -> None:
         """`modules` knows the one that is running; `stand_in` is what fakes real tensors;
-        `inside` tells the bytes that a kernel takes besides (see planner/kernels.py); `note` is
-        told what operators do (a Notebook of planner/work.py, a Witness of planner/record.py)."""
+        `inside` tells the bytes that a kernel takes besides (see planner/kernels.py); `notes`
+        are told what operators do (a Notebook of planner/work.py, a Witness of record.py)."""
         super().__init__()
         self.modules, self.stand_in, self.inside = modules, stand_in, inside
-        self.note = note
+        self.notes = notes
         self.storages: list[Storage] = []  # in order of birth
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
         self.stand_ins: list[Tensor] = []
@@ -97,8 +97,8 @@ class StorageTracker(TorchDispatchMode):
         results = [tensor for tensor in results if isinstance(tensor, Tensor)]
         for tensor in results:
             self.add(tensor, func.__name__)
-        if self.note is not None:
-            self.note(self, func, args, kwargs, results)
+        for note in self.notes:
+            note(self, func, args, kwargs, results)
         if self.inside is not None and (size := self.inside(func, args)):
             self.add_scratch(size, args[0].device)
         return result

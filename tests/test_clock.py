@@ -28,7 +28,7 @@ ALIVE: list = []  # results: what dies is counted as dead
 def note(run, *shapes, dtype=torch.float32, place="") -> list[Operation]:
     """What `run` of fake tensors of these shapes does."""
     notebook = Notebook()
-    tracker = StorageTracker(note=notebook)
+    tracker = StorageTracker(notes=[notebook])
     with FakeTensorMode(), tracker:
         tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
         tracker.restart()
@@ -115,7 +115,7 @@ def test_tables_are_not_read_whole():
 
 def test_adamw_reads_four_tensors_and_writes_three():
     notebook = Notebook()
-    tracker = StorageTracker(note=notebook)
+    tracker = StorageTracker(notes=[notebook])
     with FakeTensorMode():
         layer = torch.nn.Linear(30, 40, bias=False)
         layer.weight.grad = torch.empty_like(layer.weight)
