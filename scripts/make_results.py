@@ -49,11 +49,13 @@ RESULTS = {
         "--amp-dtype bfloat16",
         (),
         "20 s; out/memory_page.html, for the next one",
+        by_default=False,
     ),
     "page_picture": Result(
         f"python -m scripts.page_shots --readme {FOLDER}/memory_page.png",
         ("memory_page.png",),
         "seconds of Chromium",
+        by_default=False,
     ),
     "block": Result(
         f"python -m scripts.block_picture --out {FOLDER}", ("block_policies.png",), "seconds"

@@ -96,7 +96,7 @@ def shoot(browser: Any, url: str, folder: Path) -> None:
 
 def shoot_for_readme(browser: Any, url: str, file: Path) -> None:
     """The page as somebody sees it who points at a tensor: the upper part, one screen high."""
-    size = {"width": 1200, "height": 800}
+    size = {"width": 1200, "height": 880}
     page = browser.new_page(viewport=size, color_scheme="light", reduced_motion="reduce")
     page.goto(url)
     box, frame = page.locator("#chart").bounding_box(), page.evaluate("chart.frame")

@@ -148,7 +148,7 @@ def misprints(text: str) -> list[str]:
             if line and after and not re.match(r"- |\d+\. |#", after):
                 found.append(f"a line break is shown as a blank; one line a paragraph: {after}")
         for line in [*section.prose, *section.rows]:
-            plain = re.sub(r"\[([^]]*)\]\([^)]*\)|\*\*", r"\1", line)
+            plain = re.sub(r"!?\[([^]]*)\]\([^)]*\)|\*\*", r"\1", line)
             for what, pattern in {
                 "no blank between Chinese and Latin": rf"{HAN}[\w`](?<!{HAN})|[a-zA-Z0-9`%]{HAN}",
                 "half-width punctuation": rf"{HAN}[,;:!?()]|[,;:!?()]{HAN}",
