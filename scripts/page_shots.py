@@ -95,14 +95,16 @@ def shoot(browser: Any, url: str, folder: Path) -> None:
 
 
 def shoot_for_readme(browser: Any, url: str, file: Path) -> None:
-    """The page as somebody sees it who points at a tensor: the upper part, one screen high."""
-    size = {"width": 1200, "height": 880}
+    """The page as somebody sees it who points at a tensor, down to the legend."""
+    size = {"width": 1200, "height": 800}
     page = browser.new_page(viewport=size, color_scheme="light", reduced_motion="reduce")
     page.goto(url)
     box, frame = page.locator("#chart").bounding_box(), page.evaluate("chart.frame")
     x = box["x"] + frame["left"] + 0.3 * frame["width"]
     page.mouse.move(x, box["y"] + frame["top"] + 0.4 * frame["height"])
-    page.screenshot(path=file)
+    legend = page.locator("#legend").bounding_box()
+    upper = {"x": 0, "y": 0, "width": 1200, "height": legend["y"] + legend["height"] + 16}
+    page.screenshot(path=file, clip=upper, full_page=True)
     page.close()
     print(f"wrote {file}")
 
