@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from runs import ROOT
 from test_memory import CONFIG, planner
 from test_plan_memory import SHAPE, plan
 from test_repeat_blocks import SETTINGS
@@ -143,6 +144,13 @@ def listed(flags: str, table=(), settings=()) -> Record:
     """What --at-peak would list below that table, or below what --all-knobs found."""
     asked = plan_memory.aim([*SHAPE, "--at-peak", *flags.split()], lambda: None)
     return record_step(asked.args, asked.plans, list(table), list(settings))
+
+
+def test_the_document_shows_what_is_listed(monkeypatch):
+    page = (ROOT / "docs" / "seeing.md").read_text()
+    flags = re.search(r"scripts\.plan_memory (.*) --at-peak\n", page)
+    monkeypatch.setattr("test_plan_peak.SHAPE", [])
+    assert flags and format_peak(listed(flags[1])) in page
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_the_readme_stays_short():
 
 
 def test_every_document_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\(docs/([\w.]+)[)#]", README))
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)[)#]", README))
     assert linked == DOCS.keys() and linked
 
 
@@ -105,6 +105,7 @@ SMALL = {
     "train_fsdp.py": TRAINING,
     "scripts.plan_memory": SHAPE,
     "scripts.memory_timeline": f"{SHAPE} --vocab-size 61",
+    "scripts.memory_page": f"{SHAPE} --vocab-size 61",
     "scripts.benchmark": f"{SHAPE} --vocab-size 61 --policies full --repeats 1 --steps 1",
     "scripts.generate": "--max-new-tokens 5",
     "scripts.export_hf": "",
