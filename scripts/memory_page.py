@@ -55,7 +55,7 @@ from trainer.plan import NO_RECOMPUTE, asked_card, make_planner, target, vocabul
 from trainer.pretrained import open_init_from
 
 SOURCE = Path(__file__).parent / "page"
-SCRIPTS = ("step.js", "chart.js", "page.js")
+SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
 # A part of the step without matrix products has no FLOPs; as wide as this share of the step it can
 # be seen.
 NARROW, UPDATE = 1 / 400, 1 / 50

@@ -92,7 +92,7 @@ def test_the_root_is_the_tutorial():
     }
 
 
-@pytest.mark.parametrize("name", [*FILES, "README.md"])
+@pytest.mark.parametrize("name", [*FILES, *tracked("*.js", "*.html", "*.css"), "README.md"])
 def test_a_file_is_read_in_one_sitting(name):
     lines = (ROOT / name).read_text().splitlines()
     assert len(lines) <= LIMITS.get(name, 400)

@@ -106,13 +106,18 @@ def test_lists_of_what_is_alive(page, made_page):
         if i:  # the first one is the peak, without a click
             page.mouse.click(x, inside["y"] + 5)
         at, record = page.evaluate("pinned"), made_page.records[name]
-        if page.locator("#more").is_visible():
+        expected = grouped(record, at)
+        if more := len(expected) > 12:
+            rest = sorted(sum(sizes) for sizes in expected.values())[:-12]
+            left = f"{sum(rest)} bytes" if sum(rest) < 1024 else f"{sum(rest) / 1024:.1f} KiB"
+            words = page.locator("#more").inner_text()
+            assert sum(rest) < 2**20 and words == f"and {len(rest)} more: {left}"
             page.locator("#more").click()
+        assert page.locator("#more").is_visible() == more
         rows = page.evaluate(
             "[...document.querySelectorAll('#alive tr')].map((row) => [Number(row.dataset.bytes),"
             " Number(row.dataset.count), row.querySelector('button').textContent])"
         )
-        expected = grouped(record, at)
         bytes_of = sorted(((sum(sizes), len(sizes)) for sizes in expected.values()), reverse=True)
         assert sorted(((size, n) for size, n, _ in rows), reverse=True) == bytes_of
         assert [size for size, _, _ in rows] == sorted((r[0] for r in rows), reverse=True)

@@ -74,15 +74,13 @@ def test_keys(page, made_page):
     at = int(record.step.total.argmax())
     assert page.evaluate("[chart.cursor.at, pinned]") == [at, at]
     page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowUp")  # from the sky down to the highest
     alive = stacked(record, at + 1)
-    if page.evaluate("chart.cursor.storage") < 0:
-        page.keyboard.press("ArrowUp")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowDown")
-    said = details(page)["name"]
-    assert said in [storage.name for storage in alive]
-    assert said in page.locator("#spoken").inner_text()
+    page.evaluate("chart.cursor.storage = -1")
+    for key, place in (("Up", -1), ("Up", -1), ("Down", -2), ("Down", -3), ("Up", -2)):
+        page.keyboard.press(f"Arrow{key}")  # from the sky down to the highest, and on
+        said, there = details(page), alive[place]
+        assert said["name"] == there.name and f"({there.bytes:,} bytes)" in said["bytes"]
+        assert there.name in page.locator("#spoken").inner_text()
     page.keyboard.press("Enter")
     assert page.evaluate("pinned") == at + 1
     assert "Alive here" in page.locator("#alive-title").inner_text()

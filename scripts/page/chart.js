@@ -1,106 +1,13 @@
-// The picture: a column of pixels is one instant of the step, the fullest of those that it covers.
+// The picture: layers, and what is drawn over them.
 
 const CHANGE_MS = 350; // a policy's mountain turns into the next one's
 const THIN = 5; // pixels: lower storages get no line of their own
-const RIBBON = 15; // pixels, the height of a row of phases or blocks
 
-class Chart {
+class Chart extends Frame {
   constructor(canvas, steps, kinds) {
-    Object.assign(this, {canvas, steps, kinds, step: steps[0]});
-    this.budget = null; // bytes
+    super(canvas, steps);
+    this.kinds = kinds;
     this.cursor = {at: 0, storage: -1};
-    const none = steps.find((step) => step.name === "none") || steps[0];
-    this.least = none.total[none.peakAt]; // the picture is never less high than `none`
-    this.longest = Math.max(...steps.map((step) => step.x[step.length]));
-    this.view = [0, this.longest];
-    this.isEnlarged = false; // does the picture begin above weights and moments?
-    this.heights = null; // (kinds x columns) as drawn now
-  }
-
-  // ---- where things are
-
-  resize() {
-    const {clientWidth: width, clientHeight: height} = this.canvas;
-    const ratio = window.devicePixelRatio || 1;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(height * ratio);
-    this.context = this.canvas.getContext("2d");
-    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    const left = width < 600 ? 46 : 64, top = 24;
-    this.frame = {left, top, width: width - left - 14, height: height - top - 2 * RIBBON - 10};
-    this.heights = null;
-    this.place();
-  }
-
-  // Which instant each column shows.
-  place() {
-    const {width} = this.frame, [from, to] = this.view, step = this.step;
-    this.columns = new Int32Array(width);
-    const end = step.x[step.length];
-    for (let c = 0; c < width; c++) {
-      const x = from + (to - from) * c / width;
-      let best = x >= end ? -1 : step.at(x);
-      const last = x >= end ? -1 : step.at(from + (to - from) * (c + 0.999) / width);
-      for (let at = best + 1; at <= last; at++) if (step.total[at] > step.total[best]) best = at;
-      this.columns[c] = best; // -1: the step is over
-    }
-  }
-
-  // The bytes at the frame's lower and upper edge.
-  rangeOf(step) {
-    if (!this.isEnlarged)
-      return [0, 1.09 * Math.max(this.least, step.total[step.peakAt], this.nearBudget)];
-    const most = this.columns.reduce((most, at) => (at < 0 ? most : Math.max(most, step.total[at])), 0);
-    let floor = 0;
-    for (let k = 0; k <= LAST_KIND_OF_STATE; k++) floor += step.ofKind[k][0];
-    return [floor - 0.04 * (most - floor), most + 0.12 * (most - floor)];
-  }
-
-  // A budget that is far above would make the picture flat.
-  get nearBudget() {
-    return this.budget === null ? 0 : Math.min(this.budget, 1.25 * this.least);
-  }
-
-  toX(x) {
-    return this.frame.left + (x - this.view[0]) / (this.view[1] - this.view[0]) * this.frame.width;
-  }
-
-  toY(bytes) {
-    const [bottom, top] = this.range;
-    return this.frame.top + this.frame.height * (1 - (bytes - bottom) / (top - bottom));
-  }
-
-  fromX(px) {
-    return this.view[0] + (px - this.frame.left) / this.frame.width * (this.view[1] - this.view[0]);
-  }
-
-  fromY(py) {
-    const [bottom, top] = this.range;
-    return bottom + (top - bottom) * (1 - (py - this.frame.top) / this.frame.height);
-  }
-
-  // {at, storage} at a place of the canvas.
-  under(px, py) {
-    const c = Math.floor(px - this.frame.left);
-    if (c < 0 || c >= this.frame.width || this.columns[c] < 0) return null;
-    const at = this.columns[c];
-    const inside = py >= this.frame.top && py <= this.frame.top + this.frame.height;
-    return {at, storage: inside ? this.step.under(at, this.fromY(py)) : -1};
-  }
-
-  // The part in the ribbon at a place of the canvas, a whole phase in its first row.
-  ribbonAt(px, py) {
-    const row = Math.floor((py - this.frame.top - this.frame.height - 4) / RIBBON);
-    if (row < 0 || row > 1 || px < this.frame.left) return null;
-    const at = this.step.at(this.fromX(px)), part = this.step.part(at);
-    if (!part || this.fromX(px) > this.step.x[this.step.length]) return null;
-    return row === 0 ? this.phase(part.phase) : part;
-  }
-
-  // All of a phase, as a part.
-  phase(name) {
-    const parts = this.step.parts.filter((part) => part.phase === name);
-    return {phase: name, block: null, from: parts[0].from, to: parts[parts.length - 1].to};
   }
 
   // ---- what is shown
