@@ -81,6 +81,7 @@ def test_along_flops(made_page):
     width = x[starts.index(at) + 1] - x[starts.index(at)]
     assert width == pytest.approx(block / needed)
     assert x[-1] == pytest.approx(1, abs=0.05)  # and what has no products
+    assert record.step.places[-1][1] == "optimizer" and x[-1] - x[-2] == pytest.approx(1 / 50)
     longer = memory_page.along_flops(made_page.records["full"])[1][-1]
     replayed = (block - 2 * C * F) * 4 / needed
     assert longer - x[-1] == pytest.approx(replayed, rel=1e-6)
@@ -90,7 +91,8 @@ def test_along_seconds(made_page):
     card = card_named("RTX 4090")
     for record in made_page.records.values():
         for compiled in (False, True):
-            _, x = memory_page.along_seconds(record, card, compiled)
+            starts, x = memory_page.along_seconds(record, card, compiled)
+            assert len(starts) == len(x) and starts == sorted(starts)
             work = record.step.compiled_work if compiled else record.step.work
             assert x[-1] == pytest.approx(seconds(work, card)) and x == sorted(x)
 
