@@ -48,6 +48,7 @@ from planner.tracker import Storage
 from scripts import say_stopped
 from scripts.memory_timeline_numbers import POLICIES
 from scripts.memory_timeline_pictures import COLORS, NAMES, describe, in_legend
+from scripts.plan_peak import check_chunks
 from trainer import flags
 from trainer.flags import UsageError, model_config, output_file, print_error
 from trainer.metrics import format_bytes
@@ -59,6 +60,7 @@ SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
 # A part of the step without matrix products has no FLOPs; as wide as this share of the step it can
 # be seen.
 NARROW, UPDATE = 1 / 400, 1 / 50
+MOST_CHUNKS = 100  # of the head, in each policy's step: a minute or two
 WORDS = {
     "plain": "every intermediate is kept, and all logits at once, as in most tutorials",
     "none": "every intermediate is kept; the head runs in chunks of tokens",
@@ -217,6 +219,7 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
     kind, precision, room = target(args)
     config = model_config(args, vocabulary(args))
+    check_chunks(args, config.vocab_size, precision, MOST_CHUNKS)
     planner = make_planner(args, config, torch.device(kind), precision)
     card, labels = asked_card(args), Labels()
     found, first = ways(planner, args)

@@ -162,7 +162,7 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
     device = torch.device(kind)
     plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, watch)
     if wants_record(args):
-        check_chunks(args, plans)
+        check_chunks(args, plans.vocab_size, precision)
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
     is_size = args.memory_budget is not None or card is not None and measured is None

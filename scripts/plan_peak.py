@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
 
+import torch
+
 from memory.head import count_chunks
 from model import MiniGPTConfig
 from planner.choose import describe_recompute
@@ -51,14 +53,16 @@ def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in NO_RECOMPUTE}
 
 
-def check_chunks(args: argparse.Namespace, plans: Plans) -> None:
-    """Raises UsageError if there are too many to follow."""
-    tokens, size = args.batch_size * args.seq_len, plans.precision.itemsize
-    n = count_chunks(tokens, plans.vocab_size, args.loss_chunks, size)
-    if n > MOST_CHUNKS:
+def check_chunks(
+    args: argparse.Namespace, vocab_size: int, precision: torch.dtype, most: int = MOST_CHUNKS
+) -> None:
+    """Raises UsageError if the head has more than that."""
+    tokens = args.batch_size * args.seq_len
+    n = count_chunks(tokens, vocab_size, args.loss_chunks, precision.itemsize)
+    if n > most:
         raise UsageError(
-            f"--batch-size {args.batch_size}: the head would run in {n:,} chunks, and --at-peak "
-            f"and --memory-viz follow at most {MOST_CHUNKS:,}, one by one; try a smaller one"
+            f"--batch-size {args.batch_size}: the head would run in {n:,} chunks, which are "
+            f"followed one by one, at most {most:,} of them; try a smaller batch"
         )
 
 

@@ -25,6 +25,7 @@ def test_bad_input(tmp_path, capsys):
         (["--n-heads", "7"], "--n-heads"),
         (["--use-activation-checkpoint", "some"], "--use-activation-checkpoint"),
         (["--card", "H1000"], "H1000"),
+        (["--model", "gpt2", "--batch-size", "512", "--device", "cuda"], "--batch-size 512"),
     ):
         try:
             code = memory_page.main(flags)
