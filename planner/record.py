@@ -23,33 +23,46 @@ from .timeline import StepMemory
 from .tracker import ROOT, Modules, Storage, StorageTracker, line_of_the_model
 from .work import ATTENTION, Operation, fuse, is_view, parameters, tensors_in
 
-# What an operator's results are.
-RESULTS = {
+# What an operator's results are, in forward
+MADE = {
     "addmm": ("output",),
     "embedding": ("rows",),
     "gelu": ("gelu",),
     "native_layer_norm": ("output", "mean", "1 / deviation"),
     "native_dropout": ("output", "mask"),
-    "attention": ("output", "logsumexp"),
+    "attention": ("attention", "logsumexp"),
+    "_safe_softmax": ("softmax",),
     "_log_softmax": ("log-softmax",),
-    # and in backward
+    "nll_loss_forward": ("loss", "tokens that count"),
+    "ones_like": ("gradient of the loss",),
+}
+# and in backward.
+GRADIENTS = {
+    "nll_loss_backward": ("gradient of log-softmax",),
     "_log_softmax_backward_data": ("gradient of logits",),
     "native_layer_norm_backward": ("gradient of input", "gradient of gain", "gradient of shift"),
     "native_dropout_backward": ("gradient of input",),
     "gelu_backward": ("gradient of gelu's input",),
     "attention_backward": ("gradient of q", "gradient of k", "gradient of v"),
+    "_softmax_backward_data": ("gradient of scores",),
     "embedding_dense_backward": ("gradient of weight",),
     "cat": ("gradient of q, k and v",),
     "sum": ("gradient of bias",),
     "add": ("sum of gradients",),
 }
-# What some variables of model.py and memory/head.py are.
-VARIABLES = {
-    "x": "x, the sum of both embeddings",
-    "buffer": "logits of a chunk, then their gradient",
-    "copy": "low-precision copy of the weight, padded",
-    "gradients": "gradient of its input",
+# Some lines of model.py and memory/head.py, by what they assign to or by a part of them.
+LINES = {
+    ("x", "add"): "x, the sum of both embeddings",
+    ("buffer", "new_empty"): "logits of a chunk, then their gradient",
+    ("copy", "new_zeros"): "low-precision copy of the weight, padded",
+    ("gradients", "empty_like"): "gradient of its input",
+    ("gradients", "zeros_like"): "gradient of the weight",
+    ("F.linear(", "mm"): "logits",
+    ("padded @ cast_weight", "mm"): "gradient of a chunk's input",
+    ("a_part @ b", "mm"): "a part of the weight's gradient",
 }
+# Dropout without a kernel of its own
+DROPOUT = {"empty_like": "mask", "mul": "output"}
 # (operator of backward, what it is given) -> why that had to be kept. {}: its module.
 NEEDED = {
     ("gelu_backward", "self"): "GELU's backward needs its input",
@@ -58,9 +71,12 @@ NEEDED = {
     ("native_layer_norm_backward", "rstd"): "{}'s backward needs the deviation of its input",
     ("native_dropout_backward", "mask"): "dropout's backward needs its mask",
     ("embedding_dense_backward", "indices"): "{}'s gradient is added up by id",
+    ("mul_", "self"): "backward multiplies it by the loss's gradient",
+    ("index_add_", "index"): "the embeddings' gradient is added up by id",
     ("attention_backward", "query"): "attention's backward needs q, k and v",
     ("attention_backward", "out"): "attention's backward needs its output",
     ("attention_backward", "logsumexp"): "attention's backward needs the softmax's normaliser",
+    ("_softmax_backward_data", "output"): "softmax's backward needs its output",
     ("_log_softmax_backward_data", "output"): "log-softmax's backward needs its output",
 }
 RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward: their lines are a replay's
@@ -69,6 +85,8 @@ ALWAYS = {
     "gradients": "waits for the optimizer",
     "optimizer": "what the optimizer keeps from step to step",
 }
+# What all of a kind are called in a list
+ALIKE = {"parameters": "weight", "gradients": "gradient", "optimizer": "optimizer state"}
 
 
 class Source(NamedTuple):
@@ -85,8 +103,8 @@ class Read(NamedTuple):
     operator: str
     argument: str
     module: str  # whose forward or backward it is part of
-    phase: str
-    replays: bool
+    in_backward: bool
+    replays: bool  # forward, in backward
 
 
 @dataclass(frozen=True)
@@ -116,12 +134,14 @@ class Witness:
         self.modules = Modules(model)
         self.sources: dict[int, Source] = {}  # by autograd's number of an operator of forward
         self.reads: dict[Storage, list[Read]] = defaultdict(list)
+        self.gradients: set[Storage] = set()  # what backward makes
         self.restart()
 
     def restart(self) -> None:
         """The step begins."""
         self.operators, self.replays = [""], [False]
         self.reads.clear()
+        self.gradients.clear()
 
     def __call__(
         self, tracker: StorageTracker, operator: Any, args: tuple, kwargs: dict, results: list
@@ -142,12 +162,15 @@ class Witness:
             for tensor in tensors_in(value)
         ]
         for argument, storage in read:
-            seen = Read(name, argument, source.module, tracker.phase, replays)
+            in_backward = source.is_backward or tracker.phase == "backward"
+            seen = Read(name, argument, source.module, in_backward, replays)
             self.reads[storage].append(seen)
         for i, tensor in enumerate(results):
             storage = tracker.find(tensor)
             if storage.born == tracker.now and not storage.name:
                 storage.line = source.line
+                if source.is_backward:
+                    self.gradients.add(storage)
                 storage.name = describe(name, i, source, tensor.dtype, [s for _, s in read])
 
     def source(self, phase: str) -> Source:
@@ -172,8 +195,8 @@ class Witness:
                 continue  # offloaded, or nothing
             storage = replace(seen)  # (it is noted when weights die, which is with their planner)
             storages.append(storage)
-            storage.why = storage.why or why(storage, self.reads[seen])
-            if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\.", storage.name)):
+            storage.why = storage.why or why(storage, self.reads[seen], seen in self.gradients)
+            if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\b", storage.name)):
                 storage.block = int(found[1])  # its weights and their gradients
         begun, compiled = ([op.first for op in done] for done in (operations, fuse(operations)))
         return Record(step, storages, self.operators, np.array(self.replays), begun, compiled)
@@ -181,9 +204,12 @@ class Witness:
 
 def group_of(storage: Storage) -> tuple[str, str]:
     """(name, kind): of what is the same but for its block; all weights are one group, say."""
-    if storage.kind in ALWAYS:
-        return storage.kind, storage.kind
-    return re.sub(r"\bblocks\.\d+\.", "blocks.*.", storage.name), storage.kind
+    return ALIKE.get(storage.kind) or any_block(storage.name), storage.kind
+
+
+def any_block(words: str) -> str:
+    """ "blocks.*.ln_1: output" """
+    return re.sub(r"\bblocks\.\d+\b", "blocks.*", words)
 
 
 def short(operator: str) -> str:
@@ -197,21 +223,32 @@ def describe(operator: str, i: int, source: Source, dtype: torch.dtype, read: li
     """What result `i` of an operator is: "blocks.0.mlp.c_fc: output"."""
     if operator == "_to_copy" and read:
         return f"{str(dtype).removeprefix('torch.')} copy of {read[0].name}"
-    what = RESULTS[operator][i] if i < len(RESULTS.get(operator, ())) else operator
-    if source.is_backward and operator == "mm":
+    results = (GRADIENTS if source.is_backward else MADE).get(operator, ())
+    what = results[i] if i < len(results) else operator
+    if source.module.endswith("dropout"):
+        what = DROPOUT.get(operator, what)
+        if source.is_backward:
+            what = "gradient of input"
+    elif source.is_backward and operator == "mm":
         of_input = any(storage.name.endswith("weight") for storage in read)
         what = f"gradient of {'input' if of_input else 'weight'}"
+    elif source.is_backward and operator == "sum" and not source.module:
+        what = "gradient of position_embedding's rows"
     elif not source.is_backward and operator == "add" and source.module.endswith("add"):
         what = "x + update"
-    elif not source.is_backward and (source.module in ("", "head") or what == operator):
-        what = variable(source.line) or operator
+    elif not source.is_backward and source.module in ("", "head") and not results:
+        what = said(operator, code_of(source.line))
     return f"{source.module}: {what}".removeprefix(": ")
 
 
-def variable(line: str) -> str:
-    """What a line assigns to, if that is one variable."""
-    found = re.match(r"(\w+) = ", code_of(line))
-    return VARIABLES.get(found[1], found[1]) if found else ""
+def said(operator: str, code: str) -> str:
+    """What a line of code makes with an operator."""
+    for (part, by), what in LINES.items():
+        is_there = code.startswith(f"{part} = ") if part.isidentifier() else part in code
+        if by == operator and is_there:
+            return what
+    variable = re.match(r"(\w+) = ", code)
+    return variable[1] if variable else operator
 
 
 def code_of(line: str) -> str:
@@ -220,24 +257,28 @@ def code_of(line: str) -> str:
     return linecache.getline(str(ROOT / file), int(number or 0)).split("#")[0].strip()
 
 
-def why(storage: Storage, reads: list[Read]) -> str:
-    """A storage is there."""
+def why(storage: Storage, reads: list[Read], is_gradient: bool) -> str:
+    """A storage is there. `is_gradient`: backward made it (a replay is forward)."""
     if storage.kind in ALWAYS:
         return ALWAYS[storage.kind]
-    waits = storage.phase != "backward" or storage.replayed
+    in_backward = [] if is_gradient else [read for read in reads if read.in_backward]
     if storage.replayed:
-        reads = [read for read in reads if not read.replays] or reads
-    in_backward = [read for read in reads if read.phase == "backward"]
-    if waits and in_backward:
+        in_backward = [read for read in in_backward if not read.replays]
+    if in_backward:
         first = in_backward[0]
-        if first.replays and not storage.replayed:
-            return f"a replay begins with it: {first.operator} of {first.module}".removesuffix(
-                " of "
-            )
-        if found := [NEEDED[read[:2]] for read in in_backward if read[:2] in NEEDED]:
-            return found[0].format(first.module)
+        if first.replays:
+            of_module = f" of {first.module}" if first.module else ""
+            return f"a replay begins with it: {first.operator}{of_module}"
+        for read in in_backward:
+            if read[:2] in NEEDED:
+                return NEEDED[read[:2]].format(read.module)
+        if first.module.endswith("dropout"):
+            return "dropout's backward needs its mask"
         if first.operator == "mm":
-            parts = ("input", "weight") if ".weight" in storage.name else ("weight", "input")
+            parts = ("input", "weight") if "weight" in storage.name else ("weight", "input")
             return "the gradient of {}'s {} needs its {}".format(first.module, *parts)
+        return f"backward needs it: {first.operator} of {first.module}"
+    if storage.kind == "activations" and storage.born:
+        return "its policy keeps it, though backward does not read it"
     readers = [*dict.fromkeys(read.operator for read in reads)]
     return f"on its way to {', '.join(readers[:3])}" if readers else "nobody reads it"

@@ -42,7 +42,7 @@ from planner import Card, Planner
 from planner.choose import describe_recompute, pick_recompute, recompute_flags
 from planner.clock import seconds_of_each
 from planner.formulas import step_flops
-from planner.record import Record, code_of
+from planner.record import Record, code_of, group_of
 from planner.timeline import parts
 from planner.tracker import Storage
 from scripts import say_stopped
@@ -118,9 +118,8 @@ class Labels:
         texts = (relative(text, storage.block) for text in (storage.name, storage.why))
         shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
         dtype, line = str(storage.dtype).removeprefix("torch."), self.lines(storage.line)
-        return self.storages(
-            (*texts, [*COLORS].index(storage.kind), shape, dtype, storage.bytes, line)
-        )
+        kind, (group, _) = [*COLORS].index(storage.kind), group_of(storage)
+        return self.storages((*texts, kind, shape, dtype, storage.bytes, line, group))
 
 
 def relative(text: str, block: int | None) -> str:
@@ -249,10 +248,10 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
 def write_page(data: dict[str, Any], command: str) -> str:
     """The page: one file, into which the style, the script and the numbers are put."""
     numbers = json.dumps(data | {"command": command}, separators=(",", ":"))
-    page = (SOURCE / "page.html").read_text()
+    page = (SOURCE / "page.html").read_text(encoding="utf-8")
     parts = {
-        "/* page.css */": (SOURCE / "page.css").read_text(),
-        "/* page.js */": "".join((SOURCE / name).read_text() for name in SCRIPTS),
+        "/* page.css */": (SOURCE / "page.css").read_text(encoding="utf-8"),
+        "/* page.js */": "".join((SOURCE / name).read_text(encoding="utf-8") for name in SCRIPTS),
         # "</script>" in a name would end the script.
         "/* numbers */": "const DATA = " + numbers.replace("<", "\\u003c") + ";",
     }

@@ -109,6 +109,16 @@ def shoot_for_readme(browser: Any, url: str, file: Path) -> None:
     print(f"wrote {file}")
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raises UsageError."""
+    if not args.page.is_file():
+        raise UsageError(f"there is no page {args.page}: python -m scripts.memory_page")
+    if b'<canvas id="chart"' not in args.page.read_bytes():
+        raise UsageError(f"{args.page} was not written by python -m scripts.memory_page")
+    if args.readme and args.readme.suffix != ".png":
+        raise UsageError(f"--readme {args.readme}: must end in .png")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m scripts.page_shots", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -118,13 +128,13 @@ def main(argv: list[str] | None = None) -> int:
         help="what scripts.memory_page wrote (default: %(default)s)")
     add("--out", type=output_folder, default=Path("out"), metavar="FOLDER",
         help="where the pictures go (default: %(default)s)")
-    add("--readme", type=output_file, metavar="FILE", help="make the README's picture, no other")
+    add("--readme", type=output_file, metavar="FILE.png",
+        help="make the README's picture, no other")
     # fmt: on
     args = parser.parse_args(argv)
     url = args.page.absolute().as_uri()
     try:
-        if not args.page.is_file():
-            raise UsageError(f"there is no page {args.page}: python -m scripts.memory_page")
+        check(args)
         with chromium() as browser:
             if args.readme:
                 shoot_for_readme(browser, url, args.readme)

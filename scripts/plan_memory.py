@@ -117,6 +117,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.fsdp:
         check_fsdp(args)
+    if args.json and args.json == args.memory_viz:
+        raise UsageError(f"--json and --memory-viz: both are to be written to {args.json}")
     open_init_from(args)
     args.typed_policy = typed_policy(args) if wants_record(args) else None
     args.use_activation_checkpoint = "auto"

@@ -17,7 +17,7 @@ import torch
 from memory.head import count_chunks
 from model import MiniGPTConfig
 from planner.choose import describe_recompute
-from planner.record import Record, code_of, group_of
+from planner.record import ALIKE, Record, code_of, group_of
 from planner.tracker import Storage
 from scripts.plan_knobs import Setting, changed
 from scripts.plan_table import Row, align, recommend
@@ -29,7 +29,6 @@ LINES = 10
 COLUMNS = 120  # where there is no terminal
 LEAST_WHAT, LEAST_WHY = 40, 24  # columns: names are cut to make room for that, but no further
 LEAST_CODE = 12  # and code is not shown in fewer
-SEVERAL = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer states"}
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 MOST_CHUNKS = 1000  # of the head, each of which is followed: some minutes
 
@@ -97,11 +96,9 @@ class Group:
 
     @property
     def what(self) -> str:
-        """ "12 x blocks.*.mlp.c_fc: output", "148 weights", "blocks.11.mlp: gelu" """
-        n, first = len(self.storages), self.storages[0]
-        if n > 1 and first.kind in SEVERAL:
-            return f"{n} {SEVERAL[first.kind]}"
-        return first.name if n == 1 else f"{n} x {self.name}"
+        """ "12 x blocks.*.mlp.c_fc: output", "148 x weight", "blocks.11.mlp: gelu" """
+        n = len(self.storages)
+        return self.storages[0].name if n == 1 else f"{n} x {self.name}"
 
     @property
     def shape(self) -> str:
@@ -115,12 +112,12 @@ class Group:
     @property
     def line(self) -> str:
         """ "model.py:106", where most of them were made; of all weights, say, there is none"""
-        several = len(self.storages) > 1 and self.storages[0].kind in SEVERAL
+        several = len(self.storages) > 1 and self.storages[0].kind in ALIKE
         return "" if several else most(storage.line for storage in self.storages)
 
     @property
     def why(self) -> str:
-        """Most of them are there, without their block."""
+        """That of most of them, without their block."""
         return most(re.sub(r"\bblocks\.\d+\.", "", storage.why) for storage in self.storages)
 
     def as_json(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from planner.record import Record
 from scripts import memory_page
 from scripts.memory_timeline_numbers import POLICIES, relative_flops
-from scripts.memory_timeline_pictures import COLORS, NAMES
+from scripts.memory_timeline_pictures import COLORS
 from trainer.plan import NO_RECOMPUTE, make_planner
 
 FLAGS = ["--n-layers", "4", "--n-heads", "4", "--d-model", "64", "--seq-len", "64",
@@ -69,11 +69,9 @@ def grouped(record: Record, at: int) -> dict[tuple[str, str], list[int]]:
     """(kind, name but for the block) -> the bytes of each that is alive."""
     found: dict[tuple[str, str], list[int]] = {}
     for storage in record.alive(at):
-        name = storage.name
-        if storage.block is not None:
-            name = re.sub(rf"\bblocks\.{storage.block}\b", "blocks.*", name)
-        if storage.kind in ("parameters", "optimizer", "gradients"):
-            name = NAMES.get(storage.kind, storage.kind)
+        name = re.sub(r"\bblocks\.\d+", "blocks.*", storage.name)
+        state = {"parameters": "weight", "optimizer": "optimizer state", "gradients": "gradient"}
+        name = state.get(storage.kind, name)
         found.setdefault((storage.kind, name), []).append(storage.bytes)
     return found
 

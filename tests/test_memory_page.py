@@ -14,7 +14,7 @@ from planner.cards import card_named
 from planner.clock import seconds
 from planner.record import code_of
 from scripts import memory_page
-from scripts.memory_timeline_pictures import NAMES
+from scripts.memory_timeline_pictures import in_legend
 from trainer.plan import make_planner
 
 
@@ -64,8 +64,8 @@ console.log(JSON.stringify(said));"""
             born, died, name, why, kind, size, block, dtype, where, code = words
             assert (born, name) == (storage.born, storage.name)
             assert died == min(storage.died, len(total) - 1)
-            assert why.endswith(storage.why)
-            assert kind == NAMES.get(storage.kind, storage.kind)
+            assert why == storage.why
+            assert kind == in_legend(storage.kind)
             assert (size, dtype) == (storage.bytes, str(storage.dtype).removeprefix("torch."))
             assert block == (-1 if storage.block is None else storage.block)
             assert (where, code) == (storage.line, code_of(storage.line))

@@ -66,14 +66,14 @@ def test_groups_are_the_peak_to_the_byte(way, setting):
 
 def test_what_differs_in_its_block_only_is_one_line(gpu):
     groups = {group.what: group for group in at_peak(gpu)}
-    for what in ("mlp.c_fc: output", "attn: output", "ln_1: mean", "add: x + update"):
+    for what in ("mlp.c_fc: output", "attn: attention", "ln_1: mean", "add: x + update"):
         group = groups[f"3 x blocks.*.{what}"]
         assert [storage.block for storage in group.storages] == [0, 1, 2]
         assert [storage.name for storage in group.storages] == [
             f"blocks.{i}.{what}" for i in range(3)
         ]
-    assert groups["40 weights"].line == groups["40 weights"].shape == ""
-    assert groups["120 optimizer states"].why == "what the optimizer keeps from step to step"
+    assert groups["40 x weight"].line == groups["40 x weight"].shape == ""
+    assert groups["120 x optimizer state"].why == "what the optimizer keeps from step to step"
     wide = groups["3 x blocks.*.mlp.c_fc: output"]
     storage = wide.storages[0]
     assert wide.shape == f"{storage.shape[0]}x{storage.shape[1]} bf16"

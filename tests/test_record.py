@@ -12,7 +12,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memory import POLICIES
 from model import MiniGPT
-from planner.record import Record, code_of
+from planner.record import (
+    GRADIENTS,
+    LINES,
+    MADE,
+    NEEDED,
+    Record,
+    any_block,
+    code_of,
+    group_of,
+)
 from planner.timeline import KINDS
 
 B = 3
@@ -92,7 +101,7 @@ def test_why_and_until_when():
             "blocks.1.ln_2's backward needs the mean of its input",
             "native_layer_norm_backward",
         ),
-        "blocks.1.attn: output": ("attention's backward needs its output", "attention_backward"),
+        "blocks.1.attn: attention": ("attention's backward needs its output", "attention_backward"),
         "blocks.1.attn.c_attn: output": (
             "attention's backward needs q, k and v",
             "attention_backward",
@@ -141,3 +150,61 @@ def test_full_keeps_what_the_replays_begin_with():
     assert not any(s.replayed for s in record("none").storages)
     begins = np.flatnonzero(np.diff(step.replays.astype(int)) == 1) + 1
     assert len(begins) == 3  # each in one piece
+
+
+def test_each_word_is_said_of_something():
+    """Of the tables of words none is left over: no operator and no line has another name now."""
+    names, reasons = set(), set()
+    settings = [{"device_type": "cuda", "precision": "bf16"}, {"precision": "bf16"}]
+    for setting in settings:
+        config = replace(CONFIG, n_layers=2, dropout=0.1)
+        for more in ({}, {"accumulate": True}):
+            for way in ("none", "plain", "full"):
+                step = planner(config, **setting, **more).record(B, **WAYS[way])
+                names |= {s.name.split(": ")[-1] for s in step.storages}
+                reasons |= {any_block(s.why) for s in step.storages}
+    for words in [*MADE.values(), *GRADIENTS.values()]:
+        assert names & set(words), words
+    assert set(LINES.values()) <= names
+    for (_, argument), words in NEEDED.items():
+        if argument != "index":
+            assert any(words.replace("{}", "") in reason for reason in reasons), words
+
+
+@pytest.mark.parametrize(
+    ("way", "settings", "name", "code", "why"),
+    [
+        ("plain", {}, "head: logits", "F.linear(", "on its way to _log_softmax"),
+        ("plain", {}, "head: log-softmax", "F.cross_entropy(",
+         "log-softmax's backward needs its output"),
+        ("plain", {}, "ln_f: output", "self.ln_f(x)",
+         "the gradient of head's weight needs its input"),
+        ("none", {"accumulate": True}, "head: gradient of the weight", "torch.zeros_like(weight)",
+         "backward multiplies it by the loss's gradient"),
+        ("cheap", {"precision": "bf16"}, "blocks.1: attention",
+         "F.scaled_dot_product_attention(", "attention's backward needs its output"),
+        ("none", {"dropout": 0.1}, "add.dropout: mask", "self.dropout(update)",
+         "dropout's backward needs its mask"),
+        ("none", {"dropout": 0.1}, "dropout: output", "self.dropout(x)",
+         "blocks.0.ln_1's backward needs its input"),
+        ("selective", {"precision": "bf16"}, "blocks.1.mlp.c_proj: output", "self.c_proj(",
+         "its policy keeps it, though backward does not read it"),
+    ],
+)  # fmt: skip
+def test_names_and_reasons(way, settings, name, code, why):
+    config = replace(CONFIG, n_layers=3, dropout=settings.pop("dropout", 0.0))
+    step = planner(config, **settings).record(B, **WAYS[way])
+    found = [s for s in step.storages if s.name == name]
+    assert found and all(code in code_of(s.line) for s in found)
+    assert {s.why for s in found} == {why}
+
+
+def test_equal_blocks_are_one_group():
+    """In the policies that call a block's parts themselves, too."""
+    for way in ("none", "cheap", "selective"):
+        step = record(way, precision="bf16", device_type="cuda")
+        alive = step.alive(int(step.step.total.argmax()))
+        groups = Counter(group_of(s) for s in alive if s.kind == "activations")
+        assert groups[("blocks.*.attn.c_attn: output", "activations")] == 3
+        attention = [n for (name, _), n in groups.items() if name.endswith(": attention")]
+        assert attention == [3]

@@ -85,9 +85,10 @@ class Chart extends Frame {
   drawGrid() {
     const {context: c, frame: f} = this;
     const [bottom, top] = this.range;
-    const [unit, size] = top >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
+    const [unit, size] = unitOf(top);
     const rough = (top - bottom) / size / 6, power = 10 ** Math.floor(Math.log10(rough));
     const tick = [1, 2, 5, 10].find((n) => n * power >= rough) * power;
+    this.snap = tick * size / 20; // of a budget that is dragged
     c.textAlign = "right";
     c.textBaseline = "middle";
     for (let n = Math.ceil(bottom / size / tick); n * tick * size < top; n++) {
@@ -101,7 +102,7 @@ class Chart extends Frame {
       c.fillText(String(Number((n * tick).toPrecision(6))), f.left - 6, y);
     }
     c.textAlign = "left";
-    c.fillText(unit, 4, f.top - 12);
+    c.fillText(this.isEnlarged ? `${unit}, not from 0` : unit, 4, f.top - 12);
   }
 
   drawLayers() {

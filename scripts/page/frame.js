@@ -23,7 +23,9 @@ class Frame {
     this.context = this.canvas.getContext("2d");
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const left = width < 600 ? 46 : 64, top = 24;
-    this.frame = {left, top, width: width - left - 14, height: height - top - 2 * RIBBON - 10};
+    this.frame = {
+      left, top, width: Math.max(1, width - left - 14), height: height - top - 2 * RIBBON - 10,
+    };
     this.heights = null;
     this.place();
   }
@@ -45,10 +47,11 @@ class Frame {
   // The bytes at the frame's lower and upper edge.
   rangeOf(step) {
     if (!this.isEnlarged)
-      return [0, 1.09 * Math.max(this.least, step.total[step.peakAt], this.nearBudget)];
-    const most = this.columns.reduce((most, at) => (at < 0 ? most : Math.max(most, step.total[at])), 0);
+      return [0, 1.12 * Math.max(this.least, step.total[step.peakAt], this.nearBudget)];
     let floor = 0;
     for (let k = 0; k <= LAST_KIND_OF_STATE; k++) floor += step.ofKind[k][0];
+    const most = this.columns.reduce((most, at) => (at < 0 ? most : Math.max(most, step.total[at])),
+      1.01 * floor); // (where the step is over there is none)
     return [floor - 0.04 * (most - floor), most + 0.12 * (most - floor)];
   }
 

@@ -13,7 +13,13 @@ function listenToPointers(canvas) {
     return away < 4 || away < 14 && p.x > chart.frame.left + chart.frame.width - 30;
   };
 
+  // A finger on the budget moves that and not the page: only a touch can say so in time.
+  canvas.addEventListener("touchstart", (event) => {
+    if (event.touches.length === 1 && onBudget(place(event.touches[0]))) event.preventDefault();
+  }, {passive: false});
+
   canvas.addEventListener("pointerdown", (event) => {
+    if (event.button) return; // a menu
     const p = place(event);
     pointers.set(event.pointerId, p);
     if (pointers.size === 2) drag = {what: "pinch", ...spread()};
@@ -26,7 +32,10 @@ function listenToPointers(canvas) {
   canvas.addEventListener("pointermove", (event) => {
     const p = place(event);
     if (pointers.has(event.pointerId)) pointers.set(event.pointerId, p);
-    if (drag && drag.what === "budget") return setBudget(chart.fromY(p.y));
+    if (drag && drag.what === "budget") {
+      $("tip").hidden = true;
+      return setBudget(Math.round(chart.fromY(p.y) / chart.snap) * chart.snap);
+    }
     if (drag && drag.what === "pinch") return pinch();
     if (drag && pointers.size) {
       const moved = (p.x - drag.x) / chart.frame.width * (drag.view[1] - drag.view[0]);
@@ -34,6 +43,7 @@ function listenToPointers(canvas) {
       if (drag.moved) return chart.zoom(drag.view[0] - moved, drag.view[1] - moved);
     }
     canvas.style.cursor = onBudget(p) ? "ns-resize" : chart.ribbonAt(p.x, p.y) ? "zoom-in" : "";
+    if (event.pointerType !== "mouse") return; // a finger only scrolls
     const found = chart.under(p.x, p.y);
     if (found) point(found, p);
     else $("tip").hidden = true;
@@ -48,12 +58,12 @@ function listenToPointers(canvas) {
     if (part) zoomTo(part);
     else if (found) {
       point(found, event.pointerType === "mouse" ? p : null);
-      pin(found.at);
+      pin();
     }
   };
   canvas.addEventListener("pointerup", up);
   canvas.addEventListener("pointercancel", up);
-  canvas.addEventListener("pointerleave", () => ($("tip").hidden = true));
+  canvas.addEventListener("pointerleave", () => point(pinned)); // whose list is there to be read
 
   canvas.addEventListener("wheel", (event) => {
     const p = place(event), width = chart.view[1] - chart.view[0];
@@ -88,25 +98,23 @@ function zoomTo(part) {
 }
 
 function makeZoom() {
-  const names = {"whole step": null, forward: "forward", head: "head", backward: "backward"};
-  for (const [name, phase] of Object.entries(names)) {
+  const add = (name, act) => {
     const button = document.createElement("button");
     button.type = "button";
     button.textContent = name;
-    button.addEventListener("click", () =>
-      (phase ? zoomTo(chart.phase(phase)) : chart.zoom(0, chart.longest)));
+    button.addEventListener("click", act);
     $("zoom").append(button);
-  }
-  const enlarge = document.createElement("button");
-  enlarge.type = "button";
-  enlarge.textContent = "hide weights and moments";
-  enlarge.setAttribute("aria-pressed", "false");
-  enlarge.addEventListener("click", () => {
+    return button;
+  };
+  add("peak", toPeak);
+  add("whole step", () => chart.zoom(0, chart.longest));
+  for (const phase of ["forward", "head", "backward"])
+    add(phase, () => zoomTo(chart.phase(phase)));
+  const enlarge = add("hide weights and moments", () => {
     chart.isEnlarged = !chart.isEnlarged;
-    enlarge.setAttribute("aria-pressed", String(chart.isEnlarged));
+    enlarge.textContent = `${chart.isEnlarged ? "show" : "hide"} weights and moments`;
     chart.show(chart.step, false);
   });
-  $("zoom").append(enlarge);
 }
 
 // ---- keys
@@ -120,6 +128,11 @@ function move(to) {
   if (x < chart.view[0] || x > chart.view[1]) chart.zoom(x - width / 2, x + width / 2);
   point({at, storage: isThere ? storage : -1});
   say(`${step.placeOf(at)}, operator ${at}: ${format(step.total[at])}`);
+}
+
+function list() {
+  pin();
+  say($("alive-title").textContent);
 }
 
 function climb(way) {
@@ -142,15 +155,15 @@ function listenToKeys(canvas) {
       ArrowDown: () => climb(-1),
       Home: () => move(0),
       End: () => move(step.length - 1),
-      p: () => (move(step.peakAt), pin(step.peakAt)),
+      p: toPeak,
       "+": () => chart.zoomBy(0.5, step.x[at]),
       "-": () => chart.zoomBy(2, step.x[at]),
       0: () => chart.zoom(0, chart.longest),
-      Enter: () => pin(at),
+      Enter: list,
     };
-    const number = Number(event.key);
+    const number = Number(event.key), key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (keys[event.key]) keys[event.key]();
+    if (keys[key]) keys[key]();
     else if (number >= 1 && number <= steps.length) choose(number - 1);
     else return;
     event.preventDefault();

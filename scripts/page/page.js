@@ -3,9 +3,9 @@
 const $ = (id) => document.getElementById(id);
 const steps = DATA.steps.map((step) => new Step(step, DATA));
 const chart = new Chart($("chart"), steps, DATA.kinds);
-const [UNIT, SIZE] = chart.least >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
+const [UNIT, SIZE] = unitOf(chart.least); // of budgets
 const SHORT = 12; // rows of a list that is not asked for in full
-let pinned = 0; // the instant whose list is shown
+let pinned = {at: 0, storage: -1}; // the cursor whose list is shown
 let isLong = false; // is the list shown in full?
 
 // ---- policies
@@ -16,7 +16,7 @@ const none = steps.find((step) => step.name === "none") || steps[0];
 function costWords(step) {
   const more = 100 * (cost(step) / cost(none) - 1);
   const words = `${more < 0 ? "−" : "+"}${Math.abs(more).toFixed(1)}%`;
-  return DATA.axis === "seconds" ? `${(1000 * step.seconds).toFixed(1)} ms, ${words}`
+  return DATA.axis === "seconds" ? `${(1000 * step.seconds).toPrecision(3)} ms, ${words}`
     : `${words} FLOPs`;
 }
 
@@ -50,9 +50,12 @@ function choose(i) {
   }
   const largest = step.largest(step.peakAt);
   chart.cursor = {at: step.peakAt, storage: largest};
+  const x = step.x[step.peakAt];
+  if (x < chart.view[0] || x > chart.view[1]) chart.view = [0, chart.longest];
   const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
   chart.show(step, step !== before && !still);
-  pin(step.peakAt);
+  pin();
+  $("tip").hidden = true;
   showStorage(largest);
   showLegend(step.peakAt);
   $("words").textContent = `${step.name}: ${step.words}`;
@@ -64,9 +67,9 @@ function choose(i) {
 
 // ---- budget
 
-function setBudget(bytes, from) {
+function setBudget(bytes, isTyped = false) {
   chart.budget = Math.max(0, bytes);
-  if (from !== $("budget")) $("budget").value = (chart.budget / SIZE).toFixed(UNIT === "GiB" ? 2 : 1);
+  if (!isTyped) $("budget").value = (chart.budget / SIZE).toFixed(UNIT === "GiB" ? 2 : 1);
   const fitting = steps.filter((step) => step.total[step.peakAt] <= chart.budget);
   for (const [k, button] of [...$("policies").children].entries()) {
     const fits = fitting.includes(steps[k]);
@@ -77,7 +80,7 @@ function setBudget(bytes, from) {
   const order = (step) => (step.name === "plain" ? steps.length : steps.indexOf(step));
   const [first] = fitting.sort((a, b) => cost(a) - cost(b) || order(a) - order(b));
   $("verdict").textContent = !first ? "nothing fits"
-    : `first that fits: ${first.name} (${costWords(first)})`;
+    : `cheapest that fits: ${first.name} (${costWords(first)})`;
   $("flags").textContent = first ? first.flags : "";
   if (chart.heights) chart.show(chart.step, false);
 }
@@ -88,7 +91,7 @@ const ROWS = [
   ["what", (d) => `${d.shape}, ${d.dtype}`],
   ["bytes", (d) => `${format(d.bytes)} (${exactly(d.bytes)})`],
   ["kind", (d) => d.kind],
-  ["block", (d) => (d.block < 0 ? "none" : String(d.block))],
+  ["block", (d) => (d.block < 0 ? "" : String(d.block))],
   ["line", (d) => d.where],
   ["why", (d) => d.why],
   ["comes", (d) => d.comes],
@@ -121,14 +124,15 @@ function showStorage(i) {
   }
 }
 
-function pin(at) {
-  pinned = at;
+// Show the list of what is alive where the cursor is.
+function pin() {
+  pinned = chart.cursor;
   isLong = false;
   showAlive();
 }
 
 function showAlive() {
-  const step = chart.step, at = pinned, groups = step.groups(at), total = step.total[at];
+  const step = chart.step, {at} = pinned, groups = step.groups(at), total = step.total[at];
   const where = at === step.peakAt ? "Alive at the peak" : "Alive here";
   $("alive-title").textContent = `${where}: ${format(total)}`;
   const count = groups.reduce((sum, group) => sum + group.storages.length, 0);
@@ -174,7 +178,10 @@ function groupRow({name, kind, bytes, storages}, total, isOne) {
     : chart.step.text(storages[0], 0);
   button.style.setProperty("--kind", DATA.kinds[kind][1]);
   if (storages.length > 1) button.setAttribute("aria-expanded", "false");
-  else button.addEventListener("click", () => point({at: pinned, storage: storages[0]}));
+  else button.addEventListener("click", () => {
+    pinned = {at: pinned.at, storage: storages[0]};
+    point(pinned);
+  });
   what.append(button);
   const lines = new Set(storages.map((i) => DATA.labels[chart.step.label[i]][6]));
   const [where, text] = DATA.lines[[...lines][0]];
@@ -207,6 +214,14 @@ function makeLegend() {
 
 // ---- the cursor
 
+// To the peak, and to the largest tensor that the step made.
+function toPeak() {
+  const step = chart.step;
+  move(step.peakAt);
+  point({at: step.peakAt, storage: step.largest(step.peakAt)});
+  list();
+}
+
 // Move the cursor to {at, storage}, and tell what is there.
 function point(cursor, mouse = null) {
   chart.cursor = cursor;
@@ -233,16 +248,17 @@ function begin() {
   $("about").textContent = DATA.about;
   $("command").textContent = DATA.command;
   $("unit").textContent = UNIT;
-  $("axis").textContent = DATA.axis === "seconds"
-    ? "Along the step: seconds, as they are predicted, operator by operator."
-    : "Along the step: FLOPs. A block is as wide as its matrix products, and its operators share " +
-      "that evenly; what has none is a sliver.";
+  $("axis").textContent = `Along: ${DATA.axis === "seconds" ? "predicted seconds" : "FLOPs"}`;
   makePolicies();
   makeLegend();
   makeZoom();
   listenToPointers($("chart"));
   listenToKeys($("chart"));
-  $("budget").addEventListener("input", () => setBudget($("budget").value * SIZE, $("budget")));
+  $("budget").addEventListener("input", () => {
+    const typed = $("budget").valueAsNumber; // NaN while there is nothing
+    if (typed >= 0) setBudget(typed * SIZE, true);
+  });
+  $("budget").addEventListener("change", () => setBudget(chart.budget)); // as it is understood
   $("more").addEventListener("click", () => {
     isLong = !isLong;
     showAlive();
@@ -254,7 +270,9 @@ function begin() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart.draw());
   chart.resize();
   choose(DATA.first);
-  setBudget(DATA.budget ?? Math.round(7.5 * none.total[none.peakAt] / SIZE) / 10 * SIZE);
+  const peaks = steps.map((step) => step.total[step.peakAt]);
+  const between = (Math.min(...peaks) + none.total[none.peakAt]) / 2; // some policies fit, some do not
+  setBudget(DATA.budget ?? Math.ceil(10 * between / SIZE) / 10 * SIZE);
 }
 
 begin();

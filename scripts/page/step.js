@@ -115,15 +115,9 @@ class Step {
     const [, , kind, shape, dtype, bytes, line] = this.all.labels[this.label[i]];
     const [where, code] = this.all.lines[line];
     return {
-      name: this.text(i, 0), why: this.why(i), kind: this.all.kinds[kind][0], shape, dtype, bytes,
+      name: this.text(i, 0), why: this.text(i, 1), kind: this.all.kinds[kind][2], shape, dtype, bytes,
       block: this.block[i], where, code, comes: this.comes(i), goes: this.goes(i),
     };
-  }
-
-  why(i) {
-    const why = this.text(i, 1), kind = this.all.kinds[this.kind[i]][0];
-    if (kind === "activations" && this.born[i]) return `kept for backward: ${why}`;
-    return kind === "recomputed" ? `made again in backward: ${why}` : why;
   }
 
   // "backward of block 3, replay"
@@ -159,13 +153,12 @@ class Step {
     return made.reduce((a, b) => (a >= 0 && this.bytes[a] >= this.bytes[b] ? a : b), -1);
   }
 
-  // What is alike but for the block counts as one: [{name, kind, bytes, storages}], largest first.
+  // What is alike but for the block counts as one, as `group_of` in planner/record.py has it:
+  // [{name, kind, bytes, storages}], the largest first.
   groups(at) {
     const found = new Map();
     for (const i of this.alive(at)) {
-      const kind = this.kind[i], isState = kind <= LAST_KIND_OF_STATE || this.isGradient(i);
-      const name = isState ? this.all.kinds[kind][0] : this.groupName(i);
-      const key = kind + name;
+      const kind = this.kind[i], name = this.all.labels[this.label[i]][7], key = kind + name;
       if (!found.has(key)) found.set(key, {name, kind, bytes: 0, storages: []});
       found.get(key).bytes += this.bytes[i];
       found.get(key).storages.push(i);
@@ -174,23 +167,19 @@ class Step {
       group.storages.sort((a, b) => this.bytes[b] - this.bytes[a] || a - b);
     return [...found.values()].sort((a, b) => b.bytes - a.bytes);
   }
+}
 
-  isGradient(i) {
-    return this.all.kinds[this.kind[i]][0] === "gradients";
-  }
-
-  // A name in which the storage's own block is a *.
-  groupName(i) {
-    return this.all.labels[this.label[i]][0].replace(/<\+0>/g, "*")
-      .replace(/<([+-]\d+)>/g, (_, more) => this.block[i] + Number(more));
-  }
+// ["GiB", its bytes]: the largest unit of which there is at least one, or the smallest.
+function unitOf(bytes) {
+  const units = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+  return units.find(([, size]) => bytes >= size) || units[2];
 }
 
 // "1.23 GiB"; and the bytes themselves.
 function format(bytes) {
-  for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
-    if (bytes >= size) return `${(bytes / size).toFixed(unit === "GiB" ? 2 : 1)} ${unit}`;
-  return `${bytes} bytes`;
+  const [unit, size] = unitOf(bytes);
+  return bytes < size ? `${bytes} bytes`
+    : `${(bytes / size).toFixed(unit === "GiB" ? 2 : 1)} ${unit}`;
 }
 
 function exactly(bytes) {
