@@ -16,10 +16,11 @@ gc.freeze()  # a fork whose garbage collector looks at all of torch's objects wo
 for line in Path(sys.argv[1]).read_text().splitlines():
     if os.fork() == 0:
         _, *sys.argv = shlex.split(line)
-        sys.path[0] = ""
         if sys.argv[0] == "-m":
+            sys.path[0] = ""
             runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
         else:
+            sys.path[0] = os.path.dirname(sys.argv[0])
             runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit()
     if code := os.waitstatus_to_exitcode(os.wait()[1]):
