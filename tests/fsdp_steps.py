@@ -1,6 +1,6 @@
 """Started by torchrun in test_train_fsdp.py: what is dealt out learns what DDP learns, to the bit.
 
-Twenty steps of each variant (a few of them, or with the argument "all" all), with dropout and
+Five steps of each variant (a few of them, or with the argument "all" all), with dropout and
 accumulation, in both trainers' processes; weights and moments are compared whole.
 """
 
@@ -54,7 +54,7 @@ def no_whole_model(model: MiniGPT, *, device: torch.device) -> None:
 
 
 def learn(process: DDPProcess, config: MiniGPTConfig, dtype: torch.dtype) -> dict:
-    """Weights and moments after twenty steps of two micro-batches (process 0; others have less)."""
+    """Weights and moments after five steps of two micro-batches (process 0; others have less)."""
     with torch.device("meta"):
         model = MiniGPT(config)
     with patch.object(MiniGPT, "to_empty", no_whole_model) if process.shards > 1 else nullcontext():
@@ -63,7 +63,7 @@ def learn(process: DDPProcess, config: MiniGPTConfig, dtype: torch.dtype) -> dic
     model.init_weights(process.part)
     optimizer = make_optimizer(model, process.args, process.device)
     wrapped = process.wrap(model)
-    for step in range(20):
+    for step in range(5):
         for micro_batch in range(2):
             torch.manual_seed(4 * step + 2 * micro_batch + process.rank)
             ids = torch.randint(0, 61, (2, 16))
