@@ -55,34 +55,6 @@ def test_every_policy_with_shards(which):
     assert result.stdout.count("variants equal") == 2, result.stdout + result.stderr
 
 
-@pytest.mark.slow
-def test_from_trainer_to_trainer(tmp_path):
-    """1 -> DDP on 2 -> FSDP on 2 and on 1 -> 1: still the same weights and moments. And on 4, where
-    the sums have another order."""
-    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
-    flags = ("--lr-scheduler=constant", "--warmup-steps=0", "--lr=1e-2", FULL, "--no-amp")
-    flags = (*flags, "--batch-size=4", "--dropout=0")
-
-    def go_on(steps: int, script: str, processes: int, size: int = 4) -> None:
-        more = ("--resume", f"--num-steps={steps}", f"--grad-accum-steps={8 // size // processes}")
-        more = (*flags, *more, f"--batch-size={size}")
-        torchrun(path, *more, script=script, processes=processes)
-
-    assert train_here(whole, *flags, "--grad-accum-steps=2", "--num-steps=10") == 0
-    assert train_here(path, *flags, "--grad-accum-steps=2", "--num-steps=2") == 0
-    go_on(4, "train_ddp.py", 2)
-    go_on(6, "train_fsdp.py", 2)
-    go_on(8, "train_fsdp.py", 1)
-    assert train_here(path, *flags, "--grad-accum-steps=2", "--resume", "--num-steps=10") == 0
-    ours, theirs = snapshot(path), snapshot(whole)
-    assert same(ours["optimizer"]["state"], theirs["optimizer"]["state"])
-    assert same(ours["model"], theirs["model"]) and same(ours["data"], theirs["data"])
-    assert train_here(whole, *flags, "--grad-accum-steps=2", "--resume", "--num-steps=11") == 0
-    go_on(11, "train_fsdp.py", 4, size=2)
-    for key in ("train_loss", "grad_norm", "val_loss"):
-        assert metrics(path)[-1][key] == pytest.approx(metrics(whole)[-1][key], rel=1e-5)
-
-
 def test_weights_are_drawn_one_at_a_time():
     """And they are those that the seed gives without a detour. (That shards are all the memory that
     a process takes: fsdp_steps.py.)"""
@@ -112,22 +84,3 @@ def test_all_skip_or_none(tmp_path):
         assert after[step]["weights"] == after[step - 1]["weights"]
         assert after[step]["scale"] == after[step - 1]["scale"] / 2
     assert after[20]["weights"] == weights_hash(snapshot(path)["model"])
-
-
-@pytest.mark.slow
-def test_a_dead_rank_is_restarted(tmp_path):
-    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
-    flags = ("--save-interval=5", "--no-amp")
-    assert train_here(whole, *flags, "--grad-accum-steps=2") == 0
-    faulty(path, "kill:1:9", *flags, launch=("--max-restarts=1",))
-    assert same(snapshot(path)["model"], snapshot(whole)["model"])
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_process(tmp_path):
-    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
-    faulty(path, "term:1:6", "--no-amp", expect=1)
-    assert snapshot(path)["step"] == 6
-    fsdp(path, "--resume")
-    assert train_here(whole, "--no-amp", "--grad-accum-steps=2") == 0
-    assert same(snapshot(path)["model"], snapshot(whole)["model"])
