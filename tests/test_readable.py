@@ -2,7 +2,7 @@
 other words, on a line, on a point or outside of the picture. For any model."""
 
 import json
-from itertools import combinations, pairwise
+from itertools import combinations
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -65,14 +65,19 @@ def lines_of(plt, axis):
             yield shape.get_path().transformed(shape.get_transform()), 0
 
 
-def crosses(path, radius, box) -> bool:
-    ends = path.vertices[np.isfinite(path.vertices).all(axis=1)]
-    if radius and box.padded(radius).count_contains(ends):
-        return True
-    return any(
-        box.count_contains(np.linspace(*pair, 2 + int(np.hypot(*np.subtract(*pair)))))
-        for pair in pairwise(ends)
-        if len(ends) > 1
+def points_of(path) -> tuple[np.ndarray, np.ndarray]:
+    """The corners of a path, and points of its lines that are at most a pixel apart."""
+    corners = path.vertices[np.isfinite(path.vertices).all(axis=1)]
+    if len(corners) < 2:
+        return corners, corners[:0]
+    along = np.append(0, np.hypot(*np.diff(corners, axis=0).T).cumsum())
+    at = np.union1d(along, np.arange(along[-1]))
+    return corners, np.stack([np.interp(at, along, x) for x in corners.T], axis=1)
+
+
+def crosses(corners, points, radius, box) -> bool:
+    return bool(radius and box.padded(radius).count_contains(corners)) or bool(
+        len(points) and box.count_contains(points)
     )
 
 
@@ -92,11 +97,12 @@ def faults(plt, figure) -> list[str]:
             found.append(f"{one.get_text()!r} lies on {other.get_text()!r}")
     for axis in figure.axes:
         frame = axis.get_window_extent().padded(0.5)
+        lines = [(*points_of(path), radius) for path, radius in lines_of(plt, axis)]
         for text in set(axis.texts) & set(boxes):
             box, words = boxes[text].padded(-0.5), repr(text.get_text())
             if not (frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)):
                 found.append(f"{words} leaves its frame")
-            if any(crosses(*line, box) for line in lines_of(plt, axis)):
+            if any(crosses(*line, box) for line in lines):
                 found.append(f"{words} lies on a line or a point")
     return found
 
