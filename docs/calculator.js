@@ -14,13 +14,9 @@ const recomputed = (s) => (s.policy === "none" ? 0 : s.layers); // blocks
 // memory/head.py: the head runs in chunks of tokens, and their softmax in slices.
 const CHUNK = 5 * 2 ** 24, SLICE = 2 ** 22, PAD = 64;
 
-function countChunks(tokens, V, asked, itemsize) {
-  return max(1, min(asked || ceil((tokens * V * itemsize) / CHUNK), tokens));
-}
-
-function rowsOfSlice(tokens, V) {
-  return min(tokens, max(1, floor(SLICE / V), floor(tokens / 32)));
-}
+const countChunks = (tokens, V, asked, itemsize) =>
+  max(1, min(asked || ceil((tokens * V * itemsize) / CHUNK), tokens));
+const rowsOfSlice = (tokens, V) => min(tokens, max(1, floor(SLICE / V), floor(tokens / 32)));
 
 // planner/formulas.py
 function countParameters({V, positions, L, C, F}) {
@@ -76,10 +72,9 @@ function stepFlops(s) { // of the matrix products, per token: [needed, replayed]
 
 // planner/peak.py, where each line is explained: a step, as what is born and what dies, at the
 // instants at which most is alive. The peak is the largest of the sums.
-const KINDS = [
-  "parameters", "optimizer", "gradients", "activations", "recomputed", "head", "temporaries",
-];
-const WORKSPACES = 2 * 8320 * 1024, AT_A_TIME = 2 ** 22;
+const KINDS = ["parameters", "optimizer", "gradients", "activations", "recomputed", "head",
+  "temporaries"];
+const WORKSPACES = 2 * 8320 * 1024, AT_A_TIME = 2 ** 22, LANES = 64;
 const ATTENTION = ["ln_1", "qkv", "attended", "proj", "mask"], MLP = ["x2", "ln_2", "wide", "gelu"];
 const KEPT = { // of each block, beside its input x
   none: [...ATTENTION, ...MLP], cheap: ["qkv", "attended", "proj", "mask", "x2", "wide"],
@@ -96,6 +91,21 @@ function peak(s) { // {where, bytes, parts: {kind: bytes}}
   walk.embeddings();
   walk.update();
   return {where: walk.where, bytes: walk.bytes, parts: walk.most};
+}
+
+function mostCopied(sizes, lean) { // by AdamW in LeanOptimizer
+  const [plain, padded] = lean ? [8, 20] : [0, 16];
+  let most = 0, copied = 0, room = 0;
+  for (const size of sizes) {
+    for (let left = size; left > 0; left -= AT_A_TIME) {
+      const piece = min(left, AT_A_TIME);
+      if (piece > room) [copied, room] = [0, AT_A_TIME];
+      copied += piece * (piece % LANES ? padded : plain);
+      room -= piece;
+      most = max(most, copied);
+    }
+  }
+  return most;
 }
 
 class Walk {
@@ -205,13 +215,13 @@ class Walk {
 
   update() { // what the optimizer copies
     const {s, n} = this, muon = s.optimizer === "muon" ? 1 : 0, lean = s.moments === "bfloat16";
-    const others = s.L * (this.inABlock(n) - muon * this.inMatrices(n)) + this.outside(n);
-    const matrices = this.matrices(n);
-    let most = lean ? 8 * min(AT_A_TIME, others) : 0;
+    const matrices = this.matrices(n), areas = matrices.map(([rows, columns]) => rows * columns);
+    const tables = [s.V, s.positions].map((rows) => ceil(rows / n) * s.C);
+    const adamws = [...tables, ...Array(muon ? 0 : s.L).fill(areas).flat()];
+    let most = muon || lean || n > 1 ? mostCopied(adamws, lean) : 0;
     if (!s.cuda) {
-      const outside = [s.V, s.positions].map((rows) => ceil(rows / n) * s.C);
-      const inside = [...matrices, matrices[0]].map(([rows, columns]) => rows * columns);
-      const sizes = [...outside, ...inside].map((x) => (muon || lean ? min(AT_A_TIME, x) : x));
+      const all = [...tables, ...areas, areas[0]];
+      const sizes = all.map((size) => (muon || lean ? min(AT_A_TIME, size) : size));
       most += max(...sizes.map((size, i) => 4 * (sizes[i - 1] ?? 0) + 8 * size));
     }
     for (const [rows, columns] of muon ? matrices : []) {
@@ -314,9 +324,8 @@ const CARDS = {
 const GIB = 2 ** 30, isApple = (card) => /^M\d/.test(card);
 const memoryOf = (card) => floor(CARDS[card] * GIB);
 
-function forTensors(room, cuda) { // trainer/room.py: a tenth stays free, on a GPU at least 1 GiB
-  return floor(room - max(0.1 * room, cuda ? min(GIB, room / 4) : 0));
-}
+// trainer/room.py: a tenth stays free, on a GPU at least 1 GiB
+const forTensors = (room, cuda) => floor(room - max(0.1 * room, cuda ? min(GIB, room / 4) : 0));
 
 const SMALL = { // the first command's model, and the defaults of all else
   layers: 3, width: 128, heads: 4, mlp: 512, length: 64, batch: 12, vocabulary: 1024,
@@ -362,18 +371,29 @@ function flags(state) {
   return words;
 }
 
+function how(state) { // it recomputes
+  if (state.policy === "none") return [];
+  const some = state.blocks < state.layers ? ["--recompute-layers", state.blocks] : [];
+  return ["--use-activation-checkpoint", state.policy, ...some];
+}
+
 function runCommand(state) {
   const start = state.processes === 1 ? ["python", "train_minimal.py"]
     : ["torchrun", `--nproc-per-node=${state.processes}`, `train_${state.trainer}.py`];
-  const how = state.policy === "none" ? [] : ["--use-activation-checkpoint", state.policy];
-  if (how.length && state.blocks < state.layers) how.push("--recompute-layers", state.blocks);
-  return [...start, ...flags(state), ...how].join(" ");
+  return [...start, ...flags(state), ...how(state)].join(" ");
+}
+
+function onCard(state) { // (which knows its own precision, if it is Apple's)
+  const asked = isApple(state.card) ? {...state, precision: "bfloat16"} : state;
+  return [...flags(asked), "--card", state.card.replaceAll(" ", "-")];
 }
 
 function planCommand(state) {
   const many = state.processes === 1 ? [] : ["--nproc-per-node", state.processes];
   if (many.length && state.trainer === "fsdp") many.push("--fsdp");
-  const asked = isApple(state.card) ? {...state, precision: "bfloat16"} : state;
-  const card = ["--card", state.card.replaceAll(" ", "-")];
-  return ["python", "-m", "scripts.plan_memory", ...flags(asked), ...many, ...card].join(" ");
+  return ["python", "-m", "scripts.plan_memory", ...onCard(state), ...many].join(" ");
+}
+
+function seeCommand(state) {
+  return ["python", "-m", "scripts.memory_page", ...onCard(state), ...how(state)].join(" ");
 }

@@ -37,7 +37,7 @@ from .formulas import closed_form, head_bytes
 from .timeline import KINDS
 
 WORKSPACES = 2 * 8320 * 1024  # of cuBLAS: see planner/kernels.py
-AT_A_TIME = 2**22  # elements that LeanOptimizer copies: see trainer/optimizer.py
+AT_A_TIME, LANES = 2**22, 64  # elements that LeanOptimizer copies: see trainer/optimizer.py
 
 # What a policy keeps of each block beside x; backward makes the rest again, in this order.
 ATTENTION, MLP = ("ln_1", "qkv", "attended", "proj", "mask"), ("x2", "ln_2", "wide", "gelu")
@@ -251,20 +251,21 @@ class Walk:
         """What the optimizer copies, some parameters at a time."""
         L, n, muon, lean = self.config.n_layers, self.n, optimizer == "muon", itemsize < 4
         matrices = self.matrices(n)
+        tables = [math.ceil(rows / n) * self.C for rows in self.rows_outside]
+        sizes = [rows * columns for rows, columns in matrices]
         self.place, most = "optimizer", 0
-        if lean:  # AdamW's two moments, in float32
-            elements = L * (self.in_a_block(n) - self.in_matrices(n) * muon) + self.outside(n)
-            most = 8 * min(AT_A_TIME, elements)
+        if muon or lean or n > 1:
+            most = most_copied(tables + sizes * L * (not muon), lean)
         if not self.cuda:  # no fused kernel: two tensors of a parameter, one of the last one's
-            sizes = [math.ceil(rows / n) * self.C for rows in self.rows_outside]
-            sizes += [rows * columns for rows, columns in matrices + matrices[:1]]
+            sizes = tables + sizes + sizes[:1]  # (c_attn of the next block)
             sizes = [min(AT_A_TIME, size) if muon or lean else size for size in sizes]
             most += max(4 * last + 8 * size for last, size in pairwise([0, *sizes]))
         for rows, columns in matrices if muon else ():
             alike = L * matrices.count((rows, columns))
             together = min(alike, max(1, AT_A_TIME // (rows * columns)))
             size, square = together * rows * columns, together * min(rows, columns) ** 2
-            # Gradients, momenta and what one makes of them; then products, the small side's square.
+            # `look_ahead`: gradients, momenta, a mean of both, and that in bfloat16. In float32
+            # `orthogonalize` may need more: what it gets and makes, and squares of the small side.
             products = 8 * size + (20 if size > square else 12) * square
             low = self.precision == torch.bfloat16
             most = max(most, 14 * size if low else max(12 * size, products))
@@ -357,3 +358,22 @@ class Walk:
     def outside(self, n: int) -> int:
         rows = sum(math.ceil(rows / n) for rows in self.rows_outside)
         return rows * self.C + 2 * math.ceil(self.C / n)
+
+
+def most_copied(sizes: list[int], lean: bool) -> int:
+    """Bytes that AdamW in LeanOptimizer copies of tensors that have `sizes` elements, in order.
+
+    `lean`: both moments, to float32. Of a piece that is no multiple of LANES it copies and pads all
+    four, weights and gradients too; and the last one twice, if it is lean.
+    """
+    plain, padded = (8, 20) if lean else (0, 16)  # bytes an element
+    most = copied = room = 0
+    for size in sizes:
+        for begin in range(0, size, AT_A_TIME):
+            piece = min(size - begin, AT_A_TIME)
+            if piece > room:
+                copied, room = 0, AT_A_TIME
+            copied += piece * (padded if piece % LANES else plain)
+            room -= piece
+            most = max(most, copied)
+    return most

@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,22 +19,6 @@ LETTERS = {
     "vocab_size": "V", "max_position_embeddings": "positions", "n_layers": "L", "n_heads": "H",
     "d_model": "C", "d_ff": "F", "recompute": "policy", "loss_chunks": "chunks",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    """A headless browser (playwright's Browser) that asks nobody anything."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip("no Chromium: apt install chromium")
-    quiet = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-    quiet += "--disable-background-networking --disable-component-update"
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=quiet.split())
-        yield browser
-        browser.close()
 
 
 def evaluate(expression: str, x: Any, request: pytest.FixtureRequest) -> Any:

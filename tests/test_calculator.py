@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from calculator import LETTERS, PAGE, SCRIPT, as_page, evaluate, random_shapes
-from calculator import chromium as chromium  # a fixture
 from runs import ROOT
 
 from memory.head import count_chunks, rows_of_slice
@@ -21,7 +20,7 @@ from planner.kernels import workspaces
 from planner.peak import KEPT, peak
 from planner.step import Planner
 from planner.timeline import KINDS
-from scripts import plan_memory
+from scripts import memory_page, plan_memory
 from scripts.memory_timeline_pictures import COLORS, NAMES
 from trainer import optimizer as optimizer_file
 from trainer.card import device_type
@@ -64,6 +63,7 @@ def test_the_page_computes_what_the_planner_does(request):
 def test_its_constants():
     """Those that are not imported, as nothing is imported from above, or a GPU may be here."""
     assert peak_file.AT_A_TIME == optimizer_file.AT_A_TIME
+    assert peak_file.LANES == optimizer_file.LANES
     assert torch.cuda.is_available() or peak_file.WORKSPACES == workspaces()
 
 
@@ -118,10 +118,14 @@ def errors(shape: dict) -> list[float]:
 
 
 def small(shape: dict, n_tokens: int) -> dict:
-    """Its head shall have few chunks, which are many operators. (On mps the planner can do nothing
-    but AdamW in float32.)"""
-    usual = {} if shape["cuda"] else {"optimizer": "adamw", "moments": torch.float32}
-    return shape | usual | {"batch_size": max(1, n_tokens // shape["seq_len"])}
+    """Its head shall have few chunks, which are many operators; its blocks are alike, and of twelve
+    there is one of each sort. (On mps the planner can do nothing but AdamW in float32.)"""
+    config, usual = shape["config"], {"optimizer": "adamw", "moments": torch.float32}
+    some = config.recompute_layers
+    config = replace(config, n_layers=min(12, config.n_layers),
+                     recompute_layers=None if some is None else min(12, some))  # fmt: skip
+    shape = shape | {"config": config, "batch_size": max(1, n_tokens // shape["seq_len"])}
+    return shape if shape["cuda"] else shape | usual
 
 
 @pytest.mark.parametrize("i", range(3))
@@ -219,8 +223,9 @@ def check_means(args, shape: dict) -> None:
 
 def test_commands_are_what_the_trainers_take(request):
     asked = states(200)
-    answers = evaluate("x.map((s) => [shapeOf(s), runCommand(s), planCommand(s)])", asked, request)
-    for state, (shape, run, plan) in zip(asked, answers, strict=True):
+    commands = "[shapeOf(s), runCommand(s), planCommand(s), seeCommand(s)]"
+    answers = evaluate(f"x.map((s) => {commands})", asked, request)
+    for state, (shape, run, plan, see) in zip(asked, answers, strict=True):
         words = shlex.split(run)
         if words[0] == "torchrun":
             words.pop(0)
@@ -243,6 +248,12 @@ def test_commands_are_what_the_trainers_take(request):
         check_means(args, shape)
         assert args.card == state["card"] and args.fsdp == (shape["shards"] > 1)
         assert (args.nproc_per_node or 1) == state["processes"]
+
+        words = shlex.split(see)
+        assert words[:3] == ["python", "-m", "scripts.memory_page"]
+        args = memory_page.parse(words[3:])
+        check_means(args, shape)
+        assert args.card == state["card"]
 
 
 def test_the_first_command(request):
