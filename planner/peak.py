@@ -67,8 +67,9 @@ def peak(
     """Where the peak of a training step stands, "head" or "backward, block 11", and of how many
     bytes of each of KINDS it is made.
 
-    Of a GPU; `cuda`: of NVIDIA's, whose kernels take some more. `ddp` and `shards`: as in
-    `Planner`. Raises ValueError for what it has no formula for, groups of blocks and offload.
+    Of a GPU; `cuda`: of NVIDIA's, whose kernels take some more. (A CPU takes as much as another
+    GPU, but not with dropout: it keeps more masks.) `ddp` and `shards`: as in `Planner`. Raises
+    ValueError for what it has no formula for, groups of blocks and offload.
     """
     if config.recompute_group > 1 or config.offload_activations:
         raise ValueError("no formula for recompute_group, nor for offload_activations")

@@ -1,5 +1,6 @@
 """docs/calculator.html in a browser: what it shows is what planner/ says, whatever is moved."""
 
+import itertools
 import shutil
 from decimal import ROUND_HALF_UP, Decimal
 from urllib.parse import urlsplit
@@ -272,6 +273,33 @@ def test_it_fits_a_screen(chromium, width, scheme):
     if width < 760:  # the figure stays while sliders move
         assert page.locator("#peak").bounding_box()["y"] >= 0
     assert page.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_can_be_read(chromium, scheme):
+    """A contrast of 4.5, as WCAG wants it; and whoever uses keys sees where they are."""
+    page = open_page(chromium, color_scheme=scheme)
+    asked = "name => getComputedStyle(document.documentElement).getPropertyValue(name)"
+    light = {name: luminance(page.evaluate(asked, f"--{name}").strip()) for name in COLOURS}
+    for words, ground in itertools.product(COLOURS[:4], COLOURS[4:]):
+        darker, lighter = sorted((light[words], light[ground]))
+        assert (lighter + 0.05) / (darker + 0.05) >= 4.5, (words, ground)
+    page.locator("#preset").focus()
+    for _ in range(3):  # to the first number's field and slider, and the next field
+        page.keyboard.press("Tab")
+        outline = "getComputedStyle(document.activeElement).outlineStyle"
+        assert page.evaluate(outline) == "solid"
+    page.context.close()
+
+
+COLOURS = ["ink", "soft", "accent", "warn", "paper", "card"]  # words', and what they stand on
+
+
+def luminance(colour: str) -> float:
+    """Of "#rrggbb", from 0 to 1, as WCAG has it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_every_control_has_a_name(page):
