@@ -265,8 +265,9 @@ class Walk:
             alike = L * matrices.count((rows, columns))
             together = min(alike, max(1, AT_A_TIME // (rows * columns)))
             size, square = together * rows * columns, together * min(rows, columns) ** 2
-            # `look_ahead`: gradients, momenta, a mean of both, and that in bfloat16. In float32
-            # `orthogonalize` may need more: what it gets and makes, and squares of the small side.
+            # `look_ahead`: gradients, momenta and a mean of both, 4 each; that in bfloat16, 2. In
+            # float32 `orthogonalize` may need more: what it gets and makes, 4 each, and 3 squares
+            # of the small side, or 5 in `product_of_factors`.
             products = 8 * size + (20 if size > square else 12) * square
             low = self.precision == torch.bfloat16
             most = max(most, 14 * size if low else max(12 * size, products))

@@ -177,6 +177,15 @@ def test_each_control_moves_the_figures(page):
     check(page)
 
 
+def test_0_requests_go_anywhere(page):
+    for name in (*SHAPES, "first command's"):
+        page.select_option("#preset", name)
+    page.locator("button[data-of=run]").click()
+    page.reload()
+    assert len(page.asked) == 4  # the page and its script, twice
+    assert {urlsplit(url).scheme for url in page.asked} == {"file"}
+
+
 def test_sliders_by_keyboard(page):
     before = shape_on(page)
     for name in ("layers", "width", "length", "batch", "vocabulary"):
