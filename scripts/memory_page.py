@@ -48,7 +48,7 @@ from planner.tracker import Storage
 from scripts import say_stopped
 from scripts.memory_timeline_numbers import POLICIES
 from scripts.memory_timeline_pictures import COLORS, NAMES, describe, in_legend
-from scripts.plan_peak import check_chunks
+from scripts.plan_peak import check_chunks, policy_of
 from trainer import flags
 from trainer.flags import UsageError, model_config, output_file, print_error
 from trainer.metrics import format_bytes
@@ -72,8 +72,6 @@ WORDS = {
     "full": "an activation checkpoint around each block: only its input is kept",
     "full in groups of 2": "an activation checkpoint around every two blocks",
 }
-MEMORY = ("recompute", "recompute_layers", "recompute_rest", "recompute_group",
-          "offload_activations", "loss_chunks")  # fmt: skip
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -202,7 +200,7 @@ def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str
         budget = args.memory_budget or target(args)[2] or sys.maxsize
         card = asked_card(args)
         config = pick_recompute(planner, args.batch_size, budget, card, args.compile).config
-    asked = {name: getattr(config, name) for name in MEMORY}
+    asked = policy_of(config) | {"loss_chunks": config.loss_chunks}
     found = dict(POLICIES)
     if args.loss_chunks:  # then all have the head that was asked for
         found = {name: memory for name, memory in found.items() if name != "plain"}

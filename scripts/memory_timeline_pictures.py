@@ -101,19 +101,24 @@ def load_pyplot(program: str = "memory_timeline") -> Any:
 
 
 def save_picture(figure: Any, file: Path, metadata: Mapping[str, str | None]) -> None:
-    """A PNG with 256 colours, which is all that it has but at the edges of letters: so it takes a
-    third of the bytes. Raises what `savefig` does."""
+    """Raises what `savefig` does."""
     figure.savefig(file, metadata=metadata or None)  # some formats know none
     if file.suffix == ".png":
-        from PIL import Image, PngImagePlugin  # matplotlib needs them, too
+        use_few_colors(file, metadata)
 
-        about = PngImagePlugin.PngInfo()
-        for key, words in metadata.items():
-            if words is not None:
-                about.add_text(key, words)
-        with Image.open(file) as picture:
-            few = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        few.save(file, optimize=True, pnginfo=about)
+
+def use_few_colors(file: Path, metadata: Mapping[str, str | None]) -> None:
+    """256 are all that a picture has but at the edges of letters: so a PNG takes a third of the
+    bytes."""
+    from PIL import Image, PngImagePlugin  # matplotlib needs them, too
+
+    about = PngImagePlugin.PngInfo()
+    for key, words in metadata.items():
+        if words is not None:
+            about.add_text(key, words)
+    with Image.open(file) as picture:
+        few = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    few.save(file, optimize=True, pnginfo=about)
 
 
 def describe(planner: Planner, batch: str) -> str:

@@ -21,10 +21,12 @@ import argparse
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from scripts.memory_timeline_pictures import use_few_colors
 from trainer.flags import OneLineParser, UsageError, output_file, output_folder, print_error
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -95,17 +97,20 @@ def shoot(browser: Any, url: str, folder: Path) -> None:
 
 
 def shoot_for_readme(browser: Any, url: str, file: Path) -> None:
-    """The page as somebody sees it who points at a tensor, down to the legend."""
+    """The page as somebody sees it who points at a tensor, down to its end."""
     size = {"width": 1200, "height": 800}
     page = browser.new_page(viewport=size, color_scheme="light", reduced_motion="reduce")
     page.goto(url)
     box, frame = page.locator("#chart").bounding_box(), page.evaluate("chart.frame")
     x = box["x"] + frame["left"] + 0.3 * frame["width"]
     page.mouse.move(x, box["y"] + frame["top"] + 0.4 * frame["height"])
-    legend = page.locator("#legend").bounding_box()
-    upper = {"x": 0, "y": 0, "width": 1200, "height": legend["y"] + legend["height"] + 16}
+    panel = page.locator(".card").first.bounding_box()
+    end = max(part["y"] + part["height"] for part in (box, panel))
+    upper = {"x": 0, "y": 0, "width": 1200, "height": end + 12}
     page.screenshot(path=file, clip=upper, full_page=True)
     page.close()
+    if find_spec("PIL"):
+        use_few_colors(file, {})
     print(f"wrote {file}")
 
 

@@ -111,7 +111,9 @@ def check(page) -> dict:
             fitting.append((recompute_cost(its["config"], its["seq_len"]), policy))
     first = [policy for _, policy in sorted(fitting)[:1]]  # the least that is done twice
     assert page.locator(".first").all_inner_texts() == [f" {policy}" for policy in first]
-    assert first_line(page).startswith(f"first that fits: {first[0]} " if first else "nothing fits")
+    assert first_line(page).startswith(
+        f"cheapest that fits: {first[0]} " if first else "nothing fits"
+    )
     assert f"The line: {text(safe)}, " in page.locator("#about").inner_text()
 
     sizes = {kind: sum(peak(**its)[1].values()) for kind, its in on.items()}
