@@ -16,19 +16,23 @@ STACK = [*COLORS]  # kinds, bottom up
 
 
 class Made:
-    """A page, and what the planner says about the same flags."""
+    """A page, and what the planner says about the same flags: of `steps` only where records of a
+    large model take too long."""
 
-    def __init__(self, flags: list[str], folder):
+    def __init__(self, flags: list[str], folder, steps: bool = False):
         self.file = folder / "page.html"
         assert memory_page.main([*flags, "--out", str(self.file)]) == 0
         args = memory_page.parse(flags)
         config = memory_page.model_config(args, memory_page.vocabulary(args))
         kind, precision, _ = memory_page.target(args)
         planner = make_planner(args, config, torch.device(kind), precision)
-        self.records = {
-            name: planner.record(args.batch_size, **NO_RECOMPUTE | memory)
-            for name, memory in POLICIES.items()
-        }
+        self.records, self.steps = {}, {}
+        for name, memory in POLICIES.items():
+            memory = NO_RECOMPUTE | memory
+            if not steps:
+                self.records[name] = planner.record(args.batch_size, **memory)
+            known = self.records.get(name)
+            self.steps[name] = known.step if known else planner.step(args.batch_size, **memory)
 
 
 class opened:
@@ -99,7 +103,7 @@ def frame(page) -> dict[str, float]:
 
 
 def first_that_fits(made: Made, budget: float) -> str | None:
-    fitting = [name for name, record in made.records.items() if record.step.peak <= budget]
-    order = [*made.records][1:] + ["plain"]
+    fitting = [name for name, step in made.steps.items() if step.peak <= budget]
+    order = [*made.steps][1:] + ["plain"]
     by_cost = sorted(fitting, key=order.index)
-    return min(by_cost, key=lambda n: relative_flops(made.records[n].step), default=None)
+    return min(by_cost, key=lambda name: relative_flops(made.steps[name]), default=None)

@@ -100,14 +100,14 @@ def gaps(seconds: np.ndarray, peaks: np.ndarray, taken: dict[int, float]) -> np.
 
 @pytest.mark.slow
 def test_no_assignment_of_policies_to_blocks_is_much_faster(monkeypatch):
-    """Brute force: each block with each policy, each simulated. With 4 blocks the knapsack is at
-    its coarsest; two policies in two runs come within 2.5 % of it, and on average much nearer."""
-    config, batch_size = replace(CONFIG, n_layers=4), 8
+    """Brute force: each block with each policy, each simulated. With 3 blocks the knapsack is at
+    its coarsest; two policies in two runs come within 1 % of it."""
+    config, batch_size = replace(CONFIG, n_layers=3), 8
     plan = planner(config)
     steps = alike(plan, batch_size)  # (before the schedule is another one)
     policies = ["none", "cheap", "mlp", "full"]
     every = []
-    for assignment in itertools.product(policies, repeat=4):
+    for assignment in itertools.product(policies, repeat=3):
         with monkeypatch.context() as patch:
             patch.setattr("model.schedule", lambda blocks, *_: zip(blocks, assignment))  # noqa
             every.append(plan.simulate(batch_size, config))
@@ -119,7 +119,7 @@ def test_no_assignment_of_policies_to_blocks_is_much_faster(monkeypatch):
         assert plan.simulate(batch_size, step.config).peak <= budget
         taken[budget] = step.seconds(CARD)
     found = gaps(seconds, peaks, taken)
-    assert found.max() <= 0.025 and found.mean() <= 0.005
+    assert found.max() <= 0.01
 
 
 def test_of_twelve_layers_no_mix_of_any_policies_is_one_percent_faster():

@@ -198,13 +198,15 @@ def test_seconds(chromium, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "most"), [(GPT2, 3), (["--model", "gpt2-xl", *GPT2[2:]], 10)])
 def test_large_models(chromium, tmp_path, flags, most):
-    made_page = Made(flags, tmp_path)
+    made_page = Made(flags, tmp_path, steps=True)
     assert made_page.file.stat().st_size < most * 1e6
     with opened(chromium, made_page.file) as page:
-        for name, record in made_page.records.items():
+        for name, step in made_page.steps.items():
             choose(page, name)
-            assert f"{record.step.peak:,} bytes" in page.locator("#alive-about").inner_text()
+            assert f"{step.peak:,} bytes" in page.locator("#alive-about").inner_text()
         page.locator("#budget").fill("4")
         expected = first_that_fits(made_page, 4 * 2**30)
         verdict = page.locator("#verdict").inner_text()
-        assert verdict.startswith(f"first that fits: {expected} (" if expected else "nothing fits")
+        assert verdict.startswith(
+            f"cheapest that fits: {expected} (" if expected else "nothing fits"
+        )
