@@ -120,7 +120,7 @@ class LeanOptimizer(torch.optim.Optimizer):
     def first_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state = {}
         if group["rule"] == "adamw":
-            state["step"] = torch.zeros((), device=where_steps_are(parameter, group))
+            state["step"] = torch.tensor(0.0, device=where_steps_are(parameter, group))
         for name in MOMENTS[group["rule"]]:
             state[name] = torch.zeros_like(parameter, dtype=self.moments)
         return state
