@@ -364,8 +364,9 @@ function flags(state) {
     else words.push("--tokenizer-name", "bpe", "--vocab-size", state.vocabulary);
   }
   if (state.dropout === "on") words.push("--dropout", 0.1);
-  if (state.precision === "float16") words.push("--amp-dtype", "float16");
-  if (state.precision === "float32") words.push("--no-amp");
+  const precision = isApple(state.card) ? "" : state.precision; // (those chips have one only)
+  if (precision === "float16") words.push("--amp-dtype", "float16");
+  if (precision === "float32") words.push("--no-amp");
   add("--optimizer", "optimizer"), add("--moments-dtype", "moments");
   if (state.head !== "chunks") words.push("--loss-chunks", 1);
   return words;
@@ -383,9 +384,8 @@ function runCommand(state) {
   return [...start, ...flags(state), ...how(state)].join(" ");
 }
 
-function onCard(state) { // (which knows its own precision, if it is Apple's)
-  const asked = isApple(state.card) ? {...state, precision: "bfloat16"} : state;
-  return [...flags(asked), "--card", state.card.replaceAll(" ", "-")];
+function onCard(state) {
+  return [...flags(state), "--card", state.card.replaceAll(" ", "-")];
 }
 
 function planCommand(state) {

@@ -5,8 +5,8 @@ gradients come while activations go. So this adds up, in the order of a step, wh
 dies, at the instants at which most is alive: in the head, in which forward ends; in each block's
 backward, the last block first; in the optimizer. The peak is the largest of those sums.
 
-`Planner` counts every tensor of a simulated step, and takes seconds; this takes no time and needs
-no PyTorch: docs/calculator.html has it, line by line, in JavaScript. How far it is from `Planner`:
+`Planner` counts every tensor of a simulated step, and takes seconds; this takes no time:
+docs/calculator.js has it, line by line, in JavaScript. How far it is from `Planner`:
 docs/planning.md, "The calculator".
 
 Letters as in formulas.py. a = 2 is the size of an activation under autocast, else a = 4. A block:

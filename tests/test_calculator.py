@@ -265,6 +265,9 @@ def test_commands_are_what_the_trainers_take(request):
         assert shape["ddp"] == (trainer == "train_ddp.py")
         assert (shape["shards"] > 1) == (trainer == "train_fsdp.py")
         args = fill_in(build_parser(trainer, "x.pt").parse_args(words[2:]))
+        if device_type(CARDS[state["card"]]) == "mps":
+            assert "--amp-dtype" not in run and "--no-amp" not in run
+            shape["precision"] = "bfloat16"  # that is, auto: which is float32 there
         check_means(args, shape)
 
         words = shlex.split(plan)
@@ -273,8 +276,6 @@ def test_commands_are_what_the_trainers_take(request):
         args.use_activation_checkpoint, args.recompute_layers = shape["policy"], shape["layers"]
         if shape["policy"] == "none":
             args.recompute_layers = None
-        if device_type(CARDS[state["card"]]) == "mps":
-            shape["precision"] = "bfloat16"  # that is, auto: which is float32 there
         check_means(args, shape)
         assert args.card == state["card"] and args.fsdp == (shape["shards"] > 1)
         assert (args.nproc_per_node or 1) == state["processes"]
