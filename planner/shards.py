@@ -35,6 +35,8 @@ from model import MiniGPT, MiniGPTConfig
 
 from .tracker import StorageTracker
 
+GATHERED = "gathered from all processes, for as long as the group of layers runs"
+
 
 def shard_of(config: MiniGPTConfig, n: int) -> MiniGPT:
     """What the first of n processes holds: the same parameters, with an n-th of the rows each.
@@ -88,33 +90,35 @@ class Gathering:
 
     # ---- what happens
 
-    def buffer(self, group: Group, kind: str, name: str) -> Tensor:
+    def buffer(self, group: Group, kind: str, name: str, why: str = "") -> Tensor:
         tensor = torch.empty(group.bytes, dtype=torch.uint8)
         self.tracker.name(tensor, kind, name)
+        self.tracker.find(tensor).why = why
         return tensor
 
     def gather(self, group: Group) -> None:
-        group.arriving = self.buffer(group, "parameters", "weights as they arrive")
+        group.arriving = self.buffer(group, "parameters", "weights as they arrive", GATHERED)
         if self.gloo:  # it receives in memory of its own
             self.buffer(group, "", "gloo's own buffer")
 
     def before_forward(self, group: Group) -> None:
         self.gather(group)
         self.arrived = None
-        group.weights = self.buffer(group, "parameters", "gathered weights")
+        group.weights = self.buffer(group, "parameters", "gathered weights", GATHERED)
         self.arrived, group.arriving = group.arriving, None
 
     def before_backward(self, group: Group, next_one: Group | None) -> None:
-        group.weights = self.buffer(group, "parameters", "gathered weights")
+        group.weights = self.buffer(group, "parameters", "gathered weights", GATHERED)
         group.arriving = None
         if next_one is not None:
             self.gather(next_one)
 
     def after_backward(self, group: Group) -> None:
         group.weights = self.reduced = None
-        self.reduced = self.buffer(group, "gradients", "gradients to be averaged")
+        self.reduced = self.buffer(group, "gradients", "gradients to be averaged", "on their way")
         for parameter in group.whole:
             self.tracker.name(cast(Tensor, parameter.grad), "gradients", "whole gradient")
+            self.tracker.find(cast(Tensor, parameter.grad)).why = "on its way to be averaged"
             parameter.grad = None
         for shard in group.shards:
             shard.grad = torch.empty_like(shard)

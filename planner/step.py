@@ -297,6 +297,8 @@ class Planner:
                 tracker.name(parameter, "parameters", name)
                 for state, tensor in self.optimizer.state[parameter].items():
                     tracker.name(tensor, "optimizer", f"{state} of {name}")
+            else:  # whole, of shards: its bytes are those of what was gathered
+                tracker.find(parameter).name = name
             if parameter.grad is not None:
                 tracker.name(parameter.grad, "gradients", f"gradient of {name}")
 

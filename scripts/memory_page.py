@@ -1,7 +1,7 @@
 """See a training step's memory move: one HTML page to explore, before anything runs.
 
 python -m scripts.memory_page                                           # the demo's model: seconds
-python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda --out gpt2.html
+python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda          # 16 s
 python -m scripts.memory_page --model gpt2 --batch-size 8 --card "RTX 4090" --memory-budget 4GiB
 
 Open the file in any browser. It shows each storage of the step, for each recompute policy: what it
@@ -50,10 +50,12 @@ from scripts.memory_timeline_numbers import POLICIES
 from scripts.memory_timeline_pictures import COLORS, NAMES, describe, in_legend
 from scripts.plan_peak import check_chunks, policy_of
 from trainer import flags
+from trainer.card import THIS_MACHINE
 from trainer.flags import UsageError, model_config, output_file, print_error
 from trainer.metrics import format_bytes
 from trainer.plan import NO_RECOMPUTE, asked_card, make_planner, target, vocabulary
 from trainer.pretrained import open_init_from
+from trainer.room import for_tensors
 
 SOURCE = Path(__file__).parent / "page"
 SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
@@ -193,11 +195,19 @@ def step_data(
     }
 
 
+def room_for_tensors(args: argparse.Namespace) -> int | None:
+    """What tensors may take: as asked; of a card, all but the margin that `auto` leaves there."""
+    kind, _, room = target(args)
+    if args.memory_budget or room is None:
+        return args.memory_budget
+    return room if args.card in (None, THIS_MACHINE) else for_tensors(room, kind)
+
+
 def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:
     """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
     config = planner.config
     if args.use_activation_checkpoint == "auto":
-        budget = args.memory_budget or target(args)[2] or sys.maxsize
+        budget = room_for_tensors(args) or sys.maxsize
         card = asked_card(args)
         config = pick_recompute(planner, args.batch_size, budget, card, args.compile).config
     asked = policy_of(config) | {"loss_chunks": config.loss_chunks}
@@ -214,7 +224,7 @@ def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str
 
 def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
-    kind, precision, room = target(args)
+    kind, precision, _ = target(args)
     config = model_config(args, vocabulary(args))
     check_chunks(args, config.vocab_size, precision, MOST_CHUNKS)
     planner = make_planner(args, config, torch.device(kind), precision)
@@ -231,7 +241,7 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     return {
         "about": describe(planner, f"batch of {args.batch_size} x ") + f", {cards}",
         "axis": "FLOPs" if card is None else "seconds",
-        "budget": args.memory_budget or (room if card else None),
+        "budget": room_for_tensors(args) if card else args.memory_budget,
         "first": [*found].index(first),
         "kinds": [
             [NAMES.get(kind, kind), color, in_legend(kind)] for kind, color in COLORS.items()

@@ -104,6 +104,8 @@ def frame(page) -> dict[str, float]:
 
 def first_that_fits(made: Made, budget: float) -> str | None:
     fitting = [name for name, step in made.steps.items() if step.peak <= budget]
-    order = [*made.steps][1:] + ["plain"]
-    by_cost = sorted(fitting, key=order.index)
-    return min(by_cost, key=lambda name: relative_flops(made.steps[name]), default=None)
+    return min(
+        (n for n in fitting if n != "plain"),
+        key=lambda name: relative_flops(made.steps[name]),
+        default=None,
+    )

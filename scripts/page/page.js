@@ -16,8 +16,8 @@ const none = steps.find((step) => step.name === "none") || steps[0];
 function costWords(step) {
   const more = 100 * (cost(step) / cost(none) - 1);
   const words = `${more < 0 ? "−" : "+"}${Math.abs(more).toFixed(1)}%`;
-  return DATA.axis === "seconds" ? `${(1000 * step.seconds).toPrecision(3)} ms, ${words}`
-    : `${words} FLOPs`;
+  if (DATA.axis !== "seconds") return `${words} FLOPs`;
+  return `${Number((1000 * step.seconds).toPrecision(3)).toLocaleString("en")} ms, ${words}`;
 }
 
 function makePolicies() {
@@ -76,9 +76,8 @@ function setBudget(bytes, isTyped = false) {
     button.lastElementChild.textContent = fits ? "fits" : "does not fit";
     button.classList.toggle("fits", fits);
   }
-  // The cheapest; among equals the one that comes first, but nobody needs `plain`.
-  const order = (step) => (step.name === "plain" ? steps.length : steps.indexOf(step));
-  const [first] = fitting.sort((a, b) => cost(a) - cost(b) || order(a) - order(b));
+  // Among equals the one that comes first. (`plain` is there to be compared with.)
+  const [first] = fitting.filter((step) => step.name !== "plain").sort((a, b) => cost(a) - cost(b));
   $("verdict").textContent = !first ? "nothing fits"
     : `cheapest that fits: ${first.name} (${costWords(first)})`;
   $("flags").textContent = first ? first.flags : "";
