@@ -249,6 +249,7 @@ def test_a_link_shares_what_is_seen(page, chromium):
 
 def test_a_broken_link_is_mended(chromium):
     link = "#layers=abc&heads=7&width=-1&policy=voodoo&card=voodoo&precision=1&length=1e99&x=1"
+    link += "&toString=1&__proto__=1&constructor=1"
     page = open_page(chromium, link)
     check(page)
     assert page.complaints == [] and "NaN" not in page.locator("body").inner_text()

@@ -10,12 +10,13 @@ import torch
 from pages import FLAGS
 from runs import ROOT
 
-from planner.cards import card_named
+from planner.cards import CARDS, card_named
 from planner.clock import seconds
 from planner.record import code_of
 from scripts import memory_page
 from scripts.memory_timeline_pictures import in_legend
 from trainer.plan import make_planner
+from trainer.room import for_tensors
 
 
 def test_bad_input(tmp_path, capsys):
@@ -133,3 +134,15 @@ def test_nothing_ends_the_script():
     assert "<" not in inside
     assert json.loads(inside)["lines"][0][1] == "x = '</script>' // <!--"
     assert not re.search(r"(src|href)=\"(?!data:)", page) and "http" not in page
+
+
+def test_a_budget_is_what_auto_would_take():
+    """What was typed; of a card, what is left of it beside the margin."""
+    for words, budget in (
+        (["--card", "RTX 3060 12GB"], for_tensors(CARDS["RTX 3060 12GB"].memory, "cuda")),
+        (["--card", "RTX 3060 12GB", "--memory-budget", "3GiB"], 3 * 2**30),
+        (["--device", "cpu"], None),
+    ):
+        args = memory_page.parse([*FLAGS[:-2], *words])
+        found = memory_page.room_for_tensors(args)
+        assert found == budget if budget else found is None or found > 0

@@ -191,6 +191,10 @@ def test_seconds(chromium, tmp_path):
         assert page.evaluate("[DATA.axis, chart.budget]") == ["seconds", 30 * 2**20]
         longest, every = page.evaluate("[chart.longest, steps.map((step) => step.seconds)]")
         assert longest == pytest.approx(max(every), rel=1e-6)
+        slow = "(steps[1].seconds = 1.2345, costWords(steps[1]))"
+        assert page.evaluate(slow).startswith("1,230 ms, ")
+        room = "setBudget(1e12), $('verdict').textContent"  # plain is the fastest here
+        assert "plain" not in page.evaluate(room)
         first = page.get_by_role("radio").nth(1).inner_text()
         assert f"{1000 * every[1]:.3g} ms, +0.0%" in first
 

@@ -101,6 +101,15 @@ def test_a_gpu_that_is_not_here(tmp_path, capsys, monkeypatch):
     assert plan(tmp_path, "--device=cuda", "--no-amp")["precision"] == "float32"
 
 
+@pytest.mark.parametrize("flag", ["--optimizer=muon", "--moments-dtype=bfloat16"])
+def test_an_optimizer_of_ours_on_an_apple(tmp_path, flag):
+    shape = [word for word in SHAPE if word not in ("--device", "cpu")]
+    path = tmp_path / "plan.json"
+    flags = ["--n-layers=1", "--card=M1", flag, "--json", str(path)]
+    assert plan_memory.main([*shape, *flags]) == 0
+    assert json.loads(path.read_text())["takes"] == "none"
+
+
 def test_nothing_fits(tmp_path, capsys):
     ways = {70: "AdamW's state alone take 75.1 KiB", 200: "--batch-size 2 --grad-accum-steps 4"}
     for budget, way_out in ways.items():

@@ -22,6 +22,7 @@ from planner.record import (
     code_of,
     group_of,
 )
+from planner.shards import GATHERED
 from planner.timeline import KINDS
 
 B = 3
@@ -208,3 +209,18 @@ def test_equal_blocks_are_one_group():
         assert groups[("blocks.*.attn.c_attn: output", "activations")] == 3
         attention = [n for (name, _), n in groups.items() if name.endswith(": attention")]
         assert attention == [3]
+
+
+def test_what_is_replayed_and_what_is_gathered():
+    """`cheap` replays LayerNorm and GELU, which its own lines ask for; shards gather weights."""
+    cheap = record("cheap", precision="bf16", device_type="cuda")
+    assert cheap.replays.any()
+    again = [s.name for s in cheap.storages if s.replayed]
+    assert again.count("blocks.1.ln_1: output") == 1 and "gelu" in again
+    for step in (record("none", shards=2, precision="bf16"), record("full", shards=2)):
+        gathered = [s for s in step.storages if s.name == "gathered weights"]
+        assert {s.why for s in gathered} == {GATHERED}
+        copies = [s.name for s in step.storages if s.name.startswith("bfloat16 copy of")]
+        assert all(name.removeprefix("bfloat16 copy of ") for name in copies)
+        sent = {"gradients to be averaged", "whole gradient"}
+        assert all("on the" in s.why or "on its" in s.why for s in step.storages if s.name in sent)
