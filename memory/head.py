@@ -12,7 +12,7 @@ V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -162,6 +162,12 @@ def rows_of_slice(n_tokens: int, vocab_size: int) -> int:
     return min(n_tokens, max(1, SLICE // vocab_size, n_tokens // 32))
 
 
+def starts_of_chunks(n_tokens: int, n: int) -> Iterable[int]:
+    """The first token of each chunk of `n`. (The planner puts in a few of them for all: they are
+    alike. See planner/step.py.)"""
+    return range(0, n_tokens, n)
+
+
 class ChunkedHeadLoss(torch.autograd.Function):
     """The loss, chunk by chunk, with its gradients taken inside forward.
 
@@ -217,7 +223,7 @@ def loss_by_chunks(
     scale = count.clamp(min=1) if dtype == torch.float16 else 1
     factors = (scale / count).where(kept, 0)  # (N, 1)
     log_likelihood = torch.empty_like(factors)
-    for start in range(0, N, n):
+    for start in starts_of_chunks(N, n):
         chunk = slice(start, start + n)
         x_chunk, target, factor = x[chunk].to(dtype), targets[chunk], factors[chunk]
         padded = torch.mm(x_chunk, cast_weight.T, out=buffer[: len(x_chunk)])  # the padding is 0

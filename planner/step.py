@@ -8,7 +8,7 @@ formulas.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memory import HostMemory
-from memory.head import count_chunks, head_loss
+from memory import HostMemory, head
 from memory.offload import SMALL
 from model import MiniGPT, MiniGPTConfig
 
@@ -28,9 +27,7 @@ from .record import Record, Witness
 from .shards import gather, shard_of
 from .timeline import KINDS, StepMemory, repeat_blocks, summarize
 from .tracker import Storage, StorageTracker
-from .work import Notebook, Operation, Work, fuse, join, summarize_work
-
-MANY_CHUNKS, FEW_CHUNKS = 30, 3  # of the head, see `Planner.plan`
+from .work import Notebook, Operation
 
 
 class Planner:
@@ -70,7 +67,6 @@ class Planner:
         self.compress, self.shards = compress, shards
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.head_works: dict[int, list[tuple[Work, Work]]] = {}  # tokens of a chunk -> `heads`
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
@@ -93,62 +89,8 @@ class Planner:
         config = replace(self.config, **memory)
         if (batch_size, config) not in self.steps:
             self.watch()
-            self.steps[batch_size, config] = self.plan(batch_size, config)
+            self.steps[batch_size, config] = self.simulate_few(batch_size, config)
         return self.steps[batch_size, config]
-
-    def plan(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """A simulation; but all chunks of the head are alike, and there may be millions of them.
-
-        Then a few larger ones are simulated, and the head goes by its formula.
-        """
-        n_tokens = batch_size * self.seq_len
-        n_chunks = count_chunks(
-            n_tokens, config.vocab_size, config.loss_chunks, self.precision.itemsize
-        )
-        if n_chunks <= MANY_CHUNKS:
-            return self.simulate_few(batch_size, config)
-        few = replace(config, loss_chunks=FEW_CHUNKS)
-        step = self.simulate_few(batch_size, few)
-        excess = head_bytes(few, n_tokens, self.precision)
-        excess -= head_bytes(config, n_tokens, self.precision)
-        of_the_head = step.timeline[step.phase("head"), KINDS.index("head")]  # (a view)
-        of_the_head[:] = np.minimum(of_the_head, of_the_head.max() - excess)
-        heads = self.heads(n_tokens / n_chunks, n_chunks)
-        work, compiled_work = (
-            join([whole.where(~whole.in_head), *head])
-            for whole, head in zip((step.work, step.compiled_work), heads, strict=True)
-        )
-        return replace(step, config=config, work=work, compiled_work=compiled_work)
-
-    def heads(self, chunk: float, n_chunks: int) -> list[tuple[Work, Work]]:
-        """The work of a head of many chunks, plain and compiled: each chunk adds the same, so that
-        of 2 chunks, and n - 2 times what 3 have more."""
-        n = math.ceil(chunk)
-        if n not in self.head_works:  # (the same with every policy)
-            self.head_works[n] = [self.simulate_head(n, chunks) for chunks in (2, 3)]
-        two, three = self.head_works[n]
-        many = n_chunks * chunk / n  # (the last one is smaller)
-        return [(b.repeat(many - 2), a.repeat(3 - many)) for a, b in zip(two, three, strict=True)]
-
-    def simulate_head(self, chunk: int, n_chunks: int) -> tuple[Work, Work]:
-        """The head alone, forward and backward, in `n_chunks` chunks of `chunk` tokens."""
-        notebook = Notebook()
-        tracker = StorageTracker(notes=[notebook])
-        weight = self.model.token_embedding.weight
-        with self.fake, tracker:
-            x = torch.empty(1, n_chunks * chunk, self.config.d_model, requires_grad=True)
-            w = torch.empty_like(weight, requires_grad=True)
-            labels = torch.zeros(1, n_chunks * chunk, dtype=torch.int64)
-            for tensor in (x, w, labels):
-                tracker.add(tensor)
-            tracker.restart()
-            notebook.operations.clear()
-            tracker.enter("head")
-            with self.autocast():
-                loss = head_loss(x, w, labels, n_chunks)
-            loss.backward()
-        operations = notebook.operations
-        return summarize_work(operations), summarize_work(fuse(operations))
 
     def largest_batch(self, budget: int, batch_size: int, **memory: Any) -> int:
         """The most sequences whose peak stays within `budget` bytes; 0 = not even one does.
@@ -253,7 +195,7 @@ class Planner:
             tracker,
             without_blocks(model, config.n_layers),
             follow(model, tracker),
-            witness.modules if witness else nullcontext(),
+            witness.modules if witness else few_chunks(tracker),
             gather(model, self.held, self.shards, tracker, gloo=self.on_cpu) as gathering,
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):
@@ -336,6 +278,27 @@ def without_blocks(model: MiniGPT, begin: int) -> Iterator[None]:
         yield
     finally:
         model.blocks = blocks
+
+
+@contextmanager
+def few_chunks(tracker: StorageTracker) -> Iterator[None]:
+    """Of the head's chunks, of which there may be millions, only the first, one more and the last
+    run: those in between do the same, operator by operator."""
+
+    def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
+        chunk = 0
+        for times in few_of(math.ceil(n_tokens / n)):
+            begin = tracker.now + 1
+            yield chunk * n
+            if times > 1:
+                tracker.repeats.append((begin, tracker.now + 1, times))
+            chunk += times
+
+    starts, head.starts_of_chunks = head.starts_of_chunks, starts_of_few
+    try:
+        yield
+    finally:
+        head.starts_of_chunks = starts
 
 
 @contextmanager

@@ -25,6 +25,7 @@ KINDS = (
     "head",  # logits, loss and their gradients
     "temporaries",  # the rest, gone before the phase ends; and what a GPU's kernels work in
 )
+MOST_RUNS = 30  # in a row that a timeline shows, of operators that repeat
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,33 @@ def summarize(
             changes[int(storage.died) + 1, kind] -= storage.bytes
         kept += storage.bytes * is_kept
         kept_by_blocks += storage.bytes * (is_kept and storage.block is not None)
+    order = order_of(len(changes) - 1, tracker.repeats)
+    reached = np.maximum.accumulate(order)
     return StepMemory(
         config=config,
         batch_size=batch_size,
         seq_len=seq_len,
-        timeline=changes[:-1].cumsum(axis=0),
-        places=tracker.places,
+        timeline=changes[order].cumsum(axis=0),
+        places=[
+            (int(reached.searchsorted(at)), phase, block) for at, phase, block in tracker.places
+        ],
         kept=kept,
         kept_per_block=kept_by_blocks / config.n_layers,
-        work=summarize_work(operations),
-        compiled_work=summarize_work(fuse(operations)),
+        work=summarize_work(operations, tracker.repeats),
+        compiled_work=summarize_work(fuse(operations), tracker.repeats),
     )
+
+
+def order_of(n: int, repeats: list[tuple[int, int, int]]) -> np.ndarray:
+    """Which of `n` operators runs, one after the other, in a step that does some of them again.
+
+    Bytes are the same in each run, and nobody looks at thousands of them.
+    """
+    order = np.arange(n)
+    for begin, end, times in reversed(repeats):
+        again = np.tile(order[begin:end], min(times, MOST_RUNS) - 1)
+        order = np.insert(order, end, again)
+    return order
 
 
 def parts(step: StepMemory) -> list[tuple[str, int | None, list[int], int]]:

@@ -75,6 +75,8 @@ class StorageTracker(TorchDispatchMode):
         self.now = 0  # operators seen
         # (from this operator on, phase, block that is at work)
         self.places: list[tuple[int, str, int | None]] = [(0, "", None)]
+        # Operators from .. to (without that one) stand for so many runs of theirs, in a row.
+        self.repeats: list[tuple[int, int, int]] = []
 
     def enter(self, phase: str, block: int | None = None) -> None:
         self.places.append((self.now + 1, phase, block))
@@ -158,7 +160,7 @@ class StorageTracker(TorchDispatchMode):
     def restart(self) -> None:
         """Count from here; what is alive was there before."""
         self.storages = self.alive()
-        self.now, self.places = 0, [(0, "", None)]
+        self.now, self.places, self.repeats = 0, [(0, "", None)], []
         for storage in self.storages:
             storage.born = 0
 

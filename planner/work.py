@@ -17,7 +17,7 @@ that counts storages (planner/tracker.py): those of the real model, optimizer an
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -239,9 +239,6 @@ def fuse(operations: list[Operation]) -> list[Operation]:
     return fused
 
 
-OF_TOUCHES = {"operator", "bytes", "distance", "fresh"}  # fields of a Work; all others: operators
-
-
 @dataclass(frozen=True)
 class Work:
     """The operators of a step as numbers."""
@@ -251,7 +248,6 @@ class Work:
     attention: np.ndarray  # (operators,) uint8: 1 attention, 2 its backward, 0 anything else
     gelus: np.ndarray  # (operators,) int64: elements of a GELU, or of its backward; else 0
     launches: np.ndarray  # (operators,) float64: how many operators take Python as long
-    in_head: np.ndarray  # (operators,) bool
     block: np.ndarray  # (operators,) int: which one is at work; -1: none
     times: np.ndarray  # (operators,) float64: how often it runs
     operator: np.ndarray  # (touches,) int32: who touches
@@ -268,35 +264,18 @@ class Work:
         """(operators,) bytes of memory that the system has to find and to clear."""
         return np.bincount(self.operator, self.bytes * self.fresh, minlength=len(self.flops))
 
-    def where(self, which: np.ndarray) -> "Work":
-        """Some of the operators: those where `which` (operators,) bool is True."""
-        kept = which[self.operator]
-        parts = {
-            f.name: getattr(self, f.name)[kept if f.name in OF_TOUCHES else which]
-            for f in fields(self)
-        }
-        operator = (np.cumsum(which) - 1)[parts["operator"]].astype(np.int32)
-        return Work(**(parts | {"operator": operator}))
-
-    def repeat(self, times: float) -> "Work":
-        return replace(self, times=times * self.times)
-
     def repeat_blocks(self, times: list[int]) -> "Work":
         """`times[i]`: how many blocks do what block i does."""
         return replace(self, times=np.array([*times, 1.0])[self.block] * self.times)
 
 
-def join(works: list[Work]) -> Work:
-    """One after the other."""
-    starts = np.cumsum([0] + [len(work.flops) for work in works[:-1]])
-    shifted = [
-        replace(work, operator=(work.operator + start).astype(np.int32))
-        for work, start in zip(works, starts, strict=True)
-    ]
-    return Work(*(np.concatenate([getattr(w, f.name) for w in shifted]) for f in fields(Work)))
-
-
-def summarize_work(operations: list[Operation]) -> Work:
+def summarize_work(
+    operations: list[Operation], repeats: Iterable[tuple[int, int, int]] = ()
+) -> Work:
+    """`repeats`: as in StorageTracker."""
+    times = np.ones(len(operations))
+    for begin, end, n in repeats:
+        times[[begin <= operation.first < end for operation in operations]] *= n
     memory = Distances(operations)
     touches = []  # (operator, bytes, distance, fresh)
     for i, operation in enumerate(operations):
@@ -310,9 +289,8 @@ def summarize_work(operations: list[Operation]) -> Work:
         attention=np.array([which_attention(op.name) for op in operations], dtype=np.uint8),
         gelus=np.array([op.gelus for op in operations], dtype=np.int64),
         launches=np.array([op.launches for op in operations], dtype=np.float64),
-        in_head=np.array([op.place[1] == "head" for op in operations], dtype=bool),
         block=np.array([-1 if op.place[2] is None else op.place[2] for op in operations], int),
-        times=np.ones(len(operations)),
+        times=times,
         operator=np.array(columns[0], dtype=np.int32),
         bytes=np.array(columns[1], dtype=np.int64),
         distance=np.array(columns[2], dtype=np.float64),

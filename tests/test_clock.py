@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import CARDS, Card, Planner, clock
 from planner.formulas import step_flops
-from planner.step import MANY_CHUNKS
 from planner.tracker import StorageTracker
 from planner.work import Notebook, Operation, Work, fuse, summarize_work
 
@@ -145,21 +144,6 @@ def test_flops_of_a_step_are_those_of_the_formula(memory, precision, device_type
     assert 0 < step.seconds(CARDS["A100"], compiled=True) < step.seconds(CARDS["A100"])
     used = step.work.precision[step.work.flops > 0]
     assert set(used) == {0 if precision == "fp32" else 1}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_head_of_many_chunks_is_not_simulated_and_counted_right(precision):
-    plan = planner(precision=precision)
-    chunks = MANY_CHUNKS + 5
-    short = plan.step(40, loss_chunks=chunks)
-    whole = plan.simulate(40, short.config)
-    assert len(short.work.flops) < len(whole.work.flops) / 2
-    for left, right in ((short.work, whole.work), (short.compiled_work, whole.compiled_work)):
-        assert totals(left)[0] == pytest.approx(totals(right)[0], rel=1e-6)
-        assert totals(left)[1] == pytest.approx(totals(right)[1], rel=0.02)
-        assert left.times.sum() == pytest.approx(right.times.sum(), rel=0.02)
-    for card in (SIMPLE, CARDS["H100"]):
-        assert short.seconds(card) == pytest.approx(whole.seconds(card), rel=0.02)
 
 
 def test_a_roofline_by_hand():

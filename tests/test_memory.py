@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from planner import CARDS
 from planner.formulas import closed_form, step_flops
 from planner.kernels import workspaces
 from planner.step import Planner
@@ -317,21 +318,31 @@ def test_largest_batch_with_offload_of_what_is_small_now(asked, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("memory", [{}, {"recompute": "full"}], ids=str)
-def test_of_many_chunks_a_few_tell(memory, precision, monkeypatch):
-    """The peak at a thousandth (autocast casts a copy for each), and never below it."""
-    for chunks in (23, 200):
-        config = replace(CONFIG, loss_chunks=chunks)
-        monkeypatch.setattr("planner.step.MANY_CHUNKS", 10**6)
-        every = planner(config, precision).step(24, **memory)
-        monkeypatch.setattr("planner.step.MANY_CHUNKS", 20)
-        few = planner(config, precision).step(24, **memory)
-        assert len(few.timeline) < len(every.timeline) and few.config == every.config
-        assert every.peak <= few.peak <= 1.001 * every.peak
-        assert (few.where, few.kept) == (every.where, every.kept)
+@pytest.mark.parametrize("chunks", [2, 3, 4, 5, 23, 31])
+@pytest.mark.parametrize("memory", [{}, {"recompute": "full", "offload_activations": True}])
+def test_of_many_chunks_a_few_tell(memory, chunks, precision, monkeypatch):
+    """Operator by operator, to the byte; also where the last one is smaller."""
+    config = replace(CONFIG, n_layers=2, loss_chunks=chunks)  # (all blocks are simulated)
+    few = planner(config, precision, device_type="cuda").step(3, **memory)
+    monkeypatch.setattr("planner.step.few_of", lambda n: [1] * n)
+    every = planner(config, precision, device_type="cuda").step(3, **memory)
+    np.testing.assert_array_equal(few.timeline, every.timeline)
+    assert (few.places, few.kept, few.config) == (every.places, every.kept, every.config)
+    for left, right in ((few.work, every.work), (few.compiled_work, every.compiled_work)):
+        assert (len(left.flops) < len(right.flops)) == (chunks > 3)
+        assert left.times.sum() == right.times.sum()
+        assert left.times @ left.flops == right.times @ right.flops
+        # (The cast of a chunk is fused with the end of the one before, and the last is smaller.)
+        moved = right.times @ right.moved()
+        assert left.times @ left.moved() == pytest.approx(moved, rel=5e-3)
+    for card in (CARDS["H100"], CARDS["RTX 4090"]):
+        for compiled in (False, True):
+            seconds = every.seconds(card, compiled)
+            assert few.seconds(card, compiled) == pytest.approx(seconds, rel=1e-3)
 
 
 def test_a_giant_batch_is_simulated_with_few_operators():
     giant, small = (planner(replace(CONFIG, loss_chunks=0)).step(n) for n in (10**6, 10**4))
-    assert max(len(giant.timeline), len(small.timeline)) < 3000
+    assert max(len(giant.work.flops), len(small.work.flops)) < 1000
+    assert max(len(giant.timeline), len(small.timeline)) < 10_000
     assert giant.peak == pytest.approx(100 * small.peak, rel=0.1)

@@ -64,7 +64,7 @@ def test_storages_are_the_step(way, setting):
     assert len(found.operators) == len(found.replays) == len(step.timeline)
     assert sum(storage.bytes for storage in found.at_peak) == step.peak
     assert all(storage.name and storage.why for storage in found.storages)
-    with_time = len(step.work.flops), len(step.compiled_work.flops)
+    with_time = step.work.times.sum(), step.compiled_work.times.sum()
     if config.n_layers == found.step.config.n_layers == 3:
         assert (len(found.begun), len(found.compiled_begun)) == with_time
 
