@@ -8,7 +8,7 @@ formulas.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from .formulas import head_bytes
 from .kernels import inside, workspaces
 from .record import Record, Witness
 from .shards import gather, shard_of
-from .timeline import KINDS, StepMemory, repeat_blocks, summarize
+from .timeline import KINDS, MOST_RUNS, StepMemory, repeat_blocks, summarize
 from .tracker import Storage, StorageTracker
 from .work import Notebook, Operation
 
@@ -155,11 +155,14 @@ class Planner:
         return repeat_blocks(self.simulate(batch_size, few), config, first + rest)
 
     def record(self, batch_size: int, **memory: Any) -> Record:
-        """A step as `step` has it, and each storage in it by name: see planner/record.py."""
+        """A step as `step` has it, and each storage in it by name: see planner/record.py.
+
+        (Of more than `MOST_RUNS` chunks of the head there are three.)
+        """
         self.watch()
         config, witness = replace(self.config, **memory), Witness(self.model)
         tracker, operations, forward_end = self.run(batch_size, config, witness)
-        step = summarize(tracker, operations, config, batch_size, self.seq_len, forward_end)
+        step = summarize(tracker, operations, config, batch_size, self.seq_len, forward_end, 1)
         return witness.record(step, tracker, operations)
 
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
@@ -195,7 +198,8 @@ class Planner:
             tracker,
             without_blocks(model, config.n_layers),
             follow(model, tracker),
-            witness.modules if witness else few_chunks(tracker),
+            few_chunks(tracker, MOST_RUNS if witness else 0),
+            witness.modules if witness else nullcontext(),
             gather(model, self.held, self.shards, tracker, gloo=self.on_cpu) as gathering,
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):
@@ -281,13 +285,13 @@ def without_blocks(model: MiniGPT, begin: int) -> Iterator[None]:
 
 
 @contextmanager
-def few_chunks(tracker: StorageTracker) -> Iterator[None]:
+def few_chunks(tracker: StorageTracker, few: int) -> Iterator[None]:
     """Of the head's chunks, of which there may be millions, only the first, one more and the last
-    run: those in between do the same, operator by operator."""
+    run: those in between do the same, operator by operator. Up to `few`, all of them."""
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
-        chunk = 0
-        for times in few_of(math.ceil(n_tokens / n)):
+        n_chunks, chunk = math.ceil(n_tokens / n), 0
+        for times in few_of(n_chunks) if n_chunks > few else [1] * n_chunks:
             begin = tracker.now + 1
             yield chunk * n
             if times > 1:

@@ -25,7 +25,7 @@ KINDS = (
     "head",  # logits, loss and their gradients
     "temporaries",  # the rest, gone before the phase ends; and what a GPU's kernels work in
 )
-MOST_RUNS = 30  # in a row that a timeline shows, of operators that repeat
+MOST_RUNS = 30  # of operators that repeat, one after the other
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,10 @@ def summarize(
     batch_size: int,
     seq_len: int,
     forward_end: int,
+    most_runs: int = MOST_RUNS,
 ) -> StepMemory:
-    """Sort the storages by kind, and add them up operator by operator."""
+    """Sort the storages by kind, and add them up operator by operator. In the timeline, what
+    repeats does so at most `most_runs` times: its bytes are the same each time."""
     changes = np.zeros((tracker.now + 2, len(KINDS)), dtype=np.int64)
     kept = kept_by_blocks = 0
     for storage in tracker.storages:
@@ -106,7 +108,7 @@ def summarize(
             changes[int(storage.died) + 1, kind] -= storage.bytes
         kept += storage.bytes * is_kept
         kept_by_blocks += storage.bytes * (is_kept and storage.block is not None)
-    order = order_of(len(changes) - 1, tracker.repeats)
+    order = order_of(len(changes) - 1, tracker.repeats, most_runs)
     reached = np.maximum.accumulate(order)
     return StepMemory(
         config=config,
@@ -123,14 +125,11 @@ def summarize(
     )
 
 
-def order_of(n: int, repeats: list[tuple[int, int, int]]) -> np.ndarray:
-    """Which of `n` operators runs, one after the other, in a step that does some of them again.
-
-    Bytes are the same in each run, and nobody looks at thousands of them.
-    """
+def order_of(n: int, repeats: list[tuple[int, int, int]], most: int) -> np.ndarray:
+    """Which of `n` operators runs, one after the other, if some are repeated (at most so often)."""
     order = np.arange(n)
     for begin, end, times in reversed(repeats):
-        again = np.tile(order[begin:end], min(times, MOST_RUNS) - 1)
+        again = np.tile(order[begin:end], min(times, most) - 1)
         order = np.insert(order, end, again)
     return order
 

@@ -48,7 +48,7 @@ from planner.tracker import Storage
 from scripts import say_stopped
 from scripts.memory_timeline_numbers import POLICIES
 from scripts.memory_timeline_pictures import COLORS, NAMES, describe, in_legend
-from scripts.plan_peak import check_chunks, policy_of
+from scripts.plan_peak import policy_of
 from trainer import flags
 from trainer.card import THIS_MACHINE
 from trainer.flags import UsageError, model_config, output_file, print_error
@@ -62,7 +62,6 @@ SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
 # A part of the step without matrix products has no FLOPs; as wide as this share of the step it can
 # be seen.
 NARROW, UPDATE = 1 / 400, 1 / 50
-MOST_CHUNKS = 100  # of the head, in each policy's step: a minute or two
 WORDS = {
     "plain": "every intermediate is kept, and all logits at once, as in most tutorials",
     "none": "every intermediate is kept; the head runs in chunks of tokens",
@@ -135,7 +134,7 @@ def along_flops(record: Record) -> tuple[list[int], list[float]]:
     step = record.step
     needed, _ = step_flops(step.config, step.seq_len)
     flops = np.zeros(len(step.timeline) + 1)
-    np.add.at(flops, record.begun, step.work.flops)
+    np.add.at(flops, record.begun, step.work.flops * step.work.times)
     whole = needed * step.batch_size * step.seq_len
     starts, x = [0], [0.0]
     for phase, _, begins, end in parts(step):
@@ -226,7 +225,6 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
     kind, precision, _ = target(args)
     config = model_config(args, vocabulary(args))
-    check_chunks(args, config.vocab_size, precision, MOST_CHUNKS)
     planner = make_planner(args, config, torch.device(kind), precision)
     card, labels = asked_card(args), Labels()
     found, first = ways(planner, args)
@@ -237,9 +235,12 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
         record = planner.record(args.batch_size, **NO_RECOMPUTE | memory)
         steps.append(step_data(record, name, labels, card, args))
         bar.update()
-    cards = "predicted" if card is None else f"predicted for {card.name}"
+    about = [describe(planner, f"batch of {args.batch_size} x ")]
+    about.append("predicted" if card is None else f"predicted for {card.name}")
+    if (times := int(record.step.work.times.max())) > 1:
+        about.append(f"three of the head's {times + 2:,} chunks")
     return {
-        "about": describe(planner, f"batch of {args.batch_size} x ") + f", {cards}",
+        "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
         "budget": room_for_tensors(args) if card else args.memory_budget,
         "first": [*found].index(first),

@@ -46,7 +46,7 @@ from scripts.plan_knobs import (
     longest_for_all,
     with_length,
 )
-from scripts.plan_peak import at_peak, check_chunks, format_peak, record_step, typed_policy
+from scripts.plan_peak import at_peak, format_peak, record_step, typed_policy
 from scripts.plan_table import (
     Clock,
     Room,
@@ -163,8 +163,6 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
         ddp, shards = False, processes
     device = torch.device(kind)
     plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, watch)
-    if wants_record(args):
-        check_chunks(args, plans.vocab_size, precision)
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
     is_size = args.memory_budget is not None or card is not None and measured is None

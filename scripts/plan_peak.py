@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
 
-import torch
-
-from memory.head import count_chunks
 from model import MiniGPTConfig
 from planner.choose import describe_recompute
 from planner.record import ALIKE, Record, code_of, group_of
 from planner.tracker import Storage
 from scripts.plan_knobs import Setting, changed
 from scripts.plan_table import Row, align, recommend
-from trainer.flags import UsageError, fill_in, model_config
+from trainer.flags import fill_in, model_config
 from trainer.metrics import format_bytes
 from trainer.plan import NO_RECOMPUTE, Plans
 
@@ -30,7 +27,6 @@ COLUMNS = 120  # where there is no terminal
 LEAST_WHAT, LEAST_WHY = 40, 24  # columns: names are cut to make room for that, but no further
 LEAST_CODE = 12  # and code is not shown in fewer
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
-MOST_CHUNKS = 1000  # of the head, each of which is followed: some minutes
 
 
 # ---- which step
@@ -50,19 +46,6 @@ def typed_policy(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in NO_RECOMPUTE}
-
-
-def check_chunks(
-    args: argparse.Namespace, vocab_size: int, precision: torch.dtype, most: int = MOST_CHUNKS
-) -> None:
-    """Raises UsageError if the head has more than that."""
-    tokens = args.batch_size * args.seq_len
-    n = count_chunks(tokens, vocab_size, args.loss_chunks, precision.itemsize)
-    if n > most:
-        raise UsageError(
-            f"--batch-size {args.batch_size}: the head would run in {n:,} chunks, which are "
-            f"followed one by one, at most {most:,} of them; try a smaller batch"
-        )
 
 
 def record_step(

@@ -70,7 +70,7 @@ def clock_times(record: Record, clock: Clock | None) -> np.ndarray:
     work, begun = step.work, record.begun
     if clock.compiled:
         work, begun = step.compiled_work, record.compiled_begun
-    passed = np.append(0, np.cumsum(seconds_of_each(work, clock.card)))
+    passed = np.append(0, np.cumsum(seconds_of_each(work, clock.card) * work.times))
     return np.rint(1e6 * passed[np.searchsorted(begun, np.arange(n + 1))]).astype(np.int64)
 
 

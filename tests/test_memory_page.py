@@ -9,6 +9,7 @@ import pytest
 import torch
 from pages import FLAGS
 from runs import ROOT
+from tqdm import tqdm
 
 from planner.cards import CARDS, card_named
 from planner.clock import seconds
@@ -26,7 +27,6 @@ def test_bad_input(tmp_path, capsys):
         (["--n-heads", "7"], "--n-heads"),
         (["--use-activation-checkpoint", "some"], "--use-activation-checkpoint"),
         (["--card", "H1000"], "H1000"),
-        (["--model", "gpt2", "--batch-size", "512", "--device", "cuda"], "--batch-size 512"),
     ):
         try:
             code = memory_page.main(flags)
@@ -146,3 +146,12 @@ def test_a_budget_is_what_auto_would_take():
         args = memory_page.parse([*FLAGS[:-2], *words])
         found = memory_page.room_for_tensors(args)
         assert found == budget if budget else found is None or found > 0
+
+
+def test_a_head_of_many_chunks_is_said_to_be_shortened(monkeypatch):
+    monkeypatch.setattr(memory_page, "POLICIES", {})  # but the one that is asked for
+    for chunks, said in (("30", False), ("128", True)):
+        args = memory_page.parse([*FLAGS, "--loss-chunks", chunks])
+        with tqdm(disable=True) as bar:
+            about = memory_page.page_data(args, bar)["about"]
+        assert about.endswith("three of the head's 128 chunks") == said

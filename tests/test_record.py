@@ -6,12 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_memory import CONFIG, planner
+from test_memory import CONFIG, T, planner
 from test_repeat_blocks import SETTINGS
 from torch.autograd.graph import saved_tensors_hooks
 
 from memory import POLICIES
 from model import MiniGPT
+from planner import CARDS
+from planner.formulas import step_flops
 from planner.record import (
     GRADIENTS,
     LINES,
@@ -24,6 +26,7 @@ from planner.record import (
 )
 from planner.shards import GATHERED
 from planner.timeline import KINDS
+from scripts.memory_page import along_flops, along_seconds
 
 B = 3
 WAYS = {
@@ -33,6 +36,7 @@ WAYS = {
     "mix": {"recompute": "mlp", "recompute_layers": 1, "recompute_rest": "cheap"},
     "offload": {"recompute": "full", "offload_activations": True},
 }
+SOME = ("none", "full", "mix", "offload")
 
 
 def record(way: str = "none", **settings) -> Record:
@@ -49,12 +53,15 @@ def added_up(step: Record) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("everything_travels")
-@pytest.mark.parametrize("setting", [*SETTINGS, "shards"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "setting"),
+    [
+        *((way, setting) for way in WAYS for setting in ("cuda", "cpu")),
+        *((way, setting) for way in SOME for setting in ("accumulate", "ddp", "shards")),
+    ],
+)
 def test_storages_are_the_step(way, setting):
     settings = dict(SETTINGS.get(setting, {"shards": 2, "precision": "bf16"}))
-    if "shards" in settings and way == "groups":
-        pytest.skip("weights are gathered block by block")
     config = replace(CONFIG, n_layers=3, dropout=settings.pop("dropout", 0.0))
     plan = planner(config, **settings)
     found, step = plan.record(B, **WAYS[way]), plan.step(B, **WAYS[way])
@@ -65,8 +72,33 @@ def test_storages_are_the_step(way, setting):
     assert sum(storage.bytes for storage in found.at_peak) == step.peak
     assert all(storage.name and storage.why for storage in found.storages)
     with_time = step.work.times.sum(), step.compiled_work.times.sum()
-    if config.n_layers == found.step.config.n_layers == 3:
-        assert (len(found.begun), len(found.compiled_begun)) == with_time
+    assert (len(found.begun), len(found.compiled_begun)) == with_time
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_of_a_thousand_chunks_there_are_three(precision):
+    """They add up to a step whose peak and whose work are those of all."""
+    config = replace(CONFIG, n_layers=3, loss_chunks=1024)
+    plan = planner(config, precision=precision, device_type="cuda")
+    found, step = plan.record(64), plan.step(64)
+    np.testing.assert_array_equal(added_up(found), found.step.timeline)
+    assert len(found.operators) == len(found.replays) == len(found.step.timeline)
+    assert len(found.operators) < len(step.timeline)
+    assert (found.step.peak, found.step.where) == (step.peak, step.where)
+    for mine, whole in (
+        (found.step.work, step.work),
+        (found.step.compiled_work, step.compiled_work),
+    ):
+        assert mine.times.max() == 1022 and mine.times.sum() == whole.times.sum()
+    assert sum(storage.bytes for storage in found.at_peak) == step.peak
+    x = along_seconds(found, CARDS["H100"], False)[1]
+    assert x[-1] == pytest.approx(step.seconds(CARDS["H100"]))
+    # Of all FLOPs, the head's share; the bf16 head's last columns are padding.
+    starts, x = along_flops(found)
+    end = starts.index(found.step.phase("head").stop)
+    C, V = config.d_model, config.vocab_size
+    share = 6 * C * V / sum(step_flops(config, T)[:1])
+    assert x[end] - x[end - 1] == pytest.approx(share, rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
