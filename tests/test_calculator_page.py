@@ -180,6 +180,60 @@ def test_each_control_moves_the_figures(page):
     check(page)
 
 
+def test_bars_are_to_scale(page):
+    """In the colours of the pictures, each as wide as its bytes; the line stands at the budget."""
+    page.locator("#policy-full").click()
+    shape, card = shape_on(page), CARDS["RTX 3060 12GB"]
+    safe, lefts = for_tensors(card.memory, "cuda"), []
+    for policy in RECOMPUTE_POLICIES:
+        parts = {k: size for k, size in peak(**with_policy(shape, policy, 24))[1].items() if size}
+        bar, line = (page.locator(f"#policy-{policy} .bar{inside}") for inside in ("", " b"))
+        lefts.append(line.bounding_box()["x"] - bar.bounding_box()["x"])
+        widths = {
+            segment.get_attribute("style").split("--")[1][:-2]: segment.bounding_box()["width"]
+            for segment in bar.locator("i").all()
+        }
+        assert [*widths] == [kind for kind in COLORS if kind in parts]
+        for kind, size in parts.items():
+            assert widths[kind] == pytest.approx(size / safe * lefts[0], abs=1.5), (policy, kind)
+    assert max(lefts) - min(lefts) < 0.1
+    asked = "name => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
+    found = {kind: page.evaluate(asked, f"--{kind}").lower() for kind in COLORS}
+    assert found == {kind: color.lower() for kind, color in COLORS.items()}
+    swatches = page.locator(".swatch").all()
+    assert [s.get_attribute("style") for s in swatches] == [
+        f"background: var(--{kind});" for kind in COLORS
+    ]
+
+
+def test_what_belongs_together_moves_together(page):
+    """The MLP with the width, blocks with layers, until somebody says otherwise; and what has no
+    effect cannot be set."""
+
+    def value(name: str) -> int:
+        return int(page.locator(f"#{name}").input_value())
+
+    def off(name: str) -> bool:
+        return page.locator(f"#{name}").is_disabled()
+
+    assert off("blocks") and off("blocks-slider") and off("trainer")  # `none`, one process
+    page.locator("#policy-mlp").click()
+    page.fill("#processes", "2")
+    assert not (off("blocks") or off("blocks-slider") or off("trainer"))
+    page.fill("#width", "2048")
+    page.fill("#layers", "30")
+    assert (value("mlp"), value("blocks")) == (8192, 30)
+    assert page.locator("#width-slider").get_attribute("aria-valuetext") == "2,048"
+    page.fill("#mlp", "1000")
+    page.fill("#blocks", "7")
+    page.fill("#width", "1024")
+    page.fill("#layers", "40")
+    assert (value("mlp"), value("blocks")) == (1000, 7) and "blocks=7" in page.url
+    page.fill("#layers", "5")
+    assert value("blocks") == 5
+    check(page)
+
+
 def test_0_requests_go_anywhere(page):
     for name in (*SHAPES, "first command's"):
         page.select_option("#preset", name)

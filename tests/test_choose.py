@@ -77,7 +77,7 @@ def test_the_peak_of_a_mix_is_known_without_its_simulation(device_type, precisio
     steps = alike(plan, 8)
     mixes = all_mixes(5)
     update = 8 * T * config.d_model * 4
-    for mix, peak in list(zip(mixes, peaks_of(steps, mixes), strict=True))[::11]:
+    for mix, peak in list(zip(mixes, peaks_of(steps, mixes), strict=True))[::23]:
         way = config_of(steps, mix)
         simulated = plan.simulate(8, way).peak
         slack = 2 * update * ("selective" in (way.recompute, way.recompute_rest))

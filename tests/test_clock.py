@@ -127,8 +127,7 @@ def test_adamw_reads_four_tensors_and_writes_three():
 
 
 @pytest.mark.parametrize("memory", MEMORY, ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize(("precision", "device_type"), [("fp32", "cpu"), ("bf16", "cuda")])
 def test_flops_of_a_step_are_those_of_the_formula(memory, precision, device_type):
     B, N = 3, 3 * T
     step = planner(precision=precision, device_type=device_type).step(B, **memory)

@@ -229,8 +229,7 @@ def test_ddp_takes_what_is_predicted(accumulate, tmp_path):
 # ---- closed form
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "dropout"), [("fp32", 0.1), ("bf16", 0.0)])
 @pytest.mark.parametrize(
     "config",
     [pytest.param(CONFIG, id="head"), pytest.param(WIDE, id="wide", marks=pytest.mark.slow)],
@@ -277,9 +276,10 @@ def test_flops_equal_those_that_torch_counts(memory):
 # ---- batches
 
 
-@pytest.mark.parametrize("chunks", [0, 1, 4])
 @pytest.mark.parametrize(
-    ("memory", "batch_size"), [({}, 1), ({}, 12), ({"recompute": "full"}, 2)], ids=str
+    ("chunks", "memory", "batch_size"),
+    [(0, {}, 1), (0, {"recompute": "full"}, 12), (1, {}, 12), (4, {}, 2)],
+    ids=str,
 )
 def test_largest_batch_is_the_largest(chunks, memory, batch_size, monkeypatch):
     monkeypatch.setattr("memory.head.CHUNK", 2**15)
@@ -318,8 +318,13 @@ def test_largest_batch_with_offload_of_what_is_small_now(asked, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("chunks", [2, 3, 4, 5, 23, 31])
-@pytest.mark.parametrize("memory", [{}, {"recompute": "full", "offload_activations": True}])
+@pytest.mark.parametrize(
+    ("chunks", "memory"),
+    [
+        *((chunks, {}) for chunks in (2, 3, 4, 5, 31)),
+        (23, {"recompute": "full", "offload_activations": True}),
+    ],
+)
 def test_of_many_chunks_a_few_tell(memory, chunks, precision, monkeypatch):
     """Operator by operator, to the byte; also where the last one is smaller."""
     config = replace(CONFIG, n_layers=2, loss_chunks=chunks)  # (all blocks are simulated)

@@ -74,8 +74,13 @@ def allocations(found: dict) -> list[dict]:
 
 
 @pytest.mark.usefixtures("everything_travels")
-@pytest.mark.parametrize("setting", [*SETTINGS, "shards"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "setting"),
+    [
+        *((way, "cuda") for way in WAYS),
+        *[("full", "cpu"), ("mix", "accumulate"), ("offload", "ddp"), ("none", "shards")],
+    ],
+)
 def test_what_is_alive_is_what_was_planned(way, setting):
     """After each operator, to the byte, kind by kind."""
     settings = dict(SETTINGS.get(setting, {"shards": 2, "precision": "bf16"}))

@@ -48,8 +48,13 @@ def no_terminal(monkeypatch):
 
 
 @pytest.mark.usefixtures("everything_travels")
-@pytest.mark.parametrize("setting", [*SETTINGS, "shards"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "setting"),
+    [
+        *((way, "cuda") for way in WAYS),
+        *[("full", "cpu"), ("mix", "accumulate"), ("offload", "ddp"), ("none", "shards")],
+    ],
+)
 def test_groups_are_the_peak_to_the_byte(way, setting):
     settings = dict(SETTINGS.get(setting, {"shards": 2, "precision": "bf16"}))
     settings.pop("dropout", None)

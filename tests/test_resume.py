@@ -50,8 +50,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stop", [1, 9, 12, 19], ids=["first", "middle", "epoch", "last"])
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("precision", [FP32, BF16])
+@pytest.mark.parametrize(("precision", "policy"), [(FP32, "full"), (BF16, "none")])
 def test_resumed_equals_uninterrupted(
     tmp_path, monkeypatch, uninterrupted, precision, policy, stop
 ):
