@@ -159,10 +159,10 @@ def test_without_dropout_a_cpu_takes_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_peaks_of_80_random_shapes_are_within_two_thousandths_of_the_planners(part):
+@pytest.mark.parametrize("part", range(2))
+def test_peaks_of_40_random_shapes_are_within_two_thousandths_of_the_planners(part):
     """What the page and docs/planning.md promise."""
-    some = [small(shape, 1024) for shape in random_shapes(80, seed=17)[part::4]]
+    some = [small(shape, 1024) for shape in random_shapes(40, seed=17)[part::2]]
     found = [error(shape, planner(shape)) for shape in some]
     assert len(found) == 20 and max(found) < 0.002
     assert statistics.median(found) < 0.0001

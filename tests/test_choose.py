@@ -33,7 +33,7 @@ def alike(plan: Planner, batch_size: int) -> list[StepMemory]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES[1:])
+@pytest.mark.parametrize("shape", SHAPES[2:])
 def test_auto_takes_the_cheapest_that_fits(shape):
     """8 budgets from tight to wide: never over, by an independent tracker, and never costlier than
     the best of all pairs of policies at all layer counts, each of them simulated in full."""

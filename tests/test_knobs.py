@@ -88,7 +88,7 @@ def test_a_prediction_takes_the_first_that_fits(device):
     least, found = plans.peak(last[-1].change(args)), set()
     state = plans.state(args)
     begin = max(int(1.05 * state), least - state // 5)  # below, it is always nothing
-    for budget in range(begin, plans.peak(args), state // 10):
+    for budget in range(begin, plans.peak(args), state // 6):
         why, knob = plans.way_out(args, budget)
         assert why == ""
         if knob is None:  # then not even the least of all does

@@ -292,7 +292,7 @@ def test_largest_batch_is_the_largest(chunks, memory, batch_size, monkeypatch):
     assert plan.largest_batch(2**20, batch_size, **memory) == 0  # the weights alone are more
 
 
-@pytest.mark.parametrize("sends_from", [4, 12, 13, 100])  # sequences on
+@pytest.mark.parametrize("sends_from", [4, 13])  # sequences on
 def test_largest_batch_with_offload(sends_from, monkeypatch):
     """What a tensor's size says of where it waits is not the same for all batches."""
     x = T * CONFIG.d_model * 4
@@ -306,7 +306,7 @@ def test_largest_batch_with_offload(sends_from, monkeypatch):
     assert plan.step(round(1.2 * most), **memory).peak > budget
 
 
-@pytest.mark.parametrize("asked", [1, 2, 40])
+@pytest.mark.parametrize("asked", [1, 40])
 def test_largest_batch_with_offload_of_what_is_small_now(asked, monkeypatch):
     """Nothing is large enough to move in the batch that is asked for, but in larger ones."""
     for room in ("memory.offload", "planner.step"):

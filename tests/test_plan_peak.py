@@ -177,14 +177,9 @@ def test_typed_flags_say_which_step(flags, of):
 
 
 @pytest.mark.parametrize(
-    ("flags", "margin"),
-    [
-        ("--device=cpu", 0.9),
-        ("--device=cuda --grad-accum-steps=2", 0.75),
-        ("--card=H100 --nproc-per-node=2 --fsdp", 0.75),
-    ],
+    "flags", ["--device=cuda --grad-accum-steps=2", "--card=H100 --nproc-per-node=2 --fsdp"]
 )
-def test_the_list_is_of_what_is_recommended(tmp_path, capsys, flags, margin):
+def test_the_list_is_of_what_is_recommended(tmp_path, capsys, flags):
     """And adds up to its peak in the table."""
     path, shape = (
         tmp_path / "plan.json",
@@ -194,7 +189,7 @@ def test_the_list_is_of_what_is_recommended(tmp_path, capsys, flags, margin):
     asked = plan_memory.aim(argv, lambda: None)
     planner = asked.plans.planner(asked.args)
     none, full = (planner.step(8, recompute=policy).peak for policy in ("none", "full"))
-    argv += ["--at-peak", f"--memory-budget={(none + full) / 2 / margin:.0f}b"]
+    argv += ["--at-peak", f"--memory-budget={(none + full) / 2 / 0.75:.0f}b"]
     assert plan_memory.main([*argv, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     (taken,) = [row for row in result["rows"] if row["name"] == result["takes"]]
