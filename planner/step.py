@@ -270,7 +270,7 @@ def cublas(size: int) -> Storage:
 
 
 def few_of(n: int) -> list[int]:
-    """A run of n equal blocks as few: how many each of them stands for."""
+    """Of a run of n equal blocks, or chunks, a few: how many each of them stands for."""
     return [1, n - 2, 1] if n > 3 else [1] * n
 
 
