@@ -162,7 +162,8 @@ class Planner:
         self.watch()
         config, witness = replace(self.config, **memory), Witness(self.model)
         tracker, operations, forward_end = self.run(batch_size, config, witness)
-        step = summarize(tracker, operations, config, batch_size, self.seq_len, forward_end, 1)
+        shape = batch_size, self.seq_len
+        step = summarize(tracker, operations, config, *shape, forward_end, most_runs=1)
         return witness.record(step, tracker, operations)
 
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:

@@ -4,14 +4,13 @@ import pickle
 import pickletools
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_memory import CONFIG, planner
+from records import each_kind, record
+from test_memory import CONFIG
 from test_plan_memory import SHAPE
-from test_repeat_blocks import SETTINGS
 from torch.cuda import _memory_viz
 
 from planner import CARDS, KINDS
@@ -21,12 +20,6 @@ from scripts import plan_memory
 from scripts.plan_table import Clock
 from scripts.plan_viz import ALIGNMENT, BASE, FirstFit, snapshot
 
-WAYS = {
-    "none": {},
-    "full": {"recompute": "full"},
-    "mix": {"recompute": "mlp", "recompute_layers": 1, "recompute_rest": "cheap"},
-    "offload": {"recompute": "full", "offload_activations": True},
-}
 # What `unpickle` in torch/utils/viz/MemoryViz.js knows, of protocols 2 to 4.
 READABLE = """
     APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINUNICODE EMPTY_DICT EMPTY_LIST
@@ -35,13 +28,9 @@ READABLE = """
 """.split()
 
 
-def record(way: str = "none", **settings) -> Record:
-    return planner(replace(CONFIG, n_layers=3), **settings).record(3, **WAYS[way])
-
-
 @pytest.fixture(scope="module")
 def gpu() -> Record:
-    return record(device_type="cuda", precision="bf16")
+    return record()
 
 
 def replay(events: list[dict]):
@@ -74,18 +63,10 @@ def allocations(found: dict) -> list[dict]:
 
 
 @pytest.mark.usefixtures("everything_travels")
-@pytest.mark.parametrize(
-    ("way", "setting"),
-    [
-        *((way, "cuda") for way in WAYS),
-        *[("full", "cpu"), ("mix", "accumulate"), ("offload", "ddp"), ("none", "shards")],
-    ],
-)
+@each_kind
 def test_what_is_alive_is_what_was_planned(way, setting):
     """After each operator, to the byte, kind by kind."""
-    settings = dict(SETTINGS.get(setting, {"shards": 2, "precision": "bf16"}))
-    settings.pop("dropout", None)
-    step = record(way, **settings)
+    step = record(way, setting)
     timeline = np.zeros_like(step.step.timeline)
     for time, alive in replay(changes(snapshot(step))):
         if time < len(timeline):  # (else: the end of the step)
@@ -177,7 +158,7 @@ def test_times_are_the_clocks(gpu, compiled):
 
 
 def test_frames_name_the_tensor_its_line_and_the_policy():
-    found = snapshot(record("mix", device_type="cuda", precision="bf16"))
+    found = snapshot(record("mix"))
     stacks = [_memory_viz._frames_fmt(e["frames"], full_filename=True) for e in allocations(found)]
     assert {len(stack) for stack in stacks} == {4}  # none is filtered out
     policy = "policy:0:mlp in 1 of 3 blocks, cheap in the rest"

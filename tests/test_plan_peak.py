@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from records import each_kind, record
 from runs import ROOT
-from test_memory import CONFIG, planner
 from test_plan_memory import SHAPE, plan
-from test_repeat_blocks import SETTINGS
 
 from planner import CARDS, Planner
 from planner.record import Record, code_of
@@ -22,21 +21,10 @@ from scripts.plan_table import Clock
 from trainer.metrics import format_bytes
 from trainer.plan import NO_RECOMPUTE
 
-WAYS = {
-    "none": {},
-    "full": {"recompute": "full"},
-    "mix": {"recompute": "mlp", "recompute_layers": 1, "recompute_rest": "cheap"},
-    "offload": {"recompute": "full", "offload_activations": True},
-}
-
-
-def record(way: str = "none", **settings) -> Record:
-    return planner(replace(CONFIG, n_layers=3), **settings).record(3, **WAYS[way])
-
 
 @pytest.fixture(scope="module")
 def gpu() -> Record:
-    return record(device_type="cuda", precision="bf16")
+    return record()
 
 
 @pytest.fixture(autouse=True)
@@ -48,17 +36,9 @@ def no_terminal(monkeypatch):
 
 
 @pytest.mark.usefixtures("everything_travels")
-@pytest.mark.parametrize(
-    ("way", "setting"),
-    [
-        *((way, "cuda") for way in WAYS),
-        *[("full", "cpu"), ("mix", "accumulate"), ("offload", "ddp"), ("none", "shards")],
-    ],
-)
+@each_kind
 def test_groups_are_the_peak_to_the_byte(way, setting):
-    settings = dict(SETTINGS.get(setting, {"shards": 2, "precision": "bf16"}))
-    settings.pop("dropout", None)
-    step = record(way, **settings)
+    step = record(way, setting)
     groups = at_peak(step)
     sizes = [group.bytes for group in groups]
     assert sum(sizes) == step.step.peak and sizes == sorted(sizes, reverse=True)
@@ -91,7 +71,7 @@ def test_what_differs_in_its_block_only_is_one_line(gpu):
 
 
 def test_one_block_alone_has_its_number():
-    whats = [group.what for group in at_peak(record("full", device_type="cuda", precision="bf16"))]
+    whats = [group.what for group in at_peak(record("full"))]
     assert "blocks.0.attn.c_attn: output" in whats and not any("*" in what for what in whats)
 
 

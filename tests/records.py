@@ -1,0 +1,29 @@
+"""Recorded steps of a small model, of each kind that there is: for tests of what shows them."""
+
+from dataclasses import replace
+
+import pytest
+from test_memory import CONFIG, planner
+from test_repeat_blocks import SETTINGS
+
+from planner.record import Record
+
+WAYS = {
+    "none": {},
+    "full": {"recompute": "full"},
+    "mix": {"recompute": "mlp", "recompute_layers": 1, "recompute_rest": "cheap"},
+    "offload": {"recompute": "full", "offload_activations": True},
+}
+each_kind = pytest.mark.parametrize(
+    ("way", "setting"),
+    [
+        *((way, "cuda") for way in WAYS),
+        *[("full", "cpu"), ("mix", "accumulate"), ("offload", "ddp"), ("none", "shards")],
+    ],
+)
+
+
+def record(way: str = "none", setting: str = "cuda") -> Record:
+    settings = dict(SETTINGS.get(setting, {"shards": 2, "precision": "bf16"}))
+    settings.pop("dropout", None)
+    return planner(replace(CONFIG, n_layers=3), **settings).record(3, **WAYS[way])
