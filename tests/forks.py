@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 
-import torch._dynamo  # noqa: F401  # the planner would import it, and every optimizer
+import torch._dynamo  # the planner would import it, and every optimizer
 
 
 def become(words: list[str], folder: str, environment: dict[str, str], *files: str) -> None:
@@ -22,6 +22,7 @@ def become(words: list[str], folder: str, environment: dict[str, str], *files: s
         os.dup2(descriptor, standard)
     os.environ.clear()
     os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # it was read at the import
     os.chdir(folder)
     sys.argv = words
     if words[0] == "-m":

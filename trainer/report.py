@@ -40,9 +40,12 @@ def describe_run(
 ) -> str:
     """What is about to happen, before it does. `plan`: what memory a step will need."""
     args, config, device = run.args, run.model.config, run.process.device
-    hardware = f"{torch.get_num_threads()} thread(s)"
+    hardware = ""
     if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
+        hardware = f" ({torch.cuda.get_device_name(device)})"
+    elif device.type == "cpu":
+        hardware = f" ({run.identity['threads']} thread(s); another number of them rounds sums "
+        hardware += "otherwise)"
     precision = str(run.precision).removeprefix("torch.")
     if args.tf32 and device.type == "cuda" and run.precision == torch.float32:
         precision += ", matmuls in TF32"
@@ -51,7 +54,7 @@ def describe_run(
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
-        f"device   {run.process.world_size} x {device.type} ({hardware}), {precision}",
+        f"device   {run.process.world_size} x {device.type}{hardware}, {precision}",
         f"batch    {run.micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a "
         f"step, {args.num_steps:,} steps, {epochs:.2f} epochs",
         f"memory   {plan}",

@@ -185,21 +185,25 @@ def same_batch(before: int, after: int, args: State) -> str:
 
 
 def changes(saved: State, now: State) -> list[str]:
-    """The flags that may change, and did: `--lr 0.001 -> 0.0001`."""
+    """The flags that may change, and did: `--lr 0.001 -> 0.0001`; and the number of threads."""
     before, after = saved["args"], now["args"]
+    threads = saved.get("threads"), now["threads"]  # (Older snapshots do not say it.)
 
     def short(value: object) -> str:
         if isinstance(value, list):
             return " ".join(map(str, value))
         return f"{value:g}" if isinstance(value, float) else str(value)
 
-    return [
+    rows = [
         f"{flag(name)} {short(before[name])} -> {short(after[name])}"
         for name in after
         if name not in ("resume", "checkpoint_path", "model")
         and name in before
         and before[name] != after[name]
     ]
+    if all(isinstance(number, int) for number in threads) and threads[0] != threads[1]:
+        rows.append(f"threads {threads[0]} -> {threads[1]}: sums are rounded otherwise")
+    return rows
 
 
 def flag(name: str) -> str:

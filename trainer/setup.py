@@ -203,6 +203,8 @@ def identify(
         "config": asdict(config),
         "args": plain_flags(args),
         "tokenizer": data.tokenizer.state(),
+        # That share a sum, and so decide how it is rounded; a GPU's are its own.
+        "threads": torch.get_num_threads() if process.device.type == "cpu" else None,
         "data": {
             "description": data.description,
             "fingerprint": data.fingerprint,
