@@ -1,6 +1,6 @@
 """Text in, batches out. Read corpus.py for the way of the data, tokenizer.py for text -> ids and
-batches.py for ids -> batches. files.py finds what is named, documents.py reads it, store.py keeps
-the cache whole; token_files.py and toy.py need no text."""
+batches.py for ids -> batches. files.py finds what is named (suffixes.py: how it is to be read),
+documents.py reads it, store.py keeps the cache whole; token_files.py and toy.py need no text."""
 
 from .batches import TokenFile, TrainBatches, ValBatches
 from .corpus import load_dataset

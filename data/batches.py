@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .suffixes import suffix_of
 from .tokenizer import DataError, Tokenizer
 
 # llm.c writes 256 int32 before the tokens: magic, version, count, padding. A raw nanoGPT file
@@ -42,7 +43,7 @@ class TokenFile:
     @classmethod
     def open(cls, path: Path) -> "TokenFile":
         """A nanoGPT .bin, an llm.c .bin or a .npy, told apart by content. Raises DataError."""
-        if path.suffix == ".npy":
+        if suffix_of(path) == ".npy":
             return cls._open_npy(path)
         size = path.stat().st_size
         with open(path, "rb") as file:

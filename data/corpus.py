@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 from .dataset import Dataset, cached_dataset, label
 from .documents import CHUNK, read_documents, read_text
-from .files import CACHE_DIR, TOKEN_SUFFIXES, find_files, find_stdlib, warn_of_shared
+from .files import CACHE_DIR, find_files, find_stdlib, warn_of_shared
 from .formats import check_text
 from .store import Say, build_cache, hash_files, key, read_meta, shown
+from .suffixes import TOKEN_SUFFIXES, suffix_of
 from .token_files import load_token_files
 from .tokenizer import (
     DataError,
@@ -97,7 +98,7 @@ def load_dataset(
             return load_toy(vocab_size or 256, max_tokens, seed, cache_dir, say)
         known = tokenizer if tokenizer is not None and tokenizer.name == name else None
         train, val = _find(train_data, val_data, say)
-        if train[0].suffix in TOKEN_SUFFIXES:
+        if suffix_of(train[0]) in TOKEN_SUFFIXES:
             return load_token_files(train, val, val_ratio, name, max_tokens, known)
         stdlib = f"Python {platform.python_version()} standard library"
         about = label(train_data) if train_data else stdlib
@@ -114,7 +115,7 @@ def _find(
     notes: list[str] = []
     train = find_files(train_data, "--train-data", notes.append) if train_data else find_stdlib()
     val = find_files(val_data, "--val-data", notes.append) if val_data else []
-    kinds = {path.suffix in TOKEN_SUFFIXES for path in train + val}
+    kinds = {suffix_of(path) in TOKEN_SUFFIXES for path in train + val}
     if kinds == {True, False}:
         raise DataError(
             "--train-data, --val-data: found both text and token files (.bin, .npy); name files "
@@ -212,7 +213,7 @@ def _check(source: Source) -> int:
             count += 1
             for _ in document:
                 pass
-    lines = next((path for path in source.train if path.suffix == ".jsonl"), None)
+    lines = next((path for path in source.train if suffix_of(path) == ".jsonl"), None)
     if lines and not source.val and count * source.ratio < 1:
         raise DataError(
             f"{lines}: too few documents ({count}) to give --val-ratio {source.ratio} of them to "

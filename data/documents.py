@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unicodedata import category
 
+from .suffixes import suffix_of
 from .tokenizer import DataError
 
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
@@ -16,7 +17,7 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
 
     Raises DataError that names the file and the line or byte.
     """
-    if path.suffix != ".jsonl":
+    if suffix_of(path) != ".jsonl":
         yield read_text(path, 0, path.stat().st_size)
         return
     with open(path, "rb") as file:

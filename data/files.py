@@ -11,15 +11,10 @@ from pathlib import Path
 
 from .dataset import label
 from .store import Say
+from .suffixes import TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
 from .tokenizer import DataError
 
 CACHE_DIR = Path(__file__).resolve().parent / "cache"
-TOKEN_SUFFIXES = (".bin", ".npy")
-TEXT_SUFFIXES = tuple(
-    ".txt .text .md .rst .tex .org .log .srt .jsonl .json .csv .tsv .xml .html .htm .css .yaml "
-    ".yml .toml .ini .cfg .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .js .ts .rb "
-    ".php .pl .lua .r .jl .hs .ml .swift .sh .sql".split()
-)
 SHOWN_SUFFIXES = 5  # of those that were skipped
 # Tests are two thirds of the standard library (and Debian ships it without them); encodings and
 # pydoc_data are tables; the others are gone from newer Pythons.
@@ -87,7 +82,7 @@ def _expand(name: str, flag: str) -> list[Path]:
 
 def count_suffixes(paths: Iterable[Path]) -> str:
     """`.pdf 12, .docx 3`: the commonest first."""
-    kinds = Counter(path.suffix.lower() or "without suffix" for path in sorted(paths)).most_common()
+    kinds = Counter(suffix_of(path) or "without suffix" for path in sorted(paths)).most_common()
     rest = sum(number for _, number in kinds[SHOWN_SUFFIXES:])
     shown = kinds[:SHOWN_SUFFIXES] + [("others", rest)] * bool(rest)
     return ", ".join(f"{suffix} {number:,}" for suffix, number in shown)
@@ -159,5 +154,5 @@ def _walk(
             if path.name.endswith(".metrics.jsonl"):  # a run's log, beside its snapshots
                 continue
             if path.is_file() and path.stat().st_size:
-                (found if path.suffix.lower() in suffixes else others).append(path)
+                (found if suffix_of(path) in suffixes else others).append(path)
     return sorted(found), others  # os.walk's order is the file system's

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from .files import TEXT_SUFFIXES
+from .suffixes import TEXT_SUFFIXES, suffix_of
 from .tokenizer import DataError
 
 HEAD_BYTES = 512  # a tar says what it is at byte 257
@@ -71,13 +71,14 @@ def check_text(paths: Iterable[Path]) -> None:
 
 def _named(path: Path, what: str, way_out: str) -> str:
     """What it is and what to do, as the file's name says it more closely than its first bytes."""
-    suffix, stem = path.suffix.lower(), path.with_suffix("")
+    suffix, stem = suffix_of(path), path.with_suffix("")
+    inner = suffix_of(stem)  # x.tar.gz has two
     if what == "a zip archive" and suffix in ZIPPED:
         what, way_out = f"a {suffix} file", ZIPPED[suffix]
-    elif "compressed" in what and (stem.suffix == ".tar" or suffix in (".tgz", ".tbz2", ".txz")):
+    elif "compressed" in what and (inner == ".tar" or suffix in (".tgz", ".tbz2", ".txz")):
         way_out = "unpack it: `tar -xf {file}`"
     # x.pdf -> x.txt, x.jsonl.gz -> x.jsonl, and a PDF that is called x.txt -> x.txt.txt
-    text = stem if stem.suffix in TEXT_SUFFIXES else Path(f"{stem}.txt")
+    text = stem if inner in TEXT_SUFFIXES else Path(f"{stem}.txt")
     text = Path(f"{path}.txt") if text == path else text
     folder = stem if stem != path else Path(f"{path}.d")
     names = {"file": path, "text": text, "folder": folder}

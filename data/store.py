@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .suffixes import suffix_of
+
 CACHE_VERSION = 1  # part of every key: raise it when the same input would give other files
 Say = Callable[[str], None]
 
@@ -101,7 +103,7 @@ def hash_files(paths: list[Path]) -> str:
     """sha256 of what the files say, wherever they lie (.jsonl is read otherwise than text)."""
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(f"{path.suffix == '.jsonl'} {path.stat().st_size} ".encode())
+        digest.update(f"{suffix_of(path) == '.jsonl'} {path.stat().st_size} ".encode())
         with open(path, "rb") as file:
             while block := file.read(2**20):
                 digest.update(block)

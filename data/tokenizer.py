@@ -24,6 +24,8 @@ import numpy as np
 import regex
 import tiktoken
 
+from .suffixes import suffix_of
+
 EOT = "<|endoftext|>"
 # Words of GPT-2: a letter, digit or punctuation run takes ONE space before it along. Merges never
 # cross a word, which is what makes both training and encoding fast.
@@ -254,7 +256,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)})
-    if name.endswith(".tiktoken"):
+    if suffix_of(name) == ".tiktoken":
         if not Path(name).is_file():
             raise DataError(f"--tokenizer-name {name}: no such file")
         return Tokenizer(name, parse_ranks(Path(name).read_bytes(), name))

@@ -5,6 +5,7 @@ name; validation that is trained on is noticed. What the files hold: test_data_c
 """
 
 import gzip
+import io
 import os
 import sqlite3
 import tarfile
@@ -14,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from corpora import load, texts
+from corpora import ids, load, texts
 
 from data import DataError
-from data.files import TEXT_SUFFIXES, TOKEN_SUFFIXES, find_files
+from data.files import find_files
 from data.formats import check_text
+from data.suffixes import TEXT_SUFFIXES, TOKEN_SUFFIXES
+from data.tokenizer import format_ranks, load_tokenizer
 
 # ---- Which files are meant
 
@@ -47,6 +50,26 @@ def test_folders_and_globs(tmp_path) -> None:
     assert find(tmp_path, "e.png") == (["e.png"], [])
     write(tmp_path, "[x].txt")
     assert find(tmp_path, "[x].txt")[0] == ["[x].txt"]
+
+
+@pytest.mark.parametrize("upper", [str.upper, str.title])
+def test_a_suffix_says_the_same_in_any_case(upper, cache, tmp_path) -> None:
+    rows = "".join(f'{{"text": "document {i}"}}\n' for i in range(20))
+    tokens, file = np.arange(200, dtype=np.uint16), io.BytesIO()
+    np.save(file, tokens)
+    contents = {"a.jsonl": rows.encode(), "a.bin": tokens.tobytes(), "a.npy": file.getvalue()}
+    contents["a.txt"] = b"a few words\n" * 9
+    for name, content in contents.items():
+        found = []
+        for folder, given in (("lower", name), ("upper", upper(name))):
+            path = tmp_path / folder / name[2:] / given
+            path.parent.mkdir(parents=True)
+            path.write_bytes(content)
+            found += [load(cache, path), load(cache, path.parent)]
+        assert len({data.fingerprint for data in found}) == 1, name
+        assert len({tuple(ids(data.train)) for data in found}) == 1, name
+    (tmp_path / "My.Tiktoken").write_text(format_ranks(load_tokenizer("byte").ranks))
+    assert load_tokenizer(str(tmp_path / "My.Tiktoken")).vocab_size == 257
 
 
 def test_what_a_folder_leaves_out_is_counted(tmp_path) -> None:
@@ -185,6 +208,7 @@ NO_TEXT = {
     "a.jsonl.gz": (gzip.compress(b"{}"), "compressed by gzip", "`gunzip -c a.jsonl.gz > a.jsonl`"),
     "a.jsonl": (gzip.compress(b"{}"), "compressed by gzip", "`gunzip -c a.jsonl > a.txt`"),
     "a.tar.gz": (gzip.compress(b"tar"), "compressed by gzip", "`tar -xf a.tar.gz`"),
+    "A.TAR.GZ": (gzip.compress(b"tar"), "compressed by gzip", "`tar -xf A.TAR.GZ`"),
     "a.tgz": (gzip.compress(b"tar"), "compressed by gzip", "`tar -xf a.tgz`"),
     "a.tar": (tar, "a tar archive", "`tar -xf a.tar`"),
     "a.zst": (b"\x28\xb5\x2f\xfd\x04", "compressed by zstd", "`unzstd -c a.zst > a.txt`"),

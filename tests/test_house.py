@@ -65,7 +65,7 @@ def test_imports_point_down():
             down = FLOOR[room(other)] < FLOOR[room(name)]
             beside = room(other) == "data" and FLOOR[room(name)] > FLOOR["data"]
             assert room(other) == room(name) or down or beside, f"{name} imports {other}"
-    assert imports("data/batches.py") == {"data/tokenizer.py"}  # this test can see imports
+    assert "data/tokenizer.py" in imports("data/batches.py")  # this test can see imports
 
 
 def test_no_circles():
