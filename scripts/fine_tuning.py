@@ -53,7 +53,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="of --num-steps that trained weights get (default: a third)")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
     args = parser.parse_args(argv)
-    for name in ("init_from", "val_data", "use_toy_data", "resume", "checkpoint_path"):
+    moot = "init_from val_data use_toy_data resume checkpoint_path num_tokens num_epochs".split()
+    for name in moot:
         if name in args.typed:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag}: this script chooses it: leave it out")

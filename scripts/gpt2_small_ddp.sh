@@ -14,10 +14,11 @@ shift
 root=$(dirname "$0")/..
 [[ $text == /* || . -ef $root ]] || text=$PWD/$text  # named from where we were started
 cd "$root"
+[[ " $*" == *" --num-"* ]] || set -- --num-steps 10000 "$@"  # one of three flags says how long
 gpus=${GPUS:-$(python -c 'import torch; print(max(torch.cuda.device_count(), 1))')}
 exec torchrun --nproc-per-node="$gpus" train_ddp.py --train-data "$text" --tokenizer-name gpt2 \
     --n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072 --seq-len 1024 \
     --batch-size 16 --grad-accum-steps $(((30 + gpus - 1) / gpus)) --use-activation-checkpoint auto --compile \
-    --num-steps 10000 --warmup-steps 700 --lr 6e-4 --min-lr 6e-5 --weight-decay 0.1 \
+    --warmup-steps 700 --lr 6e-4 --min-lr 6e-5 --weight-decay 0.1 \
     --log-interval 10 --eval-interval 250 --save-interval 250 \
     --checkpoint-path checkpoints/gpt2_small_ddp.pt "$@"

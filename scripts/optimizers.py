@@ -59,7 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
     add("--markdown", type=output_file, metavar="FILE", help="write the tables there")
     args = parser.parse_args(argv)
-    for name in ("optimizer", "moments_dtype", "lr", "resume"):
+    for name in ("optimizer", "moments_dtype", "lr", "resume", "num_tokens", "num_epochs"):
         if name in args.typed:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag}: this script chooses it: leave it out")

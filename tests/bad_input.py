@@ -61,6 +61,11 @@ FLAGS = {
     "too small for a float": flags("--lr=1e-400", "--lr: must be a number above 0"),
     "text": flags("--seq-len=long", "--seq-len: must be a whole number"),
     "a float where an int belongs": flags("--num-steps=1e3", "--num-steps: must be a whole number"),
+    "two lengths": flags(
+        "--num-tokens=1M", "--num-steps and --num-tokens: each says how long the run is"
+    ),
+    "tokens": flags("--num-tokens=1X", "--num-tokens: must be .* as in 300M, .* not '1X'"),
+    "epochs": flags("--num-epochs=0", "--num-epochs: must be a number above 0"),
     "no value": flags("--seq-len", "--seq-len: expected one argument"),
     "empty value": flags("--seq-len=", "--seq-len: must be a whole number"),
     "ratio": flags("--val-ratio=1", "--val-ratio: must be a number above 0 and below 1"),

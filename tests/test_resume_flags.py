@@ -84,6 +84,10 @@ def taken(before: str, typed: str):
     [
         ("--num-steps 77 --val-ratio 0.3", "", {"num_steps": 77, "val_ratio": 0.3}),
         ("--num-steps 77", "--num-steps 1000", {"num_steps": 1000, "warmup_steps": 3}),
+        ("--num-tokens 7680", "", {"num_tokens": 7680, "num_steps": 10}),
+        ("--num-tokens 7680", "--num-steps 9", {"num_tokens": None, "num_steps": 9}),
+        ("--num-steps 9", "--num-tokens 7680", {"num_tokens": 7680, "num_steps": 10}),
+        ("--num-epochs 2", "--num-tokens 7680", {"num_epochs": None, "num_steps": 10}),
         ("--train-data a.txt b.txt", "", {"train_data": ["a.txt", "b.txt"]}),
         ("--model gpt2 --seq-len 64", "", {"d_model": 768, "seq_len": 64, "n_heads": 12}),
         ("--model gpt2 --seq-len 64", "--model gpt2", {"d_model": 768, "seq_len": 64}),

@@ -80,10 +80,10 @@ def facts(
         "the trainer": fact("script", process.script, process.script),
         "--device": fact("device", device, device),
         "--amp-dtype": fact("amp_dtype", dtype, dtype),
-        **{flag(n): fact(n, v, show(v)) for n, v in vars(args).items() if n not in OWN},
         "--train-data": fact(
             "train_data", fingerprint, f"{data.description}, fingerprint {data.fingerprint[:8]}"
         ),
+        **{flag(n): fact(n, v, show(v)) for n, v in vars(args).items() if n not in OWN},
     }
 
 

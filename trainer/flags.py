@@ -11,12 +11,14 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
 from .card import card_name
+from .length import LENGTHS, token_count, tokens_per_step
 
 
 class UsageError(ValueError):
@@ -31,6 +33,10 @@ SHAPES: dict[str, dict[str, int]] = {
     "gpt2-large": {"n_layers": 36, "n_heads": 20, "d_model": 1280},
     "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600},
 }
+
+
+# The upper ends are far above sense: they catch a slipped finger before it fills the machine.
+MOST = 10**9
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -140,8 +146,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         description="Train a MiniGPT and see what activation memory costs.",
         allow_abbrev=False,
     )
-    # The upper ends are far above sense: they catch a slipped finger before it fills the machine.
-    count, count_or_zero = number(int, 1, 10**9), number(int, 0, 10**9)
+    count, count_or_zero = number(int, 1, MOST), number(int, 0, MOST)
     layers, size = number(int, 1, 10**4), number(int, 1, 10**6)
     seed = number(int, 0, 2**63 - 1)
     positive, positive_or_zero = number(float, 0, open=True), number(float, 0)
@@ -214,6 +219,11 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="micro-batches per process and step (default: %(default)s)")
     add("--num-steps", type=count, default=1000, metavar="N",
         help="optimizer steps (default: %(default)s)")
+    add("--num-tokens", type=token_count, metavar="N",
+        help="instead of --num-steps: as many steps as see so many tokens, of all processes; 1B, "
+        "300M, 1e9")
+    add("--num-epochs", type=number(float, 0, 10**6, open=True), metavar="X",
+        help="instead of --num-steps: as many as see the training data X times")
     add("--lr", type=positive, metavar="RATE",
         help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table; for muon 0.8; "
         "with --init-from a tenth of that)")
@@ -274,19 +284,22 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     return parser
 
 
-def fill_in(args: argparse.Namespace) -> argparse.Namespace:
+def fill_in(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
     """The defaults that depend on other flags. Raises UsageError for contradictions."""
+    lengths = ["--" + name.replace("_", "-") for name in LENGTHS if name in args.typed]
+    if len(lengths) > 1:
+        raise UsageError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
     fresh = 1.0 if args.init_from is None else 0.1  # trained weights are soon unlearned
     defaults = {
         "data_seed": args.seed,
         "d_ff": 4 * args.d_model,
         "max_position_embeddings": args.seq_len,
         "lr": (0.8 if args.optimizer == "muon" else 0.4) / args.d_model * fresh,
-        "warmup_steps": args.num_steps // 20,
     }
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    settle_length(args, processes)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.min_lr > args.lr:
@@ -311,6 +324,30 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
             "full is the usual policy"
         )
     return args
+
+
+def settle_length(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:
+    """Set --num-steps to what --num-tokens or --num-epochs mean, in whole steps, rounded up; and
+    the warm-up that follows from it.
+
+    `windows`: sequences in an epoch. Before the data are there nobody knows (None), nor how many
+    steps the epochs are: both are left as they are then. Raises UsageError if it is too long.
+    """
+    tokens: int | Fraction | None = args.num_tokens
+    if args.num_epochs is not None:
+        if windows is None:
+            return
+        # (Not the float: 1.1 epochs of 10 sequences are 11, and not 11.000000000000002.)
+        tokens = Fraction(str(args.num_epochs)) * windows * args.seq_len
+    if tokens is not None:
+        args.num_steps = math.ceil(Fraction(tokens) / tokens_per_step(args, processes))
+        if args.num_steps > MOST:
+            raise UsageError(
+                f"--num-tokens, --num-epochs: that is {args.num_steps:,} steps of "
+                f"{tokens_per_step(args, processes):,} tokens; at most {MOST:,} can be run"
+            )
+    if args.warmup_steps is None:
+        args.warmup_steps = args.num_steps // 20
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:

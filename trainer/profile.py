@@ -34,7 +34,7 @@ from model import MiniGPT
 from .flags import UsageError
 from .metrics import StepClock, format_bytes
 from .process import OneProcess
-from .snapshot import beside
+from .snapshot import Resumed, beside
 
 # Steps before those that count. The first makes the optimizer's state, has cuDNN and compilers
 # choose; after it DDP sorts its buckets anew; in the third the profiler is at work already.
@@ -50,8 +50,9 @@ def make_clock(args: argparse.Namespace, process: OneProcess, model: MiniGPT) ->
     return ProfilingClock(args, process, model)
 
 
-def check_profile(args: argparse.Namespace, done: int) -> None:
-    """Raise UsageError if the run has too few steps left, after `done`, to profile --profile."""
+def check_profile(args: argparse.Namespace, resumed: Resumed | None) -> None:
+    """Raise UsageError if the run has too few steps left to profile --profile."""
+    done = resumed.state["step"] if resumed is not None else 0
     if args.profile is None or done + WARM_UP + args.profile <= args.num_steps:
         return
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # its last steps still count

@@ -11,6 +11,7 @@ from torch import Tensor
 from model import MiniGPTConfig
 
 from .claim import name_aside
+from .length import tokens_per_step
 from .metrics import (
     allocator_peaks,
     card_memory,
@@ -51,12 +52,13 @@ def describe_run(
         precision += ", matmuls in TF32"
     n_parameters = sum(p.numel() for p in run.model.parameters())
     epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
+    tokens = args.num_steps * tokens_per_step(args, run.process.world_size)
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
         f"device   {run.process.world_size} x {device.type}{hardware}, {precision}",
         f"batch    {run.micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a "
-        f"step, {args.num_steps:,} steps, {epochs:.2f} epochs",
+        f"step, {args.num_steps:,} steps, {tokens:,} tokens, {epochs:.2f} epochs",
         f"memory   {plan}",
     ]
     if source is not None:
@@ -176,7 +178,7 @@ def describe_result(
 ) -> str:
     """The last screen: what came out, what it cost, where it lies, what to try next."""
     args, device = run.args, run.process.device
-    tokens = args.seq_len * run.identity["data"]["sequences_per_step"]
+    tokens = tokens_per_step(args, run.process.world_size)
     speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
     if device.type == "cpu":  # elsewhere the host's clock does not see what the device does
         speed += f", {run.clock.overhead():.1%} of the time outside forward, backward, optimizer"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .claim import replaced_runs
 from .flags import SHAPES, build_parser
+from .length import LENGTHS
 from .optimizer import restore_optimizer
 from .snapshot import Resumed, SnapshotError, State, beside, peek, read_snapshot
 
@@ -26,6 +27,7 @@ DECIDES = {
     ).split(),
     "amp_dtype": ["no_amp"],
     "no_amp": ["amp_dtype"],
+    **{name: [other for other in LENGTHS if other != name] for name in LENGTHS},
 }
 
 
@@ -185,7 +187,8 @@ def same_batch(before: int, after: int, args: State) -> str:
 
 
 def changes(saved: State, now: State) -> list[str]:
-    """The flags that may change, and did: `--lr 0.001 -> 0.0001`; and the number of threads."""
+    """What may change, and did: `--lr 0.001 -> 0.0001`, and the number of threads. (How long the
+    run is: in steps.)"""
     before, after = saved["args"], now["args"]
     threads = saved.get("threads"), now["threads"]  # (Older snapshots do not say it.)
 
@@ -197,7 +200,7 @@ def changes(saved: State, now: State) -> list[str]:
     rows = [
         f"{flag(name)} {short(before[name])} -> {short(after[name])}"
         for name in after
-        if name not in ("resume", "checkpoint_path", "model")
+        if name not in ("resume", "checkpoint_path", "model", "num_tokens", "num_epochs")
         and name in before
         and before[name] != after[name]
     ]

@@ -17,7 +17,7 @@ from model import MiniGPT, MiniGPTConfig
 from .agree import check_alike, facts
 from .claim import check_writable, claim, step_aside
 from .device import choose_precision, set_matmul_precision
-from .flags import UsageError, fill_in, model_config
+from .flags import UsageError, fill_in, model_config, settle_length
 from .loggers import check_logger, start_logger
 from .metrics import MetricsFile, logged_at
 from .optimizer import make_optimizer
@@ -58,8 +58,9 @@ def start_run(
             source = open_init_from(args)
         elif args.init_from is not None:
             take_flags(args, resumed)
-    fill_in(args)
-    check_profile(args, done=resumed.state["step"] if resumed is not None else 0)
+    fill_in(args, process.world_size)
+    if args.num_epochs is None:  # else the data will tell how many steps there are
+        check_profile(args, resumed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     if process.rank == 0:  # it alone logs
         check_logger(args.log_to)
@@ -80,6 +81,8 @@ def set_up(
     set_matmul_precision(device, args.tf32)
     data = load_data(args, process, resumed, source)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
+    settle_length(args, process.world_size, train_batches.n_windows)
+    check_profile(args, resumed)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     asked = model_config(args, data.tokenizer.vocab_size)
     identity = identify(args, process, asked, data)
