@@ -55,7 +55,8 @@ class Tokenizer:
     """A byte-level BPE: any text encodes, and decodes to the same text.
 
     name: as given to --tokenizer-name; vocab_size: ids are 0 .. vocab_size - 1; eot_id: the id
-    of <|endoftext|>; fingerprint: hex, equal for equal vocabularies.
+    of <|endoftext|>; fingerprint: hex, equal for equal vocabularies. Raises DataError if two
+    tokens have the same id.
     """
 
     def __init__(
@@ -75,6 +76,9 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._bytes = {rank: token for token, rank in ranks.items()}
         self._bytes |= {rank: text.encode() for text, rank in special.items()}
+        for token, rank in ranks.items():  # (tiktoken would panic, past every `except Exception`)
+            if (other := self._bytes[rank]) != token:
+                raise DataError(f"{token!r} and {other!r} have the same id, {rank}")
         self._encoding = tiktoken.Encoding(
             name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )

@@ -188,6 +188,14 @@ FOLDERS = {
         "words are split", pre_tokenizer=to_json(Tokenizer("x", RANKS, "[a-z]+"))["pre_tokenizer"]
     ),
     "dropout of merges": tokenizer("no byte-level BPE", model={"dropout": 0.5}),
+    "an id twice": tokenizer(
+        "tokenizer.json: b'!' and b'!!' have the same id, 33", model={"vocab": BYTES | {"!!": 33}}
+    ),
+    "an id twice, once of the end of text": tokenizer(
+        "b'!' and b'<.endoftext.>' have the same id, 33",
+        added_tokens=[{"content": "<|endoftext|>", "id": 33}],
+        model={"vocab": BYTES},
+    ),
     "a negative id": tokenizer("tokenizer.json: ", model={"vocab": BYTES | {"a": -1}}),
     "a giant id": tokenizer("tokenizer.json: ", model={"vocab": BYTES | {"a": 2**40}}),
     "an impossible width": config(
