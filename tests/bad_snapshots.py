@@ -3,6 +3,7 @@
 Snapshots that are none, or strange; places where none can lie; and the scripts that read them.
 """
 
+import os
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -25,6 +26,10 @@ def resume(content: Write, *says: str, flags: str = "--resume") -> Case:
 class Bomb:
     def __reduce__(self):
         return Path.mkdir, (Path("exploded"),)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
 
 
 def zipped(path: Path) -> None:
@@ -139,12 +144,46 @@ PLACES = {
     "in a file": place("--checkpoint-path=x/run.pt", "--checkpoint-path: .* x/run.pt", x=b""),
     "a folder": place("--checkpoint-path=.", "--checkpoint-path: . is not a file"),
     "the best one is a folder": place(
-        "", "--checkpoint-path: run.best.pt is a folder", **{"run.best.pt": None}
+        "", "--checkpoint-path: run.best.pt is not a file", **{"run.best.pt": None}
     ),
     "the log is a folder": place(
-        "", "--checkpoint-path: run.metrics.jsonl is a folder", **{"run.metrics.jsonl": None}
+        "", "--checkpoint-path: run.metrics.jsonl is not a file", **{"run.metrics.jsonl": None}
     ),
     "the lock is a folder": place("", "--checkpoint-path: .*run.lock", **{"run.lock": None}),
+    "somebody's lock": place("", "run.lock is there and is no lock", **{"run.lock": b"poetry's"}),
+    "a lock that leads elsewhere": place(
+        "", "run.lock is a link", mine=b"work", **{"run.lock": lambda p: p.symlink_to("mine")}
+    ),
+    "somebody's log": place(
+        "", "run.metrics.jsonl is there and is no log", **{"run.metrics.jsonl": b'{"step": 1}\n'}
+    ),
+    "somebody's log, to be gone on with": place(
+        "--resume",
+        "run.metrics.jsonl is there and is no log",
+        **{"run.pt": changed(), "run.metrics.jsonl": b"[]"},
+    ),
+    "a pipe": place("", "run.pt is not a file", **{"run.pt": pipe}),
+    "a pipe to resume": place("--resume", "run.pt is not a file", **{"run.pt": pipe}),
+    "a pipe for the log": place(
+        "", "run.metrics.jsonl is not a file", **{"run.metrics.jsonl": pipe}
+    ),
+    "a pipe for the lock": place("", "run.lock is there and is no", **{"run.lock": pipe}),
+    "another run's lock": place(
+        "--checkpoint-path=r2.lock", "r2.lock is the name of another", **{"r2.lock": changed()}
+    ),
+    "another run's log by name": place(
+        "--checkpoint-path=r2.metrics.jsonl", "r2.metrics.jsonl is the name of another run's"
+    ),
+    "the one before, to resume": place(
+        "--resume --checkpoint-path=run.prev.pt",
+        "run.prev.pt is the name of another run's .*copy it",
+        **{"run.prev.pt": changed()},
+    ),
+    "a best one whose copy is another's": place(
+        "--resume --checkpoint-path=run.best.pt",
+        "--resume: run-best.pt is there and does not go on from run.best.pt; copy that",
+        **{"run.best.pt": changed(), "run-best.pt": changed(run="other")},
+    ),
     "another run's log": place(
         "--checkpoint-path=run.ckpt", "share its log with run.pt", **{"run.pt": changed()}
     ),

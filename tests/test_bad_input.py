@@ -7,6 +7,7 @@ their own, as what libraries print on stderr by themselves shows only there.
 
 import hashlib
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -46,6 +47,22 @@ def trained(tmp_path_factory):
         assert train_minimal.main(argv) == 0
 
 
+@pytest.fixture
+def deadline():
+    """For what would wait for ever (where there is no such signal, there are no pipes either)."""
+
+    def ring(*_):
+        raise TimeoutError
+
+    has_alarm = hasattr(signal, "SIGALRM")
+    if has_alarm:
+        signal.signal(signal.SIGALRM, ring)
+        signal.alarm(120)
+    yield
+    if has_alarm:
+        signal.alarm(0)
+
+
 def contents(folder: Path) -> dict[str, str]:
     """What lies below `folder`: each name, and the hash of a file."""
     return {
@@ -75,6 +92,7 @@ def check(code: object, stderr: str, case: Case) -> None:
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # outside of pytest: more lines on stderr
+@pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     case = CASES[name]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Crash, metrics, snapshot, train, train_here
+from runs import Crash, crash_after, metrics, snapshot, train, train_here
 
 import train_minimal
 from trainer.claim import check_writable, files_of, name_aside, replaced_runs, step_aside
@@ -120,11 +120,19 @@ def test_what_is_left_of_a_run_that_was_killed_in_a_save_is_renamed_too(tmp_path
     assert old.read_bytes() == before and not previous.exists()
 
 
-def test_a_log_alone_is_no_run(tmp_path):
-    (tmp_path / "run.metrics.jsonl").write_text("{}\n")
-    (tmp_path / "run.trace.json").write_text("{}\n")
-    (tmp_path / "run.tensorboard").mkdir()
-    assert name_aside(tmp_path / "run.pt") is None
+def test_the_log_of_a_run_that_saved_nothing_is_kept_too(tmp_path, monkeypatch, capsys):
+    path, log = tmp_path / "run.pt", tmp_path / "run.metrics.jsonl"
+    log.touch()
+    assert name_aside(path) is None  # it did not even log
+    with monkeypatch.context() as here, pytest.raises(Crash):
+        crash_after(2, here)
+        train_here(path)
+    before = log.read_bytes()
+    capsys.readouterr()
+    assert train_here(path, "--num-steps=3") == 0
+    (old,) = tmp_path.glob("run.2*.metrics.jsonl")
+    assert old.read_bytes() == before and len(metrics(path)) == 3
+    assert f"note     {log} is of another run and becomes {old}\n" in capsys.readouterr().out
 
 
 def test_only_runs_of_that_name_are_older_ones_of_it(tmp_path):
@@ -158,6 +166,7 @@ def test_another_run_s_snapshot_is_never_the_one_before(tmp_path, capsys):
     assert train_here(path, "--save-interval=5") == 0
     assert train_here(path, "--num-steps=3") == 0
     path.write_bytes(path.read_bytes()[:1000])
+    (tmp_path / "run.best.pt").unlink()
     assert train_here(path, "--resume") == 2
     assert "run.pt is no snapshot, or a damaged one" in capsys.readouterr().err
 
@@ -168,9 +177,8 @@ def test_another_run_s_second_file_is_no_name_of_a_run(tmp_path, capsys, name):
     path = tmp_path / "run.pt"
     assert train_here(path, "--num-steps=2", "--save-interval=1") == 0
     before = (tmp_path / name).read_bytes()
-    for flags in ([], ["--resume"]):
-        assert train_here(tmp_path / name, "--num-steps=3", *flags) == 2
-        assert "is the name of another run's second file" in capsys.readouterr().err
+    assert train_here(tmp_path / name, "--num-steps=3") == 2
+    assert "is the name of another run's second file" in capsys.readouterr().err
     assert (tmp_path / name).read_bytes() == before
 
 
@@ -183,8 +191,11 @@ def test_a_run_that_was_killed_before_its_first_save(tmp_path, capsys):
     capsys.readouterr()
     assert train_here(path, "--num-steps=3") == 0
     (note,) = re.findall("^note     (.*)", capsys.readouterr().out, re.M)
-    renamed = note.removeprefix(f"{best} is of another run and becomes ")
+    renamed, way_back = note.removeprefix(f"{best} is of another run and becomes ").split("; ")
     assert Path(renamed).read_bytes() == before
+    old = way_back.rpartition(" --checkpoint-path ")[2]
+    assert train_here(Path(old), "--resume", "--num-steps=2") == 0
+    assert snapshot(Path(old))["step"] == 2
 
 
 def test_a_name_that_has_no_room_for_a_date(tmp_path, capsys):

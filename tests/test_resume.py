@@ -24,6 +24,7 @@ from trainer.resume import load_newest, restore
 from trainer.setup import set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
+CONSTANT = ("--lr-scheduler=constant", "--warmup-steps=1")
 LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
 
 
@@ -99,10 +100,9 @@ def test_float16_scaler_resumes(tmp_path, monkeypatch, uninterrupted):
 def test_resumed_in_another_process(tmp_path):
     """Once as a user does it, in two processes; the policy is changed on the way."""
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    constant = ("--lr-scheduler=constant", "--warmup-steps=1")
-    train(parts, "--num-steps=12", *constant)
-    train(parts, "--resume", FULL, *constant)
-    assert train_here(whole, *constant) == 0
+    train(parts, "--num-steps=12", *CONSTANT)
+    train(parts, "--resume", FULL, *CONSTANT)
+    assert train_here(whole, *CONSTANT) == 0
     assert same(snapshot(whole)["model"], snapshot(parts)["model"])
 
 
@@ -242,10 +242,52 @@ def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
     path, previous = tmp_path / "run.pt", tmp_path / "run.prev.pt"
     assert train_here(path, "--save-interval=10") == 0
     path.write_bytes(damaged := path.read_bytes()[:1000])
+    (tmp_path / "run.damaged.pt").write_text("a run of that name")
     assert train_here(path, "--resume") == 0
     assert "run.pt is no snapshot" in capsys.readouterr().out
-    assert (tmp_path / "run.damaged.pt").read_bytes() == damaged  # it might be the disk's fault
+    assert (tmp_path / "run.damaged.pt").read_text() == "a run of that name"
+    assert (tmp_path / "run.damaged-2.pt").read_bytes() == damaged  # it might be the disk's fault
     assert snapshot(path)["step"] == 20 and snapshot(previous)["step"] == 10
+
+
+def test_the_lowest_loss_alone_is_gone_on_from(tmp_path, capsys, uninterrupted):
+    """As after a kill between the first evaluation and the first save."""
+    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
+    assert train_here(path, "--eval-interval=4", "--num-steps=4", *CONSTANT) == 0
+    path.unlink()
+    flags = ("--resume", "--eval-interval=4", "--num-steps=20", *CONSTANT)
+    assert train_here(path, *flags) == 0
+    note = f"resume   there is no snapshot {path}; taking the one with the lowest val loss"
+    assert f"{note}\nresume   {best}, step 4\n" in capsys.readouterr().out
+    whole, whole_log = uninterrupted("--eval-interval=4", *CONSTANT)
+    assert same(snapshot(path)["model"], whole["model"])
+    assert [row[0] for row in logged(path)] == [row[0] for row in whole_log]
+
+
+def test_another_run_s_best_is_gone_on_from_as_a_copy_would(tmp_path, capsys, uninterrupted):
+    path, best, copy = (tmp_path / f"run{ending}.pt" for ending in ("", ".best", "-best"))
+    assert train_here(path, "--eval-interval=4", "--num-steps=4", *CONSTANT) == 0
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    flags = ("--resume", *CONSTANT, "--save-interval=5")
+    for steps in (10, 20):  # a second time it goes on with what it has
+        assert train_here(best, *flags, f"--num-steps={steps}", "--eval-interval=4") == 0
+        assert f"{best} is another run's best: this one saves to {copy}" in capsys.readouterr().out
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert [row[0] for row in logged(copy)] == list(range(4, 21))
+    assert snapshot(copy)["step"] == 20
+
+
+def test_a_name_that_is_not_utf_8(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.pt")
+    try:
+        path.touch()
+        path.unlink()
+    except OSError:
+        pytest.skip("this file system has only names in UTF-8")
+    assert train_here(path, "--num-steps=2") == 0
+    assert train_here(path, "--num-steps=3", "--resume") == 0
+    assert snapshot(path)["step"] == 3 and len(metrics(path)) == 3
+    assert train_here(path, "--num-steps=1") == 0 and len(replaced_runs(path)) == 1
 
 
 def test_a_forgotten_resume_costs_nothing(tmp_path, monkeypatch, capsys, uninterrupted):

@@ -131,7 +131,7 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     resumed = load_newest(path)
     assert resumed.state["step"] == 1
     assert resumed.path == tmp_path / "run.prev.pt"
-    assert str(path) in resumed.damage and "\n" not in resumed.damage
+    assert str(path) in resumed.why and "\n" not in resumed.why
 
 
 def test_both_damaged_is_an_error(tmp_path):
@@ -177,7 +177,7 @@ def test_a_lock_that_may_not_be_written_is_named(tmp_path, monkeypatch):
     def refuse(*args):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("trainer.claim.open", refuse, raising=False)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(SnapshotError, match="run.lock: Permission denied"):
         lock(tmp_path / "run.pt")
 
@@ -205,11 +205,13 @@ def test_only_what_is_asked_for_stays(tmp_path):
     """No snapshot before, unless it is to be kept; nothing of a process that was killed in a save,
     but what another run is just writing."""
     path = tmp_path / "run.pt"
-    for name in (".run.pt.123.tmp", ".run2.pt.123.tmp"):
+    others = {".run2.pt.123.tmp", ".lr0.01.123.tmp"}
+    for name in (".run.pt.123.tmp", ".lr0.123.tmp", *others):
         (tmp_path / name).write_text("half")
     for step in (1, 2):
         save_snapshot(path, state(step))
-    assert {p.name for p in tmp_path.iterdir()} == {"run.pt", ".run2.pt.123.tmp"}
+        save_snapshot(tmp_path / "lr0", state(step))
+    assert {p.name for p in tmp_path.iterdir()} == {"run.pt", "lr0", *others}
 
 
 def test_a_bug_in_a_save_is_no_full_disk(tmp_path):

@@ -4,21 +4,25 @@ What a run writes lies beside its --checkpoint-path (`beside`). Before it starts
 may write there, and locks the name; what an older run has left under it is renamed.
 """
 
+import errno
 import itertools
+import json
 import os
 import re
+import shutil
+import stat
 import time
 from pathlib import Path
 from typing import IO
 
 from .snapshot import (
     ENDINGS,
-    OTHERS,
     SUFFIXES,
     Resumed,
     SnapshotError,
     beside,
     peek,
+    saving,
     temporary_name,
 )
 
@@ -28,20 +32,25 @@ def check_writable(path: Path, resuming: bool) -> None:
 
     Called before training: hours later is a bad time to learn of a typing error.
     """
-    if beside(path, "").suffix in (".prev", ".best"):  # the run beside it would overwrite it
+    if belongs_to_another(path):
         raise SnapshotError(
-            f"--checkpoint-path: {path} is the name of another run's second file; copy what is "
-            "there to a name of its own"
+            f"--checkpoint-path: {path} is the name of another run's second file, log or lock; "
+            "name another file (a snapshot that is there: copy it to a name of its own)"
         )
     try:
-        if path.exists() and not path.is_file():
+        if os.path.lexists(path) and not path.is_file():
             raise SnapshotError(f"--checkpoint-path: {path} is not a file")
         if not resuming:
             check_free(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix in {*SUFFIXES, ".lock"} - {".tensorboard"}:
-            if beside(path, suffix).is_dir():
-                raise SnapshotError(f"--checkpoint-path: {beside(path, suffix)} is a folder")
+        for file in (beside(path, suffix) for suffix in SUFFIXES if suffix != ".tensorboard"):
+            if os.path.lexists(file) and not file.is_file():
+                raise SnapshotError(f"--checkpoint-path: {file} is not a file")
+        log = beside(path, ".metrics.jsonl")
+        if not is_log(log):
+            raise SnapshotError(
+                f"--checkpoint-path: {log} is there and is no log of a run; name another file"
+            )
         # The longest name: of the log, when a later run of that name renames it.
         date = "" if resuming else ".2026-11-22-101500-99"
         longest = temporary_name(beside(path, f"{date}.metrics.jsonl"))
@@ -50,6 +59,24 @@ def check_writable(path: Path, resuming: bool) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise SnapshotError(f"--checkpoint-path: cannot write {path}: {reason}") from None
+
+
+def belongs_to_another(path: Path) -> bool:
+    """Would the run beside it overwrite it?"""
+    is_second = beside(path, "").suffix in (".prev", ".best")
+    return is_second or path.name.endswith((".lock", *SUFFIXES))
+
+
+def is_log(path: Path) -> bool:
+    """Has a run written it, or nobody yet?"""
+    try:
+        with open(path, "rb") as file:
+            line = file.readline(2**16)
+        return not line or {"step", "epoch", "train_loss"} <= json.loads(line).keys()
+    except FileNotFoundError:
+        return True
+    except (ValueError, AttributeError, RecursionError):
+        return False
 
 
 def check_free(path: Path) -> None:
@@ -78,11 +105,22 @@ def lock(path: Path) -> IO[str] | None:
         import fcntl
     except ImportError:  # Windows
         return None
+    name = beside(path, ".lock")
+    # It is empty. Any other file of that name is somebody's, as is what a link leads to.
+    options = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        file = open(beside(path, ".lock"), "w")
+        file = open(name, opener=lambda name, _: os.open(name, options, 0o666))
     except OSError as error:
-        reason = f"cannot write {beside(path, '.lock')}: {error.strerror}"
+        reason = f"cannot write {name}: {error.strerror}"
+        if error.errno == errno.ELOOP:
+            reason = f"{name} is a link, and no lock of a run; name another file"
         raise SnapshotError(f"--checkpoint-path: {reason}") from None
+    about = os.fstat(file.fileno())
+    if not stat.S_ISREG(about.st_mode) or about.st_size:
+        file.close()
+        raise SnapshotError(
+            f"--checkpoint-path: {name} is there and is no lock of a run; name another file"
+        )
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -107,7 +145,7 @@ def step_aside(path: Path) -> None:
         os.replace(previous, path)
     # The snapshot comes last: should this process die now, the next one goes on from here.
     for file, renamed in reversed(list(zip(files_of(path), files_of(aside), strict=True))):
-        if file.exists():
+        if os.path.lexists(file):
             try:
                 os.replace(file, renamed)
             except OSError as error:
@@ -122,14 +160,13 @@ def files_of(path: Path) -> list[Path]:
 
 def name_aside(path: Path) -> Path | None:
     """What the older run at `path` is going to be called: `run.2026-11-22-101500.pt`, by the time
-    at which it last saved. None if there is none: a log alone, of a run that saved nothing, is no
-    run.
+    at which it last saved, or logged if it saved nothing. None if there is none (what a run wrote
+    that was killed before its first line is empty).
     """
-    snapshots = [path, *(beside(path, suffix) for suffix in OTHERS)]
-    newest = next((file for file in snapshots if file.exists()), None)
-    if newest is None:
+    there = [file for file in files_of(path) if os.path.lexists(file)]
+    if not any(file.lstat().st_size for file in there):
         return None
-    date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(newest.stat().st_mtime))
+    date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(there[0].lstat().st_mtime))
     endings = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))  # two in one second
     names = (beside(path, f".{date}{ending}.pt") for ending in endings)
     return next(aside for aside in names if is_free(aside, path))
@@ -138,11 +175,14 @@ def name_aside(path: Path) -> Path | None:
 def is_free(aside: Path, path: Path) -> bool:
     """Can the files at `path` have that name, with nothing overwritten?
 
-    What is there without a snapshot is of the very run at `path`: a kill has cut its renaming
-    short, and those that are still here belong to them.
+    Some may have it already: where a kill has cut their renaming short, which begins with the last
+    of them.
     """
-    pairs = zip(files_of(path), files_of(aside), strict=True)
-    return not aside.exists() and not any(a.exists() and b.exists() for a, b in pairs)
+    here, there = (
+        [i for i, file in enumerate(files_of(name)) if os.path.lexists(file)]
+        for name in (path, aside)
+    )
+    return not there or max(here) < min(there)
 
 
 def replaced_runs(path: Path) -> list[Path]:
@@ -168,3 +208,20 @@ def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
     if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):
         raise SnapshotError(f"--resume: another run was still at {resumed.path}; try again")
     return held
+
+
+def take_place(source: Path, path: Path) -> None:
+    """Make the snapshot `source`, that a run goes on from, the newest one of the run at `path`.
+
+    What is there, and could not be read, gets another name: it might be the disk's fault.
+    """
+    if os.path.lexists(path):
+        endings = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+        names = (beside(path, f".damaged{ending}.pt") for ending in endings)
+        os.replace(path, next(name for name in names if not os.path.lexists(name)))
+    if source == beside(path, ".prev.pt"):  # or the next save would make it the one before
+        os.replace(source, path)
+    else:  # it stays the best one, of this run or of another
+        with saving(path, source.stat().st_size) as temporary:
+            shutil.copyfile(source, temporary)
+            os.replace(temporary, path)

@@ -38,31 +38,13 @@ def run_safely(
 
     0 done, 2 bad input, 3 stopped safely, 4 out of memory, 128 + n stopped by signal n.
     """
-    code, run = 0, None
+    run, lock = None, None
     try:
         if isinstance(sys.stdout, TextIOWrapper):  # half a character in a sample is no crash
             sys.stdout.reconfigure(errors="replace")
         run = start_run(args, make_process)
-        process = run.process
-        if run.step >= args.num_steps and not run.unreported:
-            process.say(
-                f"done     already at step {run.step:,}; raise --num-steps to go on: "
-                f"{resume_command(run)} --num-steps {2 * run.step}"
-            )
-        else:
-            seconds_before = time.perf_counter() - PROCESS_START
-            record = train(run)
-            if run.stopped_by and run.step < args.num_steps:
-                name = signal.Signals(run.stopped_by).name
-                process.say(
-                    f"stopped  {name} after step {run.step:,}: saved; go on with --resume: "
-                    + resume_command(run)
-                )
-                code = 128 + run.stopped_by
-            else:
-                text = sample_text(run)  # by all: if the model is sharded, each forward needs all
-                seconds = time.perf_counter() - PROCESS_START
-                process.say(describe_result(run, record, text, seconds_before, seconds))
+        process, lock = run.process, run.held_lock
+        code = train_and_tell(run, train)
         run = None  # and with it DDP's wrapper: it must go before its connections do. (None of
         # the lines below needs it any more.)
         process.close()
@@ -74,8 +56,7 @@ def run_safely(
         complain(error)
         return 3
     except SaveError as error:
-        assert run is not None
-        complain(f"{error}; make room, then {way_back(run)}")
+        complain(f"{error}; make room, then {way_back(run) if run else 'start again'}")
         return 3
     except TooLarge as error:
         complain(error)
@@ -92,6 +73,33 @@ def run_safely(
             "\nstopped; --resume goes on from the last snapshot, if there is one", file=sys.stderr
         )
         return 130
+    finally:
+        if lock is not None:  # (a process that lives on may start another run)
+            lock.close()
+
+
+def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
+    """`train`, and the last lines of a run that was not in vain; returns the exit code."""
+    args, say = run.args, run.process.say
+    if run.step >= args.num_steps and not run.unreported:
+        say(
+            f"done     already at step {run.step:,}; raise --num-steps to go on: "
+            f"{resume_command(run)} --num-steps {2 * run.step}"
+        )
+        return 0
+    seconds_before = time.perf_counter() - PROCESS_START
+    record = train(run)
+    if run.stopped_by and run.step < args.num_steps:
+        name = signal.Signals(run.stopped_by).name
+        say(
+            f"stopped  {name} after step {run.step:,}: saved; go on with --resume: "
+            + resume_command(run)
+        )
+        return 128 + run.stopped_by
+    text = sample_text(run)  # by all: if the model is sharded, each forward needs all
+    seconds = time.perf_counter() - PROCESS_START
+    say(describe_result(run, record, text, seconds_before, seconds))
+    return 0
 
 
 class StopSignal:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model import MiniGPTConfig
 
-from .claim import name_aside
+from .claim import files_of, name_aside
 from .length import tokens_per_step
 from .metrics import (
     allocator_peaks,
@@ -69,8 +69,8 @@ def describe_run(
             "--tokenizer-name bpe trains one on your text"
         )
     if resumed is not None:
-        if resumed.damage:
-            lines.append(f"resume   {resumed.damage}; taking the one before")
+        if resumed.why:
+            lines.append(f"resume   {resumed.why}")
         lines.append(f"resume   {resumed.path}, step {run.step:,}")
         if run.step < args.num_steps:  # else there is no "from here on"
             lines += describe_changes(resumed.state, run.identity)
@@ -85,11 +85,13 @@ def describe_replaced(run: Run) -> list[str]:
     aside = name_aside(path)
     if aside is None:
         return []
-    if path.exists() or beside(path, ".prev.pt").exists():
-        way_back = f"; to go on with that one: {resume_command(run, aside)}"
-    else:  # it was killed between its first evaluation and its first save
-        path, aside, way_back = beside(path, ".best.pt"), beside(aside, ".best.pt"), ""
-    return [f"note     {path} is of another run and becomes {aside}{way_back}"]
+    renamed = zip(files_of(path), files_of(aside), strict=True)
+    old, new = next((old, new) for old, new in renamed if os.path.lexists(old))
+    if old == beside(path, ".prev.pt"):  # the newest is gone, and it takes its place
+        new = aside
+    resumable = old in files_of(path)[:3]
+    way_back = f"; to go on with that one: {resume_command(run, aside)}" if resumable else ""
+    return [f"note     {old} is of another run and becomes {new}{way_back}"]
 
 
 def describe_changes(saved: State, now: State) -> list[str]:

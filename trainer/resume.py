@@ -31,26 +31,53 @@ DECIDES = {
 }
 
 
-def load_newest(path: Path) -> Resumed:
-    """The snapshot at `path`, or, if that is gone or damaged, the one before it.
+def own_name(path: Path) -> Path:
+    """Where a run saves that goes on from `path`: there; but `run.best.pt` is what the run beside
+    it writes. Who goes on from it does so as from a copy: `run-best.pt`."""
+    name = beside(path, "")
+    return name.with_name(f"{name.stem}-best.pt") if name.suffix == ".best" else path
 
-    Raises SnapshotError if neither can be read.
+
+def load_newest(path: Path, named: Path | None = None) -> Resumed:
+    """The snapshot at `path`; if that is gone or damaged, the one before it; or else, when nothing
+    else is there, the one with the lowest validation loss.
+
+    `named`: the file whose `own_name` is `path`; with no snapshot there yet, that one.
+    Raises SnapshotError if none of them can be read.
     """
-    previous = beside(path, ".prev.pt")
+    if named is not None and named != path:
+        return load_copy(path, named)
+    previous, best = beside(path, ".prev.pt"), beside(path, ".best.pt")
     # (Path.exists raises for a name that is too long.)
-    if not os.path.exists(path) and not os.path.exists(previous):
+    if not any(map(os.path.lexists, (path, previous, best))):
         older = replaced_runs(path)
         name = f"name {older[-1]}, of the run before," if older else "name the file"
         raise SnapshotError(
             f"--resume: there is no snapshot {path}; start without --resume, "
             f"or {name} with --checkpoint-path"
         )
-    try:
-        return Resumed(read_snapshot(path), path)
-    except SnapshotError as error:
-        if not previous.exists():
-            raise SnapshotError(f"--resume: {error}") from None
-        return Resumed(read_snapshot(previous), previous, damage=str(error))
+    words = {path: None, previous: "the one before", best: "the one with the lowest val loss"}
+    wrong: list[str] = []
+    for file, what in words.items():
+        try:
+            state = read_snapshot(file)
+            return Resumed(state, file, f"{wrong[0]}; taking {what}" if what else None)
+        except SnapshotError as error:
+            wrong += [str(error)] * (file == path or os.path.lexists(file))
+    raise SnapshotError(f"--resume: {'; '.join(wrong)}")
+
+
+def load_copy(path: Path, named: Path) -> Resumed:
+    """What goes on, at `path`, from another run's best snapshot, `named`; at first that itself."""
+    why = f"{named} is another run's best: this one saves to {path}"
+    if not os.path.lexists(path):
+        return Resumed(read_snapshot(named), named, why)
+    if peek(path).get("run") != peek(named).get("run"):
+        raise SnapshotError(
+            f"--resume: {path} is there and does not go on from {named}; copy that to a name of "
+            "its own, and resume the copy"
+        )
+    return Resumed(read_snapshot(path), path, why)
 
 
 def load_own(path: Path, run_id: str) -> Resumed | None:
@@ -59,7 +86,8 @@ def load_own(path: Path, run_id: str) -> Resumed | None:
     What a run finds that torchrun has started again: its own, or one of an older run, which it was
     to replace and must not go on from. Raises SnapshotError as `load_newest` does.
     """
-    if not any(peek(file).get("run") == run_id for file in (path, beside(path, ".prev.pt"))):
+    own = (path, beside(path, ".prev.pt"), beside(path, ".best.pt"))
+    if not any(peek(file).get("run") == run_id for file in own):
         return None
     return load_newest(path)
 

@@ -4,7 +4,7 @@ import argparse
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class Run:
     val_batches: ValBatches
     token_bytes: Tensor  # (V,) bytes that each token id stands for
     clock: StepClock
-    held_lock: object = None  # keeps a second run off our files as long as this one lives
+    held_lock: IO[str] | None = None  # keeps a second run off our files as long as this one lives
     metrics: list[Writer] = field(default_factory=list)  # of the log; only process 0 has some
     step: int = 0  # steps done; while one is being done, its number
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet

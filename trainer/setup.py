@@ -15,7 +15,7 @@ from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_d
 from model import MiniGPT, MiniGPTConfig
 
 from .agree import check_alike, facts
-from .claim import check_writable, claim, step_aside
+from .claim import check_writable, claim, step_aside, take_place
 from .device import choose_precision, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
 from .loggers import check_logger, start_logger
@@ -26,7 +26,15 @@ from .pretrained import Pretrained, open_init_from
 from .process import OneProcess
 from .profile import check_profile, make_clock
 from .report import describe_run
-from .resume import check_resumable, keep_batch, load_newest, load_own, restore, take_flags
+from .resume import (
+    check_resumable,
+    keep_batch,
+    load_newest,
+    load_own,
+    own_name,
+    restore,
+    take_flags,
+)
 from .run import Run
 from .snapshot import Resumed, SnapshotError, State, beside
 
@@ -45,7 +53,8 @@ def start_run(
         raise UsageError("--init-from starts a run and --resume goes on with one: leave one out")
     resumed = source = None
     if args.resume:
-        resumed = load_newest(args.checkpoint_path)
+        named, args.checkpoint_path = args.checkpoint_path, own_name(args.checkpoint_path)
+        resumed = load_newest(args.checkpoint_path, named)
         take_flags(args, resumed)
     process = make_process(args)
     if resumed is not None:
@@ -236,10 +245,8 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
     run.step = run.saved_step = resumed.state["step"]
     run.best_val_loss = resumed.state["best_val_loss"]
     record = resumed.state.get("record", {})
-    if resumed.damage and process.rank == 0:  # or the next save would make it the one before
-        if args.checkpoint_path.exists():
-            os.replace(args.checkpoint_path, beside(args.checkpoint_path, ".damaged.pt"))
-        os.replace(resumed.path, args.checkpoint_path)
+    if resumed.path != args.checkpoint_path and process.rank == 0:
+        take_place(resumed.path, args.checkpoint_path)
     # The snapshot was written before its step was evaluated and logged. Was that still done?
     logged = None
     if process.rank == 0:

@@ -15,9 +15,9 @@ step (see `train_minimal.train_step`), and what need not be saved cannot be rest
 """
 
 import errno
-import glob
 import os
 import pickle
+import re
 import shutil
 import struct
 import zipfile
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import skip_data
 from torch.utils._pytree import tree_leaves
 
 State = dict[str, Any]
@@ -92,8 +93,9 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
     """
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     with saving(path, n_bytes=sum(tensor.nbytes for tensor in tensors)) as temporary:
-        for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-            stale.unlink()  # of a process that was killed while it saved
+        stale = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")  # see `temporary_name`
+        for name in filter(stale.fullmatch, os.listdir(path.parent)):
+            path.with_name(name).unlink()  # of a process that was killed while it saved
         with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
@@ -151,6 +153,8 @@ def read_snapshot(path: Path) -> State:
     Raises SnapshotError: missing, damaged, or not a snapshot of this project.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise SnapshotError(f"{path} is not a file")
         with zipfile.ZipFile(path) as archive:
             if is_torchscript(archive):
                 raise SnapshotError(f"{path} is no snapshot but a TorchScript program")
@@ -182,12 +186,15 @@ def is_torchscript(archive: zipfile.ZipFile) -> bool:
 
 
 def peek(path: Path) -> State:
-    """A snapshot whose weights, which may be many GB, are not read; {} if it is none."""
+    """A snapshot without its numbers, which may be many GB: tensors on "meta". {} if it is none."""
     try:
+        if not path.is_file():
+            return {}
         with zipfile.ZipFile(path) as archive:
             if is_torchscript(archive):
                 return {}
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with open(path, "rb") as file, skip_data():
+            state = torch.load(file, map_location="meta", weights_only=True)
         return state if KEYS.keys() <= state.keys() and state["step"] >= 0 else {}
     except Exception:
         return {}
@@ -195,8 +202,9 @@ def peek(path: Path) -> State:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A snapshot to go on from: its contents, its file, and why that is not the newest one."""
+    """A snapshot to go on from: its contents, its file, and why that is not the one that was
+    named."""
 
     state: State
     path: Path
-    damage: str | None = None
+    why: str | None = None
