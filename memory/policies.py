@@ -54,7 +54,53 @@ def checkpoint(run: Callable, x: Tensor, *, random: bool, **options: Any) -> Any
     `random`: there is dropout in `run`. The state of the RNG is kept, else the replay would draw
     other masks: wrong gradients, without an error.
     """
+    if random and forgets_numbers(x.device) and not torch.compiler.is_compiling():
+        run = drawing_alike(run)
     return torch_checkpoint(run, x, use_reentrant=False, preserve_rng_state=random, **options)
+
+
+def forgets_numbers(device: torch.device) -> bool:
+    """Does torch's checkpoint not know the RNG that draws on this device? (pytorch#127676)"""
+    return device.type == "mps"
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """What draws on a device. (torch.cuda.set_rng_state copies the state with an operator, and a
+    selective checkpoint knows of none: its replay would end in an error.)"""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return torch.default_generator
+
+
+class Bookmark:
+    """A place among the random numbers of a device: the first call marks it, others go back."""
+
+    state: Tensor | None = None
+
+    def __call__(self, device: torch.device) -> None:
+        if self.state is None:
+            self.state = generator_of(device).get_state()
+        else:
+            generator_of(device).set_state(self.state)
+
+
+def drawing_alike(run: Callable) -> Callable:
+    """`run`, which draws the same numbers in each call, and uses them up in the first one only."""
+    begin = Bookmark()
+
+    def alike(x: Tensor, *more: Any) -> Any:
+        is_replay, here = begin.state is not None, Bookmark()
+        here(x.device)
+        begin(x.device)
+        try:
+            return run(x, *more)
+        finally:
+            if is_replay:
+                here(x.device)
+
+    return alike
 
 
 # A policy is called by the block itself, `block(x, "cheap")`, in place of its plain forward: what
@@ -107,9 +153,30 @@ def keep_results_of(operators: list) -> Callable[[Any, Tensor], Halves]:
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
     def run(block: Any, x: Tensor) -> Halves:
-        return checkpoint(block.forward, x, random=has_dropout(block), context_fn=contexts)
+        random = has_dropout(block)
+        # (Compiled, each operator that draws has a state of its own.)
+        by_hand = random and not torch.compiler.is_compiling()
+        forward = with_same_masks(block) if by_hand else block.forward
+        return checkpoint(forward, x, random=random, context_fn=contexts)
 
     return run
+
+
+def with_same_masks(block: Any) -> Callable[[Tensor], Halves]:
+    """The block's forward, for a replay that may be handed attention's result.
+
+    A GPU's attention draws its masks inside of one operator. Handed out, it draws nothing, and the
+    mask behind it would be made of the numbers that attention had in forward.
+    """
+    behind_attention = Bookmark()
+
+    def forward(x: Tensor) -> Halves:
+        update = block.attn(block.ln_1(x))
+        behind_attention(x.device)
+        x = block.add(x, update)
+        return x, block.mlp(block.ln_2(x))
+
+    return forward
 
 
 def has_dropout(block: Any) -> bool:
@@ -150,6 +217,9 @@ def schedule(
     calls += [(block, config.recompute_rest) for block in blocks[n_recomputed:]]
     if config.offload_activations:
         return offloaded(calls, Offload(host, blocks), random=config.dropout > 0)
+    if config.dropout > 0 and forgets_numbers(next(blocks[0].parameters()).device):
+        # (The finer policies call our `checkpoint`, which sees to it; `full` calls torch's.)
+        calls = [(drawing_alike(run) if policy == "full" else run, policy) for run, policy in calls]
     return iter(calls)
 
 

@@ -1,0 +1,113 @@
+"""Other devices' random numbers, on a CPU: each of these draws as its device does.
+
+On a CPU dropout is made of small operators, and attention with dropout of a dozen, `bernoulli_`
+among them: whoever replays a block sees each of them draw. On CUDA each is one operator, and a
+replay that is handed attention's result draws nothing, so all that is drawn after it would be
+another mask. `cuda` lends the CPU those very operators, under its own autograd.
+
+On MPS the operators are those of a CPU, but the numbers are another generator's, which torch's
+checkpoint does not know: `mps`.
+
+Both yield the generator that is drawn from.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from memory import policies
+
+aten = torch.ops.aten
+FUNCTIONAL = "torch.nn.functional"
+
+
+def masks(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
+    """(B, H, T, T) What is dropped, and the rest scaled."""
+    generator = torch.Generator().manual_seed(int(seed))
+    kept = torch.rand(*q.shape[:3], k.size(2), generator=generator) >= p
+    return kept / (1 - p)
+
+
+def probabilities(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = q.float() @ k.float().mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
+    return scores.softmax(dim=-1)
+
+
+def lay_out(x: Tensor, like: Tensor) -> Tensor:
+    """(B, H, T, D), in memory (B, T, H, D)."""
+    return x.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@torch.autocast("cpu", enabled=False)  # as inside of any kernel
+def attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    """Draws one number, of which its backward makes the masks again."""
+    seed = torch.zeros((), dtype=torch.int64)
+    if dropout_p > 0:
+        seed.random_()
+    dropped = probabilities(q, k, is_causal) * masks(q, k, dropout_p, seed)
+    out = lay_out(dropped @ v.float(), q)
+    nothing, T = torch.zeros((), dtype=torch.int64), q.size(2)
+    logsumexp = torch.zeros(q.shape[:3])
+    return out, logsumexp, nothing, nothing, T, T, seed, nothing.clone(), nothing.clone()
+
+
+@torch.autocast("cpu", enabled=False)
+def attention_backward(
+    grad, q, k, v, out, logsumexp, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset,
+    *, scale=None,
+):  # fmt: skip
+    p, mask = probabilities(q, k, is_causal), masks(q, k, dropout_p, seed)
+    grad, root = grad.float(), math.sqrt(q.size(-1))
+    of_p = grad @ v.float().mT * mask
+    of_scores = p * (of_p - (of_p * p).sum(dim=-1, keepdim=True))
+    of_v = (p * mask).mT @ grad
+    of_q, of_k = of_scores @ k.float() / root, of_scores.mT @ q.float() / root
+    return lay_out(of_q, q), lay_out(of_k, k), lay_out(of_v, v)
+
+
+def fused_attention(q, k, v, dropout_p=0.0, is_causal=False) -> Tensor:
+    return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+
+
+def fused_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
+    """Which `F.dropout` is on CUDA for 0 < p < 1; for others it is no operator at all."""
+    return aten.native_dropout(x, p, True)[0] if training and 0 < p < 1 else x
+
+
+@contextmanager
+def cuda() -> Iterator[Generator]:
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("_scaled_dot_product_flash_attention", attention, "CPU")
+    kernels.impl("_scaled_dot_product_flash_attention_backward", attention_backward, "CPU")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"{FUNCTIONAL}.scaled_dot_product_attention", fused_attention)
+            patch.setattr(f"{FUNCTIONAL}.dropout", fused_dropout)
+            yield torch.default_generator
+    finally:
+        kernels._destroy()
+
+
+@contextmanager
+def mps() -> Iterator[Generator]:
+    generator, real = Generator(), policies.generator_of
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
+        return x * (torch.rand(x.shape, generator=generator) >= p) / (1 - p) if training else x
+
+    def attend(q, k, v, dropout_p=0.0, is_causal=False):
+        return dropout(probabilities(q, k, is_causal), dropout_p).to(v.dtype) @ v
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{FUNCTIONAL}.scaled_dot_product_attention", attend)
+        patch.setattr(f"{FUNCTIONAL}.dropout", dropout)
+        patch.setattr("torch.mps._get_default_mps_generator", lambda: generator)
+        patch.setattr(policies, "generator_of", lambda device: real(torch.device("mps")))
+        patch.setattr(policies, "forgets_numbers", lambda device: True)
+        yield generator
