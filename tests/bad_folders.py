@@ -170,11 +170,11 @@ FOLDERS = {
     "bytes are missing": tokenizer("not every byte", model={"vocab": {"a": 0}}),
     "merges in another order": tokenizer(
         "merges are not those of its ids",
-        model={"merges": ["a b", "a b"], "vocab": BYTES | {"ab": 256}},
+        model={"merges": ["a b", "a b"], "vocab": BYTES | {"ab": 257}},
     ),
     "merges of other pairs": tokenizer(
         "merges are not those of its ids",
-        model={"merges": [["a", "b"]], "vocab": BYTES | {"ab": 257, "ac": 256}},
+        model={"merges": [["a", "b"]], "vocab": BYTES | {"ab": 258, "ac": 257}},
     ),
     "a token that no merge makes": tokenizer(
         "tokens that no merge makes",
