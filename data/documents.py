@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from unicodedata import category
@@ -10,6 +11,7 @@ from .suffixes import suffix_of
 from .tokenizer import DataError
 
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
+KEYS, KEY_LENGTH = 6, 40  # of a line of JSON: how many are shown, and how much of each
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
@@ -25,12 +27,37 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)["text"]
-            except (ValueError, LookupError, TypeError, RecursionError):
-                text = None
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            text = found.get("text") if isinstance(found, dict) else None
             if not isinstance(text, str):
-                raise DataError(f'{path}:{number}: want a JSON object with a string "text"')
+                what = f'want a JSON object with a string "text"{_keys(found, path)}'
+                raise DataError(f"{path}:{number}: {what}")
             yield split_text(text)
+
+
+def _keys(found: object, path: Path) -> str:
+    """What a line has instead of "text", and what makes "text" of the longest string in it."""
+    if not isinstance(found, dict) or not found:
+        return ""
+    if "text" in found:
+        return f'; its "text" is of type {type(found["text"]).__name__}'
+    names = [json.dumps(key[:KEY_LENGTH]) for key in found]
+    words = f"; it has {', '.join(names[:KEYS])}{', ...' * (len(names) > KEYS)}"
+    strings = [key for key, value in found.items() if isinstance(value, str)]
+    longest = max(strings, key=lambda key: len(found[key]), default="")
+    if 0 < len(longest) < KEY_LENGTH:
+        program = f"{{text: .{json.dumps(longest)}}}"
+        words += f"; if {json.dumps(longest)} is the text: `jq -c {shlex.quote(program)} "
+        words += f"{_into(path, 'text')}`"
+    return words
+
+
+def _into(path: Path, what: str) -> str:
+    """`notes.txt > notes.utf8.txt`, for a shell."""
+    made = path.with_name(f"{path.stem}.{what}{path.suffix}")
+    return f"{shlex.quote(str(path))} > {shlex.quote(str(made))}"
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
@@ -47,7 +74,8 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
             if not block:
                 raise DataError(f"{path}: the file shrank while it was read")
             if start == 0 and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise DataError(f"{path}: the text is UTF-16; save it as UTF-8")
+                command = f"iconv -f UTF-16 -t UTF-8 {_into(path, 'utf8')}"
+                raise DataError(f"{path}: the text is UTF-16; make it UTF-8: `{command}`")
             if (nul := block.find(0)) >= 0:
                 raise DataError(f"{path}: a binary file, not text (NUL at byte {start + nul})")
             held = len(decoder.getstate()[0])  # bytes of a character that began a block earlier
@@ -55,7 +83,10 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
                 text = decoder.decode(block, final=start + len(block) >= stop)
             except UnicodeDecodeError as error:
                 byte = start - held + error.start
-                raise DataError(f"{path}: not UTF-8 at byte {byte}; save it as UTF-8") from None
+                command = f"iconv -f CP1252 -t UTF-8 {_into(path, 'utf8')}"
+                raise DataError(
+                    f"{path}: not UTF-8 at byte {byte}; if it is Western European: `{command}`"
+                ) from None
             text = rest + (text.removeprefix("\ufeff") if start == 0 else text)
             start += len(block)
             cut = safe_cut(text) if start < stop else len(text)

@@ -4,12 +4,14 @@ import filecmp
 import glob
 import hashlib
 import os
+import shlex
 import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .dataset import label
+from .formats import check_text
 from .store import Say
 from .suffixes import TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
 from .tokenizer import DataError
@@ -50,11 +52,8 @@ def find_files(names: Sequence[str], flag: str, note: Say) -> list[Path]:
             else:
                 usable.append(path)
         if not usable:
-            kinds = f" ({count_suffixes(others)})" if others else ""
-            known = " ".join([*TEXT_SUFFIXES, *TOKEN_SUFFIXES])
-            raise DataError(
-                f"{flag} {name}: no text or token file in this folder{kinds}; known are {known}"
-            )
+            what = f"no text or token file in this folder{_way_in(name, others)}"
+            raise DataError(f"{flag} {name}: {what}")
         found |= dict.fromkeys(usable)
         skipped |= dict.fromkeys(others)
     if left := [path for path in skipped if path not in found]:
@@ -86,6 +85,21 @@ def count_suffixes(paths: Iterable[Path]) -> str:
     rest = sum(number for _, number in kinds[SHOWN_SUFFIXES:])
     shown = kinds[:SHOWN_SUFFIXES] + [("others", rest)] * bool(rest)
     return ", ".join(f"{suffix} {number:,}" for suffix, number in shown)
+
+
+def _way_in(name: str, others: list[Path]) -> str:
+    """What is in a folder instead, and the pattern by which the commonest of it is read all the
+    same. Raises DataError if that is no text."""
+    if not others:
+        return " (hidden and empty ones are not counted)"
+    suffix, _ = Counter(path.suffix for path in sorted(others)).most_common(1)[0]
+    commonest = [path for path in others if path.suffix == suffix]
+    check_text(commonest)
+    folder = Path(glob.escape(name) if Path(name).exists() else name)
+    nested = any(path.parent != Path(name) for path in commonest)
+    pattern = shlex.quote(str(Path(folder, *["**"] * nested, f"*{glob.escape(suffix)}")))
+    kinds = f"{count_suffixes(others)}; the known ones are in data/README.md"
+    return f" ({kinds}); what a pattern names is read whatever its suffix: {pattern}"
 
 
 def warn_of_shared(train: Sequence[Path], val: Sequence[Path]) -> list[str]:

@@ -4,6 +4,7 @@ What a case is, and a table for each subject. Those in snapshots and places: bad
 """
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -132,19 +133,26 @@ def data(words: str, *says: str, **files: Write) -> Case:
 
 TEXTS = {
     "empty": text("x.txt", b"", "--train-data x.txt: the file is empty"),
-    "latin-1": text("x.txt", b"caf\xe9 au lait", "x.txt: not UTF-8 at byte 3; save it as UTF-8"),
+    "latin-1": text("x.txt", b"caf\xe9 au lait", "x.txt: not UTF-8 at byte 3; if it is Western"),
     "half a character at the end": text("x.txt", "né".encode()[:-1], "x.txt: not UTF-8 at byte 1"),
     "far inside": text("x.txt", b"a b " * 2**19 + b"\xff", "x.txt: not UTF-8 at byte 2097152"),
     "surrogate in UTF-8": text("x.txt", b"ab\xed\xa0\x80", "x.txt: not UTF-8 at byte 2"),
-    "UTF-16": text("x.txt", "hello".encode("utf-16"), "x.txt: the text is UTF-16; save it as"),
+    "UTF-16": text("x.txt", "hello".encode("utf-16"), "x.txt: the text is UTF-16; make it"),
     "UTF-16 without a mark": text("x.txt", "hi".encode("utf-16-le"), "x.txt: a binary file"),
     "UTF-32": text("x.txt", "hello".encode("utf-32"), "x.txt: "),
     "a program": text("x.txt", b"\x7fELF\x00\x01", "x.txt: a binary file, .*NUL at byte 4"),
     "a picture": text("x.png", b"\x89PNG\r\n", "x.png: not UTF-8 at byte 0"),
     "gzip": text("x.txt.gz", b"\x1f\x8b\x08\x00abc", "x.txt.gz: "),
     "jsonl cut off": text("x.jsonl", b'{"text": "a"}\n{"text": \n', 'x.jsonl:2: want .* "text"'),
-    "jsonl with another key": text("x.jsonl", b'{"content": "a"}\n', "x.jsonl:1: want"),
-    "jsonl with a number": text("x.jsonl", b'{"text": 3}\n', "x.jsonl:1: want"),
+    "jsonl with another key": text(
+        "x.jsonl", b'{"id": 3, "content": "a"}\n', 'x.jsonl:1: want .*; it has "id", "content"; if'
+    ),
+    "jsonl with long and odd keys": text(
+        "x.jsonl",
+        json.dumps({"\n" * 99: "a long text", **dict.fromkeys("abcdefgh")}).encode(),
+        r'it has "(\\n){40}", "a", "b", "c", "d", "e", \.\.\.$',
+    ),
+    "jsonl with a number": text("x.jsonl", b'{"text": 3}\n', '; its "text" is of type int'),
     "jsonl of lists": text("x.jsonl", b"[1]\n", "x.jsonl:1: want"),
     "jsonl without end": text("x.jsonl", b"[" * 100_000, "x.jsonl:1: want"),
     "jsonl in UTF-16": text("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "x.jsonl:1: want"),

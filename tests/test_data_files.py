@@ -7,7 +7,10 @@ name; validation that is trained on is noticed. What the files hold: test_data_c
 import gzip
 import io
 import os
+import shlex
+import shutil
 import sqlite3
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -97,14 +100,35 @@ def test_what_nobody_would_train_on_is_no_news(tmp_path) -> None:
     assert find(tmp_path, "") == (["a.txt"], [])
 
 
-def test_a_folder_with_nothing_usable_lists_what_would_be(tmp_path) -> None:
-    write(tmp_path, "docs/1.pdf", "docs/2.pdf")
+@pytest.mark.parametrize(
+    ("names", "pattern"),
+    [
+        (["man/cat.1", "man/dog.1", "man/x.png"], "'man/*.1'"),
+        (["my man/deep/CAT.1", "my man/deep/LICENSE"], "'my man/**/*.1'"),
+        (["[man]/cat", "[man]/dog"], "'[[]man]/*'"),
+    ],
+)
+def test_a_folder_with_nothing_usable_says_what_reads_it(
+    names, pattern, cache, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, *names)
     with pytest.raises(DataError) as error:
+        find_files([Path(names[0]).parts[0]], "--train-data", print)
+    assert "no text or token file in this folder (" in str(error.value)
+    assert str(error.value).endswith(f"is read whatever its suffix: {pattern}")
+    data = load(cache, *shlex.split(pattern))
+    assert texts(data.train)[0].startswith(b"this is ")
+
+
+def test_a_folder_of_what_is_no_text_says_so(tmp_path) -> None:
+    write(tmp_path, "docs/1.pdf", "docs/2.pdf", "docs/a.x")
+    (tmp_path / "docs/2.pdf").write_bytes(PDF)
+    with pytest.raises(DataError, match=r"2.pdf: a PDF, not text; .*`pdftotext"):
         find(tmp_path, "docs")
-    message = str(error.value)
-    assert f"{tmp_path}/docs: no text or token file in this folder (.pdf 2); known are" in message
-    assert {*TEXT_SUFFIXES, *TOKEN_SUFFIXES} <= {*message.split()}
-    # A pattern may match such a folder beside others.
+
+
+def test_a_pattern_may_match_such_a_folder_beside_others(tmp_path) -> None:
     write(tmp_path, "docs/pictures/a.png", "docs/texts/a.txt", "docs/zoo/a.png")
     found, (line,) = find(tmp_path, "docs/[tpz]*")
     assert found == ["docs/texts/a.txt"] and "1 file taken, 2 skipped (.png 2)" in line
@@ -276,6 +300,27 @@ def test_a_text_that_only_begins_so_is_read(text, cache, tmp_path) -> None:
     data = load(cache, path)
     got = b"".join(texts(data.train) + texts(data.val)).decode()
     assert got == (text * 3).removeprefix("\ufeff")
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "content", "text"),
+    [
+        ("iconv", "my notes.txt", "un caf\xe9 \u20ac ".encode("cp1252"), "un caf\xe9 \u20ac "),
+        ("iconv", "x.txt", "\ufeff日本".encode("utf-16-le"), "日本"),
+        ("jq", "x.jsonl", b'{"id": "3", "the \'text\'": "hello "}\n', "hello "),
+    ],
+)
+def test_the_command_makes_text_of_it(program, name, content, text, cache, tmp_path, monkeypatch):
+    if shutil.which(program) is None:
+        pytest.skip(f"needs {program}")
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content * 20)
+    with pytest.raises(DataError) as error:
+        load(cache, name)
+    command = str(error.value).split("`")[1]
+    subprocess.run(["sh", "-c", command], check=True, timeout=30)
+    data = load(cache, shlex.split(command)[-1])
+    assert texts(data.train)[0].decode().startswith(text)
 
 
 def test_our_own_files_are_text() -> None:
