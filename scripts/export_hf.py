@@ -16,8 +16,10 @@ if not __package__:  # python scripts/export_hf.py: the others lie one folder up
     import scripts  # noqa: F401
 
 import argparse
+import glob
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -65,6 +67,7 @@ What looks like `<|endoftext|>` in a text is plain text for this tokenizer, unle
 `split_special_tokens` is False (`tokenizer.split_special_tokens = False` for all that follows).
 
 To go on from these weights in MiniGPT: `{again}`."""
+SHOWN = 10  # names of what was trained on
 NO_USE = "Its ids are numbers that stand for no text, so there is no tokenizer here."
 
 
@@ -145,8 +148,12 @@ def model_card(name: str, source: Pretrained, state: State) -> str:
     if flags.get("init_from") is not None:
         start = f"the weights of {Path(flags['init_from']).name}"
     data = state["data"].get("description", "unknown data")
-    for path in flags.get("train_data") or []:  # its folders are nobody else's business
-        data = data.replace(path, Path(path).name)
+    if named := [public_name(path) for path in flags.get("train_data") or []]:
+        # A line of the log has room for the first one only.
+        more = f" and {len(named) - SHOWN:,} more" * (len(named) > SHOWN)
+        names = ", ".join(named[:SHOWN]) + more
+        counts = re.search("[:;] [0-9,]+ (document|training)", data)
+        data = names + data[counts.start() :] if counts else names
     prompt = "def " if "standard library" in str(state["data"]) else "Once upon a time"
     toy = source.tokenizer.name == "toy"
     return CARD.format(
@@ -160,6 +167,11 @@ def model_card(name: str, source: Pretrained, state: State) -> str:
         figures="\n".join(lines),
         use=NO_USE if toy else USE.format(name=name, prompt=prompt, again=command_to_go_on(name)),
     )
+
+
+def public_name(path: str) -> str:
+    """Its folders are nobody else's business; but that of a pattern, which alone says nothing."""
+    return "/".join(Path(path).parts[-2 if glob.has_magic(Path(path).name) else -1 :])
 
 
 def command_to_go_on(folder: str) -> str:

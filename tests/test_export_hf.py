@@ -16,7 +16,7 @@ from runs import run as start
 import train_minimal
 from data import Tokenizer, load_dataset
 from scripts import export_hf, generate
-from trainer.pretrained import load_model
+from trainer.pretrained import load_model, open_pretrained
 from trainer.safetensors import read_tensors
 
 CPU = torch.device("cpu")
@@ -121,6 +121,19 @@ def test_the_card_tells_what_was_trained(run, folder):
     for name in ("train_loss", "val_loss"):
         assert f"| {record[name]:.4f} | {math.exp(record[name]):.2f} |" in card
     assert f"--init-from {folder.name}" in card
+
+
+def test_the_card_names_all_that_was_trained_on(run):
+    state, source = snapshot(run), open_pretrained(run)
+    about = ": 5 documents, 3.1 kB; 1,024 training and 99 validation tokens (byte, 257 ids)"
+    state["data"]["description"] = f"man/* and 2 more{about}"
+    state["args"]["train_data"] = ["/home/me/man/*", "/home/me/book: 5.txt", "/srv/code"]
+    card = export_hf.model_card("x", source, state)
+    assert f" on: man/*, book: 5.txt, code{about}." in card and "/me" not in card
+    state["data"]["description"] = "00.bin and 11 more; 1,024 training and 99 validation tokens"
+    state["args"]["train_data"] = [f"/srv/{i:02}.bin" for i in range(12)]
+    card = export_hf.model_card("x", source, state)
+    assert " on: 00.bin, 01.bin, " in card and ", 09.bin and 2 more; 1,024 training" in card
 
 
 def test_the_cards_example(folder, monkeypatch, capsys):
@@ -252,7 +265,8 @@ def test_a_folder_is_filled_or_stays_empty(run, tmp_path, monkeypatch, capfd):
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are Unicode")
 def test_names_that_are_no_text(run, tmp_path):
     state = snapshot(run)
-    state["data"]["description"] = os.fsdecode(b"w\xf6rter.txt: 1 document")
+    state["args"]["train_data"] = [os.fsdecode(b"/home/w\xf6rter.txt")]
+    state["data"]["description"] = "w and 1 more: 1 document"
     torch.save(state, tmp_path / "run.pt")
     out = os.fsdecode(bytes(tmp_path) + b"/w\xf6rter")
     command = [sys.executable, "-m", "scripts.export_hf", f"--checkpoint-path={tmp_path}/run.pt"]
