@@ -92,10 +92,10 @@ class DDPProcess(OneProcess):
         dist.all_reduce(total)  # the default operation is the sum
         return total.tolist()
 
-    def largest(self, value: int) -> int:
-        most = torch.tensor(value)
+    def largest(self, values: list[int]) -> list[int]:
+        most = torch.tensor(values)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
+        return most.tolist()
 
     def exchange(self, mine: T) -> list[T]:
         of_each = [mine] * self.world_size

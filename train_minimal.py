@@ -40,7 +40,7 @@ from trainer.flags import build_parser
 from trainer.metrics import perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
-from trainer.report import log, measure, show_before, show_first
+from trainer.report import is_silent, log, measure, show_before, show_first
 from trainer.run import Run, save
 from trainer.setup import start_log
 from trainer.snapshot import beside
@@ -167,14 +167,16 @@ def train(run: Run) -> dict[str, Any]:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1
             losses, grad_norm = train_step(run)
+            run.recent_losses.append(losses)
 
             # ---- The learning ends here. What follows looks at it, saves it and prints it.
             clock.end_step()
             bar.update()
             skipped.take(grad_norm)  # raises NotFinite after several in a row
-            # All processes must stop after the same step, whichever of them got the signal.
-            run.stopped_by = process.largest(stop.number)
-            log_now = due(run.step, args.log_interval, args.num_steps)
+            # All processes must do the same after the same step: stop, whichever of them got the
+            # signal; log, when process 0 has been silent for long.
+            run.stopped_by, silent = process.largest([stop.number, is_silent(run)])
+            log_now = due(run.step, args.log_interval, args.num_steps) or silent
             evaluate_now = due(run.step, args.eval_interval, args.num_steps)
             save_now = save_is_due(run, skipped)
             if log_now or evaluate_now or save_now:

@@ -107,6 +107,11 @@ def stall(run: Run) -> None:
     os._exit(1)
 
 
+def silence(run: Run) -> None:
+    """A minute without a line of the log."""
+    run.last_line -= 60
+
+
 def no_memory_on_the_gpu(run: Run) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -128,6 +133,7 @@ STEP_FAULTS: dict[str, Callable[[Run], Any]] = {
     "term": lambda run: os.kill(os.getpid(), signal.SIGTERM),
     "hang": lambda run: time.sleep(1000),
     "stall": stall,
+    "silence": silence,
     "cuda-oom": no_memory_on_the_gpu,
     "oom": no_more_memory,
 }

@@ -261,7 +261,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("running").add_argument
     add("--log-interval", type=count_or_zero, default=50, metavar="N",
-        help="steps; the last one always logs, evaluates and saves (default: %(default)s)")
+        help="steps, and where no bar moves at least every 30 s; the last one always logs, "
+        "evaluates and saves (default: %(default)s)")
     add("--eval-interval", type=count_or_zero, default=250, metavar="N",
         help="steps, 0 = at the end only (default: %(default)s)")
     add("--save-interval", type=count_or_zero, default=500, metavar="N",

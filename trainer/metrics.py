@@ -114,11 +114,15 @@ class StepClock:
 
     def end_interval(self) -> float:
         """Seconds a step took, on average, since the last call."""
-        self.book()
-        seconds = self.training(self.interval) / self.interval_steps
+        seconds = self.seconds_per_step()
         self.interval.clear()
         self.interval_steps = 0
         return seconds
+
+    def seconds_per_step(self) -> float:
+        """On average since the last `end_interval`."""
+        self.book()
+        return self.training(self.interval) / self.interval_steps
 
     def training(self, booked: dict[str, float]) -> float:
         """Seconds of it; above 0, as they are divided by."""

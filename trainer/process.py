@@ -94,9 +94,9 @@ class OneProcess:
         """Each value summed over all processes."""
         return values
 
-    def largest(self, value: int) -> int:
-        """The largest of all processes' values."""
-        return value
+    def largest(self, values: list[int]) -> list[int]:
+        """Each the largest of all processes' values."""
+        return values
 
     def exchange(self, mine: T) -> list[T]:
         """What each of the processes has, by rank."""

@@ -1,7 +1,10 @@
 """What a person reads of a run: the first lines, a step's record, the last screen."""
 
+import math
 import os
 import shlex
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from .pretrained import Pretrained
 from .resume import changes, data_changed
 from .run import Run
 from .snapshot import Resumed, State, beside
+
+SILENCE = 30  # seconds that pass without a line of the log, where no bar moves
 
 
 def describe_model(config: MiniGPTConfig) -> str:
@@ -68,6 +73,8 @@ def describe_run(
             "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
             "--tokenizer-name bpe trains one on your text"
         )
+    if args.compile:
+        lines.append("compile  the first step waits for the compiler, a minute or more")
     if resumed is not None:
         if resumed.why:
             lines.append(f"resume   {resumed.why}")
@@ -158,9 +165,36 @@ def show_first(run: Run, record: dict[str, Any]) -> None:
     show(run, record | {"eta_s": None}, label="first    ")
 
 
+def is_silent(run: Run) -> bool:
+    """Will the next step end after SILENCE seconds without a line, and no bar to watch?
+
+    (--log-interval 0 asks for silence. Only process 0 has a say.)
+    """
+    if run.process.rank > 0 or sys.stderr.isatty() or run.args.log_interval == 0:
+        return False
+    next_line = time.perf_counter() + run.clock.seconds_per_step()
+    return next_line - run.last_line > SILENCE
+
+
 def show(run: Run, record: dict[str, Any], label: str = "") -> None:
     line = format_line(record, run.args.num_steps, card_memory(run.process.device))
     run.process.say(label + line)
+    run.last_line = time.perf_counter()
+
+
+def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
+    """The training loss of the last steps, in words; of this one, if only an evaluation was left.
+
+    All processes call it.
+    """
+    values = [loss for losses in run.recent_losses for loss in losses.tolist()]
+    finite = [loss for loss in values if math.isfinite(loss)]  # (the others were skipped)
+    total, count = run.process.sum([sum(finite), len(finite)])
+    if not count:
+        return f"loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}"
+    mean = total / count
+    words = f"on average over the last {len(run.recent_losses):,} steps"
+    return f"loss {mean:.4f}, perplexity {perplexity(mean):.2f}, {words}"
 
 
 def sample_text(run: Run) -> str:
@@ -195,7 +229,7 @@ def describe_result(
     generate += ["--checkpoint-path", str(args.checkpoint_path)]
     lines = [
         "",
-        f"train    loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}",
+        f"train    {mean_of_recent(run, record)}",
         f"val      {validation}",
         *([f"speed    {speed}"] if run.clock.steps else []),  # none: only an evaluation was left
         f"memory   peak {format_bytes(peak or 0)} ({kind})",

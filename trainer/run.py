@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -40,6 +41,9 @@ class Run:
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
     stopped_by: int = 0  # the signal that ended the run before its last step
     best_val_loss: float = math.inf
+    # Losses of the last steps' micro-batches, each (A,) on the device: one alone says little.
+    recent_losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=50))
+    last_line: float = math.inf  # when one of the log was said; before the first none is missed
     rate_before: float | None = None  # the last learning rate, if another schedule goes on from it
     # The log record of the step that was resumed from, if it has not been logged yet.
     unreported: dict[str, Any] = field(default_factory=dict)

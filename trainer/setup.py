@@ -254,7 +254,8 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
         run.best_val_loss = min(run.best_val_loss, (logged or {}).get("val_loss") or math.inf)
     # Process 0 alone has the log, and all must agree on what is the best.
     (run.best_val_loss,) = process.sum([run.best_val_loss if process.rank == 0 else 0.0])
-    if process.largest(int(process.rank == 0 and logged is None)):
+    (unlogged,) = process.largest([process.rank == 0 and logged is None])
+    if unlogged:
         run.unreported = dict(record)
     saved = resumed.state["args"]
     if any(saved.get(name) != getattr(args, name) for name in SCHEDULE):
