@@ -151,9 +151,8 @@ def model_card(name: str, source: Pretrained, state: State) -> str:
     if named := [public_name(path) for path in flags.get("train_data") or []]:
         # A line of the log has room for the first one only.
         more = f" and {len(named) - SHOWN:,} more" * (len(named) > SHOWN)
-        names = ", ".join(named[:SHOWN]) + more
         counts = re.search("[:;] [0-9,]+ (document|training)", data)
-        data = names + data[counts.start() :] if counts else names
+        data = ", ".join(named[:SHOWN]) + more + (data[counts.start() :] if counts else "")
     prompt = "def " if "standard library" in str(state["data"]) else "Once upon a time"
     toy = source.tokenizer.name == "toy"
     return CARD.format(
