@@ -47,7 +47,8 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        # (elements, dtype) -> buffers that are not in use
+        self.made: list[Tensor] = []  # all buffers
+        # (elements, dtype) -> those that are not in use
         self.unused: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class HostMemory:
             return unused.pop()
         pinned = like.device.type == "cuda"  # others cannot be copied beside the computation
         try:
-            return torch.empty_like(like, device=self.device, pin_memory=pinned)
+            self.made.append(torch.empty_like(like, device=self.device, pin_memory=pinned))
         except RuntimeError as error:
             if not pinned or "out of memory" not in str(error):
                 raise
@@ -64,6 +65,7 @@ class HostMemory:
                 f"offload_activations found no {like.nbytes / 2**20:,.0f} MiB more of pinned CPU "
                 "memory: use smaller batches, or do without it"
             ) from error
+        return self.made[-1]
 
     def give_back(self, buffer: Tensor) -> None:
         self.unused.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
@@ -108,7 +110,7 @@ class Offload:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
         if storage.nbytes() < SMALL or self.is_weight(reference):
-            return tensor
+            return tensor.detach()  # (an operator that keeps its own result would keep itself)
         key = reference, tensor._version, tensor.dtype  # (changed in place, it is another one)
         ticket = tickets.get(key)
         if ticket is None:

@@ -79,14 +79,8 @@ class Gathering:
         pairs = zip(model.blocks, shard.blocks, strict=False)  # (the step may have fewer blocks)
         self.blocks = [Group(block.parameters(), its.parameters(), n) for block, its in pairs]
         self.root = Group(outside_of_blocks(model), outside_of_blocks(shard), n)
-        self.forget()
-
-    def forget(self) -> None:
-        """Nothing is gathered, nothing was reduced."""
         self.arrived: Tensor | None = None  # in forward, the buffer of the last group
         self.reduced: Tensor | None = None  # the buffer of the last gradients
-        for group in (self.root, *self.blocks):
-            group.arriving = group.weights = None
 
     # ---- what happens
 

@@ -209,9 +209,6 @@ class Planner:
             self.name_what_is_there(tracker)
             ids, labels = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             tracker.name(ids, "activations", "token ids and labels")  # backward will want them
-            if config.offload_activations and self.on_cpu:
-                self.forward(ids, labels)  # buffers are made once, and stay
-                gathering.forget()
             tracker.restart()
             notebook.operations.clear()
             if witness:
@@ -235,6 +232,10 @@ class Planner:
             nn.utils.clip_grad_norm_(parameters, 1.0, foreach=not self.on_cpu)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        for buffer in model.host_memory.made:  # in the first step; all others find them there
+            storage = tracker.find(buffer)
+            storage.born, storage.kind = 0, "activations"
+            storage.name, storage.why = "buffer of offload", "copies wait in it for backward"
         return tracker, notebook.operations, forward_end
 
     def name_what_is_there(self, tracker: StorageTracker) -> None:
