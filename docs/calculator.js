@@ -5,7 +5,7 @@
 // V vocabulary, L layers, C width, F that of the MLP, H heads; a = 2 bytes of an activation under
 // autocast (to bfloat16 or float16), else 4. A `shape` s is made of
 //   {B, T, V, L, C, F, H, positions, dropout, policy, layers (that it applies to), chunks (of the
-//    head; 0 = chosen), precision, optimizer, moments, ddp, shards, cuda}
+//    head; 0 = chosen), precision, optimizer, moments, ddp, shards}
 const {ceil, floor, max, min} = Math;
 const POLICIES = ["none", "cheap", "selective", "mlp", "attn", "sdpa", "full"];
 const low = (s) => (s.precision === "float32" ? 0 : 1); // is there autocast?
@@ -121,7 +121,7 @@ class Walk {
       ln_2: a * NC + 8 * N + copies * C * F, wide: a * N * F, gelu: a * N * F + copies * C * F,
     };
     const rows = 128 * ceil(T / 128), D = 32 * ceil(C / H / 32); // as attention's kernel rounds up
-    this.inAttention = s.cuda && amp ? 4 * B * H * rows * (D + 1) : 0;
+    this.inAttention = amp ? 4 * B * H * rows * (D + 1) : 0;
   }
 
   add(...changes) { // kind, bytes that are born (or die: below 0), kind, bytes, ... in this order
@@ -142,7 +142,7 @@ class Walk {
 
   forward(blocks) { // what it leaves
     const {N, NC, n} = this;
-    this.add("temporaries", this.s.cuda ? WORKSPACES : 0);
+    this.add("temporaries", WORKSPACES);
     this.add("activations", 16 * N + this.sizes.mask + 4 * NC + 8 * N + blocks);
     if (n > 1) this.add("parameters", 4 * this.outside(1) + 4 * n * this.inABlock(n));
   }
@@ -219,11 +219,6 @@ class Walk {
     const tables = [s.V, s.positions].map((rows) => ceil(rows / n) * s.C);
     const adamws = [...tables, ...Array(muon ? 0 : s.L).fill(areas).flat()];
     let most = muon || lean || n > 1 ? mostCopied(adamws, lean) : 0;
-    if (!s.cuda) {
-      const all = [...tables, ...areas, areas[0]];
-      const sizes = all.map((size) => (muon || lean ? min(AT_A_TIME, size) : size));
-      most += max(...sizes.map((size, i) => 4 * (sizes[i - 1] ?? 0) + 8 * size));
-    }
     for (const [rows, columns] of muon ? matrices : []) {
       const alike = s.L * matrices.filter(([r, c]) => r === rows && c === columns).length;
       const together = min(alike, max(1, floor(AT_A_TIME / (rows * columns))));
@@ -306,7 +301,7 @@ class Walk {
 }
 
 // ---- What the trainers are asked for. SHAPES: --model, in trainer/flags.py. CARDS: memory in GiB,
-// of planner/cards.py; Apple's are computed in float32, as the trainers do there.
+// of planner/cards.py, but for Apple's: there attention keeps its scores, which no formula here has.
 const SHAPES = {
   "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
   "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
@@ -316,16 +311,13 @@ const SHAPES = {
 const CARDS = {
   "RTX 3060 12GB": 11.6, "RTX 3090": 23.5, "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6,
   "RTX 4090": 23.4, "RTX 5090": 31.3, "T4": 14.5, "L4": 22, "A10G": 21.9, "A100 40GB": 39.3,
-  "A100": 79.1, "A100 PCIe": 79.1, "H100": 79.1, "H100 PCIe": 79.1, "H200": 139.7, "B200": 178.3,
-  "M1": 10.6, "M1 Pro": 10.6, "M1 Max": 21.3, "M1 Ultra": 48, "M2": 10.6, "M2 Pro": 10.6,
-  "M2 Max": 21.3, "M3": 10.6, "M3 Pro": 12, "M3 Max 30-core": 27, "M3 Max 40-core": 36,
-  "M4": 10.6, "M4 Pro": 16, "M4 Max 32-core": 27, "M4 Max 40-core": 36
+  "A100": 79.1, "A100 PCIe": 79.1, "H100": 79.1, "H100 PCIe": 79.1, "H200": 139.7, "B200": 178.3
 };
-const GIB = 2 ** 30, isApple = (card) => /^M\d/.test(card);
+const GIB = 2 ** 30;
 const memoryOf = (card) => floor(CARDS[card] * GIB);
 
-// trainer/room.py: a tenth stays free, on a GPU at least 1 GiB
-const forTensors = (room, cuda) => floor(room - max(0.1 * room, cuda ? min(GIB, room / 4) : 0));
+// trainer/room.py: a tenth stays free, at least 1 GiB
+const forTensors = (room) => floor(room - max(0.1 * room, min(GIB, room / 4)));
 
 const SMALL = { // the first command's model, and the defaults of all else
   layers: 3, width: 128, heads: 4, mlp: 512, length: 64, batch: 12, vocabulary: 1024,
@@ -339,15 +331,15 @@ function modelOf(state) { // its name, if it has one
   return Object.keys(SHAPES).find((name) => same(SHAPES[name]));
 }
 
-function shapeOf(state, card = "RTX 4090") {
-  const apple = isApple(card), trainer = state.processes > 1 ? state.trainer : "";
+function shapeOf(state) {
+  const trainer = state.processes > 1 ? state.trainer : "";
   return {
     B: state.batch, T: state.length, V: state.vocabulary, L: state.layers, C: state.width,
     F: state.mlp, H: state.heads, dropout: state.dropout === "on", policy: state.policy,
     positions: modelOf(state) ? max(1024, state.length) : state.length, layers: state.blocks,
     chunks: state.head === "chunks" ? 0 : 1, optimizer: state.optimizer, moments: state.moments,
-    precision: apple ? "float32" : state.precision, cuda: !apple,
-    ddp: trainer === "ddp", shards: trainer === "fsdp" ? state.processes : 1,
+    precision: state.precision, ddp: trainer === "ddp",
+    shards: trainer === "fsdp" ? state.processes : 1,
   };
 }
 
@@ -364,9 +356,8 @@ function flags(state) {
     else words.push("--tokenizer-name", "bpe", "--vocab-size", state.vocabulary);
   }
   if (state.dropout === "on") words.push("--dropout", 0.1);
-  const precision = isApple(state.card) ? "" : state.precision; // (those chips have one only)
-  if (precision === "float16") words.push("--amp-dtype", "float16");
-  if (precision === "float32") words.push("--no-amp");
+  if (state.precision === "float16") words.push("--amp-dtype", "float16");
+  if (state.precision === "float32") words.push("--no-amp");
   add("--optimizer", "optimizer"), add("--moments-dtype", "moments");
   if (state.head !== "chunks") words.push("--loss-chunks", 1);
   return words;

@@ -1,5 +1,6 @@
 """Choose by prediction: the fastest way to recompute that fits, and what it is called."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +38,7 @@ def pick_recompute(
     if none.peak <= budget:
         return none
     alike = all_alike(planner, batch_size)
-    mixes = all_mixes(planner.config.n_layers)
-    mixes = mixes[(mixes < len(alike)).all(axis=1)]
+    mixes = all_mixes(planner.config.n_layers, [vars(step.config) for step in alike])
     peaks = peaks_of(alike, mixes)
     configs = [config_of(alike, mix) for mix in mixes]
     if card is None:
@@ -60,20 +60,23 @@ def all_alike(planner: Planner, batch_size: int) -> list[StepMemory]:
 
 
 def rungs(planner: Planner) -> list[dict[str, Any]]:
-    """RUNGS; under shards, which are gathered block by block, no group of blocks."""
-    return [rung for rung in RUNGS if planner.shards == 1 or "recompute_group" not in rung]
+    """RUNGS; under shards, which are gathered block by block, no group of blocks; without fused
+    attention, nothing that keeps the result of its operator."""
+    found = [rung for rung in RUNGS if planner.shards == 1 or "recompute_group" not in rung]
+    of_attention = () if planner.fused else ("selective", "sdpa")
+    return [rung for rung in found if rung["recompute"] not in of_attention]
 
 
-def all_mixes(n_layers: int) -> np.ndarray:
-    """(mixes, n_layers): the rung of each block. One for all, or one for the first N and another
-    one for the rest. (A group is for the first ones, and whole.)"""
+def all_mixes(n_layers: int, rungs: Sequence[dict[str, Any]] = RUNGS) -> np.ndarray:
+    """(mixes, n_layers): the rung of each block, its place in `rungs`. One for all, or one for the
+    first N and another one for the rest. (A group is for the first ones, and whole.)"""
     block, mixes = np.arange(n_layers), []
-    for first, rung in enumerate(RUNGS):
-        group = rung.get("recompute_group", 1)
+    groups = [rung.get("recompute_group", 1) for rung in rungs]
+    for first, (rung, group) in enumerate(zip(rungs, groups, strict=True)):
         mixes.append(np.full(n_layers, first))
         if rung["recompute"] != "none":
-            for rest in range(len(RECOMPUTE_POLICIES)):
-                if rest != first:
+            for rest in range(len(rungs)):
+                if rest != first and groups[rest] == 1:
                     mixes += [
                         np.where(block < n, first, rest) for n in range(group, n_layers, group)
                     ]

@@ -26,7 +26,6 @@ Under autocast each input of a linear layer comes with a copy of the layer's wei
 """
 
 import math
-from itertools import pairwise
 
 import torch
 
@@ -60,20 +59,19 @@ def peak(
     optimizer: str = "adamw",
     moments: torch.dtype = torch.float32,
     *,
-    cuda: bool = True,
     ddp: bool = False,
     shards: int = 1,
 ) -> tuple[str, dict[str, int]]:
     """Where the peak of a training step stands, "head" or "backward, block 11", and of how many
     bytes of each of KINDS it is made.
 
-    Of a GPU; `cuda`: of NVIDIA's, whose kernels take some more. (A CPU takes as much as another
-    GPU, but not with dropout: it keeps more masks.) `ddp` and `shards`: as in `Planner`. Raises
-    ValueError for what it has no formula for, groups of blocks and offload.
+    Of a GPU of NVIDIA's. (Without dropout a CPU takes what it does without its kernels' own memory;
+    with dropout, and on Apple's chips, attention keeps its scores.) `ddp` and `shards`: as in
+    `Planner`. Raises ValueError for what it has no formula for, groups of blocks and offload.
     """
     if config.recompute_group > 1 or config.offload_activations:
         raise ValueError("no formula for recompute_group, nor for offload_activations")
-    walk = Walk(config, batch_size, seq_len, precision, cuda, ddp, shards)
+    walk = Walk(config, batch_size, seq_len, precision, ddp, shards)
     policies = [config.recompute] * config.n_recomputed
     policies += [config.recompute_rest] * (config.n_layers - config.n_recomputed)
     form = closed_form(config, batch_size, seq_len, precision)
@@ -96,7 +94,6 @@ class Walk:
         batch_size: int,
         seq_len: int,
         precision: torch.dtype,
-        cuda: bool,
         ddp: bool,
         shards: int,
     ):
@@ -122,8 +119,8 @@ class Walk:
             "gelu": a * N * F + copies * C * F,
         }
         # What kernels work in, all the time and in attention's backward: see planner/kernels.py
-        self.cuda, self.in_attention = cuda, 0
-        if cuda and self.amp:
+        self.in_attention = 0
+        if self.amp:
             T, D = seq_len + -seq_len % 128, C // H + -(C // H) % 32
             self.in_attention = 4 * batch_size * H * T * (D + 1)
 
@@ -152,7 +149,7 @@ class Walk:
     def forward(self, blocks: int) -> None:
         """What it leaves; blocks: what they keep, as closed_form has it."""
         N, C = self.N, self.C
-        self.born("temporaries", WORKSPACES * self.cuda)
+        self.born("temporaries", WORKSPACES)
         # Ids and labels; the embeddings' mask; what comes out of the blocks, and ln_f's statistics.
         self.born("activations", 16 * N + self.sizes["mask"] + 4 * N * C + 8 * N + blocks)
         if self.n > 1:  # the root's weights are whole; and the last block's buffer is still there
@@ -257,10 +254,6 @@ class Walk:
         self.place, most = "optimizer", 0
         if muon or lean or n > 1:
             most = most_copied(tables + sizes * L * (not muon), lean)
-        if not self.cuda:  # no fused kernel: two tensors of a parameter, one of the last one's
-            sizes = tables + sizes + sizes[:1]  # (c_attn of the next block)
-            sizes = [min(AT_A_TIME, size) if muon or lean else size for size in sizes]
-            most += max(4 * last + 8 * size for last, size in pairwise([0, *sizes]))
         for rows, columns in matrices if muon else ():
             alike = L * matrices.count((rows, columns))
             together = min(alike, max(1, AT_A_TIME // (rows * columns)))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memory import HostMemory, head
 from memory.offload import SMALL
@@ -39,8 +40,8 @@ class Planner:
         precision: float32, or the dtype of autocast. (float16's GradScaler needs some bytes more.)
         make_optimizer: what the trainer makes its own with.
         device_type: the kind of device it is planned for. The fake tensors are the CPU's in any
-            case; for a GPU its fused dropout and attention are put in, for "cuda" what its kernels
-            take besides (planner/kernels.py).
+            case. For "cuda" its fused dropout and attention are put in, and what its kernels take
+            besides (planner/kernels.py); on "mps" neither is fused where it is trained.
         accumulate: forward runs beside the gradients of an earlier micro-batch.
         ddp: gradients stay, in the buckets of DistributedDataParallel.
         compress: they are averaged in bfloat16, in copies (the first step's are one bucket).
@@ -64,6 +65,7 @@ class Planner:
         self.config, self.seq_len, self.precision = config, seq_len, precision
         self.on_cpu, self.accumulate, self.ddp = device_type == "cpu", accumulate, ddp
         self.kernels = device_type == "cuda"  # there they need memory of their own, too
+        self.fused = device_type != "mps"  # attention, which else keeps its scores, (B, H, T, T)
         self.compress, self.shards = compress, shards
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
@@ -71,7 +73,7 @@ class Planner:
         with self.fake:
             self.model = MiniGPT(config).train()
             self.model.token_embedding.on_cpu = self.on_cpu
-            if not self.on_cpu:
+            if self.kernels:
                 fuse_dropout(self.model)
             # What a process holds, and updates.
             self.held = self.model if shards == 1 else shard_of(config, shards)
@@ -202,6 +204,7 @@ class Planner:
             few_chunks(tracker, MOST_RUNS if witness else 0),
             witness.modules if witness else nullcontext(),
             gather(model, self.held, self.shards, tracker, gloo=self.on_cpu) as gathering,
+            nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):
             for parameter in made_before:
@@ -341,7 +344,7 @@ def follow(model: MiniGPT, tracker: StorageTracker) -> Iterator[None]:
 
 
 class FusedDropout(nn.Module):
-    """Dropout as a GPU does it: what it keeps is a mask of one byte an element."""
+    """Dropout as CUDA does it: what it keeps is a mask of one byte an element."""
 
     def __init__(self, p: float):
         super().__init__()
@@ -352,7 +355,7 @@ class FusedDropout(nn.Module):
 
 
 def fuse_dropout(model: MiniGPT) -> None:
-    """A CPU has no fused dropout, and no fused attention with dropout; a GPU has both."""
+    """A CPU has no fused dropout, and no fused attention with dropout; CUDA has both."""
     for module in list(model.modules()):
         if isinstance(getattr(module, "dropout", None), nn.Dropout) and model.config.dropout > 0:
             module.dropout = FusedDropout(model.config.dropout)

@@ -69,7 +69,6 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
                 "precision": pick(torch.bfloat16, torch.float16, torch.float32),
                 "optimizer": pick("adamw", "muon"),
                 "moments": pick(torch.float32, torch.bfloat16),
-                "cuda": pick(True, True, False),
                 **processes,
             }
         )
@@ -82,5 +81,5 @@ def as_page(shape: dict[str, Any]) -> dict[str, Any]:
     same = {LETTERS[name]: getattr(config, name) for name in LETTERS}
     same |= {"B": shape["batch_size"], "T": shape["seq_len"], "dropout": config.dropout > 0}
     same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}
-    same |= {"layers": config.n_recomputed, "optimizer": shape["optimizer"], "cuda": shape["cuda"]}
+    same |= {"layers": config.n_recomputed, "optimizer": shape["optimizer"]}
     return same | {"ddp": shape.get("ddp", False), "shards": shape.get("shards", 1)}

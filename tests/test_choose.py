@@ -19,6 +19,7 @@ from planner.choose import (
     peaks_of,
     pick_recompute,
     recompute_flags,
+    rungs,
 )
 from planner.formulas import recompute_cost
 
@@ -50,6 +51,20 @@ def test_auto_takes_the_cheapest_that_fits():
     assert pick_recompute(plan, batch_size, max(peaks)).config.recompute == "none"
     nothing = pick_recompute(plan, batch_size, min(peaks) - 1)
     assert nothing.peak == min(peaks)
+
+
+def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():
+    """On MPS `sdpa` keeps what `full` does, and `selective` the scores."""
+    plan = planner(WIDE, device_type="mps")
+    full, sdpa = (plan.step(24, recompute=policy) for policy in ("full", "sdpa"))
+    assert full.kept == sdpa.kept
+    offered = {rung["recompute"] for rung in rungs(plan)}
+    assert offered == {"none", "cheap", "mlp", "attn", "full"}
+    most, least = (plan.step(24, recompute=policy).peak for policy in ("none", "full"))
+    for budget in np.linspace(least, most, 5).astype(int).tolist():
+        taken = pick_recompute(plan, 24, budget)
+        assert taken.peak <= budget
+        assert {taken.config.recompute, taken.config.recompute_rest} <= offered
 
 
 def test_all_mixes_are_all():

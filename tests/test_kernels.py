@@ -18,8 +18,6 @@ def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
     more = with_kernels - without.total - 1000
     assert sorted(more)[-CONFIG.n_layers - 1 :] == [0] + [each] * CONFIG.n_layers
     assert not more[: without.phase("backward").start].any()
-    assert (planner(CONFIG, precision, device_type="mps").step(5, recompute="full").total ==
-            without.total).all()  # fmt: skip
 
 
 @pytest.mark.parametrize(("capability", "mib"), [((8, 9), 16.25), ((9, 0), 64), ((12, 0), 16.25)])

@@ -11,6 +11,7 @@ from memory_shapes import CONFIG, WIDE, T
 from test_model import random_ids
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -159,6 +160,19 @@ def test_gpu_keeps_masks_of_one_byte_and_no_attention_scores():
     cpu = planner(config).step(8).kept_per_block
     assert gpu - plain == 2 * 8 * T * config.d_model
     assert cpu > 1.3 * gpu
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_mps_keeps_attentions_scores(policy, dropout):
+    """As a CPU's real step does without fused attention."""
+    config = replace(WIDE, dropout=dropout, recompute=policy, n_heads=8)
+    fused, mps = (planner(config, device_type=kind).step(40) for kind in ("cuda", "mps"))
+    with sdpa_kernel(SDPBackend.MATH):
+        assert mps.peak == pytest.approx(measured_peak(config, 40), rel=0.003)
+    scores, normaliser = 40 * config.n_heads * T * T * 4, 40 * config.n_heads * T * 4
+    if policy == "none" and not dropout:
+        assert mps.kept_per_block - fused.kept_per_block == scores - normaliser
 
 
 def test_offloaded_activations_leave_a_gpu():
