@@ -60,6 +60,8 @@ class FSDPProcess(DDPProcess):
             raise UsageError(f"{group}: train_fsdp.py gathers block by block; 1 fits")
         if args.compress_gradients:
             raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
+        if self.device.type == "cuda" and not dist.is_nccl_available():
+            raise UsageError("train_fsdp.py needs NCCL on GPUs, which Windows lacks: train_ddp.py")
 
     def place(self, model: MiniGPT) -> None:
         # What is gathered together: a block; and all that is no block (embeddings and ln_f), which

@@ -92,6 +92,14 @@ def this_machine(
     tokens of 32 channels, a third at 1,024 of 64.
     """
     device = device or torch.device("cpu")
+    card = measure_card(device, seq_len, head_size)
+    if device.type == "cuda":  # what that took is neither in use now, nor a run's peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return card
+
+
+def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
     on_gpu = device.type != "cpu"
     n, size = (4096, 2**28) if on_gpu else (1024, 2**26)
 

@@ -191,8 +191,10 @@ def run_process(command: list[str], log: Path, seconds: float) -> str | None:
     except subprocess.TimeoutExpired:
         return f"the deadline came, after {seconds:.0f} s"
     finally:
-        with suppress(ProcessLookupError):  # also what it has started
-            os.killpg(process.pid, signal.SIGKILL)
+        if hasattr(os, "killpg"):  # also what it has started
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # (Windows)
         process.wait()
     if code == 0:
         return None

@@ -111,6 +111,13 @@ for name in names:
 """
 
 
+def test_a_worker_that_hangs_ends_without_groups_of_processes(tmp_path, monkeypatch):
+    """As on Windows."""
+    monkeypatch.delattr(os, "killpg")
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    assert gpu_report.run_process(command, tmp_path / "log", 0.2).startswith("the deadline came")
+
+
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     script = tmp_path / "worker.py"

@@ -1,5 +1,7 @@
 """--tf32 and how sums are added up: settings of a GPU alone; and what a GPU can do at most then."""
 
+import itertools
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +53,16 @@ def test_tf32_is_a_setting_of_a_gpu(settings):
         assert settings() == there
 
 
+def test_what_torch_2_9_says_of_the_setting_is_no_users_business(monkeypatch):
+    monkeypatch.setattr(
+        torch, "set_float32_matmul_precision",
+        lambda _: warnings.warn("Please use the new API settings to control ...", stacklevel=1),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_matmul_precision(torch.device("cuda"), tf32=True)
+
+
 def test_the_trainer_asks_for_it_and_a_cpu_does_not_care(tmp_path, monkeypatch, settings, capsys):
     asked, before = [], settings()
 
@@ -84,6 +96,20 @@ def test_the_first_lines_say_what_a_gpu_rounds(tmp_path, monkeypatch, flags, wor
     run.process.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     assert f"device   1 x cuda (a card), {words}\n" in describe_run(run, "", None)
+    run.held_lock.close()
+
+
+def test_a_gpu_that_is_not_found_is_a_note(tmp_path, monkeypatch):
+    """To whoever asked for none in particular and has a PyTorch that is for one."""
+    args = fill_in(build_parser("t", "x.pt").parse_args([*TINY, f"--checkpoint-path={tmp_path}/r"]))
+    run = set_up(args, OneProcess(torch.device("cpu")))
+    for asked, cuda in itertools.product(("auto", "cpu"), ("13.0", None)):
+        monkeypatch.setattr("torch.version.cuda", cuda)
+        args.device = asked
+        found = describe_run(run, "", None).count(
+            "note     no GPU found by a PyTorch for CUDA 13.0"
+        )
+        assert found == (asked == "auto" and cuda is not None)
     run.held_lock.close()
 
 

@@ -23,8 +23,10 @@ from runs import ROOT, TINY, TORCHRUN, metrics, same, snapshot, torchrun, train_
 import train_minimal
 from scripts.faults import weights_hash
 from scripts.trainer_process import history
+from train_ddp import DDPProcess
+from train_fsdp import FSDPProcess
 from trainer.claim import replaced_runs
-from trainer.flags import UsageError
+from trainer.flags import UsageError, build_parser
 from trainer.torchrun import Torchrun, common_name, lost_others
 
 FP32 = "--no-amp"
@@ -247,10 +249,24 @@ def second_of_two(monkeypatch) -> Torchrun:
 def test_each_process_connects_its_own_gpu(monkeypatch):
     asked = []
     monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     torchrun, gpu = second_of_two(monkeypatch), torch.device("cuda", 1)
     assert torchrun.connect(torch.device("cpu")) is None and not asked  # the CPUs have met
     torchrun.connect(gpu)
     assert asked == [{"backend": "nccl", "timeout": torchrun.timeout, "device_id": gpu}]
+
+
+def test_gpus_without_nccl(monkeypatch):
+    """As on Windows: gloo averages gradients there, but cannot deal out a model."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(dist, "new_group", None)
+    torchrun, gpu = second_of_two(monkeypatch), torch.device("cuda", 1)
+    assert torchrun.connect(gpu) is None
+    monkeypatch.setattr(Torchrun, "device", lambda *_: gpu)
+    args = build_parser("test", "x.pt").parse_args([])
+    assert DDPProcess(args).device == gpu
+    with pytest.raises(UsageError, match="needs NCCL on GPUs.*: train_ddp.py"):
+        FSDPProcess(args)
 
 
 def test_a_network_interface_that_is_not_there(tmp_path):

@@ -130,6 +130,21 @@ def test_this_machine_is_measured(monkeypatch):
     assert len(replace(card, name="x").attention) == len(PRECISIONS)
 
 
+def test_what_measuring_took_is_given_back(monkeypatch):
+    """Else it would be missing in what is free, and be the peak of the run."""
+    asked = []
+    for name in ("measure_card", "torch.cuda.empty_cache", "torch.cuda.reset_peak_memory_stats"):
+        note = lambda *args, name=name: asked.append((name, args)) or SIMPLE  # noqa: E731
+        monkeypatch.setattr(f"planner.clock.{name}", note)
+    gpu = torch.device("cuda", 1)
+    assert this_machine(gpu, 16, 8) == SIMPLE
+    assert asked == [
+        ("measure_card", (gpu, 16, 8)),
+        ("torch.cuda.empty_cache", ()),
+        ("torch.cuda.reset_peak_memory_stats", (gpu,)),
+    ]
+
+
 def test_the_fastest_run_counts(monkeypatch):
     # start; begin, end, enough? each time
     ticks = iter([0.0, 0.0, 0.5, 0.6, 0.6, 0.8, 0.9, 1.0, 2.0, 3.0])

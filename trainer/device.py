@@ -1,6 +1,7 @@
 """On which device a run computes, and in which precision."""
 
 import argparse
+import warnings
 
 import torch
 
@@ -46,8 +47,11 @@ def set_matmul_precision(device: torch.device, tf32: bool) -> None:
     """
     if device.type != "cuda":
         return
-    # Not the newer fp32_precision: torch.compile ends in an error with it (pytorch#166387).
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    # Not the newer fp32_precision, which torch 2.9 asks for: torch.compile ends in an error with it
+    # (pytorch#166387).
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings")
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # A long sum (one over the vocabulary, in the head's backward) may be cut in parts for several
     # cores. cuBLAS may add those up in the result's 8 or 11 bits, unless it is told not to: see
     # "Numerical accuracy" in PyTorch's notes.

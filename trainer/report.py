@@ -73,6 +73,11 @@ def describe_run(
             "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
             "--tokenizer-name bpe trains one on your text"
         )
+    if device.type == "cpu" and args.device == "auto" and torch.version.cuda:
+        lines.append(
+            f"note     PyTorch, built for CUDA {torch.version.cuda}, finds no GPU: if there is one, is "
+            "its driver as new (nvidia-smi)? --device cpu leaves this out"
+        )
     if args.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
     if resumed is not None:

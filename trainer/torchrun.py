@@ -128,8 +128,8 @@ class Torchrun:
             ) from None
 
     def connect(self, device: torch.device) -> dist.ProcessGroup | None:
-        """Connect the devices of all processes, for gradients; None: the CPUs, which have met."""
-        if device.type == "cpu":
+        """Connect the devices of all processes, for gradients; None: as the CPUs have met."""
+        if device.type == "cpu" or not dist.is_nccl_available():  # (Windows; gloo can do both)
             return None
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=device)
 
