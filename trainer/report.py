@@ -75,8 +75,8 @@ def describe_run(
         )
     if device.type == "cpu" and args.device == "auto" and torch.version.cuda:
         lines.append(
-            f"note     PyTorch, built for CUDA {torch.version.cuda}, finds no GPU: if there is one, "
-            "is its driver as new (nvidia-smi)? --device cpu leaves this out"
+            f"note     PyTorch, built for CUDA {torch.version.cuda}, finds no GPU: if there is "
+            "one, is its driver as new (nvidia-smi)? --device cpu leaves this out"
         )
     if args.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
