@@ -63,7 +63,8 @@ class Card:
 
 def seconds(work: Work, card: Card) -> float:
     """The roofline, operator by operator."""
-    return float(seconds_of_each(work, card) @ work.times)
+    # (Not `@`, a BLAS's product: what a CPU is decides in which order that adds up.)
+    return float((seconds_of_each(work, card) * work.times).sum())
 
 
 def seconds_of_each(work: Work, card: Card) -> np.ndarray:

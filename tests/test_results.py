@@ -43,6 +43,7 @@ def test_the_pictures_numbers_are_what_the_planner_says():
     for name in CHEAP:
         step = planner.step(2, **POLICIES[name])
         wanted = json.loads(json.dumps(memory_timeline.row(step, card)))
+        wanted["predicted_s"] = pytest.approx(wanted["predicted_s"], rel=1e-9)  # a sum of floats
         assert wanted in rows, f"{name}: made with torch {file['torch']}; {REMAKE}"
 
 
