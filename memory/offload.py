@@ -31,12 +31,11 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 SMALL = 2**20  # bytes; what is smaller stays: it is not worth a copy
 IN_FLIGHT = 2  # tensors that may be on their way out before the computing stream waits
@@ -77,7 +76,7 @@ class Offload:
     def __init__(self, host: HostMemory, blocks: Iterable[nn.Module]):
         self.host, self.blocks = host, list(blocks)
         self.at_work = self.blocks  # those that run now
-        self.weights: set[StorageWeakRef] | None = None  # theirs
+        self.weights: set[ref[UntypedStorage]] | None = None  # theirs
         # What is being copied out must not be freed yet: (tensor, its copy is done).
         self.in_flight: deque[tuple[Tensor, Any]] = deque()
         self.newest = Tickets()  # of the block that ran last
@@ -108,7 +107,7 @@ class Offload:
         q, k and v are views of one storage, which travels once. So does what two operators keep.
         """
         storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)
+        reference = ref(storage)
         if storage.nbytes() < SMALL or self.is_weight(reference):
             return tensor.detach()  # (an operator that keeps its own result would keep itself)
         key = reference, tensor._version, tensor.dtype  # (changed in place, it is another one)
@@ -121,14 +120,14 @@ class Offload:
             self.settle(IN_FLIGHT)
         return ticket, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def is_weight(self, storage: StorageWeakRef) -> bool:
+    def is_weight(self, storage: ref[UntypedStorage]) -> bool:
         """Weights stay. They are told by their storage: what a linear layer saves is weight.t(),
         which is no Parameter. (Low-precision copies of weights, which autocast makes, are tensors
         like others, and travel with the policies that keep some; `full` keeps none.)
         """
         if self.weights is None:  # only now, in a block: if they are sharded, its own are whole now
             weights = (weight for block in self.at_work for weight in block.parameters())
-            self.weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights}
+            self.weights = {ref(weight.untyped_storage()) for weight in weights}
         return storage in self.weights
 
     def settle(self, still: int = 0) -> None:
@@ -187,7 +186,7 @@ class Ticket:
 
 
 # The tickets of one block, by what they are for; those that live.
-Tickets = WeakValueDictionary[tuple[StorageWeakRef, int, torch.dtype], Ticket]
+Tickets = WeakValueDictionary[tuple[ref[UntypedStorage], int, torch.dtype], Ticket]
 
 
 def fetch_all(tickets: Tickets) -> None:

@@ -120,7 +120,7 @@ class Record:
 
     def alive(self, at: int) -> list[Storage]:
         """What is there after operator `at`, in the order of birth."""
-        return [s for s in self.storages if s.born <= at <= s.died and s.bytes]
+        return [s for s in self.storages if s.born <= at <= s.died]
 
     @property
     def at_peak(self) -> list[Storage]:

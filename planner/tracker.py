@@ -139,7 +139,8 @@ class StorageTracker(TorchDispatchMode):
             storage.died = self.now
 
         self.known[address] = weakref.ref(memory, gone), storage
-        self.storages.append(storage)
+        if size:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
+            self.storages.append(storage)
         return storage
 
     def name(self, tensor: Tensor, kind: str, name: str) -> None:
@@ -241,4 +242,4 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     del graph
     if isinstance(model, MiniGPT):
         model.host_memory = HostMemory()
-    return [storage for storage in kept if storage.bytes]
+    return kept
