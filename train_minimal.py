@@ -67,8 +67,8 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 def train_step(run: Run) -> tuple[Tensor, Tensor]:
     """Step number `run.step`: forward and backward over the micro-batches, then one update.
 
-    Returns (losses of this process's micro-batches (A,), gradient norm ()), both on the device;
-    A is --grad-accum-steps.
+    Returns (losses of this process's micro-batches (A,), gradient norm ()), on the device (the norm
+    only if Python did not have to read it); A is --grad-accum-steps.
     """
     args, process, clock = run.args, run.process, run.clock
     for group in run.optimizer.param_groups:
@@ -103,7 +103,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     # One NaN among the gradients would be in every weight after one update; clipping does not
     # help, it divides by the NaN. All processes have the same averaged gradients: all skip the
     # update, or none. (The device decides: Python does not wait for it.)
-    update_if_finite(run.optimizer, grad_norm)
+    grad_norm = update_if_finite(run.optimizer, grad_norm)
     run.scaler.update()  # float16: halves the loss scale after an overflow
     process.clear_gradients(run.optimizer)
     return torch.stack(losses), grad_norm

@@ -84,6 +84,15 @@ def test_an_update_that_is_skipped_leaves_no_trace(adamw, bad):
 # ---- Nobody waits
 
 
+def test_a_device_that_has_to_be_asked_is_asked_once(adamw):
+    """On MPS the norm is read before the update, and not again behind it."""
+    _, optimizer = adamw()
+    norm = torch.tensor(2.0)
+    on_a_device = SimpleNamespace(cpu=lambda: norm, isfinite=lambda: norm.isfinite())
+    returned = update_if_finite(optimizer, on_a_device)
+    assert returned is (on_a_device if optimizer.defaults["fused"] else norm)
+
+
 class Reads(TorchDispatchMode):
     """Notes when Python reads a number from a tensor, which on a GPU waits for all before it."""
 

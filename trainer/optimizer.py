@@ -308,19 +308,21 @@ def optimizer_name(args: argparse.Namespace) -> str:
     return {"adamw": "AdamW", "muon": "Muon and AdamW"}[args.optimizer]
 
 
-def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:
     """One step of the optimizer; none, to the bit, if the gradients' norm () is not finite.
 
     The fused kernel looks by itself at a number on the device, `found_inf`: at 1 it leaves weights,
     moments and step count alone. It was made for GradScaler.step, which would set it by the
     gradients; their norm can overflow where none of them does. (LeanOptimizer's Muon goes by it,
-    too.) Other kernels have to be asked not to run, and to ask Python must wait for the device.
+    too.) Other kernels have to be asked not to run, MPS's fused one among them, and to ask Python
+    must wait for the device. So the norm is returned: from where it is known.
     """
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
         optimizer.step()
-    elif grad_norm.isfinite():
+    elif (grad_norm := grad_norm.cpu()).isfinite():
         optimizer.step()
+    return grad_norm
 
 
 @torch.no_grad()
