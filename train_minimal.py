@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trainer.endings import SkippedUpdates, StopSignal, nan_if_infinite, run_safely
+from trainer.endings import Signals, SkippedUpdates, nan_if_infinite, run_safely
 from trainer.flags import build_parser
 from trainer.metrics import perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
 from trainer.report import is_silent, log, measure, show_before, show_first
-from trainer.run import Run, save
+from trainer.run import Run, save, save_is_asked
 from trainer.setup import start_log
 from trainer.snapshot import beside
 
@@ -163,7 +163,7 @@ def train(run: Run) -> dict[str, Any]:
         evaluate_and_log(run, record, due(run.step, args.eval_interval, args.num_steps))
     first = run.step + 1
     skipped = SkippedUpdates(run)
-    with bar, clock, StopSignal(run) as stop:
+    with bar, clock, Signals(run) as signals:
         while run.step < args.num_steps and not run.stopped_by:
             run.step += 1
             losses, grad_norm = train_step(run)
@@ -173,12 +173,14 @@ def train(run: Run) -> dict[str, Any]:
             clock.end_step()
             bar.update()
             skipped.take(grad_norm)  # raises NotFinite after several in a row
-            # All processes must do the same after the same step: stop, whichever of them got the
-            # signal; log, when process 0 has been silent for long.
-            run.stopped_by, silent = process.largest([stop.number, is_silent(run)])
+            # All processes must do the same after the same step: stop or save, whichever of them is
+            # asked to; log, when process 0 has been silent for long.
+            run.stopped_by, save_asked, silent = process.largest(
+                [signals.number, save_is_asked(run), is_silent(run)]
+            )
             log_now = due(run.step, args.log_interval, args.num_steps) or silent
             evaluate_now = due(run.step, args.eval_interval, args.num_steps)
-            save_now = save_is_due(run, skipped)
+            save_now = save_is_due(run, skipped, save_asked > 0, evaluate_now)
             if log_now or evaluate_now or save_now:
                 skipped.read_last()  # one too many ends the run before it is logged or saved
                 record = measure(run, losses, grad_norm)
@@ -198,8 +200,9 @@ def due(step: int, interval: int, num_steps: int) -> bool:
     return step >= num_steps or (interval > 0 and step % interval == 0)
 
 
-def save_is_due(run: Run, skipped: SkippedUpdates) -> bool:
-    """At the end, and when the last save is in another interval.
+def save_is_due(run: Run, skipped: SkippedUpdates, asked: bool, evaluate_now: bool) -> bool:
+    """At the end; when it is asked for, by a signal or the time; when the last save is in another
+    interval of steps; and with the first evaluation, if nothing was saved before.
 
     But not while steps are being skipped: the weights stay as they are, and to save them again
     would only push the snapshot before out of `.prev.pt`. Such a save waits, unless the run ends.
@@ -207,7 +210,9 @@ def save_is_due(run: Run, skipped: SkippedUpdates) -> bool:
     interval = run.args.save_interval
     if run.step == run.args.num_steps or run.stopped_by:
         return True
-    due_by_now = interval > 0 and run.step // interval > run.saved_step // interval
+    by_steps = interval > 0 and run.step // interval > run.saved_step // interval
+    is_first = evaluate_now and run.saved_step == 0
+    due_by_now = asked or by_steps or is_first
     return due_by_now and skipped.read_last() == 0  # (waits for the GPU, if a save is due)
 
 

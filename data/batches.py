@@ -130,11 +130,16 @@ class Windows:
             opened: dict[int, FileIO] = {}
             for row, number, shard in zip(rows, numbers.tolist(), shards.tolist(), strict=True):
                 file = self.files[shard]
-                if shard not in opened:
-                    opened[shard] = stack.enter_context(open(file.path, "rb", buffering=0))
                 start = (number - int(self.first[shard])) * self.seq_len
-                opened[shard].seek(file.offset + start * file.itemsize)
-                block = opened[shard].read(row.size * file.itemsize)
+                try:
+                    if shard not in opened:
+                        opened[shard] = stack.enter_context(open(file.path, "rb", buffering=0))
+                    opened[shard].seek(file.offset + start * file.itemsize)
+                    block = opened[shard].read(row.size * file.itemsize)
+                except OSError as error:
+                    raise DataError(f"{file.path}: {error.strerror}; put it back") from None
+                if len(block) < row.size * file.itemsize:
+                    raise DataError(f"{file.path} has become shorter; put back what it was")
                 row[:] = np.frombuffer(block, dtype=file.dtype)
         return torch.from_numpy(rows)
 

@@ -306,6 +306,7 @@ ENVIRONMENTS = {
         "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"
     ),
     "WORLD_SIZE missing": rank("torchrun", WORLD_SIZE=None),
+    "WORLD_SIZE of 5,000 digits": rank("WORLD_SIZE=9{40} is not", WORLD_SIZE="9" * 5000),
     "RANK=abc": rank("RANK.*abc.*torchrun", RANK="abc"),
     "LOCAL_RANK is empty": rank("LOCAL_RANK.*torchrun", LOCAL_RANK=""),
     "WORLD_SIZE=0": rank("WORLD_SIZE.*0.*torchrun", WORLD_SIZE="0"),

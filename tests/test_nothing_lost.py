@@ -8,6 +8,7 @@ import os
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 from runs import TINY, metrics, run, same, snapshot, train_here
@@ -177,6 +178,48 @@ def test_what_was_evaluated_after_the_save_still_counts(tmp_path, monkeypatch, i
     assert train_here(path, *flags, "--resume") == 0
     best = snapshot(tmp_path / "run.best.pt")
     assert (best["step"], best["best_val_loss"]) == (20, 1.0)
+
+
+# ---- Data that go
+
+
+@pytest.mark.parametrize("what", ["training", "validation", "all of it"])
+def test_a_token_file_that_shrinks(tmp_path, monkeypatch, capsys, what):
+    """The weights are those of the last step that was finished: they are saved."""
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    files = {name: tmp_path / f"{name}.bin" for name in ("training", "validation")}
+    for file in files.values():
+        file.write_bytes(np.tile(np.arange(250, dtype=np.uint16), 3).tobytes())
+    flags = [*TINY[TINY.index("--n-layers") :], "--tokenizer-name=byte", "--eval-interval=5"]
+    flags += [f"--train-data={files['training']}", f"--val-data={files['validation']}"]
+    flags += ["--grad-accum-steps=2", "--save-minutes=0", FP32]
+    assert train_minimal.main([*flags, f"--checkpoint-path={whole}"]) == 0
+    before, real = files["training"].read_bytes(), train_minimal.train_step
+
+    def train_step(run):
+        if run.step == 8:
+            for name, file in files.items():
+                if what == name:
+                    file.write_bytes(b"\1\0")
+                elif what not in files:
+                    file.unlink()
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    capsys.readouterr()
+    assert train_minimal.main([*flags, f"--checkpoint-path={path}"]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    done, name = (10, "validation") if what == "validation" else (7, "training")
+    why = "No such file or directory; put it back" if what not in files else "has become shorter"
+    assert f"{files[name]}" in line and why in line
+    assert line.endswith(f"; then go on from {path}, step {done}, with --resume")
+    assert snapshot(path)["step"] == done and snapshot(tmp_path / "run.prev.pt")["step"] == 5
+    for file in files.values():
+        file.write_bytes(before)
+    monkeypatch.undo()
+    assert train_minimal.main(["--resume", f"--checkpoint-path={path}"]) == 0
+    for part in ("model", "optimizer", "step"):
+        assert same(snapshot(path)[part], snapshot(whole)[part])
 
 
 # ---- A full disk

@@ -8,6 +8,7 @@ test_nothing_lost.py.
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from trainer.claim import replaced_runs
 from trainer.flags import UsageError, build_parser
+from trainer.process import OneProcess
 from trainer.torchrun import Torchrun, common_name, lost_others
 
 FP32 = "--no-amp"
@@ -109,7 +111,8 @@ def test_a_process_that_hangs_ends_the_job(tmp_path):
     result = faulty_torchrun(
         path, "stall:1:7", "--save-interval=5", expect=1, MINIGPT_TIMEOUT_S="5"
     )
-    waited = "error: rank 0 waited 5 s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+    waited = "error: rank 0 waited 5 s for the others in vain (MINIGPT_TIMEOUT_S): one hangs; "
+    waited += f"go on from {path}, step 5, with --resume"
     assert waited in errors(result)  # (rank 1, too, if it is that slow to wake up)
     assert "train_ddp.py" not in result.stderr  # no traceback but torchrun's own
     assert snapshot(path)["step"] == 5
@@ -199,8 +202,34 @@ def test_nccl_waits_in_vain(text, monkeypatch):
 @pytest.mark.parametrize("text", GONE)
 def test_nccl_lost_another_process(text):
     line = lost_others(dist.DistBackendError(text))
-    assert "lost the connection to another process: " in line
-    assert line.endswith(text.splitlines()[-1])
+    assert "lost the connection to another process, which ended (" in line
+    assert text.splitlines()[-1].rstrip(".") in line
+
+
+GLOO = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error "
+    "[127.0.0.1]:51234: Connection reset by peer. This may indicate a bug in the application, or "
+    "that the other process has ended; consider to look at its log, or to set GLOO_SOCKET_IFNAME"
+)
+
+
+def test_a_lost_process_costs_one_line_that_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    """No place in C++, no half of a word; and it is no bug."""
+    path, real = tmp_path / "run.pt", train_minimal.train_step
+
+    def train_step(run):
+        if run.step == 7:
+            raise RuntimeError(GLOO)
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    monkeypatch.setattr(OneProcess, "world_size", 2)
+    monkeypatch.setenv("RANK", "0")
+    assert train_here(path, "--save-interval=5") == 3
+    assert capsys.readouterr().err == (
+        "error: rank 0 lost the connection to another process, which ended (Read error "
+        f"[127.0.0.1]:51234: Connection reset by peer); go on from {path}, step 5, with --resume\n"
+    )
 
 
 def test_what_nccl_finds_here_keeps_its_traceback():
@@ -239,8 +268,16 @@ def test_gloo_finds_no_way(text, monkeypatch):
         second_of_two(monkeypatch).meet()
 
 
-def second_of_two(monkeypatch) -> Torchrun:
-    environment = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": 4242}
+def test_a_port_that_is_in_use(monkeypatch):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        torchrun = second_of_two(monkeypatch, RANK=0, LOCAL_RANK=0, MASTER_PORT=port)
+        with pytest.raises(UsageError, match=f"MASTER_PORT={port}: another program has this port"):
+            torchrun.meet()
+
+
+def second_of_two(monkeypatch, **other: int) -> Torchrun:
+    environment = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": 4242} | other
     for name, value in (environment | {"MASTER_ADDR": "localhost"}).items():
         monkeypatch.setenv(name, str(value))
     return Torchrun("train_ddp.py")

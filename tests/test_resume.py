@@ -7,12 +7,10 @@ the same files: test_claim.py; see also test_bad_input.py.
 
 import os
 import re
-import signal
-import sys
 
 import pytest
 import torch
-from runs import TINY, Crash, crash_after, metrics, run, same, snapshot, train, train_here
+from runs import TINY, Crash, crash_after, metrics, same, snapshot, train, train_here
 
 import train_minimal
 from model import MiniGPT, MiniGPTConfig
@@ -104,45 +102,6 @@ def test_resumed_in_another_process(tmp_path):
     train(parts, "--resume", FULL, *CONSTANT)
     assert train_here(whole, *CONSTANT) == 0
     assert same(snapshot(whole)["model"], snapshot(parts)["model"])
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_saves_and_stops(tmp_path, monkeypatch, uninterrupted, capsys, number, code):
-    path, real = tmp_path / "run.pt", train_minimal.train_step
-
-    def train_step(run):
-        if run.step == 7:
-            os.kill(os.getpid(), number)  # in the middle of step 7
-        return real(run)
-
-    monkeypatch.setattr(train_minimal, "train_step", train_step)
-    before = signal.getsignal(number)
-    assert train_here(path, FP32, "--eval-interval=4") == code
-    assert signal.getsignal(number) is before
-    assert f"{number.name} after step 7: saved" in capsys.readouterr().out
-    assert snapshot(path)["step"] == 7 and metrics(path)[-1]["step"] == 7
-    monkeypatch.undo()
-    assert train_here(path, FP32, "--eval-interval=4", "--resume") == 0
-    whole, whole_log = uninterrupted(FP32, "--eval-interval=4")
-    assert same(snapshot(path)["model"], whole["model"]) and logged(path) == whole_log
-
-
-def test_second_signal_ends_at_once(tmp_path):
-    script = """
-import os, signal, sys, train_minimal
-real = train_minimal.train_step
-def train_step(run):
-    if run.step == 7:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-    return real(run)
-train_minimal.train_step = train_step
-sys.exit(train_minimal.main(sys.argv[1:]))
-"""
-    path = tmp_path / "run.pt"
-    result = run([sys.executable, "-c", script, *TINY, "--checkpoint-path", str(path)])
-    assert result.returncode == -signal.SIGTERM
-    assert not path.exists()
 
 
 def test_recompute_changes_no_weight(uninterrupted):

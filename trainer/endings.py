@@ -22,10 +22,11 @@ from .flags import UsageError, print_error
 from .plan import TooLarge, next_knob
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
-from .run import Run
+from .run import Run, save
 from .setup import start_run
 from .snapshot import SaveError, SnapshotError
 from .start import PROCESS_START
+from .torchrun import lost_others
 
 
 def run_safely(
@@ -49,9 +50,12 @@ def run_safely(
         # the lines below needs it any more.)
         process.close()
         return code
-    except (UsageError, DataError, SnapshotError) as error:
+    except (UsageError, SnapshotError) as error:
         complain(error)
         return 2
+    except DataError as error:
+        complain(f"{error}; then {way_back(run)}" if run else error)
+        return 3 if run else 2
     except NotFinite as error:
         complain(error)
         return 3
@@ -63,7 +67,11 @@ def run_safely(
         return 4
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
-            raise
+            line = lost_others(error) if run and run.process.world_size > 1 else None
+            if run is None or line is None:
+                raise
+            print_error(f"{line}; {way_back(run)}")  # each at once: torchrun ends those that live
+            return 3
         device = run.process.device if run is not None else None
         way = way_back(run) if run is not None and run.saved_step else None
         complain(f"out of memory with {next_knob(args, device, way)}")
@@ -88,7 +96,14 @@ def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         )
         return 0
     seconds_before = time.perf_counter() - PROCESS_START
-    record = train(run)
+    first = run.step
+    try:
+        record = train(run)
+    except DataError:  # a file that was there is gone, or shorter: the weights are good
+        run.step = first + run.clock.steps  # those that were finished
+        if run.step > run.saved_step and run.process.world_size == 1:
+            save(run, args.checkpoint_path, {})
+        raise
     if run.stopped_by and run.step < args.num_steps:
         name = signal.Signals(run.stopped_by).name
         say(
@@ -102,32 +117,49 @@ def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     return 0
 
 
-class StopSignal:
-    """Ctrl-C (SIGINT) and a cluster's SIGTERM: finish the step and save, instead of dying in it.
+class Signals:
+    """What is asked of a run from outside: to stop, by Ctrl-C (SIGINT), a cluster's SIGTERM, or a
+    terminal that is closed (SIGHUP, which `nohup` has it ignore); or to save and go on (SIGUSR1).
 
     A context around training. The handler only takes a note (and says so, as a step may be long):
-    the signal may come anywhere in the step. A second one of the same kind does what signals do:
-    it ends the process at once.
+    the signal may come anywhere in the step. A second Ctrl-C or SIGTERM does what signals do: it
+    ends the process at once.
     """
 
     def __init__(self, run: Run):
         self.run = run
 
-    def __enter__(self) -> "StopSignal":
+    def __enter__(self) -> "Signals":
         self.number = 0
-        self.before = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+            number = getattr(signal, name, None)  # Windows has the first two
+            if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
+                handler = self.save if name == "SIGUSR1" else self.stop
+                self.before[number] = signal.signal(number, handler)
         return self
 
-    def note(self, number: int, frame: object) -> None:
+    def stop(self, number: int, frame: object) -> None:
         self.number = number
-        signal.signal(number, signal.SIG_DFL)
+        again = "; again to stop at once"
+        if signal.Signals(number).name == "SIGHUP":  # shell and system may both send it
+            signal.signal(number, signal.SIG_IGN)
+            again = ""
+        else:
+            signal.signal(number, signal.SIG_DFL)
+        clock = self.run.clock
+        seconds = 1 / clock.steps_per_second() if clock.steps else 0
+        about = f" (about {seconds:.0f} s)" if seconds > 2 else ""
+        self.say(f"stopping finishing this step{about} and saving{again}")
+
+    def save(self, number: int, frame: object) -> None:
+        self.run.save_asked = True
+        self.say("saving   after this step, and going on")
+
+    def say(self, line: str) -> None:
         if self.run.process.rank == 0:
-            clock = self.run.clock
-            seconds = 1 / clock.steps_per_second() if clock.steps else 0
-            about = f" (about {seconds:.0f} s)" if seconds > 2 else ""
-            line = f"\nstopping finishing this step{about} and saving; again to stop at once\n"
             with suppress(OSError):  # not print: the signal may have come in the middle of one
-                os.write(2, line.encode())
+                os.write(2, f"\n{line}\n".encode())
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self.before.items():

@@ -266,7 +266,9 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--eval-interval", type=count_or_zero, default=250, metavar="N",
         help="steps, 0 = at the end only (default: %(default)s)")
     add("--save-interval", type=count_or_zero, default=500, metavar="N",
-        help="steps, 0 = at the end only (default: %(default)s)")
+        help="steps, 0 = not by steps; also with the first evaluation (default: %(default)s)")
+    add("--save-minutes", type=positive_or_zero, default=15.0, metavar="M",
+        help="save when the last one is that long ago, 0 = not by time (default: 15)")
     add("--eval-batches", type=count_or_zero, default=20, metavar="N",
         help="0 = the whole validation set (default: %(default)s)")
     add("--checkpoint-path", type=Path, default=Path(checkpoint_path), metavar="FILE",

@@ -5,6 +5,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import IO, Any
 
 import torch
@@ -39,6 +40,8 @@ class Run:
     metrics: list[Writer] = field(default_factory=list)  # of the log; only process 0 has some
     step: int = 0  # steps done; while one is being done, its number
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
+    saved_at: float = field(default_factory=lambda: monotonic())  # by that clock; or the start
+    save_asked: bool = False  # of this process, by a signal; until it has saved
     stopped_by: int = 0  # the signal that ended the run before its last step
     best_val_loss: float = math.inf
     # Losses of the last steps' micro-batches, each (A,) on the device: one alone says little.
@@ -80,4 +83,10 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
         }
         save_snapshot(path, state, keep_previous=newest)
     if newest:
-        run.saved_step = run.step
+        run.saved_step, run.saved_at, run.save_asked = run.step, monotonic(), False
+
+
+def save_is_asked(run: Run) -> bool:
+    """Does this process want a save: by a signal, or because --save-minutes are over?"""
+    minutes = run.args.save_minutes
+    return run.save_asked or 0 < 60 * minutes <= monotonic() - run.saved_at

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import time
 import traceback
 import uuid
@@ -80,8 +81,10 @@ class Torchrun:
     def number(self, name: str, low: int, high: int) -> int:
         """A variable that torchrun sets. Raises UsageError if it cannot have been torchrun."""
         text = os.environ.get(name, "")
-        if not (text.isdecimal() and low <= int(text) <= high):
-            raise UsageError(f"{name}={text} is not a number from {low} to {high}; {self.start}")
+        if not (text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
+            raise UsageError(
+                f"{name}={text[:40]} is not a number from {low} to {high}; {self.start}"
+            )
         return int(text)
 
     def device(self, name: str) -> torch.device:
@@ -119,10 +122,14 @@ class Torchrun:
         try:
             dist.init_process_group("gloo", **self.meeting())
         except RuntimeError as error:
+            if "EADDRINUSE" in str(error):
+                raise UsageError(
+                    f"MASTER_PORT={self.port}: another program has this port; choose another"
+                ) from None
             if not cannot_connect(error):
                 raise
             raise UsageError(
-                f"rank {self.rank} cannot reach the others by gloo ({first_line(error)}): set "
+                f"rank {self.rank} cannot reach the others by gloo ({reason(error)}): set "
                 "GLOO_SOCKET_IFNAME on each machine to the network interface that leads to the "
                 "others (one name, as `ip addr` lists them)"
             ) from None
@@ -219,13 +226,14 @@ def lost_others(error: Exception) -> str | None:
     if late:
         seconds = os.environ.get("MINIGPT_TIMEOUT_S")
         return f"{rank} waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
-    return f"{rank} lost the connection to another process: {first_line(error)}"
+    return f"{rank} lost the connection to another process, which ended ({reason(error)})"
 
 
-def first_line(error: Exception) -> str:
-    """What it says first; NCCL has the reason in its last line."""
+def reason(error: Exception) -> str:
+    """What it says first, without the places in C++; NCCL has the reason in its last line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1 if "Last error:" in lines else 0][:200]
+    line = re.sub(r"\[?\S+\.(cc|cpp|h):\d+[],]? ?", "", lines[-1 if "Last error:" in lines else 0])
+    return textwrap.shorten(line.split(". ")[0], 120, placeholder=" ...")
 
 
 def main_and_exit(main: Callable[[], int]) -> NoReturn:

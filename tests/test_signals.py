@@ -1,0 +1,162 @@
+"""When a run saves and stops though no number of steps says so: by a signal, or by the time.
+
+Ctrl-C, SIGTERM and a closed terminal end it after the step, saved; a second one at once. SIGUSR1
+and --save-minutes save and go on. All processes do either after the same step.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from runs import ROOT, TINY, Crash, crash_after, metrics, run, same, snapshot, train_here
+
+import train_minimal
+from trainer.process import OneProcess
+
+FP32 = "--no-amp"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing happened to."""
+    path = tmp_path_factory.mktemp("whole") / "run.pt"
+    assert train_here(path, FP32, "--eval-interval=4") == 0
+    return path
+
+
+def signal_in(step: int, number: int, monkeypatch) -> None:
+    """Send it in the middle of that step."""
+    real = train_minimal.train_step
+
+    def train_step(run):
+        if run.step == step:
+            os.kill(os.getpid(), number)
+        return real(run)
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
+def test_signal_saves_and_stops(tmp_path, monkeypatch, whole, capsys, number, code):
+    path = tmp_path / "run.pt"
+    for _ in range(1 + (number == signal.SIGHUP)):  # shell and system may both send it
+        signal_in(7, number, monkeypatch)
+    before = signal.getsignal(number)
+    assert train_here(path, FP32, "--eval-interval=4") == code
+    assert signal.getsignal(number) is before
+    assert f"{number.name} after step 7: saved" in capsys.readouterr().out
+    assert snapshot(path)["step"] == 7 and metrics(path)[-1]["step"] == 7
+    monkeypatch.undo()
+    assert train_here(path, FP32, "--eval-interval=4", "--resume") == 0
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+    assert [r["train_loss"] for r in metrics(path)] == [r["train_loss"] for r in metrics(whole)]
+
+
+def test_nohup_goes_on_and_sigusr1_saves(tmp_path, monkeypatch, capfd):
+    """A closed terminal is nothing to a run that was told so; a cluster's warning is."""
+    path = tmp_path / "run.pt"
+    signal_in(5, signal.SIGHUP, monkeypatch)
+    signal_in(7, signal.SIGUSR1, monkeypatch)
+    crash_after(9, monkeypatch)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.raises(Crash):
+            train_here(path)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert snapshot(path)["step"] == 7 and not (tmp_path / "run.prev.pt").exists()
+    assert "saving   after this step, and going on" in capfd.readouterr().err
+
+
+def test_a_terminal_that_is_closed(tmp_path):
+    """SIGHUP comes from the system, perhaps twice, and nothing can be printed any more."""
+    import pty
+
+    path, words = (
+        tmp_path / "run.pt",
+        ["--num-steps=100000", f"--checkpoint-path={tmp_path}/run.pt"],
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "train_minimal.py", *TINY, *words])
+    said = b""
+    while b"step      3/" not in said:  # (ends with an OSError if the program does)
+        said += os.read(terminal, 1000)
+    os.close(terminal)
+    deadline = time.monotonic() + 60
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.05)
+    assert snapshot(path)["step"] == metrics(path)[-1]["step"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("--save-minutes=4", [4, 8]),  # a step takes a minute here
+        ("--save-minutes=4 --save-interval=5", [4, 5, 9, 10]),  # whichever is first
+        ("--save-minutes=0", []),
+        ("--save-minutes=0 --eval-interval=4", [4]),  # the first evaluation saves, once
+        ("--save-minutes=3 --eval-interval=4", [3, 6, 9]),
+    ],
+)
+def test_a_save_is_due_by_time_too(tmp_path, monkeypatch, flags, steps):
+    path, clock, saved = tmp_path / "run.pt", [0.0], []
+    real = train_minimal.train_step
+
+    def train_step(run):
+        clock[0] += 60
+        return real(run)
+
+    def note(file, state, **options):
+        saved.extend([state["step"]] * (file == path))
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    monkeypatch.setattr("trainer.run.monotonic", lambda: clock[0])
+    monkeypatch.setattr("trainer.run.save_snapshot", note)
+    crash_after(10, monkeypatch)
+    with pytest.raises(Crash):
+        train_here(path, *flags.split())
+    assert saved == steps
+
+
+@pytest.mark.parametrize("asked", [[0, 1, 0], [2, 0, 0], [15, 1, 0]])
+def test_all_processes_save_and_stop_alike(tmp_path, monkeypatch, asked):
+    """When another one is asked to, after step 7."""
+    path = tmp_path / "run.pt"
+
+    def largest(self, values):
+        if len(values) != 3:
+            return values
+        seen.append(values)
+        return asked if len(seen) == 7 else values
+
+    seen: list[list[int]] = []
+    monkeypatch.setattr(OneProcess, "largest", largest)
+    assert train_here(path) == (128 + asked[0] if asked[0] else 0)
+    assert snapshot(path if asked[0] else tmp_path / "run.prev.pt")["step"] == 7
+
+
+def test_second_signal_ends_at_once(tmp_path):
+    script = """
+import os, signal, sys, train_minimal
+real = train_minimal.train_step
+def train_step(run):
+    if run.step == 7:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(run)
+train_minimal.train_step = train_step
+sys.exit(train_minimal.main(sys.argv[1:]))
+"""
+    path = tmp_path / "run.pt"
+    result = run([sys.executable, "-c", script, *TINY, "--checkpoint-path", str(path)])
+    assert result.returncode == -signal.SIGTERM
+    assert not path.exists()
