@@ -47,6 +47,7 @@ from scripts.plan_knobs import (
     with_length,
 )
 from scripts.plan_peak import at_peak, format_peak, record_step, typed_policy
+from scripts.plan_run import describe_whole, whole_run
 from scripts.plan_table import (
     Clock,
     Room,
@@ -126,7 +127,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.recompute_group, args.offload_activations = 1, False
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
-    return fill_in(args)
+    return fill_in(args, args.nproc_per_node or 1)
 
 
 def wants_record(args: argparse.Namespace) -> bool:
@@ -308,6 +309,7 @@ def as_json(asked: Asked, table: list[Row], settings: list[Setting], record: Rec
         "budget_bytes": asked.room.budget,
         "safe_bytes": asked.room.safe,
         "takes": taken and taken.name,
+        "run": whole_run(args, plans.processes, table, settings).as_json(),
         "optimizer": args.optimizer,
         "moments_dtype": args.moments_dtype,
         "closed_form": closed_form(
@@ -364,6 +366,9 @@ def plan(argv: list[str], bar: tqdm) -> int:
             bar.write(format_peak(record) + "\n")
         if args.memory_viz:
             write_viz(args.memory_viz, record, asked.clock)
+    run = whole_run(args, asked.plans.processes, table, settings)
+    for line in describe_whole(run, args):
+        bar.write(line)
     if settings:
         bar.write(command_line(argv, args, settings[0].flags(args)))
     elif args.longest_sequence and table and table[0].longest is not None:

@@ -215,9 +215,9 @@ def test_one_command_that_does_it(tmp_path, capsys, peaks):
     path, limit = tmp_path / "plan.json", sum(peaks) / 2
     flags = [*SHAPE.split(), f"--memory-budget={int(limit / 0.75)}b", "--all-knobs"]
     assert plan_memory.main([*flags, "--json", str(path)]) == 0
-    *_, found, command = capsys.readouterr().out.split("\n\n")
+    *_, found, last = capsys.readouterr().out.split("\n\n")
     first, *_ = settings = json.loads(path.read_text())["all_knobs"]
-    args = run(command)
+    args = run(last.splitlines()[-1])
     assert args.batch_size * args.grad_accum_steps == 12 and args.seq_len == 64
     assert (args.batch_size, args.grad_accum_steps) == (
         first["batch_size"],
