@@ -1,9 +1,11 @@
-"""Which card fits what: the largest micro-batch of GPT-2's four sizes, as a table in Markdown.
+"""Which card trains what: the largest of GPT-2's four sizes, how fast, and how many sequences.
 
     python -m scripts.cards
+    python -m scripts.cards --cards "RTX 4090" H100
 
-Predicted, as all of planner/ is, so no card is needed: two steps are simulated for each model and
-way to spend memory, and the rest is a line through them. A minute on a laptop.
+Predicted, as all of planner/ is, so no card is needed. What fits is what plan_memory says for
+`--card NAME`, and how fast is what it says with `--all-knobs` for half a million tokens a step, as
+GPT-3 had; cards of one precision share what is simulated. Some minutes on a laptop.
 """
 
 import sys
@@ -14,96 +16,144 @@ if not __package__:  # python scripts/cards.py: the others lie one folder up
 
 import argparse
 import json
+import shlex
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from model import MiniGPTConfig
-from planner.formulas import count_parameters, state_bytes
-from planner.step import Planner
+from planner import CARDS
 from scripts import say_stopped
-from scripts.plan_memory import PROGRESS
-from trainer.flags import SHAPES, OneLineParser, build_parser, fill_in, output_file
+from scripts.plan_knobs import Setting
+from scripts.plan_memory import PROGRESS, Asked, aim, turn_all_knobs
+from scripts.plan_run import format_hours
+from scripts.plan_table import digits
+from trainer.card import card_name, device_type
+from trainer.flags import SHAPES, OneLineParser, output_file
 from trainer.metrics import format_bytes
-from trainer.plan import Plans
-from trainer.room import for_tensors
 
-CARDS = (8, 12, 16, 24, 48, 80)  # GiB
 WAYS: dict[str, dict[str, Any]] = {
     "as in most tutorials": {"loss_chunks": 1},
     "as it is": {},
     "full": {"recompute": "full"},
 }
-ONE_SEQUENCE = "--batch-size 1 --device cuda --dropout 0".split()
+ONE_SEQUENCE, STEP = "--batch-size 1", "--batch-size 16 --grad-accum-steps 32 --all-knobs"
+# (Apple sells each of its chips with several memories: what fits there plan_memory tells.)
+NVIDIA = [name for name, card in CARDS.items() if device_type(card) == "cuda"]
 
 
-def make_planner(model: str, watch: tqdm) -> Planner:
-    """Of one sequence of 1,024 tokens on a GPU that need not be there."""
-    args = fill_in(build_parser("cards", "unused.pt").parse_args(["--model", model, *ONE_SEQUENCE]))
-    vocab_size = MiniGPTConfig.vocab_size  # GPT-2's
-    return Plans(vocab_size, torch.device("cuda"), torch.bfloat16, watch=watch.update).planner(args)
+class Plan:
+    """Asks as plan_memory does; cards of one precision share the steps that are simulated."""
+
+    def __init__(self, watch: Callable[[], object] = lambda: None):
+        self.watch, self.made = watch, dict[torch.dtype, dict]()
+
+    def ask(self, card: str, model: str, flags: str) -> Asked:
+        asked = aim(["--model", model, "--card", card, *flags.split()], self.watch)
+        made = self.made.setdefault(asked.plans.precision, {})
+        return replace(asked, plans=replace(asked.plans, made=made))
+
+    def largest_batches(self, card: str, model: str) -> dict[str, int]:
+        """For each way to spend memory, the largest micro-batch; 0 = not one sequence."""
+        asked = self.ask(card, model, ONE_SEQUENCE)
+        assert asked.room.safe is not None
+        if asked.plans.state(asked.args) >= asked.room.safe:
+            return dict.fromkeys(WAYS, 0)
+        planner = asked.plans.planner(asked.args)
+        return {
+            name: planner.largest_batch(asked.room.safe, 1, **way) for name, way in WAYS.items()
+        }
+
+    def fastest(self, card: str, model: str) -> tuple[Asked, Setting] | None:
+        """The fastest way to run 512 sequences a step; None if none fits."""
+        asked = self.ask(card, model, STEP)
+        settings = turn_all_knobs(asked)
+        return (asked, settings[0]) if settings else None
+
+    def row(self, card: str) -> dict[str, Any]:
+        batches = {model: self.largest_batches(card, model) for model in SHAPES}
+        row: dict[str, Any] = {
+            "card": card,
+            "memory_bytes": CARDS[card].memory,
+            "largest_batch": batches,
+            "fastest": None,
+        }
+        for model in reversed(SHAPES):
+            if batches[model]["full"] and (found := self.fastest(card, model)):
+                asked, setting = found
+                row["precision"] = str(asked.plans.precision).removeprefix("torch.")
+                row["fastest"] = {"model": model, **setting.as_json(asked.args)}
+                break
+        return row
 
 
-def largest_batches(planner: Planner) -> dict[str, list[int]]:
-    """For each way to spend memory, the largest micro-batch on each card; 0 = not one sequence."""
-    return {
-        name: [
-            planner.largest_batch(for_tensors(size * 2**30, "cuda"), 1, **memory) for size in CARDS
+def hours(row: dict[str, Any]) -> float:
+    """For a billion tokens."""
+    return 10**9 / row["fastest"]["tokens_per_s"] / 3600
+
+
+def format_fastest(rows: list[dict[str, Any]]) -> str:
+    """ "| RTX 3060 12GB | `gpt2-medium` | 8 x 64 | `cheap` | ..." """
+    lines = ["| card | largest model | a step | policy | peak | tokens/s | 1B tokens |"]
+    lines += ["|---" * 7 + "|"]
+    for row in rows:
+        best = row["fastest"]
+        if best is None:
+            lines.append(f"| {row['card']} | - | | | | | |")
+            continue
+        cells = [
+            row["card"],
+            f"`{best['model']}`",
+            f"{best['grad_accum_steps']} x {best['batch_size']}",
+            best["name"],
+            format_bytes(best["peak_bytes"]),
+            digits(3, best["tokens_per_s"]),
+            format_hours(3600 * hours(row)),
         ]
-        for name, memory in WAYS.items()
-    }
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def measure(models: list[str], watch: tqdm) -> list[dict[str, Any]]:
-    table = []
-    for model in models:
-        planner = make_planner(model, watch)
-        table.append(
-            {
-                "model": model,
-                "parameters": count_parameters(planner.config),
-                "state_bytes": state_bytes(planner.config),
-                "largest_batch": largest_batches(planner),
-            }
-        )
-    return table
-
-
-def format_row(row: dict[str, Any]) -> str:
-    """ "| `gpt2`, 124M | 1.9 GiB | 5 / 15 / 81 | ..." """
-    batches = zip(*row["largest_batch"].values(), strict=True)
-    cells = [" / ".join(f"{n:,}" for n in cell) if any(cell) else "-" for cell in batches]
-    name = f"`{row['model']}`, {row['parameters'] / 1e6:,.0f}M"
-    return f"| {' | '.join([name, format_bytes(row['state_bytes']), *cells])} |"
-
-
-def format_table(table: list[dict[str, Any]]) -> str:
-    heads = ["", "always", *(f"{size} GB" for size in CARDS)]
-    lines = [f"| {' | '.join(heads)} |".replace("|  |", "| |"), "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *map(format_row, table)])
+def format_batches(rows: list[dict[str, Any]]) -> str:
+    """ "| RTX 3060 12GB | 9 / 26 / 128 | ..."; cards with equal figures in one row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["memory_bytes"]):
+        of_models = [row["largest_batch"][model].values() for model in SHAPES]
+        cells = [" / ".join(f"{n:,}" for n in of) if any(of) else "-" for of in of_models]
+        alike.setdefault(tuple(cells), []).append(row["card"])
+    lines = [f"| | {' | '.join(f'`{model}`' for model in SHAPES)} |", "|---" * 5 + "|"]
+    return "\n".join(
+        [
+            *lines,
+            *(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()),
+        ]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m scripts.cards", description="Which card fits what.")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the table there")
-    parser.add_argument(
-        "--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), metavar="MODEL",
-        help=f"(default: {' '.join(SHAPES)})",
-    )  # fmt: skip
+    argv = sys.argv[1:] if argv is None else argv
+    parser = OneLineParser(prog="python -m scripts.cards", description="Which card trains what.")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--cards", nargs="+", type=card_name, default=NVIDIA, metavar="NAME",
+        help="(default: all NVIDIA cards that are known)")  # fmt: skip
     args: argparse.Namespace = parser.parse_args(argv)
+    if others := [name for name in args.cards if name not in NVIDIA]:
+        parser.error(f"--cards: {others[0]} is no NVIDIA card; plan_memory --card plans for it")
     try:
         with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
-            table = measure(args.models, bar)
+            plan = Plan(bar.update)
+            rows = [plan.row(card) for card in args.cards]
     except KeyboardInterrupt:
         say_stopped()
         return 130
-    print(format_table(table))
+    print(format_fastest(rows), format_batches(rows), sep="\n\n")
     if args.json:
-        about: dict[str, Any] = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        about |= {"cards_gib": CARDS, "rows": table}
-        args.json.write_text(json.dumps(about, indent=1) + "\n")
+        command = shlex.join(["python", "-m", "scripts.cards", *argv])
+        about = {"command": command, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+        args.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     return 0
 
 

@@ -66,6 +66,12 @@ RESULTS = {
     "mixes": Result(
         f"python -m scripts.mixes --json {FOLDER}/mixes.json", ("mixes.json",), "half a minute"
     ),
+    "cards": Result(
+        f"python -m scripts.cards --json {FOLDER}/cards.json",
+        ("cards.json",),
+        "3 minutes",
+        by_default=False,
+    ),
     "benchmark": Result(
         "python -m scripts.benchmark --model gpt2 --batch-size 2 --no-amp --policies none full "
         "--peer transformers --repeats 2 --steps 2 "

@@ -1,42 +1,98 @@
-"""The table of cards in docs/planning.md is what `python -m scripts.cards` prints."""
+"""The tables of cards in docs/planning.md are scripts/results/cards.json, and that is true."""
 
 import json
+import shlex
 
 import pytest
 from runs import ROOT
 
 from scripts import cards
+from scripts.make_results import FOLDER
+from scripts.plan_knobs import changed
+from scripts.plan_peak import policy_of
+from trainer.flags import SHAPES, build_parser, fill_in, model_config
 
-TABLE = (ROOT / "docs/planning.md").read_text().split("## What fits on which card")[1]
+FILE = json.loads((ROOT / FOLDER / "cards.json").read_text())
+ROWS = {row["card"]: row for row in FILE["rows"]}
+SECTION = (ROOT / "docs/planning.md").read_text().split("## What fits on which card")[1]
+REMAKE = "if the change is meant: python -m scripts.make_results --only cards"
+
+
+@pytest.fixture(scope="module")
+def plan() -> cards.Plan:
+    return cards.Plan()
+
+
+def test_the_tables_in_the_docs():
+    for table in (cards.format_fastest(FILE["rows"]), cards.format_batches(FILE["rows"])):
+        assert f"\n{table}\n" in SECTION, REMAKE
+    assert list(ROWS) == cards.NVIDIA
 
 
 @pytest.mark.parametrize(
-    "model",
-    ["gpt2", *(pytest.param(m, marks=pytest.mark.slow) for m in list(cards.SHAPES)[1:])],
+    ("card", "model"),
+    [("RTX 3060 12GB", "gpt2"), ("RTX 4090", "gpt2")]
+    + [pytest.param("A100", model, marks=pytest.mark.slow) for model in list(SHAPES)[1:]],
 )
-def test_the_table_in_the_docs(model, capsys, tmp_path):
-    path = tmp_path / "cards.json"
-    assert cards.main(["--models", model, "--json", str(path)]) == 0
-    printed = capsys.readouterr().out.strip()
-    head, rule, row = printed.splitlines()
-    assert f"\n{head}\n{rule}\n" in TABLE and f"\n{row}\n" in TABLE
-    (found,) = json.loads(path.read_text())["rows"]
-    for batches in found["largest_batch"].values():
-        assert f"{batches[-1]:,}" in row.split("|")[-2].replace("/", " ").split()
+def test_the_largest_batches(card, model, plan):
+    assert plan.largest_batches(card, model) == ROWS[card]["largest_batch"][model], REMAKE
 
 
-def test_a_batch_fits_on_its_card_with_a_margin_and_no_larger_one_does():
-    planner = cards.make_planner("gpt2", cards.tqdm(disable=True))
-    most = cards.largest_batches(planner)["full"][0]
-    room = 7 * 2**30
+def test_a_batch_fits_on_its_card_with_a_margin_and_no_larger_one_does(plan):
+    asked = plan.ask("RTX 3060 12GB", "gpt2", cards.ONE_SEQUENCE)
+    planner, room = asked.plans.planner(asked.args), asked.room.safe
+    most = ROWS["RTX 3060 12GB"]["largest_batch"]["gpt2"]["full"]
     assert planner.step(most, recompute="full").peak <= room
     assert planner.step(most + 1, recompute="full").peak > room
+
+
+@pytest.mark.parametrize("card", ["RTX 3060 12GB", "H100"])
+def test_the_step_of_a_row(card, plan):
+    """Alone; the slow test below also finds it again."""
+    best = ROWS[card]["fastest"]
+    asked = plan.ask(card, best["model"], cards.STEP)
+    words = ["--model", best["model"], *best["flags"]]
+    flags = fill_in(build_parser("test", "x.pt").parse_args(words))
+    batch = {name: best[name] for name in ("batch_size", "grad_accum_steps")}
+    planner = asked.plans.planner(changed(asked.args, batch))
+    step = planner.step(best["batch_size"], **policy_of(model_config(flags, vocab_size=1)))
+    clock = cards.replace(asked.clock, micro_batches=best["grad_accum_steps"])
+    assert step.peak == best["peak_bytes"] <= asked.room.safe, REMAKE
+    assert clock.seconds(step) == pytest.approx(best["seconds"], rel=1e-9), REMAKE
+    assert clock.tokens_per_s(step) == pytest.approx(best["tokens_per_s"], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_the_fastest_step_of_a_small_card(plan):
+    row = plan.row("RTX 3060 12GB")
+    best, wanted = row.pop("fastest"), dict(ROWS["RTX 3060 12GB"])
+    assert best == pytest.approx(wanted.pop("fastest"), rel=1e-9) and row == wanted
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cards.Plan, "row", lambda plan, card: ROWS[card])
+    words = ["--cards", "4090", "h100", "--json", str(tmp_path / "cards.json")]
+    assert cards.main(words) == 0
+    out, found = capsys.readouterr().out, json.loads((tmp_path / "cards.json").read_text())
+    assert [row["card"] for row in found["rows"]] == ["RTX 4090", "H100"]
+    assert shlex.split(found["command"])[3:] == words
+    assert cards.format_fastest(found["rows"]) in out
+    with pytest.raises(SystemExit):
+        cards.main(["--cards", "M1"])
+    assert "--cards: M1 is no NVIDIA card" in capsys.readouterr().err
+
+
+def test_a_card_on_which_nothing_trains():
+    row = {"card": "Voodoo2", "memory_bytes": 1, "fastest": None}
+    row["largest_batch"] = dict.fromkeys(SHAPES, dict.fromkeys(cards.WAYS, 0))
+    assert "| Voodoo2 | - |" in cards.format_fastest([row])
+    assert "| Voodoo2 | - | - | - | - |" in cards.format_batches([row])
 
 
 def test_ctrl_c_is_one_line(monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cards, "largest_batches", interrupt)
-    assert cards.main(["--models", "gpt2"]) == 130
+    monkeypatch.setattr(cards.Plan, "row", interrupt)
+    assert cards.main(["--cards", "4090"]) == 130
     assert capsys.readouterr().err == "stopped\n"
