@@ -152,7 +152,9 @@ def is_view(operator: Any) -> bool:
     """Does it return its arguments, and change nothing?"""
     returned = [result.alias_info for result in operator._schema.returns]
     written = any(is_written for is_written, _ in parameters(operator).values())
-    return not written and any(alias is not None for alias in returned)
+    # (`_unsafe_view` is one, whatever torch declares.)
+    is_one = operator.overloadpacket is torch.ops.aten._unsafe_view
+    return not written and (is_one or any(alias is not None for alias in returned))
 
 
 def touch_tensor(tracker: StorageTracker, tensor: Tensor, written: bool) -> Touch:

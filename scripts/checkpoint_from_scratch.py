@@ -264,7 +264,7 @@ class Step:
 
     loss: Tensor
     gradients: dict[str, Tensor]
-    flops: int  # of the matmuls, forward and backward (without fused attention, on a CPU)
+    flops: int  # of the matmuls, forward and backward (of fused attention since torch 2.15)
     kept: int  # bytes that live from forward to backward
 
 

@@ -147,7 +147,13 @@ def step_flops(config: MiniGPTConfig, batch: int, seq_len: int) -> int:
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         for _ in train(config, batch, seq_len, steps=1):
             pass
-    return counter.get_total_flops()
+    return of_products(counter)
+
+
+def of_products(counter: FlopCounterMode) -> int:
+    """Without those of a CPU's fused attention, which torch counts since 2.15, in full square."""
+    flops = counter.get_flop_counts()["Global"].items()
+    return sum(n for operator, n in flops if "flash_attention_for_cpu" not in str(operator))
 
 
 @dataclass(frozen=True)
@@ -217,9 +223,9 @@ Peak of the second training step in MiB: weights, gradients, fused AdamW, activa
 temporaries. T={SEQ_LEN}, bfloat16 autocast without its cache, dropout 0, gradients set to None; the
 head in as many chunks as it chooses itself, in one for `plain` and `full, head at once`. FLOPs as
 torch's FlopCounterMode counts them, of a whole step of 124M, B=2, in units of `none`'s: a check of
-planner.formulas.step_flops, whose figures the documents show (`full`: 1.17). It does not see the
-CPU's fused attention (so `sdpa` equals `full`), and with dropout, which that lacks, it sees the
-whole square. Where `sdpa` and `full` share one peak, it stands in the first block's backward:
+planner.formulas.step_flops, whose figures the documents show (`full`: 1.17). The CPU's fused
+attention is left out (so `sdpa` equals `full`), and with dropout, which that lacks, the whole
+square is counted. Where `sdpa` and `full` share one peak, it stands in the first block's backward:
 nearly nothing is kept there, but all gradients are there. Time as the planner predicts it for a
 card (planner/clock.py), of a step of 124M, B=12, in units of `none`'s.
 """

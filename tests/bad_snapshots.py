@@ -246,7 +246,7 @@ SCRIPTS = {
     "generate: a config without sense": writes(changed_config(n_heads="2"), "run.pt holds no"),
     "generate: a config with more": writes(changed_config(rope=True), "run.pt holds no model"),
     "generate: no tokenizer": writes(changed(tokenizer={}), "run.pt holds no model"),
-    "generate: sparse weights": writes(strange_weight(torch.Tensor.to_sparse), "is it damaged"),
+    "generate: sparse weights": writes(strange_weight(torch.Tensor.to_sparse), "strange"),
     "generate: weights of no memory": writes(strange_weight(lambda w: w.to("meta")), "damaged"),
     "generate: whole numbers": writes(strange_weight(torch.Tensor.int), "run.pt holds ln_f.bias"),
     "generate: giant sizes": writes(changed_config(d_model=2**40, d_ff=2**61), "no model can have"),

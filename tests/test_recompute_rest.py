@@ -14,6 +14,7 @@ from memory.policies import schedule
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner.choose import describe_recompute, pick_recompute, recompute_flags
 from planner.formulas import closed_form, recompute_cost, step_flops
+from scripts.ladder import of_products
 from scripts.plan_memory import command_line
 from scripts.plan_memory import parse as parse_plan
 from trainer.flags import UsageError, build_parser, fill_in, model_config
@@ -117,13 +118,13 @@ def counted(config: MiniGPTConfig) -> int:
     model, ids = MiniGPT(config).train(), random_ids(2, T)
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
-    return counter.get_total_flops()
+    return of_products(counter)
 
 
 @pytest.mark.parametrize(("first", "rest"), PAIRS)
 def test_flops_equal_those_that_torch_counts(first, rest):
-    """But for attention's own, which torch does not count in a CPU's fused kernel: the difference
-    to `none` has what those replay that replay attention."""
+    """But for attention's own: the difference to `none` has what those replay that replay
+    attention."""
     config = replace(CONFIG, **mix(first, 3, rest))
     replays = 3 * (first in ("attn", "full")) + (rest in ("attn", "full"))
     unseen = replays * 2 * T * 2 * T * config.d_model

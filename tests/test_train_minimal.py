@@ -13,6 +13,7 @@ import torch
 from runs import TINY, metrics, same, snapshot, train, train_here
 
 import train_minimal
+from memory.head import softmax_in_place
 from model import MiniGPT
 from train_minimal import learning_rate
 from trainer.device import choose_precision, cpu_has_bfloat16
@@ -256,6 +257,7 @@ def test_the_sample_compiles_nothing(tmp_path, monkeypatch):
     real = torch.nn.Module.compile
     compile_module = lambda module: real(module, backend=backend, dynamic=False)  # noqa: E731
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
+    monkeypatch.setattr("memory.head.compiled_softmax", lambda: softmax_in_place)  # without g++
     monkeypatch.setattr("trainer.endings.sample_text", sample)
     flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
     assert train_here(tmp_path / "run.pt", *flags) == 0

@@ -20,13 +20,14 @@ import pickle
 import re
 import shutil
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.serialization import skip_data
@@ -161,7 +162,7 @@ def read_snapshot(path: Path) -> State:
             damaged = archive.testzip()
         if damaged is not None:
             raise SnapshotError(f"{path} is damaged (checksum of {damaged} is wrong)")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load(path, "cpu")
     except FileNotFoundError:
         raise SnapshotError(f"there is no snapshot {path}") from None
     except pickle.UnpicklingError:
@@ -175,9 +176,18 @@ def read_snapshot(path: Path) -> State:
     for key, kind in KEYS.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
             raise SnapshotError(f"{path} is no MiniGPT snapshot (no {key}, or a strange one)")
+    if any(isinstance(t, torch.Tensor) and t.layout != torch.strided for t in tree_leaves(state)):
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (a strange tensor, a sparse one)")
     if state["step"] < 0:
         raise SnapshotError(f"{path} is no MiniGPT snapshot (a strange step, {state['step']})")
     return state
+
+
+def load(file: Path | BinaryIO, device: str) -> State:
+    """What torch.save wrote, if it is plain data."""
+    with warnings.catch_warnings():  # of a sparse tensor, of which no snapshot has one
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        return torch.load(file, map_location=device, weights_only=True)
 
 
 def is_torchscript(archive: zipfile.ZipFile) -> bool:
@@ -194,7 +204,7 @@ def peek(path: Path) -> State:
             if is_torchscript(archive):
                 return {}
         with open(path, "rb") as file, skip_data():
-            state = torch.load(file, map_location="meta", weights_only=True)
+            state = load(file, "meta")
         return state if KEYS.keys() <= state.keys() and state["step"] >= 0 else {}
     except Exception:
         return {}
