@@ -39,6 +39,8 @@ def test_the_two_commands():
         "pip install -r requirements.txt && python train_minimal.py --use-activation-checkpoint",
         "pip install -r requirements-dev.txt && python -m pytest -n 2",
     ]
+    for readme in (README, (ROOT / "README.zh-CN.md").read_text("utf-8")):
+        assert readme.index("whl/cpu") < readme.index(lines[0])  # too late behind it
 
 
 def test_the_readme_stays_short():
