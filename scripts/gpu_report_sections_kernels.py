@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.head import count_chunks, head_loss
+from memory.head import compiled_softmax, count_chunks, head_loss, softmax_in_place
 from planner.formulas import head_bytes
 from scripts.allocator_trace import trace_events
 from scripts.benchmark import describe_device
@@ -166,6 +166,9 @@ def head(bench: Bench) -> Jobs:
         for chunks in bench.pick((0, 8, 1), (0, 2, 1)):
             job = partial(head_errors, bench, dtype, chunks)
             yield f"{name} loss_chunks={chunks}, errors", job
+    for chunks in (0, 8) if bench.on_gpu else ():  # (a CPU's compiler takes half a minute)
+        job = partial(time_head, bench, torch.bfloat16, chunks, compiled=True)
+        yield f"bfloat16 loss_chunks={chunks}, compiled softmax", job
 
 
 def head_input(bench: Bench, n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,18 +181,22 @@ def head_input(bench: Bench, n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_head(
-    bench: Bench, inputs: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, chunks: int
+    bench: Bench,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dtype: torch.dtype,
+    chunks: int,
+    compiled: bool = False,
 ) -> tuple[Tensor, float]:
     """Forward and backward once: the loss, and the factor that the gradients carry."""
     scale = 2.0**16 if dtype == torch.float16 else 1.0
     with torch.autocast(bench.device.type, dtype):
-        loss = head_loss(*inputs, chunks)
+        loss = head_loss(*inputs, chunks, compiled_softmax() if compiled else softmax_in_place)
     (loss * scale).backward()
     return loss.detach(), scale
 
 
 def head_step(
-    bench: Bench, n_tokens: int, dtype: torch.dtype, chunks: int
+    bench: Bench, n_tokens: int, dtype: torch.dtype, chunks: int, compiled: bool = False
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Two functions: forward and backward once; give back the gradients."""
     x, weight, labels = head_input(bench, n_tokens)
@@ -199,15 +206,15 @@ def head_step(
 
     def step() -> None:
         forget()
-        run_head(bench, (x, weight, labels), dtype, chunks)
+        run_head(bench, (x, weight, labels), dtype, chunks, compiled)
 
     return step, forget
 
 
-def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
+def time_head(bench: Bench, dtype: torch.dtype, chunks: int, compiled: bool = False) -> Values:
     n_tokens, config = bench.pick(16 * 1024, 32), bench.planner().config
     V, C = config.vocab_size, config.d_model
-    step, forget = head_step(bench, n_tokens, dtype, chunks)
+    step, forget = head_step(bench, n_tokens, dtype, chunks, compiled)
     ms = bench.milliseconds(step, 10)
     forget()
     return {

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import planner.step
@@ -31,6 +32,9 @@ def peaks(bench: Bench) -> Jobs:
     more = {"accumulated": "--grad-accum-steps 2", "dropout 0.1": "--dropout 0.1"}
     for name, flags in more.items():
         yield f"full, {size} sequences, {name}", partial(peak, bench, flags, Job("full", size))
+    # (On H100, H200 and B200 torch takes cuDNN's from 2.11 on; the planner has FlashAttention's.)
+    other = partial(peak_without_cudnn, bench, Job("none", size))
+    yield f"none, {size} sequences, without cuDNN's attention", other
     for policy in ("none", "full"):
         yield f"history, {policy}, {size} sequences", partial(history, bench, Job(policy, size))
     for model in bench.pick(("gpt2-medium", "gpt2-xl"), ("larger",)):
@@ -49,6 +53,12 @@ def peak(bench: Bench, flags: str, job: Job) -> Values:
     for _ in range(2):  # the first makes the optimizer's state
         next_step(run)
     return {"predicted": predicted, **bench.step_peaks(run), "before": before}
+
+
+def peak_without_cudnn(bench: Bench, job: Job) -> Values:
+    others = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+    with sdpa_kernel([*others]):
+        return peak(bench, "", job)
 
 
 def history(bench: Bench, job: Job) -> Values:

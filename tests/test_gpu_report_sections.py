@@ -53,6 +53,8 @@ def test_a_section_has_a_name_for_each_measurement(gpu, monkeypatch):
     assert "V=50304 n=2048 weight, addmm" in found["matmuls"] and len(found["matmuls"]) == 40
     assert {"none, eager, turn 1", "full, compiled, turn 3"} <= set(found["speed"])
     assert {"mlp, 16 sequences", "gpt2-xl, full, 4 sequences"} <= set(found["peaks"])
+    assert "none, 2 sequences, without cuDNN's attention" in found["peaks"]
+    assert "bfloat16 loss_chunks=0, compiled softmax" in found["head"]
     assert "full + offload, 48 thin layers, turn 2" in found["offload"]
     # All ways once, then all of them again: a clock that drifts hits all alike.
     turns = [name[-1] for name in found["speed"]]
@@ -115,6 +117,14 @@ def test_a_profile_without_kernels(dry, monkeypatch):
 def test_a_heads_times_need_no_profile(dry, monkeypatch):
     monkeypatch.setattr(Bench, "profile", lambda self: pytest.fail("profiled"))
     assert kernels.time_head(dry, torch.bfloat16, 2)["ms"] > 0
+
+
+def test_a_heads_softmax_is_compiled_if_asked(dry, monkeypatch):
+    used, real = [], kernels.softmax_in_place
+    compiled = lambda *args: used.append(1) or real(*args)  # noqa: E731
+    monkeypatch.setattr(kernels, "compiled_softmax", lambda: compiled)
+    assert kernels.time_head(dry, torch.bfloat16, 2)["ms"] > 0 and not used
+    assert kernels.time_head(dry, torch.bfloat16, 2, compiled=True)["ms"] > 0 and used
 
 
 def test_mfu_is_of_the_jobs_precision(gpu, monkeypatch):
