@@ -5,11 +5,12 @@ documents.py reads it, store.py keeps the cache whole; token_files.py and toy.py
 from .batches import TokenFile, TrainBatches, ValBatches
 from .corpus import load_dataset
 from .dataset import Dataset
-from .tokenizer import DataError, Tokenizer
+from .tokenizer import DataError, DiskFull, Tokenizer
 
 __all__ = [
     "DataError",
     "Dataset",
+    "DiskFull",
     "TokenFile",
     "Tokenizer",
     "TrainBatches",

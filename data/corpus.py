@@ -5,6 +5,7 @@
 Token files made elsewhere skip all that (token_files.py), and so do toy data (toy.py).
 """
 
+import errno
 import os
 import platform
 import sys
@@ -28,6 +29,7 @@ from .suffixes import TOKEN_SUFFIXES, suffix_of
 from .token_files import load_token_files
 from .tokenizer import (
     DataError,
+    DiskFull,
     Tokenizer,
     format_ranks,
     load_tokenizer,
@@ -105,7 +107,10 @@ def load_dataset(
         source = Source(about, train, val, val_ratio, max_tokens)
         return _load_text(source, name, vocab_size or 1024, known, fingerprint, cache_dir, say)
     except OSError as error:
-        raise DataError(f"{error.filename or cache_dir}: {error.strerror or error}") from error
+        reason = f"{error.filename or cache_dir}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFull(f"{reason}; the token cache needs room there") from error
+        raise DataError(reason) from error
 
 
 def _find(

@@ -51,6 +51,10 @@ class DataError(ValueError):
     """Bad input. The message is one line that names the flag or file, and the way out."""
 
 
+class DiskFull(DataError):
+    """There is no room for the token cache."""
+
+
 class Tokenizer:
     """A byte-level BPE: any text encodes, and decodes to the same text.
 

@@ -34,8 +34,9 @@ def load_toy(
         for step in rng.choices(steps, k=sum(counts) - 1):
             ids.append(order[(ids[-1] + step) % vocab_size])
         walk = np.array(ids, dtype=dtype)
-        walk[: counts[0]].tofile(folder / "train.bin")
-        walk[counts[0] :].tofile(folder / "val.bin")
+        # (Not numpy's tofile: if the disk is full, it does not say so.)
+        (folder / "train.bin").write_bytes(walk[: counts[0]].tobytes())
+        (folder / "val.bin").write_bytes(walk[counts[0] :].tobytes())
         return {
             "tokenizer": "toy",
             "vocab_size": vocab_size,

@@ -24,6 +24,7 @@ from scripts import say_stopped
 from scripts.memory_timeline_pictures import FORMATS, GRAY, WIDTH, Unit, load_pyplot, save_picture
 from trainer.flags import OneLineParser, UsageError, number, print_error
 from trainer.metrics import read_metrics
+from trainer.snapshot import beside
 
 Runs = dict[str, list[dict[str, Any]]]  # name -> records
 
@@ -69,7 +70,9 @@ def load(paths: list[Path]) -> Runs:
             raise UsageError(f"cannot read {path}: {error.strerror}") from None
         records = [r for r in records if isinstance(r.get("step"), int)]
         if not records:
-            raise UsageError(f"{path} has no line with a step in it: is it a metrics.jsonl?")
+            log = beside(path, ".metrics.jsonl")
+            hint = f"its run's log is {log}" if log.is_file() else "is it a metrics.jsonl?"
+            raise UsageError(f"{path} has no line with a step in it: {hint}")
         if any(isinstance(v, int) and abs(v) >= 2**63 for r in records for v in r.values()):
             raise UsageError(f"{path} holds a number too large to draw: is it a metrics.jsonl?")
         name = path.name.removesuffix(".jsonl").removesuffix(".metrics")

@@ -59,6 +59,9 @@ FLAGS = {
     "negative": flags("--num-steps=-3", "--num-steps: must be a whole number"),
     "nan": flags("--lr=nan", "--lr: must be a number above 0"),
     "infinite": flags("--weight-decay=inf", "--weight-decay: must be a number"),
+    "weights that vanish": flags(
+        "--weight-decay=1e308", r"--weight-decay 1e\+308 times --lr .*; lower --weight-decay"
+    ),
     "too small for a float": flags("--lr=1e-400", "--lr: must be a number above 0"),
     "text": flags("--seq-len=long", "--seq-len: must be a whole number"),
     "a float where an int belongs": flags("--num-steps=1e3", "--num-steps: must be a whole number"),

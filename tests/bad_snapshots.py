@@ -133,6 +133,14 @@ SNAPSHOTS = {
     "sparse moments": resume(sparse, STRANGE),
     "groups": resume(groups, STRANGE),
     "dtype": resume(half, STRANGE),
+    "record": resume(changed(record={"lr": "y"}), "run.pt .*strange record"),
+    "record in a list": resume(changed(record=[1]), "run.pt .*strange record"),
+    "another trainer's": Case(
+        "toy",
+        "--resume --checkpoint-path=minigpt_fsdp.pt",
+        ("no snapshot minigpt_fsdp.pt; .* name minigpt_ddp.pt, of another trainer",),
+        {"minigpt_ddp.pt": changed()},
+    ),
 }
 
 
@@ -287,6 +295,15 @@ SCRIPTS = {
     ),
     "evaluate: a PDF": evaluates("--val-data=x.txt", "x.txt: a PDF, not text", x_txt=b"%PDF-1.4"),
     "evaluate: nowhere to write": evaluates("--json=no/x.json", "--json: there is no folder no"),
+    "generate: without .pt": Case(
+        "generate", "--checkpoint-path=run", ("; but there is run.pt$",), {"run.pt": b""}
+    ),
+    "plot: a snapshot": Case(
+        "plot",
+        "run.pt --output=x.png",
+        ("its run's log is run.metrics.jsonl",),
+        {"run.pt": changed(), "run.metrics.jsonl": RECORD},
+    ),
     "plot: nothing": plots("x.jsonl", b"", "x.jsonl has no line with a step"),
     "plot: text": plots("x.jsonl", b"not json", "x.jsonl has no line with a step"),
     "plot: a binary": plots("x.jsonl", b"\xff\x00\xfe" * 99, "x.jsonl has no line with a step"),

@@ -14,6 +14,7 @@ import torch
 from runs import TINY, metrics, run, same, snapshot, train_here
 
 import train_minimal
+from data import load_dataset
 from scripts.faults import Injected
 from scripts.faults import train_step as faulty_step
 
@@ -269,6 +270,33 @@ def test_disk_full_while_logging(tmp_path):
     (line,) = result.stderr.splitlines()
     assert f"cannot save {tmp_path}/run.metrics.jsonl: disk full" in line
     assert "start again (nothing was saved yet)" in line
+
+
+def test_disk_full_while_the_cache_is_built(tmp_path, cache, monkeypatch, capsys):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", cache)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        assert train_here(tmp_path / "run.pt") == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "File too large; the token cache needs room there" in line
+    assert {path.name for path in cache.iterdir()} <= {".lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"cache"}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "written"),
+    [
+        ("utf-8", os.fsdecode(b"caf\xe9.pt"), b"caf\xe9.pt"),  # a name that is not UTF-8
+        ("ascii", "café.pt", "café.pt".encode()),
+        ("utf-8", "half \ud800", b"half ?"),
+    ],
+)
+def test_names_are_printed_as_they_are_stored(encoding, text, written):
+    assert text.encode(encoding, "minigpt-as-stored") == written
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")

@@ -185,11 +185,14 @@ def resume_mistake(tmp_path, capsys, *flags: str) -> str:
         ("--d-model=32", "--d-model: .* was trained with 16, this run has 32"),
         ("--vocab-size=32", "--vocab-size: .* was trained with 31, this run has 32"),
         ("--seq-len=8 --max-position-embeddings=16", "--seq-len: .* 16, this run has 8"),
-        ("--seed=5", "--seed: .* was trained with 1337, this run has 5"),
+        ("--seed=5", "--seed: .* was trained with 1337, this run has 5.*--init-from .*run.pt in"),
         ("--data-seed=5", "--data-seed: .* was trained with 3, this run has 5"),
         ("--dropout=0", "--dropout: .* was trained with 0.1, this run has 0"),
-        ("--max-tokens=100", "--train-data"),
-        ("--batch-size=1", "--batch-size: .* 2 sequences .* --grad-accum-steps 2 fits"),
+        ("--max-tokens=100", "--train-data.*--init-from .*run.pt in place of --resume"),
+        (
+            "--batch-size=1",
+            "--batch-size: .* 2 sequences .* --grad-accum-steps 2 fits; or --init",
+        ),
     ],
 )
 def test_resuming_another_run_is_refused(tmp_path, capsys, flags, message):

@@ -4,6 +4,7 @@ Each has its exit code and one line that says how to go on.
 """
 
 import argparse
+import codecs
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data import DataError
+from data import DataError, DiskFull
 
 from .flags import UsageError, print_error
 from .plan import TooLarge, next_knob
@@ -41,8 +42,8 @@ def run_safely(
     """
     run, lock = None, None
     try:
-        if isinstance(sys.stdout, TextIOWrapper):  # half a character in a sample is no crash
-            sys.stdout.reconfigure(errors="replace")
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="minigpt-as-stored")
         run = start_run(args, make_process)
         process, lock = run.process, run.held_lock
         code = train_and_tell(run, train)
@@ -55,7 +56,7 @@ def run_safely(
         return 2
     except DataError as error:
         complain(f"{error}; then {way_back(run)}" if run else error)
-        return 3 if run else 2
+        return 3 if run or isinstance(error, DiskFull) else 2
     except NotFinite as error:
         complain(error)
         return 3
@@ -84,6 +85,19 @@ def run_safely(
     finally:
         if lock is not None:  # (a process that lives on may start another run)
             lock.close()
+
+
+def as_stored(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What stdout does with a character that it has not: half a one in a sample is no crash, and
+    the name of a file is printed as the system has it, so that a command can be pasted."""
+    assert isinstance(error, UnicodeEncodeError | UnicodeDecodeError)
+    if isinstance(error, UnicodeEncodeError):  # (else somebody reads it again)
+        with suppress(UnicodeError):
+            return os.fsencode(error.object[error.start : error.end]), error.end
+    return "?" * (error.end - error.start), error.end
+
+
+codecs.register_error("minigpt-as-stored", as_stored)
 
 
 def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:

@@ -307,6 +307,11 @@ def fill_in(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
         args.min_lr = args.lr / 10
     if args.min_lr > args.lr:
         raise UsageError(f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}")
+    if args.lr * args.weight_decay > 1:
+        raise UsageError(
+            f"--weight-decay {args.weight_decay:g} times --lr {args.lr:g} is above 1: a step would "
+            "take more than all of a weight; lower --weight-decay"
+        )
     if args.no_amp and args.amp_dtype != "auto":
         raise UsageError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
     if args.use_activation_checkpoint == "auto":

@@ -76,6 +76,8 @@ def open_pretrained(path: Path) -> Pretrained:
 
 def no_such(path: Path) -> str:
     words = f"there is no snapshot and no folder {path}"
+    if path.name and os.path.isfile(f"{path}.pt"):
+        return f"{words}; but there is {path}.pt"
     if path.is_absolute() or path.suffix or len(path.parts) > 2:
         return words
     return (  # "gpt2", "openai-community/gpt2": perhaps the name of a model on the hub

@@ -1,6 +1,7 @@
 """Go on from a snapshot: from which file, with which flags, and what may have changed meanwhile."""
 
 import argparse
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from .claim import replaced_runs
 from .flags import SHAPES, build_parser
 from .length import LENGTHS
+from .metrics import format_line
 from .optimizer import restore_optimizer
 from .snapshot import Resumed, SnapshotError, State, beside, peek, read_snapshot
 
+# What the trainers call their snapshots if nobody says otherwise; each can go on from the others'.
+NAMES = ("minigpt_single.pt", "minigpt_ddp.pt", "minigpt_fsdp.pt")
 # What decides every weight of the run, besides its data and its batch: it must stay.
 FIXED = (
     "n_layers n_heads d_model d_ff max_position_embeddings dropout seq_len seed data_seed"
@@ -50,8 +54,11 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
     previous, best = beside(path, ".prev.pt"), beside(path, ".best.pt")
     # (Path.exists raises for a name that is too long.)
     if not any(map(os.path.lexists, (path, previous, best))):
-        older = replaced_runs(path)
-        name = f"name {older[-1]}, of the run before," if older else "name the file"
+        older, others = replaced_runs(path), [path.with_name(name) for name in NAMES]
+        others = [file for file in others if path.name in NAMES and file.exists()]
+        name = f"name {others[0]}, of another trainer," if others else "name the file"
+        if older:
+            name = f"name {older[-1]}, of the run before,"
         raise SnapshotError(
             f"--resume: there is no snapshot {path}; start without --resume, "
             f"or {name} with --checkpoint-path"
@@ -152,10 +159,29 @@ def parse_again(saved: State, path: Path) -> argparse.Namespace:
 
 def check_same(name: str, before: object, after: object, path: Path) -> None:
     if before != after:
+        new = "another --checkpoint-path to start a new run"
+        if name in ("--optimizer", "--seed", "--data-seed", "--dropout"):
+            new = fresh_start(path)
         raise SnapshotError(
             f"{name}: {path} was trained with {before}, this run has {after}; pass the old "
-            "value to resume, or another --checkpoint-path to start a new run"
+            f"value to resume, or {new}"
         )
+
+
+def fresh_start(path: Path) -> str:
+    """What one wants who cannot resume, where the shape of the model is the same."""
+    return f"--init-from {path} in place of --resume to start a new run from its weights"
+
+
+def check_record(record: object, path: Path) -> None:
+    """Raise SnapshotError unless a run could go on from that log line, and show it."""
+    try:
+        assert isinstance(record, dict)
+        if record:
+            format_line(record, 1)
+            json.dumps(record)
+    except (AssertionError, LookupError, TypeError, ValueError, OverflowError):
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (a strange record)") from None
 
 
 def check_resumable(saved: State, now: State, path: Path) -> None:
@@ -165,6 +191,7 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     intervals, and the number of processes as long as the batch of all of them together stays. A
     text that was edited is still the text that the flags name: `changes` tells of it.
     """
+    check_record(saved.get("record", {}), path)
     rows = [("--tokenizer-name", saved["tokenizer"].get("name"), now["tokenizer"]["name"])]
     # (Older snapshots do not say it.)
     rows += [("--optimizer", saved["args"].get("optimizer", "adamw"), now["args"]["optimizer"])]
@@ -182,7 +209,7 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
             f"has {now['data']['description']} ({', '.join(map(flag, other))}); the data must stay "
-            "the same to resume (another --checkpoint-path starts a new run on it)"
+            f"the same to resume; {fresh_start(path)} on it"
         )
     before, after = saved["data"].get("sequences_per_step"), now["data"]["sequences_per_step"]
     if not isinstance(before, int):
@@ -190,7 +217,8 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     if before != after:
         raise SnapshotError(
             f"--batch-size: {path} was trained with {before} sequences a step over all processes, "
-            f"this run has {after}; {same_batch(before, after, now['args'])}"
+            f"this run has {after}; {same_batch(before, after, now['args'])}; or "
+            + fresh_start(path)
         )
 
 
