@@ -60,9 +60,10 @@ from trainer.endings import is_out_of_memory
 from trainer.flags import UsageError, fill_in, number, output_file, print_error
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
-from trainer.plan import default_budget, make_planner, vocabulary
+from trainer.plan import make_planner, vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
+from trainer.room import room_on
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -126,12 +127,12 @@ def choose_jobs(args: argparse.Namespace, planner: Planner) -> list[Job]:
         jobs += [Job(policy, args.batch_size, peer=args.peer) for policy in pair]
     if not args.largest_batch:
         return jobs
-    budget = args.memory_budget or default_budget(choose_device(args.device), processes=1)
+    room = room_on(choose_device(args.device), args.memory_budget)
     for policy in tqdm(policies, desc="largest batches", leave=False, disable=None):
         memory = asdict(config_of(args, Job(policy, 1)))
-        size = planner.largest_batch(budget, args.batch_size, **memory)
+        size = planner.largest_batch(room.safe or 0, args.batch_size, **memory)
         if size == 0:
-            tqdm.write(f"{policy}: not one sequence fits in {format_bytes(budget)}", sys.stderr)
+            tqdm.write(f"{policy}: not one sequence fits in {room}", sys.stderr)
         else:
             jobs += [Job(policy, size, way, largest=True) for way in ways]
     return jobs

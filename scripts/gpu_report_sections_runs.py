@@ -86,7 +86,7 @@ def limited(
     batch_size = times * fits + more
     args = f"--num-steps 3 --batch-size {batch_size} --use-activation-checkpoint {policy}"
     if policy == "auto":
-        args += f" --memory-budget {room}B"
+        args += f" --memory-budget {limit}B"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.pt")
         command = [sys.executable, "-c", LIMITED, str(share)]

@@ -50,12 +50,10 @@ from scripts.memory_timeline_numbers import POLICIES
 from scripts.memory_timeline_pictures import COLORS, NAMES, describe, in_legend
 from scripts.plan_peak import policy_of
 from trainer import flags
-from trainer.card import THIS_MACHINE
 from trainer.flags import UsageError, model_config, output_file, print_error
 from trainer.metrics import format_bytes
 from trainer.plan import NO_RECOMPUTE, asked_card, make_planner, target, vocabulary
 from trainer.pretrained import open_init_from
-from trainer.room import for_tensors
 
 SOURCE = Path(__file__).parent / "page"
 SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
@@ -194,19 +192,11 @@ def step_data(
     }
 
 
-def room_for_tensors(args: argparse.Namespace) -> int | None:
-    """What tensors may take: as asked; of a card, all but the margin that `auto` leaves there."""
-    kind, _, room = target(args)
-    if args.memory_budget or room is None:
-        return args.memory_budget
-    return room if args.card in (None, THIS_MACHINE) else for_tensors(room, kind)
-
-
 def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:
     """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
     config = planner.config
     if args.use_activation_checkpoint == "auto":
-        budget = room_for_tensors(args) or sys.maxsize
+        budget = target(args)[2].safe or sys.maxsize
         card = asked_card(args)
         config = pick_recompute(planner, args.batch_size, budget, card, args.compile).config
     asked = policy_of(config) | {"loss_chunks": config.loss_chunks}
@@ -223,7 +213,7 @@ def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str
 
 def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
-    kind, precision, _ = target(args)
+    kind, precision, room = target(args)
     config = model_config(args, vocabulary(args))
     planner = make_planner(args, config, torch.device(kind), precision)
     card, labels = asked_card(args), Labels()
@@ -242,7 +232,7 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
-        "budget": room_for_tensors(args) if card else args.memory_budget,
+        "budget": room.safe if card or args.memory_budget else None,
         "first": [*found].index(first),
         "kinds": [
             [NAMES.get(kind, kind), color, in_legend(kind)] for kind, color in COLORS.items()

@@ -127,7 +127,8 @@ def simulate(
         records[name] = record_step(planner, step, args)
         bar.update()
     planner.watch = lambda: bar.set_description("choosing")  # who knows how many steps yet
-    return records, Choice.of(planner, args.batch_size, args.memory_budget, card, args.compile)
+    budget = args.memory_budget and target(args)[2].safe
+    return records, Choice.of(planner, args.batch_size, budget, card, args.compile)
 
 
 def row(step: StepMemory, card: Card | None = None, compiled: bool = False) -> dict[str, Any]:

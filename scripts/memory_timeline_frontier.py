@@ -55,9 +55,9 @@ class Choice(NamedTuple):
         if n_state_bytes(planner) < budget:  # else no recompute helps
             step = pick_recompute(planner, batch_size, budget, card, compiled)
             if step.peak <= budget:
-                words = f"what auto takes within --memory-budget {limit}"
+                words = f"what auto takes in the {limit} that --memory-budget leaves tensors"
                 return cls(step, f"{describe_recompute(step.config)}:\n{words}", budget)
-        return cls(None, f"nothing fits in --memory-budget {limit}", budget)
+        return cls(None, f"nothing fits in the {limit} that --memory-budget leaves tensors", budget)
 
 
 def predicted(planner: Planner, batch_size: int, choice: Choice, cost: Cost) -> Points:

@@ -11,7 +11,7 @@ from typing import Any
 
 from planner import Planner, StepMemory
 from planner.choose import describe_recompute, pick_recompute, recompute_flags
-from scripts.plan_table import Clock, Room, Row, align, digits, format_seconds
+from scripts.plan_table import Clock, Row, align, digits, format_seconds
 from trainer.metrics import format_bytes
 from trainer.plan import NO_RECOMPUTE, Plans
 
@@ -139,10 +139,10 @@ def length_words(args: argparse.Namespace, wanted: dict[str, Any]) -> list[str]:
 
 
 class Search:
-    """For the fastest way to run the sequences of a step on a card, within the safe room."""
+    """For the fastest way to run the sequences of a step on a card, within `safe` bytes."""
 
-    def __init__(self, args: argparse.Namespace, plans: Plans, room: Room, clock: Clock):
-        self.args, self.plans, self.clock, self.safe = args, plans, clock, room.safe or 0
+    def __init__(self, args: argparse.Namespace, plans: Plans, safe: int, clock: Clock):
+        self.args, self.plans, self.safe, self.clock = args, plans, safe, clock
         self.sequences = args.batch_size * args.grad_accum_steps
         self.sizes = [n for n in range(1, self.sequences + 1) if self.sequences % n == 0]
         self.found: dict[int, Setting | None] = {}  # micro-batch -> the fastest, if any fits
@@ -204,7 +204,7 @@ class Search:
         return sorted(found, key=lambda setting: (setting.seconds, setting.step.peak))
 
 
-def longest_for_all(args: argparse.Namespace, plans: Plans, room: Room) -> argparse.Namespace:
+def longest_for_all(args: argparse.Namespace, plans: Plans, safe: int) -> argparse.Namespace:
     """The flags with the longest sequences that the tokens of a step can be cut into and that fit,
     one at a time; as they are if none of them does."""
     tokens = args.batch_size * args.grad_accum_steps * args.seq_len
@@ -217,7 +217,7 @@ def longest_for_all(args: argparse.Namespace, plans: Plans, room: Room) -> argpa
 
     def too_long(seq_len: int) -> bool:
         planner = plans.planner(flags(seq_len))
-        return all(planner.step(1, **way).peak > (room.safe or 0) for way in least(planner))
+        return all(planner.step(1, **way).peak > safe for way in least(planner))
 
     n = bisect_left(lengths, True, key=too_long)
     return flags(lengths[n - 1]) if n else args

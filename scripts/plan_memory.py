@@ -50,7 +50,6 @@ from scripts.plan_peak import at_peak, format_peak, record_step, typed_policy
 from scripts.plan_run import describe_whole, whole_run
 from scripts.plan_table import (
     Clock,
-    Room,
     Row,
     command_line,
     digits,
@@ -75,6 +74,7 @@ from trainer.optimizer import optimizer_name
 from trainer.plan import SMALLER, Plans, asked_card, target, vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
+from trainer.room import Room
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
 
@@ -151,13 +151,13 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
     """Raises UsageError or DataError; `watch` is called before each simulation."""
     args = parse(argv)
     processes = args.nproc_per_node or 1
-    kind, precision, budget = target(args, processes)
+    kind, precision, room = target(args, processes)
     if args.card == THIS_MACHINE and kind == "cpu" and processes > 1:
         raise UsageError(
             f"--card {THIS_MACHINE} measures one process, and {processes} would share the CPU: "
             "leave out --nproc-per-node"
         )
-    if args.longest_sequence and budget is None:
+    if args.longest_sequence and room.budget is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
     ddp, shards = args.nproc_per_node is not None, 1
     if args.fsdp:
@@ -166,8 +166,6 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
     plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, watch)
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
-    is_size = args.memory_budget is not None or card is not None and measured is None
-    room = Room.of(budget, kind, is_size)
     clock = None
     if card:
         clock = Clock(card, args.compile, args.grad_accum_steps, processes, shards)
@@ -182,11 +180,8 @@ def describe_target(asked: Asked) -> str:
     precision = str(plans.precision).removeprefix("torch.")
     if room.budget is None:
         limit = f"no {kind} here and no --memory-budget: what fits cannot be told"
-    elif room.budget == room.safe:
-        limit = f"{format_bytes(room.budget)}: what is free, but for a margin"
     else:
-        limit = f"{format_bytes(room.budget)}, of which tensors may take "
-        limit += f"{format_bytes(room.safe or 0)}: auto leaves such a margin of what is free"
+        limit = f"tensors may take {room}"
     lines = [
         f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
@@ -338,10 +333,10 @@ def make_table(asked: Asked) -> list[Row]:
 def turn_all_knobs(asked: Asked) -> list[Setting]:
     """The fastest ways to run a step, the best first; none if none fits."""
     assert asked.clock
-    args, plans, room = asked.args, asked.plans, asked.room
+    args, plans, safe = asked.args, asked.plans, asked.room.safe or 0
     if args.longest_sequence:
-        args = longest_for_all(args, plans, room)
-    return Search(args, plans, room, asked.clock).settings()
+        args = longest_for_all(args, plans, safe)
+    return Search(args, plans, safe, asked.clock).settings()
 
 
 def plan(argv: list[str], bar: tqdm) -> int:

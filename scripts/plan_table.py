@@ -12,24 +12,10 @@ from planner.choose import describe_recompute, pick_recompute, recompute_flags, 
 from planner.formulas import count_parameters, recompute_cost, step_flops
 from trainer.knobs import Knob
 from trainer.metrics import format_bytes
-from trainer.room import for_tensors
+from trainer.room import Room
 
 OFFLOADED: dict[str, Any] = {"recompute": "full", "offload_activations": True}
 MIX = ("recompute", "recompute_group", "recompute_layers", "recompute_rest")
-
-
-@dataclass(frozen=True)
-class Room:
-    """What tensors may take, in bytes; None where nobody knows."""
-
-    budget: int | None  # all that was given
-    safe: int | None  # of that, what a recommendation may take
-
-    @classmethod
-    def of(cls, budget: int | None, device_type: str, is_size: bool) -> "Room":
-        """`is_size`: it is that of a card. (A share of what is free has left its margin.)"""
-        safe = for_tensors(budget, device_type) if budget is not None and is_size else budget
-        return cls(budget, safe)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.flags import UsageError
-from trainer.room import default_budget, for_tensors, free_memory, own_memory, total_memory
+from trainer.room import Room, for_tensors, free_memory, own_memory, room_on, total_memory
 
 CPU = torch.device("cpu")
 
@@ -118,9 +118,23 @@ def test_free_on_a_gpu(monkeypatch):
 
 def test_a_tenth_stays_free_and_processes_share(machine):
     machine({"/proc/meminfo": MEMINFO})
-    assert default_budget(CPU, processes=1) == 1_843_200
-    assert default_budget(CPU, processes=2) == 921_600
-    assert default_budget(CPU, processes=2, held=1000) == 922_500
+    assert room_on(CPU).safe == 1_843_200
+    assert room_on(CPU, processes=2).safe == 921_600
+    assert room_on(CPU, processes=2, held=1000).safe == 922_500
+    assert room_on(CPU, 5000, processes=2, held=1000) == Room(5000, "cpu")  # as somebody says
+
+
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        (Room(60 << 20, "cpu"), "54.0 MiB (60.0 MiB less a margin of a tenth)"),
+        (Room(2 << 30, "cuda"), "1.5 GiB (2.0 GiB less a margin of a quarter)"),
+        (Room(6 << 30, "cuda"), "5.0 GiB (6.0 GiB less a margin of 1 GiB)"),
+        (Room(20 << 30, "cuda", True), "18.0 GiB (20.0 GiB free, less a margin of a tenth)"),
+    ],
+)
+def test_both_numbers_are_said(room, words):
+    assert str(room) == words
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_the_best_choice_is_marked(plt, planner):
         assert dashed == ([budget / 2**20] if budget < none.peak else [])  # above it: not in view
         plt.close(figure)
     nothing = frontier.Choice.of(planner, 8, full.peak // 4)
-    assert nothing.step is None and nothing.words.startswith("nothing fits in --memory-budget ")
+    assert nothing.step is None and nothing.words.startswith("nothing fits in the ")
     plt.close(frontier.draw_frontier(plt, planner, 8, nothing, None, flops))
 
 

@@ -140,11 +140,11 @@ def test_a_budget_is_what_auto_would_take():
     """What was typed; of a card, what is left of it beside the margin."""
     for words, budget in (
         (["--card", "RTX 3060 12GB"], for_tensors(CARDS["RTX 3060 12GB"].memory, "cuda")),
-        (["--card", "RTX 3060 12GB", "--memory-budget", "3GiB"], 3 * 2**30),
+        (["--card", "RTX 3060 12GB", "--memory-budget", "3GiB"], for_tensors(3 * 2**30, "cuda")),
         (["--device", "cpu"], None),
     ):
         args = memory_page.parse([*FLAGS[:-2], *words])
-        found = memory_page.room_for_tensors(args)
+        found = memory_page.target(args)[2].safe
         assert found == budget if budget else found is None or found > 0
 
 

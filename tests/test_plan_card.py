@@ -16,11 +16,12 @@ import trainer.plan
 from model import MiniGPTConfig
 from planner import CARDS, Card, Planner
 from scripts import plan_memory
-from scripts.plan_table import Clock, Room, Row, digits, format_seconds, recommend
+from scripts.plan_table import Clock, Row, digits, format_seconds, recommend
 from trainer.card import clock_card
 from trainer.flags import UsageError, model_config
 from trainer.plan import card_target
 from trainer.process import OneProcess
+from trainer.room import Room, for_tensors
 
 SHAPE = (
     "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32 "
@@ -64,7 +65,8 @@ def columns(out: str) -> list[str]:
 def test_a_card_says_what_is_planned_for(flags, kind, precision, gib):
     args = plan_memory.parse(flags.split())
     card = CARDS[args.card]
-    assert card_target(args, card) == (kind, precision, gib * GIB if gib else card.memory)
+    room = Room(gib * GIB if gib else card.memory, kind)
+    assert card_target(args, card) == (kind, precision, room)
 
 
 def test_a_card_leaves_the_margin_of_its_size(plain, tmp_path):
@@ -149,7 +151,7 @@ def test_offload_is_the_last_whatever_its_clock_says():
         step = SimpleNamespace(
             config=MiniGPTConfig(**memory), peak=peak, seconds=lambda card, compiled: seconds
         )
-        return Row(step, 0, Room(10, 10), None, None, Clock(H100, False, 1, 1))
+        return Row(step, 0, Room(10, "cpu"), None, None, Clock(H100, False, 1, 1))
 
     slow = row(5, 3.0, recompute="full")
     slower = row(4, 4.0, recompute="full", recompute_group=2)
@@ -206,7 +208,7 @@ def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("trainer.card.this_machine", lambda *what: mine)
     result = plan(tmp_path, "--card=This machine", "--device=cpu")
     assert result["card"] == "this machine" and result["device"] == "cpu"
-    assert result["budget_bytes"] == result["safe_bytes"]  # as without a card: what is free
+    assert result["safe_bytes"] == for_tensors(result["budget_bytes"], "cpu")  # of what is free
     assert re.search(
         r"^card +this machine: .*, measured in [\d.]+ s", capsys.readouterr().out, re.M
     )
@@ -268,9 +270,10 @@ def test_auto_goes_by_the_clock_of_a_card(monkeypatch):
     process = OneProcess(torch.device("cpu"))
     card, words = choose(monkeypatch, "--card h100 --memory-budget 1GiB --compile", process)
     assert card == H100
-    assert words == "auto takes none: the least time (predicted for H100) that fits 1.0 GiB"
+    fits = "that fits 921.6 MiB (1.0 GiB less a margin of a tenth)"
+    assert words == f"auto takes none: the least time (predicted for H100) {fits}"
     card, words = choose(monkeypatch, "--memory-budget 1GiB", process)
-    assert card is None and words == "auto takes none: the least that fits 1.0 GiB"
+    assert card is None and words == f"auto takes none: the least {fits}"
 
 
 def test_all_processes_go_by_the_clock_of_the_first(monkeypatch):

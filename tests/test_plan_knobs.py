@@ -20,7 +20,7 @@ from scripts.plan_knobs import (
     most_that_fit,
     with_length,
 )
-from scripts.plan_table import Clock, Room, digits
+from scripts.plan_table import Clock, digits
 from trainer.flags import build_parser, fill_in
 from trainer.plan import Plans
 
@@ -151,7 +151,7 @@ def every_setting(search: Search) -> list[float]:
 def peaks() -> tuple[int, int]:
     """Of one sequence with the most recompute, and of all of them without any."""
     args, plans = ask()
-    search = Search(args, plans, Room(0, 0), CLOCK)
+    search = Search(args, plans, 0, CLOCK)
     full = search.planner(1).step(1, recompute="full").peak
     return full, search.planner(12).step(12, recompute="none").peak
 
@@ -164,7 +164,7 @@ def test_the_fastest_of_all_is_found(peaks, share):
     least, most = peaks
     args, plans = ask()
     safe = int(least + share * (most - least))
-    search = Search(args, plans, Room(safe, safe), CLOCK)
+    search = Search(args, plans, safe, CLOCK)
     settings = search.settings()
     every = every_setting(search)
     if not every:
@@ -184,7 +184,7 @@ class Told(Search):
     """Knows the seconds of each micro-batch, those without recompute too; notes who was asked."""
 
     def __init__(self, start, seconds, bounds):
-        super().__init__(ask()[0], None, Room(9, 9), CLOCK)
+        super().__init__(ask()[0], None, 9, CLOCK)
         self.start, self.of_size, self.bounds, self.asked = start, seconds, bounds, []
 
     def largest_without(self):
@@ -240,7 +240,7 @@ def test_few_steps_are_simulated(monkeypatch, peaks):
 
     monkeypatch.setattr(Planner, "simulate", watch)
     args, plans = ask(f"{SHAPE} --grad-accum-steps 120")
-    search = Search(args, plans, Room(peaks[1], peaks[1]), CLOCK)
+    search = Search(args, plans, peaks[1], CLOCK)
     assert len(search.sizes) == 24 and search.settings()
     assert len(set(sizes)) <= 10 and len(sizes) <= 60
 
@@ -256,8 +256,7 @@ def test_where_nothing_fits_there_is_still_a_way_out(capsys, peaks):
 def test_with_the_longest_sequence_the_tokens_of_a_step_stay(peaks):
     args, plans = ask()
     limit, tokens = peaks[0] + (peaks[1] - peaks[0]) // 4, 4 * 3 * 64
-    room = Room(limit, limit)
-    longer = longest_for_all(args, plans, room)
+    longer = longest_for_all(args, plans, limit)
     assert longer.seq_len == longer.max_position_embeddings > 64
     fits = []
     for length in (64, 128, 192, 256, 384, 768):
@@ -268,7 +267,7 @@ def test_with_the_longest_sequence_the_tokens_of_a_step_stay(peaks):
         if min(plans.peak(there), plans.peak(groups)) <= limit:
             fits.append(length)
     assert longer.seq_len == max(fits) < 768
-    best, *_ = Search(longer, plans, room, replace(CLOCK, micro_batches=1)).settings()
+    best, *_ = Search(longer, plans, limit, replace(CLOCK, micro_batches=1)).settings()
     found = run(f"python train_minimal.py {SHAPE} {' '.join(best.flags(args))}".replace(
         " --card H100", ""
     ))  # fmt: skip
@@ -278,4 +277,4 @@ def test_with_the_longest_sequence_the_tokens_of_a_step_stay(peaks):
 
 def test_no_length_fits():
     args, plans = ask()
-    assert longest_for_all(args, plans, Room(1000, 1000)) is args
+    assert longest_for_all(args, plans, 1000) is args

@@ -27,6 +27,7 @@ from trainer.optimizer import make_optimizer
 from trainer.plan import Plans, choose_recompute
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
+from trainer.room import Room
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -328,7 +329,7 @@ def test_the_way_to_shards_is_the_shortest():
     _, knob = ddp.way_out(args, state)
     assert knob.command(args) == "train_fsdp.py --recompute-group 1"
     with pytest.raises(UsageError, match=r"train_fsdp.py --recompute-group 1 fits \(the proc"):
-        choose_recompute(ddp, args, state)
+        choose_recompute(ddp, args, Room(state, "cpu"))
     for budget, plans in [(2**16, ddp), (state, replace(ddp, processes=1))]:
         _, knob = plans.way_out(args, budget)
         assert knob is None or not knob.trainer

@@ -193,8 +193,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         f"{' '.join(RECOMPUTE_POLICIES)}; auto = the least that fits in memory "
         "(default: none; the bare flag means full)")
     add("--memory-budget", type=byte_count, metavar="SIZE",
-        help="what tensors may take at most, for auto: 8GiB (default: what is free, but for a "
-        "tenth, on a GPU at least 1 GiB)")
+        help="for auto: the memory that there is, 8GiB (default: what is free); of either tensors "
+        "may take all but a tenth, on a GPU all but at least 1 GiB")
     add("--card", type=card_name, metavar="NAME",
         help="for auto: take what is predicted to be fastest on it: H100, \"RTX 4090\", ..., or "
         "this-machine, measured (default: a CUDA GPU by its own name; if that is unknown, and "

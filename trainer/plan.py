@@ -29,7 +29,7 @@ from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
 from .process import OneProcess
-from .room import default_budget, free_memory, own_memory, total_memory
+from .room import Room, own_memory, room_on, total_memory
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
 NO_RECOMPUTE: dict[str, Any] = RUNGS[0] | ALL_ALIKE
@@ -42,8 +42,8 @@ class TooLarge(MemoryError):
     """
 
 
-def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dtype, int | None]:
-    """What is planned for: (kind of device, precision, budget in bytes or None).
+def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dtype, Room]:
+    """What is planned for: (kind of device, precision, memory).
 
     A device that is not there can be planned for as well, only not be asked how much it has free;
     a card of the table has all of its memory. `processes`: on one machine.
@@ -54,15 +54,15 @@ def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dty
     if there.get(args.device, True):
         device = choose_device(args.device)
         share = processes if device.type == "cpu" else 1
-        budget = args.memory_budget or default_budget(device, share)
-        return device.type, choose_precision(args, device), budget
+        room = room_on(device, args.memory_budget, share)
+        return device.type, choose_precision(args, device), room
     precision = torch.float32 if args.no_amp or args.device == "mps" else torch.bfloat16
     if args.amp_dtype != "auto":
         precision = getattr(torch, args.amp_dtype)
-    return args.device, precision, args.memory_budget
+    return args.device, precision, Room(args.memory_budget, args.device)
 
 
-def card_target(args: argparse.Namespace, card: Card) -> tuple[str, torch.dtype, int]:
+def card_target(args: argparse.Namespace, card: Card) -> tuple[str, torch.dtype, Room]:
     """What is planned for on a card of the table, which need not be there: as `target` says.
 
     Raises UsageError where --device or --memory-budget contradict the card.
@@ -76,9 +76,10 @@ def card_target(args: argparse.Namespace, card: Card) -> tuple[str, torch.dtype,
             f"of {card.name}: leave it out, or name another --card"
         )
     if kind == "mps" or args.no_amp or args.amp_dtype != "auto":
-        return kind, choose_precision(args, torch.device(kind)), budget
+        return kind, choose_precision(args, torch.device(kind)), Room(budget, kind)
     _, bfloat16, float16 = card.flops  # before Ampere there is no bfloat16
-    return kind, torch.bfloat16 if bfloat16 >= float16 else torch.float16, budget
+    precision = torch.bfloat16 if bfloat16 >= float16 else torch.float16
+    return kind, precision, Room(budget, kind)
 
 
 def asked_card(args: argparse.Namespace) -> Card | None:
@@ -180,53 +181,54 @@ class Plans:
 
 
 def choose_recompute(
-    plans: Plans, args: argparse.Namespace, budget: int, card: Card | None = None
+    plans: Plans, args: argparse.Namespace, room: Room, card: Card | None = None
 ) -> StepMemory:
     """What `auto` takes: the least time on `card`, or the fewest FLOPs if none is known.
 
     Raises UsageError, with what would fit, if nothing does.
     """
-    state = plans.state(args)
+    state, budget = plans.state(args), room.safe or 0
     smallest = f"above {format_bytes(state)}"
     if state < budget:
         step = pick_recompute(plans.planner(args), args.batch_size, budget, card, args.compile)
         if step.peak <= budget:
             return step
         smallest = f"{format_bytes(step.peak)} ({describe_recompute(step.config)})"
-    limit = f"--memory-budget {format_bytes(budget)}"
-    if args.memory_budget is None:
-        limit = f"--use-activation-checkpoint auto: {format_bytes(budget)} are free"
+    flag = "--use-activation-checkpoint auto" if room.is_free else "--memory-budget"
     most = argparse.Namespace(**vars(args) | {"use_activation_checkpoint": "full"})
     why, knob = plans.way_out(most, budget)
     fits = f"{knob.command(most)} fits ({knob.words})" if knob else SMALLER
-    raise UsageError(f"{limit}, but the smallest peak is {smallest}; {why}{fits}")
+    raise UsageError(
+        f"{flag}: tensors may take {room}, but the smallest peak is {smallest}; {why}{fits}"
+    )
 
 
 def check_room(
     plans: Plans, args: argparse.Namespace, process: OneProcess, peak: int, held: int
 ) -> str:
-    """A line of warning if `peak` bytes are more than is free now; else nothing.
+    """A line of warning if `peak` bytes are more than tensors may take of what is free now; else
+    nothing.
 
     Raises TooLarge if they are more than the device has in all.
     """
     device, processes = process.device, process.processes_on_device
     total, own = total_memory(device), own_memory() - held if device.type == "cpu" else 0
     try:
-        free = free_memory(device) + processes * held
-        budget = default_budget(device, processes, held)
+        room = room_on(device, None, processes, held)
     except UsageError:  # nobody knows
         return ""
+    budget = room.safe or 0
     too_large = total is not None and processes * (peak + own) > total
-    if not too_large and processes * peak <= free:
+    if not too_large and peak <= budget:
         return ""
     need = f"{processes} processes, each " if processes > 1 else ""
     need += f"{format_bytes(peak)} predicted"
-    has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or free)}"
+    has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or 0)}"
     why, knob = plans.way_out(args, budget)
     way_out = f"{knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
     if not too_large:
-        need += f", but {format_bytes(free)} are free now ({has} in all)"
-        return f"\nwarning  {need}; {why}try {way_out}"
+        has = f"; {has} in all" if total else ""
+        return f"\nwarning  {need}, but tensors may take {room}{has}; {why}try {way_out}"
     if own:
         need += f" beside the {format_bytes(own)} that Python, PyTorch and data take"
     now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
@@ -272,15 +274,15 @@ def plan_memory(
     if args.use_activation_checkpoint == "auto":
         on_device = process.processes_on_device
         # All take what the one that has least of it can: they must choose alike.
-        mine = args.memory_budget or default_budget(process.device, on_device, held)
-        budget = min(process.exchange(mine))
+        mine = room_on(process.device, args.memory_budget, on_device, held)
+        room = replace(mine, budget=min(process.exchange(mine.budget or 0)))
         # And all go by one clock, that of process 0.
         first = process.by_first(lambda: clock_card(args, process.device))
         card = process.exchange(first)[0]
-        config = choose_recompute(plans, args, budget, card).config
+        config = choose_recompute(plans, args, room, card).config
         least = f"the least time (predicted for {card.name})" if card else "the least"
         words = f"auto takes {describe_recompute(config)}: {least} that fits "
-        words += f"{format_bytes(budget)}\nmemory   "
+        words += f"{room}\nmemory   "
     told = process.by_first(lambda: predict(plans, args, process, config, held))
     return config, words + (told or "")
 

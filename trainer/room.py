@@ -1,11 +1,13 @@
 """What memory a device has: in all, free now, and what of that tensors may take."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .flags import UsageError
+from .metrics import format_bytes
 
 GIB = 2**30
 
@@ -62,23 +64,54 @@ def own_memory() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def for_tensors(room: float, device_type: str) -> int:
-    """Of `room` bytes, those that tensors may take: a tenth stays free, on a GPU at least 1 GiB
-    (of less than 4 GiB a quarter).
+@dataclass(frozen=True)
+class Room:
+    """The memory that there is for a process, in bytes: its tensors, and all that is beside them.
+
+    --memory-budget says it, or it is a card's, or what is free.
+    """
+
+    budget: int | None  # None: nobody knows
+    device_type: str
+    is_free: bool = False
+
+    @property
+    def safe(self) -> int | None:
+        """What tensors may take of it."""
+        return None if self.budget is None else for_tensors(self.budget, self.device_type)
+
+    def __str__(self) -> str:
+        """ "54.0 MiB (60.0 MiB less a margin of a tenth)" """
+        assert self.budget is not None and self.safe is not None
+        _, words = margin(self.budget, self.device_type)
+        whole = format_bytes(self.budget) + " free," * self.is_free
+        return f"{format_bytes(self.safe)} ({whole} less a margin of {words})"
+
+
+def margin(room: float, device_type: str) -> tuple[float, str]:
+    """Of `room` bytes, those that stay free: a tenth, on a GPU at least 1 GiB (of less than 4 GiB a
+    quarter); and in words.
 
     An allocator cannot use every gap, and on a GPU there are, beside the tensors, the driver's
     context with some hundred MiB, the code of kernels, NCCL's buffers.
     """
-    margin = 0.1 * room
-    if device_type == "cuda":
-        margin = max(margin, min(GIB, room / 4))
-    return int(room - margin)
+    if device_type == "cuda" and room < 10 * GIB:
+        return (room / 4, "a quarter") if room < 4 * GIB else (GIB, "1 GiB")
+    return 0.1 * room, "a tenth"
 
 
-def default_budget(device: torch.device, processes: int, held: int = 0) -> int:
-    """What tensors may take if nobody says: most of what is free, shared by `processes`; and of
-    the `held` bytes that each of them is about to give back."""
-    return for_tensors(free_memory(device) / processes + held, device.type)
+def for_tensors(room: float, device_type: str) -> int:
+    return int(room - margin(room, device_type)[0])
+
+
+def room_on(
+    device: torch.device, budget: int | None = None, processes: int = 1, held: int = 0
+) -> Room:
+    """`budget` bytes; if nobody says, what is free, shared by `processes`, and the `held` bytes
+    that each of them is about to give back. Raises UsageError if nobody knows."""
+    if budget is not None:
+        return Room(budget, device.type)
+    return Room(int(free_memory(device) / processes + held), device.type, is_free=True)
 
 
 def built_in_memory() -> int | None:
