@@ -163,9 +163,9 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
     if args.fsdp:
         ddp, shards = False, processes
     device = torch.device(kind)
-    plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, watch)
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
+    plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, card, watch)
     clock = None
     if card:
         clock = Clock(card, args.compile, args.grad_accum_steps, processes, shards)

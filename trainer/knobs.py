@@ -7,11 +7,13 @@ planner, and takes the first that fits (`nearest`).
 import argparse
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
+
+from model import MiniGPTConfig
 
 from .flags import SHAPES
 
@@ -41,6 +43,15 @@ class Knob:
                 words.append(f"{flag} {value}")
         return " ".join(words) + (f" without {' '.join(without)}" if without else "")
 
+    def with_policy(self, args: argparse.Namespace, config: MiniGPTConfig) -> "Knob":
+        """The same, but for the way to recompute, which is that of `config`."""
+        rest = None if config.recompute_rest == "none" else config.recompute_rest
+        policy = with_policy(args, config.recompute, config.recompute_layers, rest)
+        policy["recompute_group"] = config.recompute_group
+        changed = {name: value for name, value in policy.items() if value != getattr(args, name)}
+        others = {name: value for name, value in self.flags.items() if name not in policy}
+        return replace(self, flags=changed | others)
+
     def change(self, args: argparse.Namespace) -> argparse.Namespace:
         """The flags with this change, and with the defaults that follow from it."""
         changed = argparse.Namespace(**vars(args) | self.flags)
@@ -68,18 +79,33 @@ class Family:
         return Knob(self.kept | ({self.name: change} if self.name else change), self.words)
 
 
-def same_sequences(args: argparse.Namespace, device_type: str) -> Iterator[Family]:
-    """Knobs that leave the training what it is, each beside all the cheaper ones."""
+def with_policy(
+    args: argparse.Namespace, policy: str, layers: int | None = None, rest: str | None = None
+) -> dict[str, Any]:
+    """The flags that ask for a policy."""
+    flags: dict[str, Any] = {"use_activation_checkpoint": policy}
+    flags |= {"recompute_layers": layers, "recompute_rest": rest}
+    if args.use_activation_checkpoint == "auto":
+        flags |= {"memory_budget": None, "card": None}  # they are for auto
+    return flags
+
+
+def same_sequences(
+    args: argparse.Namespace, device_type: str, groups: bool = False
+) -> Iterator[Family]:
+    """Knobs that leave the training what it is, each beside all the cheaper ones.
+
+    `groups`: of two blocks as well, which take less in some models.
+    """
     kept: dict[str, Any] = {}
     if args.loss_chunks == 1:
         kept = {"loss_chunks": 0}
         yield Family(kept, [{}], "never holds all logits, costs nothing")
     if args.use_activation_checkpoint != "full" or args.recompute_layers is not None:
-        parts = {"recompute_layers": None, "recompute_rest": None}
-        if args.use_activation_checkpoint == "auto":
-            parts |= {"memory_budget": None, "card": None}  # they are for auto
-        kept = kept | {"use_activation_checkpoint": "full"} | parts
+        kept = kept | with_policy(args, "full")
         yield Family(kept, [{}], "same results, some more time")
+    if groups and args.recompute_group == 1:
+        yield Family(kept, [{"recompute_group": 2}], "same results, some more time")
     size, steps = args.batch_size, args.grad_accum_steps
     cuts = [n for n in range(2, size + 1) if size % n == 0]
     smaller = [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in cuts]
@@ -133,6 +159,7 @@ def nearest(
     state: Count,
     peak: Count,
     of_shards: tuple[Count, Count] | None = None,
+    groups: bool = False,
 ) -> Knob | None:
     """The least change to these flags with which a step fits in `budget` bytes, if there is one.
 
@@ -144,7 +171,8 @@ def nearest(
         return peak(flags) <= budget
 
     if state(args) < budget:  # else none of these helps
-        families = chain(same_sequences(args, device_type), other_sequences(args, device_type))
+        same = same_sequences(args, device_type, groups)
+        families = chain(same, other_sequences(args, device_type))
         if knob := first_that_fits(args, families, fits):
             return knob
     if of_shards and (knob := with_shards(args, device_type, budget, *of_shards)):

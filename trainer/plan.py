@@ -140,6 +140,7 @@ class Plans:
     ddp: bool = False
     processes: int = 1  # with `ddp`, that hold the whole model each
     shards: int = 1  # processes that hold one between them
+    card: Card | None = None  # whose clock tells what is fastest; None: the fewest FLOPs are
     watch: Callable[[], object] = lambda: None  # called before each step that is simulated
     made: dict[tuple, Planner] = field(default_factory=dict)
 
@@ -165,38 +166,50 @@ class Plans:
         memory = {name: getattr(config, name) for name in NO_RECOMPUTE}
         return self.planner(args).step(args.batch_size, **memory).peak
 
-    def way_out(self, args: argparse.Namespace, budget: int) -> tuple[str, Knob | None]:
-        """The least change that makes a step fit in `budget` bytes; first why, if that is plain."""
+    def pick(self, args: argparse.Namespace, budget: int) -> StepMemory:
+        """The fastest way to recompute that fits in `budget` bytes, else the smallest peak."""
+        planner = self.planner(args)
+        return pick_recompute(planner, args.batch_size, budget, self.card, args.compile)
+
+    def way_out(
+        self, args: argparse.Namespace, budget: int, is_auto: bool = False
+    ) -> tuple[str, Knob | None]:
+        """The least change that makes a step fit in `budget` bytes, with the fastest policy then;
+        first why, if that is plain. `is_auto`: the run will choose its policy by itself."""
         why, state = "", self.state(args)
         if state >= budget:
             each = f" in each of {self.shards} processes" if self.shards > 1 else ""
             why = f"weights, gradients and {optimizer_name(args)}'s state alone take "
             why += f"{format_bytes(state)}{each}, more "
             why += f"than the {format_bytes(budget)} that tensors may take: "
-        of_shards = None
+        shards = self
         if self.ddp and self.processes > 1:
-            dealt = replace(self, ddp=False, shards=self.processes, made={})
-            of_shards = dealt.state, dealt.peak
-        return why, nearest(args, self.device.type, budget, self.state, self.peak, of_shards)
+            shards = replace(self, ddp=False, shards=self.processes, made={})
+        of_shards = None if shards is self else (shards.state, shards.peak)
+        groups = self.shards == 1 and args.n_layers > 1
+        knob = nearest(
+            args, self.device.type, budget, self.state, self.peak, of_shards, groups=groups
+        )
+        if knob and not is_auto:
+            then = knob.change(args)
+            if not then.offload_activations:
+                config = (shards if knob.trainer else self).pick(then, budget).config
+                knob = knob.with_policy(args, config)
+        return why, knob
 
 
-def choose_recompute(
-    plans: Plans, args: argparse.Namespace, room: Room, card: Card | None = None
-) -> StepMemory:
-    """What `auto` takes: the least time on `card`, or the fewest FLOPs if none is known.
-
-    Raises UsageError, with what would fit, if nothing does.
-    """
+def choose_recompute(plans: Plans, args: argparse.Namespace, room: Room) -> StepMemory:
+    """What `auto` takes. Raises UsageError, with what would fit, if nothing does."""
     state, budget = plans.state(args), room.safe or 0
     smallest = f"above {format_bytes(state)}"
     if state < budget:
-        step = pick_recompute(plans.planner(args), args.batch_size, budget, card, args.compile)
+        step = plans.pick(args, budget)
         if step.peak <= budget:
             return step
         smallest = f"{format_bytes(step.peak)} ({describe_recompute(step.config)})"
     flag = "--use-activation-checkpoint auto" if room.is_free else "--memory-budget"
     most = argparse.Namespace(**vars(args) | {"use_activation_checkpoint": "full"})
-    why, knob = plans.way_out(most, budget)
+    why, knob = plans.way_out(most, budget, is_auto=True)
     fits = f"{knob.command(most)} fits ({knob.words})" if knob else SMALLER
     raise UsageError(
         f"{flag}: tensors may take {room}, but the smallest peak is {smallest}; {why}{fits}"
@@ -262,6 +275,8 @@ def plan_memory(
     `held`: bytes of this memory that a snapshot has now and gives back (or to the optimizer).
     Raises UsageError if `auto` finds nothing that fits, TooLarge if the device can never hold it.
     """
+    # All go by one clock, that of process 0; and by the memory of the one that has least of it.
+    card = process.exchange(process.by_first(lambda: clock_card(args, process.device)))[0]
     plans = Plans(
         config.vocab_size,
         process.device,
@@ -269,17 +284,13 @@ def plan_memory(
         process.keeps_gradients,
         process.world_size,
         process.shards,
+        card,
     )
     words = ""
     if args.use_activation_checkpoint == "auto":
-        on_device = process.processes_on_device
-        # All take what the one that has least of it can: they must choose alike.
-        mine = room_on(process.device, args.memory_budget, on_device, held)
+        mine = room_on(process.device, args.memory_budget, process.processes_on_device, held)
         room = replace(mine, budget=min(process.exchange(mine.budget or 0)))
-        # And all go by one clock, that of process 0.
-        first = process.by_first(lambda: clock_card(args, process.device))
-        card = process.exchange(first)[0]
-        config = choose_recompute(plans, args, room, card).config
+        config = choose_recompute(plans, args, room).config
         least = f"the least time (predicted for {card.name})" if card else "the least"
         words = f"auto takes {describe_recompute(config)}: {least} that fits "
         words += f"{room}\nmemory   "
