@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,21 +37,49 @@ def pick_recompute(
     none = planner.step(batch_size, **ALL_ALIKE | RUNGS[0])
     if none.peak <= budget:
         return none
-    alike = all_alike(planner, batch_size)
-    mixes = all_mixes(planner.config.n_layers, [vars(step.config) for step in alike])
-    peaks = peaks_of(alike, mixes)
+    ways = all_ways(all_alike(planner, batch_size), card, compiled)
+    for way in ways:
+        if way.peak <= budget:
+            step = planner.step(batch_size, **vars(way.config))
+            if step.peak <= budget:  # (what is offloaded may take more than was thought)
+                return step
+    least = min(ways, key=lambda way: way.peak)
+    return planner.step(batch_size, **vars(least.config))
+
+
+class Way(NamedTuple):
+    """A way to recompute: what it takes in bytes, and more time or FLOPs than another."""
+
+    cost: tuple[float, float]
+    peak: int
+    config: MiniGPTConfig
+
+
+def all_ways(
+    alike: list[StepMemory], card: Card | None = None, compiled: bool = False
+) -> list[Way]:
+    """Those of `pick_recompute`, the fastest first, and of equals the one with the smallest peak.
+
+    `alike`: a step of each rung, all blocks alike. No other is simulated.
+    """
+    mixes = all_mixes(alike[0].config.n_layers, [vars(step.config) for step in alike])
     configs = [config_of(alike, mix) for mix in mixes]
     if card is None:
-        costs = [recompute_cost(config, planner.seq_len) for config in configs]
+        costs = [recompute_cost(config, alike[0].seq_len) for config in configs]
     else:
-        costs = [(cost, 0) for cost in mean_seconds(alike, mixes, card, compiled)]
-    order = sorted(range(len(mixes)), key=lambda i: (*costs[i], peaks[i]))
-    for i in order:
-        if peaks[i] <= budget:
-            step = planner.step(batch_size, **vars(configs[i]))
-            if step.peak <= budget:  # (where two policies meet, some bytes may differ)
-                return step
-    return planner.step(batch_size, **vars(configs[int(peaks.argmin())]))
+        costs = [(cost, 0) for cost in mean_seconds(alike, mixes, card, compiled).tolist()]
+    found = map(Way, costs, peaks_of(alike, mixes).tolist(), configs)
+    return sorted(found, key=lambda way: (way.cost, way.peak))
+
+
+def frontier(ways: list[Way]) -> list[Way]:
+    """Of any budget, what is taken: the first of these that fits. Without recompute, if that fits;
+    and each that takes less than all that are faster."""
+    found = [way for way in ways if way.config.recompute == "none"]
+    for way in ways:
+        if way.peak < found[-1].peak:
+            found.append(way)
+    return found
 
 
 def all_alike(planner: Planner, batch_size: int) -> list[StepMemory]:
@@ -114,11 +142,17 @@ def peaks_of(alike: list[StepMemory], mixes: np.ndarray) -> np.ndarray:
     taken is simulated, and never over the budget; but something better may have been passed over.)
     """
     most, net = np.array([segments(step) for step in alike]).transpose(2, 0, 1)  # (rungs, segments)
-    outside = mixes[:, :1]  # (what is not a block is the same for all)
-    rung = np.hstack([outside, mixes, outside, mixes[:, ::-1], outside])  # (mixes, segments)
+    first, last = mixes[:, :1], mixes[:, -1:]
+    rung = np.hstack([first, mixes, last, mixes[:, ::-1], first])  # (mixes, segments)
     segment = np.arange(rung.shape[1])
-    end = net[rung, segment].cumsum(axis=1)
-    return (end - net[rung, segment] + most[rung, segment]).max(axis=1)
+    added = net[rung, segment]
+    # What a block returns is there until the next block ends, or longer if its policy keeps it: by
+    # so much a first block, before which there is none, adds more than a second one.
+    names = [step.config.recompute for step in alike]
+    left = (net[:, 1] - net[:, 2])[[names.index(name) for name in names]]
+    added[:, 2 : 1 + mixes.shape[1]] += np.diff(left[mixes], axis=1)
+    end = added.cumsum(axis=1)
+    return (end - added + most[rung, segment]).max(axis=1)
 
 
 def segments(step: StepMemory) -> np.ndarray:
