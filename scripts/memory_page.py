@@ -39,7 +39,15 @@ from tqdm import tqdm
 from data import DataError
 from model import MiniGPTConfig
 from planner import Card, Planner
-from planner.choose import describe_recompute, pick_recompute, recompute_flags
+from planner.choose import (
+    Way,
+    all_ways,
+    describe_recompute,
+    frontier,
+    pick_recompute,
+    recompute_flags,
+    rungs,
+)
 from planner.clock import seconds_of_each
 from planner.formulas import step_flops
 from planner.record import Record, code_of, group_of
@@ -192,6 +200,14 @@ def step_data(
     }
 
 
+def way_data(way: Way, args: argparse.Namespace, card: Card | None) -> list:
+    """One of those that `auto` would take, as page.js has it: peak, cost, name, flags."""
+    needed, replayed = step_flops(way.config, args.seq_len, args.compile)
+    cost = way.cost[0] if card else (needed + replayed) / needed
+    name = describe_recompute(way.config)
+    return [way.peak, cost, name, shlex.join(trainer_flags(way.config))]
+
+
 def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:
     """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
     config = planner.config
@@ -219,20 +235,27 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     card, labels = asked_card(args), Labels()
     found, first = ways(planner, args)
     bar.reset(len(found))
-    steps = []
+    steps, alike = [], []
     for name, memory in found.items():
         bar.set_description(name)
         record = planner.record(args.batch_size, **NO_RECOMPUTE | memory)
         steps.append(step_data(record, name, labels, card, args))
+        if memory in rungs(planner):
+            alike.append(record.step)
         bar.update()
     about = [describe(planner, f"batch of {args.batch_size} x ")]
     about.append("predicted" if card is None else f"predicted for {card.name}")
+    if is_asked := bool(card or args.memory_budget):
+        about.append(f"where tensors may take {room}")
     if (times := int(record.step.work.times.max())) > 1:
         about.append(f"three of the head's {times + 2:,} chunks")
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
-        "budget": room.safe if card or args.memory_budget else None,
+        "budget": room.safe if is_asked else None,
+        "ways": [
+            way_data(way, args, card) for way in frontier(all_ways(alike, card, args.compile))
+        ],
         "first": [*found].index(first),
         "kinds": [
             [NAMES.get(kind, kind), color, in_legend(kind)] for kind, color in COLORS.items()

@@ -4,9 +4,10 @@ import re
 
 import torch
 
+from planner.choose import describe_recompute, pick_recompute
 from planner.record import Record
 from scripts import memory_page
-from scripts.memory_timeline_numbers import POLICIES, relative_flops
+from scripts.memory_timeline_numbers import POLICIES
 from scripts.memory_timeline_pictures import COLORS
 from trainer.plan import NO_RECOMPUTE, make_planner
 
@@ -26,6 +27,7 @@ class Made:
         config = memory_page.model_config(args, memory_page.vocabulary(args))
         kind, precision, _ = memory_page.target(args)
         planner = make_planner(args, config, torch.device(kind), precision)
+        self.planner, self.batch_size = planner, args.batch_size
         self.records, self.steps = {}, {}
         for name, memory in POLICIES.items():
             memory = NO_RECOMPUTE | memory
@@ -103,9 +105,6 @@ def frame(page) -> dict[str, float]:
 
 
 def first_that_fits(made: Made, budget: float) -> str | None:
-    fitting = [name for name, step in made.steps.items() if step.peak <= budget]
-    return min(
-        (n for n in fitting if n != "plain"),
-        key=lambda name: relative_flops(made.steps[name]),
-        default=None,
-    )
+    """What `auto` takes."""
+    step = pick_recompute(made.planner, made.batch_size, int(budget))
+    return describe_recompute(step.config) if step.peak <= budget else None

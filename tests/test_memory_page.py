@@ -12,6 +12,7 @@ from runs import ROOT
 from tqdm import tqdm
 
 from planner.cards import CARDS, card_named
+from planner.choose import RUNGS
 from planner.clock import seconds
 from planner.record import code_of
 from scripts import memory_page
@@ -149,7 +150,7 @@ def test_a_budget_is_what_auto_would_take():
 
 
 def test_a_head_of_many_chunks_is_said_to_be_shortened(monkeypatch):
-    monkeypatch.setattr(memory_page, "POLICIES", {})  # but the one that is asked for
+    monkeypatch.setattr(memory_page, "POLICIES", {"none": RUNGS[0]})  # no others
     for chunks, said in (("30", False), ("128", True)):
         args = memory_page.parse([*FLAGS, "--loss-chunks", chunks])
         with tqdm(disable=True) as bar:

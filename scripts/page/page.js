@@ -10,14 +10,14 @@ let isLong = false; // is the list shown in full?
 
 // ---- policies
 
-const cost = (step) => (DATA.axis === "seconds" ? step.seconds : step.flops);
+const costOf = (step) => (DATA.axis === "seconds" ? step.seconds : step.flops);
 const none = steps.find((step) => step.name === "none") || steps[0];
 
-function costWords(step) {
-  const more = 100 * (cost(step) / cost(none) - 1);
+function costWords(cost) {
+  const more = 100 * (cost / costOf(none) - 1);
   const words = `${more < 0 ? "−" : "+"}${Math.abs(more).toFixed(1)}%`;
   if (DATA.axis !== "seconds") return `${words} FLOPs`;
-  return `${Number((1000 * step.seconds).toPrecision(3)).toLocaleString("en")} ms, ${words}`;
+  return `${Number((1000 * cost).toPrecision(3)).toLocaleString("en")} ms, ${words}`;
 }
 
 function makePolicies() {
@@ -29,7 +29,7 @@ function makePolicies() {
     const [name, peak, more] = button.children;
     name.textContent = step.name;
     peak.textContent = format(step.total[step.peakAt]);
-    more.textContent = costWords(step);
+    more.textContent = costWords(costOf(step));
     button.addEventListener("click", () => choose(i));
     button.addEventListener("keydown", (event) => {
       const way = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
@@ -62,7 +62,7 @@ function choose(i) {
   const peak = `${format(step.total[step.peakAt])} in ${step.where}`;
   $("chart").setAttribute("aria-label",
     `Memory over one step with ${step.name}: its peak is ${peak}`);
-  say(`${step.name}: peak ${peak}, ${costWords(step)}`);
+  say(`${step.name}: peak ${peak}, ${costWords(costOf(step))}`);
 }
 
 // ---- budget
@@ -70,17 +70,18 @@ function choose(i) {
 function setBudget(bytes, isTyped = false) {
   chart.budget = Math.max(0, bytes);
   if (!isTyped) $("budget").value = (chart.budget / SIZE).toFixed(UNIT === "GiB" ? 2 : 1);
-  const fitting = steps.filter((step) => step.total[step.peakAt] <= chart.budget);
   for (const [k, button] of [...$("policies").children].entries()) {
-    const fits = fitting.includes(steps[k]);
+    const fits = steps[k].total[steps[k].peakAt] <= chart.budget;
     button.lastElementChild.textContent = fits ? "fits" : "does not fit";
     button.classList.toggle("fits", fits);
   }
-  // Among equals the one that comes first. (`plain` is there to be compared with.)
-  const [first] = fitting.filter((step) => step.name !== "plain").sort((a, b) => cost(a) - cost(b));
-  $("verdict").textContent = !first ? "nothing fits"
-    : `cheapest that fits: ${first.name} (${costWords(first)})`;
-  $("flags").textContent = first ? first.flags : "";
+  // Of all policies, and of mixes of two, the first that fits.
+  const [, cost, name, flags] = DATA.ways.find(([peak]) => peak <= chart.budget) ?? [];
+  $("verdict").textContent = name ? `cheapest that fits: ${name} (${costWords(cost)})`
+    : "nothing fits; with the same flags scripts.plan_memory says what would";
+  const words = flags?.split(" ") ?? []; // (no line ends within one, at a hyphen)
+  $("flags").replaceChildren(...words.flatMap((text) => [Object.assign(
+    document.createElement("span"), {textContent: text}), " "]));
   if (chart.heights) chart.show(chart.step, false);
 }
 
