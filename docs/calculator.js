@@ -291,8 +291,7 @@ class Walk {
   }
 
   inABlock(n) {
-    const {C, F} = this;
-    return this.inMatrices(n) + ceil((3 * C) / n) + ceil(F / n) + 6 * ceil(C / n);
+    return this.inMatrices(n) + ceil((3 * this.C) / n) + ceil(this.F / n) + 6 * ceil(this.C / n);
   }
 
   outside(n) {
@@ -313,8 +312,7 @@ const CARDS = {
   "RTX 4090": 23.4, "RTX 5090": 31.3, "T4": 14.5, "L4": 22, "A10G": 21.9, "A100 40GB": 39.3,
   "A100": 79.1, "A100 PCIe": 79.1, "H100": 79.1, "H100 PCIe": 79.1, "H200": 139.7, "B200": 178.3
 };
-const GIB = 2 ** 30;
-const memoryOf = (card) => floor(CARDS[card] * GIB);
+const GIB = 2 ** 30, memoryOf = (card) => floor(CARDS[card] * GIB);
 
 // trainer/room.py: a tenth stays free, at least 1 GiB
 const forTensors = (room) => floor(room - max(0.1 * room, min(GIB, room / 4)));
@@ -325,9 +323,8 @@ const SMALL = { // the first command's model, and the defaults of all else
   dropout: "off", head: "chunks", processes: 1, trainer: "ddp", card: "RTX 3060 12GB",
 };
 
-function modelOf(state) { // its name, if it has one
-  const same = (m) => m.n_layers === state.layers && m.n_heads === state.heads &&
-    m.d_model === state.width;
+function modelOf({layers, heads, width}) { // its name, if it has one
+  const same = (m) => m.n_layers === layers && m.n_heads === heads && m.d_model === width;
   return Object.keys(SHAPES).find((name) => same(SHAPES[name]));
 }
 
@@ -363,10 +360,25 @@ function flags(state) {
   return words;
 }
 
-function how(state) { // it recomputes
-  if (state.policy === "none") return [];
-  const some = state.blocks < state.layers ? ["--recompute-layers", state.blocks] : [];
-  return ["--use-activation-checkpoint", state.policy, ...some];
+function largestBatch(s, room) { // the most sequences that fit; 0: not even one
+  let most = 0;
+  for (let more = 2 ** 19; more >= 1; more /= 2) {
+    if (peak({...s, B: most + more}).bytes <= room) most += more;
+  }
+  return most;
+}
+
+// The policy to run with on the card: where one has to be, `auto`, which knows mixes and times.
+function advice(state) { // null: nothing fits
+  const room = forTensors(memoryOf(state.card));
+  const fits = (policy) => peak(shapeOf({...state, policy, blocks: state.layers})).bytes <= room;
+  return fits("none") ? "none" : POLICIES.some(fits) ? "auto" : null;
+}
+
+function how({policy, blocks, layers}) { // it recomputes
+  if (policy === "none") return [];
+  const some = blocks < layers && policy !== "auto" ? ["--recompute-layers", blocks] : [];
+  return ["--use-activation-checkpoint", policy, ...some];
 }
 
 function runCommand(state) {
@@ -375,9 +387,7 @@ function runCommand(state) {
   return [...start, ...flags(state), ...how(state)].join(" ");
 }
 
-function onCard(state) {
-  return [...flags(state), "--card", state.card.replaceAll(" ", "-")];
-}
+const onCard = (state) => [...flags(state), "--card", state.card.replaceAll(" ", "-")];
 
 function planCommand(state) {
   const many = state.processes === 1 ? [] : ["--nproc-per-node", state.processes];

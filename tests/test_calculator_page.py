@@ -105,13 +105,15 @@ def check(page) -> dict:
         size = sum(peak(**its)[1].values())
         needed, again = step_flops(its["config"], its["seq_len"])
         row = page.locator(f"#policy-{policy} .number").all_text_contents()
-        assert row == [text(size), f"× {1 + again / needed:.2f}"]
+        *told, batch = row
+        assert told == [text(size), f"× {1 + again / needed:.2f}"]
+        assert (int(batch.replace(",", "")) >= its["batch_size"]) == (size <= safe)
         if size <= safe:
             fitting.append((recompute_cost(its["config"], its["seq_len"]), policy))
     first = [policy for _, policy in sorted(fitting)[:1]]  # the least that is done twice
     assert page.locator(".first").all_inner_texts() == [f" {policy}" for policy in first]
     assert first_line(page).startswith(
-        f"cheapest that fits: {first[0]} " if first else "nothing fits"
+        f"cheapest of these that fits: {first[0]} " if first else "nothing fits"
     )
     assert f"The line: {text(safe)}, " in page.locator("#about").inner_text()
 
@@ -319,7 +321,7 @@ def test_a_command_is_copied(chromium, allowed):
     page.evaluate("document.body.append(document.createElement('textarea'))")
     page.locator("textarea").focus()
     page.keyboard.press("Control+v")
-    copied = "python train_minimal.py --model gpt2-medium --use-activation-checkpoint mlp"
+    copied = "python train_minimal.py --model gpt2-medium --use-activation-checkpoint auto"
     assert page.locator("textarea").input_value() == copied
     assert page.complaints == []
 

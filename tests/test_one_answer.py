@@ -1,0 +1,158 @@
+"""Ten questions (a card, a model, a batch) to all who answer them: they say the same."""
+
+import json
+import shlex
+from dataclasses import dataclass
+from functools import cache, partial
+
+import pytest
+import torch
+from calculator import evaluate
+from tqdm import tqdm
+
+from model import MiniGPTConfig
+from planner.cards import CARDS
+from planner.choose import all_alike, describe_recompute
+from scripts import memory_page, plan_memory
+from scripts.plan_table import words_of
+from trainer import plan
+from trainer.flags import UsageError, build_parser, fill_in, model_config
+from trainer.process import OneProcess
+from trainer.room import for_tensors
+
+# name: (card, layers, channels, heads, sequences)
+MODELS = {"flat": ("RTX 3060 12GB", 3, 512, 8, 48), "deep": ("H100", 8, 128, 4, 64)}
+# Room for tensors, between the least peak there is and that without recompute.
+SHARES = {"flat": (-0.04, 0.05, 0.4, 0.8, 1.0), "deep": (0.01, 0.1, 0.3, 0.5, 0.9)}
+
+
+def flags_of(model: str) -> str:
+    _, layers, width, heads, batch = MODELS[model]
+    shape = f"--n-layers {layers} --d-model {width} --n-heads {heads} --batch-size {batch}"
+    return f"{shape} --seq-len 256 --tokenizer-name bpe --vocab-size 4096 --dropout 0"
+
+
+@dataclass(frozen=True)
+class Question:
+    model: str
+    share: float
+
+    @property
+    def card(self) -> str:
+        return MODELS[self.model][0]
+
+    @property
+    def flags(self) -> list[str]:
+        budget = f"--memory-budget {budget_of(self.model, self.share)}b"
+        return f"{flags_of(self.model)} {budget} --card {self.card.replace(' ', '-')}".split()
+
+    @property
+    def args(self):
+        """A trainer's, with auto."""
+        flags = [*self.flags, "--use-activation-checkpoint", "auto"]
+        return fill_in(build_parser("test", "x.pt").parse_args(flags))
+
+    @property
+    def safe(self) -> int:
+        return for_tensors(budget_of(self.model, self.share), "cuda")
+
+
+def plans_of(model: str) -> plan.Plans:
+    return plan.Plans(4096, torch.device("cuda"), torch.bfloat16, card=CARDS[MODELS[model][0]])
+
+
+@cache
+def budget_of(model: str, share: float) -> int:
+    """What has this room for tensors."""
+    args = fill_in(build_parser("test", "x.pt").parse_args(flags_of(model).split()))
+    peaks = [step.peak for step in all_alike(plans_of(model).planner(args), args.batch_size)]
+    safe = min(peaks) + share * (peaks[0] - min(peaks))
+    return int(safe / 0.75) + 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_planner_each():
+    """They make their own planners; what those simulate is the same."""
+    made, make = {}, plan.make_planner
+
+    def make_once(args, config, device, precision, *way):
+        plain = MiniGPTConfig(**vars(config) | plan.NO_RECOMPUTE)
+        state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1
+        key = plain, args.seq_len, device.type, precision, state, way
+        if key not in made:
+            made[key] = make(args, plain, device, precision, *way)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.plan.make_planner", make_once)
+        patch.setattr("scripts.memory_page.make_planner", make_once)
+        yield
+
+
+def of_plan_memory(flags: list[str], folder) -> str | None:
+    path = folder / "plan.json"
+    assert plan_memory.main([*flags, "--json", str(path)]) == 0
+    return json.loads(path.read_text())["takes"]
+
+
+def of_auto(question: Question, monkeypatch) -> str | None:
+    monkeypatch.setattr("trainer.plan.total_memory", lambda device: 2**60)
+    monkeypatch.setattr("trainer.room.free_memory", lambda device: 2**60)
+    args = question.args
+    process = OneProcess(torch.device("cuda"))
+    try:
+        config, words = plan.plan_memory(args, process, model_config(args, 4096), torch.bfloat16)
+    except UsageError:
+        return None
+    assert words.startswith(f"auto takes {describe_recompute(config)}: ")
+    return describe_recompute(config)
+
+
+@cache
+def ways_on_the_page(model: str) -> list:
+    args = memory_page.parse(Question(model, 1.0).flags)
+    return memory_page.page_data(args, tqdm(disable=True))["ways"]
+
+
+def of_the_page(question: Question) -> str | None:
+    *_, room = memory_page.target(memory_page.parse(question.flags))
+    fitting = [name for peak, _, name, _ in ways_on_the_page(question.model) if peak <= room.safe]
+    return fitting[0] if fitting else None
+
+
+def of_the_calculator(question: Question, request) -> tuple[str | None, str]:
+    """(none, auto, or None; what it says is to be run)"""
+    _, layers, width, heads, batch = MODELS[question.model]
+    state = {"layers": layers, "blocks": layers, "width": width, "heads": heads, "batch": batch}
+    state |= {"mlp": 4 * width, "length": 256, "vocabulary": 4096, "card": question.card}
+    gib = budget_of(question.model, question.share) / 2**30
+    run = "runCommand({...s, policy: advice(s)})"
+    shown = f"((s) => [advice(s), {run}])({{...SMALL, ...x[0]}})"
+    return evaluate(f"(CARDS[x[0].card] = x[1], {shown})", [state, gib], request)
+
+
+@pytest.mark.parametrize(("model", "share"), [(m, s) for m in SHARES for s in SHARES[m]])
+def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
+    question = Question(model, share)
+    ask = partial(of_plan_memory, folder=tmp_path)
+    takes = ask(question.flags)
+    answer = None if takes and "offloaded" in takes else takes
+    assert (answer is None) == (share < 0) and (answer == "none") == (share == 1)
+    assert of_auto(question, monkeypatch) == answer
+    assert of_the_page(question) == answer
+
+    advice, command = of_the_calculator(question, request)
+    assert advice == (answer if answer in ("none", None) else "auto")
+    if answer:
+        run = fill_in(build_parser("test", "x.pt").parse_args(shlex.split(command)[2:]))
+        assert run.use_activation_checkpoint == advice
+        for flag in ("n_layers", "d_model", "batch_size", "seq_len", "vocab_size", "dropout"):
+            assert getattr(run, flag) == getattr(question.args, flag)
+
+    if answer != "none":
+        args = question.args
+        args.use_activation_checkpoint = "none"
+        _, knob = plans_of(model).way_out(args, question.safe)
+        told = describe_recompute(model_config(knob.change(args), 4096))
+        assert told == ask([*question.flags, *words_of(knob)])  # asked with what is to be changed
+        assert (told == answer) == (answer is not None)
