@@ -27,7 +27,7 @@ On a CPU, which the planner plans with too, nobody waits, and the same lines mak
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any
@@ -42,32 +42,67 @@ IN_FLIGHT = 2  # tensors that may be on their way out before the computing strea
 
 
 class HostMemory:
-    """CPU memory that outlives a step, because pinning takes milliseconds a buffer."""
+    """CPU memory that outlives a step, because pinning takes milliseconds a block.
+
+    torch pins blocks of 2^n bytes only: who asks for 532 MiB gets 1,024. So a tensor lives in
+    several blocks of such sizes, in 512 + 16 + 4; any other tensor can have them next.
+    """
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.made: list[Tensor] = []  # all buffers
-        # (elements, dtype) -> those that are not in use
-        self.unused: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.made: list[Tensor] = []  # all blocks, of bytes
+        self.unused: dict[int, list[Tensor]] = {}  # size -> those that are not in use
 
-    def take(self, like: Tensor) -> Tensor:
-        """A buffer for the 1-D `like`. Raises MemoryError."""
-        if unused := self.unused.get((like.numel(), like.dtype)):
-            return unused.pop()
+    def take(self, like: Tensor) -> list[Tensor]:
+        """Blocks for the 1-D `like`. Raises MemoryError."""
         pinned = like.device.type == "cuda"  # others cannot be copied beside the computation
+        blocks: list[Tensor] = []
         try:
-            self.made.append(torch.empty_like(like, device=self.device, pin_memory=pinned))
+            for size in sizes_of_blocks(like.nbytes):
+                blocks.append(self.unused_or_new(size, pinned))
         except RuntimeError as error:
+            self.give_back(blocks)
             if not pinned or "out of memory" not in str(error):
                 raise
             raise MemoryError(
                 f"offload_activations found no {like.nbytes / 2**20:,.0f} MiB more of pinned CPU "
                 "memory: use smaller batches, or do without it"
             ) from error
-        return self.made[-1]
+        return blocks
 
-    def give_back(self, buffer: Tensor) -> None:
-        self.unused.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+    def unused_or_new(self, size: int, pinned: bool) -> Tensor:
+        if unused := self.unused.get(size):
+            return unused.pop()
+        block = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=pinned)
+        self.made.append(block)
+        return block
+
+    def give_back(self, blocks: list[Tensor]) -> None:
+        for block in blocks:
+            self.unused.setdefault(block.nbytes, []).append(block)
+
+
+def sizes_of_blocks(n: int) -> list[int]:
+    """At most six powers of two, the largest first, that are `n` bytes in all, or up to 1 / 32 more
+    (of less than 1 KiB up to 15 bytes)."""
+    unit = max(16, 2 ** n.bit_length() // 64)
+    units = -(-n // unit)
+    return [unit << i for i in reversed(range(units.bit_length())) if units >> i & 1]
+
+
+def bytes_of_blocks(n: int) -> int:
+    """What `n` bytes take."""
+    return sum(sizes_of_blocks(n))
+
+
+def dealt(flat: Tensor, blocks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of a 1-D tensor, and the places in its blocks where they live."""
+    begin = 0
+    for block in blocks:
+        room = block.view(flat.dtype)
+        part = flat[begin : begin + len(room)]
+        yield part, room[: len(part)]
+        begin += len(part)
 
 
 class Offload:
@@ -152,24 +187,26 @@ class Ticket:
     It lives as long as autograd keeps a tensor of that storage: until backward is done with all.
     """
 
-    def __init__(self, whole: Tensor, host: HostMemory, buffer: Tensor):
-        self.device, self.host, self.buffer = whole.device, host, buffer
+    def __init__(self, whole: Tensor, host: HostMemory, blocks: list[Tensor]):
+        self.device, self.host, self.blocks = whole.device, host, blocks
+        self.numel, self.dtype = whole.numel(), whole.dtype
         self.back: Tensor | None = None  # on its device again, or on the way there
         self.streams = streams(self.device)
-        # The tensor must be computed; and who read the buffer last was waited for by `take`.
+        # The tensor must be computed; and who read the blocks last was waited for by `take`.
         self.streams.out.wait_stream(self.streams.computing())
-        self.sent = self.streams.copy(self.streams.out, whole, buffer)
+        self.sent = self.streams.copy(self.streams.out, dealt(whole, blocks))
 
     def fetch(self) -> None:
         """Start to bring it home, unless it is on its way."""
         if self.back is not None:
             return
         self.computing = self.streams.computing()
-        back = torch.empty_like(self.buffer, device=self.device)
-        # Who had this memory before may still be at work. (That the tensor is in the buffer, the
+        back = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        # Who had this memory before may still be at work. (That the tensor is in the blocks, the
         # computing stream has waited for already: `settle`.)
         self.streams.home.wait_stream(self.computing)
-        self.arrived = self.streams.copy(self.streams.home, self.buffer, back)
+        homewards = ((block, part) for part, block in dealt(back, self.blocks))
+        self.arrived = self.streams.copy(self.streams.home, homewards)
         self.back = back
 
     def take(self) -> Tensor:
@@ -182,7 +219,7 @@ class Ticket:
     def __del__(self) -> None:
         if self.back is not None:  # perhaps nobody took it: a backward that was given up
             self.computing.wait_event(self.arrived)
-        self.host.give_back(self.buffer)
+        self.host.give_back(self.blocks)
 
 
 # The tickets of one block, by what they are for; those that live.
@@ -217,10 +254,11 @@ class Streams:
     def computing(self) -> Any:
         return torch.cuda.current_stream(self.device) if self.on_gpu else NoStream()
 
-    def copy(self, stream: Any, source: Tensor, to: Tensor) -> Any:
-        """Queue a copy on `stream`; the event that is returned tells when it is done."""
+    def copy(self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
+        """Queue copies on `stream`, (from, to); the event that is returned tells: all are done."""
         with torch.cuda.stream(stream) if self.on_gpu else nullcontext():
-            to.copy_(source, non_blocking=self.on_gpu)
+            for source, to in pairs:
+                to.copy_(source, non_blocking=self.on_gpu)
         return stream.record_event()
 
 

@@ -6,23 +6,22 @@ formulas.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memory import HostMemory, head
-from memory.offload import SMALL
+from memory.offload import SMALL, bytes_of_blocks
 from model import MiniGPT, MiniGPTConfig
 
-from .formulas import head_bytes
+from .batches import Batches, outside_of_head
 from .kernels import inside, workspaces
 from .record import Record, Witness
 from .shards import gather, shard_of
@@ -94,11 +93,12 @@ class Planner:
             self.steps[batch_size, config] = self.simulate_few(batch_size, config)
         return self.steps[batch_size, config]
 
-    def largest_batch(self, budget: int, batch_size: int, **memory: Any) -> int:
+    def largest_batch(
+        self, budget: int, batch_size: int, host: int | None = None, **memory: Any
+    ) -> int:
         """The most sequences whose peak stays within `budget` bytes; 0 = not even one does.
 
-        Two simulations tell: each sequence adds the same to the bytes after an operator. Except in
-        the head, which gets more chunks instead of larger ones; it goes by its formula.
+        `host`: bytes of CPU memory that offload may have; None: nobody knows.
         """
         first, other, moves = batch_size, 1 if batch_size > 1 else 2, 0
         if replace(self.config, **memory).offload_activations:
@@ -108,40 +108,22 @@ class Planner:
             first = max(first, moves)
             other = first + 1
         one, two = self.step(first, **memory), self.step(other, **memory)
-
-        def of_the_head(sequences: int) -> int:
-            return head_bytes(one.config, sequences * self.seq_len, self.precision)
-
-        def parts(step: StepMemory) -> np.ndarray:
-            """(operators outside of the head + 1,), the last one for what is beside the head."""
-            inside = step.phase("head")
-            beside = step.total[inside].max() - of_the_head(step.batch_size)
-            return np.append(np.delete(step.total, inside), beside)
-
-        while len(parts(one)) != len(parts(two)):
+        while outside_of_head(one) != outside_of_head(two):
             # Offload moves tensors from a certain size on, and some have it in one of the two only.
             # Larger batches soon agree; then what they say of others misses less than that size.
             last = max(one, two, key=lambda step: step.batch_size)
             one, two = last, self.step(last.batch_size + 1, **memory)
-        start = parts(one)
-        growth = (start - parts(two)) / (one.batch_size - two.batch_size)
 
-        def beside_the_head(sequences: int) -> np.ndarray:
-            return start + growth * (sequences - one.batch_size)
+        def fits(sequences: int) -> bool:
+            step = self.step(sequences, **memory)
+            return step.peak <= budget and (host is None or step.host <= host)
 
-        def peak(sequences: int) -> int:
-            now = beside_the_head(sequences)
-            return int(max(now[:-1].max(), now[-1] + of_the_head(sequences)))
-
-        # Chunks are whole: the head's bytes do not grow evenly, all others do. So look for the last
-        # batch that could fit, and from there down.
-        most = bisect_right(range(1, 10**6), budget, key=lambda n: beside_the_head(n).max())
-        while most > 0 and peak(most) > budget:
-            most -= 1
+        most = Batches(one, two, self.precision, self.on_cpu).largest(budget, host)
+        while host is not None and (asked := self.step(max(most, 1), **memory).host) > host:
+            most = most * host // asked  # what is too small to be moved in the two may travel here
         if most < moves:
-            most = bisect_right(range(1, moves), budget, key=lambda n: self.step(n, **memory).peak)
-        asked = batch_size if self.step(batch_size, **memory).peak <= budget else 0
-        return max(asked, most)
+            most = bisect_left(range(1, moves), True, key=lambda n: not fits(n))
+        return max(most, batch_size if fits(batch_size) else 0)
 
     def simulate_few(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
         """As `simulate`; but of the blocks that do the same only the first, one more, and the last.
@@ -193,7 +175,7 @@ class Planner:
             inside=inside if self.kernels else None,
             notes=[notebook, witness] if witness else [notebook],
         )
-        model.config, model.host_memory = config, HostMemory()
+        model.config, model.host_memory = config, WholeBlocks()
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
         with (
@@ -235,6 +217,7 @@ class Planner:
             nn.utils.clip_grad_norm_(parameters, 1.0, foreach=not self.on_cpu)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        tracker.moved = model.host_memory.moved
         for buffer in model.host_memory.made:  # in the first step; all others find them there
             storage = tracker.find(buffer)
             storage.born, storage.kind = 0, "activations"
@@ -266,6 +249,18 @@ class Planner:
         enabled = self.precision != torch.float32
         dtype = self.precision if enabled else None
         return torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=False)
+
+
+class WholeBlocks(HostMemory):
+    """A tensor's blocks as one: then steps do the same operators, however large a batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[int] = []  # the bytes of each tensor that travels
+
+    def take(self, like: Tensor) -> list[Tensor]:
+        self.moved.append(like.nbytes)
+        return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
 
 
 def cublas(size: int) -> Storage:

@@ -10,6 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
+from memory.offload import bytes_of_blocks
 from model import MiniGPTConfig
 
 from .clock import Card, seconds
@@ -39,6 +40,7 @@ class StepMemory:
     places: list[tuple[int, str, int | None]]  # (from this operator on, phase, block)
     kept: int  # for backward when forward is over, by blocks and head
     kept_per_block: float  # on average
+    moved: list[int]  # bytes of each tensor that offload sends away
     work: Work  # what the operators do
     compiled_work: Work  # the same with neighbours fused, as --compile does
 
@@ -57,6 +59,11 @@ class StepMemory:
     @property
     def peak(self) -> int:
         return int(self.total.max())
+
+    @property
+    def host(self) -> int:
+        """CPU memory that offload asks for. (On a CPU it is in the peak, too.)"""
+        return sum(map(bytes_of_blocks, self.moved))
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -120,6 +127,7 @@ def summarize(
         ],
         kept=kept,
         kept_per_block=kept_by_blocks / config.n_layers,
+        moved=tracker.moved,
         work=summarize_work(operations, tracker.repeats),
         compiled_work=summarize_work(fuse(operations), tracker.repeats),
     )

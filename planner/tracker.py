@@ -77,6 +77,7 @@ class StorageTracker(TorchDispatchMode):
         self.places: list[tuple[int, str, int | None]] = [(0, "", None)]
         # Operators from .. to (without that one) stand for so many runs of theirs, in a row.
         self.repeats: list[tuple[int, int, int]] = []
+        self.moved: list[int] = []  # bytes of each tensor that offload sends away
 
     def enter(self, phase: str, block: int | None = None) -> None:
         self.places.append((self.now + 1, phase, block))

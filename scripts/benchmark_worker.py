@@ -139,8 +139,8 @@ def cpu_allocator_peak(run: Run) -> int:
     """The most bytes that tensors on a CPU take at a time, in one more step."""
     there: list[Tensor] = list(run.model.parameters())
     there += chain(*(state.values() for state in run.optimizer.state.values()))
-    if isinstance(run.model, MiniGPT):  # the buffers of --offload-activations
-        there += chain(*run.model.host_memory.unused.values())
+    if isinstance(run.model, MiniGPT):  # the blocks of --offload-activations
+        there += run.model.host_memory.made
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         timed_step(run)
     since_then = accumulate(size for _, size in allocations(trace_events(profiler), "cpu"))

@@ -2,18 +2,22 @@
 
 import gc
 import random
+from dataclasses import replace
 from typing import NamedTuple
 from weakref import ref
 
 import pytest
 import torch
+from memory_shapes import CONFIG
 from test_memory import PRECISIONS, adamw
+from test_memory import planner as planner_of
 from test_model import random_ids, tiny
 from torch import nn
 
 from memory import offload
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from planner import Planner
+from planner import Planner, StepMemory
+from planner import step as step_of_planner
 from scripts.ladder import LiveStorages
 
 POLICIES = RECOMPUTE_POLICIES[1:]
@@ -30,11 +34,11 @@ def draw(number: int, policy: str) -> Case:
     """A tiny shape, of whose tensors some are large enough to travel; and some shapes have none."""
     choose = random.Random(number).choice
     n_heads, seq_len = choose((1, 2, 4)), choose((8, 31, 64, 96, 128, 200))
-    d_model = n_heads * choose((8, 16, 32, 48))
+    d_model = n_heads * choose((16, 48, 64))
     config = MiniGPTConfig(
         vocab_size=choose((31, 256, 1000)),
         max_position_embeddings=seq_len,
-        n_layers=choose(range(1, 6)),
+        n_layers=choose((1, 2, 3, 3, 4)),
         n_heads=n_heads,
         d_model=d_model,
         d_ff=choose((2, 3, 4)) * d_model,
@@ -43,7 +47,12 @@ def draw(number: int, policy: str) -> Case:
         offload_activations=True,
     )
     precision = [*PRECISIONS.values()][number // 2 % 2]
-    return Case(config, max(1, choose((8, 300, 700, 1000)) // seq_len), seq_len, precision)
+    return Case(config, max(1, choose((8, 1000, 1500, 2000)) // seq_len), seq_len, precision)
+
+
+def plan(case: Case, device_type: str = "cpu") -> StepMemory:
+    settings = {"precision": case.precision, "make_optimizer": adamw, "device_type": device_type}
+    return Planner(case.config, case.seq_len, **settings).step(case.batch_size)
 
 
 def measured_peak(case: Case) -> int:
@@ -66,7 +75,7 @@ def measured_peak(case: Case) -> int:
     return storages.peak
 
 
-SOME = [(number, [POLICIES[number % 6]]) for number in range(6)]
+SOME = [(n, [policy]) for n, policy in zip((12, 17, 10, 37, 34, 35), POLICIES, strict=True)]
 ALL = [pytest.param(number, POLICIES, marks=pytest.mark.slow) for number in range(40)]
 
 
@@ -74,9 +83,78 @@ ALL = [pytest.param(number, POLICIES, marks=pytest.mark.slow) for number in rang
 def test_predicted_peak_is_that_of_a_real_offloaded_step(number, policies):
     for policy in policies:
         case = draw(number, policy)
-        planner = Planner(case.config, case.seq_len, precision=case.precision, make_optimizer=adamw)
-        predicted, measured = planner.step(case.batch_size).peak, measured_peak(case)
+        predicted, measured = plan(case).peak, measured_peak(case)
         assert predicted == pytest.approx(measured, rel=1e-3 if measured > 1e6 else 3e-3), policy
+
+
+# ---- pinned memory
+
+
+def pinned_by_torch(size: int) -> int:
+    """torch rounds up: c10's CachingHostAllocator."""
+    return 1 << (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_what_is_pinned_is_what_was_predicted_and_hardly_more_than_what_travels(
+    number, monkeypatch
+):
+    """Seen by a stand-in for the allocator. A GPU's memory is pinned; all else is the same."""
+    monkeypatch.setattr(offload, "SMALL", 2**14)
+    config, *_, precision = case = draw(number, POLICIES[-number])
+    case = case._replace(config=replace(config, n_layers=3))
+    step = plan(case)
+    assert step.moved
+    if config.dropout == 0:  # else a GPU keeps other masks
+        assert plan(case, "cuda").moved == step.moved
+    asked: list[int] = []
+    empty = torch.empty
+
+    def stand_in(*size, **settings):
+        if settings.get("dtype") == torch.uint8:
+            assert settings["pin_memory"] is False
+            asked.extend(size)
+        return empty(*size, **settings)
+
+    monkeypatch.setattr(torch, "empty", stand_in)
+    model, ids = MiniGPT(case.config).train(), torch.zeros(case[1:3], dtype=torch.int64)
+    for _ in range(3):
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            loss = model(ids, ids)
+        loss.backward()
+    pinned = sum(map(pinned_by_torch, asked))
+    assert pinned == sum(asked) == step.host
+    assert sum(step.moved) <= pinned <= 1.05 * sum(step.moved)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_largest_batch_in_the_memory_of_a_cpu(device_type, monkeypatch):
+    """Where it is the device, blocks are in the peak; beside a GPU they have room of their own."""
+    for room in (offload, step_of_planner):
+        monkeypatch.setattr(room, "SMALL", 2**14)
+    memory = {"recompute": "mlp", "offload_activations": True}
+    planner = planner_of(CONFIG, device_type=device_type)
+    for limit in (2**23, 3 * 2**22):
+        if device_type == "cpu":
+            most = planner.largest_batch(limit, 9, **memory)
+            steps = [planner.step(n, **memory).peak for n in (most, most + 1)]
+        else:
+            most = planner.largest_batch(2**40, 9, host=limit, **memory)
+            steps = [planner.step(n, **memory).host for n in (most, most + 1)]
+        assert most > 9 and steps[0] <= limit < steps[1]
+
+
+def test_blocks_are_few_powers_of_two_and_hardly_larger_in_all():
+    choose = random.Random(0)
+    for bits in range(10, 40):
+        sizes = [2**bits, 2**bits + 1, 2 ** (bits + 1) - 1]
+        for size in sizes + [choose.randrange(2**bits, 2 ** (bits + 1)) for _ in range(20)]:
+            blocks = offload.sizes_of_blocks(size)
+            assert all(block == pinned_by_torch(block) for block in blocks) and len(blocks) <= 6
+            assert size <= sum(blocks) <= size * 33 / 32
+
+
+# ---- what is let go of
 
 
 def test_a_forward_that_is_given_up_lets_go_of_all_it_kept(monkeypatch):
@@ -90,5 +168,5 @@ def test_a_forward_that_is_given_up_lets_go_of_all_it_kept(monkeypatch):
     kept = ref(loss)
     del loss
     gc.collect()
-    assert kept() is None and len(model.host_memory.made) == 3
-    assert sum(map(len, model.host_memory.unused.values())) == 3
+    unused = [block for blocks in model.host_memory.unused.values() for block in blocks]
+    assert kept() is None and len(unused) == len(model.host_memory.made) > 2
