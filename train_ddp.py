@@ -56,8 +56,7 @@ class DDPProcess(OneProcess):
         self.run_id = self.torchrun.run_id(self.run_id)
         self.command = self.torchrun.command
         self.args = args
-        if self.device.type == "cpu":  # one memory for all processes of the machine
-            self.processes_on_device = self.torchrun.local_world_size
+        self.processes_here = self.torchrun.local_world_size
 
     def start(self) -> None:
         # Only now, with data and flags in order: none waits for one that has ended over its own.

@@ -52,6 +52,7 @@ from scripts.plan_table import (
     Clock,
     Row,
     command_line,
+    describe_host,
     digits,
     format_table,
     recommend,
@@ -165,7 +166,8 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
     device = torch.device(kind)
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
-    plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, card, watch)
+    vocab, host = vocabulary(args), room.host
+    plans = Plans(vocab, device, precision, ddp, processes, shards, host, card, watch)
     clock = None
     if card:
         clock = Clock(card, args.compile, args.grad_accum_steps, processes, shards)
@@ -354,6 +356,8 @@ def plan(argv: list[str], bar: tqdm) -> int:
         else:
             table = make_table(asked)
             bar.write(format_table(table, recommend(table)) + "\n")
+            if host := describe_host(table, asked.plans.processes, asked.plans.device.type):
+                bar.write(host + "\n")
     record = None
     if wants_record(args):
         record = record_step(args, asked.plans, table, settings)

@@ -69,11 +69,18 @@ class Row:
 
     @property
     def fits(self) -> bool | None:
-        return None if self.room.budget is None else self.step.peak <= self.room.budget
+        if self.room.budget is None:
+            return None
+        return self.step.peak <= self.room.budget and self.finds_host
 
     @property
     def safe(self) -> bool:
-        return self.room.safe is not None and self.step.peak <= self.room.safe
+        return bool(self.fits) and self.step.peak <= (self.room.safe or 0)
+
+    @property
+    def finds_host(self) -> bool:
+        """Has the CPU room for what it offloads, as far as anybody knows?"""
+        return self.room.host is None or self.step.host <= self.room.host
 
     @property
     def seconds(self) -> float | None:
@@ -99,6 +106,7 @@ class Row:
             "peak_bytes": step.peak,
             "at_peak": step.at_peak,
             "where": step.where,
+            "host_bytes": step.host,
             "kept_bytes": step.kept,
             "kept_bytes_per_block": step.kept_per_block,
             "replayed": self.replayed,
@@ -124,12 +132,12 @@ def rows(
         before = [way["recompute"] for way in ways].index(taken.config.recompute)
         ways.insert(before, memory)
     needed, _ = step_flops(planner.config, planner.seq_len)
-    table = []
+    table, asked = [], args.batch_size
     for way in ways:
-        step = planner.step(args.batch_size, **way)
+        step = planner.step(asked, **way)
         largest, safe_batch = (
-            None if budget is None else planner.largest_batch(budget, args.batch_size, **way)
-            for budget in (room.budget, room.safe)
+            None if limit is None else planner.largest_batch(limit, asked, room.host, **way)
+            for limit in (room.budget, room.safe)
         )
         replayed = step_flops(step.config, planner.seq_len, args.compile)[1] / needed
         table.append(Row(step, replayed, room, largest, safe_batch, clock))
@@ -202,6 +210,19 @@ def format_table(table: list[Row], taken: Row | None) -> str:
     if table[0].longest is not None:
         columns += [["longest sequence>", *(format_count(row.longest) for row in table)]]
     return align(columns)
+
+
+def describe_host(table: list[Row], processes: int, device_type: str) -> str:
+    """What the offloaded row takes of a machine's CPU memory, beside its GPUs; "": nothing."""
+    row = table[-1]
+    asked, largest = row.step.batch_size, row.safe_batch or 0
+    if device_type == "cpu" or not row.offloaded or not row.step.host:
+        return ""
+    words = f"offload  pins {format_bytes(processes * row.step.host)} of CPU memory"
+    if largest > asked:  # (it grows by the sequence, from some sequences on)
+        words += f", about {format_bytes(processes * row.step.host * largest / asked)}"
+        words += f" for {largest} sequences"
+    return words + f" in {processes} processes" * (processes > 1)
 
 
 def time_columns(table: list[Row], clock: Clock) -> list[list[str]]:

@@ -174,7 +174,7 @@ def machine(monkeypatch):
 
 def words(flags: str = "", processes: int = 1, snapshot: int = 0) -> str:
     args, process = parse(f"{SHAPE} {flags}"), OneProcess(CPU)
-    process.processes_on_device = processes
+    process.processes_here = processes
     return plan_memory(args, process, model_config(args, 61), torch.float32, snapshot)[1]
 
 

@@ -1,7 +1,9 @@
 """What offload takes: of a CPU's memory as the planner predicts it, at sizes as they are."""
 
 import gc
+import json
 import random
+import re
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import ref
@@ -18,7 +20,12 @@ from memory import offload
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner import Planner, StepMemory
 from planner import step as step_of_planner
+from scripts import plan_memory as plan_tool
 from scripts.ladder import LiveStorages
+from trainer.flags import build_parser, fill_in, model_config
+from trainer.metrics import format_bytes
+from trainer.plan import Plans, TooLarge, plan_memory
+from trainer.process import OneProcess
 
 POLICIES = RECOMPUTE_POLICIES[1:]
 
@@ -170,3 +177,75 @@ def test_a_forward_that_is_given_up_lets_go_of_all_it_kept(monkeypatch):
     gc.collect()
     unused = [block for blocks in model.host_memory.unused.values() for block in blocks]
     assert kept() is None and len(unused) == len(model.host_memory.made) > 2
+
+
+# ---- does it fit
+
+
+OFFLOADED_FULL = {"recompute": "full", "offload_activations": True}
+OFFLOADED = (
+    "--use-toy-data --vocab-size 61 --n-layers 4 --n-heads 2 --d-model 16 --seq-len 32 "
+    "--batch-size 8 --device {} --use-activation-checkpoint full --offload-activations"
+)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("left", ["enough", "little", "never"])
+def test_the_memory_of_a_cpu_is_part_of_the_room(left, processes, monkeypatch, everything_travels):
+    process = OneProcess(torch.device("cuda"))
+    process.processes_here = processes
+    args = fill_in(build_parser("test", "x.pt").parse_args(OFFLOADED.format("auto").split()))
+    need = Plans(61, process.device, torch.float32).planner(args).step(8, **OFFLOADED_FULL).host
+    x = 8 * 32 * 16 * 4
+    assert need == 3 * x  # of four blocks
+    free = {"enough": need, "little": need - 1, "never": need - 1}[left]
+    total = processes * (free if left == "never" else need)
+    monkeypatch.setattr("trainer.room.for_tensors", lambda room, device_type: int(room))
+    monkeypatch.setattr("trainer.plan.own_memory", lambda: 0)
+    monkeypatch.setattr("trainer.plan.clock_card", lambda args, device: None)
+    for room in ("plan.total_memory", "room.free_memory"):
+        there = total if room.startswith("plan") else processes * free
+        monkeypatch.setattr(f"trainer.{room}", lambda d, n=there: n if d.type == "cpu" else 2**40)
+
+    def words() -> str:
+        return plan_memory(args, process, model_config(args, 61), torch.float32)[1]
+
+    way_out = "--recompute-group 2 (same results, some more time), which fits"
+    each = "3 processes, each " * (processes > 1)
+    said = f"{each}{need / 1024:.1f} KiB of CPU memory for --offload-activations, "
+    if left == "never":
+        with pytest.raises(TooLarge, match=re.escape(said + "the machine has ")) as raised:
+            words()
+        assert str(raised.value).endswith(f"; try {way_out}")
+    elif left == "little":
+        _, line = words().splitlines()
+        assert line.startswith(f"warning  {said}but tensors may take ")
+        assert line.endswith(f"; try {way_out}")
+    else:
+        assert "\n" not in words()
+
+
+def test_plan_memory_says_what_offload_takes_of_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(offload, "SMALL", 8 * 32 * 16 * 4)
+    flags, file = OFFLOADED.format("cuda").split(), tmp_path / "plan.json"
+    flags += ["--memory-budget", "64MiB", "--nproc-per-node=2", "--json", str(file)]
+
+    def planned() -> dict:
+        assert plan_tool.main(flags) == 0
+        *_, row = json.loads(file.read_text())["rows"]
+        return row
+
+    row = planned()
+    said = re.search(r"^offload .*", capsys.readouterr().out, re.M)
+    assert row["host_bytes"] == 3 * 8 * 32 * 16 * 4 and row["fits"]
+    about = 2 * row["host_bytes"] * row["largest_batch_safely"] / 8
+    assert said and said[0] == (
+        f"offload  pins {format_bytes(2 * row['host_bytes'])} of CPU memory, about "
+        f"{format_bytes(about)} for {row['largest_batch_safely']} sequences in 2 processes"
+    )
+    # A GPU that is here is in a machine whose memory is known.
+    target = plan_tool.target
+    here = replace(target(plan_tool.parse(flags), 2)[2], host=row["host_bytes"] - 1)
+    monkeypatch.setattr(plan_tool, "target", lambda *args: (*target(*args)[:2], here))
+    less = planned()
+    assert not less["fits"] and less["largest_batch"] < 8 <= row["largest_batch"]

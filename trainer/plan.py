@@ -5,6 +5,7 @@ ask, and the sentences for the user. room.py knows the device, knobs.py what to 
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -29,7 +30,7 @@ from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
 from .process import OneProcess
-from .room import Room, own_memory, room_on, total_memory
+from .room import Room, host_room, own_memory, room_on, total_memory
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
 NO_RECOMPUTE: dict[str, Any] = RUNGS[0] | ALL_ALIKE
@@ -55,6 +56,7 @@ def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dty
         device = choose_device(args.device)
         share = processes if device.type == "cpu" else 1
         room = room_on(device, args.memory_budget, share)
+        room = replace(room, host=host_room(device, processes))
         return device.type, choose_precision(args, device), room
     precision = torch.float32 if args.no_amp or args.device == "mps" else torch.bfloat16
     if args.amp_dtype != "auto":
@@ -140,6 +142,7 @@ class Plans:
     ddp: bool = False
     processes: int = 1  # with `ddp`, that hold the whole model each
     shards: int = 1  # processes that hold one between them
+    host: int | None = None  # bytes of CPU memory that offload may have; None: nobody knows
     card: Card | None = None  # whose clock tells what is fastest; None: the fewest FLOPs are
     watch: Callable[[], object] = lambda: None  # called before each step that is simulated
     made: dict[tuple, Planner] = field(default_factory=dict)
@@ -161,10 +164,12 @@ class Plans:
         return share_of(state_bytes(config, args.optimizer, moments), config, self.shards)
 
     def peak(self, args: argparse.Namespace) -> int:
-        """Bytes at the peak of a step; for `auto`, of the most that it recomputes."""
+        """Bytes at the peak of a step; for `auto`, of the most that it recomputes. (No device has
+        as many as one takes for whose offload the CPU's memory is too small.)"""
         config = model_config(args, self.vocab_size)
         memory = {name: getattr(config, name) for name in NO_RECOMPUTE}
-        return self.planner(args).step(args.batch_size, **memory).peak
+        step = self.planner(args).step(args.batch_size, **memory)
+        return step.peak if self.host is None or step.host <= self.host else sys.maxsize
 
     def pick(self, args: argparse.Namespace, budget: int) -> StepMemory:
         """The fastest way to recompute that fits in `budget` bytes, else the smallest peak."""
@@ -248,6 +253,27 @@ def check_room(
     raise TooLarge(f"{now}; {why}try {way_out}")
 
 
+def check_host(
+    plans: Plans, args: argparse.Namespace, process: OneProcess, step: StepMemory
+) -> str:
+    """As `check_room`, of what offload takes of the CPU's memory, if that is not the device."""
+    cpu, processes = torch.device("cpu"), process.processes_here
+    if plans.host is None or step.host <= plans.host:
+        return ""
+    total, own = total_memory(cpu), own_memory()
+    room = room_on(cpu, None, processes)
+    need = f"{processes} processes, each " if processes > 1 else ""
+    need += f"{format_bytes(step.host)} of CPU memory for --offload-activations"
+    on_device = room_on(process.device, None, process.processes_on_device).safe or 0
+    why, knob = plans.way_out(args, on_device)
+    way_out = f"{why}try {knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
+    if total is None or processes * (step.host + own) <= total:
+        return f"\nwarning  {need}, but tensors may take {room}; {way_out}"
+    has = f"the machine has {format_bytes(total)}"
+    now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
+    raise TooLarge(f"{now}; {way_out}")
+
+
 def describe_plan(planner: Planner, chosen: MiniGPTConfig, batch_size: int) -> str:
     """Predicted memory of a step as chosen, beside that without recompute."""
     none = planner.step(batch_size, **NO_RECOMPUTE)
@@ -284,6 +310,7 @@ def plan_memory(
         process.keeps_gradients,
         process.world_size,
         process.shards,
+        host_room(process.device, process.processes_here),
         card,
     )
     words = ""
@@ -306,8 +333,9 @@ def predict(
         check_room(plans, args, process, plans.state(args), held)  # before anything is simulated
         planner = plans.planner(args)
         words = describe_plan(planner, config, args.batch_size)
-        peak = planner.step(args.batch_size, **asdict(config)).peak
-        return words + check_room(plans, args, process, peak, held)
+        step = planner.step(args.batch_size, **asdict(config))
+        words += check_room(plans, args, process, step.peak, held)
+        return words + check_host(plans, args, process, step)
     except TooLarge:
         raise
     except Exception as error:  # an aside: where fake tensors do not work, train anyway

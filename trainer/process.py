@@ -30,7 +30,7 @@ class OneProcess:
     script = "train_minimal.py"
     rank, world_size = 0, 1
     keeps_gradients = False  # are they in memory that stays? (The planner asks.)
-    processes_on_device = 1  # that share its memory
+    processes_here = 1  # on this machine
     # Over how many are weights, gradients and moments dealt out? (The planner asks that, too.)
     shards = 1
 
@@ -48,6 +48,11 @@ class OneProcess:
             starts = "torchrun starts train_ddp.py or train_fsdp.py"
             raise UsageError(f"{starts}; this is for one process, but {world}")
         return cls(choose_device(args.device))
+
+    @property
+    def processes_on_device(self) -> int:
+        """Those that share its memory."""
+        return self.processes_here if self.device.type == "cpu" else 1
 
     def start(self) -> None:
         """Meet the other processes. Called when this one's data and flags are known to be good."""

@@ -74,6 +74,7 @@ class Room:
     budget: int | None  # None: nobody knows
     device_type: str
     is_free: bool = False
+    host: int | None = None  # bytes of CPU memory that offload may have beside it; None: who knows
 
     @property
     def safe(self) -> int | None:
@@ -112,6 +113,17 @@ def room_on(
     if budget is not None:
         return Room(budget, device.type)
     return Room(int(free_memory(device) / processes + held), device.type, is_free=True)
+
+
+def host_room(device: torch.device, processes: int) -> int | None:
+    """CPU memory that each of a machine's `processes` may have beside its device; None: it is the
+    device, or nobody knows."""
+    if device.type == "cpu":
+        return None
+    try:
+        return room_on(torch.device("cpu"), None, processes).safe
+    except UsageError:
+        return None
 
 
 def built_in_memory() -> int | None:
