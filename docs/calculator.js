@@ -12,11 +12,14 @@ const low = (s) => (s.precision === "float32" ? 0 : 1); // is there autocast?
 const recomputed = (s) => (s.policy === "none" ? 0 : s.layers); // blocks
 
 // memory/head.py: the head runs in chunks of tokens, and their softmax in slices.
-const CHUNK = 5 * 2 ** 24, SLICE = 2 ** 22, PAD = 64;
+const CHUNK = 5 * 2 ** 24, SLICE = 2 ** 22, PAD = 64, ROWS = 4;
 
 const countChunks = (tokens, V, asked, itemsize) =>
   max(1, min(asked || ceil((tokens * V * itemsize) / CHUNK), tokens));
-const rowsOfSlice = (tokens, V) => min(tokens, max(1, floor(SLICE / V), floor(tokens / 32)));
+const multiple = (n, of) => max(of, of * floor(n / of));
+const rowsOfSlice = (tokens, V) =>
+  min(tokens, multiple(max(floor(SLICE / V), floor(tokens / 32)), ROWS));
+const rowsOfProduct = (width) => multiple(floor(SLICE / width), PAD);
 
 // planner/formulas.py
 function countParameters({V, positions, L, C, F}) {
@@ -34,9 +37,9 @@ function headBytes(s) {
   if (s.chunks === 1) return 12 * V * N + 2 * amp * (V * C + N * C);
   const n = ceil(N / countChunks(N, V, s.chunks, a)), r = rowsOfSlice(n, V);
   const padded = amp ? PAD * ceil(V / PAD) : V;
-  const softmax = 24 * r + 4 * V * r * amp, someRows = 2 * C * min(floor(SLICE / C), V) * amp;
+  const softmax = 4 * r + 4 * V * r * amp, someRows = 2 * C * min(rowsOfProduct(C), V) * amp;
   const copies = 2 * (padded + n) * C * amp, passing = max(softmax, a * n * C, someRows);
-  return 4 * (V + N) * C + 17 * N + copies + a * padded * n + passing;
+  return 4 * (V + N) * C + 13 * n + copies + a * padded * n + passing;
 }
 
 function closedForm(s) {

@@ -27,11 +27,14 @@ CHUNK = 5 * 2**24
 # H100 or an RTX 4090 (40 to 72 MB).
 SLICE = 2**22
 PAD = 64  # tensor cores want rows of logits whose length is a multiple of it
+# Rows of a slice, too, are a multiple of something: each slice of float32 then begins at a multiple
+# of 16 bytes, which is what compiled code has been promised (others it would copy).
+ROWS = 4
 
 # Can a matmul of low precision add to a float32 matrix? (torch.addmm with out_dtype and such an
 # `out`: pytorch#167931, and not on AMD's GPUs.)
 ADDS_IN_FLOAT32 = torch.__version__ >= "2.11" and torch.version.hip is None
-Softmax = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # `softmax_in_place`, or compiled
+Softmax = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, or compiled
 
 
 class TiedEmbedding(nn.Embedding):
@@ -100,19 +103,23 @@ class TiedLookup(torch.autograd.Function):
         return grad_weight, None, None
 
 
-def softmax_in_place(logits: Tensor, target: Tensor, factor: Tensor | None = None) -> Tensor:
+def softmax_in_place(logits: Tensor, target: Tensor, wants_gradient: bool) -> Tensor:
     """The log-likelihood (r, 1) of the `target`s (r, 1), by (r, V) `logits`.
 
-    With an (r, 1) `factor`, the gradient takes the logits' place: `factor` times the softmax, minus
-    1 at the target. Without, they may be anything afterwards.
+    If somebody `wants_gradient`, the softmax takes the logits' place; else they may be anything
+    afterwards.
     """
     exact = at_least_float32(logits)  # the logits themselves if they are that already
-    at_target, largest = exact.gather(1, target), exact.amax(dim=1, keepdim=True)
-    exp = exact.sub_(largest).exp_()
-    sum_exp = exp.sum(dim=1, keepdim=True)
-    if factor is not None:
-        logits.copy_(exp.mul_(factor / sum_exp).scatter_add_(1, target, -factor))
-    return at_target - largest - sum_exp.log()
+    torch.log_softmax(exact, 1, out=exact)  # (kernels write a row when they have read it)
+    found = exact.gather(1, target)
+    if wants_gradient:
+        if torch.compiler.is_compiling():  # it fuses all this, and knows no `out` of other strides
+            logits.copy_(exact.exp())
+        elif logits.is_cuda:
+            torch.exp(exact, out=logits)  # rounded on the way
+        else:  # of a softmax the same one again; a CPU takes for it half of the time of exp
+            logits.copy_(torch.softmax(exact, 1, out=exact))
+    return found
 
 
 @cache
@@ -147,7 +154,8 @@ def head_loss(
         return F.cross_entropy(at_least_float32(F.linear(x, weight)), labels)
     if torch.is_grad_enabled():
         return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, softmax)
-    return loss_by_chunks(x, weight, labels, n_chunks, softmax)
+    total, count = loss_by_chunks(x, weight, labels, n_chunks, softmax)
+    return total / count
 
 
 def count_chunks(n_tokens: int, vocab_size: int, asked: int, itemsize: int) -> int:
@@ -159,7 +167,8 @@ def count_chunks(n_tokens: int, vocab_size: int, asked: int, itemsize: int) -> i
 def rows_of_slice(n_tokens: int, vocab_size: int) -> int:
     """Tokens whose softmax is taken at a time, of a chunk of `n_tokens`: about `SLICE` logits; or a
     32nd of a chunk that somebody asked to be far larger, as each launch costs time, too."""
-    return min(n_tokens, max(1, SLICE // vocab_size, n_tokens // 32))
+    rows = max(SLICE // vocab_size, n_tokens // 32)
+    return min(n_tokens, max(ROWS, rows // ROWS * ROWS))
 
 
 def starts_of_chunks(n_tokens: int, n: int) -> Iterable[int]:
@@ -175,6 +184,9 @@ class ChunkedHeadLoss(torch.autograd.Function):
     chunks would compute their logits twice. But the loss is the end of the graph: the only thing
     that backward multiplies its gradients with is one number. So they can be taken right away,
     while the chunk's logits are alive, and nothing is computed twice.
+
+    Until backward they are those of the sum of all losses, not of the mean: divided by the number
+    of tokens they would be too small for float16, and GradScaler's factor comes only then.
     """
 
     @staticmethod
@@ -182,15 +194,16 @@ class ChunkedHeadLoss(torch.autograd.Function):
         ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Softmax
     ) -> Tensor:
         gradients = torch.empty_like(x), torch.zeros_like(weight)
-        loss = loss_by_chunks(x, weight, labels, n_chunks, softmax, gradients)
-        ctx.save_for_backward(*gradients)
-        return loss
+        total, count = loss_by_chunks(x, weight, labels, n_chunks, softmax, gradients)
+        ctx.save_for_backward(*gradients, count)
+        return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
-        grad_x, grad_weight = ctx.saved_tensors  # in place: nobody else needs them
-        return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None
+        grad_x, grad_weight, count = ctx.saved_tensors  # in place: nobody else needs them
+        factor = grad_loss / count.clamp(min=1)
+        return grad_x.mul_(factor), grad_weight.mul_(factor), None, None, None
 
 
 def loss_by_chunks(
@@ -200,8 +213,9 @@ def loss_by_chunks(
     n_chunks: int,
     softmax: Softmax,
     gradients: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """The mean loss; writes its gradients to `gradients`, of x (N, C) and of the weight (V, C, 0s).
+) -> tuple[Tensor, Tensor]:
+    """The sum of the losses, and of how many tokens; writes the sum's gradients to `gradients`, of
+    x (N, C) and of the weight (V, C, 0s).
 
     Two levels: a chunk of logits in the matmuls' precision is large enough for those to be fast;
     its softmax runs in float32 in slices so small that they stay in a cache. The gradient takes the
@@ -214,31 +228,27 @@ def loss_by_chunks(
     r = rows_of_slice(n, V)
     buffer = x.new_empty(n, len(cast_weight), dtype=dtype)
 
-    kept = (labels != -100).unsqueeze(1)  # (N, 1)
-    targets = labels.unsqueeze(1).where(kept, 0)
     sums = torch.promote_types(dtype, torch.float32)
-    count = kept.sum().to(sums)  # stays on the device: reading it would stall a GPU
-    # float16 ends at 6e-8. The usual cure, GradScaler's factor, comes only in backward, when
-    # these gradients are long made; so here the mean's division waits until they are in float32.
-    scale = count.clamp(min=1) if dtype == torch.float16 else 1
-    factors = (scale / count).where(kept, 0)  # (N, 1)
-    log_likelihood = torch.empty_like(factors)
+    count = (labels != -100).sum().to(sums)  # stays on the device: reading it would stall a GPU
+    total = torch.zeros_like(count)
     for start in starts_of_chunks(N, n):
         chunk = slice(start, start + n)
-        x_chunk, target, factor = x[chunk].to(dtype), targets[chunk], factors[chunk]
+        x_chunk, label = x[chunk].to(dtype), labels[chunk].unsqueeze(1)
+        kept = label != -100
+        target = label.where(kept, 0)
         padded = torch.mm(x_chunk, cast_weight.T, out=buffer[: len(x_chunk)])  # the padding is 0
-        logits, found = padded[:, :V], log_likelihood[chunk]  # (n, V), (n, 1)
+        logits, found = padded[:, :V], torch.empty_like(target, dtype=sums)  # (n, V), (n, 1)
         for i in range(0, len(logits), r):
             part = slice(i, i + r)
-            wanted = None if gradients is None else factor[part]
-            found[part] = softmax(logits[part], target[part], wanted)
+            found[part] = softmax(logits[part], target[part], gradients is not None)
+        total -= found.where(kept, 0).sum()
         if gradients is not None:
-            gradients[0][chunk] = padded @ cast_weight
+            # At the target 1 is taken off, in float32: of a softmax near 1 little remains.
+            logits.scatter_(1, target, found.expm1().to(dtype))
+            gradients[0][chunk] = (padded @ cast_weight).mul_(kept)
+            x_chunk = x_chunk * kept
             add_product(gradients[1], logits.T, x_chunk)
-    if gradients is not None and dtype == torch.float16:
-        for gradient in gradients:
-            gradient.div_(scale)
-    return -log_likelihood.where(kept, 0).sum() / count
+    return total, count
 
 
 def cast_by_autocast(weight: Tensor) -> Tensor:
@@ -257,6 +267,11 @@ def cast_by_autocast(weight: Tensor) -> Tensor:
     return copy
 
 
+def rows_of_product(width: int) -> int:
+    """Rows that `add_product` adds at a time; a multiple of PAD, as matmuls want to begin there."""
+    return max(PAD, SLICE // width // PAD * PAD)
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """`total` += `a` @ `b`, added up in the precision of `total`, without a second one of it."""
     if a.dtype == total.dtype:
@@ -264,6 +279,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif total.is_cuda and total.dtype == torch.float32 and ADDS_IN_FLOAT32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        rows = max(1, SLICE // total.size(1))
+        rows = rows_of_product(total.size(1))
         for part, a_part in zip(total.split(rows), a.split(rows), strict=True):
             part += a_part @ b

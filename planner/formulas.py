@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from memory.head import PAD, SLICE, count_chunks, rows_of_slice
+from memory.head import PAD, count_chunks, rows_of_product, rows_of_slice
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
 
@@ -35,12 +35,11 @@ def closed_form(
                   c_fc and GELU a N F each
                 - and under autocast the copies of weights: 2 for each weight that is multiplied
                 - with dropout a mask of N C for each half, on a device that fuses it
-    head        in chunks of n tokens: gradients of the weight 4 V C and of its input 4 N C, for
-                labels and losses 17 N, the chunk's logits a V n, and one after the other
-                - in slices of r tokens what a softmax needs besides: 24 r, and under autocast
-                  float32 logits 4 V r
-                - the gradient of the chunk's input a n C
+    head        in chunks of n tokens: gradients of the weight 4 V C and of its input 4 N C, the
+                chunk's labels and losses 13 n and logits a V n, and one after the other
+                - in slices of r tokens what it returns 4 r, and under autocast float32 logits 4 V r
                 - under autocast the gradient of some rows of the weight, at most 2^23
+                - the gradient of the chunk's input a n C
                 Autocast also makes copies of the weight 2 V C and of the chunk's input 2 n C, and
                 rounds V up to a multiple of 64.
                 At once (loss_chunks=1) 12 V N, and autocast's copies 2 V C + 2 N C
@@ -117,11 +116,11 @@ def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> 
     n = math.ceil(n_tokens / count_chunks(n_tokens, V, config.loss_chunks, a))
     r = rows_of_slice(n, V)
     padded = V + (-V % PAD if amp else 0)
-    softmax = 24 * r + 4 * V * r * amp
-    some_rows = 2 * C * min(SLICE // C, V) * amp
+    softmax = 4 * r + 4 * V * r * amp
+    some_rows = 2 * C * min(rows_of_product(C), V) * amp
     passing = max(softmax, a * n * C, some_rows)
     copies = 2 * (padded + n) * C * amp
-    return 4 * (V + n_tokens) * C + 17 * n_tokens + copies + a * padded * n + passing
+    return 4 * (V + n_tokens) * C + 13 * n + copies + a * padded * n + passing
 
 
 def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> tuple[float, float]:

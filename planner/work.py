@@ -39,13 +39,13 @@ ONLY_READ = {("_fused_adamw_", "grads")}
 # Arguments of which only some elements are touched: as many as are found, or added.
 TABLES = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
-    ("scatter_add_", "self"), ("index_add_", "self"),
+    ("scatter_", "self"), ("index_add_", "self"),
 }  # fmt: skip
 # What a compiler fuses with its neighbours although torch does not call it pointwise. (A LayerNorm
 # and the like work row by row.)
 ROWWISE = {
     "_to_copy", "copy_", "gather", "native_dropout", "native_dropout_backward",
-    "native_layer_norm", "native_layer_norm_backward",
+    "native_layer_norm", "native_layer_norm_backward", "log_softmax", "softmax",
 }  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def is_fusable(operator: Any, name: str, given: dict, place: tuple) -> bool:
     _, phase, block = place
     if block is None and phase != "head":
         return False
-    if name in ("sum", "amax"):
+    if name == "sum":
         return given.get("dim") in ([-1], [given["self"].dim() - 1])
     return name in ROWWISE or torch.Tag.pointwise in operator.tags
 

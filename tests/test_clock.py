@@ -254,7 +254,8 @@ def test_gpt2_small(gpt2_small, name):
     assert 1000 * base == pytest.approx(earlier, rel=0.15)
     for policy, percent in more.items():
         step = gpt2_small.step(16, recompute=policy)
-        assert 100 * (step.seconds(card) / base - 1) == pytest.approx(percent, abs=1.5)
+        more_ms = 1000 * (step.seconds(card) - base)  # (the head, which is faster now, has no part)
+        assert 100 * more_ms / earlier == pytest.approx(percent, abs=1.5)
         assert none.seconds(card, compiled=True) < step.seconds(card, compiled=True)
     times = [gpt2_small.step(16, recompute=policy).seconds(card) for policy in more]
     assert times == sorted(times) and set(more) < set(RECOMPUTE_POLICIES)
