@@ -99,7 +99,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
 
     clock.begin("optimizer")
     run.scaler.unscale_(run.optimizer)  # before clipping: the limit is meant for true gradients
-    grad_norm = process.clip_gradients(run.model, args.grad_clip_norm or math.inf)
+    grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
     # One NaN among the gradients would be in every weight after one update; clipping does not
     # help, it divides by the NaN. All processes have the same averaged gradients: all skip the
     # update, or none. (The device decides: Python does not wait for it.)

@@ -216,7 +216,7 @@ class Walk {
     this.add("gradients", n * share, "gradients", share - root - n * share);
   }
 
-  update() { // what the optimizer copies
+  update() { // the gradients' norm, and what the optimizer copies
     const {s, n} = this, muon = s.optimizer === "muon" ? 1 : 0, lean = s.moments === "bfloat16";
     const matrices = this.matrices(n), areas = matrices.map(([rows, columns]) => rows * columns);
     const tables = [s.V, s.positions].map((rows) => ceil(rows / n) * s.C);
@@ -229,8 +229,12 @@ class Walk {
       const products = 8 * size + (size > square ? 20 : 12) * square;
       most = max(most, s.precision === "bfloat16" ? 14 * size : max(12 * size, products));
     }
+    // For the gradients' norm: norms of rows, those beside all vectors, that in float64.
+    const inBlocks = matrices.reduce((sum, [rows]) => sum + rows, 0) * s.L;
+    const rows = (tables[0] + tables[1]) / s.C + inBlocks;
+    const vectors = s.L * (this.inABlock(n) - this.inMatrices(n)) + 2 * ceil(s.C / n);
     this.place = "optimizer";
-    this.add("temporaries", most);
+    this.add("temporaries", max(most, 4 * rows + 12 * (rows + vectors)));
   }
 
   // The parts of a block's backward

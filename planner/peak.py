@@ -246,7 +246,7 @@ class Walk:
             self.dies("gradients", self.n * share + root - share)
 
     def update(self, optimizer: str, itemsize: int) -> None:
-        """What the optimizer copies, some parameters at a time."""
+        """The gradients' norm, and what the optimizer copies, some parameters at a time."""
         L, n, muon, lean = self.config.n_layers, self.n, optimizer == "muon", itemsize < 4
         matrices = self.matrices(n)
         tables = [math.ceil(rows / n) * self.C for rows in self.rows_outside]
@@ -264,7 +264,10 @@ class Walk:
             products = 8 * size + (20 if size > square else 12) * square
             low = self.precision == torch.bfloat16
             most = max(most, 14 * size if low else max(12 * size, products))
-        self.born("temporaries", most)
+        # For the gradients' norm: norms of rows, those beside all vectors, that in float64.
+        rows = sum(tables) // self.C + L * sum(rows for rows, _ in matrices)
+        vectors = L * (self.in_a_block(n) - self.in_matrices(n)) + 2 * math.ceil(self.C / n)
+        self.born("temporaries", max(most, 4 * rows + 12 * (rows + vectors)))
 
     # ---- the parts of a block's backward
 

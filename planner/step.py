@@ -38,6 +38,7 @@ class Planner:
         seq_len: tokens in a sequence.
         precision: float32, or the dtype of autocast. (float16's GradScaler needs some bytes more.)
         make_optimizer: what the trainer makes its own with.
+        clip: what it clips gradients with, given weights, limit and `foreach`: torch's by default.
         device_type: the kind of device it is planned for. The fake tensors are the CPU's in any
             case. For "cuda" its fused dropout and attention are put in, and what its kernels take
             besides (planner/kernels.py); on "mps" neither is fused where it is trained.
@@ -55,6 +56,7 @@ class Planner:
         *,
         precision: torch.dtype,
         make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer],
+        clip: Callable[[list[nn.Parameter], float, bool], object] | None = None,
         device_type: str = "cpu",
         accumulate: bool = False,
         ddp: bool = False,
@@ -63,6 +65,7 @@ class Planner:
     ):
         self.config, self.seq_len, self.precision = config, seq_len, precision
         self.on_cpu, self.accumulate, self.ddp = device_type == "cpu", accumulate, ddp
+        self.clip = clip or clip_as_torch
         self.kernels = device_type == "cuda"  # there they need memory of their own, too
         self.fused = device_type != "mps"  # attention, which else keeps its scores, (B, H, T, T)
         self.compress, self.shards = compress, shards
@@ -214,7 +217,7 @@ class Planner:
                 del copies, copy  # now that they were seen
             tracker.enter("optimizer")
             # (A GPU takes all tensors at a time; torch would not for the CPU's.)
-            nn.utils.clip_grad_norm_(parameters, 1.0, foreach=not self.on_cpu)
+            self.clip(parameters, 1.0, not self.on_cpu)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         tracker.moved = model.host_memory.moved
@@ -261,6 +264,10 @@ class WholeBlocks(HostMemory):
     def take(self, like: Tensor) -> list[Tensor]:
         self.moved.append(like.nbytes)
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
+
+
+def clip_as_torch(parameters: list[nn.Parameter], limit: float, foreach: bool) -> None:
+    nn.utils.clip_grad_norm_(parameters, limit, foreach=foreach)
 
 
 def cublas(size: int) -> Storage:

@@ -72,7 +72,7 @@ def learn(process: DDPProcess, config: MiniGPTConfig, dtype: torch.dtype) -> dic
                 with autocast:
                     loss = wrapped(ids, ids)
                 loss.backward()
-        process.clip_gradients(model, 0.5)
+        process.clip_gradients(model.parameters(), 0.5)
         optimizer.step()
         process.clear_gradients(optimizer)
     found = process.gather(model, optimizer)

@@ -27,6 +27,7 @@ from trainer.card import device_type
 from trainer.flags import SHAPES, build_parser, fill_in, model_config
 from trainer.optimizer import make_optimizer
 from trainer.plan import vocabulary
+from trainer.process import OneProcess
 from trainer.room import for_tensors
 
 ALL = random_shapes(200)
@@ -99,7 +100,14 @@ def planner(shape: dict, **settings) -> Planner:
     make = partial(make_optimizer, args=args, device=torch.device("cuda"), precision=precision)
     config, settings = shape["config"], {"device_type": "cuda"} | settings
     settings |= {name: shape[name] for name in ("ddp", "shards") if name in shape}
-    return Planner(config, shape["seq_len"], precision=precision, make_optimizer=make, **settings)
+    return Planner(
+        config,
+        shape["seq_len"],
+        precision=precision,
+        make_optimizer=make,
+        clip=OneProcess(torch.device("cuda")).clip_gradients,
+        **settings,
+    )
 
 
 def error(shape: dict, plan: Planner) -> float:

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +23,10 @@ from planner.kernels import workspaces
 from planner.step import Planner
 from planner.timeline import KINDS
 from scripts.ladder import LiveStorages, of_products
+from trainer.flags import build_parser, fill_in, model_config
+from trainer.optimizer import make_optimizer
+from trainer.plan import make_planner, vocabulary
+from trainer.process import OneProcess
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -41,7 +46,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def planner(config: MiniGPTConfig = CONFIG, precision: str = "fp32", **settings) -> Planner:
-    settings = {"make_optimizer": adamw, "seq_len": T} | settings
+    clip = OneProcess(torch.device(settings.get("device_type", "cpu"))).clip_gradients
+    settings = {"make_optimizer": adamw, "clip": clip, "seq_len": T} | settings
     return Planner(config, precision=PRECISIONS[precision], **settings)
 
 
@@ -51,6 +57,7 @@ def measured_peak(
     precision: str = "fp32",
     accumulate: int = 1,
     make_optimizer=adamw,
+    seq_len: int = T,
 ) -> int:
     """Of the second of two real steps, by a tracker that is not ours."""
     dtype = PRECISIONS[precision]
@@ -62,14 +69,14 @@ def measured_peak(
         with tracker:
             for _ in range(accumulate):
                 tracker.reset_mod_stats()
-                ids = random_ids(batch_size, T) % config.vocab_size
+                ids = random_ids(batch_size, seq_len) % config.vocab_size
                 with torch.autocast(
                     "cpu", dtype, enabled=dtype != torch.float32, cache_enabled=False
                 ):
                     loss = model(ids, ids)
                 loss.backward()
                 del loss, ids
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
@@ -95,6 +102,22 @@ def test_predicted_peak_is_that_of_a_real_step(memory, shape):
 def test_predicted_peak_under_autocast(memory):
     predicted = planner(WIDE, "bf16").step(4, **memory).peak
     assert predicted == pytest.approx(measured_peak(replace(WIDE, **memory), 4, "bf16"), rel=0.003)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("flags", "seq_len"),
+    [("", 16), ("--n-layers=4 --d-model=64", 8), ("--n-layers=4 --d-model=31 --n-heads=1", 31)],
+)
+def test_of_few_tokens_the_gradients_norm_is_the_peak(flags, seq_len, optimizer):
+    """Which the trainers compute in a way of their own."""
+    flags = f"{flags} --batch-size=1 --seq-len={seq_len} --optimizer={optimizer} --no-amp"
+    args = fill_in(build_parser("test", "x.pt").parse_args(flags.split()))
+    config, cpu = model_config(args, vocabulary(args)), torch.device("cpu")
+    step = make_planner(args, config, cpu, torch.float32).step(1)
+    make = partial(make_optimizer, args=args, device=cpu, precision=torch.float32)
+    measured = measured_peak(config, 1, make_optimizer=make, seq_len=seq_len)
+    assert step.peak == pytest.approx(measured, rel=0.001 if measured > 2**20 else 0.003)
 
 
 def test_gradients_of_an_earlier_micro_batch_count():
@@ -230,7 +253,7 @@ def test_ddp_takes_what_is_predicted(accumulate, tmp_path):
                     with nullcontext() if last else wrapper.no_sync():
                         ids = random_ids(16, T)
                         wrapper(ids, ids).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)  # as train_step does with DDP
         del wrapper

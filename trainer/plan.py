@@ -124,6 +124,7 @@ def make_planner(
         args.seq_len,
         precision=precision,
         make_optimizer=partial(make_optimizer, args=args, device=device, precision=precision),
+        clip=OneProcess(device).clip_gradients,
         device_type=device.type,
         accumulate=args.grad_accum_steps > 1,
         ddp=ddp,

@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -74,11 +74,17 @@ class OneProcess:
         """A context for forward *and* backward: average gradients over processes, or not yet."""
         return nullcontext()
 
-    def clip_gradients(self, model: MiniGPT, limit: float) -> Tensor:
-        """Scale all gradients so that their norm is at most `limit`; returns the norm () before."""
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    def clip_gradients(
+        self, parameters: Iterable[nn.Parameter], limit: float, foreach: bool | None = None
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most `limit`; returns the norm () before.
+
+        `foreach`: all at a time; None: where torch can. (The planner, which calls this, says it.)
+        """
+        parameters = list(parameters)
+        gradients = [p.grad for p in parameters if p.grad is not None]
         norm = self.norm(gradients).to(gradients[0].dtype)
-        nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=foreach)
         return norm
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
