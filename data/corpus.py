@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from .dataset import Dataset, cached_dataset, label
+from .dataset import Dataset, FoundData, cached_dataset, label
 from .documents import CHUNK, read_documents, read_text
 from .files import CACHE_DIR, find_files, find_stdlib, warn_of_shared
 from .formats import check_text
@@ -62,6 +62,13 @@ class Source:
 
 
 def load_dataset(
+    train_data: list[str] | None, val_data: list[str] | None, **options: Any
+) -> Dataset:
+    """`find_dataset`, whose options these are, and load it."""
+    return find_dataset(train_data, val_data, **options).load()
+
+
+def find_dataset(
     train_data: list[str] | None,
     val_data: list[str] | None,
     *,
@@ -75,8 +82,8 @@ def load_dataset(
     fingerprint: str | None = None,
     cache_dir: Path = CACHE_DIR,
     say: Say = print,
-) -> Dataset:
-    """The tokens behind the `data:` flags, from the cache where they are there already.
+) -> FoundData:
+    """What is behind the `data:` flags; loaded, it comes from the cache if it is there already.
 
     train_data None is the built-in corpus, Python's standard library. max_tokens caps training
     and validation, each. seed is for toy data alone. Safe to call from many processes at once.
@@ -95,17 +102,19 @@ def load_dataset(
     if max_tokens is not None and max_tokens < 1:
         raise DataError(f"--max-tokens {max_tokens}: must be at least 1")
     _check_vocab_size(vocab_size, name)
+    if toy:
+        size = vocab_size or 256
+        return FoundData(size, lambda: load_toy(size, max_tokens, seed, cache_dir, say), cache_dir)
     try:
-        if toy:
-            return load_toy(vocab_size or 256, max_tokens, seed, cache_dir, say)
         known = tokenizer if tokenizer is not None and tokenizer.name == name else None
         train, val = _find(train_data, val_data, say)
         if suffix_of(train[0]) in TOKEN_SUFFIXES:
-            return load_token_files(train, val, val_ratio, name, max_tokens, known)
+            data = load_token_files(train, val, val_ratio, name, max_tokens, known)
+            return FoundData(data.tokenizer.vocab_size, lambda: data, cache_dir)
         stdlib = f"Python {platform.python_version()} standard library"
         about = label(train_data) if train_data else stdlib
         source = Source(about, train, val, val_ratio, max_tokens)
-        return _load_text(source, name, vocab_size or 1024, known, fingerprint, cache_dir, say)
+        return _find_text(source, name, vocab_size or 1024, known, fingerprint, cache_dir, say)
     except OSError as error:
         reason = f"{error.filename or cache_dir}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -146,7 +155,7 @@ def _check_vocab_size(vocab_size: int | None, name: str) -> None:
         raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")
 
 
-def _load_text(
+def _find_text(
     source: Source,
     name: str,
     vocab_size: int,
@@ -154,7 +163,7 @@ def _load_text(
     fingerprint: str | None,
     cache_dir: Path,
     say: Say,
-) -> Dataset:
+) -> FoundData:
     if name != "bpe":
         known = known or load_tokenizer(name)
     content = [hash_files(source.train), hash_files(source.val)]
@@ -188,16 +197,19 @@ def _load_text(
             **_encode(source, count, tokenizer, temporary),
         }
 
-    if meta is None:
-        count = _check(source)
-        meta = build_cache(folder, build, say)
-    saved = folder / "tokenizer.tiktoken"
-    tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
-    documents = "1 document" if meta["documents"] == 1 else f"{meta['documents']:,} documents"
-    size = meta["bytes"]
-    amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
-    about = f"{source.label}: {documents}, {amount}"
-    return cached_dataset(folder, meta, tokenizer, about)
+    def load() -> Dataset:
+        made = meta or build_cache(folder, build, say)
+        saved = folder / "tokenizer.tiktoken"
+        tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
+        documents = "1 document" if made["documents"] == 1 else f"{made['documents']:,} documents"
+        size = made["bytes"]
+        amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
+        about = f"{source.label}: {documents}, {amount}"
+        return cached_dataset(folder, made, tokenizer, about)
+
+    count = _check(source) if meta is None else meta["documents"]
+    size = meta["vocab_size"] if meta else known.vocab_size if known else vocab_size
+    return FoundData(size, load, cache_dir)
 
 
 def _made_by(

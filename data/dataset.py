@@ -1,11 +1,12 @@
 """What a trainer gets: where the ids lie, what made them, and from what."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .batches import TokenFile
-from .tokenizer import Tokenizer
+from .tokenizer import DataError, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,23 @@ class Dataset:
     tokenizer: Tokenizer
     description: str
     fingerprint: str
+
+
+@dataclass(frozen=True)
+class FoundData:
+    """Data that were found to be good. Nothing is encoded yet, and nothing written."""
+
+    vocab_size: int  # of a bpe that is still to be trained: at most
+    get: Callable[[], Dataset]
+    cache_dir: Path
+
+    def load(self) -> Dataset:
+        """From the cache, or into it. Raises DataError if that cannot be written."""
+        try:
+            return self.get()
+        except OSError as error:
+            where = error.filename or self.cache_dir
+            raise DataError(f"{where}: {error.strerror or error}") from error
 
 
 def cached_dataset(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str) -> Dataset:

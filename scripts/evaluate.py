@@ -32,8 +32,9 @@ from tqdm import tqdm
 from data import DataError, TokenFile, Tokenizer
 from data.batches import SCAN
 from data.documents import read_documents
-from data.files import TOKEN_SUFFIXES, find_files
+from data.files import find_files
 from data.formats import check_text
+from data.suffixes import TOKEN_SUFFIXES, suffix_of
 from model import MiniGPT
 from trainer import flags
 from trainer.device import choose_device, choose_precision, set_matmul_precision
@@ -42,7 +43,7 @@ from trainer.metrics import perplexity
 from trainer.pretrained import load_model
 from trainer.process import OneProcess
 from trainer.resume import data_changed, parse_again
-from trainer.setup import load_data
+from trainer.setup import find_data
 from trainer.snapshot import Resumed, SnapshotError, State, peek
 
 
@@ -92,7 +93,7 @@ def read_data(
     if args.val_data:
         about = ", ".join(args.val_data)
         paths = find_files(args.val_data, "--val-data", process.say)
-        texts = [path for path in paths if path.suffix not in TOKEN_SUFFIXES]
+        texts = [path for path in paths if suffix_of(path) not in TOKEN_SUFFIXES]
         check_text(texts)
         if texts and tokenizer.name == "toy":
             raise DataError(f"--val-data {texts[0]}: this model learned numbers, not text")
@@ -100,7 +101,8 @@ def read_data(
     else:
         path = args.checkpoint_path
         try:
-            data = load_data(parse_again(state["args"], path), process, Resumed(state, path))
+            saved = parse_again(state["args"], path)
+            data = find_data(saved, process, Resumed(state, path)).load()
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names others") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):

@@ -15,11 +15,11 @@ import torch
 from runs import ROOT, TINY, TORCHRUN, run, snapshot, torchrun, train_here
 
 from trainer import agree
-from trainer.agree import OWN, WAYS_OUT, check_alike, facts, name_ranks
+from trainer.agree import OWN, WAYS_OUT, check_alike, data_facts, facts, name_ranks
 from trainer.flags import UsageError, build_parser, fill_in, model_config
 from trainer.plan import TooLarge, plan_memory
 from trainer.process import OneProcess
-from trainer.setup import load_data
+from trainer.setup import find_data
 
 CPU = torch.device("cpu")
 
@@ -173,7 +173,7 @@ def parse(*flags: str):
 
 def of(*flags: str, precision=torch.float32, process=None) -> dict:
     args, process = parse(*flags), process or OneProcess(CPU)
-    return facts(args, process, precision, load_data(args, process), None)
+    return facts(args, process, precision, None) | data_facts(find_data(args, process).load())
 
 
 def told(*of_each: dict) -> str:

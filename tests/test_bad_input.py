@@ -20,7 +20,7 @@ from bad_snapshots import PLACES, SCRIPTS, SNAPSHOTS
 from runs import TINY, run
 
 import train_minimal
-from data import load_dataset
+from data import find_dataset
 
 TRAINER = ["train_minimal.py", *TINY]
 TABLES = {
@@ -42,7 +42,7 @@ CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in t
 def trained(tmp_path_factory):
     folder = bad_snapshots.TRAINED = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", folder / "cache")
+        monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
         argv = [*TINY, "--num-steps=2", f"--checkpoint-path={folder}/run.pt"]
         assert train_minimal.main(argv) == 0
 
@@ -100,7 +100,7 @@ def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cache = (tmp_path if "cache" in case.files else bad_snapshots.TRAINED) / "cache"
-    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", cache)
+    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", cache)
     for variable, value in case.env.items():
         if value is None:
             monkeypatch.delenv(variable, raising=False)

@@ -16,7 +16,7 @@ from runs import TINY, metrics
 from runs import run as start
 
 import train_minimal
-from data import DataError, load_dataset
+from data import DataError, find_dataset
 from data.tokenizer import Tokenizer, ToyTokenizer, load_tokenizer
 from scripts import evaluate, export_hf
 
@@ -31,7 +31,7 @@ WORDS = "wörter und andere Wörter, one after the other; 1 2 3 \n".split(" ")
 def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", folder)
+        monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder)
         yield folder
 
 
@@ -68,8 +68,9 @@ def evaluated(path: Path, *flags: str) -> dict:
 def tokens_file(folder: Path, n: int) -> tuple[str, torch.Tensor]:
     """A flag for `n` tokens, and the tokens (1, n)."""
     tokens = np.random.default_rng(n).integers(0, 256, n).astype(np.uint16)
-    np.save(folder / "tokens.npy", tokens)
-    return f"--val-data={folder}/tokens.npy", torch.from_numpy(tokens.astype(np.int64))[None]
+    with open(folder / "TOKENS.NPY", "wb") as file:
+        np.save(file, tokens)
+    return f"--val-data={folder}/TOKENS.NPY", torch.from_numpy(tokens.astype(np.int64))[None]
 
 
 def test_the_trainers_own_number(run):

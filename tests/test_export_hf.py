@@ -14,7 +14,7 @@ from runs import TINY, same, snapshot
 from runs import run as start
 
 import train_minimal
-from data import Tokenizer, load_dataset
+from data import Tokenizer, find_dataset
 from scripts import export_hf, generate
 from trainer.pretrained import load_model, open_pretrained
 from trainer.safetensors import read_tensors
@@ -35,7 +35,7 @@ def run(request, tmp_path_factory) -> Path:
     words += ["--vocab-size=290"] * (request.param == "bpe")
     words += ["--seq-len=64", "--eval-batches=1", "--eval-interval=1", "--lr=0.03", "--dropout=0.2"]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", folder / "cache")
+        monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
         assert train_minimal.main([*RUN, *words, f"--checkpoint-path={path}"]) == 0
     return path
 
@@ -157,7 +157,7 @@ def test_the_cards_example(folder, monkeypatch, capsys):
 
 
 def test_the_card_names_the_weights_that_a_run_began_with(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
+    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
     text, path = tmp_path / "x.txt", tmp_path / "tuned.pt"
     text.write_text(TEXT, encoding="utf-8")
     words = [f"--init-from={folder}", f"--train-data={text}", "--num-steps=1", "--dropout=0"]

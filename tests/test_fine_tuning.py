@@ -8,7 +8,7 @@ from runs import ROOT
 from runs import run as start
 from test_readme import DOCS, cells
 
-from data import load_dataset
+from data import find_dataset
 from scripts import fine_tuning
 from scripts.make_results import FOLDER
 
@@ -20,7 +20,7 @@ QUICK = (
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
+    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
 
 
 def test_it_compares_like_with_like(tmp_path, capsys):

@@ -15,7 +15,7 @@ from gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
 from runs import TINY, Crash, crash_after, same, snapshot, torchrun, train_here
 
 import train_minimal
-from data import load_dataset
+from data import find_dataset
 from data.tokenizer import format_ranks, load_tokenizer
 from scripts import plan_memory
 from trainer.agree import check_alike, facts
@@ -31,7 +31,7 @@ N_MODEL = TINY.index("--batch-size")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
+    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_processes_with_other_weights_do_not_start(folder, text, tmp_path):
     for path in (folder, folder, other):
         source = open_pretrained(path)
         run = start(tmp_path, "--init-from", str(path), "--train-data", str(text))
-        of_each.append(facts(run.args, run.process, run.precision, run.data, None, source))
+        of_each.append(facts(run.args, run.process, run.precision, None, source))
         del run
     check_alike(of_each[:2])
     with pytest.raises(UsageError, match="--init-from: ranks 0 and 1 have .*, rank 2 has .*same w"):

@@ -15,7 +15,7 @@ from runs import TINY, Crash, crash_after, metrics, same, snapshot, train_here
 
 import train_ddp
 import train_minimal
-from data import load_dataset
+from data import find_dataset
 from trainer.flags import build_parser, fill_in
 from trainer.process import OneProcess
 from trainer.resume import flag, keep_batch, same_batch, take_flags
@@ -303,7 +303,7 @@ TEXT = "--tokenizer-name=bpe --vocab-size=300 --num-steps=4 --seq-len=8 --max-po
 @pytest.fixture
 def text_run(tmp_path, monkeypatch, capsys):
     """A finished run on a text: (its snapshot, the text)."""
-    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
+    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
     text, path = tmp_path / "my text.txt", tmp_path / "run.pt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     flags = [*OWN_TEXT, f"--train-data={text}", *TEXT.split(), f"--checkpoint-path={path}"]

@@ -56,11 +56,10 @@ def facts(
     args: argparse.Namespace,
     process: OneProcess,
     precision: torch.dtype,
-    data: Dataset,
     resumed: Resumed | None,
     source: Pretrained | None = None,
 ) -> dict[str, Fact]:
-    """All that must be the same, under the name by which the user can change it."""
+    """What must be the same, under the name by which the user can change it; but for the data."""
 
     def fact(name: str, value: object, shown: str) -> Fact:
         return Fact(value, shown, typed=name in args.typed)
@@ -70,7 +69,6 @@ def facts(
     if found is not None:
         snapshot = f"step {found[0]} of run {str(found[1])[:8]}"
     weights = source and source.checksum
-    fingerprint = f"{data.fingerprint} {data.tokenizer.fingerprint}"
     device, dtype = process.device.type, str(precision).removeprefix("torch.")
     version = ".".join(torch.__version__.split(".")[:2])
     return {
@@ -80,11 +78,15 @@ def facts(
         "the trainer": fact("script", process.script, process.script),
         "--device": fact("device", device, device),
         "--amp-dtype": fact("amp_dtype", dtype, dtype),
-        "--train-data": fact(
-            "train_data", fingerprint, f"{data.description}, fingerprint {data.fingerprint[:8]}"
-        ),
         **{flag(n): fact(n, v, show(v)) for n, v in vars(args).items() if n not in OWN},
     }
+
+
+def data_facts(data: Dataset) -> dict[str, Fact]:
+    """What must be the same of the data."""
+    fingerprint = f"{data.fingerprint} {data.tokenizer.fingerprint}"
+    shown = f"{data.description}, fingerprint {data.fingerprint[:8]}"
+    return {"--train-data": Fact(fingerprint, shown)}
 
 
 def show(value: object) -> str:

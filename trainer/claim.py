@@ -27,11 +27,8 @@ from .snapshot import (
 )
 
 
-def check_writable(path: Path, resuming: bool) -> None:
-    """Make the folder of `path`; raise SnapshotError if snapshots could not be written there.
-
-    Called before training: hours later is a bad time to learn of a typing error.
-    """
+def check_name(path: Path, resuming: bool) -> None:
+    """Raise SnapshotError if what is at `path`, or beside it, is not a run's. Writes nothing."""
     if belongs_to_another(path):
         raise SnapshotError(
             f"--checkpoint-path: {path} is the name of another run's second file, log or lock; "
@@ -42,7 +39,6 @@ def check_writable(path: Path, resuming: bool) -> None:
             raise SnapshotError(f"--checkpoint-path: {path} is not a file")
         if not resuming:
             check_free(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         for file in (beside(path, suffix) for suffix in SUFFIXES if suffix != ".tensorboard"):
             if os.path.lexists(file) and not file.is_file():
                 raise SnapshotError(f"--checkpoint-path: {file} is not a file")
@@ -51,14 +47,29 @@ def check_writable(path: Path, resuming: bool) -> None:
             raise SnapshotError(
                 f"--checkpoint-path: {log} is there and is no log of a run; name another file"
             )
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def check_writable(path: Path, resuming: bool) -> None:
+    """Make the folder of `path`; raise SnapshotError if snapshots could not be written there.
+
+    Called before training: hours later is a bad time to learn of a typing error.
+    """
+    check_name(path, resuming)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         # The longest name: of the log, when a later run of that name renames it.
         date = "" if resuming else ".2026-11-22-101500-99"
         longest = temporary_name(beside(path, f"{date}.metrics.jsonl"))
         longest.touch()
         longest.unlink()
     except OSError as error:
-        reason = error.strerror or error
-        raise SnapshotError(f"--checkpoint-path: cannot write {path}: {reason}") from None
+        raise cannot_write(path, error) from None
+
+
+def cannot_write(path: Path, error: OSError) -> SnapshotError:
+    return SnapshotError(f"--checkpoint-path: cannot write {path}: {error.strerror or error}")
 
 
 def belongs_to_another(path: Path) -> bool:

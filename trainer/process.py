@@ -114,18 +114,21 @@ class OneProcess:
         return [mine]
 
     def by_first(self, act: Callable[[], T]) -> T | None:
-        """`act`, by process 0 alone: what it returns there, None elsewhere.
+        """`act`, by process 0 alone: what it returns there, None elsewhere. Raises as `by_all`."""
+        return self.by_all(act if self.rank == 0 else lambda: None)
 
-        If it raises a mistake of the user's or a lack of memory, all processes raise the same:
+    def by_all(self, act: Callable[[], T]) -> T:
+        """`act`, by each process for itself: what it returns here.
+
+        If it raises a mistake of the user's or a lack of memory in one of them, all raise the same:
         nobody waits for one that is gone.
         """
-        result, mine = None, None
-        if self.rank == 0:
-            try:
-                result = act()
-            except (ValueError, MemoryError) as error:
-                mine = error
-        told = self.exchange(mine)[0]
+        mine = None
+        try:
+            result = act()
+        except (ValueError, MemoryError) as error:
+            mine = error
+        told = next(filter(None, self.exchange(mine)), None)
         if told is not None:
             raise mine or told
         return result

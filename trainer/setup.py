@@ -11,11 +11,11 @@ from typing import IO, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_dataset
+from data import DataError, Dataset, FoundData, Tokenizer, TrainBatches, ValBatches, find_dataset
 from model import MiniGPT, MiniGPTConfig
 
-from .agree import check_alike, facts
-from .claim import check_writable, claim, step_aside, take_place
+from .agree import check_alike, data_facts, facts
+from .claim import check_name, check_writable, claim, step_aside, take_place
 from .device import choose_precision, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
 from .loggers import check_logger, start_logger
@@ -88,23 +88,15 @@ def set_up(
     """
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
-    data = load_data(args, process, resumed, source)
+    data, config, plan = agree(args, process, precision, resumed, source)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     settle_length(args, process.world_size, train_batches.n_windows)
     check_profile(args, resumed)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
-    asked = model_config(args, data.tokenizer.vocab_size)
-    identity = identify(args, process, asked, data)
+    identity = identify(args, process, config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
-
-    # So far each process by itself; from here on together, and still nothing is written.
-    process.start()
-    check_alike(process.exchange(facts(args, process, precision, data, resumed, source)))
-    with process.waiting("predicting the memory of a step"):
-        config, plan = plan_memory(args, process, asked, precision, held(resumed, device))
-    identity["config"] = asdict(config)
     held_lock = process.by_first(lambda: take_name(args.checkpoint_path, resumed))
     with torch.device("meta"):
         model = MiniGPT(config)
@@ -140,6 +132,37 @@ def set_up(
     return run
 
 
+def agree(
+    args: argparse.Namespace,
+    process: OneProcess,
+    precision: torch.dtype,
+    resumed: Resumed | None,
+    source: Pretrained | None,
+) -> tuple[Dataset, MiniGPTConfig, str]:
+    """Data, model's shape and, in words, the memory of a step: the same in all processes.
+
+    A long text takes long to be encoded, into data/cache. What is wrong with anything else is told
+    before that.
+    """
+    found = find_data(args, process, resumed, source)
+    # So far each process by itself; from here on together.
+    process.start()
+    check_alike(process.exchange(facts(args, process, precision, resumed, source)))
+    process.by_first(lambda: check_name(args.checkpoint_path, resuming=resumed is not None))
+
+    def plan(vocab_size: int) -> tuple[MiniGPTConfig, str]:
+        asked = model_config(args, vocab_size)
+        with process.waiting("predicting the memory of a step"):
+            return plan_memory(args, process, asked, precision, held(resumed, process.device))
+
+    config, words = plan(max(process.exchange(found.vocab_size)))
+    data = process.by_all(found.load)
+    check_alike(process.exchange(data_facts(data)))
+    if data.tokenizer.vocab_size < config.vocab_size:  # a bpe whose text has no more pairs
+        config, words = plan(data.tokenizer.vocab_size)
+    return data, config, words
+
+
 def take_name(path: Path, resumed: Resumed | None) -> IO[str] | None:
     """See that snapshots can be written, and keep other runs off them. Raises SnapshotError."""
     check_writable(path, resuming=resumed is not None)
@@ -172,14 +195,14 @@ def start_log(run: Run, next_rate: float) -> None:
         run.metrics += start_logger(run.args, run.identity, run.step, run.process.say)
 
 
-def load_data(
+def find_data(
     args: argparse.Namespace,
     process: OneProcess,
     resumed: Resumed | None = None,
     source: Pretrained | None = None,
-) -> Dataset:
-    """Tokens, as the flags of the group "data" ask for; by the tokenizer of the run that goes on,
-    or of the weights that it starts from.
+) -> FoundData:
+    """What the flags of the group "data" ask for; by the tokenizer of the run that goes on, or of
+    the weights that it starts from.
 
     Raises DataError, or SnapshotError if that tokenizer is none.
     """
@@ -191,7 +214,7 @@ def load_data(
             tokenizer = Tokenizer.from_state(resumed.state["tokenizer"])
         except DataError as error:
             raise SnapshotError(f"{resumed.path} holds {error}") from None
-    return load_dataset(
+    return find_dataset(
         args.train_data,
         args.val_data,
         val_ratio=args.val_ratio,
