@@ -11,7 +11,6 @@ __all__ = [
     "DataError",
     "Dataset",
     "DiskFull",
-
     "FoundData",
     "TokenFile",
     "Tokenizer",

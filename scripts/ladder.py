@@ -17,7 +17,6 @@ if not __package__:  # python scripts/ladder.py: the others lie one folder up
 
 import json
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -25,16 +24,14 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
 from planner import CARDS, Planner
 from trainer.flags import OneLineParser, output_file
+from trainer.measured import LiveStorages
 
 SEQ_LEN = 1024
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
@@ -79,38 +76,6 @@ TARGETS: dict[str, dict[str, float]] = {
     "FLOPs, attention not counted": {"none": 1.0, "cheap": 1.0, "mlp": 1.08, "full": 1.17},
     "FLOPs, attention in full square": {"none": 1.0, "full": 1.19},
 }
-
-
-class LiveStorages(TorchDispatchMode):
-    """The bytes of all storages that operators have returned and that are still alive.
-
-    Looked at after each operator: what a kernel allocates and frees inside is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, weakref.ref] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.add(leaf.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address in self.alive:
-            return  # a view, or the result of an in-place operator
-
-        def gone(_: weakref.ref) -> None:
-            del self.alive[address]  # the next storage at this address is another one
-            self.now -= size
-
-        self.alive[address] = weakref.ref(storage, gone)
-        self.now += size
 
 
 def adamw(model: MiniGPT) -> torch.optim.Optimizer:

@@ -163,7 +163,7 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
     args = parse("--use-activation-checkpoint=auto", "--batch-size=8", "--no-amp")
     process = Other(None)
     process.exchange = lambda mine: [theirs if isinstance(mine, int) else None, mine]
-    config, _ = plan_memory(args, process, model_config(args, 31), torch.float32)
+    config, *_ = plan_memory(args, process, model_config(args, 31), torch.float32)
     assert (config.recompute == "none") == (chosen == "none")
 
 

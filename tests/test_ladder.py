@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import MiniGPTConfig
 from scripts import ladder
+from trainer.measured import LiveStorages
 
 SMALL = MiniGPTConfig(**{**TINY, "n_layers": 4, "loss_chunks": 4})
 
@@ -22,7 +23,7 @@ def small_peak(rung: str, **how) -> int:
 
 @pytest.mark.parametrize("fake", [True, False])
 def test_peak_counted_by_hand(fake):
-    with FakeTensorMode() if fake else nullcontext(), ladder.LiveStorages() as storages:
+    with FakeTensorMode() if fake else nullcontext(), LiveStorages() as storages:
         a = torch.zeros(100)  # 400
         view = a.view(10, 10)[:5]  # of a's storage: still 400
         b = (view + 1).to(torch.bfloat16)  # 200, and 100 more: at once 700, then 500

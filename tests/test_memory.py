@@ -22,8 +22,9 @@ from planner.formulas import closed_form, step_flops
 from planner.kernels import workspaces
 from planner.step import Planner
 from planner.timeline import KINDS
-from scripts.ladder import LiveStorages, of_products
+from scripts.ladder import of_products
 from trainer.flags import build_parser, fill_in, model_config
+from trainer.measured import LiveStorages
 from trainer.optimizer import make_optimizer
 from trainer.plan import make_planner, vocabulary
 from trainer.process import OneProcess

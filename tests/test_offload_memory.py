@@ -20,8 +20,8 @@ from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner import Planner, StepMemory
 from planner import step as step_of_planner
 from scripts import plan_memory as plan_tool
-from scripts.ladder import LiveStorages
 from trainer.flags import build_parser, fill_in, model_config
+from trainer.measured import LiveStorages
 from trainer.metrics import format_bytes
 from trainer.plan import Plans, TooLarge, plan_memory
 from trainer.process import OneProcess

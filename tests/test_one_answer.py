@@ -101,7 +101,7 @@ def of_auto(question: Question, monkeypatch) -> str | None:
     args = question.args
     process = OneProcess(torch.device("cuda"))
     try:
-        config, words = plan.plan_memory(args, process, model_config(args, 4096), torch.bfloat16)
+        config, words, _ = plan.plan_memory(args, process, model_config(args, 4096), torch.bfloat16)
     except UsageError:
         return None
     assert words.startswith(f"auto takes {describe_recompute(config)}: ")

@@ -260,7 +260,7 @@ def choose(monkeypatch, flags: str, process: OneProcess) -> tuple[Card | None, s
 
     monkeypatch.setattr("trainer.plan.pick_recompute", watch)
     args = parse_trainer(f"{TRAINER_SHAPE} --use-activation-checkpoint auto {flags}")
-    _, words = trainer.plan.plan_memory(args, process, model_config(args, 61), torch.float32)
+    _, words, _ = trainer.plan.plan_memory(args, process, model_config(args, 61), torch.float32)
     ((card, compiled),) = seen
     assert compiled == args.compile
     return card, words.splitlines()[0]

@@ -281,7 +281,7 @@ def test_nsight_gets_the_same_ranges(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     model = MiniGPT(MiniGPTConfig(31, 16, n_layers=1, n_heads=2, d_model=16, d_ff=64, dropout=0))
     args = SimpleNamespace(profile=1, compile=False, checkpoint_path=tmp_path / "run.pt")
-    clock = ProfilingClock(args, OneProcess(torch.device("cuda")), model)  # type: ignore[arg-type]
+    clock = ProfilingClock(args, OneProcess(torch.device("cuda")), model, None, None)  # type: ignore[arg-type]
     ids = torch.zeros(1, 16, dtype=torch.int64)
     with clock:
         for _ in range(6):
@@ -312,7 +312,7 @@ def test_nsight_is_for_a_gpu(tmp_path, monkeypatch):
 def test_who_profiles(rank, flag, tmp_path):
     args = SimpleNamespace(profile=flag, checkpoint_path=tmp_path / "run.pt")
     process = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-    clock = make_clock(args, process, None)  # type: ignore[arg-type]
+    clock = make_clock(args, process, None, None, None)  # type: ignore[arg-type]
     assert type(clock) is (ProfilingClock if rank == 0 and flag else StepClock)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,8 @@ from .card import THIS_MACHINE, clock_card, device_type
 from .device import choose_device, choose_precision, set_matmul_precision
 from .flags import UsageError, model_config
 from .knobs import Knob, nearest, settings
-from .knobs import next_knob as next_knob  # for endings.py, whose other half this file is
+from .knobs import next_knob as next_knob  # endings.py takes it from here
+from .measured import Predicted
 from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
@@ -34,6 +35,14 @@ from .room import Room, host_room, own_memory, room_on, total_memory
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
 NO_RECOMPUTE: dict[str, Any] = RUNGS[0] | ALL_ALIKE
+
+
+class Plan(NamedTuple):
+    """Of a run."""
+
+    config: MiniGPTConfig  # with what `auto` takes
+    words: str
+    peaks: Predicted | None  # None: they could not be predicted
 
 
 class TooLarge(MemoryError):
@@ -296,8 +305,8 @@ def plan_memory(
     config: MiniGPTConfig,
     precision: torch.dtype,
     held: int = 0,
-) -> tuple[MiniGPTConfig, str]:
-    """The config, with what `auto` takes, and in words what memory a step will need.
+) -> Plan:
+    """What `auto` takes, and what memory a step will need.
 
     `held`: bytes of this memory that a snapshot has now and gives back (or to the optimizer).
     Raises UsageError if `auto` finds nothing that fits, TooLarge if the device can never hold it.
@@ -323,21 +332,24 @@ def plan_memory(
         words = f"auto takes {describe_recompute(config)}: {least} that fits "
         words += f"{room}\nmemory   "
     told = process.by_first(lambda: predict(plans, args, process, config, held))
-    return config, words + (told or "")
+    said, peaks = told or ("", None)
+    return Plan(config, words + said, peaks)
 
 
 def predict(
     plans: Plans, args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, held: int
-) -> str:
-    """What a step will need, in words; a warning if that is more than is free. Raises TooLarge."""
+) -> tuple[str, Predicted | None]:
+    """What a step will need; a warning if that is more than is free. Raises TooLarge."""
     try:
         check_room(plans, args, process, plans.state(args), held)  # before anything is simulated
         planner = plans.planner(args)
         words = describe_plan(planner, config, args.batch_size)
         step = planner.step(args.batch_size, **asdict(config))
         words += check_room(plans, args, process, step.peak, held)
-        return words + check_host(plans, args, process, step)
+        words += check_host(plans, args, process, step)
+        plain = planner.step(args.batch_size, **NO_RECOMPUTE).peak
+        return words, Predicted(step.peak, plain)
     except TooLarge:
         raise
     except Exception as error:  # an aside: where fake tensors do not work, train anyway
-        return f"the peak could not be predicted ({type(error).__name__})"
+        return f"the peak could not be predicted ({type(error).__name__})", None

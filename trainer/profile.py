@@ -32,6 +32,7 @@ from memory import TiedEmbedding, policies
 from model import MiniGPT
 
 from .flags import UsageError
+from .measured import MeasuringClock
 from .metrics import StepClock, format_bytes
 from .process import OneProcess
 from .snapshot import Resumed, beside
@@ -43,11 +44,14 @@ SHOWN = 10  # operators in the table
 Range = Callable[[str], AbstractContextManager[Any]]  # by its name
 
 
-def make_clock(args: argparse.Namespace, process: OneProcess, model: MiniGPT) -> StepClock:
-    """The clock of a run: with --profile, one that profiles (process 0 alone does)."""
-    if args.profile is None or process.rank > 0:
+def make_clock(args: argparse.Namespace, process: OneProcess, *measured: Any) -> StepClock:
+    """The clock of a run: one that measures a step, as a MeasuringClock gets it `measured`; with
+    --profile, one that profiles as well. (Process 0 alone does.)"""
+    if process.rank > 0:
         return StepClock()
-    return ProfilingClock(args, process, model)
+    if args.profile is None:
+        return MeasuringClock(process, *measured)
+    return ProfilingClock(args, process, *measured)
 
 
 def check_profile(args: argparse.Namespace, resumed: Resumed | None) -> None:
@@ -63,12 +67,12 @@ def check_profile(args: argparse.Namespace, resumed: Resumed | None) -> None:
     )
 
 
-class ProfilingClock(StepClock):
+class ProfilingClock(MeasuringClock):
     """A clock that profiles `args.profile` steps, after the first WARM_UP."""
 
-    def __init__(self, args: argparse.Namespace, process: OneProcess, model: MiniGPT):
-        super().__init__()
-        self.args, self.process, self.model = args, process, model
+    def __init__(self, args: argparse.Namespace, process: OneProcess, *measured: Any):
+        super().__init__(process, *measured)
+        self.args = args
         path = beside(args.checkpoint_path, ".trace.json")
         watched = "NSYS_PROFILING_SESSION_ID" in os.environ and process.device.type == "cuda"
         self.tool: Nsight | TorchProfiler

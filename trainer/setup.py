@@ -21,7 +21,7 @@ from .flags import UsageError, fill_in, model_config, settle_length
 from .loggers import check_logger, start_logger
 from .metrics import MetricsFile, logged_at
 from .optimizer import make_optimizer
-from .plan import plan_memory
+from .plan import Plan, plan_memory
 from .pretrained import Pretrained, open_init_from
 from .process import OneProcess
 from .profile import check_profile, make_clock
@@ -88,24 +88,25 @@ def set_up(
     """
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
-    data, config, plan = agree(args, process, precision, resumed, source)
+    data, plan = agree(args, process, precision, resumed, source)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     settle_length(args, process.world_size, train_batches.n_windows)
     check_profile(args, resumed)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
-    identity = identify(args, process, config, data)
+    identity = identify(args, process, plan.config, data)
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
     held_lock = process.by_first(lambda: take_name(args.checkpoint_path, resumed))
     with torch.device("meta"):
-        model = MiniGPT(config)
+        model = MiniGPT(plan.config)
     process.place(model)
     if source is not None:
         source.fill(model, process.part)
     elif resumed is None:
         torch.manual_seed(args.seed)
         model.init_weights(process.part)
+    optimizer = make_optimizer(model, args, device, precision)
     run = Run(
         args=args,
         process=process,
@@ -113,19 +114,19 @@ def set_up(
         identity=identity,
         model=model,
         wrapped=model,
-        optimizer=make_optimizer(model, args, device, precision),
+        optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=precision == torch.float16),
         precision=precision,
         train_batches=train_batches,
         val_batches=val_batches,
         token_bytes=torch.from_numpy(data.tokenizer.byte_lengths()).to(device),
-        clock=make_clock(args, process, model),
+        clock=make_clock(args, process, model, optimizer, plan.peaks),
         held_lock=held_lock,
     )
     if resumed is not None:
         go_on_from(resumed, run)
     if process.rank == 0:  # it looks at files
-        process.say(describe_run(run, plan, resumed, source))
+        process.say(describe_run(run, plan.words, resumed, source))
     if args.compile:
         model.compile_blocks()
     run.wrapped = process.wrap(model)
@@ -138,8 +139,8 @@ def agree(
     precision: torch.dtype,
     resumed: Resumed | None,
     source: Pretrained | None,
-) -> tuple[Dataset, MiniGPTConfig, str]:
-    """Data, model's shape and, in words, the memory of a step: the same in all processes.
+) -> tuple[Dataset, Plan]:
+    """Data, model's shape and the memory of a step: the same in all processes.
 
     A long text takes long to be encoded, into data/cache. What is wrong with anything else is told
     before that.
@@ -150,17 +151,17 @@ def agree(
     check_alike(process.exchange(facts(args, process, precision, resumed, source)))
     process.by_first(lambda: check_name(args.checkpoint_path, resuming=resumed is not None))
 
-    def plan(vocab_size: int) -> tuple[MiniGPTConfig, str]:
+    def plan(vocab_size: int) -> Plan:
         asked = model_config(args, vocab_size)
         with process.waiting("predicting the memory of a step"):
             return plan_memory(args, process, asked, precision, held(resumed, process.device))
 
-    config, words = plan(max(process.exchange(found.vocab_size)))
+    planned = plan(max(process.exchange(found.vocab_size)))
     data = process.by_all(found.load)
     check_alike(process.exchange(data_facts(data)))
-    if data.tokenizer.vocab_size < config.vocab_size:  # a bpe whose text has no more pairs
-        config, words = plan(data.tokenizer.vocab_size)
-    return data, config, words
+    if data.tokenizer.vocab_size < planned.config.vocab_size:  # a bpe's text has no more pairs
+        planned = plan(data.tokenizer.vocab_size)
+    return data, planned
 
 
 def take_name(path: Path, resumed: Resumed | None) -> IO[str] | None:

@@ -1,0 +1,116 @@
+"""What the tensors of a step really take, beside what was predicted: one line early in a run."""
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from model import MiniGPT
+
+from .metrics import StepClock, format_bytes, peak_memory
+from .process import OneProcess
+
+STEP = 3  # the first makes the optimizer's state, the second DDP's final buckets
+
+
+class Predicted(NamedTuple):
+    """Bytes at a step's peak."""
+
+    peak: int
+    plain: int  # without recompute
+
+
+class LiveStorages(TorchDispatchMode):
+    """The bytes of all storages that operators were given or have returned, and that still live.
+
+    Looked at after each operator: what a kernel allocates and frees inside is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, weakref.ref] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.look_at(args, kwargs, result)
+        return result
+
+    def look_at(self, *tensors: object) -> None:
+        """However they are nested."""
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, Tensor):
+                self.add(leaf.untyped_storage())
+        self.peak = max(self.peak, self.now)
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address in self.alive:
+            return  # a view, or the result of an in-place operator
+
+        def gone(_: weakref.ref) -> None:
+            del self.alive[address]  # the next storage at this address is another one
+            self.now -= size
+
+        self.alive[address] = weakref.ref(storage, gone)
+        self.now += size
+
+
+class MeasuringClock(StepClock):
+    """A clock that measures one step, and says what it took."""
+
+    def __init__(
+        self,
+        process: OneProcess,
+        model: MiniGPT,
+        optimizer: torch.optim.Optimizer,
+        predicted: Predicted | None,
+    ):
+        """`predicted`: None if nobody could tell; then there is nothing to compare."""
+        super().__init__()
+        self.process, self.model, self.optimizer = process, model, optimizer
+        self.predicted, self.storages = predicted, LiveStorages()
+        self.looking = False
+
+    def begin(self, phase: str) -> None:
+        super().begin(phase)
+        due = phase == "forward" and self.steps == STEP - 1 and not self.looking
+        if due and self.predicted and self.process.device.type == "cpu" and self.sees_all():
+            weights = [*self.model.parameters()]
+            there = [weight.grad for weight in weights], [*self.optimizer.state.values()]
+            self.storages.look_at(weights, there)
+            self.storages.__enter__()
+            self.looking = True
+
+    def sees_all(self) -> bool:
+        """Not of compiled blocks, which would not run as such under a mode; nor of shards, which
+        are gathered where no mode looks."""
+        return self.process.shards == 1 and not self.model.token_embedding.compiled
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self.steps == STEP and self.predicted:
+            if self.looking:
+                self.stop_looking()
+                self.say(self.storages.peak, "of tensors", self.predicted)
+            elif self.process.device.type == "cuda":
+                self.say(peak_memory(self.process.device)[0] or 0, "allocated", self.predicted)
+
+    def stop_looking(self) -> None:
+        self.looking = False
+        self.storages.__exit__(None, None, None)
+
+    def say(self, peak: int, what: str, predicted: Predicted) -> None:
+        beside = f"{format_bytes(predicted.peak)} predicted"
+        if predicted.plain != predicted.peak:
+            beside += f"; {format_bytes(predicted.plain)} without recompute, predicted"
+        self.process.say(f"measured peak {format_bytes(peak)} {what} ({beside})")
+
+    def __exit__(self, *exception: object) -> None:
+        if self.looking:  # something went wrong in that step
+            self.stop_looking()
+        super().__exit__(*exception)
