@@ -105,10 +105,11 @@ class MeasuringClock(StepClock):
         self.storages.__exit__(None, None, None)
 
     def say(self, peak: int, what: str, predicted: Predicted) -> None:
-        beside = f"{format_bytes(predicted.peak)} predicted"
+        words = f"measured peak {format_bytes(peak)} {what}; "
+        words += f"predicted {format_bytes(predicted.peak)}"
         if predicted.plain != predicted.peak:
-            beside += f"; {format_bytes(predicted.plain)} without recompute, predicted"
-        self.process.say(f"measured peak {format_bytes(peak)} {what} ({beside})")
+            words += f", without recompute {format_bytes(predicted.plain)}"
+        self.process.say(words)
 
     def __exit__(self, *exception: object) -> None:
         if self.looking:  # something went wrong in that step
