@@ -136,7 +136,6 @@ class Walk {
     }
   }
 
-  // The parts of a step, in order
   state() {
     const {s, n} = this, held = s.L * this.inABlock(n) + this.outside(n);
     this.add("parameters", 4 * held, "gradients", 4 * held * this.ddp);
@@ -230,14 +229,12 @@ class Walk {
       most = max(most, s.precision === "bfloat16" ? 14 * size : max(12 * size, products));
     }
     // For the gradients' norm: norms of rows, those beside all vectors, that in float64.
-    const inBlocks = matrices.reduce((sum, [rows]) => sum + rows, 0) * s.L;
-    const rows = (tables[0] + tables[1]) / s.C + inBlocks;
+    const rows = matrices.reduce((sum, [r]) => sum + r * s.L, (tables[0] + tables[1]) / s.C);
     const vectors = s.L * (this.inABlock(n) - this.inMatrices(n)) + 2 * ceil(s.C / n);
     this.place = "optimizer";
     this.add("temporaries", max(most, 4 * rows + 12 * (rows + vectors)));
   }
 
-  // The parts of a block's backward
   enterHalf() {
     const {NC, a, amp, dropout} = this, size = amp || dropout ? a * NC : 0;
     this.add("temporaries", size * (1 + amp * dropout), "temporaries", -size * amp * dropout);
@@ -249,10 +246,7 @@ class Walk {
     if (this.policy === "cheap") missing = missing.filter((name) => names.includes(name));
     if (!missing.some((name) => names.includes(name))) return;
     if (this.policy === "selective") this.add("activations", -this.a * this.NC);
-    for (const name of missing) {
-      this.there[name] = "recomputed";
-      this.add("recomputed", this.sizes[name]);
-    }
+    for (const name of missing) this.add(this.there[name] = "recomputed", this.sizes[name]);
     this.add("recomputed", 4 * this.NC * this.amp, "recomputed", -4 * this.NC * this.amp);
   }
 
@@ -336,14 +330,13 @@ function modelOf({layers, heads, width}) { // its name, if it has one
 }
 
 function shapeOf(state) {
-  const trainer = state.processes > 1 ? state.trainer : "";
   return {
     B: state.batch, T: state.length, V: state.vocabulary, L: state.layers, C: state.width,
     F: state.mlp, H: state.heads, dropout: state.dropout === "on", policy: state.policy,
     positions: modelOf(state) ? max(1024, state.length) : state.length, layers: state.blocks,
     chunks: state.head === "chunks" ? 0 : 1, optimizer: state.optimizer, moments: state.moments,
-    precision: state.precision, ddp: trainer === "ddp",
-    shards: trainer === "fsdp" ? state.processes : 1,
+    precision: state.precision, ddp: state.processes > 1 && state.trainer === "ddp",
+    shards: state.trainer === "fsdp" ? state.processes : 1,
   };
 }
 
@@ -383,9 +376,8 @@ function advice(state) { // null: nothing fits
 }
 
 function how({policy, blocks, layers}) { // it recomputes
-  if (policy === "none") return [];
   const some = blocks < layers && policy !== "auto" ? ["--recompute-layers", blocks] : [];
-  return ["--use-activation-checkpoint", policy, ...some];
+  return policy === "none" ? [] : ["--use-activation-checkpoint", policy, ...some];
 }
 
 function runCommand(state) {
