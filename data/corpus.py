@@ -5,7 +5,6 @@
 Token files made elsewhere skip all that (token_files.py), and so do toy data (toy.py).
 """
 
-import errno
 import os
 import platform
 import sys
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from .dataset import Dataset, FoundData, cached_dataset, label
+from .dataset import Dataset, FoundData, cached_dataset, label, of_file
 from .documents import CHUNK, read_documents, read_text
 from .files import CACHE_DIR, find_files, find_stdlib, warn_of_shared
 from .formats import check_text
@@ -29,7 +28,6 @@ from .suffixes import TOKEN_SUFFIXES, suffix_of
 from .token_files import load_token_files
 from .tokenizer import (
     DataError,
-    DiskFull,
     Tokenizer,
     format_ranks,
     load_tokenizer,
@@ -116,10 +114,7 @@ def find_dataset(
         source = Source(about, train, val, val_ratio, max_tokens)
         return _find_text(source, name, vocab_size or 1024, known, fingerprint, cache_dir, say)
     except OSError as error:
-        reason = f"{error.filename or cache_dir}: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DiskFull(f"{reason}; the token cache needs room there") from error
-        raise DataError(reason) from error
+        raise of_file(error, cache_dir) from error
 
 
 def _find(

@@ -1,12 +1,13 @@
 """What a trainer gets: where the ids lie, what made them, and from what."""
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .batches import TokenFile
-from .tokenizer import DataError, Tokenizer
+from .tokenizer import DataError, DiskFull, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,20 @@ class FoundData:
     cache_dir: Path
 
     def load(self) -> Dataset:
-        """From the cache, or into it. Raises DataError if that cannot be written."""
+        """From the cache, or into it. Raises DataError if that cannot be written
+        (DiskFull, if it has no room)."""
         try:
             return self.get()
         except OSError as error:
-            where = error.filename or self.cache_dir
-            raise DataError(f"{where}: {error.strerror or error}") from error
+            raise of_file(error, self.cache_dir) from error
+
+
+def of_file(error: OSError, cache_dir: Path) -> DataError:
+    """The same in one line; where the error names no file, it is one in `cache_dir`."""
+    reason = f"{error.filename or cache_dir}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return DiskFull(f"{reason}; the token cache needs room there")
+    return DataError(reason)
 
 
 def cached_dataset(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str) -> Dataset:

@@ -191,8 +191,8 @@ class Witness:
         """Of the step that was watched, when it is over."""
         storages = []
         for seen in tracker.storages:
-            if seen.device.type != "cpu":
-                continue  # offloaded
+            if seen.device.type != "cpu" or not seen.bytes:
+                continue  # offloaded, or nothing (a weight that shards leave)
             storage = replace(seen)  # (it is noted when weights die, which is with their planner)
             storages.append(storage)
             storage.why = storage.why or why(storage, self.reads[seen], seen in self.gradients)

@@ -14,7 +14,7 @@ import torch
 from runs import TINY, metrics, run, same, snapshot, train_here
 
 import train_minimal
-from data import load_dataset
+from data import find_dataset
 from scripts.faults import Injected
 from scripts.faults import train_step as faulty_step
 
@@ -274,7 +274,7 @@ def test_disk_full_while_logging(tmp_path):
 
 def test_disk_full_while_the_cache_is_built(tmp_path, cache, monkeypatch, capsys):
     resource = pytest.importorskip("resource")
-    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", cache)
+    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", cache)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:

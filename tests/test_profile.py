@@ -20,6 +20,7 @@ import train_minimal
 from memory import TiedEmbedding, policies
 from model import MiniGPT, MiniGPTConfig
 from trainer.claim import replaced_runs
+from trainer.measured import MeasuringClock
 from trainer.metrics import StepClock
 from trainer.process import OneProcess
 from trainer.profile import (
@@ -308,12 +309,15 @@ def test_nsight_is_for_a_gpu(tmp_path, monkeypatch):
 # ---- Several processes, compiled blocks
 
 
-@pytest.mark.parametrize(("rank", "flag"), [(0, 3), (1, 3), (0, None)])
-def test_who_profiles(rank, flag, tmp_path):
+@pytest.mark.parametrize(
+    ("rank", "flag", "expected"),
+    [(0, 3, ProfilingClock), (1, 3, StepClock), (0, None, MeasuringClock)],
+)
+def test_who_profiles(rank, flag, expected, tmp_path):
     args = SimpleNamespace(profile=flag, checkpoint_path=tmp_path / "run.pt")
     process = SimpleNamespace(rank=rank, device=torch.device("cpu"))
     clock = make_clock(args, process, None, None, None)  # type: ignore[arg-type]
-    assert type(clock) is (ProfilingClock if rank == 0 and flag else StepClock)
+    assert type(clock) is expected
 
 
 @pytest.mark.slow

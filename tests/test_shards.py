@@ -345,8 +345,8 @@ def test_a_run_knows_its_shards():
     args = parse("--use-activation-checkpoint full")
     process = OneProcess(torch.device("cpu"))
     config = model_config(args, 64)
-    _, whole = plan_run(args, process, config, torch.float32)
+    whole = plan_run(args, process, config, torch.float32).words
     process.shards = process.world_size = 2
-    _, words = plan_run(args, process, config, torch.float32)
+    words = plan_run(args, process, config, torch.float32).words
     plans = Plans(64, torch.device("cpu"), torch.float32, shards=2)
     assert words != whole and words.startswith(f"full: peak {plans.peak(args) / 1024:.1f} KiB")
