@@ -264,6 +264,7 @@ def test_vocabulary_is_known_without_data(flags, vocabulary):
         ("--memory-budget 8", "--memory-budget: must be a number with a unit"),
         ("--memory-budget -1GiB", "--memory-budget"),
         ("--memory-budget 8QiB", "--memory-budget: must be a number with a unit"),
+        ("--memory-budget 0.5b", "--memory-budget: must be a number with a unit"),
         ("--n-heads 3", "must be divisible by --n-heads"),
         ("--json nowhere/plan.json", "--json: there is no folder nowhere"),
         ("--model gpt3", "--model: invalid choice: 'gpt3'"),

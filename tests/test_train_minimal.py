@@ -179,6 +179,8 @@ def test_auto_takes_the_least_that_fits_and_says_so(tmp_path, capsys):
         (("auto", "--memory-budget=8"), "--memory-budget: must be a number with a unit"),
         (("auto", "--memory-budget=0GiB"), "--memory-budget: must be a number with a unit"),
         (("auto", "--memory-budget=8GiBs"), "--memory-budget: must be a number with a unit"),
+        (("auto", "--memory-budget=0.1b"), "a byte or more, as in 8GiB, not '0.1b'"),
+        (("auto", f"--memory-budget={'9' * 400}b"), f"as in 8GiB, not '{'9' * 40}'"),
         (("auto", "--recompute-layers=1"), "--recompute-layers: .* auto chooses it"),
         (("auto", "--recompute-rest=cheap"), "--recompute-rest: .* auto chooses it"),
         (("auto", "--recompute-group=2"), "--recompute-group: .* auto chooses it"),

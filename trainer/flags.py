@@ -107,13 +107,14 @@ def number(kind: type, low: float, high: float = math.inf, *, open: bool = False
 def byte_count(text: str) -> int:
     """An argparse type: "8GiB", "8G" (the same) or "500 MB" (powers of 1,000) -> bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?b)?|b)\s*", text.lower())
-    if not match or not float(match[1]):
+    unit = (1000 if match[3] == "b" else 1024) ** " kmgt".index(match[2] or " ") if match else 0
+    count = float(match[1]) * unit if match else 0.0
+    if not 1 <= count < math.inf:
         raise argparse.ArgumentTypeError(
-            f"must be a number with a unit (KiB MiB GiB TiB, or kB MB GB TB), as in 8GiB, "
-            f"not {text[:40]!r}"
+            f"must be a number with a unit (KiB MiB GiB TiB, or kB MB GB TB), a byte or more, as "
+            f"in 8GiB, not {text[:40]!r}"
         )
-    power = " kmgt".index(match[2] or " ")
-    return int(float(match[1]) * (1000 if match[3] == "b" else 1024) ** power)
+    return int(count)
 
 
 def output_file(text: str) -> Path:
