@@ -52,9 +52,9 @@ class Plan:
         self.watch, self.made = watch, dict[torch.dtype, dict]()
 
     def ask(self, card: str, model: str, flags: str) -> Asked:
-        asked = aim(["--model", model, "--card", card, *flags.split()], self.watch)
+        asked = aim(["--model", model, "--card", card, *flags.split()])
         made = self.made.setdefault(asked.plans.precision, {})
-        return replace(asked, plans=replace(asked.plans, made=made))
+        return replace(asked, plans=replace(asked.plans, made=made, watch=self.watch))
 
     def largest_batches(self, card: str, model: str) -> dict[str, int]:
         """For each way to spend memory, the largest micro-batch; 0 = not one sequence."""

@@ -7,9 +7,8 @@ The flags are the trainers' own; add nothing but what you ask:
 One training step of that model is simulated for each recompute policy, on tensors that have shapes
 but no memory: no GPU is needed, nothing is downloaded, 1.5 billion parameters take a minute on a
 laptop. `--device cuda` plans for a GPU wherever you are, `--card` for one with that much memory,
-and predicts the time, too. What is recommended leaves a margin to
-what tensors are not (the CUDA context, kernels, an allocator's gaps): a tenth of the budget, on a
-GPU at least 1 GiB.
+and predicts the time, too. What is recommended leaves a margin to what tensors are not (the CUDA
+context, kernels, an allocator's gaps): a tenth of the budget, on a GPU at least 1 GiB.
 """
 
 import sys
@@ -22,7 +21,6 @@ import argparse
 import json
 import shlex
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -49,6 +47,7 @@ from scripts.plan_knobs import (
 from scripts.plan_peak import at_peak, format_peak, record_step, typed_policy
 from scripts.plan_run import describe_whole, whole_run
 from scripts.plan_table import (
+    PASSED_ON,
     Clock,
     Row,
     command_line,
@@ -96,7 +95,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The trainers' flags. Those that the table is about may be there, and are left out of it;
     they say which step --at-peak lists."""
     parser = build_parser("python -m scripts.plan_memory", "unused.pt")
-    parser.description = "Predict the memory of a training run, for each recompute policy."
+    does = "Predict the memory of a training run, for each recompute policy."
+    parser.description = f"{does} All other flags of the trainers may be there, too."
+    for action in parser._actions:
+        if action.dest in PASSED_ON:
+            action.help = argparse.SUPPRESS
     add = parser.add_argument_group("plan (all else as in train_minimal.py)").add_argument
     add("--nproc-per-node", type=number(int, 1, 10**4), metavar="N",
         help="plan for train_ddp.py, with N processes on a machine")  # fmt: skip
@@ -148,8 +151,8 @@ def check_fsdp(args: argparse.Namespace) -> None:
         raise UsageError("--compress-gradients is for train_ddp.py: leave it or --fsdp out")
 
 
-def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
-    """Raises UsageError or DataError; `watch` is called before each simulation."""
+def aim(argv: list[str]) -> Asked:
+    """Raises UsageError or DataError."""
     args = parse(argv)
     processes = args.nproc_per_node or 1
     kind, precision, room = target(args, processes)
@@ -167,7 +170,7 @@ def aim(argv: list[str], watch: Callable[[], object]) -> Asked:
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
     vocab, host = vocabulary(args), room.host
-    plans = Plans(vocab, device, precision, ddp, processes, shards, host, card, watch)
+    plans = Plans(vocab, device, precision, ddp, processes, shards, host, card)
     clock = None
     if card:
         clock = Clock(card, args.compile, args.grad_accum_steps, processes, shards)
@@ -341,10 +344,9 @@ def turn_all_knobs(asked: Asked) -> list[Setting]:
     return Search(args, plans, safe, asked.clock).settings()
 
 
-def plan(argv: list[str], bar: tqdm) -> int:
+def plan(asked: Asked, bar: tqdm) -> int:
     """Print the plan. Raises UsageError or DataError."""
-    asked = aim(argv, bar.update)
-    args, room = asked.args, asked.room
+    argv, args, room = asked.argv, asked.args, asked.room
     bar.write(describe_target(asked) + "\n")
     table: list[Row] = []
     settings: list[Setting] = []
@@ -381,8 +383,9 @@ def plan(argv: list[str], bar: tqdm) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     try:
+        asked = aim(sys.argv[1:] if argv is None else argv)  # --help and errors want no bar yet
         with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
-            return plan(sys.argv[1:] if argv is None else argv, bar)
+            return plan(replace(asked, plans=replace(asked.plans, watch=bar.update)), bar)
     except (UsageError, DataError) as error:
         print_error(error)
         return 2

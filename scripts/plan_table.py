@@ -151,6 +151,14 @@ def recommend(table: list[Row]) -> Row | None:
     return min(safe, key=lambda row: (row.offloaded, row.cost), default=None)
 
 
+# The trainers' flags that change no plan.
+PASSED_ON = (
+    "val_data val_ratio max_tokens data_seed num_epochs lr min_lr lr_scheduler warmup_steps seed "
+    "weight_decay grad_clip_norm log_interval eval_interval save_interval save_minutes log_to "
+    "eval_batches checkpoint_path resume sample_tokens profile detect_anomaly"
+).split()
+
+
 def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
     """The trainer's command: what was asked, with what was found."""
     mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--card": 1}

@@ -196,7 +196,7 @@ def data(path) -> dict:
 def test_its_step_is_the_one_that_was_typed(path, data):
     assert {event["frames"][-1]["name"] for event in changes(data)} == {"full"}
     most = max(sum(e["size"] for e in alive.values()) for _, alive in replay(changes(data)))
-    asked = plan_memory.aim([*SHAPE, "--d-model=256"], lambda: None)
+    asked = plan_memory.aim([*SHAPE, "--d-model=256"])
     assert most == asked.plans.planner(asked.args).step(8, recompute="full").peak
 
 

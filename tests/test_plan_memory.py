@@ -272,13 +272,32 @@ def test_vocabulary_is_known_without_data(flags, vocabulary):
         ("--nproc-per-node 0", "--nproc-per-node"),
     ],
 )
-def test_bad_input_gets_one_line(flags, message, capsys):
+def test_bad_input_gets_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)  # no bar before it either
     try:
         code = plan_memory.main(flags.split())
     except SystemExit as stop:
         code = stop.code
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2 and line.startswith("error: ") and message in line
+
+
+def test_help_lists_what_changes_a_plan(tmp_path, capsys, monkeypatch, plain):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with pytest.raises(SystemExit):
+        plan_memory.main(["--help"])
+    out, err = capsys.readouterr()
+    assert err == "" and re.match("usage: ", out)
+    listed = set(re.findall(r"--[\w-]+", out))
+    flags = {flag for action in build_parser("", "")._actions for flag in action.option_strings[:1]}
+    others = sorted(flags - listed - {"-h"})
+    values = {"--lr-scheduler": "=linear", "--log-to": "=wandb", "--num-epochs": "=0.3"}
+    values |= dict.fromkeys(("--lr", "--min-lr", "--val-ratio"), "=0.03")
+    values |= dict.fromkeys(("--resume", "--detect-anomaly"), "")
+    words = [flag + values.get(flag, "=7") for flag in others]
+    assert plan(tmp_path, *words, "--memory-budget=1GiB")["rows"] == plain["rows"]
+    assert " ".join(words) in capsys.readouterr().out.splitlines()[-1]
+    assert {"--loss-chunks", "--num-tokens", "--optimizer"} <= listed and "--seed" in others
 
 
 @pytest.mark.parametrize(

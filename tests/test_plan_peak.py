@@ -127,7 +127,7 @@ def test_a_long_name_leaves_room_for_the_rest(gpu):
 
 def listed(flags: str, table=(), settings=()) -> Record:
     """What --at-peak would list below that table, or below what --all-knobs found."""
-    asked = plan_memory.aim([*SHAPE, "--at-peak", *flags.split()], lambda: None)
+    asked = plan_memory.aim([*SHAPE, "--at-peak", *flags.split()])
     return record_step(asked.args, asked.plans, list(table), list(settings))
 
 
@@ -166,7 +166,7 @@ def test_the_list_is_of_what_is_recommended(tmp_path, capsys, flags):
         [word for word in SHAPE if word not in ("--device", "cpu")],
     )
     argv = [*shape, *flags.split()]
-    asked = plan_memory.aim(argv, lambda: None)
+    asked = plan_memory.aim(argv)
     planner = asked.plans.planner(asked.args)
     none, full = (planner.step(8, recompute=policy).peak for policy in ("none", "full"))
     argv += ["--at-peak", f"--memory-budget={(none + full) / 2 / 0.75:.0f}b"]
@@ -216,7 +216,7 @@ def test_with_all_knobs_it_is_the_fastest_setting():
     plan = listed(flags)
     assert (plan.step.batch_size, plan.step.config.recompute) == (4, "none")
     clock = Clock(CARDS["H100"], False, 8, 1)
-    asked = plan_memory.aim([*SHAPE, *flags.split()], lambda: None)
+    asked = plan_memory.aim([*SHAPE, *flags.split()])
     step = asked.plans.planner(asked.args).step(1, **NO_RECOMPUTE | {"recompute": "full"})
     found = listed(flags, settings=[Setting(step, clock)]).step
     assert (found.batch_size, found.peak) == (1, step.peak)
@@ -246,4 +246,4 @@ def test_bad_input_gets_one_line(flags, message, capsys, tmp_path):
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
     assert line.startswith(f"error: {message}") and out == "" and not path.exists()
-    assert plan_memory.aim(argv, lambda: None)  # without it those flags are left out
+    assert plan_memory.aim(argv)  # without it those flags are left out
