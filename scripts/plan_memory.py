@@ -206,7 +206,7 @@ def describe_target(asked: Asked) -> str:
         lines.append(f"note     assumed, as nothing else was asked: {', '.join(assumed)}")
     if args.compile:
         lines.append("note     eager code is simulated; the compiler may keep less, or more")
-    if asked.clock and plans.shards > 1:
+    if asked.clock and plans.processes > 1:
         lines.append("note     the times are without what processes send each other")
     return "\n".join(lines)
 
