@@ -309,9 +309,11 @@ const SHAPES = {
   "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600}
 };
 const CARDS = {
-  "RTX 3060 12GB": 11.6, "RTX 3090": 23.5, "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6,
-  "RTX 4090": 23.4, "RTX 5090": 31.3, "T4": 14.5, "L4": 22, "A10G": 21.9, "A100 40GB": 39.3,
-  "A100": 79.1, "A100 PCIe": 79.1, "H100": 79.1, "H100 PCIe": 79.1, "H200": 139.7, "B200": 178.3
+  "RTX 3060 12GB": 11.6, "RTX 3070": 7.6, "RTX 3080 10GB": 9.6, "RTX 3090": 23.5,
+  "RTX 4060": 7.6, "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6, "RTX 4080": 15.4, "RTX 4090": 23.4,
+  "RTX 5080": 15.4, "RTX 5090": 31.3, "V100 16GB": 15.7, "V100 32GB": 31.7, "T4": 14.5, "L4": 22,
+  "A10G": 21.9, "RTX A6000": 47.4, "A100 40GB": 39.3, "A100": 79.1, "A100 PCIe": 79.1,
+  "H100": 79.1, "H100 PCIe": 79.1, "H200": 139.7, "B200": 178.3
 };
 const GIB = 2 ** 30, memoryOf = (card) => floor(CARDS[card] * GIB);
 
@@ -343,8 +345,7 @@ function shapeOf(state) {
 function flags(state) {
   const model = modelOf(state), words = [], usual = {...SMALL, mlp: 4 * state.width};
   const add = (flag, name) => state[name] === usual[name] || words.push(flag, state[name]);
-  if (model) Object.assign(usual, {length: 1024, vocabulary: 50257});
-  if (model) words.push("--model", model);
+  if (model) Object.assign(usual, {length: 1024, vocabulary: 50257}), words.push("--model", model);
   else add("--n-layers", "layers"), add("--d-model", "width"), add("--n-heads", "heads");
   add("--d-ff", "mlp"), add("--seq-len", "length"), add("--batch-size", "batch");
   if (model && state.length > 1024) words.push("--max-position-embeddings", state.length);

@@ -31,29 +31,40 @@ def apple(name: str, gib: float, tflops: float, gb_per_s: float, cache_mib: floa
 #
 # Memory: the least that cudaGetDeviceProperties, or PyTorch out of memory, told people on Linux.
 # Error correction takes a sixteenth of T4, L4 and A10G, the driver its part of all. (Estimates,
-# from their siblings: RTX 4060 Ti, 4070, A10G, the PCIe cards, H200.)
+# from their siblings: RTX 3070, 3080, 4060 Ti, 4070, 4080, 5080, A10G, the PCIe cards, H200.)
 GEFORCE = (
     # FLOP/s, GB/s: "FP16 Tensor with FP32 Accumulate" and "FP32" in the appendices of NVIDIA's
-    # whitepapers GA102 (3090), Ada (4090) and RTX Blackwell (5090). 3060, 4060 Ti, 4070 are younger
-    # than those: 4 and 2 FLOPs x CUDA cores x boost clock, of NVIDIA's product pages.
-    # Caches: as CUDA reports them (3060: 2.25 of the chip's 3 MiB; 3090, 4060 Ti, 5090), the Ada
-    # whitepaper (4090), tables of others (4070).
+    # whitepapers GA102 (3070, 3080, 3090), Ada (4080, 4090) and RTX Blackwell (5080, 5090). 3060,
+    # 4060, 4060 Ti, 4070 are younger than those: 4 and 2 FLOPs x CUDA cores x boost clock, of
+    # NVIDIA's product pages.
+    # Caches: as CUDA reports them (3060: 2.25 of the chip's 3 MiB; 3090, 4060 Ti, 5090), the
+    # whitepapers (3070, 3080, 4080, 4090, 5080), tables of others (4060, 4070).
     nvidia("RTX 3060 12GB", 11.6, 25.5, 12.7, 360, 2.25),
+    nvidia("RTX 3070", 7.6, 40.6, 20.3, 448, 4),
+    nvidia("RTX 3080 10GB", 9.6, 59.5, 29.8, 760, 5),
     nvidia("RTX 3090", 23.5, 71, 35.6, 936, 6),
+    nvidia("RTX 4060", 7.6, 30.2, 15.1, 272, 24),
     nvidia("RTX 4060 Ti 16GB", 15.4, 44.1, 22.1, 288, 32),
     nvidia("RTX 4070", 11.6, 58.3, 29.1, 504, 36),
+    nvidia("RTX 4080", 15.4, 97.5, 48.7, 716.8, 64),
     nvidia("RTX 4090", 23.4, 165.2, 82.6, 1008, 72),
+    nvidia("RTX 5080", 15.4, 112.6, 56.3, 960, 64),
     nvidia("RTX 5090", 31.3, 209.5, 104.8, 1792, 96),
 )
 DATA_CENTRE = (
-    # NVIDIA's data sheets of T4, L4, A100, H100 (SXM and PCIe), H200 SXM and HGX B200; T4's GB/s:
-    # 5,001 MHz x 2 x 256 bits. A10G: AWS's figures (69.5 TFLOP/s have been measured; the A10's 125,
-    # which many tables give it, are another card's).
+    # NVIDIA's data sheets of V100 (SXM2), T4, RTX A6000 (a workstation's; its memory is not error-
+    # corrected unless one wants it), L4, A100, H100 (SXM and PCIe), H200 SXM and HGX B200; T4's
+    # GB/s: 5,001 MHz x 2 x 256 bits. A10G: AWS's figures (69.5 TFLOP/s have been measured; the
+    # A10's 125, which many tables give it, are another card's).
     # Caches: as CUDA reports them (A10G: the A10's); H200: an estimate, the 60 MiB that the Hopper
     # whitepaper gives the full chip, all of whose 12 memory controllers it has (H100: 10, and 50).
-    nvidia("T4", 14.5, 65, 8.1, 320, 4, bfloat16=8.1),  # it has no bfloat16: that runs in float32
+    # Neither V100 nor T4 has bfloat16: that runs in float32.
+    nvidia("V100 16GB", 15.7, 125, 15.7, 900, 6, bfloat16=15.7),
+    nvidia("V100 32GB", 31.7, 125, 15.7, 900, 6, bfloat16=15.7),
+    nvidia("T4", 14.5, 65, 8.1, 320, 4, bfloat16=8.1),
     nvidia("L4", 22, 121, 30.3, 300, 48),
     nvidia("A10G", 21.9, 70, 35, 600, 6),
+    nvidia("RTX A6000", 47.4, 154.8, 38.7, 768, 6),
     nvidia("A100 40GB", 39.3, 312, 19.5, 1555, 40),  # SXM and PCIe
     nvidia("A100", 79.1, 312, 19.5, 2039, 40),  # 80 GB, SXM
     nvidia("A100 PCIe", 79.1, 312, 19.5, 1935, 40),  # 80 GB
@@ -91,6 +102,8 @@ CARDS = {card.name: card for card in (*GEFORCE, *DATA_CENTRE, *APPLE)}
 
 # Other names of the same cards, those that CUDA reports among them.
 SAME = {
+    "V100-SXM2-16GB": "V100 16GB",
+    "V100-SXM2-32GB": "V100 32GB",
     "A100-SXM4-40GB": "A100 40GB",
     "A100-PCIE-40GB": "A100 40GB",
     "A100-SXM4-80GB": "A100",
@@ -99,7 +112,11 @@ SAME = {
     "H100 80GB HBM3": "H100",
 }
 # What CUDA calls cards of which there are several sizes; a name that a person gives says which.
-SIZE_UNTOLD = {"RTX 3060": "RTX 3060 12GB", "RTX 4060 Ti": "RTX 4060 Ti 16GB"}
+SIZE_UNTOLD = {
+    "RTX 3060": "RTX 3060 12GB",
+    "RTX 3080": "RTX 3080 10GB",
+    "RTX 4060 Ti": "RTX 4060 Ti 16GB",
+}
 
 
 def find_card(device_name: str, memory: int) -> Card | None:

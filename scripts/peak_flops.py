@@ -10,7 +10,7 @@ from planner import CARDS
 def cuda_name(card: str) -> str:
     """What CUDA calls a card of planner/cards.py from Ampere on, its memory left out."""
     chip = re.sub(r" \d+GB$", "", card)
-    return f"NVIDIA GeForce {chip}" if chip.startswith("RTX") else f"NVIDIA {chip}"
+    return f"NVIDIA GeForce {chip}" if re.match(r"RTX \d", chip) else f"NVIDIA {chip}"
 
 
 # TFLOP/s of the tensor cores in bfloat16 or float16 with float32 sums, dense; by the name that
@@ -29,24 +29,20 @@ TFLOPS = {
     "NVIDIA H100 NVL": 835, "NVIDIA H200 NVL": 835, "NVIDIA GH200": 989,
     "NVIDIA H800": 989, "NVIDIA H800 PCIe": 756, "NVIDIA H20": 148, "NVIDIA GB200": 2500,
     "NVIDIA L40": 181, "NVIDIA L40S": 362,
-    "NVIDIA RTX A4000": 76.7, "NVIDIA RTX A5000": 111.1, "NVIDIA RTX A6000": 154.8,
+    "NVIDIA RTX A4000": 76.7, "NVIDIA RTX A5000": 111.1,
     "NVIDIA RTX 6000 Ada Generation": 364.2,
-    "NVIDIA GeForce RTX 3060 Ti": 32.4,
-    "NVIDIA GeForce RTX 3070": 40.6, "NVIDIA GeForce RTX 3070 Ti": 43.5,
-    "NVIDIA GeForce RTX 3080": 59.5, "NVIDIA GeForce RTX 3080 Ti": 68.2,
-    "NVIDIA GeForce RTX 3090 Ti": 80,
-    "NVIDIA GeForce RTX 4060": 30.2, "NVIDIA GeForce RTX 4070 SUPER": 71,
+    "NVIDIA GeForce RTX 3060 Ti": 32.4, "NVIDIA GeForce RTX 3070 Ti": 43.5,
+    "NVIDIA GeForce RTX 3080 Ti": 68.2, "NVIDIA GeForce RTX 3090 Ti": 80,
+    "NVIDIA GeForce RTX 4070 SUPER": 71,
     "NVIDIA GeForce RTX 4070 Ti": 80.2, "NVIDIA GeForce RTX 4070 Ti SUPER": 88.2,
-    "NVIDIA GeForce RTX 4080": 97.5, "NVIDIA GeForce RTX 4080 SUPER": 104.4,
-    "NVIDIA GeForce RTX 4090 D": 147,
+    "NVIDIA GeForce RTX 4080 SUPER": 104.4, "NVIDIA GeForce RTX 4090 D": 147,
     "NVIDIA GeForce RTX 5060": 38.4, "NVIDIA GeForce RTX 5060 Ti": 47.4,
     "NVIDIA GeForce RTX 5070": 61.7, "NVIDIA GeForce RTX 5070 Ti": 87.9,
-    "NVIDIA GeForce RTX 5080": 112.6,
 }  # fmt: skip
 # Before Ampere: float16 only, neither bfloat16 nor TF32.
 FLOAT16_TFLOPS = {
     "Tesla T4": CARDS["T4"].flops[2] / 1e12,
-    "Tesla V100": 125, "Tesla V100-PCIE": 112, "Tesla V100S": 130,
+    "Tesla V100": CARDS["V100 16GB"].flops[2] / 1e12, "Tesla V100-PCIE": 112, "Tesla V100S": 130,
     "NVIDIA GeForce RTX 2080 Ti": 53.8,
 }  # fmt: skip
 # What may follow in a name without making it another chip ("-SXM4-40GB", " 80GB HBM3"). "Laptop

@@ -56,6 +56,7 @@ def columns(out: str) -> list[str]:
         ("--card=H100", "cuda", torch.bfloat16, None),
         ("--card=H100 --device=cuda --memory-budget=8GiB", "cuda", torch.bfloat16, 8),
         ("--card=T4", "cuda", torch.float16, None),  # it has no bfloat16
+        ("--card=V100-32GB", "cuda", torch.float16, None),
         ("--card=T4 --amp-dtype=bfloat16", "cuda", torch.bfloat16, None),
         ("--card=H100 --no-amp", "cuda", torch.float32, None),
         ("--card=M1", "mps", torch.float32, None),
@@ -225,6 +226,7 @@ def test_the_command_is_a_trainers():
     ("flags", "message"),
     [
         ("--card=Voodoo2", r"--card: .*Voodoo2.*RTX 3060 12GB, .*M4 Max.*; or this-machine"),
+        ("--card=Voodoo2", "--card: .* of any other, --device cuda --memory-budget 16GiB tells"),
         ("--card=H100 --memory-budget=81GiB", "--memory-budget 81.0 GiB is more than the 79.1 GiB"),
         ("--card=H100 --device=cpu", "--device cpu: H100 is cuda; leave --device out"),
         ("--card=M1 --device=cuda", "--device cuda: M1 is mps; leave --device out"),

@@ -19,7 +19,8 @@ def card_name(text: str) -> str:
     try:
         return card_named(text).name
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}; or {THIS_MACHINE}, measured") from None
+        other = "of any other, --device cuda --memory-budget 16GiB tells what fits"
+        raise argparse.ArgumentTypeError(f"{error}; or {THIS_MACHINE}, measured; {other}") from None
 
 
 def clock_card(args: argparse.Namespace, device: torch.device) -> Card | None:
