@@ -4,7 +4,8 @@ python -m scripts.plot_metrics checkpoints/*.metrics.jsonl                      
 python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --output curves.svg
 
 Single log lines are noisy: of a long run they are a thin line, and the thick one over it is their
-average over a twentieth of the run (--smooth 1: none). Needs matplotlib: pip install matplotlib
+average over a twentieth of the run (--smooth 1: none). Dotted lines stand where a run was resumed.
+Needs matplotlib: pip install matplotlib
 """
 
 import sys
@@ -39,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {  # of lines, from the thinnest
     "each log line": {"linewidth": 0.6, "alpha": 0.35, "zorder": 1.5},
     "moving average": {"linewidth": 2.2, "zorder": 3},
     "validation": {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 5},
+    "resumed": {"linewidth": 1, "linestyle": ":", "zorder": 1},
 }
 
 
@@ -167,6 +169,9 @@ def draw_run(
         every = max(1, len(steps) // 10)  # markers enough to tell runs apart
         style = KINDS["validation"] | {"color": color, "marker": marker, "markevery": every}
         axis.plot(steps, values / size, **style)
+    for step in points(records, "resumed_from")[1] if drawn else ():
+        drawn.add("resumed")
+        axis.axvline(step, color=color, **KINDS["resumed"])
     return drawn
 
 

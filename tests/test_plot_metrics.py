@@ -104,6 +104,20 @@ def test_says_what_was_not_recorded_and_in_which_unit(figure):
     assert words == ["run 3", "training"]
 
 
+def test_marks_where_a_run_was_resumed(plt):
+    runs = {"run": [record(3), record(6, resumed_from=4), record(9), record(12, resumed_from=11)]}
+    *axes, legend = plot_metrics.draw(plt, runs, None).axes
+    for axis in axes:
+        line, *marks = axis.lines
+        assert [mark.get_xdata() for mark in marks] == [[4, 4], [11, 11]]
+        assert {mark.get_color() for mark in marks} == {line.get_color()}
+    words = [text.get_text() for text in legend.get_legend().get_texts()]
+    assert words == ["run", "training", "resumed"]
+    runs = {"run": [record(3, lr=None), record(6, lr=None, resumed_from=4)]}
+    assert not plot_metrics.draw(plt, runs, None).axes[2].lines  # nothing was recorded there
+    plt.close("all")
+
+
 def test_can_be_stopped(plt, metrics, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt

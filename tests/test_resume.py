@@ -151,6 +151,8 @@ def test_more_steps_may_be_asked_for(tmp_path):
     assert train_here(path, "--resume", "--num-steps=25", "--lr=1e-4") == 0
     assert snapshot(path)["step"] == 25
     assert [record["step"] for record in metrics(path)] == list(range(1, 26))
+    marks = [(r["step"], r["resumed_from"]) for r in metrics(path) if "resumed_from" in r]
+    assert marks == [(21, 20)]
 
 
 def test_best_snapshot_survives_a_resumed_run_that_gets_worse(tmp_path):

@@ -149,10 +149,12 @@ class MetricsFile:
     """metrics.jsonl: one JSON object a log line, on the disk as soon as it is written."""
 
     def __init__(self, path: Path, resumed_step: int):
-        """Start a new file, or go on with the one there after `resumed_step`.
+        """Start a new file, or go on with the one there after `resumed_step`, as its next line
+        says then.
 
         The lines of steps that are done again after a crash are dropped first.
         """
+        self.news = {"resumed_from": resumed_step} if resumed_step else {}
         kept: list[dict[str, Any]] = []
         if resumed_step and path.exists():
             kept = [r for r in read_metrics(path) if r.get("step", math.inf) <= resumed_step]
@@ -166,8 +168,9 @@ class MetricsFile:
         # JSON has no NaN: null says "not a number" in a way that every reader takes.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
+            for key, value in (record | self.news).items()
         }
+        self.news = {}
         line = json.dumps(finite) + "\n"
         try:
             self.file.write(line)
