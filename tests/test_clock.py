@@ -163,6 +163,32 @@ def test_a_roofline_by_hand():
     assert clock.seconds(half, slow) == pytest.approx(0.2 + 2e-6)
 
 
+@pytest.mark.parametrize(
+    ("card", "run", "shapes", "dtype", "microseconds"),
+    [
+        # 3 x 64 MiB over 85 % of 1,008 GB/s
+        ("RTX 4090", torch.add, [(4096, 4096)] * 2, torch.float32, 234.97501),
+        # 2 x 24 MiB of rows, 2 x 3 KiB of weights, 2 x 32 KiB of means and deviations; 2,039 GB/s
+        (
+            "A100",
+            lambda x, weight, bias: F.layer_norm(x, (768,), weight, bias),
+            [(8192, 768), (768,), (768,)],
+            torch.float32,
+            29.081919,
+        ),
+        # 2 x 4,096^3 FLOPs at 70 % of 312 TFLOP/s in bfloat16, of 19.5 in float32
+        ("A100", torch.mm, [(4096, 4096)] * 2, torch.bfloat16, 629.2993),
+        ("A100", torch.mm, [(4096, 4096)] * 2, torch.float32, 10068.7878),
+        # one that is over in a launch
+        ("A100", torch.add, [(10,)] * 2, torch.float32, 3.0),
+    ],
+)
+def test_known_cards_by_hand(card, run, shapes, dtype, microseconds):
+    """The literal figures: a card's, and what is reached of them."""
+    work = summarize_work(note(run, *shapes, dtype=dtype))
+    assert 1e6 * clock.seconds(work, CARDS[card]) == pytest.approx(microseconds, rel=1e-6)
+
+
 def distances(run, *shapes) -> list[float]:
     return summarize_work(note(run, *shapes)).distance.tolist()
 
