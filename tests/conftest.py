@@ -37,6 +37,30 @@ def everything_travels(monkeypatch) -> None:
     monkeypatch.setattr("memory.offload.SMALL", 1)
 
 
+@pytest.fixture(scope="module")
+def one_planner_each():
+    """All who answer questions make their own planners; what those simulate is the same, and is
+    simulated once in a file. (Not where a test counts what is simulated.)"""
+    from model import MiniGPTConfig
+    from trainer import plan
+
+    made, make = {}, plan.make_planner
+
+    def make_once(args, config, device, precision, *way):
+        plain = MiniGPTConfig(**vars(config) | plan.NO_RECOMPUTE)
+        state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1
+        state = *state, args.compress_gradients
+        key = plain, args.seq_len, device.type, precision, state, way
+        if key not in made:
+            made[key] = make(args, plain, device, precision, *way)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.plan.make_planner", make_once)
+        patch.setattr("scripts.memory_page.make_planner", make_once)
+        yield
+
+
 @pytest.fixture
 def cache(tmp_path) -> Path:
     """Where a data set may be kept (and not pytest's own, which no test needs)."""

@@ -10,7 +10,6 @@ import torch
 from calculator import evaluate
 from tqdm import tqdm
 
-from model import MiniGPTConfig
 from planner.cards import CARDS
 from planner.choose import all_alike, describe_recompute
 from scripts import memory_page, plan_memory
@@ -19,6 +18,8 @@ from trainer import plan
 from trainer.flags import UsageError, build_parser, fill_in, model_config
 from trainer.process import OneProcess
 from trainer.room import for_tensors
+
+pytestmark = pytest.mark.usefixtures("one_planner_each")
 
 # name: (card, layers, channels, heads, sequences)
 MODELS = {"flat": ("RTX 3060 12GB", 3, 512, 8, 48), "deep": ("H100", 8, 128, 4, 64)}
@@ -68,25 +69,6 @@ def budget_of(model: str, share: float) -> int:
     peaks = [step.peak for step in all_alike(plans_of(model).planner(args), args.batch_size)]
     safe = min(peaks) + share * (peaks[0] - min(peaks))
     return int(safe / 0.75) + 2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_planner_each():
-    """They make their own planners; what those simulate is the same."""
-    made, make = {}, plan.make_planner
-
-    def make_once(args, config, device, precision, *way):
-        plain = MiniGPTConfig(**vars(config) | plan.NO_RECOMPUTE)
-        state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1
-        key = plain, args.seq_len, device.type, precision, state, way
-        if key not in made:
-            made[key] = make(args, plain, device, precision, *way)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.plan.make_planner", make_once)
-        patch.setattr("scripts.memory_page.make_planner", make_once)
-        yield
 
 
 def of_plan_memory(flags: list[str], folder) -> str | None:
