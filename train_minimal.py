@@ -180,7 +180,7 @@ def train(run: Run) -> dict[str, Any]:
             )
             log_now = due(run.step, args.log_interval, args.num_steps) or silent
             evaluate_now = due(run.step, args.eval_interval, args.num_steps)
-            save_now = save_is_due(run, skipped, save_asked > 0, evaluate_now)
+            save_now = save_is_due(run, skipped, save_asked > 0)
             if log_now or evaluate_now or save_now:
                 skipped.read_last()  # one too many ends the run before it is logged or saved
                 record = measure(run, losses, grad_norm)
@@ -200,18 +200,18 @@ def due(step: int, interval: int, num_steps: int) -> bool:
     return step >= num_steps or (interval > 0 and step % interval == 0)
 
 
-def save_is_due(run: Run, skipped: SkippedUpdates, asked: bool, evaluate_now: bool) -> bool:
+def save_is_due(run: Run, skipped: SkippedUpdates, asked: bool) -> bool:
     """At the end; when it is asked for, by a signal or the time; when the last save is in another
     interval of steps; and with the first evaluation, if nothing was saved before.
 
     But not while steps are being skipped: the weights stay as they are, and to save them again
     would only push the snapshot before out of `.prev.pt`. Such a save waits, unless the run ends.
     """
-    interval = run.args.save_interval
+    interval, first = run.args.save_interval, run.args.eval_interval
     if run.step == run.args.num_steps or run.stopped_by:
         return True
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
-    is_first = evaluate_now and run.saved_step == 0
+    is_first = run.saved_step == 0 and 0 < first <= run.step
     due_by_now = asked or by_steps or is_first
     return due_by_now and skipped.read_last() == 0  # (waits for the GPU, if a save is due)
 

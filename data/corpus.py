@@ -204,7 +204,7 @@ def _find_text(
 
     count = _check(source) if meta is None else meta["documents"]
     size = meta["vocab_size"] if meta else known.vocab_size if known else vocab_size
-    return FoundData(size, load, cache_dir)
+    return FoundData(size, load, cache_dir, is_most=meta is None and known is None)
 
 
 def _made_by(

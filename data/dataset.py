@@ -25,9 +25,10 @@ class Dataset:
 class FoundData:
     """Data that were found to be good. Nothing is encoded yet, and nothing written."""
 
-    vocab_size: int  # of a bpe that is still to be trained: at most
+    vocab_size: int
     get: Callable[[], Dataset]
     cache_dir: Path
+    is_most: bool = False  # a bpe is still to be trained: that many ids, or fewer
 
     def load(self) -> Dataset:
         """From the cache, or into it. Raises DataError if that cannot be written

@@ -110,10 +110,12 @@ def softmax_in_place(logits: Tensor, target: Tensor, wants_gradient: bool) -> Te
     afterwards.
     """
     exact = at_least_float32(logits)  # the logits themselves if they are that already
-    torch.log_softmax(exact, 1, out=exact)  # (kernels write a row when they have read it)
+    # Kernels of CPUs and of CUDA write a row when they have read it. Who knows of MPS?
+    exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
     found = exact.gather(1, target)
     if wants_gradient:
-        if torch.compiler.is_compiling():  # it fuses all this, and knows no `out` of other strides
+        # (The compiler fuses all this, and knows no `out` of other strides.)
+        if torch.compiler.is_compiling() or logits.is_mps:
             logits.copy_(exact.exp())
         elif logits.is_cuda:
             torch.exp(exact, out=logits)  # rounded on the way

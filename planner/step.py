@@ -122,7 +122,7 @@ class Planner:
             return step.peak <= budget and (host is None or step.host <= host)
 
         most = Batches(one, two, self.precision, self.on_cpu).largest(budget, host)
-        while host is not None and (asked := self.step(max(most, 1), **memory).host) > host:
+        while host is not None and most and (asked := self.step(most, **memory).host) > host:
             most = most * host // asked  # what is too small to be moved in the two may travel here
         if most < moves:
             most = bisect_left(range(1, moves), True, key=lambda n: not fits(n))

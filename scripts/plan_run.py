@@ -65,7 +65,7 @@ def describe_whole(run: WholeRun, args: argparse.Namespace) -> list[str]:
 
 
 def format_hours(seconds: float) -> str:
-    """ "25 min", "17 h", "5.2 days": as exact as an estimate is"""
-    units = ((60, "min", 90), (3600, "h", 100), (86400, "days", math.inf))
+    """ "40 s", "25 min", "17 h", "5.2 days": as exact as an estimate is"""
+    units = ((1, "s", 90), (60, "min", 90), (3600, "h", 100), (86400, "days", math.inf))
     size, unit = next((size, unit) for size, unit, most in units if seconds < most * size)
     return f"{digits(2, seconds / size)} {unit}"

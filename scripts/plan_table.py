@@ -227,10 +227,11 @@ def describe_host(table: list[Row], processes: int, device_type: str) -> str:
     if device_type == "cpu" or not row.offloaded or not row.step.host:
         return ""
     words = f"offload  pins {format_bytes(processes * row.step.host)} of CPU memory"
+    words += f" in {processes} processes" * (processes > 1)
     if largest > asked:  # (it grows by the sequence, from some sequences on)
         words += f", about {format_bytes(processes * row.step.host * largest / asked)}"
-        words += f" for {largest} sequences"
-    return words + f" in {processes} processes" * (processes > 1)
+        words += f" for {largest} sequences" + " in each" * (processes > 1)
+    return words
 
 
 def time_columns(table: list[Row], clock: Clock) -> list[list[str]]:

@@ -119,7 +119,7 @@ def test_auto_takes_what_fits_everywhere(tmp_path):
     result = torchrun(
         path, *auto, script="tests/ddp_by_rank.py", FLAGS_0="--memory-budget=1GiB", FLAGS_1=small
     )
-    assert "that fits 450.0 KiB (500.0 KiB less a margin of a tenth)" in result.stdout
+    assert "that fits in 450.0 KiB (500.0 KiB less a margin of a tenth)" in result.stdout
     assert snapshot(path)["config"]["recompute"] != "none"
 
 

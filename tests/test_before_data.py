@@ -52,3 +52,9 @@ def test_a_bpe_that_ends_early_is_planned_anew(folder, capsys):
     out = capsys.readouterr().out.splitlines()
     early, exact = (line for line in out if line.endswith("(predicted)"))
     assert early == exact
+
+
+def test_a_bpe_that_ends_early_may_fit_where_as_many_ids_as_asked_for_would_not(folder, capsys):
+    budget = "--use-activation-checkpoint=auto", "--memory-budget=300KiB"
+    assert train("--vocab-size=9000", "--num-steps=1", *budget) == 0
+    assert "that fits in 270.0 KiB" in capsys.readouterr().out

@@ -120,6 +120,16 @@ def test_what_is_left_of_a_run_that_was_killed_in_a_save_is_renamed_too(tmp_path
     assert old.read_bytes() == before and not previous.exists()
 
 
+@pytest.mark.parametrize("line", [b'{"st', b'{"step": 50, "epoch": 0.0'])
+def test_a_log_whose_first_line_was_cut_short(tmp_path, line):
+    path, log = tmp_path / "run.pt", tmp_path / "run.metrics.jsonl"
+    log.write_bytes(line)
+    assert train_here(path, "--num-steps=2") == 0
+    log.write_bytes(line)
+    assert train_here(path, "--num-steps=3", "--resume") == 0
+    assert [record["step"] for record in metrics(path)] == [2, 3]
+
+
 def test_the_log_of_a_run_that_saved_nothing_is_kept_too(tmp_path, monkeypatch, capsys):
     path, log = tmp_path / "run.pt", tmp_path / "run.metrics.jsonl"
     log.touch()

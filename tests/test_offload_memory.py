@@ -149,6 +149,8 @@ def test_largest_batch_in_the_memory_of_a_cpu(device_type, monkeypatch):
             most = planner.largest_batch(2**40, 9, host=limit, **memory)
             steps = [planner.step(n, **memory).host for n in (most, most + 1)]
         assert most > 9 and steps[0] <= limit < steps[1]
+    too_few = planner.step(1, **memory).host - 1
+    assert planner.largest_batch(2**40, 9, host=too_few, **memory) == 0
 
 
 def test_blocks_are_few_powers_of_two_and_hardly_larger_in_all():
@@ -240,8 +242,8 @@ def test_plan_memory_says_what_offload_takes_of_a_cpu(tmp_path, capsys, monkeypa
     assert row["host_bytes"] == 3 * 8 * 32 * 16 * 4 and row["fits"]
     about = 2 * row["host_bytes"] * row["largest_batch_safely"] / 8
     assert said and said[0] == (
-        f"offload  pins {format_bytes(2 * row['host_bytes'])} of CPU memory, about "
-        f"{format_bytes(about)} for {row['largest_batch_safely']} sequences in 2 processes"
+        f"offload  pins {format_bytes(2 * row['host_bytes'])} of CPU memory in 2 processes, "
+        f"about {format_bytes(about)} for {row['largest_batch_safely']} sequences in each"
     )
     # A GPU that is here is in a machine whose memory is known.
     target = plan_tool.target

@@ -273,7 +273,7 @@ def test_auto_goes_by_the_clock_of_a_card(monkeypatch):
     process = OneProcess(torch.device("cpu"))
     card, words = choose(monkeypatch, "--card h100 --memory-budget 1GiB --compile", process)
     assert card == H100
-    fits = "that fits 921.6 MiB (1.0 GiB less a margin of a tenth)"
+    fits = "that fits in 921.6 MiB (1.0 GiB less a margin of a tenth)"
     assert words == f"auto takes none: the least time (predicted for H100) {fits}"
     card, words = choose(monkeypatch, "--memory-budget 1GiB", process)
     assert card is None and words == f"auto takes none: the least {fits}"

@@ -64,7 +64,15 @@ def test_copies_and_other_settings(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(20, "0.33 min"), (1500, "25 min"), (5399, "90 min"), (5401, "1.5 h"), (61_000, "17 h")]
+    [
+        (0.0016, "0.0016 s"),
+        (20, "20 s"),
+        (91, "1.5 min"),
+        (1500, "25 min"),
+        (5399, "90 min"),
+        (5401, "1.5 h"),
+        (61_000, "17 h"),
+    ]
     + [(359_000, "100 h"), (450_000, "5.2 days"), (10**8, "1,200 days")],
 )
 def test_as_exact_as_an_estimate(seconds, words):

@@ -239,6 +239,12 @@ def test_another_run_s_best_is_gone_on_from_as_a_copy_would(tmp_path, capsys, un
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert [row[0] for row in logged(copy)] == list(range(4, 21))
     assert snapshot(copy)["step"] == 20
+    previous = tmp_path / "run-best.prev.pt"
+    copy.unlink()  # as between the two renames of a save, or damaged: what was before counts
+    for steps in (21, 22):
+        assert train_here(best, *flags, f"--num-steps={steps}") == 0
+        assert f"taking the one before\nresume   {previous}, step" in capsys.readouterr().out
+        copy.write_bytes(b"damaged")
 
 
 def test_a_name_that_is_not_utf_8(tmp_path):

@@ -73,6 +73,23 @@ def test_nohup_goes_on_and_sigusr1_saves(tmp_path, monkeypatch, capfd):
     assert "saving   after this step, and going on" in capfd.readouterr().err
 
 
+def test_sigusr1_before_training_ends_nothing(tmp_path, monkeypatch):
+    """A text may take minutes to be encoded, and there is nothing to save yet."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    real = train_minimal.OneProcess.start
+
+    def start(process):
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGUSR1)
+        real(process)
+
+    monkeypatch.setattr(train_minimal.OneProcess, "start", start)
+    try:
+        assert train_here(tmp_path / "run.pt", "--num-steps=2") == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_terminal_that_is_closed(tmp_path):
     """SIGHUP comes from the system, perhaps twice, and nothing can be printed any more."""
     import pty
@@ -125,6 +142,18 @@ def test_a_save_is_due_by_time_too(tmp_path, monkeypatch, flags, steps):
     with pytest.raises(Crash):
         train_here(path, *flags.split())
     assert saved == steps
+
+
+def test_the_first_save_waits_while_steps_are_skipped(tmp_path, monkeypatch):
+    """And comes then, at no evaluation and no multiple of anything."""
+    path = tmp_path / "run.pt"
+    monkeypatch.setattr(
+        train_minimal.SkippedUpdates, "read_last", lambda skipped: skipped.run.step == 4
+    )
+    crash_after(7, monkeypatch)
+    with pytest.raises(Crash):
+        train_here(path, "--eval-interval=4", "--save-minutes=0")
+    assert snapshot(path)["step"] == 5
 
 
 @pytest.mark.parametrize("asked", [[0, 1, 0], [2, 0, 0], [15, 1, 0]])

@@ -40,7 +40,7 @@ def test_two_processes_of_two_threads_equal_one_of_two(tmp_path, alone, script):
 def test_resumed_with_as_many_threads_or_with_others(tmp_path, alone):
     path = tmp_path / "run.pt"
     said = train(path, "--grad-accum-steps=2", "--num-steps=2")
-    assert "1 x cpu (2 thread(s); another number of them rounds sums otherwise)" in said
+    assert "1 x cpu (2 threads; another number rounds sums otherwise)" in said
     state = snapshot(path)
     assert state["threads"] == 2
     assert "sums are rounded" not in train(path, "--resume")

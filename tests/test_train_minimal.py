@@ -167,7 +167,7 @@ def test_auto_takes_the_least_that_fits_and_says_so(tmp_path, capsys):
         assert train_here(path, *flags, *auto) == 0
         out = capsys.readouterr().out
         room = f"{budget * 0.9:.1f} MiB ({budget:.1f} MiB less a margin of a tenth)"
-        said = f"auto takes (.*): the least that fits {re.escape(room)}\n"
+        said = f"auto takes (.*): the least that fits in {re.escape(room)}\n"
         (found,) = re.findall(said, out)
         assert (found == "none") == (tensors > none)
         assert snapshot(path)["config"]["recompute"] == found.split()[0]

@@ -78,12 +78,17 @@ def belongs_to_another(path: Path) -> bool:
     return is_second or path.name.endswith((".lock", *SUFFIXES))
 
 
+BEGIN = b'{"step":'  # of a line of the log
+
+
 def is_log(path: Path) -> bool:
     """Has a run written it, or nobody yet?"""
     try:
         with open(path, "rb") as file:
             line = file.readline(2**16)
-        return not line or {"step", "epoch", "train_loss"} <= json.loads(line).keys()
+        if not line.endswith(b"\n"):  # a crash, or a full disk, has cut it short
+            return line.startswith(BEGIN) or BEGIN.startswith(line)
+        return {"step", "epoch", "train_loss"} <= json.loads(line).keys()
     except FileNotFoundError:
         return True
     except (ValueError, AttributeError, RecursionError):

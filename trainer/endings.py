@@ -44,6 +44,8 @@ def run_safely(
     try:
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="minigpt-as-stored")
+        if hasattr(signal, "SIGUSR1"):  # before training there is nothing to save
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         run = start_run(args, make_process)
         process, lock = run.process, run.held_lock
         code = train_and_tell(run, train)

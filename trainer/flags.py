@@ -194,8 +194,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         f"{' '.join(RECOMPUTE_POLICIES)}; auto = the least that fits in memory "
         "(default: none; the bare flag means full)")
     add("--memory-budget", type=byte_count, metavar="SIZE",
-        help="for auto: the memory that there is, 8GiB (default: what is free); of either tensors "
-        "may take all but a tenth, on a GPU all but at least 1 GiB")
+        help="for auto: how much memory there is, 8GiB (default: what is free); of it stays free a "
+        "tenth, on a GPU at least 1 GiB (of less than 4 GiB a quarter)")
     add("--card", type=card_name, metavar="NAME",
         help="for auto: take what is predicted to be fastest on it: H100, \"RTX 4090\", ..., or "
         "this-machine, measured (default: a CUDA GPU by its own name; if that is unknown, and "
@@ -267,7 +267,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--eval-interval", type=count_or_zero, default=250, metavar="N",
         help="steps, 0 = at the end only (default: %(default)s)")
     add("--save-interval", type=count_or_zero, default=500, metavar="N",
-        help="steps, 0 = not by steps; also with the first evaluation (default: %(default)s)")
+        help="steps, 0 = not by steps; the first evaluation saves, too (default: %(default)s)")
     add("--save-minutes", type=positive_or_zero, default=15.0, metavar="M",
         help="save when the last one is that long ago, 0 = not by time (default: 15)")
     add("--eval-batches", type=count_or_zero, default=20, metavar="N",

@@ -17,6 +17,7 @@ from model import MiniGPTConfig
 
 from .flags import SHAPES
 
+USUAL = ("use_activation_checkpoint", "full")  # which needs no word after the flag
 Count = Callable[[argparse.Namespace], int]  # what a run with these flags takes, in bytes
 
 
@@ -37,7 +38,7 @@ class Knob:
                 without += [flag] * (getattr(args, name) is not None)
             elif value is False:
                 words.append(f"--no-{flag[2:]}")
-            elif value is True or (value == "full" and args.use_activation_checkpoint == "none"):
+            elif value is True or (name, value) == USUAL and getattr(args, name) == "none":
                 words.append(flag)
             else:
                 words.append(f"{flag} {value}")
@@ -46,7 +47,7 @@ class Knob:
     def with_policy(self, args: argparse.Namespace, config: MiniGPTConfig) -> "Knob":
         """The same, but for the way to recompute, which is that of `config`."""
         rest = None if config.recompute_rest == "none" else config.recompute_rest
-        policy = with_policy(args, config.recompute, config.recompute_layers, rest)
+        policy = policy_flags(args, config.recompute, config.recompute_layers, rest)
         policy["recompute_group"] = config.recompute_group
         changed = {name: value for name, value in policy.items() if value != getattr(args, name)}
         others = {name: value for name, value in self.flags.items() if name not in policy}
@@ -79,7 +80,7 @@ class Family:
         return Knob(self.kept | ({self.name: change} if self.name else change), self.words)
 
 
-def with_policy(
+def policy_flags(
     args: argparse.Namespace, policy: str, layers: int | None = None, rest: str | None = None
 ) -> dict[str, Any]:
     """The flags that ask for a policy."""
@@ -102,7 +103,7 @@ def same_sequences(
         kept = {"loss_chunks": 0}
         yield Family(kept, [{}], "never holds all logits, at about the same speed")
     if args.use_activation_checkpoint != "full" or args.recompute_layers is not None:
-        kept = kept | with_policy(args, "full")
+        kept = kept | policy_flags(args, "full")
         yield Family(kept, [{}], "same results, some more time")
     if groups and args.recompute_group == 1:
         yield Family(kept, [{"recompute_group": 2}], "same results, some more time")

@@ -23,7 +23,7 @@ def token_count(text: str) -> int:
 def format_tokens(count: int) -> str:
     """1,500,000,000 -> "1.5B"; in full, if it is not that round."""
     for letter, unit in reversed(UNITS.items()):
-        if count >= unit and count * 100 % unit == 0:
+        if unit > 1 and count >= unit and count * 100 % unit == 0:
             return f"{count / unit:,.10g}{letter.upper()}"
     return f"{count:,}"
 

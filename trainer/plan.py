@@ -264,14 +264,14 @@ def check_room(
 
 
 def check_host(
-    plans: Plans, args: argparse.Namespace, process: OneProcess, step: StepMemory
+    plans: Plans, args: argparse.Namespace, process: OneProcess, step: StepMemory, held: int
 ) -> str:
     """As `check_room`, of what offload takes of the CPU's memory, if that is not the device."""
     cpu, processes = torch.device("cpu"), process.processes_here
     if plans.host is None or step.host <= plans.host:
         return ""
-    total, own = total_memory(cpu), own_memory()
-    room = room_on(cpu, None, processes)
+    total, own = total_memory(cpu), own_memory() - held
+    room = room_on(cpu, None, processes, held)
     need = f"{processes} processes, each " if processes > 1 else ""
     need += f"{format_bytes(step.host)} of CPU memory for --offload-activations"
     on_device = room_on(process.device, None, process.processes_on_device).safe or 0
@@ -308,7 +308,7 @@ def plan_memory(
 ) -> Plan:
     """What `auto` takes, and what memory a step will need.
 
-    `held`: bytes of this memory that a snapshot has now and gives back (or to the optimizer).
+    `held`: bytes of CPU memory that a snapshot has now and gives back (or to the optimizer).
     Raises UsageError if `auto` finds nothing that fits, TooLarge if the device can never hold it.
     """
     # All go by one clock, that of process 0; and by the memory of the one that has least of it.
@@ -320,7 +320,7 @@ def plan_memory(
         process.keeps_gradients,
         process.world_size,
         process.shards,
-        host_room(process.device, process.processes_here),
+        host_room(process.device, process.processes_here, held),
         card,
     )
     words = ""
@@ -329,7 +329,7 @@ def plan_memory(
         room = replace(mine, budget=min(process.exchange(mine.budget or 0)))
         config = choose_recompute(plans, args, room).config
         least = f"the least time (predicted for {card.name})" if card else "the least"
-        words = f"auto takes {describe_recompute(config)}: {least} that fits "
+        words = f"auto takes {describe_recompute(config)}: {least} that fits in "
         words += f"{room}\nmemory   "
     told = process.by_first(lambda: predict(plans, args, process, config, held))
     said, peaks = told or ("", None)
@@ -346,7 +346,7 @@ def predict(
         words = describe_plan(planner, config, args.batch_size)
         step = planner.step(args.batch_size, **asdict(config))
         words += check_room(plans, args, process, step.peak, held)
-        words += check_host(plans, args, process, step)
+        words += check_host(plans, args, process, step, held)
         plain = planner.step(args.batch_size, **NO_RECOMPUTE).peak
         return words, Predicted(step.peak, plain)
     except TooLarge:

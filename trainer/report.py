@@ -50,8 +50,8 @@ def describe_run(
     if device.type == "cuda":
         hardware = f" ({torch.cuda.get_device_name(device)})"
     elif device.type == "cpu":
-        hardware = f" ({run.identity['threads']} thread(s); another number of them rounds sums "
-        hardware += "otherwise)"
+        threads = run.identity["threads"]
+        hardware = f" ({threads} thread{'s' * (threads > 1)}; another number rounds sums otherwise)"
     precision = str(run.precision).removeprefix("torch.")
     if args.tf32 and device.type == "cuda" and run.precision == torch.float32:
         precision += ", matmuls in TF32"

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,9 +52,8 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
     """
     if named is not None and named != path:
         return load_copy(path, named)
-    previous, best = beside(path, ".prev.pt"), beside(path, ".best.pt")
     # (Path.exists raises for a name that is too long.)
-    if not any(map(os.path.lexists, (path, previous, best))):
+    if not any(map(os.path.lexists, newest_first(path))):
         older, others = replaced_runs(path), [path.with_name(name) for name in NAMES]
         others = [file for file in others if path.name in NAMES and file.exists()]
         name = f"name {others[0]}, of another trainer," if others else "name the file"
@@ -63,9 +63,9 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
             f"--resume: there is no snapshot {path}; start without --resume, "
             f"or {name} with --checkpoint-path"
         )
-    words = {path: None, previous: "the one before", best: "the one with the lowest val loss"}
+    words = None, "the one before", "the one with the lowest val loss"
     wrong: list[str] = []
-    for file, what in words.items():
+    for file, what in zip(newest_first(path), words, strict=True):
         try:
             state = read_snapshot(file)
             return Resumed(state, file, f"{wrong[0]}; taking {what}" if what else None)
@@ -74,17 +74,24 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
     raise SnapshotError(f"--resume: {'; '.join(wrong)}")
 
 
+def newest_first(path: Path) -> tuple[Path, Path, Path]:
+    """The snapshots that a run of that name leaves."""
+    return path, beside(path, ".prev.pt"), beside(path, ".best.pt")
+
+
 def load_copy(path: Path, named: Path) -> Resumed:
     """What goes on, at `path`, from another run's best snapshot, `named`; at first that itself."""
     why = f"{named} is another run's best: this one saves to {path}"
-    if not os.path.lexists(path):
+    own = [file for file in newest_first(path) if os.path.lexists(file)]
+    if not own:
         return Resumed(read_snapshot(named), named, why)
-    if peek(path).get("run") != peek(named).get("run"):
+    if not any(peek(file).get("run") == peek(named).get("run") for file in own):
         raise SnapshotError(
             f"--resume: {path} is there and does not go on from {named}; copy that to a name of "
             "its own, and resume the copy"
         )
-    return Resumed(read_snapshot(path), path, why)
+    newest = load_newest(path)
+    return replace(newest, why=f"{why}; {newest.why}" if newest.why else why)
 
 
 def load_own(path: Path, run_id: str) -> Resumed | None:
@@ -93,8 +100,7 @@ def load_own(path: Path, run_id: str) -> Resumed | None:
     What a run finds that torchrun has started again: its own, or one of an older run, which it was
     to replace and must not go on from. Raises SnapshotError as `load_newest` does.
     """
-    own = (path, beside(path, ".prev.pt"), beside(path, ".best.pt"))
-    if not any(peek(file).get("run") == run_id for file in own):
+    if not any(peek(file).get("run") == run_id for file in newest_first(path)):
         return None
     return load_newest(path)
 

@@ -108,20 +108,21 @@ def for_tensors(room: float, device_type: str) -> int:
 def room_on(
     device: torch.device, budget: int | None = None, processes: int = 1, held: int = 0
 ) -> Room:
-    """`budget` bytes; if nobody says, what is free, shared by `processes`, and the `held` bytes
-    that each of them is about to give back. Raises UsageError if nobody knows."""
+    """`budget` bytes; if nobody says, what is free, shared by `processes`, and the `held` bytes of
+    CPU memory that each of them is about to give back. Raises UsageError if nobody knows."""
     if budget is not None:
         return Room(budget, device.type)
-    return Room(int(free_memory(device) / processes + held), device.type, is_free=True)
+    free = free_memory(device) / processes + held * (device.type == "cpu")
+    return Room(int(free), device.type, is_free=True)
 
 
-def host_room(device: torch.device, processes: int) -> int | None:
+def host_room(device: torch.device, processes: int, held: int = 0) -> int | None:
     """CPU memory that each of a machine's `processes` may have beside its device; None: it is the
     device, or nobody knows."""
     if device.type == "cpu":
         return None
     try:
-        return room_on(torch.device("cpu"), None, processes).safe
+        return room_on(torch.device("cpu"), None, processes, held).safe
     except UsageError:
         return None
 

@@ -21,7 +21,7 @@ from .flags import UsageError, fill_in, model_config, settle_length
 from .loggers import check_logger, start_logger
 from .metrics import MetricsFile, logged_at
 from .optimizer import make_optimizer
-from .plan import Plan, plan_memory
+from .plan import Plan, TooLarge, plan_memory
 from .pretrained import Pretrained, open_init_from
 from .process import OneProcess
 from .profile import check_profile, make_clock
@@ -38,6 +38,7 @@ from .resume import (
 from .run import Run
 from .snapshot import Resumed, SnapshotError, State, beside
 
+FEWEST = 257  # ids of a bpe: bytes, and the end of a document
 SCHEDULE = "num_steps lr min_lr lr_scheduler warmup_steps".split()
 
 
@@ -154,12 +155,19 @@ def agree(
     def plan(vocab_size: int) -> Plan:
         asked = model_config(args, vocab_size)
         with process.waiting("predicting the memory of a step"):
-            return plan_memory(args, process, asked, precision, held(resumed, process.device))
+            return plan_memory(args, process, asked, precision, held(resumed))
 
-    planned = plan(max(process.exchange(found.vocab_size)))
+    most = max(process.exchange(found.vocab_size))
+    try:
+        planned = plan(most)
+    except (UsageError, TooLarge):
+        if not any(process.exchange(found.is_most)):
+            raise
+        plan(FEWEST)  # what cannot be with the fewest ids need not wait for the text
+        planned = None
     data = process.by_all(found.load)
     check_alike(process.exchange(data_facts(data)))
-    if data.tokenizer.vocab_size < planned.config.vocab_size:  # a bpe's text has no more pairs
+    if planned is None or data.tokenizer.vocab_size < most:  # its text has no more pairs
         planned = plan(data.tokenizer.vocab_size)
     return data, planned
 
@@ -170,9 +178,10 @@ def take_name(path: Path, resumed: Resumed | None) -> IO[str] | None:
     return claim(path, resumed)
 
 
-def held(resumed: Resumed | None, device: torch.device) -> int:
-    """Bytes that the snapshot has until it is restored: a step does not need them twice."""
-    if resumed is None or device.type != "cpu":
+def held(resumed: Resumed | None) -> int:
+    """Bytes of CPU memory that the snapshot has until it is restored: a step does not need them
+    twice."""
+    if resumed is None:
         return 0
     tensors = [leaf for leaf in tree_leaves(resumed.state) if torch.is_tensor(leaf)]
     return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)
