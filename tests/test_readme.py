@@ -134,7 +134,8 @@ def runnable() -> list[str]:
         prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
         indented = re.findall(r"^    (.*)$", prose, re.M)
         for line in [*bash.splitlines(), *indented]:
-            command = line.split("#")[0].split("&&")[-1].strip().removeprefix("OMP_NUM_THREADS=1 ")
+            command = line.split("#")[0].split("&&")[-1].strip().removesuffix(" &")
+            command = command.removeprefix("OMP_NUM_THREADS=1 ")
             if command.startswith(("python ", "torchrun ")):
                 commands.append(command)
     return list(dict.fromkeys(commands))
