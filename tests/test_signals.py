@@ -18,6 +18,13 @@ from trainer.process import OneProcess
 FP32 = "--no-amp"
 
 
+@pytest.fixture(autouse=True)
+def nohup_is_not_inherited():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run that nothing happened to."""
