@@ -211,10 +211,7 @@ class Planner:
             gathering.end_backward()
             self.name_what_is_there(tracker)
             if self.compress:
-                copies = [cast(Tensor, p.grad).bfloat16() for p in parameters]
-                for copy in copies:
-                    tracker.name(copy, "gradients", "gradient on its way")
-                del copies, copy  # now that they were seen
+                send_copies(tracker, parameters)
             tracker.enter("optimizer")
             # (A GPU takes all tensors at a time; torch would not for the CPU's.)
             self.clip(parameters, 1.0, not self.on_cpu)
@@ -264,6 +261,13 @@ class WholeBlocks(HostMemory):
     def take(self, like: Tensor) -> list[Tensor]:
         self.moved.append(like.nbytes)
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
+
+
+def send_copies(tracker: StorageTracker, parameters: list[nn.Parameter]) -> None:
+    """In bfloat16, of all gradients; they are gone when the average is there."""
+    copies = [cast(Tensor, p.grad).bfloat16() for p in parameters]
+    for copy in copies:
+        tracker.name(copy, "gradients", "gradient on its way")
 
 
 def clip_as_torch(parameters: list[nn.Parameter], limit: float, foreach: bool) -> None:
