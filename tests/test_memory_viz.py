@@ -4,6 +4,7 @@ import pickle
 import pickletools
 import re
 from collections import Counter
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -211,10 +212,11 @@ def test_torch_opens_it(data):
     for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
         page = plot(data)
         assert "<script" in page and len(page) > 10_000
-    left = pickle.loads(pickle.dumps(data))
-    assert _memory_viz.trace_plot(left, filter_freed=True).count("<script") == 1
-    (few,) = left["device_traces"]
-    assert {event["action"] for event in few} == {"segment_alloc", "alloc", "snapshot"}
+    if "filter_freed" in signature(_memory_viz.trace_plot).parameters:  # torch 2.9 has it not
+        left = pickle.loads(pickle.dumps(data))
+        assert _memory_viz.trace_plot(left, filter_freed=True).count("<script") == 1
+        (few,) = left["device_traces"]
+        assert {event["action"] for event in few} == {"segment_alloc", "alloc", "snapshot"}
     flames = _memory_viz.memory(data, format_flamegraph=lambda lines: lines)
     assert "stream_0;active_allocated;policy:0:full;where:0:before the step;" in flames
 
