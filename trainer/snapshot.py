@@ -186,7 +186,8 @@ def read_snapshot(path: Path) -> State:
 def load(file: Path | BinaryIO, device: str) -> State:
     """What torch.save wrote, if it is plain data."""
     with warnings.catch_warnings():  # of a sparse tensor, of which no snapshot has one
-        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        for words in ("Validating sparse tensor invariants", "Sparse invariant checks"):
+            warnings.filterwarnings("ignore", words)
         return torch.load(file, map_location=device, weights_only=True)
 
 
