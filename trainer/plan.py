@@ -252,15 +252,21 @@ def check_room(
     need = f"{processes} processes, each " if processes > 1 else ""
     need += f"{format_bytes(peak)} predicted"
     has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or 0)}"
-    why, knob = plans.way_out(args, budget)
-    way_out = f"{knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
+    advice = what_to_try(plans, args, budget)
     if not too_large:
         has = f"; {has} in all" if total else ""
-        return f"\nwarning  {need}, but tensors may take {room}{has}; {why}try {way_out}"
+        return f"\nwarning  {need}, but tensors may take {room}{has}; {advice}"
     if own:
         need += f" beside the {format_bytes(own)} that Python, PyTorch and data take"
     now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
-    raise TooLarge(f"{now}; {why}try {way_out}")
+    raise TooLarge(f"{now}; {advice}")
+
+
+def what_to_try(plans: Plans, args: argparse.Namespace, budget: int) -> str:
+    """With which a step fits in `budget` bytes."""
+    why, knob = plans.way_out(args, budget)
+    way_out = f"{knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
+    return f"{why}try {way_out}"
 
 
 def check_host(
@@ -275,13 +281,12 @@ def check_host(
     need = f"{processes} processes, each " if processes > 1 else ""
     need += f"{format_bytes(step.host)} of CPU memory for --offload-activations"
     on_device = room_on(process.device, None, process.processes_on_device).safe or 0
-    why, knob = plans.way_out(args, on_device)
-    way_out = f"{why}try {knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
+    advice = what_to_try(plans, args, on_device)
     if total is None or processes * (step.host + own) <= total:
-        return f"\nwarning  {need}, but tensors may take {room}; {way_out}"
+        return f"\nwarning  {need}, but tensors may take {room}; {advice}"
     has = f"the machine has {format_bytes(total)}"
     now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
-    raise TooLarge(f"{now}; {way_out}")
+    raise TooLarge(f"{now}; {advice}")
 
 
 def describe_plan(planner: Planner, chosen: MiniGPTConfig, batch_size: int) -> str:
