@@ -9,7 +9,7 @@ learn      lesson, checkpoint_from_scratch, kept_tensors (what a block keeps), b
            same, drawn), ladder (what each rung costs), fine_tuning (what trained weights save)
 trust      reliability with reliability_endings, _conditions, faults and trainer_process (runs that
            are broken on purpose), cpu_precision (is bfloat16 worth it here), make_results (all
-           that is in scripts/results/), gpu_report with gpu_report_* (what a GPU says, in one
+           that is in studies/results/), gpu_report with gpu_report_* (what a GPU says, in one
            command)
 
 Python runs this file before any of them, before `import torch` even, which takes seconds. So here
@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 from io import TextIOWrapper
+from pathlib import Path
 from types import FrameType, TracebackType
 
 
@@ -63,9 +64,10 @@ def flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-started = os.path.dirname(os.path.abspath(sys.argv[0]))
-# Was a tool started, by its path or by -m (more Python does not know yet)? Or does a test import?
-if sys.argv[0] == "-m" or started == os.path.dirname(os.path.abspath(__file__)):
+started, here = (Path(path).resolve().parent for path in (sys.argv[0], __file__))
+# Was a tool started (a study, too), by its path or by -m (more Python does not know yet)? Or does
+# a test import?
+if sys.argv[0] == "-m" or started.parent == here.parent:
     sys.excepthook = end_in_one_line
     atexit.register(flush)
     if isinstance(sys.stdout, TextIOWrapper):  # a letter that it cannot spell is no reason to crash

@@ -2,7 +2,7 @@
 
 python -m scripts.reliability                       # every row: some 10 minutes on two CPU cores
 python -m scripts.reliability --only save damage    # some rows
-python -m scripts.reliability --json scripts/results/reliability.json
+python -m scripts.reliability --json studies/results/reliability.json
 
 Each row of the table is one function below: its docstring names the failure that it guards
 against, and it raises NotHeld if the figure wanted is not reached (then the exit code is 1). The

@@ -11,9 +11,9 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# Look for garbage less often, here and in child processes: see start/sitecustomize.py.
+# Look for garbage less often, here and in child processes: see harness/start/sitecustomize.py.
 gc.set_threshold(300_000)
-START = str(Path(__file__).parent / "start")
+START = str(Path(__file__).parent / "harness/start")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [START, os.environ.get("PYTHONPATH")]))
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and a child process
@@ -79,7 +79,7 @@ def plt():
 @pytest.fixture(scope="session")
 def chromium():
     """A browser without a window; its tests are skipped where there is none."""
-    from scripts.page_shots import chromium
+    from studies.page_shots import chromium
     from trainer.flags import UsageError
 
     try:
@@ -94,6 +94,6 @@ def chromium():
 @pytest.fixture(scope="session")
 def made_page(tmp_path_factory):
     """What scripts.memory_page makes of a small model, and what the planner says about it."""
-    from pages import FLAGS, Made
+    from harness.pages import FLAGS, Made
 
     return Made(FLAGS, tmp_path_factory.mktemp("page"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import ROOT, TINY, TORCHRUN, run, snapshot, torchrun, train_here
+from harness.runs import ROOT, TINY, TORCHRUN, run, snapshot, torchrun, train_here
 
 from trainer import agree
 from trainer.agree import OWN, WAYS_OUT, check_alike, data_facts, facts, name_ranks
@@ -100,7 +100,7 @@ def test_other_data_and_no_hang_in_any_attempt(tmp_path):
         tokens = np.random.default_rng(seed).integers(0, 30, 400).astype(np.uint16)
         np.save(tmp_path / f"{name}.npy", tokens)
     before = contents(tmp_path)
-    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1", "tests/ddp_by_rank.py"]
+    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1", "tests/harness/ddp_by_rank.py"]
     command += [*TINY[TINY.index("--n-layers") :], f"--checkpoint-path={tmp_path}/run.pt"]
     own = {f"FLAGS_{r}": f"--train-data {tmp_path}/{'ab'[r]}.npy" for r in (0, 1)}
     result = run(command, MINIGPT_TIMEOUT_S="60", **own)
@@ -117,7 +117,11 @@ def test_auto_takes_what_fits_everywhere(tmp_path):
     path, small = tmp_path / "run.pt", "--memory-budget=500KiB"
     auto = ("--use-activation-checkpoint=auto", "--batch-size=8", "--num-steps=1", "--no-amp")
     result = torchrun(
-        path, *auto, script="tests/ddp_by_rank.py", FLAGS_0="--memory-budget=1GiB", FLAGS_1=small
+        path,
+        *auto,
+        script="tests/harness/ddp_by_rank.py",
+        FLAGS_0="--memory-budget=1GiB",
+        FLAGS_1=small,
     )
     assert "that fits in 450.0 KiB (500.0 KiB less a margin of a tenth)" in result.stdout
     assert snapshot(path)["config"]["recompute"] != "none"

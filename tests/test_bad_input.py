@@ -11,13 +11,22 @@ import signal
 import sys
 from pathlib import Path
 
-import bad_snapshots
 import pytest
 import torch
-from bad_folders import FOLDERS
-from bad_input import CACHES, ENVIRONMENTS, FLAGS, PROGRAMS, TEXTS, TOKEN_FILES, TOKENIZERS, Case
-from bad_snapshots import PLACES, SCRIPTS, SNAPSHOTS
-from runs import TINY, run
+from cases import bad_snapshots
+from cases.bad_folders import FOLDERS
+from cases.bad_input import (
+    CACHES,
+    ENVIRONMENTS,
+    FLAGS,
+    PROGRAMS,
+    TEXTS,
+    TOKEN_FILES,
+    TOKENIZERS,
+    Case,
+)
+from cases.bad_snapshots import PLACES, SCRIPTS, SNAPSHOTS
+from harness.runs import TINY, run
 
 import train_minimal
 from data import find_dataset

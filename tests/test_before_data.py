@@ -2,7 +2,7 @@
 data/cache. And what a text alone can tell changes the plan."""
 
 import pytest
-from runs import TINY, snapshot
+from harness.runs import TINY, snapshot
 
 import train_minimal
 from data import find_dataset

@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from runs import ROOT
+from harness.runs import ROOT
 
 from model import MiniGPT
 from planner import Card

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import ROOT
+from harness.runs import ROOT
 
 from model import RECOMPUTE_POLICIES
 from planner.formulas import closed_form, step_flops
@@ -15,7 +15,7 @@ from scripts import block_picture
 from scripts.block_picture import BATCH_SIZE, GPT2_SMALL, SEQ_LEN, look
 from scripts.kept_tensors import kept_by_one_block
 
-COMMITTED = ROOT / "scripts" / "results" / "block_policies.png"
+COMMITTED = ROOT / "studies/results" / "block_policies.png"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_every_tensor_has_a_name(blocks):
 
 
 def test_the_committed_picture_is_of_this_code(blocks):
-    """It carries the table that it was drawn from. (Else: --out scripts/results, and commit.)"""
+    """It carries the table that it was drawn from. (Else: --out studies/results, and commit.)"""
     assert block_picture.text_table(blocks).encode("latin-1") in COMMITTED.read_bytes()
 
 

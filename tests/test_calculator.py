@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from calculator import LETTERS, PAGE, SCRIPT, as_page, evaluate, random_shapes
-from runs import ROOT
+from harness.calculator import LETTERS, PAGE, SCRIPT, as_page, evaluate, random_shapes
+from harness.runs import ROOT
 
 from memory.head import count_chunks, rows_of_slice
 from model import RECOMPUTE_POLICIES, MiniGPTConfig

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from calculator import PAGE, SCRIPT
+from harness.calculator import PAGE, SCRIPT
 
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import CARDS

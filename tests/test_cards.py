@@ -1,21 +1,21 @@
-"""The tables of cards in docs/planning.md are scripts/results/cards.json, and that is true."""
+"""The tables of cards in docs/planning.md are studies/results/cards.json, and that is true."""
 
 import json
 import shlex
 
 import pytest
-from runs import ROOT
+from harness.runs import ROOT
 
-from scripts import cards
-from scripts.make_results import FOLDER
 from scripts.plan_knobs import changed
 from scripts.plan_peak import policy_of
+from studies import cards
+from studies.make_results import FOLDER
 from trainer.flags import SHAPES, build_parser, fill_in, model_config
 
 FILE = json.loads((ROOT / FOLDER / "cards.json").read_text())
 ROWS = {row["card"]: row for row in FILE["rows"]}
 SECTION = (ROOT / "docs/planning.md").read_text().split("## What fits on which card")[1]
-REMAKE = "if the change is meant: python -m scripts.make_results --only cards"
+REMAKE = "if the change is meant: python -m studies.make_results --only cards"
 
 
 @pytest.fixture(scope="module")

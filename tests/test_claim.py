@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Crash, crash_after, metrics, snapshot, train, train_here
+from harness.runs import Crash, crash_after, metrics, snapshot, train, train_here
 
 import train_minimal
 from trainer.claim import check_writable, files_of, name_aside, replaced_runs, step_aside

@@ -1,4 +1,4 @@
-"""scripts/clock_check.py: what is compared with what."""
+"""studies/clock_check.py: what is compared with what."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_benchmark import CARD, SHAPE
 
-from scripts import clock_check
+from studies import clock_check
 
 
 @pytest.fixture(autouse=True)

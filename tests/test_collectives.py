@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from collectives import watched
-from runs import torchrun, train_here
+from harness.collectives import watched
+from harness.runs import torchrun, train_here
 
 # Parameters of TINY (31 ids, 16 positions, 16 channels, 2 layers): a block's; what is in no block,
 # for two processes to share: 31 rows are 32 then; and all.
@@ -34,7 +34,7 @@ def test_gradients_travel_once_a_step(tmp_path, script, flags, expected):
 
     (The fourth step: the first two are about DDP's buckets.)"""
     steps = ("--num-steps=4", "--grad-accum-steps=3", *flags.split())
-    result = torchrun(tmp_path / "run.pt", *steps, script=f"tests/collectives.py {script}")
+    result = torchrun(tmp_path / "run.pt", *steps, script=f"tests/harness/collectives.py {script}")
     assert collectives(result.stdout) == [sorted(expected)] * 2
 
 

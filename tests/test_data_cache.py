@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import ids, load
-from runs import ROOT
+from harness.corpora import ids, load
+from harness.runs import ROOT
 
 from data import DataError, Tokenizer
 

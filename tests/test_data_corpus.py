@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import ids, load, texts
+from harness.corpora import ids, load, texts
 from tiktoken_ext import openai_public
 
 from data import DataError, Dataset, Tokenizer, load_dataset

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from corpora import ids, load, texts
+from harness.corpora import ids, load, texts
 
 from data import DataError
 from data.files import find_files

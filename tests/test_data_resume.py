@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpora import ids, load
+from harness.corpora import ids, load
 
 from data import DataError, Dataset, Tokenizer
 from data import corpus as corpus_module

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import TINY, metrics
-from runs import run as start
+from harness.runs import TINY, metrics
+from harness.runs import run as start
 
 import train_minimal
 from data import DataError, find_dataset

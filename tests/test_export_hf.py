@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY, same, snapshot
-from runs import run as start
+from harness.runs import TINY, same, snapshot
+from harness.runs import run as start
 
 import train_minimal
 from data import Tokenizer, find_dataset

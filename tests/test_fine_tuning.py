@@ -1,16 +1,16 @@
-"""scripts/fine_tuning.py: what it compares, and what stands in docs/weights.md."""
+"""studies/fine_tuning.py: what it compares, and what stands in docs/weights.md."""
 
 import json
 import sys
 
 import pytest
-from runs import ROOT
-from runs import run as start
+from harness.runs import ROOT
+from harness.runs import run as start
 from test_readme import DOCS, cells
 
 from data import find_dataset
-from scripts import fine_tuning
-from scripts.make_results import FOLDER
+from studies import fine_tuning
+from studies.make_results import FOLDER
 
 QUICK = (
     "--n-layers 1 --n-heads 2 --d-model 16 --seq-len 16 --batch-size 4 --vocab-size 270 --no-amp "
@@ -70,7 +70,7 @@ def test_a_name_that_stdout_cannot_spell(tmp_path):
     (tmp_path / "wörter").mkdir()
     for name in ("x.txt", "y.pdf"):
         (tmp_path / "wörter" / name).write_text("some text")
-    command = [sys.executable, "-m", "scripts.fine_tuning", f"--train-data={tmp_path}/wörter"]
+    command = [sys.executable, "-m", "studies.fine_tuning", f"--train-data={tmp_path}/wörter"]
     result = start(command, PYTHONIOENCODING="ascii")
     assert "w?rter: 1 file taken, 1 skipped" in result.stdout
     assert result.returncode == 2 and result.stderr.count("\n") == 1

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from runs import ROOT, run
+from harness.runs import ROOT, run
 
 from scripts import gpu_report
 from scripts.gpu_report_bench import Bench

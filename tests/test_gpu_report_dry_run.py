@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from runs import run
+from harness.runs import run
 
 from scripts import gpu_report
 from scripts.gpu_report_markdown import show

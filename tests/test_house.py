@@ -5,11 +5,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from harness.runs import ROOT
 
 # From the top floor down; a room may import those below it. `data` stands beside all of them.
 FLOORS = [
     {"tests"},
+    {"studies"},
     {"scripts"},
     {"train_fsdp"},
     {"train_ddp"},

@@ -1,4 +1,4 @@
-"""The figures of scripts/ladder.py: is its tracker right, and do the rungs stand in order?"""
+"""The figures of studies/ladder.py: is its tracker right, and do the rungs stand in order?"""
 
 import json
 from contextlib import nullcontext
@@ -10,7 +10,7 @@ from test_model import TINY
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import MiniGPTConfig
-from scripts import ladder
+from studies import ladder
 from trainer.measured import LiveStorages
 
 SMALL = MiniGPTConfig(**{**TINY, "n_layers": 4, "loss_chunks": 4})
@@ -83,7 +83,7 @@ def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys
     assert full.split(" | ")[1].endswith("<= 0 **missed**")
     assert full.split(" | ")[2].endswith("<= 1.50 met")
     assert lines[-1] == "2 targets met, 1 missed"
-    assert f"python -m scripts.ladder --json {path}, torch {torch.__version__}" in lines[-2]
+    assert f"python -m studies.ladder --json {path}, torch {torch.__version__}" in lines[-2]
     result = json.loads(path.read_text())
     assert len(result["figures"]) == 3 * 6
     for column in ladder.TIMES:

@@ -1,7 +1,7 @@
 """How long a run is: so many steps, so many tokens, or so many times the data."""
 
 import pytest
-from runs import TINY, same, snapshot
+from harness.runs import TINY, same, snapshot
 
 import train_minimal
 from trainer.flags import build_parser, fill_in, settle_length

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from runs import ROOT
+from harness.runs import ROOT
 
 from scripts import block_picture, checkpoint_from_scratch, kept_tensors, lesson, lesson_numbers
 from scripts.lesson import EXERCISES, NOT_YET, sections

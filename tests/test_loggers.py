@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from runs import Crash, crash_after, metrics, snapshot, torchrun, train, train_here
+from harness.runs import Crash, crash_after, metrics, snapshot, torchrun, train, train_here
 
 import train_minimal
 from trainer.claim import replaced_runs

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-import gpu_operators
 import pytest
 import torch
+from harness import gpu_operators
 from test_model import random_ids, tiny
 from test_recompute import autocast
 from torch import Tensor

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import TINY, same, snapshot, train_here
+from harness.runs import TINY, same, snapshot, train_here
 
 from planner import CARDS
 from scripts import benchmark, benchmark_worker

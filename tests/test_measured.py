@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from runs import same, snapshot, torchrun, train_here
+from harness.runs import same, snapshot, torchrun, train_here
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import train_minimal

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from memory_shapes import CONFIG, WIDE, T
+from cases.memory_shapes import CONFIG, WIDE, T
 from test_model import random_ids
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -22,7 +22,7 @@ from planner.formulas import closed_form, step_flops
 from planner.kernels import workspaces
 from planner.step import Planner
 from planner.timeline import KINDS
-from scripts.ladder import of_products
+from studies.ladder import of_products
 from trainer.flags import build_parser, fill_in, model_config
 from trainer.measured import LiveStorages
 from trainer.optimizer import make_optimizer

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 import torch
-from pages import FLAGS
-from runs import ROOT
+from harness.pages import FLAGS
+from harness.runs import ROOT
 from tqdm import tqdm
 
 from planner.cards import CARDS, card_named

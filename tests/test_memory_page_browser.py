@@ -5,7 +5,17 @@ import random
 
 import numpy as np
 import pytest
-from pages import FLAGS, Made, choose, details, first_that_fits, frame, grouped, opened, stacked
+from harness.pages import (
+    FLAGS,
+    Made,
+    choose,
+    details,
+    first_that_fits,
+    frame,
+    grouped,
+    opened,
+    stacked,
+)
 
 from planner.record import code_of
 from scripts import memory_page

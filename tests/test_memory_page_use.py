@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from pages import choose, details, first_that_fits, frame, opened, stacked
+from harness.pages import choose, details, first_that_fits, frame, opened, stacked
 
 from scripts import memory_page
 

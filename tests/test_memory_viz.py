@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from records import each_kind, record
+from harness.records import each_kind, record
 from test_memory import CONFIG
 from test_plan_memory import SHAPE
 from torch.cuda import _memory_viz

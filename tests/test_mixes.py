@@ -1,16 +1,16 @@
-"""scripts/mixes.py: the best pair of policies beside all assignments, as documented."""
+"""studies/mixes.py: the best pair of policies beside all assignments, as documented."""
 
 import json
 
 import numpy as np
 import pytest
-from runs import ROOT
+from harness.runs import ROOT
 from test_memory import CONFIG, planner
 from test_readme import DOCS
 
 from planner.choose import ALL_ALIKE, RUNGS, pick_recompute
-from scripts import mixes
-from scripts.make_results import FOLDER
+from studies import mixes
+from studies.make_results import FOLDER
 
 RESULT = json.loads((ROOT / FOLDER / "mixes.json").read_text())
 

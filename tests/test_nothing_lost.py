@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from runs import TINY, metrics, run, same, snapshot, train_here
+from harness.runs import TINY, metrics, run, same, snapshot, train_here
 
 import train_minimal
 from data import find_dataset

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from runs import ROOT, TINY, TORCHRUN, metrics, same, snapshot, torchrun, train_here
+from harness.runs import ROOT, TINY, TORCHRUN, metrics, same, snapshot, torchrun, train_here
 
 import train_minimal
 from scripts.faults import weights_hash

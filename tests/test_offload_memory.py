@@ -10,7 +10,7 @@ from weakref import ref
 
 import pytest
 import torch
-from memory_shapes import CONFIG
+from cases.memory_shapes import CONFIG
 from test_memory import PRECISIONS, adamw
 from test_memory import planner as planner_of
 from test_model import random_ids, tiny

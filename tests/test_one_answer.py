@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from calculator import evaluate
+from harness.calculator import evaluate
 from tqdm import tqdm
 
 from planner.cards import CARDS

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from runs import same, torchrun
+from harness.runs import same, torchrun
 from torch import Tensor, nn
 
 from model import MiniGPT, MiniGPTConfig
@@ -278,6 +278,6 @@ def test_an_update_that_is_skipped_leaves_no_trace(flags, bad, device):
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sharded_parameters_are_updated_as_whole_ones(tmp_path, processes):
-    script = "tests/sharded_optimizer.py"
+    script = "tests/harness/sharded_optimizer.py"
     result = torchrun(tmp_path / "unused.pt", script=script, processes=processes)
     assert result.stdout.count("6 optimizers equal") == processes

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from runs import Crash, crash_after, metrics, same, snapshot, torchrun, train_here
+from harness.runs import Crash, crash_after, metrics, same, snapshot, torchrun, train_here
 
 from model import RECOMPUTE_POLICIES
 from scripts.generate import main as generate

@@ -1,13 +1,13 @@
-"""scripts/optimizers.py: what it compares, and what stands in the documents."""
+"""studies/optimizers.py: what it compares, and what stands in the documents."""
 
 import json
 
 import pytest
-from runs import ROOT, TINY
+from harness.runs import ROOT, TINY
 from test_readme import DOCS
 
-from scripts import optimizers
-from scripts.make_results import FOLDER
+from studies import optimizers
+from studies.make_results import FOLDER
 
 QUICK = "--num-steps 10 --eval-interval 2 --seeds 2 --rounds 2 --factors 1 3 --no-amp".split()
 

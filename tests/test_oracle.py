@@ -10,10 +10,10 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from runs import TINY as RUN
+from harness import oracle
+from harness.runs import TINY as RUN
 
 from data import TokenFile, TrainBatches, ValBatches
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from records import each_kind, record
-from runs import ROOT
+from harness.records import each_kind, record
+from harness.runs import ROOT
 from test_plan_memory import SHAPE, plan
 
 from planner import CARDS, Planner

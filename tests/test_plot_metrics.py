@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from runs import ROOT
+from harness.runs import ROOT
 
 from scripts import plot_metrics
 

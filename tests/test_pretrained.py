@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
-from runs import TINY, Crash, crash_after, same, snapshot, torchrun, train_here
+from harness.gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
+from harness.runs import TINY, Crash, crash_after, same, snapshot, torchrun, train_here
 
 import train_minimal
 from data import find_dataset

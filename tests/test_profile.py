@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import ROOT, TINY, Crash, crash_after, same, snapshot, torchrun, train_here
+from harness.runs import ROOT, TINY, Crash, crash_after, same, snapshot, torchrun, train_here
 from torch._dynamo.utils import counters
 
 import memory

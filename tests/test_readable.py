@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from runs import ROOT
+from harness.runs import ROOT
 
 from scripts import block_picture, plot_metrics
 from scripts import memory_timeline as script
@@ -16,7 +16,7 @@ from scripts import memory_timeline_frontier as frontier
 from scripts import memory_timeline_numbers as numbers
 from scripts import memory_timeline_pictures as pictures
 
-RESULTS = ROOT / "scripts" / "results"
+RESULTS = ROOT / "studies/results"
 PAGE, TEXT = 830, 16  # pixels: how wide a page shows a picture, and how high the text around it is
 
 MODELS = {
@@ -181,7 +181,7 @@ def test_frontier(plt, planned, budget):
 
 
 def gpt2_small():
-    """A planner that only knows what scripts/results/memory_timeline.json says, and the card."""
+    """A planner that only knows what studies/results/memory_timeline.json says, and the card."""
     file = json.loads((RESULTS / "memory_timeline.json").read_text())
     asked = "policy", "layers", "rest", "group", "loss_chunks", "batch_size"
     steps = {}

@@ -11,15 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from gpt2_folder import CONFIG, write_folder
-from runs import ROOT, run
+from harness.gpt2_folder import CONFIG, write_folder
+from harness.runs import ROOT, run
 from torch.distributed.run import get_args_parser
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters, step_flops
 from scripts import plan_memory
-from scripts.ladder import TIMES
 from scripts.reliability import ROWS
+from studies.ladder import TIMES
 from trainer.flags import build_parser
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -118,7 +118,7 @@ SMALL = {
 ELSEWHERE = {  # have tests of their own
     "scripts.block_picture",
     "scripts.gpu_report",
-    "scripts.ladder",
+    "studies.ladder",
     "scripts.lesson",
     "scripts.reliability",
     "pytest",
@@ -194,7 +194,7 @@ def test_commands_run(tmp_path):
 
 
 def test_the_reliability_table_is_what_was_measured():
-    rows = json.loads((ROOT / "scripts/results/reliability.json").read_text())["rows"]
+    rows = json.loads((ROOT / "studies/results/reliability.json").read_text())["rows"]
     assert {row["row"] for row in rows} == ROWS.keys()
     for row in rows:
         assert row["held"] and row["what"] == ROWS[row["row"]].what
@@ -214,7 +214,7 @@ def cells(text: str, head: str) -> list[list[str]]:
 
 
 def ladder_figures(column: str) -> dict[str, float]:
-    figures = json.loads((ROOT / "scripts/results/ladder.json").read_text())["figures"]
+    figures = json.loads((ROOT / "studies/results/ladder.json").read_text())["figures"]
     return {figure["rung"]: figure["value"] for figure in figures if figure["column"] == column}
 
 
@@ -264,7 +264,7 @@ def test_flops_are_explained_once_in_the_same_words():
 def test_the_clocks_table_is_what_was_measured():
     rows = cells(DOCS["planning.md"], "| | GPT-2 small | predicted")
     measured = [
-        json.loads((ROOT / f"scripts/results/clock_cpu_{name}.json").read_text())["rows"]
+        json.loads((ROOT / f"studies/results/clock_cpu_{name}.json").read_text())["rows"]
         for name in ("124m", "small")
     ]
     for (name, *found), *both in zip(rows, *measured, strict=True):

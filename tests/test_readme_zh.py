@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from runs import ROOT
+from harness.runs import ROOT
 
 ENGLISH, CHINESE = "README.md", "README.zh-CN.md"
 HAN = "[\u4e00-\u9fff]"

@@ -14,9 +14,9 @@ from memory.policies import schedule
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner.choose import describe_recompute, pick_recompute, recompute_flags
 from planner.formulas import closed_form, recompute_cost, step_flops
-from scripts.ladder import of_products
 from scripts.plan_memory import command_line
 from scripts.plan_memory import parse as parse_plan
+from studies.ladder import of_products
 from trainer.flags import UsageError, build_parser, fill_in, model_config
 
 pytestmark = pytest.mark.usefixtures("everything_travels")

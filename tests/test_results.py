@@ -1,4 +1,4 @@
-"""scripts/results/ is what the code says today, and one script makes all of it."""
+"""studies/results/ is what the code says today, and one script makes all of it."""
 
 import json
 import shlex
@@ -7,10 +7,11 @@ import sys
 from dataclasses import asdict, replace
 
 import pytest
-from runs import ROOT, run
+from harness.runs import ROOT
 
-from scripts import ladder, make_results, memory_timeline
+from scripts import memory_timeline
 from scripts.memory_timeline_numbers import POLICIES
+from studies import ladder, make_results
 
 FOLDER = ROOT / make_results.FOLDER
 CHEAP = ("plain", "none", "full")  # rungs whose GPT-2 small is simulated here, with 2 sequences
@@ -47,7 +48,7 @@ def test_the_pictures_numbers_are_what_the_planner_says():
         assert wanted in rows, f"{name}: made with torch {file['torch']}; {REMAKE}"
 
 
-REMAKE = "if the change is meant: python -m scripts.make_results"
+REMAKE = "if the change is meant: python -m studies.make_results"
 
 
 @pytest.mark.parametrize("rung", CHEAP)
@@ -73,24 +74,23 @@ def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsy
     def note(words, cwd):
         assert cwd == ROOT
         started.append(words)
-        return subprocess.CompletedProcess(words, returncode=2 if "scripts.ladder" in words else 0)
+        return subprocess.CompletedProcess(words, returncode=2 if "studies.ladder" in words else 0)
 
     monkeypatch.setattr(make_results.subprocess, "run", note)
     assert make_results.main(["--list"]) == 0 and not started
     assert make_results.RESULTS["ladder"].command in capsys.readouterr().out
     assert make_results.main([]) == 2
     assert [words[:3] for words in started] == [
-        [sys.executable, "-m", f"scripts.{name}"]
-        for name in ("memory_timeline", "block_picture", "ladder", "mixes")
+        [sys.executable, "-m", name]
+        for name in (
+            "scripts.memory_timeline",
+            "scripts.block_picture",
+            "studies.ladder",
+            "studies.mixes",
+        )
     ]
     assert make_results.main(["--only", "reliability"]) == 0
-    assert started[-1][2:] == "scripts.reliability --json scripts/results/reliability.json".split()
-
-
-@pytest.mark.parametrize("name", ["memory_timeline", "plot_metrics", "make_results"])
-def test_scripts_start_by_their_path(name):
-    result = run([sys.executable, f"scripts/{name}.py", "--help"])
-    assert result.returncode == 0 and result.stdout.startswith(f"usage: python -m scripts.{name}")
+    assert started[-1][2:] == "scripts.reliability --json studies/results/reliability.json".split()
 
 
 def test_what_is_made_by_default_is_not_seen_by_git():

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from runs import TINY, Crash, crash_after, metrics, same, snapshot, train, train_here
+from harness.runs import TINY, Crash, crash_after, metrics, same, snapshot, train, train_here
 
 import train_minimal
 from model import MiniGPT, MiniGPTConfig

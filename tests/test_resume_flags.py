@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import TINY, Crash, crash_after, metrics, same, snapshot, train_here
+from harness.runs import TINY, Crash, crash_after, metrics, same, snapshot, train_here
 
 import train_ddp
 import train_minimal

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from gpt2_folder import gpt2_tensors, safetensors
+from harness.gpt2_folder import gpt2_tensors, safetensors
 
 from trainer.safetensors import DTYPES, read_tensors, write_tensors
 from trainer.snapshot import SaveError, SnapshotError

@@ -11,7 +11,7 @@ from itertools import islice
 
 import pytest
 import torch
-from runs import ROOT, TINY, run
+from harness.runs import ROOT, TINY, run
 
 from data.tokenizer import ToyTokenizer, load_tokenizer
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
@@ -157,19 +157,20 @@ def test_out_of_memory(samples, trained, capsys, monkeypatch):
         generate.main(flags)
 
 
-TOOLS = sorted(p.stem for p in ROOT.glob("scripts/*.py") if "\nif __name__ ==" in p.read_text())
+FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("studies/*.py")]
+TOOLS = sorted(p for p in FILES if "\nif __name__ ==" in p.read_text())
 
 
 def test_tools_start_by_their_path_too(tmp_path):
     """Each in a process of its own, from another folder."""
     assert len(TOOLS) > 15
-    for name in TOOLS:
-        result = run([sys.executable, f"{ROOT}/scripts/{name}.py", "--help"], cwd=tmp_path)
+    for tool in TOOLS:
+        result = run([sys.executable, str(tool), "--help"], cwd=tmp_path)
         assert result.returncode == 0 and result.stderr == "", result.stderr
         assert result.stdout.startswith("usage: ")
 
 
-@pytest.mark.parametrize("start", [["-m", "scripts.ladder"], ["scripts/ladder.py"]])
+@pytest.mark.parametrize("start", [["-m", "studies.ladder"], ["studies/ladder.py"]])
 def test_ctrl_c_during_imports(tmp_path, start):
     """A library may make something else of it."""
     (tmp_path / "torch.py").write_text(

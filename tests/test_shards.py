@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fsdp_memory import CASES, optimizer_flags
-from memory_shapes import CONFIG, WIDE, T
-from runs import together
+from cases.memory_shapes import CONFIG, WIDE, T
+from harness.fsdp_memory import CASES, optimizer_flags
+from harness.runs import together
 from test_memory import planner
 
 from planner import CARDS
@@ -38,7 +38,7 @@ def measured(tmp_path_factory):
 
     def measure(names: list[str]) -> dict[str, dict[str, int]]:
         path = tmp_path_factory.mktemp("measured") / "bytes.json"
-        script = Path(__file__).with_name("fsdp_memory.py")
+        script = Path(__file__).with_name("harness") / "fsdp_memory.py"
         result = together([str(script), str(path), *names])
         assert result.returncode == 0, result.stdout + result.stderr
         return json.loads(path.read_text())

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from runs import ROOT, TINY, Crash, crash_after, metrics, run, same, snapshot, train_here
+from harness.runs import ROOT, TINY, Crash, crash_after, metrics, run, same, snapshot, train_here
 
 import train_minimal
 from trainer.process import OneProcess

@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from runs import metrics, torchrun, train_here
+from harness.runs import metrics, torchrun, train_here
 
 import train_minimal
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import TINY, metrics, same, snapshot, train_here
+from harness.runs import TINY, metrics, same, snapshot, train_here
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_minimal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY, same, snapshot, together
+from harness.runs import TINY, same, snapshot, together
 
 # Large enough that two threads share the sums: with one, other weights come out.
 FLAGS = [*TINY, "--max-tokens=2000", "--d-model=64", "--seq-len=64", "--batch-size=8", "--no-amp"]

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from runs import metrics, same, snapshot, torchrun, train_here
+from harness.runs import metrics, same, snapshot, torchrun, train_here
 
 from scripts.faults import weights_hash
 from scripts.trainer_process import history
@@ -62,7 +62,7 @@ def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
 
 
 def test_every_policy_under_ddp(tmp_path):
-    result = torchrun(tmp_path / "unused.pt", script="tests/ddp_policies.py")
+    result = torchrun(tmp_path / "unused.pt", script="tests/harness/ddp_policies.py")
     assert result.stdout.count("9 variants equal") == 2
 
 
@@ -73,7 +73,7 @@ def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
     flags = ("--no-amp", "--grad-accum-steps=2", "--lr-scheduler=constant", "--warmup-steps=0")
     for more in (("--num-steps=3",), ("--num-steps=6", "--resume")):
-        result = torchrun(path, *flags, *more, script="tests/ddp_storages.py")
+        result = torchrun(path, *flags, *more, script="tests/harness/ddp_storages.py")
         assert result.stdout.count("bytes, from the first on") == 2
     torchrun(whole, *flags, "--num-steps=6")
     assert same(weights(path), weights(whole))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from runs import metrics, same, snapshot, together, torchrun, train_here
+from harness.runs import metrics, same, snapshot, together, torchrun, train_here
 
 from model import MiniGPT, MiniGPTConfig
 from scripts.faults import weights_hash
@@ -50,7 +50,7 @@ def test_two_shards_equal_one_process(tmp_path, capsys):
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_every_policy_with_shards(which):
     """Each equals DDP, with accumulation, offload and clipping; see fsdp_steps.py."""
-    result = together(["tests/fsdp_steps.py", which], timeout=400)
+    result = together(["tests/harness/fsdp_steps.py", which], timeout=400)
     assert result.stdout.count("variants equal") == 2, result.stdout + result.stderr
 
 

@@ -1,0 +1,165 @@
+"""Which card trains what: the largest of GPT-2's four sizes, how fast, and how many sequences.
+
+    python -m studies.cards
+    python -m studies.cards --cards "RTX 4090" H100
+
+Predicted, as all of planner/ is, so no card is needed. What fits is what plan_memory says for
+`--card NAME`, and how fast is what it says with `--all-knobs` for half a million tokens a step, as
+GPT-3 had; cards of one precision share what is simulated. Some minutes on a laptop.
+"""
+
+import sys
+
+if not __package__:  # python studies/cards.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import studies  # noqa: F401
+
+import argparse
+import json
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from planner import CARDS
+from scripts import say_stopped
+from scripts.plan_knobs import Setting
+from scripts.plan_memory import PROGRESS, Asked, aim, turn_all_knobs
+from scripts.plan_run import format_hours
+from scripts.plan_table import digits
+from trainer.card import card_name, device_type
+from trainer.flags import SHAPES, OneLineParser, output_file
+from trainer.metrics import format_bytes
+
+WAYS: dict[str, dict[str, Any]] = {
+    "as in most tutorials": {"loss_chunks": 1},
+    "as it is": {},
+    "full": {"recompute": "full"},
+}
+ONE_SEQUENCE, STEP = "--batch-size 1", "--batch-size 16 --grad-accum-steps 32 --all-knobs"
+# (Apple sells each of its chips with several memories: what fits there plan_memory tells.)
+NVIDIA = [name for name, card in CARDS.items() if device_type(card) == "cuda"]
+# The documents' table has one or two cards for each size of memory; these are between those.
+BESIDE = {"RTX 3070", "RTX 3080 10GB", "RTX 4060", "RTX 4080", "RTX 5080", "RTX A6000"}
+BESIDE |= {"V100 16GB", "V100 32GB"}
+SHOWN = [name for name in NVIDIA if name not in BESIDE]
+
+
+class Plan:
+    """Asks as plan_memory does; cards of one precision share the steps that are simulated."""
+
+    def __init__(self, watch: Callable[[], object] = lambda: None):
+        self.watch, self.made = watch, dict[torch.dtype, dict]()
+
+    def ask(self, card: str, model: str, flags: str) -> Asked:
+        asked = aim(["--model", model, "--card", card, *flags.split()])
+        made = self.made.setdefault(asked.plans.precision, {})
+        return replace(asked, plans=replace(asked.plans, made=made, watch=self.watch))
+
+    def largest_batches(self, card: str, model: str) -> dict[str, int]:
+        """For each way to spend memory, the largest micro-batch; 0 = not one sequence."""
+        asked = self.ask(card, model, ONE_SEQUENCE)
+        assert asked.room.safe is not None
+        if asked.plans.state(asked.args) >= asked.room.safe:
+            return dict.fromkeys(WAYS, 0)
+        planner = asked.plans.planner(asked.args)
+        return {
+            name: planner.largest_batch(asked.room.safe, 1, **way) for name, way in WAYS.items()
+        }
+
+    def fastest(self, card: str, model: str) -> tuple[Asked, Setting] | None:
+        """The fastest way to run 512 sequences a step; None if none fits."""
+        asked = self.ask(card, model, STEP)
+        settings = turn_all_knobs(asked)
+        return (asked, settings[0]) if settings else None
+
+    def row(self, card: str) -> dict[str, Any]:
+        batches = {model: self.largest_batches(card, model) for model in SHAPES}
+        row: dict[str, Any] = {
+            "card": card,
+            "memory_bytes": CARDS[card].memory,
+            "largest_batch": batches,
+            "fastest": None,
+        }
+        for model in reversed(SHAPES):
+            if batches[model]["full"] and (found := self.fastest(card, model)):
+                asked, setting = found
+                row["precision"] = str(asked.plans.precision).removeprefix("torch.")
+                row["fastest"] = {"model": model, **setting.as_json(asked.args)}
+                break
+        return row
+
+
+def hours(row: dict[str, Any]) -> float:
+    """For a billion tokens."""
+    return 10**9 / row["fastest"]["tokens_per_s"] / 3600
+
+
+def format_fastest(rows: list[dict[str, Any]]) -> str:
+    """ "| RTX 3060 12GB | `gpt2-medium` | 8 x 64 | `cheap` | ..." """
+    lines = ["| card | largest model | a step | policy | peak | tokens/s | 1B tokens |"]
+    lines += ["|---" * 7 + "|"]
+    for row in rows:
+        best = row["fastest"]
+        if best is None:
+            lines.append(f"| {row['card']} | - | | | | | |")
+            continue
+        cells = [
+            row["card"],
+            f"`{best['model']}`",
+            f"{best['grad_accum_steps']} x {best['batch_size']}",
+            best["name"],
+            format_bytes(best["peak_bytes"]),
+            digits(3, best["tokens_per_s"]),
+            format_hours(3600 * hours(row)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def format_batches(rows: list[dict[str, Any]]) -> str:
+    """ "| RTX 3060 12GB | 9 / 26 / 128 | ..."; cards with equal figures in one row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["memory_bytes"]):
+        of_models = [row["largest_batch"][model].values() for model in SHAPES]
+        cells = [" / ".join(f"{n:,}" for n in of) if any(of) else "-" for of in of_models]
+        alike.setdefault(tuple(cells), []).append(row["card"])
+    lines = [f"| | {' | '.join(f'`{model}`' for model in SHAPES)} |", "|---" * 5 + "|"]
+    return "\n".join(
+        [
+            *lines,
+            *(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()),
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = OneLineParser(prog="python -m studies.cards", description="Which card trains what.")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--cards", nargs="+", type=card_name, default=SHOWN, metavar="NAME",
+        help="any of NVIDIA's that are known (default: those in docs/planning.md)")  # fmt: skip
+    args: argparse.Namespace = parser.parse_args(argv)
+    if others := [name for name in args.cards if name not in NVIDIA]:
+        parser.error(f"--cards: {others[0]} is no NVIDIA card; plan_memory --card plans for it")
+    try:
+        with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
+            plan = Plan(bar.update)
+            rows = [plan.row(card) for card in args.cards]
+    except KeyboardInterrupt:
+        say_stopped()
+        return 130
+    print(format_fastest(rows), format_batches(rows), sep="\n\n")
+    if args.json:
+        command = shlex.join(["python", "-m", "studies.cards", *argv])
+        about = {"command": command, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+        args.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

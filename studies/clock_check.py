@@ -1,0 +1,155 @@
+"""Is the planner's clock right here? Measured and predicted time of every policy, turn by turn.
+
+python -m studies.clock_check                                  # the demo's model
+python -m studies.clock_check --model gpt2 --batch-size 2      # GPT-2 small: minutes
+
+One process, one model: a policy changes no weight, so a step with each of them, then all of them
+again, differ in nothing but the policy and in what else the machine does meanwhile. What a policy
+costs is therefore compared with `none` of the same round, and the median of all rounds is reported.
+(scripts.benchmark measures peaks, too, and so needs a process for each policy.)
+"""
+
+import sys
+
+if not __package__:  # python studies/clock_check.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import studies  # noqa: F401
+
+import argparse
+import json
+import shlex
+import time
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from data import DataError
+from model import RECOMPUTE_POLICIES
+from planner import Planner
+from scripts import say_stopped
+from scripts.benchmark import describe_device
+from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
+from scripts.plan_table import Clock
+from trainer.card import clock_card, measured_card
+from trainer.device import choose_device, choose_precision, set_matmul_precision
+from trainer.flags import UsageError, build_parser, fill_in, number, output_file, print_error
+from trainer.plan import make_planner, vocabulary
+from trainer.pretrained import open_init_from
+from trainer.report import describe_model
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Raises UsageError or DataError."""
+    parser = build_parser("python -m studies.clock_check", "unused")
+    parser.description = "Compare measured time of every policy with what the planner predicts."
+    add = parser.add_argument_group("check (all else as in train_minimal.py)").add_argument
+    add("--rounds", type=number(int, 1, 10**6), default=10, metavar="N",
+        help="timed steps of each policy, which take turns (default: %(default)s)")  # fmt: skip
+    add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
+    args = parser.parse_args(argv)
+    for name, default in {"use_activation_checkpoint": "none", "card": None}.items():
+        if getattr(args, name) != default:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag}: all policies are measured, on this machine: leave it out")
+    open_init_from(args)
+    args = fill_in(args)
+    args.vocab_size = vocabulary(args)
+    return args
+
+
+def measure(args: argparse.Namespace, policies: list[str]) -> np.ndarray:
+    """(rounds, policies) seconds of a step."""
+    run = make_run(args, Job("none", args.batch_size), choose_device(args.device))
+    configs = [config_of(args, Job(policy, args.batch_size)) for policy in policies]
+    seconds = []
+    for i in tqdm(range(-1, args.rounds), desc="rounds", leave=False, disable=None):
+        row = []
+        for config in configs:
+            run.model.config = config
+            # The first one also pays for memory that the policy before had given back.
+            row.append([timed_step(run) for _ in range(WARM_UP)][-1])
+        seconds += [row] * (i >= 0)
+    return np.array(seconds)
+
+
+def compare(
+    planner: Planner, batch_size: int, clock: Clock, policies: list[str], measured: np.ndarray
+) -> list[dict[str, Any]]:
+    """A row for each policy. `measured`: (rounds, policies) seconds, `none` in the first column."""
+    steps = [planner.step(batch_size, recompute=policy) for policy in policies]
+    predicted = np.array([clock.seconds(step) for step in steps])
+    columns = {
+        "step_s": np.median(measured, axis=0),
+        "predicted_s": predicted,
+        "over_none": np.median(measured / measured[:, :1], axis=0) - 1,
+        "predicted_over_none": predicted / predicted[0] - 1,
+    }
+    return [
+        {"policy": policy, **{name: float(column[i]) for name, column in columns.items()}}
+        | {"step_s_all": measured[:, i].tolist()}
+        for i, policy in enumerate(policies)
+    ]
+
+
+def format_row(row: dict[str, Any]) -> str:
+    cells = [
+        row["policy"],
+        f"{1000 * row['step_s']:,.1f} ms",
+        f"{1000 * row['predicted_s']:,.1f} ms",
+        f"{row['predicted_s'] / row['step_s']:.2f}",
+        f"{row['over_none']:+.1%}",
+        f"{row['predicted_over_none']:+.1%}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+HEADER = """| policy | step | predicted | ratio | over none | predicted |
+|---|---|---|---|---|---|"""
+
+
+def check(argv: list[str]) -> None:
+    """Raises UsageError or DataError before anything is measured."""
+    args = parse(argv)
+    device = choose_device(args.device)
+    set_matmul_precision(device, args.tf32)
+    card = clock_card(args, device) or measured_card(args, device)
+    run_precision = choose_precision(args, device)
+    config = config_of(args, Job("none", args.batch_size))
+    planner = make_planner(args, config, device, run_precision)
+    policies = list(RECOMPUTE_POLICIES)
+    clock = Clock(card, compiled=False, micro_batches=args.grad_accum_steps, processes=1)
+    found = compare(planner, args.batch_size, clock, policies, measure(args, policies))
+    about = {
+        "command": shlex.join(["python", "-m", "studies.clock_check", *argv]),
+        "model": describe_model(config),
+        "device": describe_device(device),
+        "precision": str(run_precision).removeprefix("torch."),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "predicted for": card.name,
+    }
+    print(HEADER, *map(format_row, found), sep="\n")
+    print("", *(f"{name}: {value}" for name, value in about.items()), sep="\n")
+    if args.json:
+        args.json.write_text(
+            json.dumps({**about, "card": asdict(card), "rows": found}, indent=1) + "\n"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        check(sys.argv[1:] if argv is None else argv)
+        return 0
+    except (UsageError, DataError) as error:
+        print_error(error)
+        return 2
+    except KeyboardInterrupt:
+        say_stopped()
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

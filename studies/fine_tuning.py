@@ -1,0 +1,141 @@
+"""What do trained weights save? One half of a text, then the other: from those, or from nothing.
+
+python -m studies.fine_tuning                      # the built-in corpus: three minutes on a CPU
+python -m studies.fine_tuning --train-data ...     # others; the flags are train_minimal.py's
+
+A model is trained on every second file. Then the other files are trained on: from random weights,
+for as many steps, and with --init-from that model, for a third of them, at several learning rates.
+After which step is the validation loss where random weights end? In bits/byte, as the two have
+tokenizers of their own.
+"""
+
+import sys
+
+if not __package__:  # python studies/fine_tuning.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import studies  # noqa: F401
+
+import argparse
+import json
+import shlex
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from data import DataError
+from data.files import find_files, find_stdlib
+from scripts.benchmark import describe_device
+from studies.mixes import table
+from studies.quiet_run import run_study, train_quietly
+from trainer.device import choose_device
+from trainer.flags import UsageError, build_parser, fill_in, number, output_file
+
+Curve = list[tuple[int, float]]  # (step, bits/byte of the validation part)
+OWN = ("factors", "share", "json")  # flags of this script
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Raises UsageError."""
+    parser = build_parser("python -m studies.fine_tuning", "unused")
+    parser.description = "Compare a start from trained weights with one from random weights."
+    parser.set_defaults(
+        tokenizer_name="bpe", eval_interval=25, eval_batches=100, save_interval=0, sample_tokens=0
+    )
+    add = parser.add_argument_group("study (all else as in train_minimal.py)").add_argument
+    positive = number(float, 0, open=True)
+    add("--factors", type=positive, nargs="+", default=[1.0, 0.3, 0.1], metavar="X",
+        help="learning rates, in units of that of random weights (default: 1 0.3 0.1)")  # fmt: skip
+    add("--share", type=number(float, 0, 1, open=True), default=1 / 3, metavar="SHARE",
+        help="of --num-steps that trained weights get (default: a third)")  # fmt: skip
+    add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
+    args = parser.parse_args(argv)
+    moot = "init_from val_data use_toy_data resume checkpoint_path num_tokens num_epochs".split()
+    for name in moot:
+        if name in args.typed:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag}: this script chooses it: leave it out")
+    fill_in(argparse.Namespace(**vars(args)))  # contradictions
+    return args
+
+
+def halves(args: argparse.Namespace) -> list[list[str]]:
+    """Every second file, and the others. Raises DataError."""
+    if args.train_data:
+        files = find_files(args.train_data, "--train-data", print)
+    else:
+        files = find_stdlib()
+    if len(files) < 2:
+        raise DataError("--train-data: one file only; every second one trains first")
+    return [[str(path) for path in files[start::2]] for start in (0, 1)]
+
+
+def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What was run, each with its curve: first from random weights. Raises DataError, Stopped."""
+    before, after = halves(args)
+    rate = fill_in(argparse.Namespace(**vars(args))).lr
+    steps, few = args.num_steps, max(1, round(args.share * args.num_steps))
+    own = {name: value for name, value in vars(args).items() if name not in OWN}
+    with tempfile.TemporaryDirectory() as folder:
+        trained = Path(folder) / "trained.pt"
+
+        def run(name: str, **changes: Any) -> Curve:
+            path = Path(folder) / name
+            flags = own | {"train_data": after, "checkpoint_path": path} | changes
+            records = train_quietly(argparse.Namespace(**flags))
+            return [(record["step"], record["val_bits_per_byte"]) for record in records]
+
+        jobs: list[dict[str, Any]] = [{"from": "random weights", "lr": rate, "steps": steps}]
+        jobs += [{"from": "trained", "lr": rate * x, "steps": few} for x in args.factors]
+        bar = tqdm(total=1 + len(jobs), desc="runs", leave=False, disable=None)
+        run("trained.pt", train_data=before)
+        for i, job in enumerate(jobs):
+            bar.update()
+            start = {} if i == 0 else {"init_from": trained, "lr": job["lr"]}
+            job["curve"] = run(f"{i}.pt", num_steps=job["steps"], **start)
+        bar.close()
+    return jobs
+
+
+def steps_to_match(runs: list[dict[str, Any]]) -> list[int | None]:
+    """For each run from trained weights: where it is as good as random weights at their end."""
+    goal = runs[0]["curve"][-1][1]
+    return [next((step for step, bits in r["curve"] if bits <= goal), None) for r in runs[1:]]
+
+
+def report(runs: list[dict[str, Any]]) -> str:
+    """A column a run, in bits/byte; what a run did not see is left out."""
+    curves: list[dict[int, float]] = [dict(run["curve"]) for run in runs]
+    steps = sorted({step for curve in curves for step in curve})
+    header = ["step", *(f"{run['from']}, lr {run['lr']:.1e}" for run in runs)]
+    shown = [[f"{curve[step]:.3f}" if step in curve else "" for curve in curves] for step in steps]
+    rows = [[f"{step:,}", *row] for step, row in zip(steps, shown, strict=True)]
+    there = [str(step) if step else "never" for step in steps_to_match(runs)]
+    goal = f"{curves[0][steps[-1]]:.3f} bits/byte, the end of random weights"
+    return f"{table(header, rows)}\n\n{goal}, reached after step: {', '.join(there)}"
+
+
+def study(argv: list[str]) -> None:
+    """Raises UsageError, DataError or Stopped."""
+    args = parse(argv)
+    found: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "studies.fine_tuning", *argv]),
+        "device": describe_device(choose_device(args.device)),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "runs": compare(args),
+    }
+    print(report(found["runs"]))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_study(study, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""What each rung of the recompute ladder costs: the peak of a whole step, its FLOPs, its time.
+
+python -m studies.ladder
+
+Two training steps of the real model, optimizer included, run on *fake* tensors, which have shapes
+and storages but no memory; what is reported is the second, when AdamW's state is there. The
+tracker counts every storage that an operator returns and knows nothing of this project: it can
+disagree with the planner. (But time is the planner's word, for cards that it has a table of.)
+Nothing here depends on the speed of the machine, or on its memory.
+"""
+
+import sys
+
+if not __package__:  # python studies/ladder.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import studies  # noqa: F401
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from model import MiniGPT, MiniGPTConfig
+from planner import CARDS, Planner
+from trainer.flags import OneLineParser, output_file
+from trainer.measured import LiveStorages
+
+SEQ_LEN = 1024
+GPT2_SMALL = MiniGPTConfig(dropout=0.0)
+GPT2_XL = replace(GPT2_SMALL, n_layers=48, n_heads=25, d_model=1600, d_ff=6400)
+CONFIGURATIONS = {  # name -> (model, sequences a batch)
+    "124M, B=2": (GPT2_SMALL, 2),
+    "124M, B=12": (GPT2_SMALL, 12),
+    "1.5B, B=4": (GPT2_XL, 4),
+}
+TIMED = CONFIGURATIONS["124M, B=12"]
+RUNGS: dict[str, dict[str, Any]] = {
+    "plain": {"recompute": "none", "loss_chunks": 1},  # what every tutorial does: whole logits
+    "full, head at once": {"recompute": "full", "loss_chunks": 1},
+    "none": {"recompute": "none"},
+    "cheap": {"recompute": "cheap"},
+    "selective": {"recompute": "selective"},
+    "attn": {"recompute": "attn"},
+    "mlp": {"recompute": "mlp"},
+    "sdpa": {"recompute": "sdpa"},
+    "full": {"recompute": "full"},
+    "full, groups of 2": {"recompute": "full", "recompute_group": 2},
+}
+# What FlopCounterMode sees of attention on a CPU -> dropout that has it seen that way.
+FLOPS = {"FLOPs, attention not counted": 0.0, "FLOPs, attention in full square": 0.1}
+# The planner's prediction for a card, of GPT-2 small with 12 sequences -> with --compile?
+TIMES = {
+    "time, H100": ("H100", False),
+    "time, RTX 4090": ("RTX 4090", False),
+    "time, RTX 4090, compiled": ("RTX 4090", True),
+}
+# The goals that were set before the ladder was built: MiB, and FLOPs in units of `none`'s.
+TARGETS: dict[str, dict[str, float]] = {
+    "124M, B=2": {"none": 2650, "cheap": 2290, "mlp": 2260, "full": 2240},
+    "124M, B=12": {"none": 6150, "cheap": 4700, "mlp": 4100, "full": 2560},
+    "1.5B, B=4": {
+        "none": 32500,
+        "cheap": 26500,
+        "mlp": 25300,
+        "full": 24700,
+        "full, groups of 2": 24650,
+    },
+    "FLOPs, attention not counted": {"none": 1.0, "cheap": 1.0, "mlp": 1.08, "full": 1.17},
+    "FLOPs, attention in full square": {"none": 1.0, "full": 1.19},
+}
+
+
+def adamw(model: MiniGPT) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def train(config: MiniGPTConfig, batch: int, seq_len: int, steps: int) -> Iterator[int]:
+    """Whole steps, as the trainers do them; yields before each."""
+    model = MiniGPT(config).train()
+    optimizer = adamw(model)
+    ids = torch.randint(config.vocab_size, (batch, seq_len + 1))
+    for step in range(steps):
+        yield step
+        # Each weight is used once a forward: autocast's cache of casts would only hold memory.
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def step_peak(config: MiniGPTConfig, batch: int, seq_len: int, *, fake: bool = True) -> int:
+    """Most bytes alive at once in the second step: weights, gradients, AdamW, and all the rest."""
+    with FakeTensorMode() if fake else nullcontext(), LiveStorages() as storages:
+        for _ in train(config, batch, seq_len, steps=2):
+            storages.peak = storages.now  # forget the step before
+    return storages.peak
+
+
+def step_flops(config: MiniGPTConfig, batch: int, seq_len: int) -> int:
+    """FLOPs of one step: forward, replay and backward."""
+    # One mode around all of it: torch 2.13's selective checkpoint refuses to replay under other
+    # modes than it ran under.
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        for _ in train(config, batch, seq_len, steps=1):
+            pass
+    return of_products(counter)
+
+
+def of_products(counter: FlopCounterMode) -> int:
+    """Without those of a CPU's fused attention, which torch counts since 2.15, in full square."""
+    flops = counter.get_flop_counts()["Global"].items()
+    return sum(n for operator, n in flops if "flash_attention_for_cpu" not in str(operator))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number, and the one that it was to stay below."""
+
+    column: str
+    rung: str
+    value: float  # MiB; or FLOPs or seconds in units of those of `none`
+    raw: float  # bytes, FLOPs or seconds
+    target: float | None
+
+    def __str__(self) -> str:
+        digits = 0 if self.column in CONFIGURATIONS else 3
+        if self.target is None:
+            return f"{self.value:.{digits}f}"
+        verdict = "met" if self.met else "**missed**"
+        limit = f"{self.target:.2f}" if digits else f"{self.target:.0f}"
+        return f"{self.value:.{digits}f} <= {limit} {verdict}"
+
+    @property
+    def met(self) -> bool:
+        return self.target is None or self.value <= self.target
+
+
+def peaks() -> Iterator[Figure]:
+    """Every rung in every configuration."""
+    for column, (config, batch) in CONFIGURATIONS.items():
+        for rung, changes in RUNGS.items():
+            peak = step_peak(replace(config, **changes), batch, SEQ_LEN)
+            yield Figure(column, rung, peak / 2**20, peak, TARGETS[column].get(rung))
+
+
+def flops() -> Iterator[Figure]:
+    """Relative to `none` with the same dropout."""
+    for column, dropout in FLOPS.items():
+        base = step_flops(replace(GPT2_SMALL, dropout=dropout), 2, SEQ_LEN)
+        for rung, changes in RUNGS.items():
+            count = step_flops(replace(GPT2_SMALL, dropout=dropout, **changes), 2, SEQ_LEN)
+            yield Figure(column, rung, count / base, count, TARGETS[column].get(rung))
+
+
+def times() -> Iterator[Figure]:
+    """Relative to `none` on the same card."""
+    config, batch = TIMED
+    planner = Planner(
+        config, SEQ_LEN, precision=torch.bfloat16, make_optimizer=adamw, device_type="cuda"
+    )
+    for column, (card, compiled) in TIMES.items():
+        steps = {rung: planner.step(batch, **changes) for rung, changes in RUNGS.items()}
+        seconds = {rung: step.seconds(CARDS[card], compiled) for rung, step in steps.items()}
+        for rung, raw in seconds.items():
+            yield Figure(column, rung, raw / seconds["none"], raw, None)
+
+
+def table(figures: list[Figure]) -> str:
+    """Markdown: a row for each rung, a column for each configuration."""
+    cells = {(figure.column, figure.rung): str(figure) for figure in figures}
+    columns = list(dict.fromkeys(figure.column for figure in figures))
+    rows = [["", *columns], ["---"] * (len(columns) + 1)]
+    rows += [[rung, *(cells.get((column, rung), "") for column in columns)] for rung in RUNGS]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+FOOTNOTE = f"""
+Peak of the second training step in MiB: weights, gradients, fused AdamW, activations, head and
+temporaries. T={SEQ_LEN}, bfloat16 autocast without its cache, dropout 0, gradients set to None; the
+head in as many chunks as it chooses itself, in one for `plain` and `full, head at once`. FLOPs as
+torch's FlopCounterMode counts them, of a whole step of 124M, B=2, in units of `none`'s: a check of
+planner.formulas.step_flops, whose figures the documents show (`full`: 1.17). The CPU's fused
+attention is left out (so `sdpa` equals `full`), and with dropout, which that lacks, the whole
+square is counted. Where `sdpa` and `full` share one peak, it stands in the first block's backward:
+nearly nothing is kept there, but all gradients are there. Time as the planner predicts it for a
+card (planner/clock.py), of a step of 124M, B=12, in units of `none`'s.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m studies.ladder", description=__doc__)
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the raw numbers there"
+    )
+    args = parser.parse_args(argv)
+
+    start = time.perf_counter()
+    total = len(RUNGS) * (len(CONFIGURATIONS) + len(FLOPS) + len(TIMES))
+    figures = []
+    with tqdm(total=total, unit="figure", leave=False, disable=None) as bar:
+        for figure in chain(peaks(), flops(), times()):
+            bar.set_postfix_str(f"{figure.column}: {figure.rung}")
+            bar.update()
+            figures.append(figure)
+    missed = [figure for figure in figures if not figure.met]
+    command = " ".join(["python -m studies.ladder", *(sys.argv[1:] if argv is None else argv)])
+    about = {
+        "command": command,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(time.perf_counter() - start),
+    }
+    print(table(figures))
+    print(FOOTNOTE)
+    print(f"{about['command']}, torch {about['torch']}, {about['date']}, {about['seconds']} s")
+    print(f"{sum(f.target is not None for f in figures) - len(missed)} targets met", end=", ")
+    print(f"{len(missed)} missed")
+    result = {**about, "figures": [asdict(figure) | {"met": figure.met} for figure in figures]}
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""How good is a mix of two policies, which is what `auto` looks for? Against all other assignments.
+
+python -m studies.mixes
+
+GPT-2 small's blocks, 12 sequences of 1,024 tokens, bfloat16, as predicted for two cards. First,
+what is taken at budgets between two rungs: by one policy in the first N blocks, by a pair with the
+fewest FLOPs done twice, by a pair with the least time. Then how much slower than the best of *all*
+assignments of 7 policies to blocks the best pair is, at 20 budgets from the tightest to the widest:
+of 4 and 6 blocks every assignment, of 12 every one but for its order. All of it is arithmetic on
+what eight simulated steps say (planner.choose.peaks_of, which tests compare with simulations).
+"""
+
+import sys
+
+if not __package__:  # python studies/mixes.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import studies  # noqa: F401
+
+import argparse
+import json
+import shlex
+import time
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from model import RECOMPUTE_POLICIES
+from planner import CARDS, Planner, StepMemory
+from planner.choose import (
+    all_alike,
+    all_mixes,
+    config_of,
+    describe_recompute,
+    mean_seconds,
+    peaks_of,
+)
+from planner.formulas import recompute_cost, step_flops
+from studies.ladder import GPT2_SMALL, SEQ_LEN, adamw
+from trainer.flags import OneLineParser, output_file
+
+BATCH = 12
+CLOCKS = [(card, compiled) for card in ("H100", "RTX 4090") for compiled in (False, True)]
+BETWEEN = (22, 18)  # BTC a block, on average
+LAYERS = (4, 6, 12)
+BUDGETS = 20
+
+
+def alike(n_layers: int) -> list[StepMemory]:
+    """A step of each rung, all blocks alike."""
+    config = replace(GPT2_SMALL, n_layers=n_layers)
+    planner = Planner(
+        config, SEQ_LEN, precision=torch.bfloat16, make_optimizer=adamw, device_type="cuda"
+    )
+    return all_alike(planner, BATCH)
+
+
+def clock_name(card: str, compiled: bool) -> str:
+    return card + ", compiled" * compiled
+
+
+def over_none(steps: list[StepMemory], mixes: np.ndarray, card: str, compiled: bool) -> np.ndarray:
+    """(mixes,) predicted time, in units of that without recompute."""
+    seconds = mean_seconds(steps, mixes, CARDS[card], compiled)
+    return seconds / steps[0].seconds(CARDS[card], compiled)
+
+
+def between_rungs(steps: list[StepMemory]) -> list[dict[str, Any]]:
+    """What fits where a block may keep so much on average, and costs least by each rule."""
+    mixes = all_mixes(steps[0].config.n_layers)
+    configs = [config_of(steps, mix) for mix in mixes]
+    flops = [recompute_cost(config, SEQ_LEN) for config in configs]
+    one_policy = np.array([config.recompute_rest == "none" for config in configs])
+    peaks, found = peaks_of(steps, mixes), []
+    for btc in BETWEEN:
+        less = (36 - btc) * BATCH * SEQ_LEN * steps[0].config.d_model * steps[0].config.n_layers
+        fits = np.flatnonzero(peaks <= steps[0].peak - less)
+        taken = {
+            "one policy, FLOPs": min(fits[one_policy[fits]], key=lambda i: flops[i]),
+            "pair, FLOPs": min(fits, key=lambda i: (flops[i], peaks[i])),
+        }
+        for clock in CLOCKS:
+            fastest = over_none(steps, mixes[fits], *clock).argmin()
+            taken[f"pair, time on {clock_name(*clock)}"] = fits[fastest]
+        for rule, i in taken.items():
+            needed, twice = step_flops(configs[i], SEQ_LEN)
+            row = {"btc": btc, "rule": rule, "takes": describe_recompute(configs[i])}
+            row |= {"flops_twice": twice / needed, "peak_bytes": int(peaks[i])}
+            times = {
+                clock_name(*clock): float(over_none(steps, mixes[[i]], *clock)[0])
+                for clock in CLOCKS
+            }
+            found.append(row | {"over_none": times})
+    return found
+
+
+def gaps(steps: list[StepMemory]) -> list[dict[str, Any]]:
+    """How much slower the best pair is than the best of all, for each clock."""
+    n_layers, policies = steps[0].config.n_layers, range(len(RECOMPUTE_POLICIES))
+    if n_layers <= 6:
+        every = np.array(list(product(policies, repeat=n_layers)))
+    else:  # those that keep less come first, where their blocks' backward is over last
+        by_bytes = sorted(policies, key=lambda i: steps[i].kept)
+        every = np.array(list(combinations_with_replacement(by_bytes, n_layers)))
+    pairs = all_mixes(n_layers)
+    all_peaks, pair_peaks = peaks_of(steps, every), peaks_of(steps, pairs)
+    found = []
+    for card, compiled in CLOCKS:
+        of_all, of_pairs = (over_none(steps, mixes, card, compiled) for mixes in (every, pairs))
+        slower = [
+            float(of_pairs[pair_peaks <= budget].min() / of_all[all_peaks <= budget].min() - 1)
+            for budget in np.linspace(all_peaks.min(), all_peaks.max(), BUDGETS)
+        ]
+        row = {"layers": n_layers, "card": card, "compiled": compiled, "assignments": len(every)}
+        found.append(row | {"worst": max(slower), "mean": float(np.mean(slower)), "all": slower})
+    return found
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines])
+
+
+def report(mixes: list[dict[str, Any]], slower: list[dict[str, Any]]) -> str:
+    names = list(mixes[0]["over_none"])
+    lines = [
+        [str(row["btc"]), row["rule"], row["takes"], f"{row['flops_twice']:.1%}"]
+        + [f"{row['over_none'][name] - 1:+.1%}" for name in names]
+        for row in mixes
+    ]
+    parts = [table(["BTC a block", "rule", "takes", "FLOPs twice", *names], lines)]
+    lines = [
+        [
+            str(row["layers"]),
+            clock_name(row["card"], row["compiled"]),
+            f"{row['assignments']:,}",
+        ]
+        + [f"{row[name]:.2%}" for name in ("worst", "mean")]
+        for row in slower
+    ]
+    header = ["blocks", "clock", "assignments", "slower than the best, at most", "on average"]
+    return "\n\n".join([*parts, table(header, lines)])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m studies.mixes", description=__doc__,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the raw numbers there"
+    )
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    steps = {n: alike(n) for n in tqdm(LAYERS, desc="simulating", leave=False, disable=None)}
+    mixes = between_rungs(steps[max(LAYERS)])
+    slower = [row for n in LAYERS for row in gaps(steps[n])]
+    result = {
+        "command": shlex.join(["python", "-m", "studies.mixes", *argv]),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "between_rungs": mixes,
+        "gaps": slower,
+    }
+    print(report(mixes, slower))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

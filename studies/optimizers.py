@@ -1,0 +1,212 @@
+"""Muon beside AdamW, and moments in bfloat16 beside float32: what they do to loss and time.
+
+python -m studies.optimizers                      # the main job on a CPU: half an hour to an hour
+python -m studies.optimizers --use-toy-data ...   # another: the flags are train_minimal.py's
+
+1. Each optimizer at the same number of learning rates; Muon for fewer steps. At which of them is
+   Muon's validation loss where AdamW's best run ends?
+2. A step of both, turn by turn in one process, so that both see what else the machine does; once in
+   the precision of the runs and once in float32, as where the hardware has no bfloat16.
+3. At the best learning rate of each, three seeds with moments of either kind.
+"""
+
+import sys
+
+if not __package__:  # python studies/optimizers.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import studies  # noqa: F401
+
+import argparse
+import json
+import shlex
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from scripts.benchmark import describe_device
+from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
+from studies.quiet_run import run_study, train_quietly
+from trainer.device import choose_device, choose_precision
+from trainer.flags import UsageError, build_parser, fill_in, number, output_file
+from trainer.plan import vocabulary
+from trainer.pretrained import open_init_from
+from trainer.report import describe_model
+
+OPTIMIZERS, MOMENTS = ("adamw", "muon"), ("float32", "bfloat16")
+OWN = ("factors", "muon_share", "seeds", "rounds", "json", "markdown")  # flags of this script
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Raises UsageError."""
+    parser = build_parser("python -m studies.optimizers", "unused")
+    parser.description = "Compare optimizers and the dtypes of their moments: loss and time."
+    parser.set_defaults(eval_interval=50, save_interval=0, sample_tokens=0, log_interval=0)
+    add = parser.add_argument_group("study (all else as in train_minimal.py)").add_argument
+    positive, count = number(float, 0, open=True), number(int, 1, 10**6)
+    add("--factors", type=positive, nargs="+", default=[0.5, 1.0, 2.0, 4.0, 8.0], metavar="X",
+        help="learning rates, in units of the default (default: 0.5 1 2 4 8)")  # fmt: skip
+    add("--muon-share", type=number(float, 0, 1), default=0.6, metavar="SHARE",
+        help="of --num-steps that Muon gets (default: %(default)s)")  # fmt: skip
+    add("--seeds", type=count, default=3, metavar="N", help="(default: %(default)s)")
+    add("--rounds", type=count, default=40, metavar="N",
+        help="timed steps of each optimizer, which take turns (default: %(default)s)")  # fmt: skip
+    add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
+    add("--markdown", type=output_file, metavar="FILE", help="write the tables there")
+    args = parser.parse_args(argv)
+    for name in ("optimizer", "moments_dtype", "lr", "resume", "num_tokens", "num_epochs"):
+        if name in args.typed:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag}: this script chooses it: leave it out")
+    open_init_from(args)
+    fill_in(argparse.Namespace(**vars(args)))  # contradictions
+    return args
+
+
+def changed(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    """The trainer's flags, some of them others."""
+    own = {name: value for name, value in vars(args).items() if name not in OWN}
+    return argparse.Namespace(**own | changes)
+
+
+def run(args: argparse.Namespace, optimizer: str, rate: float, **changes: Any) -> dict[str, Any]:
+    """Train as train_minimal.py does, and keep no more than the validation losses."""
+    steps = args.num_steps if optimizer == "adamw" else round(args.muon_share * args.num_steps)
+    flags = {"optimizer": optimizer, "lr": rate, "num_steps": max(steps, 1)} | changes
+    with tempfile.TemporaryDirectory() as folder:
+        records = train_quietly(changed(args, **flags, checkpoint_path=Path(folder) / "run.pt"))
+    curve = [(record["step"], record["val_loss"]) for record in records]
+    return flags | {"val_loss": curve[-1][1], "curve": curve}
+
+
+def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
+    default = fill_in(changed(args)).lr
+    every = [(name, factor * default) for name in OPTIMIZERS for factor in args.factors]
+    bar = tqdm(every, desc="learning rates", leave=False, disable=None)
+    return [run(args, name, rate) for name, rate in bar]
+
+
+def best(rates: list[dict[str, Any]], optimizer: str) -> dict[str, Any]:
+    return min((r for r in rates if r["optimizer"] == optimizer), key=lambda r: r["val_loss"])
+
+
+def steps_to_match(rates: list[dict[str, Any]]) -> int | None:
+    """The step at which Muon's best run is where AdamW's ends; None: it never is."""
+    goal = best(rates, "adamw")["val_loss"]
+    curve = best(rates, "muon")["curve"]
+    return next((step for step, loss in curve if loss <= goal), None)
+
+
+def time_steps(args: argparse.Namespace, rounds: int, no_amp: bool) -> dict[str, Any]:
+    """Seconds of a step of each optimizer, and the median of the ratios of neighbours."""
+    flags = fill_in(changed(args, no_amp=True, amp_dtype="auto") if no_amp else changed(args))
+    flags.vocab_size, device = vocabulary(flags), choose_device(flags.device)
+    runs = []
+    for name in OPTIMIZERS:
+        one = changed(flags, optimizer=name)
+        runs.append(make_run(one, Job("none", one.batch_size), device))
+    seconds = []
+    for i in tqdm(range(-WARM_UP, rounds), desc="rounds", leave=False, disable=None):
+        row = [timed_step(run) for run in runs]
+        seconds += [row] * (i >= 0)
+    measured = np.array(seconds)  # (rounds, optimizers)
+    return {
+        "precision": str(choose_precision(flags, device)).removeprefix("torch."),
+        "step_s": dict(zip(OPTIMIZERS, np.median(measured, axis=0).tolist(), strict=True)),
+        "ratio": float(np.median(measured[:, 1] / measured[:, 0])),
+        "step_s_all": measured.tolist(),
+    }
+
+
+def compare_moments(
+    args: argparse.Namespace, seeds: int, rates: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Runs at the best learning rates. (A run of the sweep is not done again.)"""
+    numbers = range(args.seed, args.seed + seeds)
+    every = list(product(OPTIMIZERS, MOMENTS, numbers))
+    found = []
+    for name, dtype, seed in tqdm(every, desc="moments", leave=False, disable=None):
+        one = best(rates, name)
+        if (dtype, seed) != (args.moments_dtype, args.seed):
+            one = run(args, name, one["lr"], moments_dtype=dtype, seed=seed)
+        found.append(one | {"moments_dtype": dtype, "seed": seed})
+    return found
+
+
+def table(header: str, lines: list[list[str]]) -> str:
+    names = header.split(" | ")
+    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *lines])
+
+
+def report(found: dict[str, Any]) -> str:
+    rates, times, moments = (found[name] for name in ("rates", "times", "moments"))
+    lines = [
+        [r["optimizer"], f"{r['lr']:.2e}", f"{r['num_steps']:,}", f"{r['val_loss']:.4f}"]
+        for r in rates
+    ]
+    parts = [table("optimizer | --lr | steps | validation loss", lines)]
+    goal, match = best(rates, "adamw"), steps_to_match(rates)
+    words = f"AdamW's best run ends at {goal['val_loss']:.4f} after {goal['num_steps']:,} steps"
+    words += "; Muon's best is there " + (f"at step {match:,}" if match else "never")
+    if match:
+        share = match / goal["num_steps"]
+        words += f", {share:.2f} of the steps and, by the times below, "
+        words += " or ".join(f"{share * t['ratio']:.2f}" for t in times) + " of the time"
+    parts.append(words + ".")
+    lines = [
+        [t["precision"], *(f"{1000 * t['step_s'][name]:.1f} ms" for name in OPTIMIZERS)]
+        + [f"{t['ratio']:.2f}"]
+        for t in times
+    ]
+    parts.append(table("precision | AdamW's step | Muon's | ratio", lines))
+    lines = []
+    for name in OPTIMIZERS:
+        for dtype in MOMENTS:
+            row = [r for r in moments if (r["optimizer"], r["moments_dtype"]) == (name, dtype)]
+            losses = [r["val_loss"] for r in row]
+            words = ", ".join(f"{loss:.4f}" for loss in losses)
+            lines.append([name, dtype, words, f"{sum(losses) / len(losses):.4f}"])
+    return "\n\n".join(
+        [*parts, table("optimizer | moments | validation loss of each seed | mean", lines)]
+    )
+
+
+def study(argv: list[str]) -> None:
+    """Raises UsageError, DataError or Stopped."""
+    args = parse(argv)
+    flags, device = fill_in(changed(args)), choose_device(args.device)
+    flags.vocab_size = vocabulary(flags)
+    times = [time_steps(args, args.rounds, no_amp=False)]
+    if times[0]["precision"] != "float32":
+        times.append(time_steps(args, args.rounds, no_amp=True))
+    rates = sweep(args)
+    found = {
+        "command": shlex.join(["python", "-m", "studies.optimizers", *argv]),
+        "model": describe_model(config_of(flags, Job("none", flags.batch_size))),
+        "device": describe_device(device),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "times": times,
+        "rates": rates,
+        "moments": compare_moments(args, args.seeds, rates),
+    }
+    about = [f"{name}: {found[name]}" for name in ("command", "model", "device", "torch", "date")]
+    text = "\n\n".join([report(found), "\n".join(about)])
+    print(text)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.markdown:
+        args.markdown.write_text(text + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_study(study, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""Folders that --init-from cannot take, and flags that do not go with it, for test_bad_input.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cases.bad_input import Case, Write
+from harness.gpt2_folder import CONFIG, TOKENIZER, gpt2_tensors, safetensors, write_folder
+
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer_json import to_json
+
+GOOD = gpt2_tensors()
+RANKS = load_tokenizer("byte").ranks
+BYTES = {text: i for text, i in TOKENIZER["model"]["vocab"].items() if i < 256}
+
+
+def refused(write: Write, *says: str, flags: str = "--init-from=gpt2") -> Case:
+    return Case("built-in", flags, ("--init-from", *says), {} if write is None else {"gpt2": write})
+
+
+def config(*says: str, **changes: Any) -> Case:
+    """A folder whose config.json has these values; None: not there."""
+    changed = {name: value for name, value in (CONFIG | changes).items() if value != "gone"}
+    return refused(lambda path: write_folder(path, changed, GOOD), *says)
+
+
+def content(name: str, text: str | None, *says: str) -> Case:
+    """A folder with another text in one of its files; None: without it."""
+
+    def write(path: Path) -> None:
+        file = write_folder(path, CONFIG, GOOD) / name
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+
+    return refused(write, *says)
+
+
+def weights(data: bytes, *says: str) -> Case:
+    return refused(lambda path: write_folder(path, CONFIG, weights=data), *says)
+
+
+def header(change: Any, *says: str) -> Case:
+    return weights(safetensors(GOOD, change), "model.safetensors", *says)
+
+
+def entry(*says: str, **changes: Any) -> Case:
+    """One tensor that the header describes otherwise."""
+
+    def change(whole: dict) -> None:
+        whole["h.0.ln_1.bias"].update(changes)
+
+    return header(change, *says)
+
+
+def tensor(name: str, array: np.ndarray | None, *says: str) -> Case:
+    tensors = GOOD | ({} if array is None else {name: array})
+    if array is None:
+        del tensors[name]
+    return weights(safetensors(tensors), "gpt2", *says)
+
+
+def tokenizer(*says: str, **changes: Any) -> Case:
+    whole = TOKENIZER | {key: value for key, value in changes.items() if key != "model"}
+    whole["model"] = TOKENIZER["model"] | changes.get("model", {})
+    return refused(lambda path: write_folder(path, CONFIG, GOOD, whole), "tokenizer.json", *says)
+
+
+def index(content: Any, *says: str) -> Case:
+    """Weights in shards, by this index."""
+
+    def write(path: Path) -> None:
+        write_folder(path, CONFIG, GOOD)
+        (path / "model.safetensors").rename(path / "a.safetensors")
+        (path / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return refused(write, *says)
+
+
+def spoiled(value: float) -> np.ndarray:
+    array = GOOD["h.1.mlp.c_fc.weight"].copy()
+    array[3, 5] = value
+    return array
+
+
+def contradiction(flags: str, *says: str) -> Case:
+    def write(path: Path) -> None:
+        write_folder(path, CONFIG, GOOD)
+
+    return refused(write, *says, flags=f"--init-from=gpt2 {flags}")
+
+
+WHOLE = safetensors(GOOD)
+A = dict.fromkeys(GOOD, "a.safetensors")
+
+FOLDERS = {
+    "not there": refused(
+        None, "no snapshot and no folder gpt2", "hf download gpt2 --local-dir gpt2"
+    ),
+    "a name of the hub": refused(
+        None, "hf download ab/cd --local-dir cd", flags="--init-from=ab/cd"
+    ),
+    "a path that is not there": refused(
+        None, "no folder /no/such/folder$", flags="--init-from=/no/such/folder"
+    ),
+    "a very long name": refused(None, "no snapshot and no", flags="--init-from=" + "n" * 999),
+    "a text": refused(b"a few words", "gpt2 is no snapshot, or a damaged one"),
+    "empty": refused(Path.mkdir, "gpt2 is no folder of a transformers model: .*config.json"),
+    "no config": content("config.json", None, "it has no config.json"),
+    "config is no JSON": content("config.json", "{", "config.json is not JSON"),
+    "config is a list": content("config.json", "[1]", "config.json is not JSON, or damaged"),
+    "config without end": content("config.json", "[" * 99_999, "config.json is not JSON"),
+    "another model": config("model_type is 'bert'; MiniGPT is GPT-2", model_type="bert"),
+    "no model type": config("model_type is None", model_type="gone"),
+    "another activation": config("activation_function is 'relu'", activation_function="relu"),
+    "another epsilon": config("layer_norm_epsilon is 1e-06", layer_norm_epsilon=1e-6),
+    "a head of its own": config("tie_word_embeddings is False", tie_word_embeddings=False),
+    "heads": config(r"config.json: .*divisible", n_head=3),
+    "a size that is a word": config("config.json: n_layer is 'two'", n_layer="two"),
+    "a negative size": config("config.json: n_embd is -16", n_embd=-16),
+    "a huge size": config("config.json: n_positions is 1", n_positions=10**30),
+    "other sizes than the weights": config(r"as \(257, 16\), .*\(257, 768\)", n_embd="gone"),
+    "more layers than there are": config("holds no h.2.*: is it complete", n_layer=3),
+    "fewer layers than there are": config("holds h.1.*, which its config.json has no", n_layer=1),
+    "a million layers": config("holds .* tensors for 1000000 layers", n_layer=10**6),
+    "more ids than the tokenizer": config("300 ids, but a tokenizer .* of 257", vocab_size=300),
+    "no weights": content("model.safetensors", None, "model.safetensors: No such file"),
+    "weights of no bytes": weights(b" ", "model.safetensors is no .safetensors file"),
+    "header cut": weights(WHOLE[:5], "no .safetensors file, or was cut short: 5 bytes"),
+    "header longer than the file": weights(
+        (2**40).to_bytes(8, "little") + WHOLE[8:], "the header would take 1,099,511,627,776"
+    ),
+    "header cut in the middle": weights(WHOLE[:100], "or was cut short: 100 bytes"),
+    "header is no JSON": weights((8).to_bytes(8, "little") + b"{{{{{{{{", "its header is damaged"),
+    "header is a list": header(lambda _: [1, 2], "its header is damaged"),
+    "header of numbers": header(lambda _: {"wte.weight": 3}, "its header is damaged"),
+    "no shape": entry("its header is damaged", shape=None),
+    "an unknown dtype": entry("its header is damaged", dtype="F3"),
+    "a size that does not fit": entry("its header is damaged", shape=[17]),
+    "a negative offset": entry("its header is damaged", data_offsets=[-64, 0]),
+    "offsets beyond the end": entry("overlap, or have gaps", data_offsets=[10**9, 10**9 + 64]),
+    "two in the same place": entry("overlap, or have gaps", data_offsets=[0, 64]),
+    "data cut": weights(WHOLE[:-4], "cut short, or has been added to"),
+    "data added": weights(WHOLE + b"1234", "cut short, or has been added to"),
+    "a tensor is missing": tensor("ln_f.bias", None, "holds no ln_f.bias: is it complete"),
+    "another shape": tensor("ln_f.bias", np.zeros(15, np.float32), r"\(15,\), .* \(16,\)"),
+    "a Linear that is not turned": tensor(
+        "h.0.attn.c_attn.weight", np.zeros((48, 16), np.float32), r"\(16, 48\), .*\(48, 16\)"
+    ),
+    "whole numbers": tensor("ln_f.bias", np.zeros(16, np.int32), "only floats"),
+    "NaN": tensor("h.1.mlp.c_fc.weight", spoiled(np.nan), "NaN or infinite .*blocks.1.mlp.c_fc"),
+    "infinite": tensor("h.1.mlp.c_fc.weight", spoiled(np.inf), "NaN or infinite"),
+    "another head": tensor("lm_head.weight", GOOD["wte.weight"] + 1, "lm_head is not wte"),
+    "no weight_map": index({}, "index.json is damaged: no weight_map"),
+    "a shard is missing": index(
+        {"weight_map": A | {"ln_f.bias": "b.safetensors"}}, "b.safetensors: No such file"
+    ),
+    "a shard without its tensor": index(
+        {"weight_map": A | {"ln_g.bias": "a.safetensors"}}, "names 'ln_g.bias', which its shard"
+    ),
+    "tokenizer is no JSON": content("tokenizer.json", "{", "tokenizer.json: no tokenizer"),
+    "tokenizer is a list": content("tokenizer.json", "[]", "tokenizer.json: no tokenizer"),
+    "no tokenizer": content("tokenizer.json", None, "holds no tokenizer.json, .*257 ids"),
+    "word pieces": tokenizer("no byte-level BPE", model={"type": "WordPiece"}),
+    "a normalizer": tokenizer("no byte-level BPE", normalizer={"type": "Lowercase"}),
+    "other words": tokenizer("words are split", pre_tokenizer={"type": "Whitespace"}),
+    "no end of text": tokenizer("has no <.endoftext.>", added_tokens=[], model={"vocab": {"a": 0}}),
+    "bytes are missing": tokenizer("not every byte", model={"vocab": {"a": 0}}),
+    "merges in another order": tokenizer(
+        "merges are not those of its ids",
+        model={"merges": ["a b", "a b"], "vocab": BYTES | {"ab": 257}},
+    ),
+    "merges of other pairs": tokenizer(
+        "merges are not those of its ids",
+        model={"merges": [["a", "b"]], "vocab": BYTES | {"ab": 258, "ac": 257}},
+    ),
+    "a token that no merge makes": tokenizer(
+        "tokens that no merge makes",
+        model={"merges": [], "vocab": BYTES | {"abc": 257}, "ignore_merges": False},
+    ),
+    "tokens of its own": tokenizer(
+        "<user>: tokens of its own, which would be read as text",
+        added_tokens=[*TOKENIZER["added_tokens"], {"content": "<user>", "id": 257}],
+    ),
+    "words by another pattern": tokenizer(
+        "words are split", pre_tokenizer=to_json(Tokenizer("x", RANKS, "[a-z]+"))["pre_tokenizer"]
+    ),
+    "dropout of merges": tokenizer("no byte-level BPE", model={"dropout": 0.5}),
+    "an id twice": tokenizer(
+        "tokenizer.json: b'!' and b'!!' have the same id, 33", model={"vocab": BYTES | {"!!": 33}}
+    ),
+    "an id twice, once of the end of text": tokenizer(
+        "b'!' and b'<.endoftext.>' have the same id, 33",
+        added_tokens=[{"content": "<|endoftext|>", "id": 33}],
+        model={"vocab": BYTES},
+    ),
+    "a negative id": tokenizer("tokenizer.json: ", model={"vocab": BYTES | {"a": -1}}),
+    "a giant id": tokenizer("tokenizer.json: ", model={"vocab": BYTES | {"a": 2**40}}),
+    "an impossible width": config(
+        "no model can have such sizes", n_embd=2**31 - 2, n_head=1, n_inner=2**31 - 2
+    ),
+    "another head's class": config(
+        "a GPT2ForSequenceClassification", architectures=["GPT2ForSequenceClassification"]
+    ),
+    "an empty tensor that is too large": header(
+        lambda whole: whole | {"x": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}},
+        "its header is damaged",
+    ),
+    "a shard that no file can be": index({"weight_map": A | {"x": "a\0b"}}, "cannot read"),
+    "one file of several": refused(
+        lambda path: write_folder(path, CONFIG, GOOD),
+        "one file of several: name its folder, gpt2",
+        flags="--init-from=gpt2/model.safetensors",
+    ),
+    "layers": contradiction("--n-layers=3", "--n-layers 3: --init-from gpt2 has 2; leave it out"),
+    "a shape by name": contradiction(
+        "--model=gpt2", "--model gpt2, --n-layers 12: --init-from gpt2 has 2"
+    ),
+    "a tokenizer": contradiction("--tokenizer-name=gpt2", "--tokenizer-name gpt2: .* has byte"),
+    "a vocabulary": contradiction("--vocab-size=512", "--vocab-size 512: .* has 257"),
+    "a sequence": contradiction("--seq-len=33", "--seq-len 33: .*32 positions"),
+    "toy data": contradiction("--use-toy-data", "--use-toy-data: .*trained on text"),
+    "to resume": contradiction("--resume", "starts a run and --resume goes on .*leave one out"),
+}

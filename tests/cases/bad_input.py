@@ -1,0 +1,329 @@
+"""Mistakes in flags, text, token files, tokenizers and environments, for test_bad_input.py.
+
+What a case is, and a table for each subject. Those in snapshots and places: bad_snapshots.py.
+"""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from harness.runs import TINY
+
+import train_ddp
+import train_fsdp
+import train_minimal
+from data.tokenizer import format_ranks, load_tokenizer
+from scripts import evaluate, generate, kept_tensors, plot_metrics
+from studies import ladder
+
+Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
+Programs = dict[str, tuple[Callable[[list[str]], int], list[str]]]
+
+# The tiny run without its toy data, for the cases that bring data of their own.
+N_TOY = TINY.index("--n-layers")
+PROGRAMS: Programs = {
+    "toy": (train_minimal.main, [*TINY, "--checkpoint-path=run.pt"]),
+    "text": (train_minimal.main, [*TINY[N_TOY:], "--checkpoint-path=run.pt"]),
+    "built-in": (train_minimal.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
+    "ddp": (train_ddp.main, [*TINY, "--checkpoint-path=run.pt"]),
+    "fsdp": (train_fsdp.main, [*TINY, "--checkpoint-path=run.pt"]),
+    "generate": (generate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
+    "evaluate": (evaluate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
+    "plot": (plot_metrics.main, []),
+    "kept_tensors": (kept_tensors.main, []),
+    "ladder": (ladder.main, []),
+}
+
+
+class Case(NamedTuple):
+    """One mistake. `says` are regular expressions, each of which the line must match."""
+
+    program: str
+    flags: str  # words between blanks
+    says: tuple[str, ...]
+    files: dict[str, Write] = {}
+    env: dict[str, str | None] = {}  # None: not set
+
+
+# ---- Flags of the trainers
+
+
+def flags(words: str, *says: str) -> Case:
+    return Case("toy", words, says)
+
+
+FLAGS = {
+    "zero": flags("--batch-size=0", "--batch-size: must be a whole number of at least 1"),
+    "negative": flags("--num-steps=-3", "--num-steps: must be a whole number"),
+    "nan": flags("--lr=nan", "--lr: must be a number above 0"),
+    "infinite": flags("--weight-decay=inf", "--weight-decay: must be a number"),
+    "weights that vanish": flags(
+        "--weight-decay=1e308", r"--weight-decay 1e\+308 times --lr .*; lower --weight-decay"
+    ),
+    "too small for a float": flags("--lr=1e-400", "--lr: must be a number above 0"),
+    "text": flags("--seq-len=long", "--seq-len: must be a whole number"),
+    "a float where an int belongs": flags("--num-steps=1e3", "--num-steps: must be a whole number"),
+    "two lengths": flags(
+        "--num-tokens=1M", "--num-steps and --num-tokens: each says how long the run is"
+    ),
+    "tokens": flags("--num-tokens=1X", "--num-tokens: must be .* as in 300M, .* not '1X'"),
+    "epochs": flags("--num-epochs=0", "--num-epochs: must be a number above 0"),
+    "no value": flags("--seq-len", "--seq-len: expected one argument"),
+    "empty value": flags("--seq-len=", "--seq-len: must be a whole number"),
+    "ratio": flags("--val-ratio=1", "--val-ratio: must be a number above 0 and below 1"),
+    "dropout": flags("--dropout=1", "--dropout: must be a number .* at most 0.99"),
+    "unknown flag": flags("--learning-rate=1", "unrecognized arguments: --learning-rate=1"),
+    "abbreviated flag": flags(
+        "--num-step=1", "unrecognized arguments: --num-step=1; did you mean --num-steps?"
+    ),
+    "unknown policy": flags(
+        "--use-activation-checkpoint=some", "--use-activation-checkpoint: invalid choice: 'some'"
+    ),
+    "unknown device": flags("--device=gpu", "--device: invalid choice: 'gpu'", "cuda"),
+    "heads": flags("--n-heads=3", r"--d-model \(16\) must be divisible by --n-heads \(3\)"),
+    "positions": flags(
+        "--max-position-embeddings=8", "--seq-len 16 is above --max-position-embeddings 8: raise"
+    ),
+    "layers": flags("--recompute-layers=9", "--recompute-layers must be in 0..2, not 9"),
+    "unknown rest": flags("--recompute-rest=some", "--recompute-rest: invalid choice: 'some'"),
+    "rest of nothing": flags(
+        "--use-activation-checkpoint --recompute-rest=mlp",
+        "--recompute-rest needs --use-activation-checkpoint and --recompute-layers",
+    ),
+    "unknown card": flags("--card=Voodoo2", "--card: .*Voodoo2.*H100.*M4 Max.*; or this-machine"),
+    "a card without auto": flags(
+        "--use-activation-checkpoint --card=H100", "--card is for --use-activation-checkpoint auto"
+    ),
+    "min above max": flags("--min-lr=1", "--min-lr 1 is above --lr"),
+    "contradiction": flags("--no-amp --amp-dtype=float16", "--no-amp"),
+    "no cuda": flags("--device=cuda", "--device cuda: .* try --device cpu"),
+    "window": flags("--seq-len=999", "--seq-len 999 needs 1000 .* lower --seq-len"),
+    "no folder is made": flags("--seq-len=999 --checkpoint-path=new/run.pt", "--seq-len 999"),
+    "window in a file": Case(
+        "text",
+        "--train-data=x.txt --tokenizer-name=byte --seq-len=99",
+        ("--seq-len 99 needs 100 .* lower --seq-len",),
+        {"x.txt": b"a few words"},
+    ),
+    "huge": flags("--n-layers=1000000000", "--n-layers: must be a whole number"),
+    "huger": flags("--seed=1" + "0" * 400, "--seed: must be a whole number"),
+    "two lines": flags("--no\nsuch", "unrecognized arguments: --no such"),
+    "group": flags("--use-activation-checkpoint=mlp --recompute-group=2", "--recompute-group 2"),
+    "offload of nothing": flags("--offload-activations", "--offload-activations needs"),
+    "toy and text": flags("--train-data=x.txt", "--use-toy-data .* drop --train-data"),
+    "toy and a tokenizer": flags("--tokenizer-name=byte", "--tokenizer-name byte"),
+    "too few toy ids": flags("--vocab-size=7", "--vocab-size 7: must be 8 to"),
+    "vocabulary of a fixed tokenizer": Case(
+        "text",
+        "--train-data=x.txt --tokenizer-name=byte --vocab-size=300",
+        ("--vocab-size 300: .* byte is fixed; drop the flag",),
+        {"x.txt": b"text"},
+    ),
+}
+
+# ---- Text
+
+
+def text(name: str, content: bytes, *says: str) -> Case:
+    return Case("text", f"--tokenizer-name=byte --train-data={name}", says, {name: content})
+
+
+def data(words: str, *says: str, **files: Write) -> Case:
+    return Case("text", f"--tokenizer-name=byte {words}", says, files)
+
+
+TEXTS = {
+    "empty": text("x.txt", b"", "--train-data x.txt: the file is empty"),
+    "latin-1": text("x.txt", b"caf\xe9 au lait", "x.txt: not UTF-8 at byte 3; if it is Western"),
+    "half a character at the end": text("x.txt", "né".encode()[:-1], "x.txt: not UTF-8 at byte 1"),
+    "far inside": text("x.txt", b"a b " * 2**19 + b"\xff", "x.txt: not UTF-8 at byte 2097152"),
+    "surrogate in UTF-8": text("x.txt", b"ab\xed\xa0\x80", "x.txt: not UTF-8 at byte 2"),
+    "UTF-16": text("x.txt", "hello".encode("utf-16"), "x.txt: the text is UTF-16; make it"),
+    "UTF-16 without a mark": text("x.txt", "hi".encode("utf-16-le"), "x.txt: a binary file"),
+    "UTF-32": text("x.txt", "hello".encode("utf-32"), "x.txt: "),
+    "a program": text("x.txt", b"\x7fELF\x00\x01", "x.txt: a binary file, .*NUL at byte 4"),
+    "a picture": text("x.png", b"\x89PNG\r\n", "x.png: not UTF-8 at byte 0"),
+    "gzip": text("x.txt.gz", b"\x1f\x8b\x08\x00abc", "x.txt.gz: "),
+    "jsonl cut off": text("x.jsonl", b'{"text": "a"}\n{"text": \n', 'x.jsonl:2: want .* "text"'),
+    "jsonl with another key": text(
+        "x.jsonl", b'{"id": 3, "content": "a"}\n', 'x.jsonl:1: want .*; it has "id", "content"; if'
+    ),
+    "jsonl with long and odd keys": text(
+        "x.jsonl",
+        json.dumps({"\n" * 99: "a long text", **dict.fromkeys("abcdefgh")}).encode(),
+        r'it has "(\\n){40}", "a", "b", "c", "d", "e", \.\.\.$',
+    ),
+    "jsonl with a number": text("x.jsonl", b'{"text": 3}\n', '; its "text" is of type int'),
+    "jsonl of lists": text("x.jsonl", b"[1]\n", "x.jsonl:1: want"),
+    "jsonl without end": text("x.jsonl", b"[" * 100_000, "x.jsonl:1: want"),
+    "jsonl in UTF-16": text("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "x.jsonl:1: want"),
+    "jsonl with too many digits": text("x.jsonl", b"1" * 9999, "x.jsonl:1: want"),
+    "jsonl of blank lines": text("x.jsonl", b"\n\n\n", "x.jsonl: .*--val-data"),
+    "too few documents": text(
+        "x.jsonl", b'{"text": "a"}\n' * 3, r"x.jsonl: .*\(3\).*--val-ratio.*--val-data"
+    ),
+    "no such file": data("--train-data=no/such.txt", "--train-data no/such.txt: no such file"),
+    "no match": data("--train-data=*.none", r"--train-data \*.none: no file matches"),
+    "empty name": data("--train-data=", "--train-data: an empty name"),
+    "a very long name": data("--train-data=" + "n" * 5000, "nnn: File name too long"),
+    "a device": data("--train-data=/dev/zero", "--train-data /dev/zero: not a regular file"),
+    "an empty folder": data("--train-data=x", "--train-data x: no text or token file", x=None),
+    "a folder of pictures": data(
+        "--train-data=.", "--train-data .: no text or token file", **{"x.png": b"\x89PNG"}
+    ),
+    "a link to itself": data(
+        "--train-data=x.txt",
+        "--train-data x.txt: not a regular file",
+        **{"x.txt": lambda path: path.symlink_to(path)},
+    ),
+    "no validation file": data(
+        "--train-data=x.txt --val-data=y.txt",
+        "--val-data y.txt: no such file",
+        **{"x.txt": b"text"},
+    ),
+    "bad validation file": data(
+        "--train-data=x.txt --val-data=y.txt",
+        "y.txt: not UTF-8 at byte 1",
+        **{"x.txt": b"text", "y.txt": b"a\xff"},
+    ),
+    "text and tokens": data(
+        "--train-data x.txt y.bin",
+        "--train-data, --val-data: found both text and token files",
+        **{"x.txt": b"text", "y.bin": b"\1\0"},
+    ),
+}
+
+# ---- Token files
+
+
+def llmc(tokens: np.ndarray, magic: int, version: int, count: int | None = None) -> bytes:
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = magic, version, len(tokens) if count is None else count
+    return header.tobytes() + tokens.tobytes()
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+NINE = np.zeros(9, np.uint16)
+TOKEN_FILES = {
+    "half a token": text("x.bin", b"\x01\x00\x02", "x.bin: 3 bytes is odd"),
+    "an id beyond": text("x.bin", b"\x01\x00\x01\x01", "x.bin: holds id 257, .*ends at 256; name"),
+    "llm.c cut off": text("x.bin", llmc(NINE, 20240520, 1)[:-2], "x.bin: .*9 tokens.*cut off"),
+    "llm.c header cut off": text("x.bin", llmc(NINE, 20240520, 1)[:100], "x.bin: .*cut off"),
+    "llm.c version": text("x.bin", llmc(NINE, 20240520, 3), "x.bin: .*unknown version 3"),
+    "llm.c of -9 tokens": text(
+        "x.bin", llmc(NINE, 20240520, 1, count=-9), "x.bin: its header promises"
+    ),
+    "llm.c of no tokens": text("x.bin", llmc(NINE[:0], 20240520, 1), "--seq-len 16 needs 17"),
+    "junk .npy": text("x.npy", b"junk", "x.npy: not a complete .npy file"),
+    "an .npz": text("x.npy", b"PK\3\4" + bytes(60), "x.npy: not a complete .npy file"),
+    ".npy cut off": text("x.npy", npy(NINE)[:-2], "x.npy: not a complete .npy file"),
+    ".npy of no tokens": text("x.npy", npy(NINE[:0]), "--seq-len 16 needs 17"),
+    ".npy of objects": text("x.npy", npy(np.array([{}])), "x.npy: "),
+    "two dimensions": text("x.npy", npy(np.zeros((3, 3), np.uint16)), r"x.npy: holds .*\(3, 3\)"),
+    "int64": text("x.npy", npy(np.zeros(9, np.int64)), "x.npy: holds int64 .*want .*uint16"),
+    "big-endian": text("x.npy", npy(np.zeros(9, ">u2")), "x.npy: holds .*big-endian"),
+    "tokens for a bpe": Case(
+        "text",
+        "--tokenizer-name=bpe --train-data=x.bin",
+        ("--tokenizer-name bpe: x.bin holds ids already",),
+        {"x.bin": NINE.tobytes()},
+    ),
+}
+
+# ---- Tokenizers
+
+
+def tokenizer(change: Callable[[str], str] | None) -> Case:
+    ranks = format_ranks(load_tokenizer("byte").ranks)
+    content = b"\x00\xff\n" if change is None else change(ranks).encode()
+    return Case(
+        "text",
+        "--train-data=x.txt --tokenizer-name=bad.tiktoken",
+        ("bad.tiktoken:(1|257|.* of the 256)",),
+        {"x.txt": b"text", "bad.tiktoken": content},
+    )
+
+
+def offline(name: str, *says: str) -> Case:
+    words = f"--train-data=x.txt --tokenizer-name={name}"
+    nowhere = {"TIKTOKEN_CACHE_DIR": "none", "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
+    return Case("text", words, says, {"x.txt": b"text"}, {**nowhere, "https_proxy": None})
+
+
+TOKENIZERS = {
+    "three words a line": tokenizer(lambda ranks: ranks.replace("\n", " 1 2\n", 1)),
+    "no base64": tokenizer(lambda ranks: ranks + "!!!! 256\n"),
+    "negative rank": tokenizer(lambda ranks: ranks + "AAA= -1\n"),
+    "huge rank": tokenizer(lambda ranks: ranks + "AAA= 9999999\n"),
+    "a rank twice": tokenizer(lambda ranks: ranks + "AAA= 7\n"),
+    "a token twice": tokenizer(lambda ranks: ranks + "AA== 256\n"),
+    "a byte missing": tokenizer(lambda ranks: ranks.split("\n", 1)[1]),
+    "nothing in it": tokenizer(lambda ranks: ""),
+    "a binary": tokenizer(None),
+    "no such file": offline("none.tiktoken", "--tokenizer-name none.tiktoken: no such file"),
+    "unknown name": offline("gpt9", "--tokenizer-name gpt9: unknown; choose bpe, byte,"),
+    "toy for a text": offline("toy", "--tokenizer-name toy: toy belongs to --use-toy-data"),
+    "no network": offline("cl100k_base", "--tokenizer-name cl100k_base", "TIKTOKEN_CACHE_DIR"),
+}
+
+# ---- Environments
+
+
+def environment(program: str, *says: str, **variables: str | None) -> Case:
+    return Case(program, "", says, {}, variables)
+
+
+ALONE: dict[str, str | None] = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+
+
+def rank(*says: str, **variables: str | None) -> Case:
+    return Case("ddp", "", says, {}, ALONE | variables)
+
+
+def sharded(words: str, *says: str) -> Case:
+    return Case("fsdp", words, says, {}, ALONE | {"WORLD_SIZE": "2"})
+
+
+ENVIRONMENTS = {
+    "no torchrun": rank(
+        "torchrun --nproc-per-node=2 train_ddp.py",
+        RANK=None,
+        LOCAL_RANK=None,
+        WORLD_SIZE=None,
+    ),
+    "no torchrun for shards": Case(
+        "fsdp", "", ("torchrun --nproc-per-node=2 train_fsdp.py",), {}, dict.fromkeys(ALONE)
+    ),
+    "groups of blocks in shards": sharded(
+        "--use-activation-checkpoint --recompute-group=2", "--recompute-group 2: train_fsdp.py"
+    ),
+    "compressed gradients of shards": sharded(
+        "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"
+    ),
+    "WORLD_SIZE missing": rank("torchrun", WORLD_SIZE=None),
+    "WORLD_SIZE of 5,000 digits": rank("WORLD_SIZE=9{40} is not", WORLD_SIZE="9" * 5000),
+    "RANK=abc": rank("RANK.*abc.*torchrun", RANK="abc"),
+    "LOCAL_RANK is empty": rank("LOCAL_RANK.*torchrun", LOCAL_RANK=""),
+    "WORLD_SIZE=0": rank("WORLD_SIZE.*0.*torchrun", WORLD_SIZE="0"),
+    "RANK beyond WORLD_SIZE": rank("RANK.*5.*torchrun", RANK="5"),
+    "MASTER_ADDR missing": rank("MASTER_ADDR.*torchrun", MASTER_ADDR=None),
+    "MASTER_PORT=abc": rank("MASTER_PORT.*torchrun", MASTER_PORT="abc"),
+    "torchrun for one process": environment("toy", "torchrun starts train_ddp.py", WORLD_SIZE="2"),
+    "WORLD_SIZE=abc for one process": environment("toy", "WORLD_SIZE.*abc", WORLD_SIZE="abc"),
+}
+
+# ---- Caches, which may not be written to
+
+
+CACHES = {
+    "a file": Case("toy", "", ("cache", "exists|directory"), {"cache": b"my only copy"}),
+}

@@ -1,0 +1,85 @@
+"""docs/calculator.js for tests: its functions, called by node or Chromium, and random shapes."""
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness.runs import ROOT
+
+from model import RECOMPUTE_POLICIES, MiniGPTConfig
+
+PAGE, SCRIPT = ROOT / "docs/calculator.html", ROOT / "docs/calculator.js"
+# How the page calls a config's fields.
+LETTERS = {
+    "vocab_size": "V", "max_position_embeddings": "positions", "n_layers": "L", "n_heads": "H",
+    "d_model": "C", "d_ff": "F", "recompute": "policy", "loss_chunks": "chunks",
+}  # fmt: skip
+
+
+def evaluate(expression: str, x: Any, request: pytest.FixtureRequest) -> Any:
+    """A JavaScript expression of the page's functions and of `x`. Where there is no node, Chromium
+    evaluates it; where there is neither, the test is skipped."""
+    body = f"{SCRIPT.read_text()}\n;((x) => {expression})({json.dumps(x)})"
+    node = shutil.which("node") or shutil.which("nodejs")
+    if node is None:
+        page = request.getfixturevalue("chromium").new_page()
+        try:
+            return page.evaluate(f"() => eval({json.dumps(body)})")
+        finally:
+            page.close()
+    program = f"console.log(JSON.stringify(eval({json.dumps(body)})))"
+    result = subprocess.run([node, "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Arguments of `peak`, by name."""
+    draw = random.Random(seed)
+    pick: Callable[..., Any] = lambda *values: draw.choice(values)  # noqa: E731
+    found = []
+    for _ in range(n):
+        heads, layers = draw.randint(1, 25), draw.randint(1, 48)
+        width = heads * pick(8, 32, 40, 64, 64, 128)
+        seq_len, policy = pick(7, 64, 100, 512, 1024, 4096), pick(*RECOMPUTE_POLICIES)
+        some = None if policy == "none" else pick(None, draw.randint(0, layers))
+        config = MiniGPTConfig(
+            vocab_size=pick(61, 257, 1024, 5001, 32000, 50257, 200_000),
+            max_position_embeddings=max(seq_len, pick(seq_len, 1024)),
+            n_layers=layers,
+            n_heads=heads,
+            d_model=width,
+            d_ff=pick(4 * width, 4 * width, 2 * width, 3 * width + 8, width),
+            dropout=pick(0.0, 0.1),
+            recompute=policy,
+            recompute_layers=some,
+            loss_chunks=pick(0, 0, 1, 4),
+        )
+        processes = pick({}, {}, {"ddp": True}, {"shards": draw.randint(2, 16)})
+        found.append(
+            {
+                "config": config,
+                "batch_size": draw.randint(1, 64),
+                "seq_len": seq_len,
+                "precision": pick(torch.bfloat16, torch.float16, torch.float32),
+                "optimizer": pick("adamw", "muon"),
+                "moments": pick(torch.float32, torch.bfloat16),
+                **processes,
+            }
+        )
+    return found
+
+
+def as_page(shape: dict[str, Any]) -> dict[str, Any]:
+    """The same, as the page's functions want it."""
+    config = shape["config"]
+    same = {LETTERS[name]: getattr(config, name) for name in LETTERS}
+    same |= {"B": shape["batch_size"], "T": shape["seq_len"], "dropout": config.dropout > 0}
+    same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}
+    same |= {"layers": config.n_recomputed, "optimizer": shape["optimizer"]}
+    return same | {"ddp": shape.get("ddp", False), "shards": shape.get("shards", 1)}
