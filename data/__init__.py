@@ -1,6 +1,18 @@
-"""Text in, batches out. Read corpus.py for the way of the data, tokenizer.py for text -> ids and
-batches.py for ids -> batches. files.py finds what is named (suffixes.py: how it is to be read),
-documents.py reads it, store.py keeps the cache whole; token_files.py and toy.py need no text."""
+"""Text in, batches out. Read corpus.py for the way of the data.
+
+files.py           what --train-data and --val-data name
+suffixes.py        how a file is to be read, by its name
+formats.py         what a file really is, by its first bytes
+documents.py       a file's documents
+tokenizer.py       text to ids and back
+tokenizer_json.py  the same vocabulary for transformers
+corpus.py          documents to ids, once: the result is kept in a cache
+store.py           a cache that is never seen half done
+token_files.py     ids that were made elsewhere
+toy.py             random ids whose best loss is known
+dataset.py         what a trainer gets
+batches.py         ids to batches
+"""
 
 from .batches import TokenFile, TrainBatches, ValBatches
 from .corpus import find_dataset, load_dataset

@@ -1,8 +1,9 @@
 """Techniques that save memory, for a model to use. Nothing here imports the rest of the project.
 
-policies.py: what a block keeps, what it replays. offload.py: what it keeps, in CPU memory.
-head.py: the loss without its logits, and one gradient for the weight that both ends share.
-past.py, the other way round: keys and values that are kept while a text is written.
+policies.py   what a block keeps for backward, and what it replays instead
+offload.py    what it keeps, in CPU memory
+head.py       the loss without its logits, and one gradient for the weight that both ends share
+past.py       the other way round: keys and values that are kept while a text is written
 """
 
 from .head import TiedEmbedding
