@@ -293,24 +293,20 @@ def test_slices_begin_where_compiled_code_expects_them(monkeypatch, dtype, vocab
     assert len(pieces) >= 3 and (dtype == torch.float32 or len(set(pieces)) == 1)
 
 
-@pytest.mark.parametrize(("two", "slices"), [(2**23, 1), (61 * 32, 1), (61 * 16, 2), (300, 7)])
+@pytest.mark.parametrize(
+    ("two", "slices"), [(2**23, 1), (61 * 32, 1), (61 * 16, 2), (300, 7), (300, "on a CPU")]
+)
 def test_the_embeddings_gradient_comes_in_as_few_slices_as_may_be(monkeypatch, two, slices):
-    monkeypatch.setattr(TiedEmbedding, "on_cpu", False)
+    """And on a CPU row by row."""
+    on_cpu = slices == "on a CPU"
+    monkeypatch.setattr(TiedEmbedding, "on_cpu", on_cpu)
     monkeypatch.setattr("memory.head.SLICE", two // 2)
     embedding, ids = TiedEmbedding(61, 32), random_ids(4, 16)
     embedded = embedding(ids)
     with Operators() as operators:
         embedded.sum().backward()
-    assert operators.count("embedding_dense_backward") == slices
-    expected = torch.bincount(ids.flatten(), minlength=61).float()
-    assert torch.equal(embedding.weight.grad, expected[:, None].expand(61, 32))
-
-
-def test_on_a_cpu_the_embeddings_gradient_is_added_row_by_row():
-    embedding, ids = TiedEmbedding(61, 32), random_ids(4, 16)
-    with Operators() as operators:
-        embedding(ids).sum().backward()
-    assert operators.count("index_add_") == 1 and not operators.count("embedding_dense_backward")
+    assert operators.count("embedding_dense_backward") == (0 if on_cpu else slices)
+    assert operators.count("index_add_") == on_cpu
     expected = torch.bincount(ids.flatten(), minlength=61).float()
     assert torch.equal(embedding.weight.grad, expected[:, None].expand(61, 32))
 

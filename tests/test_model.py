@@ -35,13 +35,6 @@ def test_gpt2_small_has_124439808_parameters():
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
 
 
-def test_shapes():
-    model, ids = tiny(), random_ids(3, 10)
-    assert model(ids).shape == (3, 10, 61)
-    assert model(ids, ids).shape == ()
-    assert len(model.blocks) == 2
-
-
 def test_head_is_the_token_embedding():
     names = [name for name, _ in tiny().named_parameters()]
     assert not [name for name in names if "head" in name]
@@ -124,7 +117,6 @@ def test_the_defaults_are_gpt2_small_without_recompute():
         ("recompute_rest", "some", "recompute_rest must be one of none, cheap"),
         ("recompute_rest", "cheap", "recompute_rest needs recompute and recompute_layers"),
         ("recompute_group", 0, "recompute_group must be at least 1"),
-        ("recompute_group", 2, "recompute_group 2 needs recompute full"),
         ("offload_activations", True, "needs a recompute policy"),
         ("recompute_layers", 3, "recompute_layers must be in 0..2"),
         ("recompute_layers", -1, "recompute_layers must be in 0..2"),
@@ -136,10 +128,12 @@ def test_impossible_config(field, value, message):
         MiniGPTConfig(**{**TINY, field: value})
 
 
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES[:-1])
-def test_only_whole_blocks_share_a_checkpoint(policy):
-    with pytest.raises(ValueError, match=f"recompute_group 2 needs recompute full, not {policy}"):
-        MiniGPTConfig(**TINY, recompute=policy, recompute_group=2)
+def test_only_whole_blocks_share_a_checkpoint():
+    for policy in RECOMPUTE_POLICIES[:-1]:
+        with pytest.raises(
+            ValueError, match=f"recompute_group 2 needs recompute full, not {policy}"
+        ):
+            MiniGPTConfig(**TINY, recompute=policy, recompute_group=2)
 
 
 def test_what_is_compiled(monkeypatch):
