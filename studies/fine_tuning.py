@@ -9,33 +9,30 @@ After which step is the validation loss where random weights end? In bits/byte, 
 tokenizers of their own.
 """
 
-import sys
-
-if not __package__:  # python studies/fine_tuning.py: the others lie one folder up
-    sys.path[0] += "/.."
-    import studies  # noqa: F401
-
 import argparse
-import json
-import shlex
+import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from data import DataError
 from data.files import find_files, find_stdlib
-from scripts.benchmark import describe_device
-from studies.mixes import table
-from studies.quiet_run import run_study, train_quietly
+from studies.common import (
+    about,
+    add_json,
+    changed,
+    refuse,
+    run_study,
+    table,
+    train_quietly,
+    write_json,
+)
 from trainer.device import choose_device
-from trainer.flags import UsageError, build_parser, fill_in, number, output_file
+from trainer.flags import build_parser, fill_in, number
 
 Curve = list[tuple[int, float]]  # (step, bits/byte of the validation part)
-OWN = ("factors", "share", "json")  # flags of this script
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -45,20 +42,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.set_defaults(
         tokenizer_name="bpe", eval_interval=25, eval_batches=100, save_interval=0, sample_tokens=0
     )
-    add = parser.add_argument_group("study (all else as in train_minimal.py)").add_argument
+    group = parser.add_argument_group("study (all else as in train_minimal.py)")
+    add = group.add_argument
     positive = number(float, 0, open=True)
     add("--factors", type=positive, nargs="+", default=[1.0, 0.3, 0.1], metavar="X",
         help="learning rates, in units of that of random weights (default: 1 0.3 0.1)")  # fmt: skip
     add("--share", type=number(float, 0, 1, open=True), default=1 / 3, metavar="SHARE",
         help="of --num-steps that trained weights get (default: a third)")  # fmt: skip
-    add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
+    add_json(group)
     args = parser.parse_args(argv)
-    moot = "init_from val_data use_toy_data resume checkpoint_path num_tokens num_epochs".split()
-    for name in moot:
-        if name in args.typed:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag}: this script chooses it: leave it out")
-    fill_in(argparse.Namespace(**vars(args)))  # contradictions
+    refuse(args, "init_from", "val_data", "use_toy_data", "resume", "checkpoint_path")
+    refuse(args, "num_tokens", "num_epochs")
+    fill_in(changed(args))  # contradictions
     return args
 
 
@@ -76,16 +71,14 @@ def halves(args: argparse.Namespace) -> list[list[str]]:
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What was run, each with its curve: first from random weights. Raises DataError, Stopped."""
     before, after = halves(args)
-    rate = fill_in(argparse.Namespace(**vars(args))).lr
+    rate = fill_in(changed(args)).lr
     steps, few = args.num_steps, max(1, round(args.share * args.num_steps))
-    own = {name: value for name, value in vars(args).items() if name not in OWN}
     with tempfile.TemporaryDirectory() as folder:
         trained = Path(folder) / "trained.pt"
 
         def run(name: str, **changes: Any) -> Curve:
-            path = Path(folder) / name
-            flags = own | {"train_data": after, "checkpoint_path": path} | changes
-            records = train_quietly(argparse.Namespace(**flags))
+            flags = {"train_data": after, "checkpoint_path": Path(folder) / name} | changes
+            records = train_quietly(changed(args, **flags))
             return [(record["step"], record["val_bits_per_byte"]) for record in records]
 
         jobs: list[dict[str, Any]] = [{"from": "random weights", "lr": rate, "steps": steps}]
@@ -121,16 +114,10 @@ def report(runs: list[dict[str, Any]]) -> str:
 def study(argv: list[str]) -> None:
     """Raises UsageError, DataError or Stopped."""
     args = parse(argv)
-    found: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "studies.fine_tuning", *argv]),
-        "device": describe_device(choose_device(args.device)),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "runs": compare(args),
-    }
-    print(report(found["runs"]))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    found = about("studies.fine_tuning", argv, choose_device(args.device))
+    runs = compare(args)
+    print(report(runs))
+    write_json(args.json, found | {"runs": runs})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,13 +9,8 @@ disagree with the planner. (But time is the planner's word, for cards that it ha
 Nothing here depends on the speed of the machine, or on its memory.
 """
 
+import argparse
 import sys
-
-if not __package__:  # python studies/ladder.py: the others lie one folder up
-    sys.path[0] += "/.."
-    import studies  # noqa: F401
-
-import json
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -30,7 +25,8 @@ from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
 from planner import CARDS, Planner
-from trainer.flags import OneLineParser, output_file
+from studies.common import about, add_json, describe, run_study, table, write_json
+from trainer.flags import OneLineParser
 from trainer.measured import LiveStorages
 
 SEQ_LEN = 1024
@@ -61,20 +57,6 @@ TIMES = {
     "time, H100": ("H100", False),
     "time, RTX 4090": ("RTX 4090", False),
     "time, RTX 4090, compiled": ("RTX 4090", True),
-}
-# The goals that were set before the ladder was built: MiB, and FLOPs in units of `none`'s.
-TARGETS: dict[str, dict[str, float]] = {
-    "124M, B=2": {"none": 2650, "cheap": 2290, "mlp": 2260, "full": 2240},
-    "124M, B=12": {"none": 6150, "cheap": 4700, "mlp": 4100, "full": 2560},
-    "1.5B, B=4": {
-        "none": 32500,
-        "cheap": 26500,
-        "mlp": 25300,
-        "full": 24700,
-        "full, groups of 2": 24650,
-    },
-    "FLOPs, attention not counted": {"none": 1.0, "cheap": 1.0, "mlp": 1.08, "full": 1.17},
-    "FLOPs, attention in full square": {"none": 1.0, "full": 1.19},
 }
 
 
@@ -123,25 +105,10 @@ def of_products(counter: FlopCounterMode) -> int:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number, and the one that it was to stay below."""
-
     column: str
     rung: str
     value: float  # MiB; or FLOPs or seconds in units of those of `none`
     raw: float  # bytes, FLOPs or seconds
-    target: float | None
-
-    def __str__(self) -> str:
-        digits = 0 if self.column in CONFIGURATIONS else 3
-        if self.target is None:
-            return f"{self.value:.{digits}f}"
-        verdict = "met" if self.met else "**missed**"
-        limit = f"{self.target:.2f}" if digits else f"{self.target:.0f}"
-        return f"{self.value:.{digits}f} <= {limit} {verdict}"
-
-    @property
-    def met(self) -> bool:
-        return self.target is None or self.value <= self.target
 
 
 def peaks() -> Iterator[Figure]:
@@ -149,7 +116,7 @@ def peaks() -> Iterator[Figure]:
     for column, (config, batch) in CONFIGURATIONS.items():
         for rung, changes in RUNGS.items():
             peak = step_peak(replace(config, **changes), batch, SEQ_LEN)
-            yield Figure(column, rung, peak / 2**20, peak, TARGETS[column].get(rung))
+            yield Figure(column, rung, peak / 2**20, peak)
 
 
 def flops() -> Iterator[Figure]:
@@ -158,7 +125,7 @@ def flops() -> Iterator[Figure]:
         base = step_flops(replace(GPT2_SMALL, dropout=dropout), 2, SEQ_LEN)
         for rung, changes in RUNGS.items():
             count = step_flops(replace(GPT2_SMALL, dropout=dropout, **changes), 2, SEQ_LEN)
-            yield Figure(column, rung, count / base, count, TARGETS[column].get(rung))
+            yield Figure(column, rung, count / base, count)
 
 
 def times() -> Iterator[Figure]:
@@ -171,16 +138,17 @@ def times() -> Iterator[Figure]:
         steps = {rung: planner.step(batch, **changes) for rung, changes in RUNGS.items()}
         seconds = {rung: step.seconds(CARDS[card], compiled) for rung, step in steps.items()}
         for rung, raw in seconds.items():
-            yield Figure(column, rung, raw / seconds["none"], raw, None)
+            yield Figure(column, rung, raw / seconds["none"], raw)
 
 
-def table(figures: list[Figure]) -> str:
-    """Markdown: a row for each rung, a column for each configuration."""
-    cells = {(figure.column, figure.rung): str(figure) for figure in figures}
+def report(figures: list[Figure]) -> str:
+    """A row for each rung, a column for each configuration."""
     columns = list(dict.fromkeys(figure.column for figure in figures))
-    rows = [["", *columns], ["---"] * (len(columns) + 1)]
-    rows += [[rung, *(cells.get((column, rung), "") for column in columns)] for rung in RUNGS]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    cells = {
+        (f.column, f.rung): f"{f.value:.{0 if f.column in CONFIGURATIONS else 3}f}" for f in figures
+    }
+    rows = [[rung, *(cells[column, rung] for column in columns)] for rung in RUNGS]
+    return table(["", *columns], rows)
 
 
 FOOTNOTE = f"""
@@ -196,38 +164,26 @@ card (planner/clock.py), of a step of 124M, B=12, in units of `none`'s.
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m studies.ladder", description=__doc__)
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write the raw numbers there"
-    )
+def study(argv: list[str]) -> None:
+    parser = OneLineParser(prog="python -m studies.ladder", description=__doc__,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add_json(parser)
     args = parser.parse_args(argv)
-
-    start = time.perf_counter()
+    start, figures = time.perf_counter(), []
     total = len(RUNGS) * (len(CONFIGURATIONS) + len(FLOPS) + len(TIMES))
-    figures = []
     with tqdm(total=total, unit="figure", leave=False, disable=None) as bar:
         for figure in chain(peaks(), flops(), times()):
             bar.set_postfix_str(f"{figure.column}: {figure.rung}")
             bar.update()
             figures.append(figure)
-    missed = [figure for figure in figures if not figure.met]
-    command = " ".join(["python -m studies.ladder", *(sys.argv[1:] if argv is None else argv)])
-    about = {
-        "command": command,
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": round(time.perf_counter() - start),
-    }
-    print(table(figures))
-    print(FOOTNOTE)
-    print(f"{about['command']}, torch {about['torch']}, {about['date']}, {about['seconds']} s")
-    print(f"{sum(f.target is not None for f in figures) - len(missed)} targets met", end=", ")
-    print(f"{len(missed)} missed")
-    result = {**about, "figures": [asdict(figure) | {"met": figure.met} for figure in figures]}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    found: dict[str, Any] = about("studies.ladder", argv)
+    found["seconds"] = round(time.perf_counter() - start)
+    print(report(figures), FOOTNOTE, describe(found), sep="\n")
+    write_json(args.json, found | {"figures": [asdict(figure) for figure in figures]})
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_study(study, argv)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,10 @@ what it makes by default goes to out/, which git ignores. tests/test_results.py 
 numbers again, and knows if one of them no longer comes out of the code.
 """
 
-import sys
-
-if not __package__:  # python studies/make_results.py: the others lie one folder up
-    sys.path[0] += "/.."
-    import studies  # noqa: F401
-
 import argparse
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 

@@ -10,36 +10,35 @@ python -m studies.optimizers --use-toy-data ...   # another: the flags are train
 3. At the best learning rate of each, three seeds with moments of either kind.
 """
 
-import sys
-
-if not __package__:  # python studies/optimizers.py: the others lie one folder up
-    sys.path[0] += "/.."
-    import studies  # noqa: F401
-
 import argparse
-import json
-import shlex
+import sys
 import tempfile
-import time
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
-from scripts.benchmark import describe_device
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
-from studies.quiet_run import run_study, train_quietly
+from studies.common import (
+    about,
+    add_json,
+    changed,
+    describe,
+    refuse,
+    run_study,
+    table,
+    train_quietly,
+    write_json,
+)
 from trainer.device import choose_device, choose_precision
-from trainer.flags import UsageError, build_parser, fill_in, number, output_file
+from trainer.flags import build_parser, fill_in, number, output_file
 from trainer.plan import vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
 OPTIMIZERS, MOMENTS = ("adamw", "muon"), ("float32", "bfloat16")
-OWN = ("factors", "muon_share", "seeds", "rounds", "json", "markdown")  # flags of this script
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -47,7 +46,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = build_parser("python -m studies.optimizers", "unused")
     parser.description = "Compare optimizers and the dtypes of their moments: loss and time."
     parser.set_defaults(eval_interval=50, save_interval=0, sample_tokens=0, log_interval=0)
-    add = parser.add_argument_group("study (all else as in train_minimal.py)").add_argument
+    group = parser.add_argument_group("study (all else as in train_minimal.py)")
+    add = group.add_argument
     positive, count = number(float, 0, open=True), number(int, 1, 10**6)
     add("--factors", type=positive, nargs="+", default=[0.5, 1.0, 2.0, 4.0, 8.0], metavar="X",
         help="learning rates, in units of the default (default: 0.5 1 2 4 8)")  # fmt: skip
@@ -56,22 +56,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seeds", type=count, default=3, metavar="N", help="(default: %(default)s)")
     add("--rounds", type=count, default=40, metavar="N",
         help="timed steps of each optimizer, which take turns (default: %(default)s)")  # fmt: skip
-    add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
+    add_json(group)
     add("--markdown", type=output_file, metavar="FILE", help="write the tables there")
     args = parser.parse_args(argv)
-    for name in ("optimizer", "moments_dtype", "lr", "resume", "num_tokens", "num_epochs"):
-        if name in args.typed:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag}: this script chooses it: leave it out")
+    refuse(args, "optimizer", "moments_dtype", "lr", "resume", "num_tokens", "num_epochs")
     open_init_from(args)
-    fill_in(argparse.Namespace(**vars(args)))  # contradictions
+    fill_in(changed(args))  # contradictions
     return args
-
-
-def changed(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    """The trainer's flags, some of them others."""
-    own = {name: value for name, value in vars(args).items() if name not in OWN}
-    return argparse.Namespace(**own | changes)
 
 
 def run(args: argparse.Namespace, optimizer: str, rate: float, **changes: Any) -> dict[str, Any]:
@@ -138,18 +129,13 @@ def compare_moments(
     return found
 
 
-def table(header: str, lines: list[list[str]]) -> str:
-    names = header.split(" | ")
-    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *lines])
-
-
 def report(found: dict[str, Any]) -> str:
     rates, times, moments = (found[name] for name in ("rates", "times", "moments"))
     lines = [
         [r["optimizer"], f"{r['lr']:.2e}", f"{r['num_steps']:,}", f"{r['val_loss']:.4f}"]
         for r in rates
     ]
-    parts = [table("optimizer | --lr | steps | validation loss", lines)]
+    parts = [table(["optimizer", "--lr", "steps", "validation loss"], lines)]
     goal, match = best(rates, "adamw"), steps_to_match(rates)
     words = f"AdamW's best run ends at {goal['val_loss']:.4f} after {goal['num_steps']:,} steps"
     words += "; Muon's best is there " + (f"at step {match:,}" if match else "never")
@@ -163,7 +149,7 @@ def report(found: dict[str, Any]) -> str:
         + [f"{t['ratio']:.2f}"]
         for t in times
     ]
-    parts.append(table("precision | AdamW's step | Muon's | ratio", lines))
+    parts.append(table(["precision", "AdamW's step", "Muon's", "ratio"], lines))
     lines = []
     for name in OPTIMIZERS:
         for dtype in MOMENTS:
@@ -172,7 +158,10 @@ def report(found: dict[str, Any]) -> str:
             words = ", ".join(f"{loss:.4f}" for loss in losses)
             lines.append([name, dtype, words, f"{sum(losses) / len(losses):.4f}"])
     return "\n\n".join(
-        [*parts, table("optimizer | moments | validation loss of each seed | mean", lines)]
+        [
+            *parts,
+            table("optimizer | moments | validation loss of each seed | mean".split(" | "), lines),
+        ]
     )
 
 
@@ -185,21 +174,13 @@ def study(argv: list[str]) -> None:
     if times[0]["precision"] != "float32":
         times.append(time_steps(args, args.rounds, no_amp=True))
     rates = sweep(args)
-    found = {
-        "command": shlex.join(["python", "-m", "studies.optimizers", *argv]),
-        "model": describe_model(config_of(flags, Job("none", flags.batch_size))),
-        "device": describe_device(device),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "times": times,
-        "rates": rates,
-        "moments": compare_moments(args, args.seeds, rates),
-    }
-    about = [f"{name}: {found[name]}" for name in ("command", "model", "device", "torch", "date")]
-    text = "\n\n".join([report(found), "\n".join(about)])
+    model = describe_model(config_of(flags, Job("none", flags.batch_size)))
+    found = {"model": model} | about("studies.optimizers", argv, device)
+    numbers = {"times": times, "rates": rates}
+    numbers["moments"] = compare_moments(args, args.seeds, rates)
+    text = f"{report(numbers)}\n\n{describe(found)}"
     print(text)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(args.json, found | numbers)
     if args.markdown:
         args.markdown.write_text(text + "\n")
 

@@ -11,14 +11,9 @@ this machine, as it is now. Needs playwright (pip install playwright) and Chromi
 chromium, say).
 """
 
-import sys
-
-if not __package__:  # python studies/page_shots.py: the others lie one folder up
-    sys.path[0] += "/.."
-    import studies  # noqa: F401
-
 import argparse
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -27,7 +22,8 @@ from statistics import median
 from typing import Any
 
 from scripts.memory_timeline_pictures import use_few_colors
-from trainer.flags import OneLineParser, UsageError, output_file, output_folder, print_error
+from studies.common import run_study
+from trainer.flags import OneLineParser, UsageError, output_file, output_folder
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # A root user's Chromium has no sandbox of its own; and none should call home.
@@ -124,7 +120,8 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--readme {args.readme}: must end in .png")
 
 
-def main(argv: list[str] | None = None) -> int:
+def study(argv: list[str]) -> None:
+    """Raises UsageError."""
     parser = OneLineParser(prog="python -m studies.page_shots", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
@@ -137,23 +134,22 @@ def main(argv: list[str] | None = None) -> int:
         help="make the README's picture, no other")
     # fmt: on
     args = parser.parse_args(argv)
+    check(args)
     url = args.page.absolute().as_uri()
-    try:
-        check(args)
-        with chromium() as browser:
-            if args.readme:
-                shoot_for_readme(browser, url, args.readme)
-                return 0
-            args.out.mkdir(parents=True, exist_ok=True)
-            shoot(browser, url, args.out)
-            paint = median(first_paint(browser, url) for _ in range(VISITS))
-            changes = time_changes(browser, url)
-            print(f"first paint {paint:.0f} ms (median of {VISITS}); a change of policy "
-                  f"{median(changes):.0f} ms, {max(changes):.0f} at most")  # fmt: skip
-    except UsageError as error:
-        print_error(error)
-        return 2
-    return 0
+    with chromium() as browser:
+        if args.readme:
+            shoot_for_readme(browser, url, args.readme)
+            return
+        args.out.mkdir(parents=True, exist_ok=True)
+        shoot(browser, url, args.out)
+        paint = median(first_paint(browser, url) for _ in range(VISITS))
+        changes = time_changes(browser, url)
+        print(f"first paint {paint:.0f} ms (median of {VISITS}); a change of policy "
+              f"{median(changes):.0f} ms, {max(changes):.0f} at most")  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_study(study, argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""What studies share: flags, quiet trainings, tables, files of numbers, and how a study ends."""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data import DataError
+from scripts import say_stopped
+from scripts.benchmark import describe_device
+from train_minimal import train
+from trainer.endings import run_safely
+from trainer.flags import UsageError, build_parser, output_file, print_error
+from trainer.metrics import read_metrics
+from trainer.process import OneProcess
+from trainer.snapshot import beside
+
+
+class Stopped(Exception):
+    """A run ended with an exit code, and has said why."""
+
+
+def run_study(study: Callable[[list[str]], None], argv: list[str] | None) -> int:
+    """`study(argv)`; returns the exit code."""
+    try:
+        study(sys.argv[1:] if argv is None else argv)
+        return 0
+    except (UsageError, DataError) as error:
+        print_error(error)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print_error(f"{error.filename}: {error.strerror}")  # a full disk, say
+        return 2
+    except Stopped as stopped:
+        return int(stopped.args[0])
+    except KeyboardInterrupt:
+        say_stopped()
+        return 130
+
+
+def add_json(parser: Any) -> None:
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the raw numbers there"
+    )
+
+
+def refuse(args: argparse.Namespace, *names: str) -> None:
+    """Raises UsageError if one of the trainer's flags was typed that the study chooses itself."""
+    for name in names:
+        if name in args.typed:
+            raise UsageError(f"--{name.replace('_', '-')}: this script chooses it: leave it out")
+
+
+def changed(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    """The trainer's flags alone (a snapshot keeps them, and knows no others), some changed."""
+    known = vars(build_parser("unused", "unused").parse_args([]))
+    return argparse.Namespace(**{name: vars(args)[name] for name in known} | changes)
+
+
+def train_quietly(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train as train_minimal.py does, without its output; the records of all evaluations.
+
+    Raises Stopped, or KeyboardInterrupt after Ctrl-C.
+    """
+    with redirect_stdout(StringIO()):
+        code = run_safely(args, OneProcess.alone, train)
+    if code:
+        raise KeyboardInterrupt if code == 130 else Stopped(code)
+    records = read_metrics(beside(args.checkpoint_path, ".metrics.jsonl"))
+    return [record for record in records if "val_loss" in record]
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    lines = [[*header], *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:
+    """What has to stand beside a figure; the device only where it matters."""
+    command = {"command": shlex.join(["python", "-m", module, *argv])}
+    hardware = {"device": describe_device(device)} if device else {}
+    return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+
+
+def describe(about: dict[str, Any]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in about.items())
+
+
+def write_json(file: Path | None, numbers: dict[str, Any]) -> None:
+    """If a file was asked for."""
+    if file:
+        file.write_text(json.dumps(numbers, indent=1) + "\n")
