@@ -6,7 +6,8 @@
     pipeline("text-generation", "minigpt-hf")("def ")
 
 MiniGPT is GPT-2, so the folder holds a GPT2LMHeadModel, with the same weights to the bit, and a
-tokenizer that gives the same ids on any text. Needs no transformers. The way back: --init-from.
+tokenizer that gives the same ids on any text. Needs no transformers, but the package safetensors
+(pip install safetensors). The way back: --init-from.
 """
 
 import sys
@@ -30,11 +31,10 @@ from data.tokenizer_json import splits_as_gpt2, to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from trainer.flags import OneLineParser, UsageError, output_folder, print_error
-from trainer.hf import GPT2_ALONE, SIZES, their_name, turned
+from trainer.hf import GPT2_ALONE, SIZES, their_name, turned, write_tensors
 from trainer.metrics import logged_at, perplexity
 from trainer.pretrained import Pretrained, open_pretrained
 from trainer.report import describe_model
-from trainer.safetensors import write_tensors
 from trainer.snapshot import SaveError, SnapshotError, State, beside, peek
 
 CARD = """---
@@ -192,8 +192,8 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
         "README.md": model_card(folder.name, source, state),
     }
     weights = {
-        f"transformer.{their_name(name)}": turned(name, source.weight(name))
-        for name in source.names
+        f"transformer.{their_name(name)}": turned(name, weight)
+        for name, weight in source.weights.items()
     }
     temporary.mkdir(parents=True)
     try:

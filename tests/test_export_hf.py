@@ -6,6 +6,8 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ from harness.runs import run as start
 import train_minimal
 from data import Tokenizer, find_dataset
 from scripts import export_hf, generate
+from trainer.hf import read_tensors
 from trainer.pretrained import load_model, open_pretrained
-from trainer.safetensors import read_tensors
 
 CPU = torch.device("cpu")
 TEXT = "def function(x):\n    return x + 1\r\n\n# ünï 😀 <|endoftext|>\n" * 200
@@ -38,6 +40,16 @@ def run(request, tmp_path_factory) -> Path:
         monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
         assert train_minimal.main([*RUN, *words, f"--checkpoint-path={path}"]) == 0
     return path
+
+
+@contextmanager
+def files_of_at_most(n_bytes: int) -> Iterator[None]:
+    """As on a disk that is full: the system refuses what is beyond."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="module")
@@ -205,15 +217,12 @@ def test_mistakes_cost_one_line(run, folder, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("run", ["byte"], indirect=True)
-def test_a_disk_that_is_full(run, tmp_path, capfd, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
+def test_a_disk_that_is_full(run, tmp_path, capfd):
     capfd.readouterr()
-    assert export_hf.main([f"--checkpoint-path={run}", f"--out={tmp_path / 'hf'}"]) == 3
+    with files_of_at_most(20_000):
+        assert export_hf.main([f"--checkpoint-path={run}", f"--out={tmp_path / 'hf'}"]) == 3
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and "disk full" in line
+    assert re.match("error: cannot save .*model.safetensors: disk full .*; it needs 0.0 MB", line)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,12 +257,8 @@ def test_a_folder_is_filled_or_stays_empty(run, tmp_path, monkeypatch, capfd):
         moved.append(path.name)
         return rename(path, to)
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     flags = [f"--checkpoint-path={run}", f"--out={tmp_path}"]
-    with monkeypatch.context() as here:
-        here.setattr("os.replace", full)
+    with files_of_at_most(20_000):
         assert export_hf.main(flags) == 3
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(Path, "rename", seen)

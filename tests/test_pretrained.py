@@ -4,6 +4,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,16 +14,20 @@ import torch
 import torch.nn.functional as F
 from harness.gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
 from harness.runs import TINY, Crash, crash_after, same, snapshot, torchrun, train_here
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import train_minimal
 from data import find_dataset
 from data.tokenizer import format_ranks, load_tokenizer
-from scripts import plan_memory
+from scripts import export_hf, plan_memory
 from trainer.agree import check_alike, facts
 from trainer.flags import UsageError, build_parser
+from trainer.hf import read_tensors
 from trainer.pretrained import load_model, open_pretrained
 from trainer.process import OneProcess
 from trainer.setup import start_run
+from trainer.snapshot import SnapshotError
 
 CPU = torch.device("cpu")
 N_TOY = TINY.index("--n-layers")
@@ -95,19 +100,9 @@ def test_logits_loss_and_gradients_are_those_of_transformers(theirs, tmp_path):
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-def test_every_tensor_is_where_it_belongs(folder):
-    tensors = gpt2_tensors()
-    weights = load_model(folder, CPU)[0].state_dict()
-    assert len(weights) == len(tensors)
-    for name, weight in weights.items():
-        name = name.replace("blocks", "h").replace("token_embedding", "wte")
-        array = tensors[name.replace("position_embedding", "wpe")]
-        turned = name.startswith("h.") and array.ndim == 2
-        assert np.array_equal(weight.numpy(), array.T if turned else array)
-
-
 def test_what_older_folders_hold_besides(tmp_path):
-    """A prefix, the causal masks as tensors, the head a second time, other dtypes."""
+    """A prefix, the causal masks as tensors, the head a second time, other dtypes, odd addresses
+    of numbers."""
     expected = load_model(write_folder(tmp_path / "gpt2"), CPU)[0].state_dict()
     more = {f"h.{i}.attn.bias": np.ones((1, 1, 32, 32), np.float32) for i in range(2)}
     more |= {f"h.{i}.attn.masked_bias": np.array(-1e4, np.float32) for i in range(2)}
@@ -117,12 +112,47 @@ def test_what_older_folders_hold_besides(tmp_path):
     for i, tensors in enumerate(variants):
         found = load_model(write_folder(tmp_path / f"{i}", CONFIG, tensors), CPU)[0].state_dict()
         assert same(found, expected)
+    odd = write_folder(tmp_path / "odd", CONFIG, weights=safetensors(gpt2_tensors(), pad=3))
+    assert same(load_model(odd, CPU)[0].state_dict(), expected)
     half = {name: array.astype(np.float16) for name, array in gpt2_tensors().items()}
     found = load_model(write_folder(tmp_path / "half", CONFIG, half), CPU)[0].state_dict()
     assert all(
         weight.dtype == torch.float32 and torch.equal(weight, expected[name].half().float())
         for name, weight in found.items()
     )
+
+
+SMALL = safetensors({"a": np.ones((2, 3), np.float32), "b": np.zeros(4, np.float32)})
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.integers(0, 8 * len(SMALL) - 1), st.integers(1, len(SMALL) + 9))
+def test_any_damage_to_a_file_is_one_line_or_harmless(tmp_path_factory, bit, length):
+    """A flipped bit, a cut: never another exception, never memory that is not the file's."""
+    content = bytearray(SMALL)
+    content[bit // 8] ^= 1 << bit % 8
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    path.write_bytes(bytes(content)[:length])
+    try:
+        for tensor in read_tensors(path).values():
+            tensor.clone()  # every byte can be read
+    except SnapshotError as error:
+        assert len(str(error).splitlines()) == 1 and str(path) in str(error)
+    else:
+        assert length >= len(SMALL)
+
+
+def test_without_the_library(folder, text, tmp_path, monkeypatch, capfd):
+    first = tmp_path / "first.pt"
+    words = ["--init-from", str(folder), "--train-data", str(text), "--num-steps=1"]
+    assert train_here_without_toy(first, *words) == 0
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    capfd.readouterr()
+    assert train_here_without_toy(tmp_path / "run.pt", *words) == 2
+    assert export_hf.main([f"--checkpoint-path={first}", f"--out={tmp_path}/hf"]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2 and not (tmp_path / "hf").exists()
+    assert all(line.endswith("safetensors: pip install safetensors") for line in lines)
 
 
 def flags(*words: str) -> list[str]:

@@ -1,29 +1,28 @@
 """What surrounds the loop of train_minimal.py; a reader who came for training can do without.
 
-run.py          a run: what it consists of
-start.py        what comes before `import torch`
-flags.py        the command line
-length.py       --num-steps, --num-tokens, --num-epochs
-setup.py        how a run is set up
-resume.py       how it goes on from a snapshot
-snapshot.py     the snapshot: one file
-claim.py        whose file it is
-pretrained.py   trained weights to start from
-hf.py           GPT-2 in a folder of transformers
-safetensors.py  the format of its weights
-device.py       which device, which precision
-optimizer.py    which parameter is updated how
-plan.py         the planner, asked by flags
-card.py         the card whose clock counts
-room.py         what memory a device has
-knobs.py        what to change when that is too little
-process.py      what the loop asks of the world
-torchrun.py     what keeps several processes safe
-agree.py        whether they all train the same
-endings.py      signals, errors, exit codes
-metrics.py      what is measured, metrics.jsonl
-measured.py     what a step really takes, beside the prediction
-report.py       what is printed
-loggers.py      --log-to
-profile.py      --profile
+run.py         a run: what it consists of
+start.py       what comes before `import torch`
+flags.py       the command line
+length.py      --num-steps, --num-tokens, --num-epochs
+setup.py       how a run is set up
+resume.py      how it goes on from a snapshot
+snapshot.py    the snapshot: one file
+claim.py       whose file it is
+pretrained.py  trained weights to start from
+hf.py          GPT-2 in a folder of transformers
+device.py      which device, which precision
+optimizer.py   which parameter is updated how
+plan.py        the planner, asked by flags
+card.py        the card whose clock counts
+room.py        what memory a device has
+knobs.py       what to change when that is too little
+process.py     what the loop asks of the world
+torchrun.py    what keeps several processes safe
+agree.py       whether they all train the same
+endings.py     signals, errors, exit codes
+metrics.py     what is measured, metrics.jsonl
+measured.py    what a step really takes, beside the prediction
+report.py      what is printed
+loggers.py     --log-to
+profile.py     --profile
 """

@@ -176,8 +176,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         "override it (default: the small shape below)")
     add("--init-from", type=Path, metavar="PATH",
         help="start from trained weights: a snapshot, or a folder of transformers' GPT-2 "
-        "(config.json, model.safetensors); its shape and tokenizer follow (default: random "
-        "weights)")
+        "(config.json, model.safetensors; needs the package safetensors); its shape and tokenizer "
+        "follow (default: random weights)")
     add("--n-layers", type=layers, default=3, metavar="N", help="(default: %(default)s)")
     add("--n-heads", type=size, default=4, metavar="N", help="(default: %(default)s)")
     add("--d-model", type=size, default=128, metavar="N", help="channels (default: %(default)s)")

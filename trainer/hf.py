@@ -2,12 +2,14 @@
 
 MiniGPT is GPT-2, tensor by tensor; other names, and matrices that lie the other way round
 (transformers kept TensorFlow's, "Conv1D"), are all that differs. What GPT-2 can also be there, and
-MiniGPT cannot, is refused (`GPT2_ALONE`). Needs no transformers.
+MiniGPT cannot, is refused (`GPT2_ALONE`). Needs the package safetensors, but no transformers.
 """
 
 import json
-from collections.abc import Callable
+import os
+import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,8 +20,7 @@ from data.tokenizer import load_tokenizer
 from data.tokenizer_json import read_folder
 from model import MiniGPT, MiniGPTConfig
 
-from .safetensors import read_tensors
-from .snapshot import SnapshotError
+from .snapshot import SaveError, SnapshotError, cannot_save
 
 # config.json's name of a size, MiniGPT's, and GPT-2's value: what is left out there.
 SIZES = [
@@ -41,17 +42,13 @@ GPT2_ALONE: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True,),
 }
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MASKS = (".attn.bias", ".attn.masked_bias")  # GPT-2's older files hold each layer's causal mask
 
 
 def their_name(name: str) -> str:
     """`blocks.3.ln_1.weight` -> `h.3.ln_1.weight`: transformers' name, without "transformer."."""
-    for ours, theirs in (
-        ("token_embedding.", "wte."),
-        ("position_embedding.", "wpe."),
-        ("blocks.", "h."),
-    ):
-        name = name.replace(ours, theirs)
-    return name
+    name = name.replace("token_embedding.", "wte.").replace("position_embedding.", "wpe.")
+    return name.replace("blocks.", "h.")
 
 
 def turned(name: str, weight: Tensor) -> Tensor:
@@ -59,21 +56,33 @@ def turned(name: str, weight: Tensor) -> Tensor:
     return weight.T if name.startswith("blocks.") and weight.dim() == 2 else weight
 
 
-def open_folder(folder: Path) -> tuple[MiniGPTConfig, Callable[[str], Tensor], Tokenizer]:
-    """Raises SnapshotError."""
-    config, tensors = read_config(folder), read_weights(folder)
-    prefix = "transformer." if "transformer.wte.weight" in tensors else ""
+def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
+    """The weights have MiniGPT's names, and are mapped into memory: they must not be written to.
 
-    def weight(name: str) -> Tensor:
-        tensor = tensors[prefix + their_name(name)]
-        if tensor.dtype not in FLOATS:
-            raise SnapshotError(f"{folder} holds {name} in {tensor.dtype}: only floats can train")
-        return turned(name, tensor).float()
-
-    check_names(folder, config, [name.removeprefix(prefix) for name in tensors])
-    head, table = tensors.get("lm_head.weight"), tensors[f"{prefix}wte.weight"]
-    if head is not None and not torch.equal(head, table):
+    Raises SnapshotError.
+    """
+    config, found = read_config(folder), read_weights(folder)
+    found = {name.removeprefix("transformer."): tensor for name, tensor in found.items()}
+    if config.n_layers > len(found):  # as many blocks take their time, only to be missing
+        raise SnapshotError(f"{folder} holds {len(found)} tensors for {config.n_layers} layers")
+    weights = {}
+    for name in empty_weights(folder, config):
+        theirs = their_name(name)
+        if theirs not in found:
+            raise SnapshotError(f"{folder} holds no {theirs}: is it complete?")
+        if found[theirs].dtype not in FLOATS:
+            raise SnapshotError(f"{folder} holds {theirs} in {found[theirs].dtype}: want floats")
+        weights[name] = turned(name, found.pop(theirs))
+    head = found.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(head, weights["token_embedding.weight"]):
         raise SnapshotError(f"{folder}: lm_head is not wte; MiniGPT has one weight for both")
+    if more := [name for name in found if not name.endswith(MASKS)]:
+        raise SnapshotError(f"{folder} holds {more[0]}, which its config.json has no place for")
+    return config, weights, open_tokenizer(folder, config)
+
+
+def open_tokenizer(folder: Path, config: MiniGPTConfig) -> Tokenizer:
+    """That of the folder; GPT-2's own, if the folder has none. Raises SnapshotError."""
     try:
         tokenizer = read_folder(folder)
         if tokenizer is None and config.vocab_size == 50257:
@@ -85,7 +94,7 @@ def open_folder(folder: Path) -> tuple[MiniGPTConfig, Callable[[str], Tensor], T
             f"{folder} holds no tokenizer.json, and no vocab.json with merges.txt; with "
             f"{config.vocab_size:,} ids it is not GPT-2's own either"
         )
-    return config, weight, tokenizer
+    return tokenizer
 
 
 def empty_weights(path: Path, config: MiniGPTConfig) -> dict[str, Tensor]:
@@ -95,21 +104,6 @@ def empty_weights(path: Path, config: MiniGPTConfig) -> dict[str, Tensor]:
             return MiniGPT(config).state_dict()
     except (RuntimeError, TypeError, OverflowError):
         raise SnapshotError(f"{path}: no model can have such sizes: is it damaged?") from None
-
-
-def check_names(folder: Path, config: MiniGPTConfig, found: list[str]) -> None:
-    """Raises SnapshotError if tensors are missing, or there are more than the model has: that would
-    be another one."""
-    if config.n_layers > len(found):
-        raise SnapshotError(f"{folder} holds {len(found)} tensors for {config.n_layers} layers")
-    expected = {their_name(name) for name in empty_weights(folder, config)}
-    # Not weights: GPT-2's older files also hold the causal mask of each layer.
-    masks = (".attn.bias", ".attn.masked_bias")
-    more = {name for name in found if not name.endswith(masks)} - expected - {"lm_head.weight"}
-    for name in sorted(expected - set(found))[:1]:
-        raise SnapshotError(f"{folder} holds no {name}: is it complete?")
-    for name in sorted(more)[:1]:
-        raise SnapshotError(f"{folder} holds {name}, which its config.json has no place for")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -158,12 +152,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards that its index names. Raises
     SnapshotError."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not whole.exists() and (folder / "pytorch_model.bin").exists() and not index.exists():
+        raise SnapshotError(
+            f"{folder} holds pytorch_model.bin only; model.save_pretrained({str(folder)!r}) "
+            "in transformers writes model.safetensors"
+        )
     if whole.exists() or not index.exists():
-        if not whole.exists() and (folder / "pytorch_model.bin").exists():
-            raise SnapshotError(
-                f"{folder} holds pytorch_model.bin only; model.save_pretrained({str(folder)!r}) "
-                "in transformers writes model.safetensors"
-            )
         return read_tensors(whole)
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
@@ -173,3 +167,44 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         return {name: shards[shard][name] for name, shard in names.items()}
     except KeyError as error:
         raise SnapshotError(f"{index} names {error}, which its shard does not hold") from None
+
+
+def import_safetensors() -> ModuleType:
+    """The library of the .safetensors format. Raises SnapshotError with the way to get it."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise SnapshotError(
+            "weights of transformers need the package safetensors: pip install safetensors"
+        ) from None
+    return safetensors
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file, mapped into memory: one that is not used is not read.
+
+    They must not be written to. Raises SnapshotError that names the file and what is wrong with it.
+    """
+    library = import_safetensors()
+    try:
+        open(path, "rb").close()  # Python says more plainly than the library why that cannot be
+        with library.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, ValueError) as error:  # (ValueError: a name that no file can have)
+        reason = getattr(error, "strerror", None) or error
+        raise SnapshotError(f"cannot read {path}: {reason}") from None
+    except (library.SafetensorError, RuntimeError, OverflowError, TypeError) as error:
+        raise SnapshotError(f"{path} is no .safetensors file, or is damaged: {error}") from None
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write them, complete or not at all. Raises SaveError."""
+    library = import_safetensors()
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        library.torch.save_file(tensors, path, metadata={"format": "pt"})
+    except library.SafetensorError as error:  # "... File too large (os error 27)"
+        code = re.search(r"os error (\d+)", str(error))
+        reason = OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))
+        n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        raise SaveError(cannot_save(path, reason, n_bytes)) from None

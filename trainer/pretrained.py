@@ -31,8 +31,7 @@ class Pretrained:
     path: Path
     config: MiniGPTConfig
     tokenizer: Tokenizer
-    weight: Callable[[str], Tensor]  # by MiniGPT's name: float32, on the CPU
-    names: list[str]  # all of MiniGPT's
+    weights: dict[str, Tensor]  # by MiniGPT's names, on the CPU; may be of fewer bits than float32
     about: str  # what they are
     checksum: int  # the same for the same weights
 
@@ -41,22 +40,21 @@ class Pretrained:
         self, model: nn.Module, part: Callable[[Tensor, Tensor], Tensor] = lambda whole, _: whole
     ) -> None:
         """Put them into a model of that shape; `part` as in `MiniGPT.init_weights`."""
-        weights = model.state_dict()
-        for name in self.names:
-            weights[name].copy_(part(self.weight(name), weights[name]))
+        for name, weight in model.state_dict().items():
+            weight.copy_(part(self.weights[name].float(), weight))
 
 
 def open_pretrained(path: Path) -> Pretrained:
     """Look at weights without keeping them. Raises SnapshotError: one line, and the way out."""
     if os.path.isdir(path):  # (Path's own raises for a name that is too long)
-        config, weight, tokenizer = open_folder(path)
+        config, weights, tokenizer = open_folder(path)
         about = "as transformers writes them"
     elif path.suffix in (".safetensors", ".json") and os.path.exists(path):
         raise SnapshotError(f"{path} is one file of several: name its folder, {path.parent}")
     elif os.path.exists(path):
         state = read_snapshot(path)
         try:
-            config, weight = MiniGPTConfig(**state["config"]), state["model"].__getitem__
+            config, weights = MiniGPTConfig(**state["config"]), state["model"]
             tokenizer = Tokenizer.from_state(state["tokenizer"])
             about = f"step {state['step']:,} on {state['data'].get('description')}"
         except (ValueError, TypeError):
@@ -70,8 +68,9 @@ def open_pretrained(path: Path) -> Pretrained:
             f"model.resize_token_embeddings({tokenizer.vocab_size}) makes them fit"
         )
     expected = empty_weights(path, config)
-    checksum = check_weights(path, expected, weight)
-    return Pretrained(path, config, tokenizer, weight, list(expected), about, checksum)
+    checksum = check_weights(path, expected, weights)
+    weights = {name: weights[name] for name in expected}
+    return Pretrained(path, config, tokenizer, weights, about, checksum)
 
 
 def no_such(path: Path) -> str:
@@ -87,20 +86,21 @@ def no_such(path: Path) -> str:
     )
 
 
-def check_weights(path: Path, expected: dict[str, Tensor], weight: Callable[[str], Tensor]) -> int:
+def check_weights(path: Path, expected: dict[str, Tensor], weights: dict[str, Tensor]) -> int:
     """Their checksum. Raises SnapshotError unless each is there, of its shape, and finite."""
     checksum = 0
     for name, like in expected.items():
         try:
-            found = weight(name)
+            found = weights[name]
             plain = found.layout == torch.strided and found.device.type == "cpu"
-            if found.shape != like.shape or found.dtype != like.dtype or not plain:
+            if found.shape != like.shape or not found.is_floating_point() or not plain:
                 raise SnapshotError(
                     f"{path} holds {name} as {tuple(found.shape)}, its configuration says "
                     f"{tuple(like.shape)}: is it damaged?"
                 )
         except (LookupError, AttributeError):
             raise SnapshotError(f"{path} holds no {name}: is it complete?") from None
+        found = found.float()
         if not found.isfinite().all():
             raise SnapshotError(f"{path} holds NaN or infinite weights ({name}): take others")
         # As whole numbers: their sum does not depend on the order in which it is taken.

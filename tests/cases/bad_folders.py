@@ -93,6 +93,7 @@ def contradiction(flags: str, *says: str) -> Case:
 
 
 WHOLE = safetensors(GOOD)
+DAMAGED = "model.safetensors is no .safetensors file, or is damaged: "
 A = dict.fromkeys(GOOD, "a.safetensors")
 
 FOLDERS = {
@@ -127,29 +128,21 @@ FOLDERS = {
     "a million layers": config("holds .* tensors for 1000000 layers", n_layer=10**6),
     "more ids than the tokenizer": config("300 ids, but a tokenizer .* of 257", vocab_size=300),
     "no weights": content("model.safetensors", None, "model.safetensors: No such file"),
-    "weights of no bytes": weights(b" ", "model.safetensors is no .safetensors file"),
-    "header cut": weights(WHOLE[:5], "no .safetensors file, or was cut short: 5 bytes"),
-    "header longer than the file": weights(
-        (2**40).to_bytes(8, "little") + WHOLE[8:], "the header would take 1,099,511,627,776"
-    ),
-    "header cut in the middle": weights(WHOLE[:100], "or was cut short: 100 bytes"),
-    "header is no JSON": weights((8).to_bytes(8, "little") + b"{{{{{{{{", "its header is damaged"),
-    "header is a list": header(lambda _: [1, 2], "its header is damaged"),
-    "header of numbers": header(lambda _: {"wte.weight": 3}, "its header is damaged"),
-    "no shape": entry("its header is damaged", shape=None),
-    "an unknown dtype": entry("its header is damaged", dtype="F3"),
-    "a size that does not fit": entry("its header is damaged", shape=[17]),
-    "a negative offset": entry("its header is damaged", data_offsets=[-64, 0]),
-    "offsets beyond the end": entry("overlap, or have gaps", data_offsets=[10**9, 10**9 + 64]),
-    "two in the same place": entry("overlap, or have gaps", data_offsets=[0, 64]),
-    "data cut": weights(WHOLE[:-4], "cut short, or has been added to"),
-    "data added": weights(WHOLE + b"1234", "cut short, or has been added to"),
+    "weights of no bytes": weights(b" ", DAMAGED),
+    "header cut in the middle": weights(WHOLE[:100], DAMAGED),
+    "header is no JSON": weights((8).to_bytes(8, "little") + b"{{{{{{{{", DAMAGED),
+    "an unknown dtype": entry(DAMAGED, dtype="F3"),
+    "a size that does not fit": entry(DAMAGED, shape=[17]),
+    "offsets beyond the end": entry(DAMAGED, data_offsets=[10**9, 10**9 + 64]),
+    "two in the same place": entry(DAMAGED, data_offsets=[0, 64]),
+    "data cut": weights(WHOLE[:-4], DAMAGED),
+    "data added": weights(WHOLE + b"1234", DAMAGED),
     "a tensor is missing": tensor("ln_f.bias", None, "holds no ln_f.bias: is it complete"),
     "another shape": tensor("ln_f.bias", np.zeros(15, np.float32), r"\(15,\), .* \(16,\)"),
     "a Linear that is not turned": tensor(
         "h.0.attn.c_attn.weight", np.zeros((48, 16), np.float32), r"\(16, 48\), .*\(48, 16\)"
     ),
-    "whole numbers": tensor("ln_f.bias", np.zeros(16, np.int32), "only floats"),
+    "whole numbers": tensor("ln_f.bias", np.zeros(16, np.int32), "want floats"),
     "NaN": tensor("h.1.mlp.c_fc.weight", spoiled(np.nan), "NaN or infinite .*blocks.1.mlp.c_fc"),
     "infinite": tensor("h.1.mlp.c_fc.weight", spoiled(np.inf), "NaN or infinite"),
     "another head": tensor("lm_head.weight", GOOD["wte.weight"] + 1, "lm_head is not wte"),
@@ -205,8 +198,8 @@ FOLDERS = {
         "a GPT2ForSequenceClassification", architectures=["GPT2ForSequenceClassification"]
     ),
     "an empty tensor that is too large": header(
-        lambda whole: whole | {"x": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}},
-        "its header is damaged",
+        lambda whole: whole | {"x": {"dtype": "F32", "shape": [0, 2**64], "data_offsets": [0, 0]}},
+        DAMAGED,
     ),
     "a shard that no file can be": index({"weight_map": A | {"x": "a\0b"}}, "cannot read"),
     "one file of several": refused(
