@@ -7,6 +7,7 @@ what is set here.
 import gc
 import os
 import signal
+from copy import copy
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -23,6 +24,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from harness.start.sitecustomize import plan_nothing  # noqa: E402
+
+import trainer.plan  # noqa: E402
+import trainer.setup  # noqa: E402
+from memory import head, offload  # noqa: E402
+from model import MiniGPTConfig  # noqa: E402
+from planner import Planner  # noqa: E402
+from trainer import optimizer  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -37,28 +46,41 @@ def everything_travels(monkeypatch) -> None:
     monkeypatch.setattr("memory.offload.SMALL", 1)
 
 
-@pytest.fixture(scope="module")
-def one_planner_each():
-    """All who answer questions make their own planners; what those simulate is the same, and is
-    simulated once in a file. (Not where a test counts what is simulated.)"""
-    from model import MiniGPTConfig
-    from trainer import plan
-
-    made, make = {}, plan.make_planner
-
-    def make_once(args, config, device, precision, *way):
-        plain = MiniGPTConfig(**vars(config) | plan.NO_RECOMPUTE)
-        state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1
-        state = *state, args.compress_gradients
-        key = plain, args.seq_len, device.type, precision, state, way
-        if key not in made:
-            made[key] = make(args, plain, device, precision, *way)
-        return made[key]
-
+@pytest.fixture(scope="session", autouse=True)
+def plans_nothing():
+    """Runs of trainers do not predict their memory, here and in child processes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.plan.make_planner", make_once)
-        patch.setattr("scripts.memory_page.make_planner", make_once)
+        patch.setenv("PLANS_NOTHING", "1")
+        plan_nothing(trainer.setup)
         yield
+        trainer.setup.plan_memory = trainer.plan.plan_memory
+
+
+@pytest.fixture
+def plans_memory(monkeypatch) -> None:
+    """Runs of trainers predict their memory, as they do for a user."""
+    monkeypatch.delenv("PLANS_NOTHING")
+    monkeypatch.setattr("trainer.setup.plan_memory", trainer.plan.plan_memory)
+
+
+def make_once(args, config, device, precision, *way):
+    """All who answer questions make their own planners. What those simulate is the same, and is
+    simulated once; but where a test has changed what a simulation does, or counts."""
+    plain = MiniGPTConfig(**vars(config) | trainer.plan.NO_RECOMPUTE)
+    state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.compress_gradients
+    changed = Planner.__init__, Planner.simulate, head.CHUNK, head.SLICE, offload.SMALL
+    key = plain, args.seq_len, device.type, precision, state, way, changed, optimizer.AT_A_TIME
+    if key not in MADE:
+        if len(MADE) == 50:
+            del MADE[next(iter(MADE))]
+        MADE[key] = MAKE_PLANNER(args, plain, device, precision, *way)
+    planner = copy(MADE[key])  # with the same steps
+    planner.config = config
+    return planner
+
+
+MADE, MAKE_PLANNER = {}, trainer.plan.make_planner
+trainer.plan.make_planner = make_once  # before anybody imports it from there
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from harness.runs import TINY, snapshot
 import train_minimal
 from data import find_dataset
 
+pytestmark = pytest.mark.usefixtures("plans_memory")
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
 
 

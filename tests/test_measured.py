@@ -12,6 +12,7 @@ from trainer import profile
 from trainer.measured import STEP
 from trainer.metrics import StepClock
 
+pytestmark = pytest.mark.usefixtures("plans_memory")
 FULL = "--use-activation-checkpoint"
 LARGER = ("--n-layers=3", "--d-model=32", "--num-steps=3", "--max-tokens=900")
 SIZE = r"([\d.]+ \w+)"

@@ -19,8 +19,6 @@ from trainer.flags import UsageError, build_parser, fill_in, model_config
 from trainer.process import OneProcess
 from trainer.room import for_tensors
 
-pytestmark = pytest.mark.usefixtures("one_planner_each")
-
 # name: (card, layers, channels, heads, sequences)
 MODELS = {"flat": ("RTX 3060 12GB", 3, 512, 8, 48), "deep": ("H100", 8, 128, 4, 64)}
 # Room for tensors, between the least peak there is and that without recompute.

@@ -23,7 +23,6 @@ from trainer.plan import card_target
 from trainer.process import OneProcess
 from trainer.room import Room, for_tensors
 
-pytestmark = pytest.mark.usefixtures("one_planner_each")
 SHAPE = (
     "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32 "
     "--batch-size 64"

@@ -9,7 +9,6 @@ from test_plan_card import SHAPE
 from scripts import plan_memory
 from scripts.plan_run import format_hours
 
-pytestmark = pytest.mark.usefixtures("one_planner_each")
 OF_STEP = 64 * 32  # tokens
 CARD = "--card=H100"
 

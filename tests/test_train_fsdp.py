@@ -24,7 +24,7 @@ def faulty(path, faults: str, *flags: str, **options):
     return torchrun(path, *flags, script=FAULTS, **options)
 
 
-def test_two_shards_equal_one_process(tmp_path, capsys):
+def test_two_shards_equal_one_process(plans_memory, tmp_path, capsys):
     """Weights, moments, losses, with clipping; 12 validation windows in batches of 5 are 5, 5 and
     2, of which process 1 has one only. And a sample is drawn, which needs both."""
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"

@@ -134,7 +134,7 @@ def test_lines_and_metrics_say_the_same(tmp_path, capsys):
         assert record["peak_memory_kind"] == "rss" and record["peak_memory_bytes"] > 50e6
 
 
-def test_first_lines_predict_the_memory_of_a_step(tmp_path, capsys):
+def test_first_lines_predict_the_memory_of_a_step(plans_memory, tmp_path, capsys):
     assert train_here(tmp_path / "run.pt", FULL, "--num-steps=1") == 0
     out = capsys.readouterr().out
     number = r"([\d.]+) KiB"
@@ -143,7 +143,7 @@ def test_first_lines_predict_the_memory_of_a_step(tmp_path, capsys):
     assert 0 < kept < 0.6 * plain_kept < plain_kept < plain_peak and kept < peak < plain_peak
 
 
-def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeypatch):
+def test_a_prediction_that_fails_does_not_cost_the_run(plans_memory, tmp_path, capsys, monkeypatch):
     def fail(*args):
         raise NotImplementedError("no such device")
 
@@ -152,7 +152,7 @@ def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeyp
     assert "could not be predicted (NotImplementedError)" in capsys.readouterr().out
 
 
-def test_auto_takes_the_least_that_fits_and_says_so(tmp_path, capsys):
+def test_auto_takes_the_least_that_fits_and_says_so(plans_memory, tmp_path, capsys):
     """The policy is no part of the result: the same weights as without."""
     # (In one precision on every CPU: which of them it has decides what the rounded figures are.)
     flags = ("--num-steps=3", "--batch-size=8", "--seq-len=64", "--max-tokens=3000")
