@@ -1,7 +1,7 @@
 """What a GPU's kernels take beside the tensors that they are given and that they return.
 
 A planner that runs on fake CPU tensors cannot see it, so it stands here, from the sources of the
-kernels. What is left out is listed in docs/planning.md ("What is counted").
+kernels. What is left out is listed in docs/evidence.md ("Not counted").
 """
 
 from typing import Any

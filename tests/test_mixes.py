@@ -1,6 +1,7 @@
 """studies/mixes.py: the best pair of policies beside all assignments, as documented."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -68,12 +69,13 @@ def test_the_table_has_all_rows(capsys, monkeypatch, steps, tmp_path):
 
 
 def test_the_documents_say_what_was_found():
-    text = " ".join(DOCS["planning.md"].split())
+    text = " ".join(DOCS["evidence.md"].split())
     (one, pair), (one_18, pair_18) = (
         [row for row in RESULT["between_rungs"] if row["btc"] == btc][:2] for btc in (22, 18)
     )
     for row in (one, pair, one_18, pair_18):
-        assert f"{100 * row['flops_twice']:.1f} %" in text
+        takes = re.sub("(cheap|mlp|sdpa|selective)", r"`\1`", row["takes"])
+        assert f"{takes} ({100 * row['flops_twice']:.1f} %" in text
     for card in ("H100", "RTX 4090"):
         times = [f"{100 * row['over_none'][card] - 100:+.1f}" for row in (one, pair)]
         assert f"({times[0]} against {times[1]} %)" in text

@@ -54,7 +54,7 @@ def test_what_it_chooses_itself_is_refused(flag, capsys):
 
 def test_the_documents_say_what_was_found():
     found = json.loads((ROOT / FOLDER / "optimizers.json").read_text())
-    text = " ".join(DOCS["planning.md"].split())
+    text = " ".join(DOCS["evidence.md"].split())
     ends = {name: optimizers.best(found["rates"], name)["val_loss"] for name in ("adamw", "muon")}
     step = optimizers.steps_to_match(found["rates"])
     assert f"ends at a validation loss of {ends['adamw']:.4f} after 1,000 steps" in text
