@@ -16,7 +16,7 @@ batches.py         ids to batches
 
 from .batches import TokenFile, TrainBatches, ValBatches
 from .corpus import find_dataset, load_dataset
-from .dataset import Dataset, FoundData
+from .store import Dataset, FoundData
 from .tokenizer import DataError, DiskFull, Tokenizer
 
 __all__ = [

@@ -5,7 +5,7 @@ shifted by one, their T labels. Windows follow each other at a stride of T insid
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,10 +20,9 @@ from .tokenizer import DataError, Tokenizer
 
 # llm.c writes 256 int32 before the tokens: magic, version, count, padding. A raw nanoGPT file
 # cannot look like one: the magics begin with the uint16 ids 55432 and 55713, above all of GPT-2.
-LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
-LLMC_MAGICS = {magic for magic, _ in LLMC_FORMATS}
+LLMC_FORMATS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 LLMC_HEADER_BYTES = 256 * 4
-SCAN = 2**20  # tokens held at a time when all ids are checked
+SCAN = 2**20  # tokens held at a time when all ids are read
 
 
 @dataclass(frozen=True)
@@ -40,28 +39,35 @@ class TokenFile:
         """Bytes of one token."""
         return np.dtype(self.dtype).itemsize
 
+    def blocks(self) -> Iterator[np.ndarray]:
+        """All its ids, in pieces that fit in memory."""
+        for first in range(0, self.count, SCAN):
+            count, offset = min(SCAN, self.count - first), self.offset + first * self.itemsize
+            yield np.fromfile(self.path, self.dtype, count, offset=offset)
+
     @classmethod
     def open(cls, path: Path) -> "TokenFile":
         """A nanoGPT .bin, an llm.c .bin or a .npy, told apart by content. Raises DataError."""
         if suffix_of(path) == ".npy":
             return cls._open_npy(path)
         size = path.stat().st_size
-        with open(path, "rb") as file:
-            header = np.frombuffer(file.read(12), dtype="<u4", count=min(3, size // 4))
-        if len(header) == 3 and int(header[0]) in LLMC_MAGICS:
-            dtype = LLMC_FORMATS.get((int(header[0]), int(header[1])))
-            if dtype is None:
-                raise DataError(f"{path}: llm.c header of unknown version {header[1]}")
-            found = cls(path, dtype, LLMC_HEADER_BYTES, int(header[2]))
-            if size != found.offset + found.count * found.itemsize:
-                raise DataError(
-                    f"{path}: its header promises {found.count:,} tokens, its {size:,} bytes hold "
-                    "another number: the file is cut off or damaged"
-                )
-            return found
-        if size % 2:
-            raise DataError(f"{path}: {size:,} bytes is odd, so not a file of uint16 tokens")
-        return cls(path, "uint16", 0, size // 2)
+        magic, version, count = 0, 0, 0
+        if size >= 12:
+            magic, version, count = np.fromfile(path, "<u4", 3).tolist()
+        if magic not in LLMC_FORMATS:
+            if size % 2:
+                raise DataError(f"{path}: {size:,} bytes is odd, so not a file of uint16 tokens")
+            return cls(path, "uint16", 0, size // 2)
+        known, dtype = LLMC_FORMATS[magic]
+        if version != known:
+            raise DataError(f"{path}: llm.c header of unknown version {version}")
+        found = cls(path, dtype, LLMC_HEADER_BYTES, count)
+        if size != found.offset + found.count * found.itemsize:
+            raise DataError(
+                f"{path}: its header promises {count:,} tokens, its {size:,} bytes hold another "
+                "number: the file is cut off or damaged"
+            )
+        return found
 
     @classmethod
     def _open_npy(cls, path: Path) -> "TokenFile":
@@ -95,27 +101,29 @@ def hash_ids(files: Sequence[TokenFile], tokenizer: Tokenizer) -> str:
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.dtype} {file.count} ".encode())
-        with open(file.path, "rb") as stream:
-            stream.seek(file.offset)
-            for start in range(0, file.count, SCAN):
-                block = stream.read(min(SCAN, file.count - start) * file.itemsize)
-                digest.update(block)
-                worst = int(np.frombuffer(block, file.dtype).max())
-                if worst >= tokenizer.vocab_size:
-                    raise DataError(
-                        f"{file.path}: holds id {worst}, but --tokenizer-name {tokenizer.name} "
-                        f"ends at {tokenizer.vocab_size - 1}; name the tokenizer that made it"
-                    )
+        for ids in file.blocks():
+            digest.update(ids.tobytes())
+            if (worst := int(ids.max())) >= tokenizer.vocab_size:
+                raise DataError(
+                    f"{file.path}: holds id {worst}, but --tokenizer-name {tokenizer.name} "
+                    f"ends at {tokenizer.vocab_size - 1}; name the tokenizer that made it"
+                )
     return digest.hexdigest()
 
 
 class Windows:
     """The windows of several files, numbered through from the first file to the last."""
 
-    def __init__(self, files: Sequence[TokenFile], seq_len: int) -> None:
+    def __init__(self, files: Sequence[TokenFile], seq_len: int, kind: str, more: str) -> None:
+        """Raises DataError, which names `kind` and ends in `more`, when there is none."""
         self.files, self.seq_len = files, seq_len
         counts = [max(0, (file.count - 1) // seq_len) for file in files]
         self.first = np.cumsum([0, *counts])  # number of each file's first window, then the total
+        if not len(self):
+            raise DataError(
+                f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
+                f"has {max((file.count for file in files), default=0)}: lower --seq-len{more}"
+            )
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -143,6 +151,14 @@ class Windows:
                 row[:] = np.frombuffer(block, dtype=file.dtype)
         return torch.from_numpy(rows)
 
+    def batch(self, numbers: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows `numbers` (n,) as inputs and labels (n, T)."""
+        rows = self.read(numbers)
+        if device.type == "cuda":  # only from pinned memory can Python go on while the copy runs
+            rows = rows.pin_memory()
+        rows = rows.to(device, non_blocking=device.type == "cuda")
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
 
 @lru_cache(maxsize=2)  # this epoch's order, and the next one's where a batch straddles the two
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
@@ -162,15 +178,9 @@ class TrainBatches:
         device: torch.device,
     ) -> None:
         """Raises DataError when no file holds seq_len + 1 tokens."""
-        self.windows = Windows(files, seq_len)
+        self.windows = Windows(files, seq_len, "training", " or give more text to --train-data")
         self.n_windows = len(self.windows)
         self.batch_size, self.seed, self.device = batch_size, seed, device
-        if not self.n_windows:
-            raise DataError(
-                f"--seq-len {seq_len} needs {seq_len + 1} training tokens in a row, the longest "
-                f"file has {max((f.count for f in files), default=0)}: lower --seq-len or give "
-                "more text to --train-data"
-            )
 
     def epoch(self, index: int) -> float:
         """Epochs completed before micro-batch `index`."""
@@ -183,7 +193,7 @@ class TrainBatches:
             permutation(self.seed, sample // size, size)[sample % size]
             for sample in range(first, first + self.batch_size)
         ]
-        return _to_device(self.windows.read(np.array(numbers)), self.device)
+        return self.windows.batch(np.array(numbers), self.device)
 
 
 class ValBatches:
@@ -198,15 +208,10 @@ class ValBatches:
         device: torch.device,
     ) -> None:
         """max_batches: 0 = all. Raises DataError when no file holds seq_len + 1 tokens."""
-        self.windows = Windows(files, seq_len)
+        more = ", raise --val-ratio or give more text to --val-data"
+        self.windows = Windows(files, seq_len, "validation", more)
         self.batch_size, self.device = batch_size, device
         total = len(self.windows)
-        if not total:
-            raise DataError(
-                f"--seq-len {seq_len} needs {seq_len + 1} validation tokens in a row, the longest "
-                f"file has {max((f.count for f in files), default=0)}: lower --seq-len, raise "
-                "--val-ratio or give more text to --val-data"
-            )
         count = min(total, max_batches * batch_size) if max_batches else total
         self.numbers = np.arange(count) * total // count
 
@@ -218,14 +223,4 @@ class ValBatches:
         if not 0 <= index < len(self):
             raise IndexError(f"validation batch {index} of {len(self)}")
         start = index * self.batch_size
-        return _to_device(
-            self.windows.read(self.numbers[start : start + self.batch_size]), self.device
-        )
-
-
-def _to_device(rows: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    if device.type == "cuda":  # only from pinned memory can Python go on while the copy runs
-        rows = rows.pin_memory().to(device, non_blocking=True)
-    else:
-        rows = rows.to(device)
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return self.windows.batch(self.numbers[start : start + self.batch_size], self.device)

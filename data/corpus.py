@@ -8,50 +8,50 @@ Token files made elsewhere skip all that (token_files.py), and so do toy data (t
 import os
 import platform
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from .dataset import Dataset, FoundData, cached_dataset, label, of_file
-from .documents import CHUNK, read_documents, read_text
+from .documents import CHUNK, check_text, read_documents, read_text
 from .files import CACHE_DIR, find_files, find_stdlib, warn_of_shared
-from .formats import check_text
-from .store import Say, build_cache, hash_files, key, read_meta, shown
+from .store import (
+    Dataset,
+    FoundData,
+    Say,
+    build_cache,
+    cached_dataset,
+    hash_files,
+    key,
+    label,
+    of_file,
+    read_meta,
+    shown,
+)
 from .suffixes import TOKEN_SUFFIXES, suffix_of
 from .token_files import load_token_files
-from .tokenizer import (
-    DataError,
-    Tokenizer,
-    format_ranks,
-    load_tokenizer,
-    parse_ranks,
-    train_bpe,
-)
+from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
 from .toy import TOY_SUCCESSORS, load_toy
 
 BPE_TRAINING_CHARS = 10_000_000
 ENCODING_THREADS = min(4, os.cpu_count() or 1)
 Piece = tuple[str, str | None]  # "train" or "val", and a chunk of text; None starts a document
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Text files and how to split them. ratio: the validation part, unless `val` is given;
-    max_tokens: the cap of each part."""
+    """Text files and how to split them."""
 
     label: str
     train: list[Path]
     val: list[Path]
-    ratio: float
-    max_tokens: int | None
+    ratio: float  # the validation part, unless `val` is given
+    max_tokens: int | None  # of each part
 
     @property
     def size(self) -> int:
@@ -291,15 +291,15 @@ def _encode(source: Source, count: int, tokenizer: Tokenizer, folder: Path) -> d
     """Write train.bin and val.bin into `folder`; returns their part of meta.json."""
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     limit = source.max_tokens or sys.maxsize
-    count_of = {"train": 0, "val": 0}
+    written = {"train": 0, "val": 0}
 
     def pieces() -> Iterator[Piece]:
         for split, document in _split_documents(source, count):
             for chunk in chain([None], document):
-                if count_of[split] >= limit:
+                if written[split] >= limit:
                     break
                 yield split, chunk
-            if min(count_of.values()) >= limit:
+            if min(written.values()) >= limit:
                 return
 
     def encode(piece: Piece) -> tuple[str, np.ndarray, int]:
@@ -308,32 +308,19 @@ def _encode(source: Source, count: int, tokenizer: Tokenizer, folder: Path) -> d
             return split, np.array([tokenizer.eot_id], dtype), 0
         return split, tokenizer.encode(chunk).astype(dtype), len(chunk.encode("utf-8", "replace"))
 
+    todo = pieces()
     with (
         open(folder / "train.bin", "wb") as train,
         open(folder / "val.bin", "wb") as val,
         tqdm(total=source.size, unit="B", unit_scale=True, disable=None, leave=False) as bar,
-        ThreadPoolExecutor(ENCODING_THREADS) as pool,
+        ThreadPoolExecutor(ENCODING_THREADS) as pool,  # tiktoken releases the interpreter lock
     ):
         file_of = {"train": train, "val": val}
-        for split, ids, n_bytes in _in_order(pool, encode, pieces()):
-            ids = ids[: limit - count_of[split]]
-            file_of[split].write(ids.tobytes())
-            count_of[split] += len(ids)
-            bar.update(n_bytes)
-    return {"dtype": dtype, "train_tokens": count_of["train"], "val_tokens": count_of["val"]}
-
-
-def _in_order(
-    pool: Executor, work: Callable[[Piece], Result], items: Iterable[Piece]
-) -> Iterator[Result]:
-    """`map` in threads, but only a few items ahead: Executor.map would take in the whole text.
-
-    Threads do help: tiktoken releases the interpreter lock while it encodes.
-    """
-    waiting: deque[Future[Result]] = deque()
-    for item in items:
-        waiting.append(pool.submit(work, item))
-        if len(waiting) > 2 * ENCODING_THREADS:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+        # A few at a time: of all pieces `map` would take in the whole text.
+        while some := list(islice(todo, 4 * ENCODING_THREADS)):
+            for split, ids, n_bytes in pool.map(encode, some):
+                ids = ids[: limit - written[split]]
+                file_of[split].write(ids.tobytes())
+                written[split] += len(ids)
+                bar.update(n_bytes)
+    return {"dtype": dtype, "train_tokens": written["train"], "val_tokens": written["val"]}

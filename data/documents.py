@@ -2,16 +2,57 @@
 
 import codecs
 import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unicodedata import category
 
-from .suffixes import suffix_of
+from .suffixes import TEXT_SUFFIXES, suffix_of
 from .tokenizer import DataError
 
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
 KEYS, KEY_LENGTH = 6, 40  # of a line of JSON: how many are shown, and how much of each
+PANDOC = "make it text: `pandoc {file} -o {text}`"
+# What the first bytes match, what that is, and what to do. Any other binary stops at a NUL or at a
+# byte that is no UTF-8. These may have neither (there are PDFs all in ASCII, and a model would
+# learn their drawing commands), or are so common that their text should be found at once.
+SIGNS = [
+    (rb"(\xef\xbb\xbf)?\s*%PDF-\d", "a PDF", "make it text: `pdftotext {file} {text}`"),
+    (rb"\{\\rtf\d", "an RTF document", PANDOC),
+    (rb"PK(\x03\x04|\x05\x06|\x07\x08)", "a zip archive", "unpack it: `unzip {file}`"),
+    (rb"\x1f\x8b\x08", "compressed by gzip", "unpack it: `gunzip -c {file} > {text}`"),
+    (
+        rb"version https://git-lfs\.github\.com/spec/",
+        "what Git LFS leaves in place of a file",
+        "fetch the file itself: `git lfs pull`",
+    ),
+]
+
+
+def check_text(paths: Iterable[Path]) -> None:
+    """Raises DataError for the first file that is no text: its name, what it is and what to do."""
+    for path in paths:
+        with open(path, "rb") as file:
+            head = file.read(64)
+        for sign, what, way_out in SIGNS:
+            if re.match(sign, head):
+                raise DataError(f"{path}: {_named(path, what, way_out)}")
+
+
+def _named(path: Path, what: str, way_out: str) -> str:
+    """What it is and what to do, as the file's name says it more closely than its first bytes."""
+    suffix, stem = suffix_of(path), path.with_suffix("")
+    inner = suffix_of(stem)  # x.tar.gz has two
+    if "zip" in what and suffix in (".docx", ".odt", ".epub"):
+        what, way_out = f"a {suffix} file", PANDOC
+    elif "zip" in what and (inner == ".tar" or suffix == ".tgz"):
+        way_out = "unpack it: `tar -xf {file}`"
+    # x.pdf -> x.txt, x.jsonl.gz -> x.jsonl, and a PDF that is called x.txt -> x.txt.txt
+    text = stem if inner in TEXT_SUFFIXES else Path(f"{stem}.txt")
+    text = Path(f"{path}.txt") if text == path else text
+    command = way_out.format(file=shlex.quote(str(path)), text=shlex.quote(str(text)))
+    return f"{what}, not text; {command}"
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
@@ -77,7 +118,8 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
                 command = f"iconv -f UTF-16 -t UTF-8 {_into(path, 'utf8')}"
                 raise DataError(f"{path}: the text is UTF-16; make it UTF-8: `{command}`")
             if (nul := block.find(0)) >= 0:
-                raise DataError(f"{path}: a binary file, not text (NUL at byte {start + nul})")
+                where = f"NUL at byte {start + nul}"
+                raise DataError(f"{path}: a binary file, not text ({where}); name files of text")
             held = len(decoder.getstate()[0])  # bytes of a character that began a block earlier
             try:
                 text = decoder.decode(block, final=start + len(block) >= stop)

@@ -2,7 +2,6 @@
 
 import filecmp
 import glob
-import hashlib
 import os
 import shlex
 import sysconfig
@@ -10,9 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .dataset import label
-from .formats import check_text
-from .store import Say
+from .documents import check_text
+from .store import Say, label
 from .suffixes import TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
 from .tokenizer import DataError
 
@@ -33,7 +31,7 @@ def find_files(names: Sequence[str], flag: str, note: Say) -> list[Path]:
     DataError that names `flag` and the name that finds nothing usable.
     """
     found: dict[Path, None] = {}
-    walked: dict[Path, None] = {}  # what folders gave
+    walked: set[Path] = set()  # what folders gave
     skipped: dict[Path, None] = {}
     folders: list[str] = []
     for name in names:
@@ -43,7 +41,7 @@ def find_files(names: Sequence[str], flag: str, note: Say) -> list[Path]:
             if path.is_dir():
                 inside, rest = _walk(path, {*TEXT_SUFFIXES, *TOKEN_SUFFIXES})
                 usable, others = usable + inside, others + rest
-                walked |= dict.fromkeys(inside)
+                walked.update(inside)
                 folders += [str(path)] * bool(inside or rest)
             elif not path.is_file():
                 raise DataError(f"{flag} {path}: not a regular file")
@@ -104,7 +102,7 @@ def _way_in(name: str, others: list[Path]) -> str:
 
 def warn_of_shared(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
     """One line if files of `val` are in `train` as well, or copies of theirs are."""
-    shared = _find_shared(train, val) if val else []
+    shared = _find_shared(train, val)
     if not shared:
         return []
     file, twin = shared[0]
@@ -119,11 +117,12 @@ def warn_of_shared(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
 
 
 def _find_shared(train: Sequence[Path], val: Sequence[Path]) -> list[tuple[Path, Path]]:
-    """Files of `val`, each with its twin in `train`."""
+    """Files of `val`, each with its twin in `train`. Only files of one size and one beginning are
+    read to their end."""
 
     def size_and_head(path: Path) -> tuple[int, bytes]:
         with open(path, "rb") as file:
-            return path.stat().st_size, hashlib.sha256(file.read(4096)).digest()
+            return path.stat().st_size, file.read(4096)
 
     sizes = {path.stat().st_size for path in val}
     alike: defaultdict[tuple[int, bytes], list[Path]] = defaultdict(list)
@@ -132,7 +131,7 @@ def _find_shared(train: Sequence[Path], val: Sequence[Path]) -> list[tuple[Path,
             alike[size_and_head(path)].append(path)
     shared = []
     for path in val:
-        for twin in alike.get(size_and_head(path), []):  # only these are read to their end
+        for twin in alike.get(size_and_head(path), []):
             if twin.samefile(path) or filecmp.cmp(twin, path, shallow=False):
                 shared.append((path, twin))
                 break

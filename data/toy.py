@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .dataset import Dataset, cached_dataset
-from .store import Say, build_cache, key, read_meta
+from .store import Dataset, Say, build_cache, cached_dataset, key, read_meta
 from .tokenizer import ToyTokenizer
 
 TOY_SUCCESSORS = 4

@@ -31,9 +31,8 @@ from tqdm import tqdm
 
 from data import DataError, TokenFile, Tokenizer
 from data.batches import SCAN
-from data.documents import read_documents
+from data.documents import check_text, read_documents
 from data.files import find_files
-from data.formats import check_text
 from data.suffixes import TOKEN_SUFFIXES, suffix_of
 from model import MiniGPT
 from trainer import flags
@@ -74,9 +73,7 @@ def read_ids(files: list[Path | TokenFile], tokenizer: Tokenizer) -> Iterator[np
     """All of them in pieces; in a text, <|endoftext|> before each document. Raises DataError."""
     for file in files:
         if isinstance(file, TokenFile):
-            for first in range(0, file.count, SCAN):
-                count, offset = min(SCAN, file.count - first), file.offset + first * file.itemsize
-                yield np.fromfile(file.path, file.dtype, count, offset=offset)
+            yield from file.blocks()
             continue
         for document in read_documents(file):
             yield np.array([tokenizer.eot_id], np.uint32)

@@ -273,7 +273,7 @@ def black_hole() -> Iterator[str]:
 OFFLINE = """
 import sys, train_minimal
 from data import tokenizer
-tokenizer.GPT2_PACKAGES = []  # as if none of them were installed
+tokenizer.GPT2_PACKAGE = "none"  # as if it were not installed
 sys.exit(train_minimal.main(sys.argv[1:]))
 """
 

@@ -24,6 +24,7 @@ CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
     r"\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
+OF_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
@@ -36,10 +37,10 @@ def texts() -> dict[str, str]:
     source = random.Random(0)
     planes = ((0x20, 0x250), (0x250, 0xD800), (0xE000, 0x110000))
     return {
-        "the standard library": TEXT[:1_000_000],
-        "random bytes": source.randbytes(1_000_000).decode("utf-8", "replace"),
+        "the standard library": TEXT[:200_000],
+        "random bytes": source.randbytes(50_000).decode("utf-8", "replace"),
         "random characters": "".join(
-            chr(source.randrange(*source.choice(planes))) for _ in range(100_000)
+            chr(source.randrange(*source.choice(planes))) for _ in range(20_000)
         ),
         "odd ones": 50
         * (
@@ -52,11 +53,17 @@ def texts() -> dict[str, str]:
 
 
 TEXTS = texts()
+LOADED: dict[str, Tokenizer] = {}
+
+
+def loaded(name: str) -> Tokenizer:
+    """One for all tests: GPT-2's takes its time."""
+    return LOADED.setdefault(name, LOADED.get(name) or load_tokenizer(name))
 
 
 @pytest.fixture(scope="module")
 def bpe() -> Tokenizer:
-    return Tokenizer("bpe", train_bpe([TEXT[:300_000]], 1024))
+    return Tokenizer("bpe", train_bpe([TEXT[:100_000]], 1024))
 
 
 def unreachable(tokenizer: Tokenizer) -> Tokenizer:
@@ -72,7 +79,7 @@ def unreachable(tokenizer: Tokenizer) -> Tokenizer:
 def test_the_same_ids_on_any_text(bpe, name):
     tokenizers = pytest.importorskip("tokenizers")
     if name in ("byte", "gpt2"):
-        ours = load_tokenizer(name)
+        ours = loaded(name)
     else:
         pattern = {"cl100k words": CL100K, "o200k words": O200K}.get(name, GPT2_PATTERN)
         ours = Tokenizer("bpe", bpe.ranks, pattern)
@@ -83,7 +90,7 @@ def test_the_same_ids_on_any_text(bpe, name):
     theirs = tokenizers.Tokenizer.from_str(json.dumps(to_json(ours)))
     theirs.encode_special_tokens = True  # split_special_tokens of tokenizer_config.json
     for what, text in TEXTS.items():
-        text = text if name in ("bpe", "gpt2") else text[:100_000]
+        text = text if name in ("bpe", "gpt2") else text[:20_000]
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert ids == ours.encode(text).tolist(), what
         assert theirs.decode(ids, skip_special_tokens=False) == text
@@ -91,10 +98,12 @@ def test_the_same_ids_on_any_text(bpe, name):
 
 @pytest.mark.parametrize("name", ["bpe", "byte", "gpt2"])
 def test_and_back(bpe, name, tmp_path):
-    ours = bpe if name == "bpe" else load_tokenizer(name)
+    ours = bpe if name == "bpe" else loaded(name)
     back = from_json(json.loads(json.dumps(to_json(ours))))
     assert back.fingerprint == ours.fingerprint and back.pattern == ours.pattern
     assert back.name == name
+    if name == "gpt2":  # 50,000 merges take their time
+        return
     # The two files of older folders say the same.
     merges = (" ".join(pair) for pair in list_merges(ours))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
@@ -123,18 +132,11 @@ def test_of_a_tokenizer_that_their_trainer_has_made():
         assert ours.encode(text).tolist() == theirs.encode(text).ids
 
 
-@pytest.mark.parametrize(
-    "spelled",
-    [
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    ],
-)
-def test_gpt2_as_tiktoken_spells_it(bpe, spelled):
+def test_gpt2_as_tiktoken_spells_it(bpe):
     """Its download has another pattern for the same words: it is GPT-2's all the same."""
-    theirs = Tokenizer("gpt2", load_tokenizer("gpt2").ranks, spelled)
-    assert splits_as_gpt2(theirs) and from_json(to_json(theirs)).name == "gpt2"
+    for spelled in (GPT2_PATTERN, OF_GPT2):
+        words = Tokenizer("bpe", bpe.ranks, spelled)
+        assert splits_as_gpt2(words) and from_json(to_json(words)).pattern == GPT2_PATTERN
+        for what, text in TEXTS.items():
+            assert words.encode(text).tolist() == bpe.encode(text).tolist(), what
     assert not splits_as_gpt2(Tokenizer("bpe", bpe.ranks, CL100K))
-    words = Tokenizer("bpe", bpe.ranks, spelled)
-    for what, text in TEXTS.items():
-        assert words.encode(text).tolist() == bpe.encode(text).tolist(), what
