@@ -2,15 +2,13 @@
 
 files.py           what --train-data and --val-data name
 suffixes.py        how a file is to be read, by its name
-formats.py         what a file really is, by its first bytes
-documents.py       a file's documents
+documents.py       a file's documents, if it is text
 tokenizer.py       text to ids and back
 tokenizer_json.py  the same vocabulary for transformers
 corpus.py          documents to ids, once: the result is kept in a cache
-store.py           a cache that is never seen half done
+store.py           what a trainer gets, and a cache that is never seen half done
 token_files.py     ids that were made elsewhere
 toy.py             random ids whose best loss is known
-dataset.py         what a trainer gets
 batches.py         ids to batches
 """
 
