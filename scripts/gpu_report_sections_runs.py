@@ -92,7 +92,7 @@ def limited(
         command = [sys.executable, "-c", LIMITED, str(share)]
         environment = dict(os.environ)
         if bench.dry:  # a CPU's memory cannot be limited for tensors alone: it is played
-            command = [sys.executable, "-m", "scripts.faults"]
+            command = [sys.executable, "tests/harness/faults.py", "train_minimal"]
             environment |= {"FAULTS": "cuda-oom:0:2" if ends_with == 4 else ""}
         command += [*flags(bench, args), "--checkpoint-path", str(path)]
         start = time.perf_counter()

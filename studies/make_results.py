@@ -101,12 +101,6 @@ RESULTS = {
         "3 minutes",
         by_default=False,
     ),
-    "reliability": Result(
-        f"python -m scripts.reliability --json {FOLDER}/reliability.json",
-        ("reliability.json",),
-        "10 minutes, Linux",
-        by_default=False,
-    ),
 }
 
 

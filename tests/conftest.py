@@ -34,6 +34,29 @@ from planner import Planner  # noqa: E402
 from trainer import optimizer  # noqa: E402
 
 
+def pytest_collection_modifyitems(items) -> None:
+    from harness.rows import rows_of
+
+    for item in items:  # (reports have what xdist's processes tell of a test)
+        item.user_properties += [("row", row) for row in rows_of(item)]
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    from harness.rows import table
+
+    if config.getoption("-m") == "reliability":
+        terminalreporter.section("the table of docs/reliability.md")
+        reports = [report for some in terminalreporter.stats.values() for report in some]
+        for line in table(reports):
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def thorough(request) -> bool:
+    """Is reliability all that is asked for? Then what depends on chance is tried more often."""
+    return request.config.getoption("-m") == "reliability"
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)

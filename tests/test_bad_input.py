@@ -26,6 +26,7 @@ from cases.bad_input import (
     Case,
 )
 from cases.bad_snapshots import PLACES, SCRIPTS, SNAPSHOTS
+from harness.rows import row
 from harness.runs import TINY, run
 
 import train_minimal
@@ -45,6 +46,7 @@ TABLES = {
     "script": SCRIPTS,
 }
 CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in table.items()}
+CODE = row("a snapshot that carries code", "refused, nothing executed")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,9 +102,12 @@ def check(code: object, stderr: str, case: Case) -> None:
         assert re.search(words, line), line
 
 
+@row("malformed input", "one line, exit 2, every file as it was, no traceback")
 @pytest.mark.filterwarnings("error::UserWarning")  # outside of pytest: more lines on stderr
 @pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[CODE] * name.endswith(": code")) for name in CASES]
+)
 def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     case = CASES[name]
     prepare(case, tmp_path)

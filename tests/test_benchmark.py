@@ -14,13 +14,12 @@ from functools import partial
 
 import pytest
 import torch
-from harness.runs import ROOT
+from harness.runs import ROOT, pids_of, wait_until
 
 from model import MiniGPT
 from planner import Card
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
-from scripts.trainer_process import pids_of, wait_until
 
 SHAPE = (
     "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
@@ -258,7 +257,7 @@ def test_no_worker_outlives_ctrl_c(tmp_path):
     command = [sys.executable, "-m", "scripts.benchmark", *SHAPE, *flags]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: len(pids_of(file)) == 2, "no worker")
+        wait_until(lambda: len(pids_of(file)) == 2, "worker")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
         assert process.returncode == 130 and err.splitlines()[1:] == ["stopped after 0 of 3 runs"]

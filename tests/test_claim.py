@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.runs import Crash, crash_after, metrics, snapshot, train, train_here
+from harness.rows import row
+from harness.runs import Crash, crash_after, metrics, same, snapshot, train, train_here
 
 import train_minimal
 from trainer.claim import check_writable, files_of, name_aside, replaced_runs, step_aside
 from trainer.snapshot import beside
 
 
+@row("a second run on the same --checkpoint-path", "refused, exit 2, the first unharmed")
 def test_second_run_on_the_same_files_is_refused(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "run.pt"
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    assert train_here(whole) == 0
     real = train_minimal.train_step
 
     def train_step(run):
@@ -29,6 +32,7 @@ def test_second_run_on_the_same_files_is_refused(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(train_minimal, "train_step", train_step)
     assert train_here(path) == 0
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
     assert train_here(path, "--resume", "--num-steps=21") == 0  # its end opened the lock
 
 

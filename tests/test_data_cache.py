@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.corpora import ids, load
+from harness.rows import row
 from harness.runs import ROOT
 
 from data import DataError, Tokenizer
@@ -72,6 +73,10 @@ def child(text: Path, cache: Path, fate: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
+@row(
+    "several processes on an empty token cache; the builder killed half-way",
+    "built once, byte-identical, nothing poisonous left",
+)
 @pytest.mark.skipif(sys.platform == "win32", reason="the lock is POSIX's; there the rename decides")
 def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, tmp_path) -> None:
     killed = child(text, cache, "die")

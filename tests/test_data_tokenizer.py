@@ -12,6 +12,7 @@ import pytest
 import regex
 import tiktoken
 import torch
+from harness.rows import row
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -169,6 +170,7 @@ def test_tiktoken_file(bpe: Tokenizer, tmp_path) -> None:
     assert load_tokenizer(str(path)).vocab_size == 257
 
 
+@row("no network, or one that drops packets: `gpt2`", "one line that names the ways out")
 @pytest.mark.parametrize("network", ["refuses", "drops packets"])
 def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str) -> None:
     release = threading.Event()

@@ -1,7 +1,7 @@
 """What a run does when something goes wrong around it: no step is lost, no bad one is kept.
 
 A loss that is not finite, an evaluation that dies, a full disk, too little memory: in one process.
-In several: test_nothing_lost_ddp.py. The faults are injected by scripts/faults.py or here by hand.
+In several: test_nothing_lost_ddp.py. (Faults: harness/faults.py, or here by hand.)
 """
 
 import os
@@ -11,12 +11,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from harness.runs import TINY, metrics, run, same, snapshot, train_here
+from harness.faults import Injected
+from harness.faults import train_step as faulty_step
+from harness.rows import row
+from harness.runs import FAULTS, TINY, metrics, run, same, snapshot, train, train_here
 
 import train_minimal
 from data import find_dataset
-from scripts.faults import Injected
-from scripts.faults import train_step as faulty_step
 
 FP32, FP16 = "--no-amp", "--amp-dtype=float16"
 
@@ -105,6 +106,7 @@ def test_nothing_saved_yet(tmp_path, inject, capsys):
     assert not (tmp_path / "run.pt").exists()
 
 
+@row("float16 overflows", "weights unchanged, scale halved, and as much when resumed meanwhile")
 def test_float16_finds_its_scale_and_resumes_while_it_does(tmp_path, inject, capsys):
     """Overflows are its way to find the largest scale: they end no run and change no weight."""
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
@@ -245,6 +247,10 @@ def limited(path, step: int, limit: int, *flags: str):
     return run(command)
 
 
+@row(
+    "disk full while saving",
+    "older snapshots intact, nothing left over, exit 3: disk full, how much is needed and free",
+)
 def test_disk_full_while_saving(tmp_path):
     """RLIMIT_FSIZE is the full disk that needs no root."""
     path = tmp_path / "run.pt"
@@ -339,6 +345,24 @@ KNOBS = {
 }
 
 
+OUT_OF_MEMORY = row(
+    "out of memory, CPU and (by injection) CUDA",
+    "exit 4, one line with batch, sequence, policy and the next knob, the best one first",
+)
+
+
+@OUT_OF_MEMORY
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_out_of_memory_on_a_cpu(tmp_path):
+    """A real failure of its allocator."""
+    flags = ("--seq-len=512", "--max-tokens=9000", "--d-model=128", "--batch-size=8", FP32)
+    script = {"script": f"{FAULTS} train_minimal", "FAULTS": "oom:0:2"}
+    (line,) = train(tmp_path / "run.pt", *flags, expect=4, **script).stderr.splitlines()
+    assert "--batch-size 8 --seq-len 512, recompute none; try --use-activation-checkpoint" in line
+
+
+@OUT_OF_MEMORY
 @pytest.mark.parametrize("flags", KNOBS)
 def test_out_of_memory_names_what_helps_next(tmp_path, inject, capsys, flags):
     path = tmp_path / "run.pt"

@@ -83,7 +83,7 @@ def test_two_processes_equal_one_with_two_micro_batches(tmp_path, flags):
 
 def test_skipped_steps_leave_no_trace(tmp_path, monkeypatch):
     """As test_nothing_lost.py has it for AdamW: the step that is skipped is as if never taken."""
-    from scripts.faults import train_step
+    from harness.faults import train_step
 
     path, flags = tmp_path / "run.pt", (MUON, BF16_MOMENTS, "--no-amp", "--num-steps=6")
     monkeypatch.setenv("FAULTS", "nan:0:6")

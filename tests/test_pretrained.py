@@ -13,7 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
-from harness.runs import TINY, Crash, crash_after, same, snapshot, torchrun, train_here
+from harness.runs import (
+    FAULTS,
+    TINY,
+    Crash,
+    by_torchrun,
+    crash_after,
+    run,
+    same,
+    snapshot,
+    torchrun,
+    train_here,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -332,7 +343,7 @@ def test_started_again_by_torchrun_it_goes_on_from_its_own(tmp_path):
     assert train_here(first, "--num-steps=2") == 0
     words = (f"--init-from={first}", "--save-interval=5", "--no-amp")
     assert train_here(tmp_path / "whole.pt", *words, "--grad-accum-steps=2") == 0
-    fault = {"script": "-m scripts.faults", "FAULTS": "kill:0:9"}
-    result = torchrun(path, *words, launch=("--max-restarts=1",), **fault)
+    how = {"script": f"{FAULTS} train_ddp", "launch": "--max-restarts=1"}
+    result = run(by_torchrun(path, *words, **how), FAULTS="kill:0:9")
     assert f"resume   {path}, step 5" in result.stdout
     assert same(snapshot(path)["model"], snapshot(tmp_path / "whole.pt")["model"])

@@ -1,147 +1,257 @@
-"""The rows of scripts/reliability.py, with smaller counts: real trainers, killed and resumed.
+"""Runs that are killed, and moved to other processes; and the table of docs/reliability.md.
 
-`python -m scripts.reliability` measures them in full. What other tests ask faster, of the functions
-themselves, is marked slow here.
+A row of the table is what the tests say that carry it; most stand elsewhere, beside what they are
+about. `python -m pytest -m reliability` runs all of them and prints the table. What is killed is
+killed on progress, never on the wall clock, or by itself, at a chosen point (harness/faults.py).
 """
 
-import json
+import ast
 import os
+import random
 import signal
 import subprocess
 import sys
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-
-from scripts import (
-    reliability,
-    reliability_conditions,
-    reliability_endings,
-    reliability_shards,
+from harness import faults
+from harness.faults import history, weights_hash
+from harness.rows import row
+from harness.runs import (
+    FAULTS,
+    ROOT,
+    TINY,
+    Forks,
+    by_torchrun,
+    last_step,
+    metrics,
+    run,
+    same,
+    snapshot,
+    start_together,
+    torchrun,
+    train_here,
+    wait_until,
 )
-from scripts.reliability import ROWS, Row
-from scripts.trainer_process import Bench, NotHeld, Trainer, check, kill_all, pids_of
+
+from trainer.resume import load_newest
 from trainer.snapshot import beside
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 slow = pytest.mark.slow
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="kills, and looks into /proc")
+SAVING = ("--no-amp", "--save-interval=5")
 
-COUNTS = [
-    pytest.param("kill", {"kills": 1, "steps": 30}),
-    pytest.param("save", {"points": ["die-half-written"]}, marks=slow),
-    pytest.param("bits", {"flips": 60}),
-    pytest.param("code", {}),
-    pytest.param("orphans", {}, marks=slow),
-    pytest.param("offline", {"limit": 60}, marks=slow),  # (limits: other tests run beside it)
-    pytest.param("damage", {"kinds": 2}, marks=slow),
-    pytest.param("signals", {"numbers": [2], "limit": 30}, marks=slow),
-    pytest.param("restarts", {"times": 2}, marks=slow),
-    pytest.param("elastic", {}, marks=slow),
-    pytest.param("hang", {}, marks=slow),
-    pytest.param("exit", {"times": 2}, marks=slow),
-    pytest.param("second", {}, marks=slow),
-    pytest.param("nan", {}, marks=slow),
-    pytest.param("fp16", {}, marks=slow),
-    pytest.param("disk", {}, marks=slow),
-    pytest.param("oom", {"faults": ["cuda-oom"]}, marks=slow),
-    pytest.param("resume", {"refused": ["--n-layers=3", "--max-tokens=100"]}, marks=slow),
-    pytest.param("cache", {"at_once": [4]}, marks=slow),
-    pytest.param("flat", {"steps": 1000}, marks=slow),
-    pytest.param("fsdp-kill", {"kills": 1, "steps": 30}, marks=slow),
-    pytest.param("fsdp-save", {"points": ["die-half-written"]}, marks=slow),
-    pytest.param("fsdp-signals", {"numbers": [15], "limit": 30}, marks=slow),
-    pytest.param("fsdp-restarts", {"times": 2}, marks=slow),
-    pytest.param("fsdp-elastic", {}, marks=slow),
-]
+
+def start(path: Path, trainer: str, *flags: str, processes: int = 2, **env: str) -> Forks:
+    words = [FAULTS, trainer, *TINY, *SAVING, f"--checkpoint-path={path}", *flags]
+    if trainer == "train_minimal":
+        return Forks([([*words, "--grad-accum-steps=2"], env)])
+    return start_together([*words, f"--grad-accum-steps={2 // processes}"], processes, **env)
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bench")
-    yield Bench(folder)
-    kill_all(folder)
+def undisturbed(tmp_path_factory):
+    """The run of so many steps that nothing happened to."""
+    done = {}
+
+    def get(steps: int = 20) -> Path:
+        if steps not in done:
+            path = done[steps] = tmp_path_factory.mktemp("whole") / "run.pt"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("train_minimal.train_step", faults.train_step)
+                flags = (*SAVING, "--grad-accum-steps=2", f"--num-steps={steps}")
+                assert train_here(path, *flags) == 0
+        return done[steps]
+
+    return get
 
 
-@pytest.mark.parametrize(("name", "counts"), COUNTS)
-def test_row_is_held(bench, name, counts, monkeypatch):
-    if name in ("exit", "flat"):  # about Python's own ways at the end, and with memory
-        monkeypatch.delenv("PYTHONPATH")  # (start/sitecustomize.py has others)
-    print(ROWS[name].measure(bench, **counts))
-    assert pids_of(bench.folder) == []
+def ends_as(whole: Path, path: Path, *flags: str) -> bool:
+    """Does the run at `path`, gone on with in one process, end with these weights?"""
+    assert train_here(path, *SAVING, "--grad-accum-steps=2", "--resume", *flags) == 0
+    return same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
-def test_every_row_is_here():
-    """But the one that runs test_bad_input.py."""
-    assert {param.values[0] for param in COUNTS} == ROWS.keys() - {"input"}
+# ---- Killed, and resumed
 
 
-def test_every_function_is_in_the_table():
-    """In the order of the table."""
-    parts = (reliability_endings, reliability_conditions, reliability_shards)
-    rows = [one for part in parts for one in vars(part).values() if isinstance(one, Row)]
-    assert list(ROWS.items()) == [(row.name, row) for row in rows]
+@only_linux
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param(
+            "train_minimal",
+            marks=row(
+                "`kill -9` at random points of training",
+                "goes on to the weights of an undisturbed run, at most one save interval lost",
+            ),
+        ),
+        pytest.param(
+            "train_fsdp",
+            marks=[
+                slow,
+                row(
+                    "`train_fsdp.py`: `kill -9` of one of two processes, at random points of "
+                    "training",
+                    "goes on to the weights of one undisturbed process, at most one save interval "
+                    "lost",
+                ),
+            ],
+        ),
+    ],
+)
+def test_killed_in_training(tmp_path, undisturbed, thorough, trainer):
+    """A scheduler's or the kernel's kill leaves no time to save: what lies there must do."""
+    kills, steps = (20, 160) if thorough else (1, 20)
+    path, whole, rng, kept = tmp_path / "run.pt", undisturbed(steps), random.Random(0), 0
+    for number in range(kills):
+        flags = [f"--num-steps={steps}", *["--resume"] * (kept > 0)]
+        training = start(path, trainer, *flags, PAUSE="0.02")
+        training.wait_for_step(kept + rng.randint(1, 10))
+        time.sleep(rng.uniform(0, 0.05))  # so that it also hits a step or a save half-way
+        os.kill(training.pids[number % len(training.pids)], signal.SIGKILL)
+        result = training.end()
+        assert result.returncode != 0
+        if path.exists() or beside(path, ".prev.pt").exists():
+            state = load_newest(path).state
+            kept = state["step"]
+            assert weights_hash(state["model"]) == history(whole)[kept]["weights"]
+        assert last_step(result.stdout) - kept <= 5
+    assert start(path, trainer, f"--num-steps={steps}", "--resume").end().returncode == 0
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
-def test_a_run_that_differs_is_noticed(bench):
-    """What all rows rely on: another seed, or another step, is another run."""
-    path = bench.path()
-    bench.train(path, "--seed=5")
-    with pytest.raises(NotHeld, match="the final weights differ"):
-        bench.check_same(path)
-    with pytest.raises(NotHeld, match="ended at step 15"):
-        bench.check_same(beside(path, ".prev.pt"))
+IN_A_SAVE = row(
+    "`kill -9` at each point inside a save", "the snapshot before it, or the new one; bit-identical"
+)
+IN_A_SHARDED_SAVE = row(
+    "`train_fsdp.py`: `kill -9` of process 0 at each point inside a save",
+    "the snapshot before it, or the new one; bit-identical in one process",
+)
+FAST = ("die-half-written", "die-moved-previous")
 
 
-def test_what_does_not_end_is_ended(bench):
-    path = bench.path()
-    run = Trainer(path, PAUSE="1000")
-    with pytest.raises(NotHeld, match="no end within 1 s"):
-        run.end(0, seconds=1)
-    assert pids_of(path) == []
+@only_linux
+@pytest.mark.parametrize(
+    ("trainer", "death"),
+    [pytest.param("train_minimal", death, marks=[IN_A_SAVE, *[slow] * (death not in FAST)])
+     for death in faults.SAVE_FAULTS]
+    + [pytest.param("train_fsdp", death, marks=[IN_A_SHARDED_SAVE, slow])
+       for death in faults.SAVE_FAULTS],
+)  # fmt: skip
+def test_killed_in_a_save(tmp_path, undisturbed, trainer, death):
+    """A snapshot that is overwritten in place is gone if the writer dies half-way. And what it
+    writes may be gathered from all: the others must not wait for it for ever."""
+    path = tmp_path / "run.pt"
+    assert start(path, trainer, FAULTS=f"{death}:0:10").end().returncode != 0
+    renamed = death in ("die-renamed", "die-after-save")
+    assert load_newest(path).state["step"] == (10 if renamed else 5)
+    assert ends_as(undisturbed(), path)
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_killed_means_gone(bench, monkeypatch):
-    """However long SIGKILL takes to be delivered, as it does on a busy machine."""
-    path, real_kill, timers = bench.path(), os.kill, []
-
-    def late_kill(pid, number):
-        timers.append(threading.Timer(0.2, real_kill, (pid, number)))
-        if len(timers) == 1:
-            timers[0].start()
-
-    command = [sys.executable, "-c", "import time; time.sleep(1000)", str(path)]
-    with subprocess.Popen(command) as process:
-        assert pids_of(path) == [process.pid]
-        monkeypatch.setattr(os, "kill", late_kill)
-        kill_all(path)
-        assert pids_of(path) == []
-        assert process.wait() == -signal.SIGKILL
+# ---- Moved, to other processes and other trainers
 
 
-def test_the_table_and_the_exit_code(tmp_path, monkeypatch, capsys):
-    def lost(bench):
-        check(False, "2 of\n3")
+ACROSS = row(
+    "`train_minimal.py` -> `train_ddp.py` on 2 -> `train_fsdp.py` on 2, 1 -> `train_minimal.py`; "
+    "`train_fsdp.py` on 4",
+    "same micro-batches: bit-identical; on 4, which add up in another order: the same loss to 1e-4",
+)
 
-    def broken(bench):
-        raise KeyError("weights")
 
-    rows = {
-        "good": Row("good", "a thing", "3 of 3", lambda bench: "3 of 3"),
-        "lost": Row("lost", "another", "3 of 3", lost),
-        "broken": Row("broken", "a third", "3 of 3", broken),
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork")
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(
+            [("train_minimal", 1), ("train_ddp", 2)],
+            marks=row("1 -> 2 -> 1 processes across resumes", "bit-identical"),
+        ),
+        pytest.param(
+            [("train_minimal", 1), ("train_ddp", 2), ("train_fsdp", 2), ("train_fsdp", 1)],
+            marks=[ACROSS, slow],
+        ),
+    ],
+)
+def test_from_one_trainer_to_another(tmp_path, undisturbed, parts):
+    """The machine that is free tomorrow has another number of GPUs than today's."""
+    path = tmp_path / "run.pt"
+    for i, (trainer, processes) in enumerate(parts, 1):
+        flags = ["--resume"] * (i > 1)
+        part = start(path, trainer, *flags, processes=processes, FAULTS=f"term:0:{4 * i}")
+        assert part.end().returncode == 143
+        assert snapshot(path)["step"] == 4 * i
+    assert ends_as(undisturbed(), path)
+
+
+@ACROSS
+@slow
+def test_on_four_processes(tmp_path):
+    # Alike is only what is computed in the same micro-batches, with the same masks: so without.
+    one, four = tmp_path / "one.pt", tmp_path / "four.pt"
+    assert train_here(one, *SAVING, "--dropout=0", "--grad-accum-steps=2") == 0
+    flags = (*SAVING, "--dropout=0", "--batch-size=1")
+    torchrun(four, *flags, processes=4, script="train_fsdp.py")
+    ours, theirs = metrics(four)[-1], metrics(one)[-1]
+    assert ours["step"] == theirs["step"] == 20
+    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-4)
+
+
+# ---- To the end
+
+
+@slow
+@row("finished runs, both cores loaded", "exit code 0")
+def test_finished_runs_exit_0(tmp_path, thorough, monkeypatch):
+    """A run that has finished can still abort while it takes its connections down."""
+    monkeypatch.delenv("PYTHONPATH")  # start/sitecustomize.py has other ways to end
+    times = 20 if thorough else 4
+    commands = [by_torchrun(tmp_path / f"{i}.pt", "--num-steps=5", script="train_ddp.py")
+                for i in range(times)]  # fmt: skip
+    with ThreadPoolExecutor(4) as pool:  # they are each other's load
+        results = list(pool.map(lambda command: run(command, timeout=400), commands))
+    assert [result.returncode for result in results] == [0] * times, results
+    assert {snapshot(tmp_path / f"{i}.pt")["step"] for i in range(times)} == {5}
+
+
+@slow
+@only_linux
+@row("memory and file descriptors over 2,000 steps", "flat")
+def test_what_a_run_holds_stays_what_it_is(tmp_path, thorough, monkeypatch):
+    """A little more at each step is nothing in a test, and the machine's memory in a week."""
+    monkeypatch.delenv("PYTHONPATH")  # start/sitecustomize.py has other ways with memory
+    steps, log, found = 2000 if thorough else 1000, tmp_path / "log", []
+    flags = [f"--num-steps={steps + 600}", f"--checkpoint-path={tmp_path}/run.pt"]
+    flags += [f"--{what}-interval=100" for what in ("log", "save", "eval")]
+    command = [sys.executable, "train_minimal.py", *TINY, *flags]
+    with open(log, "w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out) as training:
+        for step in (500, 500 + steps):
+            there = lambda step=step: last_step(log.read_text()) >= step  # noqa: E731
+            wait_until(there, f"step {step}", 500)
+            of_process = Path(f"/proc/{training.pid}")
+            pages = int((of_process / "statm").read_text().split()[1])
+            found.append((pages * os.sysconf("SC_PAGE_SIZE"), len(list(of_process.glob("fd/*")))))
+        assert training.wait() == 0
+    (before, open_before), (after, open_after) = found
+    assert after - before < 4 * 2**20 and open_after <= open_before
+
+
+# ---- The table
+
+
+def test_the_table_is_in_the_documents():
+    """The same rows, in the same words."""
+    found = {
+        tuple(ast.literal_eval(word) for word in call.args)
+        for file in (ROOT / "tests").glob("test_*.py")
+        if "from harness.rows import row" in (text := file.read_text("utf-8"))
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "row"
     }
-    for name, one in rows.items():
-        monkeypatch.setitem(ROWS, name, one)
-    file = tmp_path / "x.json"
-    assert reliability.main(["--only", "good"]) == 0
-    assert reliability.main(["--only", *rows, "--json", str(file)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "| a thing | 3 of 3 | 3 of 3 | held |" in lines
-    assert "| another | 3 of 3 | 2 of 3 | **not held** |" in lines
-    assert "| a third | 3 of 3 | KeyError: 'weights' | **not held** |" in lines
-    written = json.loads(file.read_text())["rows"]
-    assert [(one["row"], one["held"]) for one in written] == [
-        ("good", True),
-        ("lost", False),
-        ("broken", False),
-    ]
+    page = (ROOT / "docs/reliability.md").read_text("utf-8")
+    lines = page.split("| what happens | what is wanted |\n|---|---|\n")[1].split("\n\n")[0]
+    rows = [tuple(line.strip("| ").split(" | ")) for line in lines.splitlines()]
+    assert set(rows) == found and len(rows) == len(found)

@@ -87,8 +87,8 @@ def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsy
             "studies.mixes",
         )
     ]
-    assert make_results.main(["--only", "reliability"]) == 0
-    assert started[-1][2:] == "scripts.reliability --json studies/results/reliability.json".split()
+    assert make_results.main(["--only", "fine_tuning"]) == 0
+    assert started[-1][2:] == "studies.fine_tuning --json studies/results/fine_tuning.json".split()
 
 
 def test_what_is_made_by_default_is_not_seen_by_git():

@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from harness.rows import row
 from harness.runs import TINY, Crash, crash_after, metrics, same, snapshot, train, train_here
 
 import train_minimal
@@ -180,6 +181,10 @@ def resume_mistake(tmp_path, capsys, *flags: str) -> str:
     return line
 
 
+@row(
+    "resume with other flags",
+    "shape, data, seed, batch: exit 2 with flag, old and new value, nothing touched",
+)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -201,17 +206,47 @@ def test_resuming_another_run_is_refused(tmp_path, capsys, flags, message):
     assert re.search(message, resume_mistake(tmp_path, capsys, *flags.split()))
 
 
+def damages(content: bytes, weights: bytes) -> dict[str, bytes]:
+    """What can become of a file with these weights in it."""
+    here = content.index(weights)
+    return {
+        "one bit": content[:here] + bytes([content[here] ^ 1]) + content[here + 1 :],
+        "truncated": content[:here],
+        "empty": b"",
+        "zeroed block": content[:here] + bytes(4096) + content[here + 4096 :],
+        "no snapshot": b"It was a dark and stormy night.\n" * 99,
+    }
+
+
+@row(
+    "newest snapshot damaged in 5 ways; named by itself",
+    "one line with file and reason, the one before taken, same weights; named: exit 2",
+)
 def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
     """And not kept in its place at the next save."""
-    path, previous = tmp_path / "run.pt", tmp_path / "run.prev.pt"
-    assert train_here(path, "--save-interval=10") == 0
-    path.write_bytes(damaged := path.read_bytes()[:1000])
-    (tmp_path / "run.damaged.pt").write_text("a run of that name")
-    assert train_here(path, "--resume") == 0
-    assert "run.pt is no snapshot" in capsys.readouterr().out
-    assert (tmp_path / "run.damaged.pt").read_text() == "a run of that name"
-    assert (tmp_path / "run.damaged-2.pt").read_bytes() == damaged  # it might be the disk's fault
-    assert snapshot(path)["step"] == 20 and snapshot(previous)["step"] == 10
+    whole, previous = tmp_path / "whole.pt", tmp_path / "whole.prev.pt"
+    assert train_here(whole, "--save-interval=15") == 0
+    weights = snapshot(whole)["model"]["token_embedding.weight"].numpy().tobytes()
+    for damage, damaged in damages(whole.read_bytes(), weights).items():
+        path, before, alone = (tmp_path / f"{damage}{ending}.pt" for ending in ("", ".prev", "!"))
+        for file in (path, alone):
+            file.write_bytes(damaged)
+        before.write_bytes(previous.read_bytes())
+        (tmp_path / f"{damage}.damaged.pt").write_text("a run of that name")
+        capsys.readouterr()
+        assert train_here(path, "--resume", "--save-interval=15") == 0
+        said = capsys.readouterr().out
+        (line,) = (line for line in said.splitlines() if "taking the one before" in line)
+        assert re.match(rf"resume   {path} is (damaged|no snapshot)", line)
+        assert f"resume   {before}, step 15\n" in said
+        assert (tmp_path / f"{damage}.damaged.pt").read_text() == "a run of that name"
+        # (It might be the disk's fault.)
+        assert (tmp_path / f"{damage}.damaged-2.pt").read_bytes() == damaged
+        assert same(snapshot(path)["model"], snapshot(whole)["model"])
+        assert (snapshot(path)["step"], snapshot(before)["step"]) == (20, 15)
+        assert train_here(alone, "--resume") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --resume: {alone} is ")
 
 
 def test_the_lowest_loss_alone_is_gone_on_from(tmp_path, capsys, uninterrupted):

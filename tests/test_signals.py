@@ -6,11 +6,29 @@ and --save-minutes save and go on. All processes do either after the same step.
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from harness.runs import ROOT, TINY, Crash, crash_after, metrics, run, same, snapshot, train_here
+from harness.faults import history, weights_hash
+from harness.rows import row
+from harness.runs import (
+    DEADLINE,
+    FAULTS,
+    ROOT,
+    TINY,
+    Crash,
+    by_torchrun,
+    crash_after,
+    metrics,
+    same,
+    snapshot,
+    torchrun,
+    train,
+    train_here,
+)
 
 import train_minimal
 from trainer.process import OneProcess
@@ -45,6 +63,18 @@ def signal_in(step: int, number: int, monkeypatch) -> None:
     monkeypatch.setattr(train_minimal, "train_step", train_step)
 
 
+SIGNALS = row(
+    "Ctrl-C, SIGTERM, a closed terminal; to python, to torchrun, to one of two processes",
+    "step finished, one save, all stop at the same step, exit 130 / 143 / 129; a second signal "
+    "ends at once",
+)
+SHARDED = row(
+    "`train_fsdp.py`: SIGTERM and Ctrl-C, to torchrun, to one of two processes",
+    "step finished, one save, all stop at the same step; one process goes on, bit-identical",
+)
+
+
+@SIGNALS
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 )
@@ -180,19 +210,60 @@ def test_all_processes_save_and_stop_alike(tmp_path, monkeypatch, asked):
     assert snapshot(path if asked[0] else tmp_path / "run.prev.pt")["step"] == 7
 
 
+@SIGNALS
 def test_second_signal_ends_at_once(tmp_path):
-    script = """
-import os, signal, sys, train_minimal
-real = train_minimal.train_step
-def train_step(run):
-    if run.step == 7:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-    return real(run)
-train_minimal.train_step = train_step
-sys.exit(train_minimal.main(sys.argv[1:]))
-"""
     path = tmp_path / "run.pt"
-    result = run([sys.executable, "-c", script, *TINY, "--checkpoint-path", str(path)])
-    assert result.returncode == -signal.SIGTERM
+    faults = {"script": f"{FAULTS} train_minimal", "FAULTS": "term:0:7 again:0:7"}
+    train(path, expect=-signal.SIGTERM, **faults)
     assert not path.exists()
+
+
+def check_stopped(path: Path, whole: Path) -> None:
+    """Both processes after the same step, which was saved, and once; one process can go on."""
+    step = snapshot(path)["step"]
+    first, second = (history(path, rank) for rank in (0, 1))
+    assert first == second and max(first) == step < 20
+    assert first[step]["weights"] == weights_hash(snapshot(path)["model"])
+    assert not (path.parent / "run.prev.pt").exists()
+    assert train_here(path, FP32, "--resume", "--grad-accum-steps=2") == 0
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "run.pt"
+    assert train_here(path, FP32, "--grad-accum-steps=2") == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("train_ddp", marks=SIGNALS),
+        pytest.param("train_fsdp", marks=[SHARDED, pytest.mark.slow]),
+    ],
+)
+def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path, whole_of_two, script):
+    path, faults = tmp_path / "run.pt", {"script": f"{FAULTS} {script}", "FAULTS": "term:1:6"}
+    torchrun(path, FP32, expect=143, **faults)
+    assert snapshot(path)["step"] == 6
+    check_stopped(path, whole_of_two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param("train_ddp", marks=SIGNALS), pytest.param("train_fsdp", marks=SHARDED)],
+)
+def test_signal_to_torchrun(tmp_path, whole_of_two, script, number):
+    """It passes them on, and exits with 1 whatever its processes do."""
+    path = tmp_path / "run.pt"
+    command = by_torchrun(path, FP32, script=f"{FAULTS} {script}")
+    pipe, env = subprocess.PIPE, os.environ | {"PAUSE": "0.1", "PYTHONUNBUFFERED": "1"}
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
+    assert any(line.startswith("step      3/") for line in launcher.stdout)
+    launcher.send_signal(number)
+    launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == 1
+    check_stopped(path, whole_of_two)

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.faults import Injected
+from harness.faults import train_step as faulty_step
 from harness.runs import TINY, metrics, same, snapshot, train_here
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_minimal
-from scripts.faults import Injected
-from scripts.faults import train_step as faulty_step
 from trainer.endings import NotFinite, SkippedUpdates
 from trainer.flags import build_parser, fill_in
 from trainer.optimizer import make_optimizer, update_if_finite

@@ -1,13 +1,18 @@
 """A snapshot is whole or not there, its damage is noticed, and reading one runs no code."""
 
 import errno
+import io
 import os
-import random
 import stat
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from harness.rows import row
+from harness.runs import same
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer import snapshot
 from trainer.claim import claim, lock
@@ -78,60 +83,41 @@ def test_save_never_writes_in_place(tmp_path, monkeypatch):
     assert read_snapshot(path)["step"] == 2
 
 
-def test_any_flipped_bit_in_the_directory_is_one_line_or_harmless(tmp_path):
-    """Of a zip file it is the end. zipfile, zlib and torch have many ways to say what they find."""
-    path = tmp_path / "run.pt"
-    save_snapshot(path, state(1))
-    whole, refused = path.read_bytes(), 0
-    start = whole.index(b"PK\1\2")  # of the first name
-    for byte in range(start, len(whole), 3):
-        changed = bytearray(whole)
-        changed[byte] ^= 1 << byte % 8
-        path.write_bytes(changed)
-        try:
-            assert read_snapshot(path)["step"] == 1
-        except SnapshotError as error:
-            refused += 1
-            assert len(str(error).splitlines()) == 1
-    assert refused > 50
+def stored(content: bytes) -> list[range]:
+    """Where in a zip file data lie, and not names, padding or the directory."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = [(entry.header_offset, entry.file_size) for entry in archive.infolist()]
+    found = []
+    for header, size in entries:
+        lengths = content[header + 26 : header + 30]  # of the name, and of what is behind it
+        start = header + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+        found.append(range(start, start + size))
+    return found
 
 
-def test_every_flipped_bit_in_the_stored_data_is_noticed(tmp_path):
+@row("a random bit of a snapshot flipped", "noticed, if it is of the data; else it changes nothing")
+def test_a_flipped_bit_is_one_line_or_changes_nothing(tmp_path):
+    """torch.load takes most of them for weights. (And zipfile, zlib and torch have many ways to say
+    what they find.)"""
     path, original = tmp_path / "run.pt", state(1)
     save_snapshot(path, original)
     content = path.read_bytes()
-    weights = original["model"]["weight"].numpy().tobytes()
-    start = content.index(weights)
-    generator = random.Random(0)
-    for _ in range(50):
+    data, directory = stored(content), content.index(b"PK\1\2")
+    places = st.integers(0, len(content) - 1) | st.integers(directory, len(content) - 1)
+
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @given(places | st.sampled_from(data).flatmap(st.sampled_from), st.integers(0, 7))
+    def check(place, bit):
         damaged = bytearray(content)
-        damaged[start + generator.randrange(len(weights))] ^= 1 << generator.randrange(8)
+        damaged[place] ^= 1 << bit
         path.write_bytes(damaged)
-        torch.load(path, weights_only=True)  # torch sees nothing wrong
-        with pytest.raises(SnapshotError, match="damaged"):
-            read_snapshot(path)
+        try:
+            assert same(read_snapshot(path), original)
+            assert not any(place in some for some in data)
+        except SnapshotError as error:
+            assert "\n" not in str(error)
 
-
-@pytest.mark.parametrize("damage", ["empty", "cut", "zeroed", "flipped"])
-def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
-    path = tmp_path / "run.pt"
-    save_snapshot(path, state(1))
-    save_snapshot(path, state(2), keep_previous=True)
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    if damage == "empty":
-        content = bytearray()
-    elif damage == "cut":
-        content = content[:middle]
-    elif damage == "zeroed":
-        content[middle : middle + 4096] = bytes(4096)
-    else:
-        content[middle] ^= 1
-    path.write_bytes(content)
-    resumed = load_newest(path)
-    assert resumed.state["step"] == 1
-    assert resumed.path == tmp_path / "run.prev.pt"
-    assert str(path) in resumed.why and "\n" not in resumed.why
+    check()
 
 
 def test_both_damaged_is_an_error(tmp_path):
@@ -140,19 +126,6 @@ def test_both_damaged_is_an_error(tmp_path):
     path.write_bytes(b"x")
     with pytest.raises(SnapshotError, match="run.prev.pt"):
         load_newest(path)
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.mkdir, ("exploded",)
-
-
-def test_code_in_a_snapshot_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save(state(1) | {"extra": Bomb()}, tmp_path / "run.pt")
-    with pytest.raises(SnapshotError, match="refused"):
-        read_snapshot(tmp_path / "run.pt")
-    assert not (tmp_path / "exploded").exists()
 
 
 def test_names_that_differ_after_a_point_are_two_runs():

@@ -3,10 +3,9 @@
 import shutil
 
 import pytest
-from harness.runs import metrics, same, snapshot, torchrun, train_here
+from harness.faults import history
+from harness.runs import FAULTS, metrics, same, snapshot, torchrun, train_here
 
-from scripts.faults import weights_hash
-from scripts.trainer_process import history
 from trainer.snapshot import beside
 
 FULL = "--use-activation-checkpoint"
@@ -48,19 +47,6 @@ def test_four_micro_batches_in_two_processes(tmp_path):
         assert (a["exp_avg"] - b["exp_avg"]).norm() <= 1e-6 * a["exp_avg"].norm()
 
 
-def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
-    """torchrun exits with 1 whatever its processes do; the snapshot tells that all agreed."""
-    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
-    torchrun(path, script="-m scripts.faults", expect=1, FAULTS="term:1:6")
-    assert snapshot(path)["step"] == 6
-    first, second = (history(path, rank) for rank in (0, 1))
-    assert first == second and max(first) == 6
-    assert first[6]["weights"] == weights_hash(weights(path))
-    assert train_here(path, "--resume", "--grad-accum-steps=2") == 0
-    assert train_here(whole, "--grad-accum-steps=2") == 0
-    assert same(weights(path), weights(whole))
-
-
 def test_every_policy_under_ddp(tmp_path):
     result = torchrun(tmp_path / "unused.pt", script="tests/harness/ddp_policies.py")
     assert result.stdout.count("9 variants equal") == 2
@@ -86,7 +72,7 @@ def test_compressed_gradients(tmp_path):
     # At so low a rate all steps have the gradients of the first weights.
     flags = ("--no-amp", "--num-steps=4", "--save-interval=2", "--lr=1e-6")
     compressed = (*flags, "--compress-gradients", "--grad-accum-steps=2")
-    torchrun(path, *compressed, script="-m scripts.faults")
+    torchrun(path, *compressed, script=f"{FAULTS} train_ddp")
     assert history(path, rank=0) == history(path, rank=1)
     shutil.copy(beside(path, ".prev.pt"), part)
     result = torchrun(part, *flags, "--resume")

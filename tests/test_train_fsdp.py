@@ -4,24 +4,13 @@ import re
 
 import pytest
 import torch
-from harness.runs import metrics, same, snapshot, together, torchrun, train_here
+from harness.faults import history, weights_hash
+from harness.runs import FAULTS, metrics, same, snapshot, together, torchrun, train_here
 
 from model import MiniGPT, MiniGPTConfig
-from scripts.faults import weights_hash
-from scripts.trainer_process import history
 from trainer.process import OneProcess
 
 FULL = "--use-activation-checkpoint"
-FAULTS = "-m scripts.faults"
-
-
-def fsdp(path, *flags, **options):
-    return torchrun(path, *flags, script="train_fsdp.py", **options)
-
-
-def faulty(path, faults: str, *flags: str, **options):
-    options = {"TRAINER": "train_fsdp", "FAULTS": faults} | options
-    return torchrun(path, *flags, script=FAULTS, **options)
 
 
 def test_two_shards_equal_one_process(plans_memory, tmp_path, capsys):
@@ -32,7 +21,7 @@ def test_two_shards_equal_one_process(plans_memory, tmp_path, capsys):
     both = (*both, "--amp-dtype=bfloat16", "--sample-tokens=4")
     assert train_here(one, *both, "--grad-accum-steps=2") == 0
     plans = [capsys.readouterr().out]
-    result = fsdp(two, *both)
+    result = torchrun(two, *both, script="train_fsdp.py")
     ours, theirs = snapshot(two), snapshot(one)
     assert ours.keys() == theirs.keys()
     assert same(ours["optimizer"]["state"], theirs["optimizer"]["state"])
@@ -75,7 +64,8 @@ def test_weights_are_drawn_one_at_a_time():
 def test_all_skip_or_none(tmp_path):
     """Also in float16, where the overflow is in the gradients of one shard only."""
     path = tmp_path / "run.pt"
-    result = faulty(path, "overflow:1:4 infinite-loss:0:7", "--amp-dtype=float16")
+    how = {"script": f"{FAULTS} train_fsdp", "FAULTS": "overflow:1:4 infinite-loss:0:7"}
+    result = torchrun(path, "--amp-dtype=float16", **how)
     assert re.findall(r"warning  step (\d+): .* skipped", result.stdout) == ["4", "7"]
     after = history(path, rank=0)
     assert after == history(path, rank=1) and max(after) == 20

@@ -1,17 +1,22 @@
 """Python programs that begin with torch imported, which takes any other three seconds.
 
-`python forks.py` has it, and forks. Each line of its input is a JSON list of programs to start at
-the same time: [what stands behind `python`, folder, environment, file for stdout, and for stderr].
-When they have all ended it answers with their exit codes. (tests/harness/runs.py asks.)
+`python forks.py` has it, and forks. Each line of its input is a JSON list: a file for the answer,
+and programs to start at the same time, each [what stands behind `python`, folder, environment, file
+for stdout, and for stderr]. Their process ids come into ANSWER.pids; when all have ended ANSWER has
+the exit code of the one that failed first, or 0. As torchrun does, it then ends the others.
+(tests/harness/runs.py asks.)
 """
 
 import gc
 import json
 import os
 import runpy
+import signal
 import sys
 
 import torch._dynamo  # the planner would import it, and every optimizer
+
+GRACE = 5  # seconds that a process has to end by itself when another one has failed
 
 
 def become(words: list[str], folder: str, environment: dict[str, str], *files: str) -> None:
@@ -34,13 +39,44 @@ def become(words: list[str], folder: str, environment: dict[str, str], *files: s
     sys.exit()
 
 
+def start_and_wait(answer: str, *programs: list) -> None:
+    """In a process of its own: others may be asked for meanwhile."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    left = set()
+    for program in programs:
+        if (child := os.fork()) == 0:
+            become(*program)
+        left.add(child)
+    write(f"{answer}.pids", sorted(left))
+
+    def end(number: int) -> None:
+        for child in left:
+            os.kill(child, number)
+
+    signal.signal(signal.SIGALRM, lambda *_: end(signal.SIGKILL))
+    failed = 0
+    while left:
+        child, status = os.wait()
+        left.remove(child)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed = code
+            end(signal.SIGTERM)
+            signal.alarm(GRACE)
+    write(answer, failed)
+
+
+def write(path: str, value: object) -> None:
+    """All of it, or nothing."""
+    with open(f"{path}.part", "w") as file:
+        json.dump(value, file)
+    os.replace(f"{path}.part", path)
+
+
 if __name__ == "__main__":
     gc.freeze()  # a fork whose garbage collector looks at all of torch's objects would copy them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     for line in sys.stdin:
-        children = []
-        for program in json.loads(line):
-            if (child := os.fork()) == 0:
-                become(*program)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(json.dumps(codes), flush=True)
+        if os.fork() == 0:
+            start_and_wait(*json.loads(line))
+            os._exit(0)

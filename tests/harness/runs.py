@@ -1,13 +1,16 @@
-"""Run the trainers as a user does: in a process of their own, with a deadline."""
+"""Run the trainers as a user does, in processes of their own, with a deadline; or in this one."""
 
 import json
 import os
-import select
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +28,8 @@ TINY = (
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+FAULTS = "tests/harness/faults.py"  # the trainers, as FAULTS and PAUSE say
+DEADLINE = 150.0  # seconds; of what takes a few, on a machine that is not otherwise busy
 
 
 class Crash(Exception):
@@ -32,12 +37,12 @@ class Crash(Exception):
 
 
 def run(
-    command: list[str], timeout: float = 120, cwd: Path = ROOT, **env: str
+    command: list[str], timeout: float = DEADLINE, cwd: Path = ROOT, **env: str
 ) -> subprocess.CompletedProcess:
     python, *words = command
     is_program = python == sys.executable and words[0] != "-c" and words[:2] != TORCHRUN[1:3]
-    if is_program and not env and hasattr(os, "fork"):
-        return fork([(words, {})], timeout, cwd)
+    if is_program and hasattr(os, "fork"):
+        return Forks([(words, env)], cwd).end(timeout)
     return subprocess.run(
         command,
         cwd=cwd,
@@ -52,49 +57,105 @@ def run(
 @cache
 def forks() -> subprocess.Popen:
     """tests/harness/forks.py at work, until this process ends."""
-    command, pipe = [sys.executable, str(ROOT / "tests/harness/forks.py")], subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    command = [sys.executable, str(ROOT / "tests/harness/forks.py")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def fork(
-    programs: list[tuple[list[str], dict[str, str]]], timeout: float, cwd: Path
-) -> subprocess.CompletedProcess:
-    """Programs, each with what is new in its environment, at the same time; what one of them says
-    is what all do. Faster than `subprocess.run`: see forks.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("stdout", "stderr")]
-        asked = [
-            [words, str(cwd), dict(os.environ) | env, *map(str, files)] for words, env in programs
-        ]
-        server = forks()
-        print(json.dumps(asked), file=server.stdin, flush=True)
-        if not select.select([server.stdout], [], [], timeout)[0]:
-            os.killpg(server.pid, signal.SIGKILL)  # and all that it has started
-            forks.cache_clear()
-            raise subprocess.TimeoutExpired(programs[0][0], timeout)
-        codes = json.loads(server.stdout.readline())
-        said = [file.read_text() for file in files]
-    failed = [code for code in codes if code]
-    return subprocess.CompletedProcess(programs[0][0], failed[0] if failed else 0, *said)
+class Forks:
+    """Programs, each with what is new in its environment, that start at the same time; what one of
+    them says is what all do. Faster than `subprocess`: see forks.py."""
+
+    def __init__(self, programs: list[tuple[list[str], dict[str, str]]], cwd: Path = ROOT):
+        self.command, self.temporary = programs[0][0], tempfile.TemporaryDirectory()
+        self.answer, self.out, self.err = (
+            Path(self.temporary.name, name) for name in ("answer", "stdout", "stderr")
+        )
+        files = [str(self.out), str(self.err)]
+        asked = [[words, str(cwd), dict(os.environ) | env, *files] for words, env in programs]
+        print(json.dumps([str(self.answer), *asked]), file=forks().stdin, flush=True)
+        pids = Path(f"{self.answer}.pids")
+        wait_until(pids.exists, "processes of its own")
+        self.pids: list[int] = json.loads(pids.read_text())  # by rank
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the log shows it, or there will be no more."""
+        wait_until(
+            lambda: self.answer.exists() or last_step(self.out.read_text()) >= step, f"step {step}"
+        )
+
+    def kill(self) -> None:
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self, timeout: float = DEADLINE) -> subprocess.CompletedProcess:
+        """Wait for all; the exit code is that of the one that failed first, or 0."""
+        try:
+            wait_until(self.answer.exists, "end", timeout)
+        except TimeoutError:
+            self.kill()
+            raise subprocess.TimeoutExpired(self.command, timeout) from None
+        code, out, err = (path.read_text() for path in (self.answer, self.out, self.err))
+        self.temporary.cleanup()
+        return subprocess.CompletedProcess(self.command, json.loads(code), out, err)
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = DEADLINE) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no {what} within {seconds:.0f} s")
+        time.sleep(0.01)
+
+
+def pids_of(path: Path) -> list[int]:
+    """The processes that have `path` (or what lies below it) on their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes()
+            zombie = ") Z " in (entry / "stat").read_text()
+        except OSError:  # gone meanwhile
+            continue
+        if str(path).encode() in words and not zombie and int(entry.name) != os.getpid():
+            found.append(int(entry.name))
+    return found
+
+
+def last_step(log: str) -> int:
+    """The last one of which there is a line."""
+    return max(map(int, re.findall(r"^step +(\d+)/", log, re.M)), default=0)
 
 
 def together(
-    words: list[str], processes: int = 2, timeout: float = 120, **env: str
+    words: list[str], processes: int = 2, timeout: float = DEADLINE, **env: str
 ) -> subprocess.CompletedProcess:
     """A program in as many processes as torchrun would start, without torchrun."""
     if not hasattr(os, "fork"):
-        return run([*TORCHRUN, f"--nproc-per-node={processes}", *words], timeout, **env)
+        command = [*TORCHRUN, f"--nproc-per-node={processes}", *words]
+        result = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True,
+                                text=True, timeout=timeout, stdin=subprocess.DEVNULL)  # fmt: skip
+        codes = re.findall(r"exitcode +: (-?\d+)", result.stderr)
+        result.returncode = int(codes[0]) if codes else result.returncode
+        return result
+    return start_together(words, processes, **env).end(timeout)
+
+
+def start_together(words: list[str], processes: int = 2, **env: str) -> Forks:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return fork([(words, env | rank) for rank in ranks], timeout, ROOT)
+    return Forks([(words, env | rank) for rank in ranks])
 
 
-def train(path: Path, *flags: str, expect: int = 0) -> subprocess.CompletedProcess:
-    command = [sys.executable, "train_minimal.py", *TINY, "--checkpoint-path", str(path), *flags]
-    result = run(command)
+def train(
+    path: Path, *flags: str, expect: int = 0, script: str = "train_minimal.py", **env: str
+) -> subprocess.CompletedProcess:
+    """One trainer in a process of its own."""
+    command = [sys.executable, *script.split(), *TINY, "--checkpoint-path", str(path), *flags]
+    result = run(command, **env)
     assert result.returncode == expect, result.stdout + result.stderr
     return result
 
@@ -111,16 +172,24 @@ def torchrun(
     processes: int = 2,
     script: str = "train_ddp.py",
     expect: int = 0,
-    launch: tuple[str, ...] = (),
     **env: str,
 ) -> subprocess.CompletedProcess:
+    """A trainer in as many processes as torchrun would start; see `together`."""
     words = [*script.split(), *TINY, "--checkpoint-path", str(path), *flags]
-    if expect == 0 and not launch:  # then torchrun has nothing to do
-        result = together(words, processes, **env)
-    else:
-        result = run([*TORCHRUN, f"--nproc-per-node={processes}", *launch, *words], **env)
+    result = together(words, processes, **env)
     assert result.returncode == expect, result.stdout + result.stderr
     return result
+
+
+def by_torchrun(path: Path, *flags: str, script: str, launch: str = "") -> list[str]:
+    """The command that has torchrun itself start two of them."""
+    words = [*launch.split(), "--nproc-per-node=2", *script.split(), *TINY]
+    return [*TORCHRUN, *words, "--checkpoint-path", str(path), *flags]
+
+
+def errors(result: subprocess.CompletedProcess) -> list[str]:
+    """What it says to its user."""
+    return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
 
 
 def crash_after(step: int, monkeypatch) -> None:

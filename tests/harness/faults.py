@@ -1,29 +1,23 @@
-"""The trainers, with something going wrong at a chosen moment. scripts/reliability.py and
-tests/test_nothing_lost*.py run this.
+"""The trainers, with something going wrong at a chosen moment.
 
-FAULTS="nan:1:7 kill:0:9" torchrun --nproc-per-node=2 -m scripts.faults [flags of train_ddp.py]
-TRAINER=train_fsdp FAULTS="..." torchrun --nproc-per-node=2 -m scripts.faults [flags]
-PAUSE=0.05 python -m scripts.faults [flags of train_minimal.py]
+FAULTS="kill:0:9" python tests/harness/faults.py train_minimal [flags]
+FAULTS="nan:1:7" torchrun --nproc-per-node=2 tests/harness/faults.py train_ddp [flags]
 
 A fault is kind:rank:step, a kind of STEP_FAULTS (it strikes before that step) or of SAVE_FAULTS
 (while the snapshot of that step is saved). Faults strike in the first attempt only: what torchrun
 starts again may show that it gets through. PAUSE makes each step last that many seconds longer.
 Each process writes what it has after each step (the hash of its weights, the loss scale) into
-RUN.rankR.jsonl beside its snapshot RUN.pt. All of it stands here, none of it in the trainers.
+RUN.rankR.jsonl beside its snapshot RUN.pt (`history`). All of it stands here, none of it in the
+trainers.
 """
 
-import sys
-
-if not __package__:  # python scripts/faults.py: the others lie one folder up
-    sys.path[0] += "/.."
-    import scripts  # noqa: F401
-
-import errno
+import importlib
 import io
 import json
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Container
 from hashlib import sha256
@@ -31,18 +25,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import patch
 
-import train_ddp  # before torch: it starts the clock
-import train_fsdp
-import train_minimal
+if __name__ == "__main__":
+    sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
-# isort: split
-import torch
-from torch.distributed.tensor import DTensor
+import torch  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
-import trainer.run as run_module
-from trainer import snapshot
-from trainer.run import Run
-from trainer.torchrun import main_and_exit
+import train_minimal  # noqa: E402
+import trainer.run as run_module  # noqa: E402
+from trainer import snapshot  # noqa: E402
+from trainer.run import Run  # noqa: E402
+from trainer.torchrun import main_and_exit  # noqa: E402
 
 RANK = os.environ.get("RANK", "0")
 real_train_step, real_save_snapshot = train_minimal.train_step, snapshot.save_snapshot
@@ -100,13 +93,6 @@ def error(run: Run) -> None:
     raise Injected
 
 
-def stall(run: Run) -> None:
-    """A hang that ends when torchrun asks it to; a true one makes it wait 30 s before it kills."""
-    while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # as long as it has taken no note
-        time.sleep(0.1)
-    os._exit(1)
-
-
 def silence(run: Run) -> None:
     """A minute without a line of the log."""
     run.last_line -= 60
@@ -131,8 +117,8 @@ STEP_FAULTS: dict[str, Callable[[Run], Any]] = {
     "error": error,
     "kill": lambda run: die(),
     "term": lambda run: os.kill(os.getpid(), signal.SIGTERM),
+    "again": lambda run: os.kill(os.getpid(), signal.SIGTERM),
     "hang": lambda run: time.sleep(1000),
-    "stall": stall,
     "silence": silence,
     "cuda-oom": no_memory_on_the_gpu,
     "oom": no_more_memory,
@@ -169,19 +155,6 @@ def weights_hash(weights: dict[str, torch.Tensor]) -> str:
 # ---- Faults in a save
 
 
-class FullDisk(io.FileIO):
-    """A file on a disk that has room for 8 KiB more."""
-
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > 8192:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
-        return super().write(data)
-
-
-def open_on_full_disk(path: Any, mode: str = "r", **options: Any) -> Any:
-    return FullDisk(path, "w") if mode == "wb" else open(path, mode, **options)
-
-
 def save_half(state: Any, file: BinaryIO) -> None:
     whole = io.BytesIO()
     real_save(state, whole)
@@ -212,7 +185,6 @@ SAVE_FAULTS: dict[str, Any] = {
     "die-moved-previous": lambda: patch.object(os, "replace", DyingReplace(1)),
     "die-renamed": lambda: patch.object(os, "replace", DyingReplace(2)),
     "die-after-save": None,
-    "disk-full": lambda: patch.object(snapshot, "open", open_on_full_disk, create=True),
 }
 
 
@@ -231,12 +203,14 @@ def save_snapshot(path: Path, state: snapshot.State, *args: Any, **options: Any)
         real_save_snapshot(path, state, *args, **options)
 
 
+def history(path: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
+    """Step -> what was written down after it."""
+    lines = snapshot.beside(path, f".rank{rank}.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines)}
+
+
 if __name__ == "__main__":
     train_minimal.train_step = train_step
     run_module.save_snapshot = save_snapshot
-    if os.environ.get("TRAINER") == "train_fsdp":
-        main_and_exit(train_fsdp.main)
-    elif "WORLD_SIZE" in os.environ:
-        main_and_exit(train_ddp.main)
-    else:
-        sys.exit(train_minimal.main())
+    _, script, *flags = sys.argv
+    main_and_exit(lambda: importlib.import_module(script).main(flags))

@@ -1,0 +1,34 @@
+"""The table of docs/reliability.md: a row is what happens to a run, what is wanted of it then, and
+the tests that say so. tests/conftest.py prints it after `python -m pytest -m reliability`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+Row = tuple[str, str]  # what happens, what is wanted
+
+
+def row(what: str, wanted: str) -> pytest.MarkDecorator:
+    """This test, or this case of it, is (part of) the row."""
+    return pytest.mark.reliability(what, wanted)
+
+
+def rows_of(item: pytest.Item) -> list[Row]:
+    return [mark.args for mark in item.iter_markers("reliability")]
+
+
+def table(reports: Iterable[Any]) -> list[str]:
+    """Markdown; a row is held if each of its cases has passed. (A test's report has its rows among
+    its properties: see tests/conftest.py.)"""
+    cases: dict[Row, list[bool]] = {}
+    for report in reports:
+        for name, found in getattr(report, "user_properties", ()):
+            if name == "row" and (report.when == "call" or report.failed):
+                cases.setdefault(tuple(found), []).append(report.passed)
+    lines = ["| what happens | what is wanted | |", "|---|---|---|"]
+    for (what, wanted), passed in cases.items():
+        verdict = "held" if all(passed) else "**not held**"
+        lines.append(f"| {what} | {wanted} | {verdict}, {sum(passed)} of {len(passed)} |")
+    return lines
