@@ -7,8 +7,8 @@ plan       plan_memory (what fits) with plan_table and plan_knobs, cards (which 
            page_shots (its pictures), benchmark (measured)
 learn      lesson, checkpoint_from_scratch, kept_tensors (what a block keeps), block_picture (the
            same, drawn), ladder (what each rung costs), fine_tuning (what trained weights save)
-trust      cpu_precision (is bfloat16 worth it here), gpu_report with gpu_report_* (what a GPU
-           says, in one command); and `python -m pytest -m reliability` breaks runs on purpose
+trust      cpu_precision (is bfloat16 worth it here); and `python -m pytest -m reliability` breaks
+           runs on purpose
 
 Python runs this file before any of them, before `import torch` even, which takes seconds. So here
 stands what a user may do to all of them at any time: stop them, and look at the first lines only.
