@@ -237,7 +237,7 @@ def peak(bench: Bench, flags: str, job: Job, cudnn: bool = True) -> Values:
 def speed(bench: Bench) -> Jobs:
     """Time, and what it uses of the card's peak. Busy: the GPU's own time in a step; for the rest
     of it the GPU waits for Python. (The dearest kernels: --profile of the trainers.)"""
-    size, ways = bench.pick(16, 2), {}
+    size, ways = bench.pick(16, 2), dict[str, tuple[str, Job]]()
     for compiled in (False, True):
         end = "compiled" if compiled else "eager"
         policies = bench.pick(("none", "cheap", "mlp", "sdpa", "full"), ("full",))
