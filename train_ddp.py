@@ -64,7 +64,7 @@ class DDPProcess(OneProcess):
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
-        # Those that are there already it takes in; so even the first are not made beside them.
+        # DDP takes in gradients that are there; so even the first step's are not made beside them.
         zero_without_memory(model)
         group = self.torchrun.connect(self.device)
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
@@ -78,8 +78,8 @@ class DDPProcess(OneProcess):
         return nullcontext() if now else self.wrapper.no_sync()
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        # The first step has shown in which order gradients come; by it the next forward makes new
-        # buckets. The old ones go with the gradients in them.
+        # After the first step DDP knows in which order gradients come. In that order the next
+        # forward makes new buckets. The old ones are freed here, with the gradients in them.
         if self.buckets_are_final:
             optimizer.zero_grad(set_to_none=False)
         else:

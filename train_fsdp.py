@@ -73,9 +73,9 @@ class FSDPProcess(DDPProcess):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # gloo's means have been sums (pytorch#162338)
+            if isinstance(module, FSDPModule):  # gloo has summed up for a mean (pytorch#162338)
                 module.set_force_sum_reduction_for_comms(True)
-        # (A block does return a view. But what is done with it is done out of place: Residual.)
+        # A view must not be changed in place. A block returns one, but Residual adds out of place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         # Only now memory, and for shards only: no process ever holds the whole model.
         super().place(model)

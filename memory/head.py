@@ -31,8 +31,8 @@ PAD = 64  # tensor cores want rows of logits whose length is a multiple of it
 # of 16 bytes, which is what compiled code has been promised (others it would copy).
 ROWS = 4
 
-# Can a matmul of low precision add to a float32 matrix? (torch.addmm with out_dtype and such an
-# `out`: pytorch#167931, and not on AMD's GPUs.)
+# Can a matmul of low precision add to a float32 matrix? torch.addmm can, with out_dtype, from 2.11
+# on (pytorch#167931), but not on AMD's GPUs.
 ADDS_IN_FLOAT32 = torch.__version__ >= "2.11" and torch.version.hip is None
 Softmax = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, or compiled
 
@@ -219,9 +219,9 @@ def loss_by_chunks(
     """The sum of the losses, and of how many tokens; writes the sum's gradients to `gradients`, of
     x (N, C) and of the weight (V, C, 0s).
 
-    Two levels: a chunk of logits in the matmuls' precision is large enough for those to be fast;
-    its softmax runs in float32 in slices so small that they stay in a cache. The gradient takes the
-    logits' place, so that one buffer serves all chunks.
+    There are two levels. A chunk of logits, in the matmuls' precision, is large enough to make them
+    fast. Its softmax runs in float32, slice by slice; a slice is so small that it stays in a cache.
+    The gradient takes the logits' place, so that one buffer serves all chunks.
     """
     N, V = len(x), len(weight)
     cast_weight = cast_by_autocast(weight)  # (V + padding, C)

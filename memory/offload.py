@@ -129,7 +129,7 @@ class Offload:
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
                 x, update = run(x)
             if before:
-                # Backward of this block begins with this gradient, which the sum behind it sends.
+                # The gradient of `update` is the first that backward brings to this block.
                 update.register_hook(lambda _: fetch_all(before))
             self.newest = mine
             return x, update

@@ -18,7 +18,7 @@ RUNGS: list[dict[str, Any]] = [
     *({"recompute": policy} for policy in RECOMPUTE_POLICIES[1:]),
     {"recompute": "full", "recompute_group": 2},
 ]
-# One policy for all blocks, as each of those has it, if the config that it changes is another one.
+# Beside a rung these give all blocks the same policy, whatever the config had before.
 ALL_ALIKE = {"recompute_layers": None, "recompute_rest": "none", "recompute_group": 1}
 
 
@@ -27,12 +27,12 @@ def pick_recompute(
 ) -> StepMemory:
     """The fastest way to recompute whose peak stays within `budget` bytes.
 
-    Every policy, and every pair of them: one in the first N blocks, another one in the rest, for
-    every N. Fastest: the least seconds on `card` (`compiled`: with --compile); without a card the
-    fewest FLOPs of matrix products done twice, then the least of anything replayed. Of equals, the
-    one with the smallest peak. If nothing fits, the smallest peak is returned.
+    It tries every policy in all blocks, and every pair: one policy in the first N blocks, another
+    one in the rest, for every N. On a `card` the fastest takes the least seconds (`compiled`: with
+    --compile). Without one it does the fewest matrix products' FLOPs twice, then replays the least.
+    Of equals the one with the smallest peak is taken. If nothing fits, so is the smallest peak.
 
-    For that the rungs alone are simulated, eight steps: see `peaks_of`. And what is taken.
+    Only the eight rungs are simulated (the rest follows: `peaks_of`), and what is taken.
     """
     none = planner.step(batch_size, **ALL_ALIKE | RUNGS[0])
     if none.peak <= budget:

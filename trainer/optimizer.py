@@ -72,11 +72,11 @@ def make_optimizer(
 class LeanOptimizer(torch.optim.Optimizer):
     """AdamW and Muon, each for its groups, with moments in float32 or bfloat16.
 
-    The arithmetic is float32's, and the weights are; what is stored between two steps is rounded.
-    In bfloat16 a moment cannot take a step of less than 2^-9 of itself. AdamW's second one takes
-    steps of (1 - beta2) (g^2 / v - 1): with a beta2 of 0.95 it stops only where it is right to
-    within 4 to 8 %, that is, the update to within 4 %. (With 0.999 it would stop wherever g^2 is
-    less than three times v.)
+    Weights and arithmetic are in float32. Only what is stored between two steps is rounded. A
+    moment in bfloat16 stands still when its step is less than 2^-9 of it. AdamW's second moment v
+    takes steps of (1 - beta2) (g^2 - v). With a beta2 of 0.95 it stands still only where v is
+    within 4 to 8 % of g^2, and the update within 4 %. (With 0.999 it would stand still wherever
+    g^2 is less than three times v.)
 
     A sharded parameter (a DTensor, dealt out by rows) has sharded moments. The weights that come
     out are, to the bit, those of whole parameters (of torch's own AdamW, if each of those fills
