@@ -30,7 +30,7 @@ def pick_recompute(
     It tries every policy in all blocks, and every pair: one policy in the first N blocks, another
     one in the rest, for every N. On a `card` the fastest takes the least seconds (`compiled`: with
     --compile). Without one it does the fewest matrix products' FLOPs twice, then replays the least.
-    Of equals the one with the smallest peak is taken. If nothing fits, so is the smallest peak.
+    Of equals it has the smallest peak. If nothing fits, the smallest peak of all is returned.
 
     Only the eight rungs are simulated (the rest follows: `peaks_of`), and what is taken.
     """
