@@ -1,19 +1,18 @@
 "use strict";
-// What docs/calculator.html computes. It is plain JavaScript: node and any browser can run it.
-
-// The formulas. Numbers are whole, and exact below 2^53. Letters: B sequences of T tokens, N = B T;
-// V vocabulary, L layers, C width, F that of the MLP, H heads; a = 2 bytes of an activation under
-// autocast (to bfloat16 or float16), else 4. A `shape` s is made of
+// What docs/calculator.html computes: the peak of a training step by formulas. The planner of this
+// project (planner/step.py) counts every tensor of a simulated step, and takes seconds; this takes
+// no time, and is within 0.2 % of it, as tests/test_calculator.py sees. Plain JavaScript: node and
+// any browser can run it. Numbers are whole, and exact below 2^53.
+//
+// Letters: B sequences of T tokens, N = B T; V vocabulary, L layers, C width, F that of the MLP,
+// H heads; a = 2 bytes of an activation under autocast (to bfloat16 or float16), else 4. A shape s:
 //   {B, T, V, L, C, F, H, positions, dropout, policy, layers (that it applies to), chunks (of the
 //    head; 0 = chosen), precision, optimizer, moments, ddp, shards}
 const {ceil, floor, max, min} = Math;
-const POLICIES = ["none", "cheap", "selective", "mlp", "attn", "sdpa", "full"];
 const low = (s) => (s.precision === "float32" ? 0 : 1); // is there autocast?
 const recomputed = (s) => (s.policy === "none" ? 0 : s.layers); // blocks
 
 // memory/head.py: the head runs in chunks of tokens, and their softmax in slices.
-const CHUNK = 5 * 2 ** 24, SLICE = 2 ** 22, PAD = 64, ROWS = 4;
-
 const countChunks = (tokens, V, asked, itemsize) =>
   max(1, min(asked || ceil((tokens * V * itemsize) / CHUNK), tokens));
 const multiple = (n, of) => max(of, of * floor(n / of));
@@ -42,27 +41,6 @@ function headBytes(s) {
   return 4 * (V + N) * C + 13 * n + copies + a * padded * n + passing;
 }
 
-function closedForm(s) {
-  const {L, H, C, F} = s, N = s.B * s.T, amp = low(s), a = 4 - 2 * amp, n = recomputed(s);
-  const masks = s.dropout ? N * C : 0, statistics = 8 * N, normaliser = 4 * N * H;
-  const x = 4 * N * C, qkv = 3 * a * N * C, attended = a * N * C, wide = a * N * F;
-  const attentionHalf = x + a * N * C + statistics + qkv + attended + normaliser;
-  const mlpHalf = x + a * N * C + statistics + 2 * wide;
-  const copies = 2 * amp; // bytes of a weight's copy
-  const kept = {
-    none: attentionHalf + mlpHalf + copies * (4 * C * C + 2 * C * F) + 2 * masks,
-    cheap: x + qkv + attended + normaliser + x + wide + copies * C * C + 2 * masks,
-    selective: x + qkv + attended + normaliser + 2 * a * N * C + wide + masks,
-    attn: x + mlpHalf + copies * 2 * C * F + 2 * masks,
-    mlp: attentionHalf + x + copies * 4 * C * C + 2 * masks,
-    sdpa: x + attended + normaliser + masks,
-    full: x + masks,
-  };
-  const parameters = 4 * countParameters(s), blocks = kept[s.policy] * n + kept.none * (L - n);
-  const optimizer = optimizerBytes(s), head = headBytes(s);
-  return {parameters, gradients: parameters, optimizer, blocks, head};
-}
-
 function stepFlops(s) { // of the matrix products, per token: [needed, replayed]
   const {V, L, C, F, T} = s, cAttn = 6 * C * C, cProj = 2 * C * C;
   const linear = 2 * C * F, attention = 2 * T * C, block = cAttn + attention + cProj + 2 * linear;
@@ -73,13 +51,14 @@ function stepFlops(s) { // of the matrix products, per token: [needed, replayed]
   return [3 * (L * block + 2 * V * C), again[s.policy] * recomputed(s)];
 }
 
-// planner/peak.py, where each line is explained: a step, as what is born and what dies, at the
-// instants at which most is alive. The peak is the largest of the sums.
+// ---- A step, as what is born and what dies, at the instants at which most is alive: in the head,
+// with which forward ends; in each block's backward, the last one first; in the optimizer. A GPU of
+// NVIDIA's takes it: there attention and dropout have kernels of their own.
 const KINDS = ["parameters", "optimizer", "gradients", "activations", "recomputed", "head",
   "temporaries"];
-const WORKSPACES = 2 * 8320 * 1024, AT_A_TIME = 2 ** 22, LANES = 64;
+const WORKSPACES = 2 * 8320 * 1024; // of cuBLAS: planner/kernels.py
 const ATTENTION = ["ln_1", "qkv", "attended", "proj", "mask"], MLP = ["x2", "ln_2", "wide", "gelu"];
-const KEPT = { // of each block, beside its input x
+const KEPT = { // of each block, beside x and a mask; the rest is made again, in this order
   none: [...ATTENTION, ...MLP], cheap: ["qkv", "attended", "proj", "mask", "x2", "wide"],
   selective: ["qkv", "attended", "wide"], mlp: [...ATTENTION, "x2"], attn: ["mask", ...MLP],
   sdpa: ["attended"], full: [],
@@ -88,7 +67,7 @@ const KEPT = { // of each block, beside its input x
 function peak(s) { // {where, bytes, parts: {kind: bytes}}
   const walk = new Walk(s), policy = (i) => (i < recomputed(s) ? s.policy : "none");
   walk.state();
-  walk.forward(closedForm(s).blocks);
+  walk.forward();
   walk.head(policy(s.L - 1));
   for (let i = s.L - 1; i >= 0; i--) walk.block(i, policy(i));
   walk.embeddings();
@@ -96,8 +75,8 @@ function peak(s) { // {where, bytes, parts: {kind: bytes}}
   return {where: walk.where, bytes: walk.bytes, parts: walk.most};
 }
 
-function mostCopied(sizes, lean) { // by AdamW in LeanOptimizer
-  const [plain, padded] = lean ? [8, 20] : [0, 16];
+function mostCopied(sizes, lean) { // to float32 by LeanOptimizer's AdamW; `sizes`: elements
+  const [plain, padded] = lean ? [8, 20] : [0, 16]; // moments if lean; weights, gradients to pad
   let most = 0, copied = 0, room = 0;
   for (const size of sizes) {
     for (let left = size; left > 0; left -= AT_A_TIME) {
@@ -118,13 +97,17 @@ class Walk {
     Object.assign(this, {s, N, C, F, NC, amp, a, ddp, dropout, n, total: 0, bytes: 0});
     this.now = Object.fromEntries(KINDS.map((kind) => [kind, 0]));
     this.place = "head";
+    // What a block makes beside its input x, and in whose backward that goes. Under autocast a
+    // linear layer's input comes with a copy of its weight.
     this.sizes = {
-      ln_1: a * NC + 8 * N + copies * 3 * C * C, qkv: 3 * a * NC, attended: a * NC + 4 * N * H,
-      proj: copies * C * C, mask: NC * dropout, x2: 4 * NC,
-      ln_2: a * NC + 8 * N + copies * C * F, wide: a * N * F, gelu: a * N * F + copies * C * F,
+      ln_1: a * NC + 8 * N + copies * 3 * C * C, // c_attn; with mean and deviation
+      qkv: 3 * a * NC, attended: a * NC + 4 * N * H, // attention; with the softmax's normaliser
+      proj: copies * C * C, mask: NC * dropout, // c_proj, whose input is `attended`
+      x2: 4 * NC, ln_2: a * NC + 8 * N + copies * C * F, // ln_2; c_fc
+      wide: a * N * F, gelu: a * N * F + copies * C * F, // GELU; mlp.c_proj
     };
-    const rows = 128 * ceil(T / 128), D = 32 * ceil(C / H / 32); // as attention's kernel rounds up
-    this.inAttention = amp ? 4 * B * H * rows * (D + 1) : 0;
+    // As attention's kernel rounds up T and a head's size
+    this.inAttention = amp * 4 * B * H * 128 * ceil(T / 128) * (32 * ceil(C / H / 32) + 1);
   }
 
   add(...changes) { // kind, bytes that are born (or die: below 0), kind, bytes, ... in this order
@@ -136,39 +119,49 @@ class Walk {
     }
   }
 
-  state() {
+  // ---- The parts of a step, in order
+
+  state() { // weights and moments, and a step count of 4 for each tensor
     const {s, n} = this, held = s.L * this.inABlock(n) + this.outside(n);
     this.add("parameters", 4 * held, "gradients", 4 * held * this.ddp);
     this.add("optimizer", optimizerBytes(s, held, this.inMatrices(n)));
   }
 
-  forward(blocks) { // what it leaves
-    const {N, NC, n} = this;
-    this.add("temporaries", WORKSPACES);
-    this.add("activations", 16 * N + this.sizes.mask + 4 * NC + 8 * N + blocks);
+  forward() { // what it leaves: ids, labels, a mask; what the blocks return, ln_f's statistics
+    const {s, N, NC, n} = this, some = recomputed(s);
+    this.add("temporaries", WORKSPACES, "activations", 16 * N + this.sizes.mask + 4 * NC + 8 * N);
+    this.add("activations", some * this.kept(s.policy) + (s.L - some) * this.kept("none"));
+    // The root's weights are whole; and the last block's buffer is still there.
     if (n > 1) this.add("parameters", 4 * this.outside(1) + 4 * n * this.inABlock(n));
   }
 
-  head(policy) { // of the last block
+  kept(policy) { // of a block; `selective` keeps the results of both c_proj, too
+    const size = KEPT[policy].reduce((sum, name) => sum + this.sizes[name], 0);
+    return size + 4 * this.NC + this.sizes.mask + (policy === "selective") * 2 * this.a * this.NC;
+  }
+
+  head(policy) { // forward and backward; the policy of the last block
     const {N, C, NC, a, amp} = this, {V, L, chunks} = this.s, ofWeight = 4 * V * C, ofX = 4 * NC;
     const size = headBytes(this.s), kind = this.ddp ? "head" : "gradients";
+    // What the last block returned, unless the policy keeps it anyway; what ln_f did.
     const returned = policy === "selective" ? 0 : a * NC, normed = 4 * NC;
+    const kept = chunks === 1 && !amp ? "activations" : "temporaries";
     let end = size - ofWeight;
-    this.add("temporaries", returned + normed);
+    this.add("temporaries", returned, kept, normed);
     if (chunks === 1) {
-      end = a * V * N + 2 * amp * V * C + 2 * a * NC;
+      end = a * V * N + 2 * amp * V * C + 2 * a * NC; // gradients of logits, of the weight, of x
       this.add("head", size - 4 * V * N, "temporaries", -returned - normed * amp);
       this.add("head", 4 * V * N, "head", -size); // backward begins
-      this.add("head", end, kind, ofWeight, "temporaries", -normed * (1 - amp));
+      this.add("head", end, kind, ofWeight, kept, -normed * (1 - amp));
     } else {
       this.add(kind, ofWeight, "head", end, "temporaries", -returned - normed);
     }
     this.add("head", ofX - end);
     this.place = `backward, block ${L - 1}`;
-    this.add("temporaries", ofX, "head", -ofX, "activations", -4 * NC - 8 * N); // of LayerNorm
+    this.add("temporaries", ofX, "head", -ofX, "activations", -4 * NC - 8 * N); // of ln_f
   }
 
-  block(i, policy) { // its backward, from its end
+  block(i, policy) { // its backward, from its end; the gradient of what it returned is there, 4 N C
     const {N, C, F, NC, a, inAttention} = this, ofWide = a * N * F;
     Object.assign(this, {place: `backward, block ${i}`, policy});
     this.there = Object.fromEntries(KEPT[policy].map((name) => [name, "activations"]));
@@ -197,16 +190,16 @@ class Walk {
     this.need("ln_1");
     this.linear(C, 3 * C, 3 * a * NC, "ln_1"); // c_attn
     this.layerNorm(3 * C * C);
-    this.add("activations", -4 * NC - (policy === "selective" ? a * NC : 0));
+    this.add("activations", -4 * NC - (policy === "selective" ? a * NC : 0)); // x; a result
     this.add("gradients", 4 * (9 * C + F) * (1 - this.ddp)); // of biases and gains
     this.reduce(i);
   }
 
-  embeddings() {
+  embeddings() { // backward of what comes before the blocks: the rest of the gradients
     const {C, NC, n, ddp} = this, {V, positions} = this.s, wide = 4 * NC * this.dropout;
     this.add("temporaries", wide, "temporaries", -wide, "activations", -this.sizes.mask);
     this.add("gradients", 4 * (positions * C + 2 * C) * (1 - ddp));
-    const channels = ceil(C / ceil((V * C) / (2 * SLICE))); // at a time
+    const channels = ceil(C / ceil((V * C) / (2 * SLICE))); // at a time: TiedLookup
     this.add("temporaries", 4 * V * channels, "temporaries", -4 * V * channels - 4 * NC);
     this.add("head", -4 * V * C * ddp);
     if (n === 1) return;
@@ -221,6 +214,8 @@ class Walk {
     const tables = [s.V, s.positions].map((rows) => ceil(rows / n) * s.C);
     const adamws = [...tables, ...Array(muon ? 0 : s.L).fill(areas).flat()];
     let most = muon || lean || n > 1 ? mostCopied(adamws, lean) : 0;
+    // `look_ahead` has gradients, momenta and a mean of both, 4 each, and that in bfloat16, 2; or
+    // `orthogonalize`, in float32, what it gets and makes and 3 squares (in factors 5), 4 each.
     for (const [rows, columns] of muon ? matrices : []) {
       const alike = s.L * matrices.filter(([r, c]) => r === rows && c === columns).length;
       const together = min(alike, max(1, floor(AT_A_TIME / (rows * columns))));
@@ -235,46 +230,49 @@ class Walk {
     this.add("temporaries", max(most, 4 * rows + 12 * (rows + vectors)));
   }
 
-  enterHalf() {
+  // ---- The parts of a block's backward
+
+  enterHalf() { // the gradient of its update; without autocast and dropout it is x's own
     const {NC, a, amp, dropout} = this, size = amp || dropout ? a * NC : 0;
     this.add("temporaries", size * (1 + amp * dropout), "temporaries", -size * amp * dropout);
     return size;
   }
 
-  need(...names) { // replay, if one of them is not there
+  need(...names) { // replay, if one of them is not there: all that is not; `cheap` just that
     let missing = [...ATTENTION, ...MLP].filter((name) => !(name in this.there));
     if (this.policy === "cheap") missing = missing.filter((name) => names.includes(name));
     if (!missing.some((name) => names.includes(name))) return;
-    if (this.policy === "selective") this.add("activations", -this.a * this.NC);
+    if (this.policy === "selective") this.add("activations", -this.a * this.NC); // x2 is made of it
     for (const name of missing) this.add(this.there[name] = "recomputed", this.sizes[name]);
+    // What a LayerNorm returned, in float32, stays until the replay is over.
     this.add("recomputed", 4 * this.NC * this.amp, "recomputed", -4 * this.NC * this.amp);
   }
 
-  linear(columns, rows, ofResult, input) {
+  linear(columns, rows, ofResult, input) { // gradients of input and weight come, its result's goes
     this.add("temporaries", this.a * this.N * columns);
     this.add(this.amp || this.ddp ? "temporaries" : "gradients", this.a * columns * rows);
     this.add("temporaries", -ofResult, this.there[input], -this.sizes[input]);
   }
 
-  weight(elements) {
+  weight(elements) { // its gradient, in float32; in DDP it is added to what is there
     this.add(this.ddp ? "temporaries" : "gradients", 4 * elements * this.amp);
     this.add("temporaries", -2 * elements * this.amp - 4 * elements * this.ddp);
   }
 
-  layerNorm(elements) {
+  layerNorm(elements) { // after `weight` of the linear layer that follows it
     this.add("temporaries", 4 * this.NC * this.amp, "temporaries", -2 * this.NC * this.amp);
     this.weight(elements);
     this.add("temporaries", 4 * this.NC, "temporaries", -8 * this.NC);
   }
 
-  // Shards: a block's weights are gathered, its gradients reduced
+  // Shards: a block's weights are copied out of their buffer, the next one's takes its place
   gather(i) {
     if (this.n === 1) return;
     const buffer = 4 * this.n * this.inABlock(this.n);
     this.add("parameters", 4 * this.inABlock(1), "parameters", i === 0 ? -buffer : 0);
   }
 
-  reduce(i) {
+  reduce(i) { // weights go, gradients too, into a buffer in the last one's place; a share stays
     if (this.n === 1) return;
     const whole = 4 * this.inABlock(1), share = 4 * this.inABlock(this.n);
     const buffer = i === this.s.L - 1 ? this.n * share : 0;
@@ -300,25 +298,27 @@ class Walk {
   }
 }
 
-// ---- What the trainers are asked for. SHAPES: --model, in trainer/flags.py. CARDS: memory in GiB,
-// of planner/cards.py, but for Apple's: there attention keeps its scores, which no formula here has.
+// ---- Tables, written by `python -m studies.calculator_tables`
+const CHUNK = 83886080, SLICE = 4194304, PAD = 64, ROWS = 4, AT_A_TIME = 4194304, LANES = 64;
+const POLICIES = ["none", "cheap", "selective", "mlp", "attn", "sdpa", "full"];
 const SHAPES = {
   "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
   "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
   "gpt2-large": {"n_layers": 36, "n_heads": 20, "d_model": 1280},
   "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600}
 };
-const CARDS = {
+const CARDS = { // GiB. (Not Apple's: no formula here has the scores that attention keeps there.)
   "RTX 3060 12GB": 11.6, "RTX 3070": 7.6, "RTX 3080 10GB": 9.6, "RTX 3090": 23.5,
-  "RTX 4060": 7.6, "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6, "RTX 4080": 15.4, "RTX 4090": 23.4,
-  "RTX 5080": 15.4, "RTX 5090": 31.3, "V100 16GB": 15.7, "V100 32GB": 31.7, "T4": 14.5, "L4": 22,
-  "A10G": 21.9, "RTX A6000": 47.4, "A100 40GB": 39.3, "A100": 79.1, "A100 PCIe": 79.1,
+  "RTX 4060": 7.6, "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6, "RTX 4080": 15.4,
+  "RTX 4090": 23.4, "RTX 5080": 15.4, "RTX 5090": 31.3, "V100 16GB": 15.7,
+  "V100 32GB": 31.7, "T4": 14.5, "L4": 22.0, "A10G": 21.9,
+  "RTX A6000": 47.4, "A100 40GB": 39.3, "A100": 79.1, "A100 PCIe": 79.1,
   "H100": 79.1, "H100 PCIe": 79.1, "H200": 139.7, "B200": 178.3
 };
-const GIB = 2 ** 30, memoryOf = (card) => floor(CARDS[card] * GIB);
 
-// trainer/room.py: a tenth stays free, at least 1 GiB
-const forTensors = (room) => floor(room - max(0.1 * room, min(GIB, room / 4)));
+// ---- What the trainers are asked for
+const GIB = 2 ** 30, memoryOf = (card) => floor(CARDS[card] * GIB);
+const forTensors = (room) => floor(room - max(0.1 * room, min(GIB, room / 4))); // trainer/room.py
 
 const SMALL = { // the first command's model, and the defaults of all else
   layers: 3, width: 128, heads: 4, mlp: 512, length: 64, batch: 12, vocabulary: 1024,

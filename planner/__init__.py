@@ -13,7 +13,6 @@ cards.py      the cards: memory, FLOP/s, bytes/s
 batches.py    the peak of any batch, from the steps of two
 choose.py     the fastest way to recompute that fits
 formulas.py   memory and FLOPs as formulas, to check by hand
-peak.py       the peak as formulas
 """
 
 from .cards import CARDS

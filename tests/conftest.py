@@ -86,6 +86,12 @@ def plans_memory(monkeypatch) -> None:
     monkeypatch.setattr("trainer.setup.plan_memory", trainer.plan.plan_memory)
 
 
+@pytest.fixture
+def fresh_planners() -> None:
+    """Nothing has been simulated before."""
+    MADE.clear()
+
+
 def make_once(args, config, device, precision, *way):
     """All who answer questions make their own planners. What those simulate is the same, and is
     simulated once; but where a test has changed what a simulation does, or counts."""

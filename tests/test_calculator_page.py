@@ -1,4 +1,7 @@
-"""docs/calculator.html in a browser: what it shows is what planner/ says, whatever is moved."""
+"""docs/calculator.html in a browser: what it shows is what calculator.js says, whatever is moved.
+
+(And that is what planner/ says: test_calculator.py.)
+"""
 
 import itertools
 import shutil
@@ -7,12 +10,11 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from harness.calculator import PAGE, SCRIPT
+from harness.calculator import PAGE, SCRIPT, as_page
 
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import CARDS
 from planner.formulas import count_parameters, recompute_cost, step_flops
-from planner.peak import peak
 from scripts.memory_timeline_pictures import COLORS
 from trainer.card import device_type
 from trainer.flags import SHAPES
@@ -84,11 +86,17 @@ def with_policy(shape: dict, policy: str, blocks: int) -> dict:
     return shape | {"config": MiniGPTConfig(**config)}
 
 
+def peak(page, shape: dict) -> tuple[str, dict[str, int]]:
+    """Where the peak of a step stands, and its bytes by kind."""
+    found = page.evaluate("s => peak(s)", as_page(shape))
+    return found["where"], found["parts"]
+
+
 def check(page) -> dict:
-    """All figures are the planner's. Returns what the page stands at."""
+    """All figures are those of what the controls stand at; returns that."""
     shape = shape_on(page)
     card = CARDS[page.locator("#card").input_value()]
-    where, parts = peak(**shape)
+    where, parts = peak(page, shape)
     size = sum(parts.values())
     assert page.locator("#peak").inner_text() == text(size)
     place = page.locator("#place").inner_text()
@@ -102,7 +110,7 @@ def check(page) -> dict:
     safe, fitting = for_tensors(card.memory, "cuda"), []
     for policy in RECOMPUTE_POLICIES:
         its = with_policy(shape, policy, blocks)
-        size = sum(peak(**its)[1].values())
+        size = sum(peak(page, its)[1].values())
         needed, again = step_flops(its["config"], its["seq_len"])
         row = page.locator(f"#policy-{policy} .number").all_text_contents()
         *told, batch = row
@@ -184,7 +192,8 @@ def test_bars_are_to_scale(page):
     shape, card = shape_on(page), CARDS["RTX 3060 12GB"]
     safe, lefts = for_tensors(card.memory, "cuda"), []
     for policy in RECOMPUTE_POLICIES:
-        parts = {k: size for k, size in peak(**with_policy(shape, policy, 24))[1].items() if size}
+        _, parts = peak(page, with_policy(shape, policy, 24))
+        parts = {kind: size for kind, size in parts.items() if size}
         bar, line = (page.locator(f"#policy-{policy} .bar{inside}") for inside in ("", " b"))
         lefts.append(line.bounding_box()["x"] - bar.bounding_box()["x"])
         widths = {

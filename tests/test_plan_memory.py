@@ -226,7 +226,7 @@ def test_redirected_output_has_no_progress_in_it(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_progress_is_shown_while_it_simulates(monkeypatch):
+def test_progress_is_shown_while_it_simulates(fresh_planners, monkeypatch):
     said = []
 
     class Bar:

@@ -1,0 +1,55 @@
+"""Write the tables of docs/calculator.js: python -m studies.calculator_tables
+
+They are those of this project: whoever changes one of them starts this once more.
+"""
+
+import json
+from pathlib import Path
+
+from memory import head
+from model import RECOMPUTE_POLICIES
+from planner.cards import CARDS, GIB
+from trainer import optimizer
+from trainer.card import device_type
+from trainer.flags import SHAPES
+
+SCRIPT = Path(__file__).parent.parent / "docs/calculator.js"
+BEGIN, END = "// ---- Tables", "// ---- What"
+
+
+def tables() -> str:
+    """The part of the script from BEGIN to END."""
+    constants = {name: getattr(head, name) for name in ("CHUNK", "SLICE", "PAD", "ROWS")}
+    constants |= {name: getattr(optimizer, name) for name in ("AT_A_TIME", "LANES")}
+    memory = {
+        card.name: round(card.memory / GIB, 2)
+        for card in CARDS.values()
+        if device_type(card) == "cuda"
+    }
+    return f"""{BEGIN}, written by `python -m studies.calculator_tables`
+const {", ".join(f"{name} = {value}" for name, value in constants.items())};
+const POLICIES = {json.dumps(RECOMPUTE_POLICIES)};
+const SHAPES = {{
+{entries(SHAPES, 1)}
+}};
+const CARDS = {{ // GiB. (Not Apple's: no formula here has the scores that attention keeps there.)
+{entries(memory, 4)}
+}};
+
+"""
+
+
+def entries(table: dict, in_a_line: int) -> str:
+    each = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in table.items()]
+    lines = [each[i : i + in_a_line] for i in range(0, len(each), in_a_line)]
+    return ",\n".join("  " + ", ".join(line) for line in lines)
+
+
+def main() -> None:
+    script = SCRIPT.read_text()
+    begin, end = script.index(BEGIN), script.index(END)
+    SCRIPT.write_text(script[:begin] + tables() + script[end:])
+
+
+if __name__ == "__main__":
+    main()
