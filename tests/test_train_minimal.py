@@ -10,19 +10,14 @@ import re
 
 import pytest
 import torch
-from harness.runs import TINY, metrics, same, snapshot, train, train_here
+from harness.runs import metrics, same, snapshot, train, train_here
 
 import train_minimal
 from memory.head import softmax_in_place
-from model import MiniGPT
-from train_minimal import learning_rate
 from trainer.device import choose_precision, cpu_has_bfloat16
-from trainer.flags import build_parser, fill_in, model_config
+from trainer.flags import build_parser, fill_in
 from trainer.metrics import format_line
-from trainer.optimizer import make_optimizer
-from trainer.process import OneProcess
 from trainer.report import sample_text
-from trainer.setup import set_up
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 
@@ -34,48 +29,11 @@ def arguments(*flags: str):
     return fill_in(build_parser("test", "x.pt").parse_args(flags))
 
 
-def test_validation_loss_is_that_of_all_tokens_at_once(tmp_path):
-    """12 windows in batches of 5, 5 and 2: a mean of three means would weigh the last two more."""
-    losses = []
-    for batch_size in (5, 12):
-        argv = [*TINY, f"--batch-size={batch_size}", f"--checkpoint-path={tmp_path}/run.pt"]
-        run = set_up(arguments(*argv), OneProcess(torch.device("cpu")))
-        assert len(run.val_batches) == {5: 3, 12: 1}[batch_size]
-        losses.append(train_minimal.evaluate(run)["val_loss"])
-        run.held_lock.close()
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_learning_rate():
-    args = arguments("--lr=1", "--min-lr=0.1", "--warmup-steps=10", "--num-steps=110")
-    rates = [learning_rate(step, args) for step in range(1, 111)]
-    assert rates[0] == 0.1 and rates[9] == 1  # up in equal steps
-    assert rates[59] == pytest.approx(0.55)  # half-way down at half time
-    assert rates[-1] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
-    args.lr_scheduler = "linear"
-    assert learning_rate(35, args) == pytest.approx(1 - 0.25 * 0.9)
-    args.lr_scheduler = "constant"
-    assert learning_rate(110, args) == 1
-    assert learning_rate(1, arguments("--warmup-steps=0", "--lr=1")) == pytest.approx(1, rel=1e-4)
-
-
 def test_defaults_that_depend_on_others():
     args = arguments("--d-model=768", "--n-heads=12", "--num-steps=1000", "--seq-len=1024")
     assert args.lr == pytest.approx(5.2e-4, rel=0.01)
     assert (args.min_lr, args.warmup_steps) == (args.lr / 10, 50)
     assert (args.d_ff, args.max_position_embeddings, args.data_seed) == (3072, 1024, args.seed)
-
-
-def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
-    """4 x 2 sequences and 1 x 8 are the same step, up to the order of float32 sums."""
-    one, four = tmp_path / "one.pt", tmp_path / "four.pt"
-    flags = (FP32, "--dropout=0", "--num-steps=3")
-    assert train_here(one, *flags, "--batch-size=8") == 0
-    assert train_here(four, *flags, "--batch-size=2", "--grad-accum-steps=4") == 0
-    for a, b in zip(metrics(one), metrics(four), strict=True):
-        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-6)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
 
 
 def test_clipping_sees_true_gradients(tmp_path):
@@ -85,18 +43,6 @@ def test_clipping_sees_true_gradients(tmp_path):
     assert train_here(plain, FP32, "--num-steps=2") == 0
     for a, b in zip(metrics(scaled), metrics(plain), strict=True):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.02)
-
-
-def test_weight_decay_is_for_matrices(tmp_path):
-    args = arguments("--weight-decay=0.3")
-    model = MiniGPT(model_config(args, 31))
-    optimizer = make_optimizer(model, args, torch.device("cpu"))
-    decayed, free = optimizer.param_groups
-    assert decayed["weight_decay"] == 0.3 and free["weight_decay"] == 0
-    assert all(p.dim() == 2 for p in decayed["params"]) and all(
-        p.dim() == 1 for p in free["params"]
-    )
-    assert sum(len(g["params"]) for g in (decayed, free)) == len(list(model.parameters()))
 
 
 def test_precision_follows_the_hardware(monkeypatch):
@@ -174,32 +120,6 @@ def test_auto_takes_the_least_that_fits_and_says_so(plans_memory, tmp_path, caps
         assert same(snapshot(path)["model"], snapshot(tmp_path / "full.pt")["model"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("auto", "--memory-budget=100KiB"), "the smallest peak is .* alone take"),
-        (("auto", "--memory-budget=8"), "--memory-budget: must be a number with a unit"),
-        (("auto", "--memory-budget=0GiB"), "--memory-budget: must be a number with a unit"),
-        (("auto", "--memory-budget=8GiBs"), "--memory-budget: must be a number with a unit"),
-        (("auto", "--memory-budget=0.1b"), "a byte or more, as in 8GiB, not '0.1b'"),
-        (("auto", f"--memory-budget={'9' * 400}b"), f"as in 8GiB, not '{'9' * 40}'"),
-        (("auto", "--recompute-layers=1"), "--recompute-layers: .* auto chooses it"),
-        (("auto", "--recompute-rest=cheap"), "--recompute-rest: .* auto chooses it"),
-        (("auto", "--recompute-group=2"), "--recompute-group: .* auto chooses it"),
-        (("full", "--memory-budget=8GiB"), "--memory-budget is for .* auto"),
-    ],
-)
-def test_auto_cannot(tmp_path, capsys, flags, message):
-    policy, *rest = flags
-    try:
-        code = train_here(tmp_path / "run.pt", f"--use-activation-checkpoint={policy}", *rest)
-    except SystemExit as stop:
-        code = stop.code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert code == 2 and line.startswith("error: ") and re.search(message, line)
-    assert not list(tmp_path.iterdir())
-
-
 def test_auto_names_the_nearest_thing_that_fits(tmp_path, capsys):
     """And it does fit."""
     flags = ["--use-activation-checkpoint=auto", "--memory-budget=600KiB", "--num-steps=1"]
@@ -273,28 +193,6 @@ def test_the_sample_compiles_nothing(tmp_path, monkeypatch):
 
 
 # ---- out of memory, and bugs
-
-
-@pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("[..] can't allocate memory: .")],
-)
-@pytest.mark.parametrize(
-    ("flags", "knob"),
-    [
-        ((), "try --use-activation-checkpoint"),
-        ((FULL,), "try --batch-size 1 --grad-accum-steps 2"),
-        ((FULL, "--batch-size=1"), "shorter --seq-len"),
-    ],
-)
-def test_out_of_memory_names_the_next_knob(tmp_path, monkeypatch, capsys, error, flags, knob):
-    def train_step(run):
-        raise error
-
-    monkeypatch.setattr(train_minimal, "train_step", train_step)
-    assert train_here(tmp_path / "run.pt", *flags) == 4
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: out of memory with --batch-size") and knob in line
 
 
 def test_other_runtime_errors_are_bugs(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ Several machines are started by hand, each with a command line and a disk of its
 """
 
 import argparse
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -17,22 +17,14 @@ from .process import OneProcess
 from .resume import flag
 from .snapshot import Resumed
 
-# Of these flags each process may have its own. All others must be the same: they decide what is
-# trained, or when processes wait for each other.
-OWN = {
-    "train_data": "a path of this machine; what was read there is compared",
-    "val_data": "a path of this machine; what was read there is compared",
-    "tokenizer_name": "it may be a file; the vocabulary is compared, with the data",
-    "checkpoint_path": "a path of this machine; the snapshot that was found there is compared",
-    "init_from": "a path of this machine; the weights are compared",
-    "device": "auto may be what another machine calls cuda; what was chosen is compared",
-    "amp_dtype": "auto may be what another machine types; what was chosen is compared",
-    "no_amp": "it may be what another machine's auto comes to; what was chosen is compared",
-    "memory_budget": "all take the smallest",
-    "log_to": "process 0 alone does it",
-    "profile": "process 0 alone does it",
-    "typed": "no flag",
-}
+# Of these flags each process may have its own; all others decide what is trained, or when processes
+# wait for each other. Paths are the machine's own, and "auto" may be what another machine types:
+# what was found there and what was chosen is compared. Of budgets all take the smallest. What is
+# logged and profiled is for process 0 alone.
+OWN = set(
+    "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
+    "memory_budget log_to profile typed".split()
+)
 WAYS_OUT = {
     "--checkpoint-path": "all must see the same snapshot, on a disk that they share",
     "--init-from": "all must start from the same weights",
@@ -44,12 +36,13 @@ WAYS_OUT = {
 }
 
 
-class Fact(NamedTuple):
-    """Something that must be the same in all processes."""
+@dataclass
+class Facts:
+    """What must be the same in all processes, under the name by which the user can change it; and
+    which of these flags were typed."""
 
-    value: object
-    shown: str
-    typed: bool = False
+    shown: dict[str, str]
+    typed: set[str]
 
 
 def facts(
@@ -58,35 +51,27 @@ def facts(
     precision: torch.dtype,
     resumed: Resumed | None,
     source: Pretrained | None = None,
-) -> dict[str, Fact]:
-    """What must be the same, under the name by which the user can change it; but for the data."""
-
-    def fact(name: str, value: object, shown: str) -> Fact:
-        return Fact(value, shown, typed=name in args.typed)
-
-    found = None if resumed is None else (resumed.state["step"], resumed.state.get("run"))
+) -> Facts:
+    """All but the data."""
     snapshot = "no snapshot to go on from"
-    if found is not None:
-        snapshot = f"step {found[0]} of run {str(found[1])[:8]}"
-    weights = source and source.checksum
-    device, dtype = process.device.type, str(precision).removeprefix("torch.")
-    version = ".".join(torch.__version__.split(".")[:2])
-    return {
-        "--checkpoint-path": fact("checkpoint_path", found, snapshot),
-        "--init-from": fact("init_from", weights, f"weights of checksum {weights}"),
-        "torch": fact("torch", version, version),
-        "the trainer": fact("script", process.script, process.script),
-        "--device": fact("device", device, device),
-        "--amp-dtype": fact("amp_dtype", dtype, dtype),
-        **{flag(n): fact(n, v, show(v)) for n, v in vars(args).items() if n not in OWN},
+    if resumed is not None:
+        snapshot = f"step {resumed.state['step']} of run {str(resumed.state.get('run'))[:8]}"
+    shown = {
+        "--checkpoint-path": snapshot,
+        "--init-from": f"weights of checksum {source and source.checksum}",
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "the trainer": process.script,
+        "--device": process.device.type,
+        "--amp-dtype": str(precision).removeprefix("torch."),
+        **{flag(name): show(value) for name, value in vars(args).items() if name not in OWN},
     }
+    return Facts(shown, set(map(flag, args.typed)))
 
 
-def data_facts(data: Dataset) -> dict[str, Fact]:
+def data_facts(data: Dataset) -> Facts:
     """What must be the same of the data."""
-    fingerprint = f"{data.fingerprint} {data.tokenizer.fingerprint}"
-    shown = f"{data.description}, fingerprint {data.fingerprint[:8]}"
-    return {"--train-data": Fact(fingerprint, shown)}
+    prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
+    return Facts({"--train-data": f"{data.description}, fingerprint {prints}"}, set())
 
 
 def show(value: object) -> str:
@@ -94,34 +79,15 @@ def show(value: object) -> str:
     return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def check_alike(of_each: list[dict[str, Fact]]) -> None:
-    """Raise UsageError if the processes differ in something; `of_each`: their facts, by rank.
+def check_alike(of_each: list[Facts]) -> None:
+    """Raise UsageError for the first thing in which the processes differ; `of_each`: by rank.
 
-    One line for all that was typed: other flags may only follow from it, as --min-lr from --lr.
+    First comes what was typed: other flags may only follow from it, as --min-lr from --lr.
     """
-    rows = {name: [facts[name] for facts in of_each] for name in of_each[0]}
-    different = {name: row for name, row in rows.items() if len({f.value for f in row}) > 1}
-    typed = [name for name, row in different.items() if any(fact.typed for fact in row)]
-    named = typed or list(different)[:1]
-    if named:
-        way_out = WAYS_OUT.get(named[0], "start all with the same flags")
-        told = "; ".join(f"{name}: {who_has(different[name])}" for name in named)
-        raise UsageError(f"{told}: {way_out}")
-
-
-def who_has(row: list[Fact]) -> str:
-    """ "rank 0 has 0.003, ranks 1 to 3 have 0.001" """
-    ranks: dict[object, list[int]] = {}
-    for rank, fact in enumerate(row):
-        ranks.setdefault(fact.value, []).append(rank)
-    return ", ".join(f"{name_ranks(some)} {row[some[0]].shown}" for some in ranks.values())
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """ "rank 0 has", "ranks 1 and 3 have", "ranks 2 to 7 have" """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]} have"
-    last = str(ranks[-1]) if len(ranks) <= 4 else f"{len(ranks) - 3} more"
-    return f"ranks {', '.join(map(str, ranks[:-1][:3]))} and {last} have"
+    first, typed = of_each[0].shown, set().union(*(facts.typed for facts in of_each))
+    for name in sorted(first, key=lambda name: name not in typed):
+        for rank, facts in enumerate(of_each):
+            if facts.shown[name] != first[name]:
+                way_out = WAYS_OUT.get(name, "start all with the same flags")
+                has = f"rank 0 has {first[name]}, rank {rank} has {facts.shown[name]}"
+                raise UsageError(f"{name}: {has}: {way_out}")

@@ -55,7 +55,22 @@ def flags(words: str, *says: str) -> Case:
     return Case("toy", words, says)
 
 
+def auto(words: str, *says: str) -> Case:
+    return flags(f"--use-activation-checkpoint=auto {words}", *says)
+
+
+NO_SIZE = "--memory-budget: must be a number with a unit"
 FLAGS = {
+    "auto in too little": auto("--memory-budget=100KiB", "the smallest peak is .* alone take"),
+    "a budget without a unit": auto("--memory-budget=8", NO_SIZE),
+    "no budget": auto("--memory-budget=0GiB", NO_SIZE),
+    "a budget in strange units": auto("--memory-budget=8GiBs", NO_SIZE),
+    "a budget below a byte": auto("--memory-budget=0.1b", "or more, as in 8GiB, not '0.1b'"),
+    "a budget of 400 digits": auto(f"--memory-budget={'9' * 400}b", f"8GiB, not '{'9' * 40}'"),
+    "auto in some layers": auto("--recompute-layers=1", "--recompute-layers: .* auto chooses it"),
+    "auto and a rest": auto("--recompute-rest=cheap", "--recompute-rest: .* auto chooses it"),
+    "auto in groups": auto("--recompute-group=2", "--recompute-group: .* auto chooses it"),
+    "a budget without auto": flags("--memory-budget=8GiB", "--memory-budget is for .* auto"),
     "zero": flags("--batch-size=0", "--batch-size: must be a whole number of at least 1"),
     "negative": flags("--num-steps=-3", "--num-steps: must be a whole number"),
     "nan": flags("--lr=nan", "--lr: must be a number above 0"),
