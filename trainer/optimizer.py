@@ -6,9 +6,8 @@ gradient, which no recompute can free. `LeanOptimizer` stores less, or a part of
 
 import argparse
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # 
 # Elements that are copied at a time, at least one matrix: the step shall need little beside what
 # it is there to save.
 AT_A_TIME = 2**22
+Item = TypeVar("Item")
 LANES = 64  # a multiple of the floats in a CPU's vector
 
 
@@ -109,12 +109,14 @@ class LeanOptimizer(torch.optim.Optimizer):
             for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter] = self.first_state(parameter, group)
-            if group["rule"] == "muon":
-                for matrices in stacks(parameters):
-                    self.muon(matrices, group)
+            if group["rule"] == "muon":  # matrices of one shape together
+                for shape in dict.fromkeys(p.shape for p in parameters):
+                    alike = [p for p in parameters if p.shape == shape]
+                    for matrices in batches(alike, Tensor.numel):
+                        self.muon(matrices, group)
             else:
                 pieces = [piece for p in parameters for piece in self.pieces(p)]
-                for some in batches(pieces):
+                for some in batches(pieces, lambda piece: piece[0].numel()):
                     self.adamw(some, group)
 
     def first_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -143,22 +145,10 @@ class LeanOptimizer(torch.optim.Optimizer):
         wide = [[widen(piece) for piece in column] for column in columns]
         weights, gradients, first, second = wide
         adamw(
-            weights,
-            gradients,
-            first,
-            second,
-            [],
-            counts,
-            fused=group["fused"],
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=EPS,
-            maximize=False,
-        )
+            weights, gradients, first, second, [], counts,
+            lr=group["lr"], weight_decay=group["weight_decay"], beta1=BETAS[0], beta2=BETAS[1],
+            eps=EPS, fused=group["fused"], found_inf=self.found_inf, amsgrad=False, maximize=False,
+        )  # fmt: skip
         for which in (0, 2, 3):
             for piece, copy in zip(columns[which], wide[which], strict=True):
                 if copy.shape != piece.shape:
@@ -203,12 +193,12 @@ class LeanOptimizer(torch.optim.Optimizer):
             return rows
         from torch.distributed.tensor import DTensor, Shard
 
-        shape = torch.Size([len(rows), *like.shape])
-        stride = (like.numel(), like.size(1), 1)
+        shape, stride = torch.Size([len(rows), *like.shape]), (like.numel(), like.size(1), 1)
         mesh = like.device_mesh  # type: ignore[attr-defined]
-        return DTensor.from_local(
+        dealt = DTensor.from_local(
             rows, mesh, [Shard(1)], run_check=False, shape=shape, stride=stride
-        ).full_tensor()
+        )
+        return dealt.full_tensor()
 
     def dealt_out(self, whole: Tensor, like: Tensor) -> Tensor:
         """This process's rows of the matrices (n, A, B)."""
@@ -258,26 +248,16 @@ def product_of_factors(square: Tensor) -> Tensor:
     return total
 
 
-def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape together, to be updated at once."""
-    by_shape = defaultdict(list)
-    for matrix in matrices:
-        by_shape[matrix.shape].append(matrix)
-    for shape, alike in by_shape.items():
-        n = max(1, AT_A_TIME // shape.numel())
-        yield from (alike[i : i + n] for i in range(0, len(alike), n))
-
-
-def batches(pieces: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Of together at most AT_A_TIME elements."""
-    some: list[tuple[Tensor, ...]] = []
+def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """One after the other, of together at most AT_A_TIME elements; or a single larger one."""
+    some: list[Item] = []
     room = AT_A_TIME
-    for piece in pieces:
-        if piece[0].numel() > room:
+    for item in items:
+        if some and size(item) > room:
             yield some
             some, room = [], AT_A_TIME
-        some.append(piece)
-        room -= piece[0].numel()
+        some.append(item)
+        room -= size(item)
     if some:
         yield some
 
