@@ -1,14 +1,20 @@
-"""Tools and studies: `python -m scripts.NAME`, or `python scripts/NAME.py`; each has its --help.
+"""What people type: `python -m scripts.NAME`, or `python scripts/NAME.py`; each has its --help.
 
-use        generate (a trained model writes), evaluate (how good it is), export_hf (for
-           transformers), plot_metrics (its curves)
-plan       plan_memory (what fits) with plan_table and plan_knobs, cards (which card fits what),
-           memory_timeline (a step's memory, drawn), memory_page (the same, to explore) with
-           page_shots (its pictures), benchmark (measured)
-learn      lesson, checkpoint_from_scratch, kept_tensors (what a block keeps), block_picture (the
-           same, drawn), ladder (what each rung costs), fine_tuning (what trained weights save)
-trust      cpu_precision (is bfloat16 worth it here); and `python -m pytest -m reliability` breaks
-           runs on purpose
+command                  the question that it answers                         takes
+generate                 what does a trained model write?                     seconds
+evaluate                 how good is it?                                      seconds to minutes
+export_hf                how do I use it with transformers?                   seconds
+plot_metrics             how did the training go?                             seconds
+plan_memory              what fits, how fast is it, which flags are best?     seconds to minutes
+memory_page              what is alive at the peak, and why? (in a browser)   seconds
+memory_timeline          where does a step's memory go? (three pictures)      half a minute
+benchmark                what does each policy cost on this machine?          minutes
+kept_tensors             which tensors does a block keep for backward?        seconds
+checkpoint_from_scratch  how does an activation checkpoint work?              seconds
+lesson                   have I understood it? (ten exercises)                half an hour
+cpu_precision            is bfloat16 worth it on this CPU?                    seconds
+gpt2_small.sh            how do I train GPT-2 small on one GPU?               days
+gpt2_small_ddp.sh        and on all GPUs of a machine?                        days
 
 Python runs this file before any of them, before `import torch` even, which takes seconds. So here
 stands what a user may do to all of them at any time: stop them, and look at the first lines only.

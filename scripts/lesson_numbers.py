@@ -21,8 +21,7 @@ from tqdm import tqdm
 from model import MLP, RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner import Planner, StepMemory
 from planner.formulas import head_bytes, recompute_cost, step_flops
-from scripts.block_picture import BTC, kept_btc, look
-from scripts.kept_tensors import kept_by_one_block
+from scripts.kept_tensors import kept_by_one_block, table
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 SEQ_LEN, SEQUENCES = 1024, 12
@@ -56,20 +55,14 @@ def needed_by_backward() -> Measured:
     return Measured(sum(kept.values()), "\n".join(lines))
 
 
-def block_in_float32() -> Measured:
-    """2"""
+def block_keeps(policy: str, no_amp: bool = False) -> Measured:
+    """2, 3 and 4: without autocast's copies of the weights, which do not grow with the batch."""
     size = {"batch_size": 2, "seq_len": SEQ_LEN, "d_model": 768, "n_heads": 12}
-    tensors = kept_by_one_block("none", argparse.Namespace(**size, no_amp=True))
-    answer = sum(tensor.bytes for tensor in tensors) / (2 * SEQ_LEN * 768)
-    return Measured(answer, f"a block in float32 keeps {answer:.2f} BTC")
-
-
-def block_in_autocast(policy: str) -> Measured:
-    """3 and 4"""
-    kept = [tensor for tensor in look(policy) if tensor.kept and not tensor.of_a_weight]
-    lines = [f"{tensor.bytes / BTC:6.2f}  {tensor.name}" for tensor in kept]
-    answer = kept_btc(kept)
-    return Measured(answer, "\n".join([*lines, f"{answer:6.2f}  BTC, {policy}"]))
+    tensors = kept_by_one_block(policy, argparse.Namespace(**size, no_amp=no_amp))
+    tensors = [tensor for tensor in tensors if tensor.shape[0] in (2, 2 * SEQ_LEN)]
+    btc = 2 * SEQ_LEN * 768
+    answer = sum(tensor.bytes for tensor in tensors) / btc
+    return Measured(answer, table(policy, tensors, btc))
 
 
 def cost_of_full() -> Measured:
@@ -206,9 +199,9 @@ def policy_for_a_card() -> Measured:
 
 MEASURES: dict[int, Callable[[], Measured]] = {
     1: needed_by_backward,
-    2: block_in_float32,
-    3: partial(block_in_autocast, "none"),
-    4: partial(block_in_autocast, "cheap"),
+    2: partial(block_keeps, "none", no_amp=True),
+    3: partial(block_keeps, "none"),
+    4: partial(block_keeps, "cheap"),
     5: cost_of_full,
     6: other_dice,
     7: the_head,

@@ -54,9 +54,8 @@ from planner.record import Record, code_of, group_of
 from planner.timeline import parts
 from planner.tracker import Storage
 from scripts import say_stopped
-from scripts.memory_timeline_numbers import POLICIES
-from scripts.memory_timeline_pictures import COLORS, NAMES, describe, in_legend
 from scripts.plan_peak import policy_of
+from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend
 from trainer import flags
 from trainer.flags import UsageError, model_config, output_file, print_error
 from trainer.metrics import format_bytes

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scripts import say_stopped
-from scripts.memory_timeline_pictures import FORMATS, GRAY, WIDTH, Unit, load_pyplot, save_picture
+from scripts.style import FORMATS, GRAY, WIDTH, Unit, load_pyplot, save_picture
 from trainer.flags import OneLineParser, UsageError, number, print_error
 from trainer.metrics import read_metrics
 from trainer.snapshot import beside
@@ -238,7 +238,7 @@ def save(figure: Any, output: Path) -> None:
     try:
         if output.parent == Path("out"):
             output.parent.mkdir(exist_ok=True)
-        save_picture(figure, output, FORMATS.get(output.suffix[1:], {}))
+        save_picture(figure, output)
     except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
         raise UsageError(f"--output {output}: {error}") from None
 

@@ -18,7 +18,7 @@ from scripts import say_stopped
 from scripts.benchmark import describe_device
 from train_minimal import train
 from trainer.endings import run_safely
-from trainer.flags import UsageError, build_parser, output_file, print_error
+from trainer.flags import OneLineParser, UsageError, build_parser, output_file, print_error
 from trainer.metrics import read_metrics
 from trainer.process import OneProcess
 from trainer.snapshot import beside
@@ -28,7 +28,7 @@ class Stopped(Exception):
     """A run ended with an exit code, and has said why."""
 
 
-def run_study(study: Callable[[list[str]], None], argv: list[str] | None) -> int:
+def run_study(study: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
     """`study(argv)`; returns the exit code."""
     try:
         study(sys.argv[1:] if argv is None else argv)
@@ -46,6 +46,12 @@ def run_study(study: Callable[[list[str]], None], argv: list[str] | None) -> int
     except KeyboardInterrupt:
         say_stopped()
         return 130
+
+
+def study_parser(module: str, doc: str | None) -> OneLineParser:
+    """Its --help is the study's docstring."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return OneLineParser(prog=f"python -m {module}", description=doc, formatter_class=raw)
 
 
 def add_json(parser: Any) -> None:

@@ -12,6 +12,7 @@ tokenizers of their own.
 import argparse
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,7 @@ def study(argv: list[str]) -> None:
     write_json(args.json, found | {"runs": runs})
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_study(study, argv)
+main = partial(run_study, study)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ disagree with the planner. (But time is the planner's word, for cards that it ha
 Nothing here depends on the speed of the machine, or on its memory.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,8 +25,7 @@ from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
 from planner import CARDS, Planner
-from studies.common import about, add_json, describe, run_study, table, write_json
-from trainer.flags import OneLineParser
+from studies.common import about, add_json, describe, run_study, study_parser, table, write_json
 from trainer.measured import LiveStorages
 
 SEQ_LEN = 1024
@@ -112,7 +111,6 @@ class Figure:
 
 
 def peaks() -> Iterator[Figure]:
-    """Every rung in every configuration."""
     for column, (config, batch) in CONFIGURATIONS.items():
         for rung, changes in RUNGS.items():
             peak = step_peak(replace(config, **changes), batch, SEQ_LEN)
@@ -151,22 +149,14 @@ def report(figures: list[Figure]) -> str:
     return table(["", *columns], rows)
 
 
-FOOTNOTE = f"""
-Peak of the second training step in MiB: weights, gradients, fused AdamW, activations, head and
-temporaries. T={SEQ_LEN}, bfloat16 autocast without its cache, dropout 0, gradients set to None; the
-head in as many chunks as it chooses itself, in one for `plain` and `full, head at once`. FLOPs as
-torch's FlopCounterMode counts them, of a whole step of 124M, B=2, in units of `none`'s: a check of
-planner.formulas.step_flops, whose figures the documents show (`full`: 1.17). The CPU's fused
-attention is left out (so `sdpa` equals `full`), and with dropout, which that lacks, the whole
-square is counted. Where `sdpa` and `full` share one peak, it stands in the first block's backward:
-nearly nothing is kept there, but all gradients are there. Time as the planner predicts it for a
-card (planner/clock.py), of a step of 124M, B=12, in units of `none`'s.
+FOOTNOTE = """
+Peaks in MiB, of a second training step, with all that is there; FLOPs as torch's FlopCounterMode
+counts them, and times as the planner predicts them, in units of `none`'s: see docs/ladder.md.
 """
 
 
 def study(argv: list[str]) -> None:
-    parser = OneLineParser(prog="python -m studies.ladder", description=__doc__,
-                           formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = study_parser("studies.ladder", __doc__)
     add_json(parser)
     args = parser.parse_args(argv)
     start, figures = time.perf_counter(), []
@@ -182,8 +172,7 @@ def study(argv: list[str]) -> None:
     write_json(args.json, found | {"figures": [asdict(figure) for figure in figures]})
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_study(study, argv)
+main = partial(run_study, study)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ python -m studies.optimizers --use-toy-data ...   # another: the flags are train
 import argparse
 import sys
 import tempfile
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -157,12 +158,8 @@ def report(found: dict[str, Any]) -> str:
             losses = [r["val_loss"] for r in row]
             words = ", ".join(f"{loss:.4f}" for loss in losses)
             lines.append([name, dtype, words, f"{sum(losses) / len(losses):.4f}"])
-    return "\n\n".join(
-        [
-            *parts,
-            table("optimizer | moments | validation loss of each seed | mean".split(" | "), lines),
-        ]
-    )
+    header = ["optimizer", "moments", "validation loss of each seed", "mean"]
+    return "\n\n".join([*parts, table(header, lines)])
 
 
 def study(argv: list[str]) -> None:
@@ -185,8 +182,7 @@ def study(argv: list[str]) -> None:
         args.markdown.write_text(text + "\n")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_study(study, argv)
+main = partial(run_study, study)
 
 
 if __name__ == "__main__":

@@ -122,9 +122,9 @@ def cache(tmp_path) -> Path:
 def plt():
     """matplotlib.pyplot as the pictures have it; without matplotlib their tests are skipped."""
     pytest.importorskip("matplotlib")
-    from scripts.memory_timeline_pictures import load_pyplot
+    from scripts.style import load_pyplot
 
-    return load_pyplot()
+    return load_pyplot("a test")
 
 
 @pytest.fixture(scope="session")

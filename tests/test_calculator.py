@@ -14,7 +14,7 @@ from model import MiniGPTConfig
 from planner import CARDS, Planner, StepMemory
 from planner.formulas import count_parameters, step_flops
 from scripts import memory_page, plan_memory
-from scripts.memory_timeline_pictures import COLORS, NAMES
+from scripts.style import COLORS, NAMES
 from studies.calculator_tables import tables
 from trainer.flags import SHAPES, build_parser, fill_in, model_config
 from trainer.optimizer import make_optimizer

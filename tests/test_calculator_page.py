@@ -15,7 +15,7 @@ from harness.calculator import PAGE, SCRIPT, as_page
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import CARDS
 from planner.formulas import count_parameters, recompute_cost, step_flops
-from scripts.memory_timeline_pictures import COLORS
+from scripts.style import COLORS
 from trainer.card import device_type
 from trainer.flags import SHAPES
 from trainer.room import for_tensors

@@ -5,7 +5,7 @@ import re
 import pytest
 from harness.runs import ROOT
 
-from scripts import block_picture, checkpoint_from_scratch, kept_tensors, lesson, lesson_numbers
+from scripts import checkpoint_from_scratch, kept_tensors, lesson, lesson_numbers
 from scripts.lesson import EXERCISES, NOT_YET, sections
 from scripts.lesson_numbers import MEASURES, Measured
 
@@ -83,10 +83,6 @@ def test_answers_are_those_that_stand_in_the_documents(known):
     assert answers[10] == "mlp"
 
 
-def kept_btc(policy: str) -> float:
-    return block_picture.kept_btc([t for t in block_picture.look(policy) if not t.of_a_weight])
-
-
 def test_figures_of_the_page():
     """What an exercise tells its reader to count with."""
     planner = lesson_numbers.planner()
@@ -95,7 +91,7 @@ def test_figures_of_the_page():
     given = re.findall(r"(\d+) (?:BTC )?with\s`(\w+)`", sections()[10])
     assert [policy for _, policy in given] == ["none", "cheap", "mlp", "sdpa", "full"]
     for btc, policy in given:
-        assert int(btc) == round(kept_btc(policy))
+        assert int(btc) == round(lesson_numbers.block_keeps(policy).answer)
     assert f"{lesson_numbers.BUDGET // 2**30} GiB" in sections()[10]
     memory = f"{lesson_numbers.SEQUENCES} sequences of {lesson_numbers.SEQ_LEN:,} tokens"
     for n in (7, 10):

@@ -16,7 +16,7 @@ from planner.choose import RUNGS
 from planner.clock import seconds
 from planner.record import code_of
 from scripts import memory_page
-from scripts.memory_timeline_pictures import in_legend
+from scripts.style import in_legend
 from trainer.plan import make_planner
 from trainer.room import for_tensors
 

@@ -19,7 +19,7 @@ from harness.pages import (
 
 from planner.record import code_of
 from scripts import memory_page
-from scripts.memory_timeline_pictures import COLORS
+from scripts.style import COLORS
 
 GPT2 = ["--model", "gpt2", "--batch-size", "8", "--device", "cuda"]
 

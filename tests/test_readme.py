@@ -119,7 +119,7 @@ SMALL = {
     "scripts.checkpoint_from_scratch": "",
 }
 ELSEWHERE = {  # have tests of their own
-    "scripts.block_picture",
+    "studies.block_picture",
     "studies.gpu",
     "studies.ladder",
     "scripts.lesson",

@@ -9,9 +9,8 @@ from dataclasses import asdict, replace
 import pytest
 from harness.runs import ROOT
 
-from scripts import memory_timeline
-from scripts.memory_timeline_numbers import POLICIES
-from studies import ladder, make_results
+from scripts.style import POLICIES
+from studies import ladder, make_results, memory_timeline
 
 FOLDER = ROOT / make_results.FOLDER
 CHEAP = ("plain", "none", "full")  # rungs whose GPT-2 small is simulated here, with 2 sequences
@@ -82,7 +81,7 @@ def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsy
         [sys.executable, "-m", name]
         for name in (
             "scripts.memory_timeline",
-            "scripts.block_picture",
+            "studies.block_picture",
             "studies.ladder",
             "studies.mixes",
         )

@@ -7,8 +7,7 @@ import torch
 from planner.choose import describe_recompute, pick_recompute
 from planner.record import Record
 from scripts import memory_page
-from scripts.memory_timeline_numbers import POLICIES
-from scripts.memory_timeline_pictures import COLORS
+from scripts.style import COLORS, POLICIES
 from trainer.plan import NO_RECOMPUTE, make_planner
 
 FLAGS = ["--n-layers", "4", "--n-heads", "4", "--d-model", "64", "--seq-len", "64",

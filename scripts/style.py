@@ -1,0 +1,128 @@
+"""The look of all pictures and of the page: colours, units, words; and what they all are of.
+
+matplotlib is imported by load_pyplot alone: where it is missing, that is one line and no traceback.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from model import MiniGPTConfig
+from planner import Planner
+from planner.choose import RUNGS
+from planner.formulas import step_flops
+from trainer.flags import UsageError
+
+# As pictures and the page name them -> what `Planner.step` is told.
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {"recompute": "none", "loss_chunks": 1},  # what every tutorial does
+    **{rung["recompute"]: rung for rung in RUNGS if "recompute_group" not in rung},
+    "full in groups of 2": {"recompute": "full", "recompute_group": 2},
+}
+# Bottom up, what is always there first: the same order everywhere. Okabe and Ito's hues, cold ones
+# for the training state; some lighter or darker, for as they are a colour-blind reader takes the
+# head for temporaries, and recomputed for activations.
+COLORS = {
+    "parameters": "#0072B2",
+    "optimizer": "#56B4E9",
+    "gradients": "#007A59",
+    "activations": "#E69F00",
+    "recomputed": "#C04A00",
+    "head": "#C66A9C",
+    "temporaries": "#C4C4C4",
+}
+NAMES = {"optimizer": "moments"}  # others: the kind's own
+MEANINGS = {  # in legends, of what explains itself less
+    "optimizer": "the optimizer's",
+    "activations": "kept for backward",
+    "recomputed": "made again in backward",
+    "head": "logits, loss",
+    "temporaries": "soon gone",
+}
+GRAY = "#555555"
+# Pages show a picture some 830 pixels wide, whatever its own width. SMALL at this WIDTH is then
+# 16 pixels high, as the text around it is. Both in their usual units: inches, points.
+WIDTH, SMALL = 6.4, 9
+# Without the date and the program that made it: the same numbers make the same file.
+FORMATS: dict[str, dict[str, str | None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+
+
+def in_legend(kind: str) -> str:
+    """ "head: logits, loss" """
+    return ": ".join([NAMES.get(kind, kind), *filter(None, [MEANINGS.get(kind)])])
+
+
+class Unit(NamedTuple):
+    """What a picture's bytes are counted in."""
+
+    name: str
+    size: int
+
+    @classmethod
+    def of(cls, most: int) -> "Unit":
+        """One in which the largest number of bytes is at least 1."""
+        power = 3 if most >= 2**30 else 2 if most >= 2**20 else 1
+        return cls(("KiB", "MiB", "GiB")[power - 1], 1024**power)
+
+    def text(self, count: float) -> str:
+        return f"{count / self.size:.{2 if self.name == 'GiB' else 1}f} {self.name}"
+
+
+def n_parameters(planner: Planner) -> int:
+    return sum(parameter.numel() for parameter in planner.model.parameters())
+
+
+def describe(planner: Planner, batch: str) -> str:
+    """ "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU" """
+    millions, precision = n_parameters(planner) / 1e6, str(planner.precision).split(".")[1]
+    size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
+    device = "a CPU" if planner.on_cpu else "a GPU"
+    return f"{size}, {batch}{planner.seq_len:,} tokens, {precision} on {device}"
+
+
+def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> float:
+    """Of a step's matrix products, in units of those without recompute."""
+    needed, replayed = step_flops(config, seq_len, compiled)
+    return (needed + replayed) / needed
+
+
+def load_pyplot(program: str, otherwise: str = "") -> Any:
+    """matplotlib.pyplot in our style, drawing into files. Raises UsageError where it is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError(f"{program} needs matplotlib: pip install matplotlib{otherwise}") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcdefaults()  # not the style that the reader may have at home
+    style: Any = {"figure.constrained_layout.use": True, "figure.titlesize": 10, "savefig.dpi": 200}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "minigpt"}
+    style |= {"axes.titlelocation": "left", "axes.titlesize": 9.5, "font.size": SMALL}
+    plt.rcParams.update(style | {"hatch.linewidth": 0.8})
+    return plt
+
+
+def save_picture(figure: Any, file: Path, more: Mapping[str, str] | None = None) -> None:
+    """With `more` in its metadata. Raises what `savefig` does."""
+    about = {**FORMATS.get(file.suffix[1:], {}), **(more or {})}
+    figure.savefig(file, metadata=about or None)  # some formats know none
+    if file.suffix == ".png":
+        use_few_colors(file, more or {})
+
+
+def use_few_colors(file: Path, about: Mapping[str, str]) -> None:
+    """256 are all that a picture has but at the edges of letters: so a PNG takes a third of the
+    bytes."""
+    from PIL import Image, PngImagePlugin  # matplotlib needs them, too
+
+    metadata = PngImagePlugin.PngInfo()
+    for key, words in about.items():
+        metadata.add_text(key, words)
+    with Image.open(file) as picture:
+        few = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    few.save(file, optimize=True, pnginfo=metadata)
