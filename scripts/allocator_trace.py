@@ -1,7 +1,7 @@
 """What an allocator did, change by change: from the trace that PyTorch's profiler exports.
 
 The profiler's tables have sums only; a peak is found by going through the changes one after the
-other. scripts/benchmark_worker.py and scripts/memory_timeline_numbers.py do.
+other. scripts/benchmark_worker.py and studies/memory_timeline.py do.
 """
 
 import json

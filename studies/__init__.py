@@ -1,16 +1,18 @@
 """What makes the numbers and pictures of our documents: `python -m studies.NAME`.
 
-command          the question that it answers                                   takes
-make_results     which commands make studies/results/? (it runs them)           3 minutes
-ladder           what does each policy save and cost?                           2 minutes
-block_picture    what does each policy keep of a block? (a picture)             seconds
-memory_timeline  where does a step's memory go? (scripts.memory_timeline)       half a minute
-page_shots       how does scripts.memory_page's page look, how fast is it?      seconds
-mixes            how good is the best pair of policies, against all others?     half a minute
-cards            which card trains what?                                        3 minutes
-clock_check      is the planner's clock right on this machine?                  10 minutes
-optimizers       what do Muon and moments in bfloat16 do to loss and time?      half an hour
-fine_tuning      what do trained weights save?                                  3 minutes
+command            the question that it answers                                    takes
+make_results       which commands make studies/results/? (it runs them)            3 minutes
+ladder             what does each policy save and cost?                            2 minutes
+block_picture      what does each policy keep of a block? (a picture)              seconds
+memory_timeline    where does a step's memory go? (scripts.memory_timeline)        half a minute
+page_shots         how does scripts.memory_page's page look, how fast is it?       seconds
+mixes              how good is the best pair of policies, against all others?      half a minute
+cards              which card trains what?                                         3 minutes
+clock_check        is the planner's clock right on this machine?                   10 minutes
+gpu                what does this project do on a GPU?                             an hour
+calculator_tables  which shapes and cards does docs/calculator.js know?            a second
+optimizers         what do Muon and moments in bfloat16 do to loss and time?       half an hour
+fine_tuning        what do trained weights save?                                   3 minutes
 """
 
 import scripts  # noqa: F401  (what a user may do to any tool at any time: Ctrl-C, `| head`)

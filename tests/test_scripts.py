@@ -160,9 +160,28 @@ def test_out_of_memory(samples, trained, capsys, monkeypatch):
 TOOLS = sorted(p for p in ROOT.glob("scripts/*.py") if "\nif __name__ ==" in p.read_text())
 
 
+def table(room: str) -> dict[str, list[str]]:
+    """What the room's __init__.py lists: command -> the question that it answers, what it takes."""
+    docstring = (ROOT / room / "__init__.py").read_text().split('"""')[1]
+    _, *rows = docstring.split("\n\n")[1].strip().splitlines()
+    return {name: rest for name, *rest in (re.split(r"  +", row) for row in rows)}
+
+
+def startable(room: str) -> set[str]:
+    files = (path for path in (ROOT / room).glob("*.py") if "\nif __name__ ==" in path.read_text())
+    return {path.stem for path in files} | {path.name for path in (ROOT / room).glob("*.sh")}
+
+
+@pytest.mark.parametrize(("room", "most"), [("scripts", 16), ("studies", 13)])
+def test_a_rooms_table_is_the_room(room, most):
+    listed = table(room)
+    assert listed.keys() == startable(room) and len(listed) <= most
+    for question, takes in listed.values():
+        assert "?" in question and takes
+
+
 def test_tools_start_by_their_path_too(tmp_path):
     """Each in a process of its own, from another folder."""
-    assert len(TOOLS) > 15
     for tool in TOOLS:
         result = run([sys.executable, str(tool), "--help"], cwd=tmp_path)
         assert result.returncode == 0 and result.stderr == "", result.stderr
