@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from harness.runs import ROOT
 from test_benchmark import CARD, SHAPE
+from test_readme import DOCS, cells
 
 from studies import clock_check
 
@@ -59,3 +61,19 @@ def test_what_has_no_effect_is_refused(flags, capsys):
     assert clock_check.main([*SHAPE, *flags.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {flags.split()[0]}: ") and "leave it out" in line
+
+
+def test_the_clocks_table_is_what_was_measured():
+    rows = cells(DOCS["evidence.md"], "| | GPT-2 small | predicted")
+    files = (ROOT / f"studies/results/clock_cpu_{name}.json" for name in ("124m", "small"))
+    measured = [json.loads(file.read_text())["rows"] for file in files]
+    for (name, *found), *both in zip(rows, *measured, strict=True):
+        wanted = []
+        for row, digits in zip(both, (0, 1), strict=True):
+            assert name == f"`{row['policy']}`"
+            wanted += [f"{1000 * row[key]:,.{digits}f} ms" for key in ("step_s", "predicted_s")]
+            wanted += [f"{100 * row[key]:+.1f} %" for key in ("over_none", "predicted_over_none")]
+        assert found == wanted
+    short = [100 - 100 * row["predicted_s"] / row["step_s"] for row in measured[0]]
+    text = " ".join(DOCS["evidence.md"].split())
+    assert f"predicted {min(short):.0f} to {max(short):.0f} % too short" in text

@@ -1,12 +1,17 @@
 """Each line in its room: the layout that CONTRIBUTING.md promises, read from the files."""
 
 import ast
+import inspect
 import re
 import subprocess
+from graphlib import TopologicalSorter
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from harness.runs import ROOT
+
+from model import MiniGPT
 
 # From the top floor down; a room may import those below it. `data` stands beside all of them.
 FLOORS = [
@@ -99,26 +104,12 @@ def test_imports_point_down():
 
 def test_no_circles():
     """File by file; a package's own __init__ may import all of it, and is imported by none."""
-    done: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, " -> ".join([*path[path.index(name) :], name])
-        if name not in done:
-            for other in imports(name):
-                visit(other, (*path, name))
-            done.add(name)
-
-    for name in FILES:
-        visit(name, ())
+    TopologicalSorter({name: imports(name) for name in FILES}).prepare()
 
 
 def test_the_root_is_the_tutorial():
-    assert {name for name in FILES if "/" not in name} == {
-        "model.py",
-        "train_minimal.py",
-        "train_ddp.py",
-        "train_fsdp.py",
-    }
+    tutorial = {"model.py", "train_minimal.py", "train_ddp.py", "train_fsdp.py"}
+    assert {name for name in FILES if "/" not in name} == tutorial
 
 
 def lines(*names: str) -> int:
@@ -150,35 +141,26 @@ def test_a_room_lists_its_files(folder):
     assert set(re.findall(r"^(\w+\.py) ", described or "", re.M)) == names
 
 
-def functions(name: str) -> list[ast.FunctionDef]:
-    tree = ast.parse((ROOT / name).read_text())
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-
-
 def test_functions_fit_on_a_screen():
     """Docstrings left out; and but for one table, the flags."""
-
-    def length(node: ast.FunctionDef) -> int:
-        described = len((ast.get_docstring(node, clean=False) or "").splitlines())
-        return (node.end_lineno or 0) - node.lineno + 1 - described
-
-    long = {f"{name}: {f.name}" for name in FILES for f in functions(name) if length(f) > 60}
+    long = set()
+    for name in FILES:
+        for node in ast.walk(ast.parse((ROOT / name).read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                described = len((ast.get_docstring(node, clean=False) or "").splitlines())
+                if (node.end_lineno or 0) - node.lineno + 1 - described > 60:
+                    long.add(f"{name}: {node.name}")
     assert long <= {"trainer/flags.py: build_parser"}
 
 
 def test_the_models_forward():
-    """One loop, the activation checkpoint in it, and no plumbing."""
-    tree = ast.parse((ROOT / "model.py").read_text())
-    (model,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "MiniGPT")
-    (forward,) = (n for n in model.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
-    assert (forward.end_lineno or 0) - forward.lineno + 1 <= 30
-    (loop,) = (node for node in ast.walk(forward) if isinstance(node, ast.For | ast.While))
-    calls = [
-        n.func.id
-        for n in ast.walk(loop)
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+    """One loop, and no plumbing. (The activation checkpoint in it is the README's excerpt.)"""
+    source = inspect.getsource(MiniGPT.forward)
+    assert len(source.splitlines()) <= 30
+    loops = [
+        node
+        for node in ast.walk(ast.parse(dedent(source)))
+        if isinstance(node, ast.For | ast.While)
     ]
-    assert "checkpoint" in calls
-    body = "\n".join(map(ast.unparse, loop.body))
-    for word in ("group", "offload", "slice", "chunk", "compile"):
-        assert word not in body
+    assert len(loops) == 1
+    assert not re.search("group|offload|slice|chunk|compile", ast.unparse(loops[0]))

@@ -1,15 +1,20 @@
 """The figures of studies/ladder.py: is its tracker right, and do the rungs stand in order?"""
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from harness.runs import ROOT
 from test_model import TINY
+from test_readme import DOCS, README
+from test_readme import cells as cells_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import MiniGPTConfig
+from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from planner.formulas import count_parameters, step_flops
 from studies import ladder
 from trainer.measured import LiveStorages
 
@@ -95,3 +100,58 @@ def test_script_answers_a_missing_folder_before_it_measures(capsys, tmp_path):
         ladder.main(["--json", str(tmp_path / "nowhere" / "ladder.json")])
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and line.startswith("error: --json")
+
+
+# ---- What stands in the documents
+
+GPT2_SMALL = MiniGPTConfig(dropout=0.0)
+
+
+def figures_of(column: str) -> dict[str, float]:
+    figures = json.loads((ROOT / "studies/results/ladder.json").read_text())["figures"]
+    return {figure["rung"]: figure["value"] for figure in figures if figure["column"] == column}
+
+
+def relative_flops(**memory) -> str:
+    needed, replayed = step_flops(replace(GPT2_SMALL, **memory), 1024)
+    return f"{(needed + replayed) / needed:.2f}"
+
+
+def test_the_first_table_is_what_was_predicted():
+    rows = {"2": figures_of("124M, B=2"), "12": figures_of("124M, B=12")}
+    for (_, *found), rung in zip(
+        cells_of(README, "| | 2 seq"), ("plain", "none", "full"), strict=True
+    ):
+        assert found == [f"{figures[rung]:,.0f}" for figures in rows.values()]
+    floor = 16 * count_parameters(GPT2_SMALL) / 2**20
+    assert f"\n{floor:,.0f} MiB of each are weights" in README
+    assert f"[{relative_flops(recompute='full')} times the FLOPs]" in README
+
+
+def test_the_ladder_is_what_was_predicted():
+    rows = cells_of(DOCS["ladder.md"], "| policy | keeps")
+    assert len(rows) == len(RECOMPUTE_POLICIES) + 1
+    small, large = figures_of("124M, B=12"), figures_of("1.5B, B=4")
+    for name, _, of_small, of_large, flops, *times in rows:
+        policy, *group = re.findall(r"`([^`]*)`", name)
+        rung = "full, groups of 2" if group else policy
+        assert (of_small, of_large) == (f"{small[rung]:,.0f}", f"{large[rung]:,.0f}")
+        assert flops == relative_flops(recompute=policy, recompute_group=2 if group else 1)
+        assert times == [f"{figures_of(column)[rung]:.2f}" for column in ladder.TIMES]
+
+
+def test_the_head_and_the_flops_of_full_are_explained():
+    text = " ".join(DOCS["ladder.md"].split())
+    peak, time = figures_of("124M, B=12"), figures_of("time, RTX 4090")
+    assert (
+        f"`full` takes the peak from {peak['plain']:,.0f} MiB to {peak['full, head at once']:,.0f} "
+        f"and no further" in text
+    )
+    assert f"at once takes {time['plain']:.2f} times as long" in text
+    needed, replayed = step_flops(replace(GPT2_SMALL, recompute="full"), 1024)
+    last_matmuls = 12 * 2 * GPT2_SMALL.d_model * GPT2_SMALL.d_ff
+    head = 2 * GPT2_SMALL.vocab_size * GPT2_SMALL.d_model
+    assert replayed == needed / 3 - last_matmuls - head
+    for flops in (needed, needed / 3, last_matmuls, head, replayed):
+        assert f" {flops / 1e6:.1f}" in text
+    assert f"or {100 * replayed / needed:.1f} %" in text
