@@ -23,13 +23,7 @@ from trainer.claim import replaced_runs
 from trainer.measured import MeasuringClock
 from trainer.metrics import StepClock
 from trainer.process import OneProcess
-from trainer.profile import (
-    SHOWN,
-    WARM_UP,
-    ProfilingClock,
-    is_complete,
-    make_clock,
-)
+from trainer.profile import SHOWN, WARM_UP, ProfilingClock, make_clock
 from trainer.snapshot import beside
 
 N = 2  # recorded steps
@@ -80,8 +74,6 @@ def profiled(tmp_path: Path, *flags: str) -> dict[str, list[dict]]:
         (f"{FULL} cheap --offload-activations", (3, 3)),
         (f"{FULL} selective", (1, 1)),
         (f"{FULL} sdpa", (1, 1)),
-        (f"{FULL} mlp", (1, 1)),
-        (f"{FULL} attn", (1, 1)),
         (f"{FULL} --recompute-layers=1 --recompute-rest=cheap", (1, 3)),
         (f"{FULL} --grad-accum-steps=2", (2, 2)),
     ],
@@ -164,21 +156,37 @@ def test_a_run_that_dies_leaves_nothing_behind_either(tmp_path, monkeypatch):
 
 
 def test_the_table(tmp_path, capsys):
+    """torch's own: operators by their own time, without our ranges."""
     profiled(tmp_path)
     said = capsys.readouterr().out.splitlines()
     first = next(i for i, line in enumerate(said) if line.startswith(f"profile  {N} step(s)"))
-    assert said[first].endswith("on cpu:")
-    lines = said[first + 2 : first + 2 + SHOWN + 1]
-    rows = [re.fullmatch(r" +(.*\S) +([\d,]+) +([\d.]+) +([\d.]+)%", line) for line in lines]
-    shares = [float(row[4]) for row in rows]
-    assert sum(shares) == pytest.approx(100, abs=0.6) and shares[:-1] == sorted(shares[:-1])[::-1]
-    times = [float(row[3]) for row in rows]
-    assert shares[0] == pytest.approx(100 * times[0] / sum(times), abs=0.2)
+    last = next(i for i, line in enumerate(said) if "perfetto" in line)
+    assert str(beside(tmp_path / "run.pt", ".trace.json")) in said[last]
+    rows = [re.match(r" *(\S.*?)  +([\d.]+)%", line) for line in said[first + 1 : last]]
+    rows = [row for row in rows if row]
+    shares = [float(row[2]) for row in rows]
+    assert len(rows) == SHOWN and shares == sorted(shares)[::-1] and 0 < sum(shares) <= 100.1
     names = [row[1] for row in rows]
-    assert "aten::addmm" in names[:SHOWN] and re.fullmatch(r"\d+ others", names[-1])
-    assert not {*STEP, "log", "head", "block 0"} & {*names}
-    where = said[first + 2 + SHOWN + 1]
-    assert str(beside(tmp_path / "run.pt", ".trace.json")) in where and "perfetto" in where
+    assert "aten::addmm" in names and not {*STEP, "log", "head", "block", "ProfilerStep*"} & {
+        *names
+    }
+
+
+@pytest.mark.parametrize("times", [(30, 10), (0, 0)])
+def test_a_gpus_operators_by_the_time_of_their_kernels(times, tmp_path, monkeypatch):
+    """Or, if the driver told of no kernels, by the time of their calls."""
+
+    class Rows(list):
+        def table(self, **how):
+            return [row.key for row in self], how["sort_by"]
+
+    names = "key self_device_time_total is_user_annotation"
+    rows = [("aten::mm", times[0], False), ("sm90_gemm", times[1], False), ("forward", 0, True)]
+    found = Rows(SimpleNamespace(**dict(zip(names.split(), row, strict=True))) for row in rows)
+    clock = SimpleNamespace(profile=SimpleNamespace(key_averages=lambda: found))
+    kept, by = ProfilingClock.table(clock)  # type: ignore[arg-type]
+    assert kept == ["aten::mm", "sm90_gemm"]
+    assert by == ("self_device_time_total" if any(times) else "self_cpu_time_total")
 
 
 # ---- When, and when not
@@ -250,17 +258,9 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(f"warning  no trace, {tmp_path}/run.trace.json") == 1
-    assert "disk full" in result.stdout and "aten::addmm" in result.stdout
+    assert "disk full" in result.stdout and "aten::mm" in result.stdout
     assert snapshot(path)["step"] == 6
     assert not [file for file in tmp_path.iterdir() if "trace" in file.name]
-
-
-@pytest.mark.parametrize("text", ['{"a": [1, 2]}\n', '{"a": [1, 2', "", None])
-def test_a_trace_that_was_cut_short(text, tmp_path):
-    trace = tmp_path / "x.json"
-    if text is not None:
-        trace.write_text(text)
-    assert is_complete(trace) is (text is not None and text.endswith("\n"))
 
 
 # ---- Nsight Systems

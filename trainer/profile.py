@@ -19,12 +19,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.checkpoint import noop_context_fn
 
 import model as minigpt
@@ -72,48 +72,62 @@ class ProfilingClock(MeasuringClock):
 
     def __init__(self, args: argparse.Namespace, process: OneProcess, *measured: Any):
         super().__init__(process, *measured)
-        self.args = args
-        path = beside(args.checkpoint_path, ".trace.json")
-        watched = "NSYS_PROFILING_SESSION_ID" in os.environ and process.device.type == "cuda"
-        self.tool: Nsight | TorchProfiler
-        self.tool = Nsight() if watched else TorchProfiler(process.device, path)
+        self.args, self.path = args, beside(args.checkpoint_path, ".trace.json")
+        on_gpu = process.device.type == "cuda"
+        self.watched = on_gpu and "NSYS_PROFILING_SESSION_ID" in os.environ
+        self.range: Range = torch.cuda.nvtx.range if self.watched else record_function
         self.recording = self.over = False
         self.seen: set[str] = set()  # phases that were recorded
         self.phase_range, self.model_ranges = ExitStack(), ExitStack()
+        if self.watched:  # Nsight Systems records by itself, from start to stop
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it has a line to say of each start and end
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+        steps = schedule(wait=WARM_UP - 1, warmup=1, active=args.profile, repeat=1)
+        # (acc_events: else some versions warn of cycles, of which there is one.)
+        self.profile = profile(activities=kinds, schedule=steps, acc_events=True)
+        self.profile.start()
 
     def begin(self, phase: str) -> None:
         self.phase_range.close()
         super().begin(phase)
         if self.recording:
             self.seen.add(phase)
-            self.phase_range.enter_context(self.tool.range(phase))
+            self.phase_range.enter_context(self.range(phase))
 
     def end_step(self) -> None:
         super().end_step()
-        last = WARM_UP + self.args.profile
-        due = {WARM_UP - 1: self.tool.prepare, WARM_UP: self.start, last: self.finish}
-        if self.steps in due:
-            with self.paused("profile"):
-                due[self.steps]()
+        if self.over:
+            return
+        with self.paused("profile"):
+            if self.steps == WARM_UP:
+                self.start()
+            if self.steps == WARM_UP + self.args.profile:
+                self.finish()
+            elif not self.watched:
+                self.profile.step()
 
     def start(self) -> None:
-        ranges = ranges_in(self.model, self.tool.range, self.in_backward, self.args.compile)
+        """From the next step on."""
+        backward = lambda: self.phase == "backward"  # noqa: E731
+        ranges = ranges_in(self.model, self.range, backward, self.args.compile)
         self.model_ranges.enter_context(ranges)
         if self.process.device.type != "cpu":
             torch.accelerator.synchronize()  # what is still at work there belongs to steps before
-        self.tool.start()
+        if self.watched:
+            torch.cuda.profiler.start()
         self.recording = True
-
-    def in_backward(self) -> bool:
-        return self.phase == "backward"
 
     def stop(self) -> None:
         """Leave nothing behind."""
         self.phase_range.close()
         self.model_ranges.close()
-        if self.steps >= WARM_UP - 1 and not self.over:
-            self.tool.stop()
-        self.recording, self.over = False, True
+        recording, self.recording, self.over = self.recording, False, True
+        if not self.watched:
+            self.profile.stop()
+        elif recording:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
 
     def finish(self) -> None:
         """Say what was found; of fewer steps, if a signal has ended the run."""
@@ -121,8 +135,13 @@ class ProfilingClock(MeasuringClock):
         steps = max(0, self.steps - WARM_UP)
         fewer = f" ({steps} of {self.args.profile} steps: the run ended)"
         between = " and ".join(sorted(self.seen & {"evaluate", "save"}))
-        what = f"{steps} step(s), with {between} between them" if between else f"{steps} step(s)"
-        found = self.tool.report(what) if steps else "profile  nothing was recorded"
+        found = f"profile  {steps} step(s)" + f", with {between} between them" * bool(between)
+        if not steps:
+            found = "profile  nothing was recorded"
+        elif self.watched:
+            found += ", in the report that nsys writes"
+        else:
+            found += f", by operators' own time:\n{self.table()}\n{self.export()}"
         self.process.say(found + fewer * (steps < self.args.profile))
 
     def __exit__(self, *exception: object) -> None:
@@ -132,6 +151,30 @@ class ProfilingClock(MeasuringClock):
                 self.stop()
         elif not self.over:
             self.finish()
+
+    def table(self) -> str:
+        """torch's, of the dearest operators; on a GPU of kernels too, by the time there, unless its
+        driver told of none."""
+        rows = self.profile.key_averages()
+        dearest = "device" if any(row.self_device_time_total for row in rows) else "cpu"
+        operators = type(rows)(row for row in rows if not row.is_user_annotation)  # no ranges
+        return operators.table(sort_by=f"self_{dearest}_time_total", row_limit=SHOWN)
+
+    def export(self) -> str:
+        """Write the trace; returns the line that says where it is, or why it is not."""
+        try:
+            with TemporaryDirectory(prefix=".trace-", dir=self.path.parent) as folder:
+                written = Path(folder, self.path.name)
+                self.profile.export_chrome_trace(str(written))
+                there = written.read_bytes() if written.exists() else b""
+                if not there.rstrip().endswith(b"}"):  # who writes it says nothing of a full disk
+                    raise OSError(errno.ENOSPC, "not all of it could be written (disk full?)")
+                os.replace(written, self.path)
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            return f"warning  no trace, {self.path}: {reason}"
+        where = f"{self.path} ({format_bytes(self.path.stat().st_size)})"
+        return f"profile  {where}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
 # ---- Ranges in the model
@@ -185,30 +228,17 @@ def ranges_in(
 
     blocks = [InRange(block, partial(block_range, i)) for i, block in enumerate(model.blocks)]
     torch_checkpoint, head_loss = policies.torch_checkpoint, TiedEmbedding.loss
-    schedule = minigpt.schedule
+    run_blocks = minigpt.schedule
     with ExitStack() as replaced:
         enter = replaced.enter_context
-        enter(replacing(minigpt, "schedule", lambda _, *options: schedule(blocks, *options)))
-        enter(replacing(TiedEmbedding, "loss", loss))
+        enter(patch.object(minigpt, "schedule", lambda _, *how: run_blocks(blocks, *how)))
+        enter(patch.object(TiedEmbedding, "loss", loss))
         if not compiled:  # compiled blocks have their finer policies inside, in one piece
-            enter(replacing(policies, "torch_checkpoint", checkpoint))
+            enter(patch.object(policies, "torch_checkpoint", checkpoint))
         yield
 
 
-@contextmanager
-def replacing(owner: Any, name: str, new: Any) -> Iterator[None]:
-    old = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
-
-
-Context = AbstractContextManager[Any]
-
-
-def around_replay(new: Context, forward: Context, replay: Context) -> tuple[Context, Context]:
+def around_replay(new: Any, forward: Any, replay: Any) -> tuple[Any, Any]:
     """The two contexts of a checkpoint, with a `new` one around the second."""
 
     @contextmanager
@@ -217,122 +247,3 @@ def around_replay(new: Context, forward: Context, replay: Context) -> tuple[Cont
             yield
 
     return forward, both()
-
-
-# ---- Who records
-
-
-class TorchProfiler:
-    """Every operator, and on a GPU every kernel, by torch.profiler; into a Chrome trace."""
-
-    range = staticmethod(record_function)
-
-    def __init__(self, device: torch.device, path: Path):
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it has a line to say of each start and end
-        self.device_type, self.path = device.type, path
-        on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-        # (acc_events: else some versions warn of cycles, of which there is one.)
-        self.profile = profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True)
-        self.started = False
-
-    def prepare(self) -> None:
-        self.profile.prepare_trace()
-
-    def start(self) -> None:
-        self.profile.start_trace()
-        self.started = True
-
-    def stop(self) -> None:
-        if not self.started:  # one that is only prepared would be in the way of the next
-            self.start()
-        self.profile.stop_trace()
-
-    def report(self, what: str) -> str:
-        device_type = self.device_type
-        rows = operators(self.profile, device_type)
-        if device_type == "cuda" and not sum(row.self_us for row in rows):
-            device_type = "cpu (the driver told of no kernels)"
-            rows = operators(self.profile, "cpu")
-        lines = [f"profile  {what}, operators by their own time on {device_type}:"]
-        return "\n".join([*lines, *table(rows), self.export()])
-
-    def export(self) -> str:
-        """Write the trace; returns the line that says where it is, or why it is not."""
-        try:
-            with TemporaryDirectory(prefix=".trace-", dir=self.path.parent) as folder:
-                written = Path(folder, self.path.name)
-                self.profile.export_chrome_trace(str(written))
-                if not is_complete(written):  # who writes it says nothing of a full disk
-                    raise OSError(errno.ENOSPC, "not all of it could be written (disk full?)")
-                os.replace(written, self.path)
-        except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            return f"warning  no trace, {self.path}: {reason}"
-        size = format_bytes(self.path.stat().st_size)
-        return (
-            f"profile  {self.path} ({size}): open it in https://ui.perfetto.dev or chrome://tracing"
-        )
-
-
-def is_complete(trace: Path) -> bool:
-    """Does a JSON object end where the file ends?"""
-    if not trace.exists():
-        return False
-    with open(trace, "rb") as file:
-        file.seek(-min(100, trace.stat().st_size), os.SEEK_END)
-        return file.read().rstrip().endswith(b"}")
-
-
-class Nsight:
-    """Ranges for Nsight Systems (`nsys profile`), which records by itself, from start to stop."""
-
-    range = staticmethod(torch.cuda.nvtx.range)
-
-    def prepare(self) -> None: ...
-
-    def start(self) -> None:
-        torch.cuda.profiler.start()
-
-    def stop(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
-
-    def report(self, what: str) -> str:
-        return f"profile  {what}, in the report that nsys writes"
-
-
-class Operator(NamedTuple):
-    name: str
-    calls: int
-    self_us: float  # without the operators that it calls
-
-
-def operators(profiled: profile, device_type: str) -> list[Operator]:
-    """What ran, the dearest first; on a GPU by the time of the kernels that it launched there."""
-    field = "self_device_time_total" if device_type == "cuda" else "self_cpu_time_total"
-    rows = [
-        Operator(row.key, row.count, getattr(row, field))
-        for row in profiled.key_averages()
-        # Neither ranges, nor a second time the kernels, which have rows of their own.
-        if not row.is_user_annotation and row.device_type == DeviceType.CPU
-    ]
-    return sorted(rows, key=lambda row: -row.self_us)
-
-
-def table(rows: list[Operator]) -> list[str]:
-    """The dearest ten, and one line for all others; shares are of the time of all of them."""
-    total = sum(row.self_us for row in rows)
-    others = rows[SHOWN:]
-    shown = rows[:SHOWN]
-    if others:
-        calls, self_us = sum(row.calls for row in others), sum(row.self_us for row in others)
-        shown.append(Operator(f"{len(others)} others", calls, self_us))
-    width = min(60, max((len(row.name) for row in shown), default=0))
-    lines = [f"         {'operator':{width}} {'calls':>7} {'self ms':>9} {'share':>6}"]
-    for row in shown:
-        share = row.self_us / max(total, 1e-9)
-        lines.append(
-            f"         {row.name[:width]:{width}} {row.calls:7,} {row.self_us / 1000:9.2f} "
-            f"{share:6.1%}"
-        )
-    return lines
