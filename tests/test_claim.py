@@ -51,15 +51,6 @@ def test_no_run_s_files_are_deleted_by_another(tmp_path, capsys):
     assert [seen[file] for file in replaced_runs(path)] == [9, 2, 3]
 
 
-def test_the_lowest_loss_alone_is_kept_too(tmp_path):
-    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
-    assert train_here(path, "--num-steps=2") == 0
-    before = best.read_bytes()
-    path.unlink()
-    assert train_here(path, "--num-steps=3") == 0
-    assert before in [file.read_bytes() for file in tmp_path.glob("run.2*.best.pt")]
-
-
 def test_nor_does_it_join_the_files_of_another_run(tmp_path):
     path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
     for steps in (2, 3):

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.runs import TINY, Crash, crash_after, metrics, same, snapshot, train_here
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 
 import train_ddp
 import train_minimal
 from data import find_dataset
-from trainer.flags import build_parser, fill_in
+from trainer.flags import UsageError, build_parser, fill_in
 from trainer.process import OneProcess
 from trainer.resume import flag, keep_batch, same_batch, take_flags
 from trainer.snapshot import Resumed, SnapshotError
@@ -66,36 +68,65 @@ def test_a_snapshot_from_before_there_was_a_rest(tmp_path):
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
-def taken(before: str, typed: str):
+def parse(words: list[str]):
+    return build_parser("test", "x.pt").parse_args(words)
+
+
+def taken(before: str | dict, typed: str):
     """The flags of a run of `before` that is resumed with `typed`."""
-    parser = build_parser("test", "x.pt")
-    if isinstance(before, dict):
-        saved = before
-    else:
-        saved = vars(fill_in(parser.parse_args(before.split())))
-    args = parser.parse_args(["--resume", *typed.split()])
+    saved = before if isinstance(before, dict) else vars(fill_in(parse(before.split())))
+    args = parse(["--resume", *typed.split()])
     state = {"args": saved, "tokenizer": {"name": saved.get("tokenizer_name") or "bpe"}}
     take_flags(args, Resumed(state, args.checkpoint_path))
     return fill_in(args)
 
 
+some = st.floats(1e-9, 1e-3)
+DRAWN = {
+    "--num-steps": st.integers(1, 10**9),
+    "--lr": some,
+    "--weight-decay": some | st.just(0),
+    "--grad-clip-norm": some | st.just(0),
+    "--val-ratio": st.floats(0.01, 0.99),
+    "--seed": st.integers(0, 2**63 - 1),
+    "--eval-interval": st.integers(0, 10**9),
+    "--seq-len": st.integers(1, 10**6),
+    "--memory-budget": st.integers(1, 2**50).map("{}b".format),
+    "--use-activation-checkpoint": st.sampled_from(["none", "mlp", "full", "auto"]),
+    "--optimizer": st.sampled_from(["adamw", "muon"]),
+    "--train-data": st.lists(st.text("ab*- ", min_size=1).filter(lambda s: s[0] != "-")),
+    **dict.fromkeys(["--compile", "--tf32", "--no-amp", "--use-toy-data"], st.none()),
+}
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(st.fixed_dictionaries({}, optional=DRAWN))
+def test_all_flags_come_back(drawn):
+    words: list[str] = []
+    for flag_, value in drawn.items():
+        values = value if isinstance(value, list) else [value]
+        words += [flag_, *(str(one) for one in values if one is not None)] if values else []
+    try:
+        before = fill_in(parse(words))
+    except UsageError:
+        reject()
+    saved = {"args": vars(before), "tokenizer": {"name": "bpe"}}
+    after = parse(["--resume"])
+    take_flags(after, Resumed(saved, after.checkpoint_path))
+    assert vars(fill_in(after)) == vars(before) | {"resume": True, "typed": {"resume"}}
+
+
 @pytest.mark.parametrize(
     ("before", "typed", "expected"),
     [
-        ("--num-steps 77 --val-ratio 0.3", "", {"num_steps": 77, "val_ratio": 0.3}),
         ("--num-steps 77", "--num-steps 1000", {"num_steps": 1000, "warmup_steps": 3}),
         ("--num-tokens 7680", "", {"num_tokens": 7680, "num_steps": 10}),
         ("--num-tokens 7680", "--num-steps 9", {"num_tokens": None, "num_steps": 9}),
         ("--num-steps 9", "--num-tokens 7680", {"num_tokens": 7680, "num_steps": 10}),
         ("--num-epochs 2", "--num-tokens 7680", {"num_epochs": None, "num_steps": 10}),
-        ("--train-data a.txt b.txt", "", {"train_data": ["a.txt", "b.txt"]}),
         ("--model gpt2 --seq-len 64", "", {"d_model": 768, "seq_len": 64, "n_heads": 12}),
         ("--model gpt2 --seq-len 64", "--model gpt2", {"d_model": 768, "seq_len": 64}),
-        ("--compile", "", {"compile": True}),
-        ("--grad-clip-norm 0 --eval-interval 0", "", {"grad_clip_norm": 0, "eval_interval": 0}),
-        ("--lr 0.012345678901234567", "", {"lr": 0.012345678901234567}),
         ("--compile", "--no-compile", {"compile": False}),
-        ("--tf32", "", {"tf32": True}),
         ("--tf32", "--no-tf32", {"tf32": False}),
         ("--lr 0.01", "--lr 0.001", {"min_lr": 0.0001}),  # it was a tenth of the rate, and is
         ("--lr 0.01 --min-lr 0.0005", "--lr 0.001", {"min_lr": 0.0005}),
@@ -217,8 +248,10 @@ def test_the_end_names_the_command_that_goes_on(tmp_path, capsys):
     """And of a run that does not go on nothing is said to have changed "from here on"."""
     path = tmp_path / "run.pt"
     assert train_here(path) == 0
+    before = path.read_bytes()
     capsys.readouterr()
     assert resume_alone(path, "--log-interval=7") == 0
+    assert path.read_bytes() == before
     out = capsys.readouterr().out
     assert "already at step 20; raise --num-steps" in out and "changed" not in out
     (command,) = re.findall("to go on: (.*)", out)
