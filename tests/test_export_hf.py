@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from harness.runs import TINY, same, snapshot
-from harness.runs import run as start
 
 import train_minimal
 from data import Tokenizer, find_dataset
@@ -28,14 +27,20 @@ FILES |= set("tokenizer.json tokenizer_config.json vocab.json merges.txt".split(
 RUN = TINY[TINY.index("--n-layers") :]
 
 
-@pytest.fixture(scope="module", params=["bpe", "gpt2", "byte"])
-def run(request, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
     (folder / "x.txt").write_text(TEXT, encoding="utf-8")
     path = folder / "run.pt"
-    words = [f"--train-data={folder}/x.txt", f"--tokenizer-name={request.param}", "--num-steps=3"]
-    words += ["--vocab-size=290"] * (request.param == "bpe")
-    words += ["--seq-len=64", "--eval-batches=1", "--eval-interval=1", "--lr=0.03", "--dropout=0.2"]
+    words = [f"--train-data={folder}/x.txt", "--tokenizer-name=bpe", "--vocab-size=290"]
+    words += [
+        "--num-steps=3",
+        "--seq-len=64",
+        "--eval-batches=1",
+        "--eval-interval=1",
+        "--lr=0.03",
+        "--dropout=0.2",
+    ]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
         assert train_minimal.main([*RUN, *words, f"--checkpoint-path={path}"]) == 0
@@ -114,13 +119,6 @@ def test_greedy_text_is_the_same(run, folder, capsys):
     assert capsys.readouterr().out == tokenizer.decode(ids[1:]) + "\n"
 
 
-def test_a_pipeline(folder):
-    transformers = pytest.importorskip("transformers")
-    write = transformers.pipeline("text-generation", str(folder))
-    (result,) = write("def ")  # as the card has it: no further than there are positions
-    assert result["generated_text"].startswith("def ")
-
-
 def test_the_card_tells_what_was_trained(run, folder):
     card = (folder / "README.md").read_text(encoding="utf-8")
     state = snapshot(run)
@@ -135,13 +133,15 @@ def test_the_card_tells_what_was_trained(run, folder):
     assert f"--init-from {folder.name}" in card
 
 
-def test_the_card_names_all_that_was_trained_on(run):
+def test_the_card_names_all_that_was_trained_on_and_what_it_began_with(run):
     state, source = snapshot(run), open_pretrained(run)
     about = ": 5 documents, 3.1 kB; 1,024 training and 99 validation tokens (byte, 257 ids)"
     state["data"]["description"] = f"man/* and 2 more{about}"
     state["args"]["train_data"] = ["/home/me/man/*", "/home/me/book: 5.txt", "/srv/code"]
+    state["args"]["init_from"] = Path("/home/me/gpt2")
     card = export_hf.model_card("x", source, state)
     assert f" on: man/*, book: 5.txt, code{about}." in card and "/me" not in card
+    assert f"from the weights of gpt2, for {state['step']} steps" in card
     state["data"]["description"] = "00.bin and 11 more; 1,024 training and 99 validation tokens"
     state["args"]["train_data"] = [f"/srv/{i:02}.bin" for i in range(12)]
     card = export_hf.model_card("x", source, state)
@@ -168,18 +168,6 @@ def test_the_cards_example(folder, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(f"<|endoftext|>{prompt}")
 
 
-def test_the_card_names_the_weights_that_a_run_began_with(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
-    text, path = tmp_path / "x.txt", tmp_path / "tuned.pt"
-    text.write_text(TEXT, encoding="utf-8")
-    words = [f"--init-from={folder}", f"--train-data={text}", "--num-steps=1", "--dropout=0"]
-    flags = [word for word in RUN[RUN.index("--batch-size") :]]
-    assert train_minimal.main([*flags, *words, f"--checkpoint-path={path}"]) == 0
-    assert export_hf.main([f"--checkpoint-path={path}", f"--out={tmp_path / 'out'}"]) == 0
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "from the weights of hf, for 1 steps on: x.txt: 1 document" in card
-
-
 def test_toy_data_have_no_tokenizer(tmp_path, capsys):
     path = tmp_path / "run.pt"
     assert train_minimal.main([*TINY, "--num-steps=1", f"--checkpoint-path={path}"]) == 0
@@ -193,7 +181,6 @@ def test_toy_data_have_no_tokenizer(tmp_path, capsys):
     assert len(read_tensors(tmp_path / "hf" / "model.safetensors")) == 28
 
 
-@pytest.mark.parametrize("run", ["byte"], indirect=True)
 def test_mistakes_cost_one_line(run, folder, tmp_path, capfd):
     before = sorted(run.parent.rglob("*"))
     full = tmp_path / "full"
@@ -216,38 +203,25 @@ def test_mistakes_cost_one_line(run, folder, tmp_path, capfd):
     assert [path.name for path in tmp_path.rglob("*")] == ["full", "letters.txt"]
 
 
-@pytest.mark.parametrize("run", ["byte"], indirect=True)
-def test_a_disk_that_is_full(run, tmp_path, capfd):
-    capfd.readouterr()
-    with files_of_at_most(20_000):
-        assert export_hf.main([f"--checkpoint-path={run}", f"--out={tmp_path / 'hf'}"]) == 3
-    (line,) = capfd.readouterr().err.splitlines()
-    assert re.match("error: cannot save .*model.safetensors: disk full .*; it needs 0.0 MB", line)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("run", ["byte"], indirect=True)
-@pytest.mark.parametrize("out", ["empty", ".", "none/..", "../link", "my model"])
+@pytest.mark.parametrize("out", ["empty", ".", "none/.."])
 def test_an_empty_folder_is_filled(run, out, tmp_path, monkeypatch, capsys):
     """However it is named: it stays the folder that it was, with somebody in it or a mount."""
     folder = tmp_path / "a" / "my model"
     folder.mkdir(parents=True)
-    (tmp_path / "a" / "link").symlink_to(folder)
     (tmp_path / "a" / "empty").symlink_to(folder)
-    inside = out in (".", "none/..", "../link")
+    inside = out in (".", "none/..")
     monkeypatch.chdir(folder if inside else folder.parent)
     inode = folder.stat().st_ino
     assert export_hf.main([f"--checkpoint-path={run}", f"--out={out}"]) == 0
     assert folder.stat().st_ino == inode
     assert {path.name for path in folder.iterdir()} == FILES
-    assert {path.name for path in folder.parent.iterdir()} == {"my model", "link", "empty"}
+    assert {path.name for path in folder.parent.iterdir()} == {"my model", "empty"}
     assert '"text-generation", "my model")' in (folder / "README.md").read_text()
     assert "--init-from 'my model'" in (folder / "README.md").read_text()
     line = f"next     python train_minimal.py --init-from {shlex.quote(out)}\n"
     assert capsys.readouterr().out.endswith(line)
 
 
-@pytest.mark.parametrize("run", ["byte"], indirect=True)
 def test_a_folder_is_filled_or_stays_empty(run, tmp_path, monkeypatch, capfd):
     """And what it is recognized by comes last: a process may be killed between two files."""
     moved: list[str] = []
@@ -258,23 +232,25 @@ def test_a_folder_is_filled_or_stays_empty(run, tmp_path, monkeypatch, capfd):
         return rename(path, to)
 
     flags = [f"--checkpoint-path={run}", f"--out={tmp_path}"]
-    with files_of_at_most(20_000):
-        assert export_hf.main(flags) == 3
-    assert list(tmp_path.iterdir()) == []
+    for out in (tmp_path, tmp_path / "hf"):
+        capfd.readouterr()
+        with files_of_at_most(20_000):
+            assert export_hf.main([flags[0], f"--out={out}"]) == 3
+        (line,) = capfd.readouterr().err.splitlines()
+        wanted = "error: cannot save .*model.safetensors: disk full .*; it needs 0.0 MB"
+        assert re.match(wanted, line)
+        assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(Path, "rename", seen)
     assert export_hf.main(flags) == 0
     assert set(moved) == FILES and moved[-1] == "config.json"
 
 
-@pytest.mark.parametrize("run", ["byte"], indirect=True)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are Unicode")
 def test_names_that_are_no_text(run, tmp_path):
+    """(What is printed: test_evaluate.py.)"""
     state = snapshot(run)
     state["args"]["train_data"] = [os.fsdecode(b"/home/w\xf6rter.txt")]
     state["data"]["description"] = "w and 1 more: 1 document"
-    torch.save(state, tmp_path / "run.pt")
-    out = os.fsdecode(bytes(tmp_path) + b"/w\xf6rter")
-    command = [sys.executable, "-m", "scripts.export_hf", f"--checkpoint-path={tmp_path}/run.pt"]
-    result = start([*command, f"--out={out}"])
-    assert (result.returncode, result.stderr) == (0, "") and "w?rter: " in result.stdout
-    assert "on: w?rter.txt: 1 document." in Path(out, "README.md").read_text(encoding="utf-8")
+    out = Path(os.fsdecode(bytes(tmp_path) + b"/w\xf6rter"))
+    export_hf.export(open_pretrained(run), state, out)
+    assert "on: w?rter.txt: 1 document." in (out / "README.md").read_text(encoding="utf-8")
