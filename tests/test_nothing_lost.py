@@ -7,6 +7,7 @@ In several: test_nothing_lost_ddp.py. (Faults: harness/faults.py, or here by han
 import os
 import re
 import sys
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -195,36 +196,46 @@ def test_a_token_file_that_shrinks(tmp_path, monkeypatch, capsys, what):
 # ---- A full disk
 
 
-LIMITED = """
-import os, resource, sys, train_minimal
-real = train_minimal.train_step
-def train_step(run):
-    if run.step == {step}:
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
-    return real(run)
-train_minimal.train_step = train_step
-sys.exit(train_minimal.main(sys.argv[1:]))
-"""
+@contextmanager
+def largest_file(n_bytes: int):
+    """RLIMIT_FSIZE is the full disk that needs no root."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def limited(path, step: int, limit: int, *flags: str):
-    """A run that from `step` on can write no file of more than `limit` bytes."""
-    script = LIMITED.format(step=step, limit=limit)
-    command = [sys.executable, "-c", script, *TINY, "--checkpoint-path", str(path), *flags]
-    return run(command)
+@pytest.fixture
+def disk_full_at_step_10(monkeypatch):
+    """A run that from that step on can write no file of more than `n_bytes`."""
+
+    def train_with(path, n_bytes: int, *flags: str) -> int:
+        real = train_minimal.train_step
+        with ExitStack() as stack, monkeypatch.context() as patch:
+
+            def train_step(run):
+                if run.step == 10:
+                    stack.enter_context(largest_file(n_bytes))
+                return real(run)
+
+            patch.setattr(train_minimal, "train_step", train_step)
+            return train_here(path, *flags)
+
+    return train_with
 
 
 @row(
     "disk full while saving",
     "older snapshots intact, nothing left over, exit 3: disk full, how much is needed and free",
 )
-def test_disk_full_while_saving(tmp_path):
-    """RLIMIT_FSIZE is the full disk that needs no root."""
+def test_disk_full_while_saving(tmp_path, disk_full_at_step_10, capsys):
     path = tmp_path / "run.pt"
     flags = (FP32, "--save-interval=4", "--log-interval=0")
-    result = limited(path, 10, 20_000, *flags)
-    assert result.returncode == 3
-    (line,) = result.stderr.splitlines()
+    assert disk_full_at_step_10(path, 20_000, *flags) == 3
+    (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"error: cannot save {path}: disk full .*; it needs 0.1 MB, [0-9.,]+ MB", line)
     assert f"make room, then go on from {path}, step 8, with --resume" in line
     assert {p.name for p in tmp_path.iterdir()} == {
@@ -236,24 +247,17 @@ def test_disk_full_while_saving(tmp_path):
     assert same(snapshot(path)["model"], snapshot(tmp_path / "whole.pt")["model"])
 
 
-def test_disk_full_while_logging(tmp_path):
-    path = tmp_path / "run.pt"
-    result = limited(path, 10, 3000, FP32)
-    assert result.returncode == 3
-    (line,) = result.stderr.splitlines()
+def test_disk_full_while_logging(tmp_path, disk_full_at_step_10, capsys):
+    assert disk_full_at_step_10(tmp_path / "run.pt", 3000, FP32) == 3
+    (line,) = capsys.readouterr().err.splitlines()
     assert f"cannot save {tmp_path}/run.metrics.jsonl: disk full" in line
     assert "start again (nothing was saved yet)" in line
 
 
 def test_disk_full_while_the_cache_is_built(tmp_path, cache, monkeypatch, capsys):
-    resource = pytest.importorskip("resource")
     monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", cache)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
+    with largest_file(100):
         assert train_here(tmp_path / "run.pt") == 3
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (line,) = capsys.readouterr().err.splitlines()
     assert "File too large; the token cache needs room there" in line
     assert {path.name for path in cache.iterdir()} <= {".lock"}

@@ -145,6 +145,7 @@ def test_a_process_that_hangs_ends_the_job(tmp_path):
     assert snapshot(path)["step"] == 5
 
 
+@slow
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @row("torchrun killed with -9 (Linux)", "no process of it lives on")
 def test_nobody_outlives_torchrun(tmp_path):

@@ -127,6 +127,7 @@ def test_sigusr1_before_training_ends_nothing(tmp_path, monkeypatch):
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed(tmp_path):
     """SIGHUP comes from the system, perhaps twice, and nothing can be printed any more."""
     import pty

@@ -53,21 +53,15 @@ def run_safely(
         # the lines below needs it any more.)
         process.close()
         return code
-    except (UsageError, SnapshotError) as error:
+    except (UsageError, SnapshotError, NotFinite, TooLarge) as error:
         complain(error)
-        return 2
+        return {NotFinite: 3, TooLarge: 4}.get(type(error), 2)
     except DataError as error:
         complain(f"{error}; then {way_back(run)}" if run else error)
         return 3 if run or isinstance(error, DiskFull) else 2
-    except NotFinite as error:
-        complain(error)
-        return 3
     except SaveError as error:
         complain(f"{error}; make room, then {way_back(run) if run else 'start again'}")
         return 3
-    except TooLarge as error:
-        complain(error)
-        return 4
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             line = lost_others(error) if run and run.process.world_size > 1 else None
