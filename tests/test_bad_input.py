@@ -25,7 +25,7 @@ from cases.bad_input import (
     TOKENIZERS,
     Case,
 )
-from cases.bad_snapshots import PLACES, SCRIPTS, SNAPSHOTS
+from cases.bad_snapshots import PLACES, RESUMED, SCRIPTS, SNAPSHOTS
 from harness.rows import row
 from harness.runs import TINY, run
 
@@ -39,6 +39,7 @@ TABLES = {
     "tokens": TOKEN_FILES,
     "tokenizer": TOKENIZERS,
     "snapshot": SNAPSHOTS,
+    "resumed with another": RESUMED,
     "folder": FOLDERS,
     "place": PLACES,
     "environment": ENVIRONMENTS,
@@ -46,7 +47,16 @@ TABLES = {
     "script": SCRIPTS,
 }
 CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in table.items()}
-CODE = row("a snapshot that carries code", "refused, nothing executed")
+ROWS = {
+    "snapshot: code": row("a snapshot that carries code", "refused, nothing executed"),
+    **dict.fromkeys(
+        (f"resumed with another: {name}" for name in RESUMED),
+        row(
+            "resume with other flags",
+            "shape, data, seed, batch: exit 2 with flag, old and new value, nothing touched",
+        ),
+    ),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,9 +115,7 @@ def check(code: object, stderr: str, case: Case) -> None:
 @row("malformed input", "one line, exit 2, every file as it was, no traceback")
 @pytest.mark.filterwarnings("error::UserWarning")  # outside of pytest: more lines on stderr
 @pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[CODE] * name.endswith(": code")) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ROWS.get(name, ())) for name in CASES])
 def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     case = CASES[name]
     prepare(case, tmp_path)

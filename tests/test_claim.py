@@ -176,17 +176,6 @@ def test_another_run_s_snapshot_is_never_the_one_before(tmp_path, capsys):
     assert "run.pt is no snapshot, or a damaged one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["run.prev.pt", "run.best.pt"])
-def test_another_run_s_second_file_is_no_name_of_a_run(tmp_path, capsys, name):
-    """Both runs would write it, each under a lock of its own."""
-    path = tmp_path / "run.pt"
-    assert train_here(path, "--num-steps=2", "--save-interval=1") == 0
-    before = (tmp_path / name).read_bytes()
-    assert train_here(tmp_path / name, "--num-steps=3") == 2
-    assert "is the name of another run's second file" in capsys.readouterr().err
-    assert (tmp_path / name).read_bytes() == before
-
-
 def test_a_run_that_was_killed_before_its_first_save(tmp_path, capsys):
     """Its best weights are there, and no command is promised that could not go on."""
     path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
@@ -201,12 +190,6 @@ def test_a_run_that_was_killed_before_its_first_save(tmp_path, capsys):
     old = way_back.rpartition(" --checkpoint-path ")[2]
     assert train_here(Path(old), "--resume", "--num-steps=2") == 0
     assert snapshot(Path(old))["step"] == 2
-
-
-def test_a_name_that_has_no_room_for_a_date(tmp_path, capsys):
-    path = tmp_path / ("n" * 230 + ".pt")
-    assert train_here(path, "--num-steps=2") == 2
-    assert "too long" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_renamed(tmp_path, monkeypatch, capsys):

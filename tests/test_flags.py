@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from trainer.flags import SHAPES, UsageError, build_parser, fill_in, model_config, output_folder
+from trainer.flags import SHAPES, build_parser, fill_in, model_config, output_folder
 
 
 def parse(*argv):
@@ -40,29 +40,6 @@ def test_typed_flags_are_known_even_where_they_say_the_default():
     assert parse("--batch-size", "12", "--no-compile").typed == {"batch_size", "compile"}
     assert parse("--model", "gpt2").typed == {"model", "n_layers", "n_heads", "d_model"}
     assert parse("--compile").compile and not parse().compile and not parse("--no-compile").compile
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("--batchsize=4", "did you mean --batch-size?"),
-        ("--use-activation-checkpoints", "did you mean --use-activation-checkpoint?"),
-        ("--qqq", "--help lists all flags"),
-        ("stray", "--help lists all flags"),
-    ],
-)
-def test_near_misses(word, said, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse(word)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and line.startswith("error: ") and said in line and word in line
-
-
-@pytest.mark.parametrize("flags", ["--recompute-layers 1", "--recompute-layers 0"])
-def test_layers_without_a_policy(flags):
-    with pytest.raises(UsageError, match="--recompute-layers . needs --use-activation-checkpoint"):
-        fill_in(parse(*flags.split()))
-    fill_in(parse(*flags.split(), "--use-activation-checkpoint"))
 
 
 def test_a_folder_to_write_to_may_be_a_new_one(tmp_path):

@@ -134,43 +134,6 @@ def test_best_snapshot_survives_a_resumed_run_that_gets_worse(tmp_path):
 # ---- resuming with other flags, or what is not the newest
 
 
-def resume_mistake(tmp_path, capsys, *flags: str) -> str:
-    path = tmp_path / "run.pt"
-    if not path.exists():
-        assert train_here(path, "--num-steps=2") == 0
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    capsys.readouterr()
-    assert train_here(path, "--resume", *flags) == 2
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
-@row(
-    "resume with other flags",
-    "shape, data, seed, batch: exit 2 with flag, old and new value, nothing touched",
-)
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--n-layers=3", "--n-layers: .* was trained with 2, this run has 3"),
-        ("--d-model=32", "--d-model: .* was trained with 16, this run has 32"),
-        ("--vocab-size=32", "--vocab-size: .* was trained with 31, this run has 32"),
-        ("--seq-len=8 --max-position-embeddings=16", "--seq-len: .* 16, this run has 8"),
-        ("--seed=5", "--seed: .* was trained with 1337, this run has 5.*--init-from .*run.pt in"),
-        ("--data-seed=5", "--data-seed: .* was trained with 3, this run has 5"),
-        ("--dropout=0", "--dropout: .* was trained with 0.1, this run has 0"),
-        ("--max-tokens=100", "--train-data.*--init-from .*run.pt in place of --resume"),
-        (
-            "--batch-size=1",
-            "--batch-size: .* 2 sequences .* --grad-accum-steps 2 fits; or --init",
-        ),
-    ],
-)
-def test_resuming_another_run_is_refused(tmp_path, capsys, flags, message):
-    assert re.search(message, resume_mistake(tmp_path, capsys, *flags.split()))
-
-
 def damages(content: bytes, weights: bytes) -> dict[str, bytes]:
     """What can become of a file with these weights in it."""
     here = content.index(weights)

@@ -94,6 +94,10 @@ FLAGS = {
     "abbreviated flag": flags(
         "--num-step=1", "unrecognized arguments: --num-step=1; did you mean --num-steps?"
     ),
+    "one letter more": flags("--seq-lens", "--seq-lens; did you mean --seq-len?"),
+    "unknown": flags("--qqq", "--qqq; .*--help lists all flags"),
+    "stray": flags("stray", "stray; .*--help lists all flags"),
+    "layers of none": flags("--recompute-layers=0", "--recompute-layers 0 needs --use-activation"),
     "unknown policy": flags(
         "--use-activation-checkpoint=some", "--use-activation-checkpoint: invalid choice: 'some'"
     ),

@@ -144,6 +144,28 @@ SNAPSHOTS = {
 }
 
 
+def other(words: str, *says: str) -> Case:
+    """A run that goes on as another one gives a result that belongs to no command line."""
+    return resume(changed(), *says, flags=f"--resume {words}")
+
+
+RESUMED = {
+    "layers": other("--n-layers=3", "--n-layers: .* was trained with 2, this run has 3"),
+    "channels": other("--d-model=32", "--d-model: .* was trained with 16, this run has 32"),
+    "vocabulary": other("--vocab-size=32", "--vocab-size: .* was trained with 31, this run has 32"),
+    "length": other("--seq-len=8 --max-position-embeddings=16", "--seq-len: .* 16, this run has 8"),
+    "seed": other(
+        "--seed=5", "--seed: .* was trained with 1337, this run has 5.*--init-from .*run.pt in"
+    ),
+    "data seed": other("--data-seed=5", "--data-seed: .* was trained with 3, this run has 5"),
+    "dropout": other("--dropout=0", "--dropout: .* was trained with 0.1, this run has 0"),
+    "data": other("--max-tokens=100", "--train-data.*--init-from .*run.pt in place of --resume"),
+    "batch": other(
+        "--batch-size=1", "--batch-size: .* 2 sequences .* --grad-accum-steps 2 fits; or --init"
+    ),
+}
+
+
 def place(words: str, *says: str, **files: Write) -> Case:
     return Case("toy", words, says, files)
 
@@ -182,6 +204,17 @@ PLACES = {
     "another run's log by name": place(
         "--checkpoint-path=r2.metrics.jsonl", "r2.metrics.jsonl is the name of another run's"
     ),
+    "the one before": place(
+        "--checkpoint-path=run.prev.pt",
+        "is the name of another run's second file",
+        **{"run.prev.pt": changed()},
+    ),
+    "the best one": place(
+        "--checkpoint-path=run.best.pt",
+        "is the name of another run's second file",
+        **{"run.best.pt": changed()},
+    ),
+    "no room for a date": place(f"--checkpoint-path={'n' * 230}.pt", "too long"),
     "the one before, to resume": place(
         "--resume --checkpoint-path=run.prev.pt",
         "run.prev.pt is the name of another run's .*copy it",
