@@ -85,51 +85,38 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def config_json(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """{file: its content}; no tokenizer of toy data, whose ids stand for no text."""
     sizes = {theirs: getattr(config, ours) for theirs, ours, _ in SIZES}
     dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
     alone = {name: allowed[0] for name, allowed in GPT2_ALONE.items()}
-    special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
-    return {"architectures": ["GPT2LMHeadModel"], **alone, **sizes, **dropout, **special}
-
-
-def generation_json(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """As scripts.generate has it; and no further than there are positions: transformers does not
-    let the window slide."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
-    return {
-        **dict.fromkeys(names, tokenizer.eot_id),
-        **sampling,
-        "max_length": config.max_position_embeddings,
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
+    files: dict[str, Any] = {
+        "config.json": {"architectures": ["GPT2LMHeadModel"], **alone, **sizes, **dropout, **ends},
+        "generation_config.json": {
+            **ends,
+            "pad_token_id": tokenizer.eot_id,
+            "do_sample": True,
+            "temperature": 0.8,  # as scripts.generate has it
+            "top_k": 40,
+            # transformers does not let the window slide.
+            "max_length": config.max_position_embeddings,
+        },
     }
-
-
-def tokenizer_files(tokenizer: Tokenizer, config: MiniGPTConfig) -> dict[str, str]:
-    """{file: content}; none of toy data, whose ids stand for no text."""
     if tokenizer.name == "toy":
-        return {}
+        return files
     (eot,) = (text for text, i in tokenizer.special_tokens.items() if i == tokenizer.eot_id)
-    about = {
+    files["tokenizer.json"] = to_json(tokenizer)
+    files["tokenizer_config.json"] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json, and nothing on top of it
-        "bos_token": eot,
-        "eos_token": eot,
-        "unk_token": eot,
-        "pad_token": eot,
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), eot),
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
         # What looks like <|endoftext|> in a text is text, here as there.
         "split_special_tokens": True,
     }
-    content = to_json(tokenizer)
-    files = {
-        "tokenizer.json": json.dumps(content, ensure_ascii=False),
-        "tokenizer_config.json": json.dumps(about, indent=2),
-    }
-    if splits_as_gpt2(tokenizer):  # for what still reads GPT-2's two files
-        files["vocab.json"] = json.dumps(content["model"]["vocab"], ensure_ascii=False)
-        merges = (" ".join(pair) for pair in content["model"]["merges"])
-        files["merges.txt"] = "\n".join(["#version: 0.2", *merges, ""])
+    if splits_as_gpt2(tokenizer):  # for what still reads GPT-2's two files: export writes the other
+        files["vocab.json"] = files["tokenizer.json"]["model"]["vocab"]
     return files
 
 
@@ -185,12 +172,15 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
     there = folder.is_dir()
     temporary = (folder if there else folder.parent) / f".export.{os.getpid()}.tmp"
     config, tokenizer = source.config, source.tokenizer
+    contents = json_files(config, tokenizer)
     files = {
-        "config.json": json.dumps(config_json(config, tokenizer), indent=2),
-        "generation_config.json": json.dumps(generation_json(config, tokenizer), indent=2),
-        **tokenizer_files(tokenizer, config),
-        "README.md": model_card(folder.name, source, state),
+        name: json.dumps(content, ensure_ascii=False, indent=2 if "config" in name else None)
+        for name, content in contents.items()
     }
+    files["README.md"] = model_card(folder.name, source, state)
+    if "vocab.json" in files:
+        merges = (" ".join(pair) for pair in contents["tokenizer.json"]["model"]["merges"])
+        files["merges.txt"] = "\n".join(["#version: 0.2", *merges, ""])
     weights = {
         f"transformer.{their_name(name)}": turned(name, weight)
         for name, weight in source.weights.items()

@@ -93,7 +93,9 @@ def check_weights(path: Path, expected: dict[str, Tensor], weights: dict[str, Te
         try:
             found = weights[name]
             plain = found.layout == torch.strided and found.device.type == "cpu"
-            if found.shape != like.shape or not found.is_floating_point() or not plain:
+            if not found.is_floating_point():
+                raise SnapshotError(f"{path} holds {name} in {found.dtype}: want floats")
+            if found.shape != like.shape or not plain:
                 raise SnapshotError(
                     f"{path} holds {name} as {tuple(found.shape)}, its configuration says "
                     f"{tuple(like.shape)}: is it damaged?"
