@@ -13,7 +13,7 @@ batches.py         ids to batches
 """
 
 from .batches import TokenFile, TrainBatches, ValBatches
-from .corpus import find_dataset, load_dataset
+from .corpus import find_dataset
 from .store import Dataset, FoundData
 from .tokenizer import DataError, DiskFull, Tokenizer
 
@@ -27,5 +27,4 @@ __all__ = [
     "TrainBatches",
     "ValBatches",
     "find_dataset",
-    "load_dataset",
 ]

@@ -59,13 +59,6 @@ class Source:
         return sum(path.stat().st_size for path in self.train + self.val)
 
 
-def load_dataset(
-    train_data: list[str] | None, val_data: list[str] | None, **options: Any
-) -> Dataset:
-    """`find_dataset`, whose options these are, and load it."""
-    return find_dataset(train_data, val_data, **options).load()
-
-
 def find_dataset(
     train_data: list[str] | None,
     val_data: list[str] | None,

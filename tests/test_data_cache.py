@@ -55,7 +55,7 @@ def test_a_damaged_cache_is_built_anew(cache, text, name: str, damage: str) -> N
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from data import Tokenizer, load_dataset
+from data import Tokenizer, find_dataset
 real, fate = Tokenizer.encode, sys.argv[3]
 def encode(self, text):
     time.sleep(1)  # the others come meanwhile
@@ -63,7 +63,7 @@ def encode(self, text):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(self, text)
 Tokenizer.encode = encode
-data = load_dataset([sys.argv[1]], None, tokenizer_name="bpe", cache_dir=Path(sys.argv[2]))
+data = find_dataset([sys.argv[1]], None, tokenizer_name="bpe", cache_dir=Path(sys.argv[2])).load()
 print(data.fingerprint, data.tokenizer.fingerprint)
 """
 

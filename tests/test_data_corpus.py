@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
-from data import DataError, Dataset, Tokenizer, load_dataset
+from data import DataError, Dataset, Tokenizer
 from data import documents as documents_module
 from data.documents import read_text, split_text
 from data.tokenizer import GPT2_PATTERN, train_bpe
@@ -195,8 +195,8 @@ def test_max_tokens_caps_each_split_and_stops_early(cache, tmp_path, monkeypatch
 
 
 def toy(where: Path, vocab_size: int = 256, seed: int = 3) -> Dataset:
-    size = {"vocab_size": vocab_size, "max_tokens": 60_000}
-    return load_dataset(None, None, toy=True, seed=seed, cache_dir=where, **size)
+    options = {"vocab_size": vocab_size, "max_tokens": 60_000, "seed": seed}
+    return load(where, toy=True, tokenizer_name=None, **options)
 
 
 @pytest.mark.parametrize("vocab_size", [256, 70000])
@@ -230,8 +230,7 @@ def stdlib(tmp_path_factory):
     where = tmp_path_factory.mktemp("stdlib") / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.corpus.BPE_TRAINING_CHARS", 500_000)  # of 9 million
-        data = load_dataset(None, None, vocab_size=260, max_tokens=100_000, cache_dir=where)
-        yield data, where
+        yield load(where, tokenizer_name=None, vocab_size=260, max_tokens=100_000), where
 
 
 def test_the_built_in_corpus_is_python_source(stdlib) -> None:
@@ -250,8 +249,8 @@ def test_a_second_start_reads_the_cache(stdlib, monkeypatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode", None)
     monkeypatch.setattr("data.corpus.train_bpe", None)
     lines: list[str] = []
-    options = {"vocab_size": 260, "max_tokens": 100_000, "cache_dir": where, "say": lines.append}
-    again = load_dataset(None, None, **options)
+    options = {"vocab_size": 260, "max_tokens": 100_000, "say": lines.append}
+    again = load(where, tokenizer_name=None, **options)
     assert lines == [] and again.fingerprint == data.fingerprint
     assert again.train == data.train and again.description == data.description
     assert again.tokenizer.fingerprint == data.tokenizer.fingerprint
@@ -260,7 +259,7 @@ def test_a_second_start_reads_the_cache(stdlib, monkeypatch) -> None:
 def test_a_python_without_its_library_says_so(monkeypatch, tmp_path, cache) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match="--train-data"):
-        load_dataset(None, None, cache_dir=cache)
+        load(cache, tokenizer_name=None)
     assert not cache.exists()
 
 

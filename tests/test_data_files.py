@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ import pytest
 from harness.corpora import ids, load, texts, whole
 
 from data import DataError
-from data.documents import check_text
 from data.files import find_files
 from data.suffixes import TEXT_SUFFIXES, TOKEN_SUFFIXES
 from data.tokenizer import format_ranks, load_tokenizer
@@ -87,6 +85,10 @@ def test_what_a_folder_leaves_out_is_counted(tmp_path) -> None:
     (line,) = find(tmp_path, "many")[1]
     assert "many: 1 file taken, 21 skipped (.kind5 6, .kind4 5, " in line
     assert ", .kind1 2, others 1)" in line
+    # A pattern may match such a folder beside others.
+    write(tmp_path, "all/pictures/a.png", "all/texts/a.txt", "all/zoo/a.png")
+    found, (line,) = find(tmp_path, "all/[tpz]*")
+    assert found == ["all/texts/a.txt"] and "1 file taken, 2 skipped (.png 2)" in line
 
 
 def test_what_nobody_would_train_on_is_no_news(tmp_path) -> None:
@@ -117,19 +119,6 @@ def test_a_folder_with_nothing_usable_says_what_reads_it(
     assert str(error.value).endswith(f"is read whatever its suffix: {pattern}")
     data = load(cache, *shlex.split(pattern))
     assert texts(data.train)[0].startswith(b"this is ")
-
-
-def test_a_folder_of_what_is_no_text_says_so(tmp_path) -> None:
-    write(tmp_path, "docs/1.pdf", "docs/2.pdf", "docs/a.x")
-    (tmp_path / "docs/2.pdf").write_bytes(PDF)
-    with pytest.raises(DataError, match=r"2.pdf: a PDF, not text; .*`pdftotext"):
-        find(tmp_path, "docs")
-
-
-def test_a_pattern_may_match_such_a_folder_beside_others(tmp_path) -> None:
-    write(tmp_path, "docs/pictures/a.png", "docs/texts/a.txt", "docs/zoo/a.png")
-    found, (line,) = find(tmp_path, "docs/[tpz]*")
-    assert found == ["docs/texts/a.txt"] and "1 file taken, 2 skipped (.png 2)" in line
 
 
 def test_lines_are_said_once_and_only_of_data_that_are_taken(cache, tmp_path, monkeypatch) -> None:
@@ -163,10 +152,11 @@ def test_validation_that_is_trained_on_is_noticed(cache, tmp_path, monkeypatch) 
     os.symlink(tmp_path / "docs/a.txt", "link.txt")
     blind = "in --train-data: the validation loss will not see overfitting"
     same = f"the same file as {blind}"
-    for val in ("docs/a.txt", "other/../docs/a.txt", str(tmp_path / "docs/a.txt"), "link.txt"):
-        for train in ("docs/a.txt", "docs", "docs/*.txt"):
-            (line,) = warnings(cache, train, val=[val])
-            assert line == f"warning  --val-data {val}: {same}"
+    for val, train in (("docs/a.txt", "docs"), ("other/../docs/a.txt", "docs/*.txt")):
+        (line,) = warnings(cache, train, val=[val])
+        assert line == f"warning  --val-data {val}: {same}"
+    for val in (str(tmp_path / "docs/a.txt"), "link.txt"):
+        assert warnings(cache, "docs/a.txt", val=[val])[0].endswith(f"{val}: {same}")
     Path("copy.txt").write_bytes(Path("docs/b.txt").read_bytes())
     (line,) = warnings(cache, "docs", val=["copy.txt"])
     assert line == f"warning  --val-data copy.txt: a copy of docs/b.txt {blind}"
@@ -194,14 +184,8 @@ def test_a_copy_is_one_to_its_end(cache, tmp_path, monkeypatch) -> None:
 # ---- What is no text
 
 
-def zipped() -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("word/document.xml", "<xml/>")
-    return file.getvalue()
-
-
 PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\nBT (Hello) Tj ET\n"  # all ASCII
+ZIP = b"PK\x03\x04\x14\0word/document.xml"
 PACKED = gzip.compress(b"{}")
 # name -> (its content, what it is called, the way out)
 NO_TEXT = {
@@ -210,8 +194,8 @@ NO_TEXT = {
     "a.txt": (PDF, "a PDF", "`pdftotext a.txt a.txt.txt`"),  # not onto itself
     "my book.pdf": (PDF, "a PDF", "`pdftotext 'my book.pdf' 'my book.txt'`"),
     "a.rtf": (rb"{\rtf1\ansi Hello}", "an RTF document", "`pandoc a.rtf -o a.txt`"),
-    "a.docx": (zipped(), "a .docx file", "`pandoc a.docx -o a.txt`"),
-    "archive": (zipped(), "a zip archive", "`unzip archive`"),
+    "a.docx": (ZIP, "a .docx file", "`pandoc a.docx -o a.txt`"),
+    "archive": (ZIP, "a zip archive", "`unzip archive`"),
     "a.jsonl.gz": (PACKED, "compressed by gzip", "`gunzip -c a.jsonl.gz > a.jsonl`"),
     "a.jsonl": (PACKED, "compressed by gzip", "`gunzip -c a.jsonl > a.txt`"),
     "A.TAR.GZ": (PACKED, "compressed by gzip", "`tar -xf A.TAR.GZ`"),
@@ -257,8 +241,11 @@ def test_any_other_binary_stops_at_a_byte_that_no_text_has(content, cache, tmp_p
 def test_it_is_looked_for_before_anything_else(cache, tmp_path, monkeypatch) -> None:
     """In folders and in --val-data, too; and a missing tokenizer is not what is wrong."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, "docs/a.txt", "b.txt")
+    write(tmp_path, "docs/a.txt", "b.txt", "pdfs/z.pdf", "pdfs/a.x", "pdfs/y.pdf")
     Path("docs/z.txt").write_bytes(PDF)
+    Path("pdfs/z.pdf").write_bytes(PDF)
+    with pytest.raises(DataError, match=r"z.pdf: a PDF, not text; .*`pdftotext"):
+        find(tmp_path, "pdfs")  # a folder with nothing else
     monkeypatch.setattr("data.corpus.load_tokenizer", None)
     for train, val in (("docs", None), ("b.txt", ["docs"]), ("docs/z.txt", None)):
         lines: list[str] = []
@@ -299,11 +286,6 @@ def test_the_command_makes_text_of_it(program, name, content, text, cache, tmp_p
     subprocess.run(["sh", "-c", command], check=True, timeout=30)
     data = load(cache, shlex.split(command)[-1])
     assert texts(data.train)[0].decode().startswith(text)
-
-
-def test_our_own_files_are_text() -> None:
-    check_text(Path(__file__).parent.parent.rglob("*.py"))
-    check_text(Path(__file__).parent.parent.rglob("*.md"))
 
 
 def test_the_readme_lists_every_known_suffix() -> None:

@@ -13,12 +13,9 @@ import torch
 import torch.nn.functional as F
 from harness.gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
 from harness.runs import (
-    FAULTS,
     TINY,
     Crash,
-    by_torchrun,
     crash_after,
-    run,
     same,
     snapshot,
     torchrun,
@@ -314,16 +311,3 @@ def test_all_trainers_start_from_the_same(tmp_path):
     for script in ("train_ddp.py", "train_fsdp.py"):
         torchrun(tmp_path / f"{script}.pt", *words, script=script)
         assert same(snapshot(tmp_path / f"{script}.pt")["model"], one)
-
-
-@pytest.mark.slow
-def test_started_again_by_torchrun_it_goes_on_from_its_own(tmp_path):
-    """And not from --init-from once more."""
-    first, path = tmp_path / "first.pt", tmp_path / "run.pt"
-    assert train_here(first, "--num-steps=2") == 0
-    words = (f"--init-from={first}", "--save-interval=5", "--no-amp")
-    assert train_here(tmp_path / "whole.pt", *words, "--grad-accum-steps=2") == 0
-    how = {"script": f"{FAULTS} train_ddp", "launch": "--max-restarts=1"}
-    result = run(by_torchrun(path, *words, **how), FAULTS="kill:0:9")
-    assert f"resume   {path}, step 5" in result.stdout
-    assert same(snapshot(path)["model"], snapshot(tmp_path / "whole.pt")["model"])

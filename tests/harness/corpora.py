@@ -5,14 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data import Dataset, TokenFile, load_dataset
+from data import Dataset, TokenFile, find_dataset
 
 EOT = 256  # of the byte tokenizer, whose ids are otherwise the bytes themselves
 
 
 def load(cache: Path, *paths: Path | str, val: list[str] | None = None, **options) -> Dataset:
     options = {"tokenizer_name": "byte", "say": lambda line: None} | options
-    return load_dataset([str(path) for path in paths], val, cache_dir=cache, **options)
+    names = [str(path) for path in paths] or None
+    return find_dataset(names, val, cache_dir=cache, **options).load()
 
 
 def ids(files: Iterable[TokenFile]) -> list[int]:
