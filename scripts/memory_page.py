@@ -54,12 +54,18 @@ from planner.record import Record, code_of, group_of
 from planner.timeline import parts
 from planner.tracker import Storage
 from scripts import say_stopped
-from scripts.plan_peak import policy_of
 from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend
 from trainer import flags
 from trainer.flags import UsageError, model_config, output_file, print_error
 from trainer.metrics import format_bytes
-from trainer.plan import NO_RECOMPUTE, asked_card, make_planner, target, vocabulary
+from trainer.plan import (
+    NO_RECOMPUTE,
+    asked_card,
+    make_planner,
+    policy_of,
+    target,
+    vocabulary,
+)
 from trainer.pretrained import open_init_from
 
 SOURCE = Path(__file__).parent / "page"

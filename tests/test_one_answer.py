@@ -13,7 +13,6 @@ from tqdm import tqdm
 from planner.cards import CARDS
 from planner.choose import all_alike, describe_recompute
 from scripts import memory_page, plan_memory
-from scripts.plan_table import words_of
 from trainer import plan
 from trainer.flags import UsageError, build_parser, fill_in, model_config
 from trainer.process import OneProcess
@@ -134,5 +133,5 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
         args.use_activation_checkpoint = "none"
         _, knob = plans_of(model).way_out(args, question.safe)
         told = describe_recompute(model_config(knob.change(args), 4096))
-        assert told == ask([*question.flags, *words_of(knob)])  # asked with what is to be changed
+        assert told == ask([*question.flags, *knob.typed()])  # asked with what is to be changed
         assert (told == answer) == (answer is not None)

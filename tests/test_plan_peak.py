@@ -1,6 +1,5 @@
 """plan_memory --at-peak: what is alive there, whole and by name; and of which step."""
 
-import json
 import re
 import shlex
 from collections import Counter
@@ -8,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import answers
+from harness.answers import ask, budget_for
 from harness.records import each_kind, record
 from harness.runs import ROOT
-from test_plan_memory import SHAPE, plan
 
 from planner import CARDS, Planner
 from planner.record import Record, code_of
@@ -125,17 +125,19 @@ def test_a_long_name_leaves_room_for_the_rest(gpu):
 # ---- of which step
 
 
-def listed(flags: str, table=(), settings=()) -> Record:
+SHAPE = f"{answers.SHAPE} --batch-size 8 --device cpu"
+
+
+def listed(flags: str, table=(), settings=(), shape: str = SHAPE) -> Record:
     """What --at-peak would list below that table, or below what --all-knobs found."""
-    asked = plan_memory.aim([*SHAPE, "--at-peak", *flags.split()])
+    asked = plan_memory.aim(f"{shape} --at-peak {flags}".split())
     return record_step(asked.args, asked.plans, list(table), list(settings))
 
 
-def test_the_document_shows_what_is_listed(monkeypatch):
+def test_the_document_shows_what_is_listed():
     page = (ROOT / "docs" / "seeing.md").read_text()
     flags = re.search(r"scripts\.plan_memory (.*) --at-peak\n", page)
-    monkeypatch.setattr("test_plan_peak.SHAPE", [])
-    assert flags and format_peak(listed(flags[1])) in page
+    assert flags and format_peak(listed(flags[1], shape="")) in page
 
 
 @pytest.mark.parametrize(
@@ -156,67 +158,55 @@ def test_typed_flags_say_which_step(flags, of):
     assert found.startswith(f"alive at the peak of {of}: ")
 
 
-@pytest.mark.parametrize(
-    "flags", ["--device=cuda --grad-accum-steps=2", "--card=H100 --nproc-per-node=2 --fsdp"]
-)
-def test_the_list_is_of_what_is_recommended(tmp_path, capsys, flags):
+@pytest.mark.parametrize("flags", ["--grad-accum-steps=2", "--nproc-per-node=2 --fsdp"])
+def test_the_list_is_of_what_is_recommended(flags):
     """And adds up to its peak in the table."""
-    path, shape = (
-        tmp_path / "plan.json",
-        [word for word in SHAPE if word not in ("--device", "cpu")],
-    )
-    argv = [*shape, *flags.split()]
-    asked = plan_memory.aim(argv)
+    asked = plan_memory.aim(f"{answers.SHAPE} --batch-size 64 --device cuda {flags}".split())
     planner = asked.plans.planner(asked.args)
-    none, full = (planner.step(8, recompute=policy).peak for policy in ("none", "full"))
-    argv += ["--at-peak", f"--memory-budget={(none + full) / 2 / 0.75:.0f}b"]
-    assert plan_memory.main([*argv, "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
-    (taken,) = [row for row in result["rows"] if row["name"] == result["takes"]]
-    assert result["alive_at_peak_of"] == result["takes"] != "none"
-    assert sum(group["bytes"] for group in result["alive_at_peak"]) == taken["peak_bytes"]
-    _, table, title, lines, verdict = capsys.readouterr().out.split("\n\n")
-    assert re.search(rf"^>  {re.escape(result['takes'])}  ", table, re.M)
-    assert title.startswith(f"alive at the peak of {result['takes']}: ")
+    none, full = (planner.step(64, recompute=policy).peak for policy in ("none", "full"))
+    answer = ask(f"{flags} --at-peak {budget_for((none + full) / 2)}")
+    takes, found = answer.json["takes"], answer.json["alive_at_peak"]
+    assert answer.json["alive_at_peak_of"] == takes != "none"
+    assert sum(group["bytes"] for group in found) == answer.peaks[takes]
+    *_, title, lines, verdict = answer.out.split("\n\n")
+    assert title.startswith(f"alive at the peak of {takes}: ")
     assert len(lines.splitlines()) == 1 + LINES
-    assert verdict.strip().endswith(shlex.join(taken["flags"])) and "--at-peak" not in verdict
+    taken = shlex.join(answer.rows[takes]["flags"])
+    assert verdict.strip().endswith(taken) and "--at-peak" not in verdict
 
 
-def test_json_has_all_of_it(tmp_path, capsys):
-    result = plan(tmp_path, "--at-peak", "--use-activation-checkpoint", "cheap")
-    (row,) = [row for row in result["rows"] if row["name"] == "cheap"]
-    found = result["alive_at_peak"]
-    assert len(found) > LINES and result["alive_at_peak_of"] == "cheap"
+def test_json_has_all_of_it():
+    answer = ask("--device cpu --batch-size 8 --at-peak --use-activation-checkpoint cheap")
+    row, found = answer.rows["cheap"], answer.json["alive_at_peak"]
+    assert len(found) > LINES and answer.json["alive_at_peak_of"] == "cheap"
     assert sum(group["bytes"] for group in found) == row["peak_bytes"]
     assert sum(g["bytes"] for g in found if g["kind"] == "head") == row["at_peak"]["head"]
     wide = next(group for group in found if group["name"] == "blocks.*.mlp.c_fc: output")
-    assert (wide["kind"], wide["count"], wide["shape"]) == ("activations", 2, [256, 64])
-    assert wide["bytes"] == 2 * 256 * 64 * getattr(torch, wide["dtype"]).itemsize
+    assert (wide["kind"], wide["count"], wide["shape"]) == ("activations", 2, [8 * 32, 64])
+    assert wide["bytes"] == 2 * 8 * 32 * 64 * getattr(torch, wide["dtype"]).itemsize
     assert "c_fc(" in wide["code"] and wide["line"].split(":")[0] == "memory/policies.py"
-    assert "alive at the peak of cheap" in capsys.readouterr().out
+    assert "alive at the peak of cheap" in answer.out
 
 
-def test_nothing_changes_without_the_flag(tmp_path, capsys, monkeypatch):
+def test_nothing_changes_without_the_flag(monkeypatch, fresh_planners):
     """What the table is about is left out of it, right or wrong; and it costs one more step."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     run, runs = Planner.run, []
     monkeypatch.setattr(Planner, "run", lambda self, *args: runs.append(1) or run(self, *args))
-    plain = plan(tmp_path, "--device=cuda", "--recompute-layers=1")
-    n, plain_out = len(runs), capsys.readouterr().out
-    more = plan(tmp_path, "--device=cuda", "--at-peak")
-    assert plain["alive_at_peak"] is plain["alive_at_peak_of"] is None
-    assert len(runs) == 2 * n + 1 and "alive at" not in plain_out
-    assert plain["rows"] == more["rows"]
+    plain = ask("--device cuda --n-layers 1 --recompute-layers=1")
+    n = len(runs)
+    more = ask("--device cuda --n-layers 1 --at-peak")
+    assert plain.json["alive_at_peak"] is plain.json["alive_at_peak_of"] is None
+    assert n > 5 and len(runs) == n + 1 and "alive at" not in plain.out
+    assert plain.json["rows"] == more.json["rows"] and "alive at the peak of none" in more.out
 
 
 def test_with_all_knobs_it_is_the_fastest_setting():
     """Its micro-batch, length and policy."""
-    flags = "--card=H100 --device=cuda --batch-size=4 --grad-accum-steps=2"
-    flags = flags.replace("--device=cuda", "--device cuda")
+    flags = "--card=H100 --device cuda --batch-size=4 --grad-accum-steps=2"
     plan = listed(flags)
     assert (plan.step.batch_size, plan.step.config.recompute) == (4, "none")
     clock = Clock(CARDS["H100"], False, 8, 1)
-    asked = plan_memory.aim([*SHAPE, *flags.split()])
+    asked = plan_memory.aim(f"{SHAPE} {flags}".split())
     step = asked.plans.planner(asked.args).step(1, **NO_RECOMPUTE | {"recompute": "full"})
     found = listed(flags, settings=[Setting(step, clock)]).step
     assert (found.batch_size, found.peak) == (1, step.peak)
@@ -228,22 +218,3 @@ def test_with_all_knobs_it_is_the_fastest_setting():
         if storage.kind == "gradients"
     )
     assert accumulated > 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--recompute-layers 1", "--recompute-layers 1 needs --use-activation-checkpoint"),
-        ("--recompute-group 2", "--recompute-group"),
-        ("--offload-activations", "--offload-activations"),
-        ("--use-activation-checkpoint mlp --recompute-group 2", "--recompute-group"),
-    ],
-)
-def test_bad_input_gets_one_line(flags, message, capsys, tmp_path):
-    path = tmp_path / "plan.json"
-    argv = [*SHAPE, "--json", str(path), *flags.split()]
-    assert plan_memory.main([*argv, "--at-peak"]) == 2
-    out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    assert line.startswith(f"error: {message}") and out == "" and not path.exists()
-    assert plan_memory.aim(argv)  # without it those flags are left out
