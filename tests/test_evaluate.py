@@ -1,5 +1,5 @@
-"""scripts/evaluate.py counts each token once, and finds what others find. Mistakes in its flags and
-files: test_bad_input.py."""
+"""scripts/evaluate.py counts each token once. What transformers finds: test_export_hf.py;
+mistakes in its flags and files: test_bad_input.py."""
 
 import json
 import math
@@ -63,12 +63,6 @@ def model(run):
     return load_model(run, torch.device("cpu"))[0]
 
 
-@pytest.fixture(scope="module")
-def theirs(folder):
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
 def evaluated(path: Path, *flags: str) -> dict:
     file = path.with_name("found.json")
     assert evaluate.main([f"--checkpoint-path={path}", f"--json={file}", *flags]) == 0
@@ -93,28 +87,6 @@ def test_the_trainers_own_number(run):
     assert found["precision"] == "float32 on cpu" and found["data"].startswith("validation part of")
     whole = evaluated(run)
     assert whole["tokens"] == 164 and abs(whole["loss"] / found["loss"] - 1) > 1e-6  # the tail
-
-
-@torch.no_grad()
-def test_the_recipe_of_transformers(run, theirs, tmp_path):
-    """As its documentation has it ("Perplexity of fixed-length models"), where no tail is left."""
-    n, stride = 17 + 9 * 5, 5
-    flag, tokens = tokens_file(tmp_path, n)
-    nats, n_tokens, prev_end = 0.0, 0, 0
-    for begin in range(0, n, stride):
-        end = min(begin + T + 1, n)
-        ids = tokens[:, begin:end]
-        target_ids = ids.clone()
-        target_ids[:, : -(end - prev_end)] = -100
-        n_valid = (target_ids[:, 1:] != -100).sum().item()
-        nats += theirs(ids, labels=target_ids).loss.item() * n_valid
-        n_tokens += n_valid
-        prev_end = end
-        if end == n:
-            break
-    found = evaluated(run, flag, f"--stride={stride}", "--batch-size=4")
-    assert found["tokens"] == n_tokens == n - 1 and found["stride"] == stride
-    assert found["loss"] == pytest.approx(nats / n_tokens, rel=1e-6)
 
 
 @settings(deadline=None, derandomize=True, max_examples=25)

@@ -1,5 +1,5 @@
-"""Weights from elsewhere: trainer/hf.py and trainer/pretrained.py against transformers, and what
---init-from makes of them. What is refused: bad_folders.py."""
+"""Weights from elsewhere (trainer/hf.py, trainer/pretrained.py), and what --init-from makes of
+them. What transformers makes of them: test_export_hf.py; what is refused: bad_folders.py."""
 
 import re
 import shutil
@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from harness.gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
 from harness.runs import (
     TINY,
@@ -57,54 +56,6 @@ def text(tmp_path) -> Path:
     path = tmp_path / "x.txt"
     path.write_text("a few words that a model can learn, again and again\n" * 100)
     return path
-
-
-SHAPES = [
-    dict(n_layer=3, n_head=4, n_embd=64, n_positions=48, n_inner=100),
-    dict(n_layer=1, n_head=3, n_embd=48, n_positions=80, activation_function="gelu_pytorch_tanh"),
-]
-
-
-@pytest.fixture(params=SHAPES, ids=["odd MLP", "one layer"])
-def theirs(request, tmp_path):
-    """transformers' GPT-2, saved in tmp_path/"hf" with a tokenizer of ours for its 257 ids."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    config = transformers.GPT2Config(**request.param, vocab_size=257, attn_implementation="eager")
-    config.embd_pdrop = config.attn_pdrop = config.resid_pdrop = 0.0
-    model = transformers.GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for parameter in model.parameters():  # no zero biases and unit gains, which hide mistakes
-            parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    write_folder(tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "hf" / "tokenizer.json")
-    return model
-
-
-def test_logits_loss_and_gradients_are_those_of_transformers(theirs, tmp_path):
-    ours, tokenizer = load_model(tmp_path / "hf", CPU)
-    assert tokenizer.vocab_size == 257 and not ours.training
-    ids = torch.randint(0, 257, (2, theirs.config.n_positions + 1))
-    expected = theirs.eval()(ids[:, :-1]).logits
-    assert (ours(ids[:, :-1]) - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-    theirs.train()(ids[:, :-1])
-    expected = F.cross_entropy(theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
-    expected.backward()
-    loss = ours.train()(ids[:, :-1], ids[:, 1:])
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    h, block = theirs.transformer.h[-1], ours.blocks[-1]
-    for found, wanted in [
-        (ours.token_embedding.weight.grad, theirs.transformer.wte.weight.grad),
-        (ours.position_embedding.weight.grad, theirs.transformer.wpe.weight.grad),
-        (block.attn.c_attn.weight.grad, h.attn.c_attn.weight.grad.T),
-        (block.mlp.c_proj.weight.grad, h.mlp.c_proj.weight.grad.T),
-        (block.mlp.c_fc.bias.grad, h.mlp.c_fc.bias.grad),
-        (ours.ln_f.bias.grad, theirs.transformer.ln_f.bias.grad),
-    ]:
-        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 def test_what_older_folders_hold_besides(tmp_path):
