@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.corpora import ids, load, texts, whole
-from hypothesis import given, settings
+from harness.corpora import ids, load, texts
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
@@ -60,19 +60,23 @@ def test_chunks_encode_as_the_whole(tokenizers, tmp_path_factory, groups, size) 
                 assert [i for part in parts for i in tokenizer.encode(part).tolist()] == wanted
 
 
-def test_a_text_with_no_place_to_cut_is_read_whole(monkeypatch, cache, tmp_path) -> None:
-    monkeypatch.setattr(documents_module, "CHUNK", 50)
-    (tmp_path / "x.txt").write_text("é" * 1000)
-    assert whole(load(cache, tmp_path / "x.txt")).decode() == "é" * 1000
-
-
 # ---- Formats
 
 
-def test_a_text_file_keeps_every_byte_but_the_bom(cache, tmp_path) -> None:
-    text = "first\r\nsecond <|endoftext|> é\n\n" * 50
-    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert whole(load(cache, tmp_path / "x.txt")) == text.encode()
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(st.text("a b\n\r\u00e9\U0001f600", min_size=1), st.floats(0.05, 0.95), st.booleans())
+@example("é" * 1000, 0.1, False)  # no place to cut
+@example("first\r\nsecond <|endoftext|> é\n\n" * 50, 0.1, True)
+def test_a_text_keeps_every_byte_but_the_mark_and_no_character_is_cut(
+    tmp_path_factory, text, ratio, mark
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "x.txt").write_bytes(b"\xef\xbb\xbf" * mark + text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents_module, "CHUNK", 50)
+        data = load(folder / "cache", folder / "x.txt", val_ratio=ratio)
+    parts = [*texts(data.train), *texts(data.val)]
+    assert b"".join(parts) == text.encode() and all(part.decode() or part == b"" for part in parts)
 
 
 def test_jsonl_is_one_document_a_line(cache, tmp_path) -> None:
@@ -143,13 +147,6 @@ def test_a_text_is_split_at_its_tail_after_a_newline(cache, tmp_path, n) -> None
         assert train.decode() + val.decode() == "".join(lines)
         assert val.startswith(b"line") and 0.18 < len(val) / (len(train) + len(val)) <= 0.2
     assert len(texts(data.val)) == n
-
-
-def test_a_tail_never_cuts_a_character(cache, tmp_path) -> None:
-    for n in range(1, 9):
-        (tmp_path / "x.txt").write_text("\U0001f600" * n)
-        data = load(cache, tmp_path / "x.txt", val_ratio=0.37)
-        assert whole(data).decode() == "\U0001f600" * n
 
 
 def test_many_texts_are_split_by_file(cache, tmp_path) -> None:
