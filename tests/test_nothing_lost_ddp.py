@@ -179,12 +179,6 @@ def alive(pid: str) -> bool:
         return False
 
 
-def test_one_line_for_all_processes(tmp_path):
-    """Each of them would say it."""
-    result = torchrun(tmp_path / "run.pt", "--d-model=15", expect=2)
-    assert len(errors(result)) == 1
-
-
 @slow
 def test_one_line_of_a_process_that_is_alone_with_it(tmp_path):
     result = faulty(tmp_path / "run.pt", "cuda-oom:1:3", expect=4)
