@@ -409,5 +409,3 @@ def test_the_command_is_as_it_was_typed(monkeypatch):
     assert OneProcess(torch.device("cpu")).command == ("python", "../minigpt/train_minimal.py")
     monkeypatch.setattr("sys.argv", ["pytest"])
     assert OneProcess(torch.device("cpu")).command == ("python", "train_minimal.py")
-
-
