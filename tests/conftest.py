@@ -7,7 +7,6 @@ what is set here.
 import gc
 import os
 import signal
-from copy import copy
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,14 +23,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from harness import planned  # noqa: E402
 from harness.start.sitecustomize import plan_nothing  # noqa: E402
 
 import trainer.plan  # noqa: E402
 import trainer.setup  # noqa: E402
-from memory import head, offload  # noqa: E402
-from model import MiniGPTConfig  # noqa: E402
-from planner import Planner  # noqa: E402
-from trainer import optimizer  # noqa: E402
+
+trainer.plan.make_planner = planned.make_once  # before anybody imports it from there
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -89,27 +87,7 @@ def plans_memory(monkeypatch) -> None:
 @pytest.fixture
 def fresh_planners() -> None:
     """Nothing has been simulated before."""
-    MADE.clear()
-
-
-def make_once(args, config, device, precision, *way):
-    """All who answer questions make their own planners. What those simulate is the same, and is
-    simulated once; but where a test has changed what a simulation does, or counts."""
-    plain = MiniGPTConfig(**vars(config) | trainer.plan.NO_RECOMPUTE)
-    state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.compress_gradients
-    changed = Planner.__init__, Planner.simulate, head.CHUNK, head.SLICE, offload.SMALL
-    key = plain, args.seq_len, device.type, precision, state, way, changed, optimizer.AT_A_TIME
-    if key not in MADE:
-        if len(MADE) == 50:
-            del MADE[next(iter(MADE))]
-        MADE[key] = MAKE_PLANNER(args, plain, device, precision, *way)
-    planner = copy(MADE[key])  # with the same steps
-    planner.config = config
-    return planner
-
-
-MADE, MAKE_PLANNER = {}, trainer.plan.make_planner
-trainer.plan.make_planner = make_once  # before anybody imports it from there
+    planned.MADE.clear()
 
 
 @pytest.fixture

@@ -51,6 +51,14 @@ def planned(shape: dict) -> StepMemory:
     ).step(shape["batch_size"])
 
 
+def merged(parts: dict[str, int]) -> dict[str, int]:
+    """Of two instants with as many bytes, in GELU's backward, either may be said to be the peak."""
+    passing = ("activations", "recomputed", "temporaries")
+    return {k: n for k, n in parts.items() if k not in passing} | {
+        "passing": sum(parts[kind] for kind in passing)
+    }
+
+
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 20))]
 )
@@ -65,7 +73,8 @@ def test_a_peak_is_the_planners(part, request):
         assert peak["where"] == step.where, shape
         assert peak["bytes"] == sum(peak["parts"].values())
         assert peak["bytes"] == pytest.approx(step.peak, rel=0.002), shape
-        assert peak["parts"] == pytest.approx(step.at_peak, abs=0.002 * step.peak), shape
+        parts = merged(step.at_peak)
+        assert merged(peak["parts"]) == pytest.approx(parts, abs=0.002 * step.peak), shape
         assert parameters == count_parameters(config)
         assert tuple(flops) == step_flops(config, shape["seq_len"])
 

@@ -204,13 +204,6 @@ def test_bars_are_to_scale(page):
         for kind, size in parts.items():
             assert widths[kind] == pytest.approx(size / safe * lefts[0], abs=1.5), (policy, kind)
     assert max(lefts) - min(lefts) < 0.1
-    asked = "name => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
-    found = {kind: page.evaluate(asked, f"--{kind}").lower() for kind in COLORS}
-    assert found == {kind: color.lower() for kind, color in COLORS.items()}
-    swatches = page.locator(".swatch").all()
-    assert [s.get_attribute("style") for s in swatches] == [
-        f"background: var(--{kind});" for kind in COLORS
-    ]
 
 
 def test_what_belongs_together_moves_together(page):
@@ -239,15 +232,6 @@ def test_what_belongs_together_moves_together(page):
     page.fill("#layers", "5")
     assert value("blocks") == 5
     check(page)
-
-
-def test_0_requests_go_anywhere(page):
-    for name in (*SHAPES, "first command's"):
-        page.select_option("#preset", name)
-    page.locator("button[data-of=run]").click()
-    page.reload()
-    assert len(page.asked) == 4  # the page and its script, twice
-    assert {urlsplit(url).scheme for url in page.asked} == {"file"}
 
 
 def test_sliders_by_keyboard(page):
@@ -335,8 +319,7 @@ def test_a_command_is_copied(chromium, allowed):
     assert page.complaints == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 800, 1400])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (800, "dark"), (1400, "light")])
 def test_it_fits_a_screen(chromium, width, scheme):
     link = "#layers=48&width=1600&heads=25&processes=16&policy=selective"
     page = open_page(chromium, link, width, color_scheme=scheme)

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_memory import CONFIG, WIDE, T, measured_peak, planner
+from cases.shapes import CONFIG, WIDE, T
+from harness.planned import CARD, measured_peak, planner
 
 from memory.policies import RECOMPUTE_POLICIES
-from planner import Card, Planner, StepMemory
+from planner import Planner
 from planner.choose import (
-    ALL_ALIKE,
     RUNGS,
+    all_alike,
     all_mixes,
     config_of,
     describe_recompute,
@@ -25,25 +26,17 @@ from planner.formulas import recompute_cost
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
-# Of these shapes both matter, FLOPs and bytes.
-CARD = Card("small", 2**40, (1e12,) * 3, 1e11, cache=2**16, launch_s=0)
 
-
-def alike(plan: Planner, batch_size: int) -> list[StepMemory]:
-    return [plan.step(batch_size, **ALL_ALIKE | rung) for rung in RUNGS]
-
-
-@pytest.mark.slow
 def test_auto_takes_the_cheapest_that_fits():
-    """8 budgets from tight to wide: never over, by an independent tracker, and never costlier than
-    the best of all pairs of policies at all layer counts, each of them simulated in full."""
+    """Never over, by an independent tracker, and never costlier than the best of all pairs of
+    policies at all layer counts."""
     config, batch_size = replace(WIDE, n_layers=3), 24
     plan = planner(config)
-    steps = alike(plan, batch_size)
-    every = [config_of(steps, mix) for mix in all_mixes(config.n_layers)]
-    peaks = np.array([plan.simulate(batch_size, way).peak for way in every])
-    costs = [recompute_cost(way, T) for way in every]
-    for budget in np.linspace(min(peaks), max(peaks), 8).astype(int).tolist():
+    steps = all_alike(plan, batch_size)
+    mixes = all_mixes(config.n_layers)
+    peaks = peaks_of(steps, mixes)
+    costs = [recompute_cost(config_of(steps, mix), T) for mix in mixes]
+    for budget in np.linspace(min(peaks), max(peaks), 4).astype(int).tolist():
         taken = pick_recompute(plan, batch_size, budget)
         assert measured_peak(taken.config, batch_size) <= budget
         best = min(cost for cost, peak in zip(costs, peaks, strict=True) if peak <= budget)
@@ -81,16 +74,21 @@ def test_all_mixes_are_all():
 
 @pytest.mark.parametrize(
     ("device_type", "precision", "settings"),
-    [("cuda", "bf16", {}), ("cpu", "fp32", {"accumulate": True})],
-    ids=["cuda", "cpu"],
+    [
+        ("cuda", "bf16", {}),
+        ("cpu", "fp32", {"accumulate": True}),
+        ("cuda", "bf16", {"shards": 2}),
+    ],
+    ids=["cuda", "cpu", "shards"],
 )
 def test_the_peak_of_a_mix_is_known_without_its_simulation(device_type, precision, settings):
     """To the byte, beside `selective` as well, which keeps what a block returns."""
     config = replace(CONFIG, n_layers=5, dropout=0.1)
     plan = planner(config, precision, device_type=device_type, **settings)
-    steps = alike(plan, 8)
+    steps = all_alike(plan, 8)
     mixes = all_mixes(5)
-    for mix, peak in list(zip(mixes, peaks_of(steps, mixes), strict=True))[::23]:
+    mixes = mixes[(mixes < len(steps)).all(axis=1)]  # (of shards no group)
+    for mix, peak in list(zip(mixes, peaks_of(steps, mixes), strict=True))[::31]:
         way = config_of(steps, mix)
         simulated = plan.simulate(8, way).peak
         assert simulated == peak, describe_recompute(way)
@@ -98,7 +96,7 @@ def test_the_peak_of_a_mix_is_known_without_its_simulation(device_type, precisio
 
 def test_the_seconds_of_a_mix_are_the_mean_of_its_blocks():
     plan = planner(replace(CONFIG, n_layers=5))
-    steps = alike(plan, 8)
+    steps = all_alike(plan, 8)
     mixes = all_mixes(5)
     for mix, mean in list(zip(mixes, mean_seconds(steps, mixes, CARD, False), strict=True))[::31]:
         simulated = plan.simulate(8, config_of(steps, mix)).seconds(CARD)
@@ -110,35 +108,11 @@ def gaps(seconds: np.ndarray, peaks: np.ndarray, taken: dict[int, float]) -> np.
     return np.array([took / seconds[peaks <= b].min() - 1 for b, took in taken.items()])
 
 
-@pytest.mark.slow
-def test_no_assignment_of_policies_to_blocks_is_much_faster(monkeypatch):
-    """Brute force: each block with each policy, each simulated. With 3 blocks the knapsack is at
-    its coarsest; two policies in two runs come within 1 % of it."""
-    config, batch_size = replace(CONFIG, n_layers=3), 8
-    plan = planner(config)
-    steps = alike(plan, batch_size)  # (before the schedule is another one)
-    policies = ["none", "cheap", "mlp", "full"]
-    every = []
-    for assignment in itertools.product(policies, repeat=3):
-        with monkeypatch.context() as patch:
-            patch.setattr("model.schedule", lambda blocks, *_: zip(blocks, assignment))  # noqa
-            every.append(plan.simulate(batch_size, config))
-    peaks, seconds = (np.array(v) for v in zip(*((s.peak, s.seconds(CARD)) for s in every)))  # noqa
-    assert peaks.max() == steps[0].peak and seconds.min() == pytest.approx(steps[0].seconds(CARD))
-    taken = {}
-    for budget in np.linspace(peaks.min(), peaks.max(), 20).astype(int).tolist():
-        step = pick_recompute(plan, batch_size, budget, CARD)
-        assert plan.simulate(batch_size, step.config).peak <= budget
-        taken[budget] = step.seconds(CARD)
-    found = gaps(seconds, peaks, taken)
-    assert found.max() <= 0.01
-
-
 def test_of_twelve_layers_no_mix_of_any_policies_is_one_percent_faster():
     """All 18,564 ways to give 12 blocks one of 7 policies, but for their order. And by FLOPs no
     pair of policies is better."""
     plan = planner(replace(CONFIG, n_layers=12, vocab_size=256))
-    steps = alike(plan, 16)
+    steps = all_alike(plan, 16)
     by_bytes = sorted(range(7), key=lambda i: steps[i].kept)
     every = np.array(list(itertools.combinations_with_replacement(by_bytes, 12)))
     peaks, seconds = peaks_of(steps, every), mean_seconds(steps, every, CARD, False)
@@ -159,7 +133,7 @@ def test_of_twelve_layers_no_mix_of_any_policies_is_one_percent_faster():
 def test_what_is_taken_has_been_simulated(monkeypatch):
     """Whatever was thought of its peak: it is never over the budget."""
     plan = planner(CONFIG)
-    steps = alike(plan, 16)
+    steps = all_alike(plan, 16)
     budget = (steps[0].peak + steps[-2].peak) // 2  # none and full
     fits = pick_recompute(plan, 16, budget, CARD).peak
     monkeypatch.setattr("planner.choose.peaks_of", lambda *a: peaks_of(*a) * 9 // 10)

@@ -5,8 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from cases.shapes import CONFIG
+from harness.planned import planner
 from harness.runs import ROOT
-from test_memory import CONFIG, planner
 from test_readme import DOCS
 
 from planner.choose import ALL_ALIKE, RUNGS, pick_recompute

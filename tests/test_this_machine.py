@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.shapes import CONFIG
+from harness.planned import planner
 from test_clock import HEADS, SCORES, SIMPLE, attend, attend_backward, note
-from test_memory import CONFIG, planner
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -67,7 +67,9 @@ def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dty
         room = room_on(device, args.memory_budget, share)
         room = replace(room, host=host_room(device, processes))
         return device.type, choose_precision(args, device), room
-    precision = choose_precision(args, torch.device(args.device), native=True)
+    precision = torch.float32 if args.no_amp or args.device == "mps" else torch.bfloat16
+    if args.amp_dtype != "auto":
+        precision = getattr(torch, args.amp_dtype)
     return args.device, precision, Room(args.memory_budget, args.device)
 
 
@@ -84,8 +86,10 @@ def card_target(args: argparse.Namespace, card: Card) -> tuple[str, torch.dtype,
             f"--memory-budget {format_bytes(budget)} is more than the {format_bytes(card.memory)} "
             f"of {card.name}: leave it out, or name another --card"
         )
+    if kind == "mps" or args.no_amp or args.amp_dtype != "auto":
+        return kind, choose_precision(args, torch.device(kind)), Room(budget, kind)
     _, bfloat16, float16 = card.flops  # before Ampere there is no bfloat16
-    precision = choose_precision(args, torch.device(kind), native=bfloat16 >= float16)
+    precision = torch.bfloat16 if bfloat16 >= float16 else torch.float16
     return kind, precision, Room(budget, kind)
 
 
@@ -152,7 +156,6 @@ class Plans:
     card: Card | None = None  # whose clock tells what is fastest; None: the fewest FLOPs are
     watch: Callable[[], object] = lambda: None  # called before each step that is simulated
     made: dict[tuple, Planner] = field(default_factory=dict)
-    largest: dict[tuple, int] = field(default_factory=dict)  # micro-batches
 
     def planner(self, args: argparse.Namespace) -> Planner:
         """The same one for all flags that differ in batch size and recompute only."""
@@ -173,21 +176,10 @@ class Plans:
     def peak(self, args: argparse.Namespace) -> int:
         """Bytes at the peak of a step; for `auto`, of the most that it recomputes. (No device has
         as many as one takes for whose offload the CPU's memory is too small.)"""
-        memory = policy_of(model_config(args, self.vocab_size))
+        config = model_config(args, self.vocab_size)
+        memory = {name: getattr(config, name) for name in NO_RECOMPUTE}
         step = self.planner(args).step(args.batch_size, **memory)
         return step.peak if self.host is None or step.host <= self.host else sys.maxsize
-
-    def most(self, args: argparse.Namespace, budget: int) -> int:
-        """Sequences of the largest micro-batch that fits in `budget` bytes with these flags."""
-        one = argparse.Namespace(**vars(args) | {"batch_size": 1})
-        if self.peak(one) > budget:
-            return 0
-        config, planner = model_config(args, self.vocab_size), self.planner(args)
-        key = planner, config, budget
-        if key not in self.largest:
-            memory, asked = policy_of(config), args.batch_size
-            self.largest[key] = planner.largest_batch(budget, asked, self.host, **memory)
-        return self.largest[key]
 
     def pick(self, args: argparse.Namespace, budget: int) -> StepMemory:
         """The fastest way to recompute that fits in `budget` bytes, else the smallest peak."""
@@ -199,29 +191,26 @@ class Plans:
     ) -> tuple[str, Knob | None]:
         """The least change that makes a step fit in `budget` bytes, with the fastest policy then;
         first why, if that is plain. `is_auto`: the run will choose its policy by itself."""
-        why, state, shards = "", self.state(args), None
+        why, state = "", self.state(args)
         if state >= budget:
             each = f" in each of {self.shards} processes" if self.shards > 1 else ""
-            why = (
-                f"weights, gradients and {optimizer_name(args)}'s state alone take "
-                f"{format_bytes(state)}{each}, more than the {format_bytes(budget)} that tensors "
-                "may take: "
-            )
+            why = f"weights, gradients and {optimizer_name(args)}'s state alone take "
+            why += f"{format_bytes(state)}{each}, more "
+            why += f"than the {format_bytes(budget)} that tensors may take: "
+        shards = self
         if self.ddp and self.processes > 1:
-            shards = replace(self, ddp=False, shards=self.processes, made={}, largest={})
+            shards = replace(self, ddp=False, shards=self.processes, made={})
+        of_shards = None if shards is self else (shards.state, shards.peak)
         groups = self.shards == 1 and args.n_layers > 1
-        knob = nearest(args, self.device.type, budget, self, shards, groups)
+        knob = nearest(
+            args, self.device.type, budget, self.state, self.peak, of_shards, groups=groups
+        )
         if knob and not is_auto:
             then = knob.change(args)
             if not then.offload_activations:
-                of_whom = shards if shards and knob.trainer else self
-                knob = knob.with_policy(args, of_whom.pick(then, budget).config)
+                config = (shards if knob.trainer else self).pick(then, budget).config
+                knob = knob.with_policy(args, config)
         return why, knob
-
-
-def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
-    """How it recomputes, as changes of another config."""
-    return {name: getattr(config, name) for name in NO_RECOMPUTE}
 
 
 def choose_recompute(plans: Plans, args: argparse.Namespace, room: Room) -> StepMemory:
@@ -257,16 +246,27 @@ def check_room(
     except UsageError:  # nobody knows
         return ""
     budget = room.safe or 0
-    need = f"{of_each(processes)}{format_bytes(peak)} predicted"
-    has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or 0)}"
-    if total is not None and processes * (peak + own) > total:
-        beside = f" beside the {format_bytes(own)} that Python, PyTorch and data take"
-        raise too_large(plans, args, budget, need + beside * bool(own), has)
-    if peak <= budget:
+    too_large = total is not None and processes * (peak + own) > total
+    if not too_large and peak <= budget:
         return ""
-    in_all = f"; {has} in all" if total else ""
+    need = f"{processes} processes, each " if processes > 1 else ""
+    need += f"{format_bytes(peak)} predicted"
+    has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or 0)}"
     advice = what_to_try(plans, args, budget)
-    return f"\nwarning  {need}, but tensors may take {room}{in_all}; {advice}"
+    if not too_large:
+        has = f"; {has} in all" if total else ""
+        return f"\nwarning  {need}, but tensors may take {room}{has}; {advice}"
+    if own:
+        need += f" beside the {format_bytes(own)} that Python, PyTorch and data take"
+    now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
+    raise TooLarge(f"{now}; {advice}")
+
+
+def what_to_try(plans: Plans, args: argparse.Namespace, budget: int) -> str:
+    """With which a step fits in `budget` bytes."""
+    why, knob = plans.way_out(args, budget)
+    way_out = f"{knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
+    return f"{why}try {way_out}"
 
 
 def check_host(
@@ -277,42 +277,31 @@ def check_host(
     if plans.host is None or step.host <= plans.host:
         return ""
     total, own = total_memory(cpu), own_memory() - held
-    need = f"{of_each(processes)}{format_bytes(step.host)} of CPU memory for --offload-activations"
-    on_device = room_on(process.device, None, process.processes_on_device).safe or 0
-    if total is not None and processes * (step.host + own) > total:
-        has = f"the machine has {format_bytes(total)}"
-        raise too_large(plans, args, on_device, need, has)
     room = room_on(cpu, None, processes, held)
+    need = f"{processes} processes, each " if processes > 1 else ""
+    need += f"{format_bytes(step.host)} of CPU memory for --offload-activations"
+    on_device = room_on(process.device, None, process.processes_on_device).safe or 0
     advice = what_to_try(plans, args, on_device)
-    return f"\nwarning  {need}, but tensors may take {room}; {advice}"
-
-
-def of_each(processes: int) -> str:
-    return f"{processes} processes, each " if processes > 1 else ""
-
-
-def too_large(plans: Plans, args: argparse.Namespace, budget: int, need: str, has: str) -> TooLarge:
+    if total is None or processes * (step.host + own) <= total:
+        return f"\nwarning  {need}, but tensors may take {room}; {advice}"
+    has = f"the machine has {format_bytes(total)}"
     now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
-    return TooLarge(f"{now}; {what_to_try(plans, args, budget)}")
-
-
-def what_to_try(plans: Plans, args: argparse.Namespace, budget: int) -> str:
-    """With which a step fits in `budget` bytes."""
-    why, knob = plans.way_out(args, budget)
-    way_out = f"{knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
-    return f"{why}try {way_out}"
+    raise TooLarge(f"{now}; {advice}")
 
 
 def describe_plan(planner: Planner, chosen: MiniGPTConfig, batch_size: int) -> str:
     """Predicted memory of a step as chosen, beside that without recompute."""
-    steps = {"without recompute": planner.step(batch_size, **NO_RECOMPUTE)}
+    none = planner.step(batch_size, **NO_RECOMPUTE)
+    parts = [(none, "without recompute")]
     if chosen.recompute != "none":
-        steps = {describe_recompute(chosen): planner.step(batch_size, **asdict(chosen))} | steps
-    words = [
-        f"{name}: peak {format_bytes(step.peak)}, backward keeps {format_bytes(step.kept)}"
-        for name, step in steps.items()
-    ]
-    return "; ".join(words) + " (predicted)"
+        parts.insert(0, (planner.step(batch_size, **asdict(chosen)), describe_recompute(chosen)))
+    return (
+        "; ".join(
+            f"{name}: peak {format_bytes(step.peak)}, backward keeps {format_bytes(step.kept)}"
+            for step, name in parts
+        )
+        + " (predicted)"
+    )
 
 
 def plan_memory(

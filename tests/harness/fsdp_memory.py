@@ -1,8 +1,8 @@
 """Started by torchrun in test_shards.py: what do real steps under fully_shard take?
 
-The model is sharded as train_fsdp.py does it. For each case, two measures of a step: the largest
-sum of the storages that operators see, and the CPU allocator's record. Process 0 writes them to the
-file that is named first; the cases are named after it.
+The model is sharded as train_fsdp.py does it. For each case: the largest sum of the storages that
+operators see in a step. Process 0 writes them to the file that is named first; the cases are named
+after it.
 """
 
 import json
@@ -17,18 +17,16 @@ sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from cases.memory_shapes import CONFIG, WIDE, T  # noqa: E402
+from cases.shapes import CONFIG, WIDE, T  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import memory.offload  # noqa: E402
 from model import MiniGPT  # noqa: E402
-from scripts.allocator_trace import trace_events  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 
 # name -> (config, batch size, in bfloat16, micro-batches, and for some cases the optimizer)
@@ -129,26 +127,6 @@ def train_step(model: MiniGPT, optimizer: torch.optim.Optimizer, case: tuple) ->
     optimizer.zero_grad()
 
 
-def allocated(profiler: profile, there: int) -> int:
-    """The most bytes of the allocator's record, above those that were `there`; or somewhat more.
-
-    When a thread of gloo's is the last to let go of a tensor, nobody records that it is gone. It
-    shows when another one gets its place.
-    """
-    alive: dict[int, int] = {}  # address -> bytes
-    now = peak = there
-    for event in trace_events(profiler):
-        if event["name"] == "[memory]":
-            size, address = event["args"]["Bytes"], event["args"]["Addr"]
-            now += size - (alive.pop(address, 0) if size > 0 else 0)
-            if size > 0:
-                alive[address] = size
-            else:
-                alive.pop(address, None)
-            peak = max(peak, now)
-    return peak
-
-
 def measure(case: tuple) -> dict[str, int]:
     model = MiniGPT(case[0]).train()
     shard(model)
@@ -162,9 +140,7 @@ def measure(case: tuple) -> dict[str, int]:
             train_step(model, optimizer, case)
         peaks.append(storages.peak)
     before = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in there}.values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        train_step(model, optimizer, case)
-    return {"storages": min(peaks), "allocator": allocated(profiler, before), "state": before}
+    return {"storages": min(peaks), "state": before}
 
 
 def main() -> None:

@@ -1,0 +1,55 @@
+"""The models whose steps are planned and measured, in these processes and under torchrun; and what
+is planned for. Tests that ask about the same step share its simulation: see harness/planned.py."""
+
+from dataclasses import replace
+
+import torch
+
+from model import RECOMPUTE_POLICIES, MiniGPTConfig
+
+T = 32
+CONFIG = MiniGPTConfig(
+    vocab_size=997,  # an odd number of rows
+    max_position_embeddings=T,
+    n_layers=4,
+    n_heads=2,
+    d_model=32,
+    d_ff=128,
+    dropout=0.0,
+    loss_chunks=4,
+)
+WIDE = replace(CONFIG, vocab_size=61, d_model=64, d_ff=192)
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+MEMORY = [
+    *({"recompute": policy} for policy in RECOMPUTE_POLICIES),
+    {"recompute": "mlp", "recompute_layers": 2},
+    {"recompute": "full", "recompute_group": 2},
+    {"recompute": "full", "recompute_group": 2, "recompute_layers": 3},
+    {"recompute": "full", "offload_activations": True},
+    {"recompute": "none", "loss_chunks": 1},
+]
+
+
+def mix(first: str, n: int, rest: str, **changes) -> dict:
+    """`first` in n blocks, `rest` in those after them."""
+    return {"recompute": first, "recompute_layers": n, "recompute_rest": rest, **changes}
+
+
+MIXES = [
+    mix("mlp", 2, "cheap"),
+    mix("full", 1, "sdpa"),
+    mix("cheap", 3, "full"),
+    mix("full", 2, "full", recompute_group=2),
+    mix("full", 3, "attn", recompute_group=2),
+    mix("full", 3, "selective"),
+    mix("full", 2, "cheap", offload_activations=True),
+]
+# What a planner is told of the run, beside the model (`dropout` is the model's)
+SETTINGS = {
+    "cuda": {"device_type": "cuda", "precision": "bf16"},
+    "cpu": {"dropout": 0.1},
+    "accumulate": {"device_type": "cuda", "precision": "bf16", "accumulate": True, "dropout": 0.1},
+    "ddp": {"ddp": True, "compress": True, "device_type": "cuda"},
+    "shards": {"shards": 2, "precision": "bf16"},
+}

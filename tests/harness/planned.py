@@ -1,0 +1,91 @@
+"""Planners of the models in cases/shapes.py, and what a real step of them takes."""
+
+from copy import copy
+from typing import Any
+
+import torch
+from cases.shapes import CONFIG, PRECISIONS, T
+from torch import nn
+
+from memory import head, offload
+from model import MiniGPT, MiniGPTConfig
+from planner import Card, Planner, step
+from trainer import optimizer, plan
+from trainer.process import OneProcess
+
+# Of these shapes both matter to it, FLOPs and bytes.
+CARD = Card("small", 2**40, (1e12,) * 3, 1e11, cache=2**16, launch_s=0)
+MAKE_PLANNER = plan.make_planner
+MADE: dict[tuple, Planner] = {}
+MOST = 50  # planners, with all steps that they have simulated
+
+
+def shared(key: tuple, make: Any) -> Planner:
+    """The planner of an earlier test that made one by this key; but where this test has changed
+    what a simulation does, or counts."""
+    changed = Planner.__init__, Planner.simulate, step.few_of, step.inside, step.workspaces()
+    changed += head.CHUNK, head.SLICE, optimizer.AT_A_TIME, offload.SMALL, step.SMALL
+    changed += offload.IN_FLIGHT, offload.fetch_all
+    key = *key, changed
+    if key not in MADE:
+        if len(MADE) == MOST:
+            del MADE[next(iter(MADE))]
+        MADE[key] = make()
+    return MADE[key]
+
+
+def make_once(args, config, device, precision, *way) -> Planner:
+    """Instead of trainer.plan.make_planner: who recomputes otherwise, or asks for other batches,
+    has the same planner."""
+    plain = MiniGPTConfig(**vars(config) | plan.NO_RECOMPUTE)
+    state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.compress_gradients
+    key = plain, args.seq_len, device.type, precision, state, way
+    planner = copy(shared(key, lambda: MAKE_PLANNER(args, plain, device, precision, *way)))
+    planner.config = config  # (and its own `watch`; but the same steps)
+    return planner
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def planner(config: MiniGPTConfig = CONFIG, precision: str = "fp32", **settings) -> Planner:
+    clip = OneProcess(torch.device(settings.get("device_type", "cpu"))).clip_gradients
+    settings = {"make_optimizer": adamw, "seq_len": T} | settings
+    return shared(
+        (config, precision, *sorted(settings.items())),
+        lambda: Planner(config, precision=PRECISIONS[precision], clip=clip, **settings),
+    )
+
+
+def measured_peak(
+    config: MiniGPTConfig,
+    batch_size: int,
+    precision: str = "fp32",
+    accumulate: int = 1,
+    make_optimizer=adamw,
+    seq_len: int = T,
+) -> int:
+    """Of the second of two real steps, by a tracker that is not ours."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    dtype = PRECISIONS[precision]
+    model = MiniGPT(config).train()
+    optimizer = make_optimizer(model)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    for _ in range(2):
+        with tracker:
+            for _ in range(accumulate):
+                tracker.reset_mod_stats()
+                ids = torch.randint(config.vocab_size, (batch_size, seq_len))
+                with torch.autocast(
+                    "cpu", dtype, enabled=dtype != torch.float32, cache_enabled=False
+                ):
+                    loss = model(ids, ids)
+                loss.backward()
+                del loss, ids
+            OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
