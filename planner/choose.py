@@ -32,7 +32,7 @@ def pick_recompute(
     --compile). Without one it does the fewest matrix products' FLOPs twice, then replays the least.
     Of equals it has the smallest peak. If nothing fits, the smallest peak of all is returned.
 
-    Only the rungs are simulated (the rest follows: `peaks_of`), and what is taken.
+    Only the eight rungs are simulated (the rest follows: `peaks_of`), and what is taken.
     """
     none = planner.step(batch_size, **ALL_ALIKE | RUNGS[0])
     if none.peak <= budget:
@@ -134,12 +134,11 @@ def peaks_of(alike: list[StepMemory], mixes: np.ndarray) -> np.ndarray:
 
     A step goes through its segments one after the other: what comes before the blocks, each block,
     the head, each block in backward, the optimizer. Each adds to the bytes, or frees some (`net`),
-    and on the way it has needed some more (`most`). What it does to them does not depend on what
-    the other blocks do, only where it begins does; so each segment is taken from the step in which
-    all blocks are of that kind. So for two policies the peak is piecewise linear in N.
+    and on the way it has needed some more (`most`). That does not depend on what the other blocks
+    do; so each segment is taken from the step in which all blocks are of that kind.
 
-    Not so with offload, whose copies of a block wait for another: there it is an estimate. (What is
-    taken is simulated, and never over the budget; but something better may have been passed over.)
+    Not so with offload, whose copies of a block wait for another: there it is an estimate, and
+    something better may be passed over. (What is taken is simulated, and never over the budget.)
     """
     most, net = np.array([segments(step) for step in alike]).transpose(2, 0, 1)  # (rungs, segments)
     first, last = mixes[:, :1], mixes[:, -1:]

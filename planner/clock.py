@@ -1,16 +1,13 @@
 """Seconds that a step takes on a card, from what its operators do: a roofline.
 
 An operator takes as long as its products at 70 % of the card's peak, or its bytes at 85 % of the
-memory's bandwidth, or a launch, whichever is longest; a step takes the sum. No estimate of this
-kind knows what a kernel is worth, what Python costs between small ones, or how warm the card is:
-it ranks ways to run a step, and tells their ratios better than their milliseconds.
+memory's bandwidth, or a launch, whichever is longest; a step takes the sum. That ranks ways to run
+a step, and tells their ratios better than their milliseconds. On a CPU nothing runs while Python
+does, a GELU computes longer than it waits for its bytes, and attention is far from what a product
+reaches: `this_machine` measures these as well.
 
-A CPU is another thing: while Python is at work nothing else is, a GELU computes longer than it
-waits for its bytes, and attention is far from what a product reaches. So `this_machine` measures
-these as well.
-
-What it leaves out: copies of offload, which run beside (and may not keep up); the averaging of DDP;
-all other FLOPs outside of products.
+Left out: copies of offload, which run beside (and may not keep up); the averaging of DDP; all other
+FLOPs outside of products.
 """
 
 import math

@@ -16,12 +16,10 @@ what is in none, the root: embeddings and ln_f. A process has, beside its shards
                                   group is there
     more micro-batches come       the whole gradients of all groups wait
 
-The planner's model does the same here on fake tensors, without processes: real ones, if there are
-any, are not disturbed. The source is torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py,
-`unshard`, `wait_for_unshard`, `pre_backward`, `post_backward`; torch 2.11 and 2.13 were measured,
-and take the same. A GPU copies and communicates on streams of their own, but Python allocates and
-frees in this order there, too (there is no record_stream). What an optimizer gathers (Muon: a few
-whole matrices at a time) is not followed.
+The planner's model does the same here on fake tensors, without processes. The source is
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; torch 2.11 and 2.13 were measured, and
+take the same. A GPU copies on streams of its own, but Python allocates in this order there, too.
+What an optimizer gathers (Muon: a few whole matrices at a time) is not followed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -129,17 +127,12 @@ class Gathering:
     # ---- when
 
     def hook_root(self) -> list:
-        def before(model: nn.Module, args: tuple) -> None:
-            self.before_forward(self.root)
-
         def after(model: nn.Module, args: tuple, loss: Tensor) -> None:
             self.arrived = None
             loss.register_hook(lambda _: self.gather(self.blocks[-1]))
 
-        return [
-            self.model.register_forward_pre_hook(before),
-            self.model.register_forward_hook(after),
-        ]
+        before = self.model.register_forward_pre_hook(lambda *_: self.before_forward(self.root))
+        return [before, self.model.register_forward_hook(after)]
 
     def hook_block(self, block: nn.Module, i: int) -> list:
         group, next_one = self.blocks[i], self.blocks[i - 1] if i else None

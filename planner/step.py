@@ -172,6 +172,7 @@ class Planner:
         told of each operator.
         """
         model, parameters, notebook = self.model, list(self.held.parameters()), Notebook()
+        in_low = self.precision != torch.float32
         # Gradients from an earlier micro-batch, or of blocks that are left out of this step.
         made_before = self.waiting.union(self.held.blocks[config.n_layers :].parameters())
         tracker = StorageTracker(
@@ -205,7 +206,8 @@ class Planner:
                 tracker.storages.append(cublas(workspaces()))
 
             tracker.enter("forward")
-            loss = self.forward(ids, labels)
+            with torch.autocast("cpu", self.precision, enabled=in_low, cache_enabled=False):
+                loss = model(ids, labels)
             forward_end = tracker.now
             loss.backward()
             gathering.end_backward()
@@ -240,15 +242,6 @@ class Planner:
     def waiting(self) -> set[nn.Parameter]:
         """Weights whose gradients are there from the step's begin to its end."""
         return set(self.model.parameters()) if self.accumulate or self.ddp else set()
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        with self.autocast():
-            return self.model(ids, labels)
-
-    def autocast(self) -> torch.autocast:
-        enabled = self.precision != torch.float32
-        dtype = self.precision if enabled else None
-        return torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=False)
 
 
 class WholeBlocks(HostMemory):

@@ -145,12 +145,11 @@ def order_of(n: int, repeats: list[tuple[int, int, int]], most: int) -> np.ndarr
 def parts(step: StepMemory) -> list[tuple[str, int | None, list[int], int]]:
     """What a step does, in order: (phase, block, operators at which it begins or begins anew, the
     operator at which the next one begins)."""
-    ends = [at for at, _, _ in step.places[1:]] + [len(step.timeline)]
     found = []
-    for (phase, block), group in groupby(zip(step.places, ends, strict=True), lambda p: p[0][1:]):
-        both = list(group)
-        found.append((phase, block, [place[0] for place, _ in both], both[-1][1]))
-    return found
+    for (phase, block), group in groupby(step.places, lambda place: place[1:]):
+        found.append((phase, block, [at for at, _, _ in group]))
+    ends = [begins[0] for _, _, begins in found[1:]] + [len(step.timeline)]
+    return [(*part, end) for part, end in zip(found, ends, strict=True)]
 
 
 def repeat_blocks(step: StepMemory, config: MiniGPTConfig, times: list[int]) -> StepMemory:

@@ -170,8 +170,7 @@ class StorageTracker(TorchDispatchMode):
 class Modules:
     """While it is entered, knows which part of a model runs: "blocks.0.mlp.c_fc"; "" outside.
 
-    (Looking for `self` on the stack would be shorter; but reading a frame's locals keeps them
-    alive, and with them tensors that are about to go.)
+    (To look for `self` on the stack would keep tensors alive that are about to go.)
     """
 
     def __init__(self, model: nn.Module, root: str = ""):

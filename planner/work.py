@@ -97,21 +97,15 @@ class Notebook:
         if name in EMPTY or is_view(operator):
             return
         given = dict(zip(parameters(operator), args, strict=False)) | kwargs
-        touches = [
-            touch
-            for parameter, (written, is_out) in parameters(operator).items()
-            for tensor in tensors_in(given.get(parameter))
-            for touch in touch_given(tracker, name, parameter, tensor, written, is_out)
-        ]
-        touches = limit_tables(name, given, results, touches)
+        touches = list(touch_given(tracker, operator, given, results))
         made = [
             touch_tensor(tracker, tensor, True)
             for tensor in results
             if tracker.find(tensor).born == tracker.now
         ]
-        if not (made or any(touch.written for _, touch in touches)):
+        if not (made or any(touch.written for touch in touches)):
             return
-        every = dict.fromkeys([touch for _, touch in touches] + made)  # (x * x reads x once)
+        every = dict.fromkeys(touches + made)  # (x * x reads x once)
         left = given.get("query", given.get(LEFT_FACTOR.get(name, "")))
         precision = left.dtype if isinstance(left, Tensor) else torch.float32
         self.operations.append(
@@ -166,29 +160,20 @@ def touch_tensor(tracker: StorageTracker, tensor: Tensor, written: bool) -> Touc
 
 
 def touch_given(
-    tracker: StorageTracker, name: str, parameter: str, tensor: Tensor, written: bool, is_out: bool
-) -> Iterable[tuple[str, Touch]]:
+    tracker: StorageTracker, operator: Any, given: dict, results: list
+) -> Iterable[Touch]:
     """How an operator touches what it is given: reads it, writes it, or both."""
-    touch = touch_tensor(tracker, tensor, False)
-    if not (written and (is_out or name in OVERWRITTEN)):
-        yield parameter, touch
-    if written and (name, parameter) not in ONLY_READ:
-        yield parameter, touch._replace(written=True)
-
-
-def limit_tables(
-    name: str, given: dict, results: list, touches: list[tuple[str, Touch]]
-) -> list[tuple[str, Touch]]:
-    """Of a table, no more is touched than is looked up or added."""
-    if not any((name, parameter) in TABLES for parameter in given):
-        return touches
-    few = given.get("src", given.get("source", results[0]))
-    return [
-        (parameter, touch._replace(bytes=min(touch.bytes, few.numel() * few.itemsize)))
-        if (name, parameter) in TABLES
-        else (parameter, touch)
-        for parameter, touch in touches
-    ]
+    name = operator.overloadpacket.__name__
+    for parameter, (written, is_out) in parameters(operator).items():
+        for tensor in tensors_in(given.get(parameter)):
+            touch = touch_tensor(tracker, tensor, False)
+            if (name, parameter) in TABLES:
+                few = given.get("src", given.get("source", results[0]))
+                touch = touch._replace(bytes=min(touch.bytes, few.nbytes))
+            if not (written and (is_out or name in OVERWRITTEN)):
+                yield touch
+            if written and (name, parameter) not in ONLY_READ:
+                yield touch._replace(written=True)
 
 
 def count_flops(name: str, given: dict, results: list) -> float:
