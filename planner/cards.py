@@ -7,6 +7,8 @@ sums): what training gets to use. clock.py knows which part of a peak is reached
 
 import re
 
+import torch
+
 from .clock import Card
 
 GIB = 2**30
@@ -146,3 +148,62 @@ def card_named(name: str) -> Card:
 def plain(name: str) -> str:
     """In small letters, without blanks, hyphens, and brands."""
     return re.sub("^(nvidia|apple)?(geforce|tesla)?(rtx)?", "", re.sub("[-_ ]", "", name.lower()))
+
+
+# ---- the denominator of MFU and HFU
+
+
+def cuda_name(card: str) -> str:
+    """What CUDA calls a card from Ampere on, its memory left out."""
+    chip = re.sub(r" \d+GB$", "", card)
+    return f"NVIDIA GeForce {chip}" if re.match(r"RTX \d", chip) else f"NVIDIA {chip}"
+
+
+# TFLOP/s of the tensor cores in bfloat16 or float16 with float32 sums, dense; by the name that
+# CUDA reports. First, the cards above whose bfloat16 has a unit of its own; then more of them, from
+# the same sources (GB200: a 72nd of GB200 NVL72; Turing has a whitepaper, too).
+TFLOPS = {
+    cuda_name(name): card.flops[1] / 1e12
+    for name, card in CARDS.items()
+    if card.flops[1] > card.flops[0]
+} | {
+    "NVIDIA A10": 125, "NVIDIA A30": 165, "NVIDIA A40": 149.7, "NVIDIA A800": 312,
+    "NVIDIA H100 NVL": 835, "NVIDIA H200 NVL": 835, "NVIDIA GH200": 989,
+    "NVIDIA H800": 989, "NVIDIA H800 PCIe": 756, "NVIDIA H20": 148, "NVIDIA GB200": 2500,
+    "NVIDIA L40": 181, "NVIDIA L40S": 362,
+    "NVIDIA RTX A4000": 76.7, "NVIDIA RTX A5000": 111.1,
+    "NVIDIA RTX 6000 Ada Generation": 364.2,
+    "NVIDIA GeForce RTX 3060 Ti": 32.4, "NVIDIA GeForce RTX 3070 Ti": 43.5,
+    "NVIDIA GeForce RTX 3080 Ti": 68.2, "NVIDIA GeForce RTX 3090 Ti": 80,
+    "NVIDIA GeForce RTX 4070 SUPER": 71,
+    "NVIDIA GeForce RTX 4070 Ti": 80.2, "NVIDIA GeForce RTX 4070 Ti SUPER": 88.2,
+    "NVIDIA GeForce RTX 4080 SUPER": 104.4, "NVIDIA GeForce RTX 4090 D": 147,
+    "NVIDIA GeForce RTX 5060": 38.4, "NVIDIA GeForce RTX 5060 Ti": 47.4,
+    "NVIDIA GeForce RTX 5070": 61.7, "NVIDIA GeForce RTX 5070 Ti": 87.9,
+}  # fmt: skip
+# Before Ampere: float16 only, neither bfloat16 nor TF32.
+FLOAT16_TFLOPS = {
+    "Tesla T4": CARDS["T4"].flops[2] / 1e12,
+    "Tesla V100": CARDS["V100 16GB"].flops[2] / 1e12, "Tesla V100-PCIE": 112, "Tesla V100S": 130,
+    "NVIDIA GeForce RTX 2080 Ti": 53.8,
+}  # fmt: skip
+# What may follow in a name without making it another chip ("-SXM4-40GB", " 80GB HBM3"). "Laptop
+# GPU" does make it one, and "MIG 1g.10gb" a part of one.
+FORM = r"([ -](SXM\d?|PCIE|PCIe|\d+GB?|HBM\d\w?))*"
+
+
+def peak_flops(name: str, precision: torch.dtype, tf32: bool = False) -> float | None:
+    """FLOP/s of the GPU of that name in matmuls of that precision; None if nobody has noted it.
+
+    `tf32`: float32 runs on the tensor cores, at half of bfloat16's rate.
+    """
+    rates: dict[str, float] = dict(TFLOPS)
+    if precision == torch.float16:
+        rates |= FLOAT16_TFLOPS
+    elif precision == torch.float32 and not tf32:
+        return None
+    fitting = [card for card in rates if re.fullmatch(re.escape(card) + FORM, name)]
+    if not fitting:
+        return None
+    rate = 1e12 * rates[max(fitting, key=len)]  # "H100 PCIe" is also an "H100"
+    return rate / 2 if precision == torch.float32 else rate

@@ -32,7 +32,7 @@ def pick_recompute(
     --compile). Without one it does the fewest matrix products' FLOPs twice, then replays the least.
     Of equals it has the smallest peak. If nothing fits, the smallest peak of all is returned.
 
-    Only the eight rungs are simulated (the rest follows: `peaks_of`), and what is taken.
+    Only the rungs are simulated (the rest follows: `peaks_of`), and what is taken.
     """
     none = planner.step(batch_size, **ALL_ALIKE | RUNGS[0])
     if none.peak <= budget:

@@ -12,7 +12,6 @@ benchmark                what does each policy cost on this machine?          mi
 kept_tensors             which tensors does a block keep for backward?        seconds
 checkpoint_from_scratch  how does an activation checkpoint work?              seconds
 lesson                   have I understood it? (ten exercises)                half an hour
-cpu_precision            is bfloat16 worth it on this CPU?                    seconds
 gpt2_small.sh            how do I train GPT-2 small on one GPU?               days
 gpt2_small_ddp.sh        and on all GPUs of a machine?                        days
 

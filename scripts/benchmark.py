@@ -33,7 +33,7 @@ import shlex
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -47,12 +47,12 @@ from tqdm import tqdm
 from data import DataError
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import Card
+from planner.cards import peak_flops
 from planner.choose import describe_recompute
 from planner.formulas import step_flops
 from planner.step import Planner
 from scripts import say_stopped
 from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
-from scripts.peak_flops import peak_flops
 from scripts.plan_table import Clock
 from trainer.card import clock_card, measured_card
 from trainer.device import choose_device, choose_precision, set_matmul_precision
@@ -118,6 +118,11 @@ def plan(args: argparse.Namespace, device: torch.device, precision: torch.dtype)
     return make_planner(args, config, device, precision)
 
 
+def predicted_seconds(args: argparse.Namespace, job: Job, planner: Planner, card: Card) -> float:
+    step = planner.step(job.batch_size, **asdict(config_of(args, job)))
+    return Clock(card, job.compiled, args.grad_accum_steps, 1).seconds(step)
+
+
 def choose_jobs(args: argparse.Namespace, planner: Planner) -> list[Job]:
     pair = ("none", "full")  # what the peer has
     policies = list(dict.fromkeys([*args.policies, *(pair if args.peer else ())]))
@@ -149,30 +154,15 @@ def run_worker(argv: list[str], job: Job) -> dict[str, Any] | None:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def expected_seconds(args: argparse.Namespace, jobs: list[Job], planner: Planner) -> float:
-    """How long all runs will take, roughly: by the speed of a block's largest matmul, now and here.
+def expected_seconds(args: argparse.Namespace, steps: list[float]) -> float:
+    """How long all runs will take, roughly; `steps`: predicted seconds of one, of each job.
 
     (--compile's first steps take longer, nobody knows how much.)
     """
-    config, device = planner.config, choose_device(args.device)
-    x, w = (
-        torch.ones(shape, device=device, dtype=planner.precision)
-        for shape in ((256, config.d_model), (config.d_model, config.d_ff))
-    )
-    start, repeats = 0.0, 5
-    for i in range(repeats + 1):
-        if i == 1:  # the first one may have to load a library
-            start = time.perf_counter()
-        (x @ w).sum().item()  # waits for a GPU
-    speed = repeats * 2 * x.numel() * config.d_ff / (time.perf_counter() - start)  # FLOP/s
-    seconds = 0.0
-    for job in jobs:
-        tokens = job.batch_size * args.grad_accum_steps * args.seq_len
-        step = tokens * sum(step_flops(config_of(args, job), args.seq_len)) / speed
-        # Beside its matmuls a step takes about as long again; a step with a profiler, three times
-        # as long. And a process needs to start, as this one has done.
-        seconds += time.process_time() + 2 * step * (WARM_UP + args.steps + 3)
-    return args.repeats * seconds
+    # A step with a profiler takes three times as long; and a process needs to start, as this one
+    # has done.
+    runs = (time.process_time() + step * (WARM_UP + args.steps + 3) for step in steps)
+    return args.repeats * sum(runs)
 
 
 def take_turns(
@@ -227,13 +217,13 @@ def make_row(
 ) -> dict[str, Any]:
     """One measurement, as it goes into the JSON file."""
     config = config_of(args, job)
+    step = planner.step(job.batch_size, **asdict(config))
     seconds = list(chain(*(result["step_s_all"] for result in results)))
     step_s = statistics.median(seconds)
     tokens_per_s = job.batch_size * args.grad_accum_steps * args.seq_len / step_s
     peak = None
     if choose_device(args.device).type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(), planner.precision, args.tf32)
-    step = planner.step(job.batch_size, **asdict(config))
     row = {
         **vars(job),
         "name": describe_recompute(config) + (", compiled" if job.compiled else ""),
@@ -242,7 +232,7 @@ def make_row(
         "group": config.recompute_group,
         "seq_len": args.seq_len,
         "step_s": step_s,
-        "predicted_s": Clock(card, job.compiled, args.grad_accum_steps, 1).seconds(step),
+        "predicted_s": predicted_seconds(args, job, planner, card),
         "step_s_all": seconds,
         "tokens_per_s": tokens_per_s,
         **utilization(config, args.seq_len, tokens_per_s, peak, job.compiled),
@@ -261,10 +251,11 @@ def show(form: Callable[[Any], str], value: Any) -> str:
     return "" if value is None else form(value)
 
 
-def markdown(header: str, lines: list[list[str]]) -> str:
-    columns = header.split("|")
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    lines = [[*header], *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def policy_table(rows: list[dict[str, Any]]) -> str:
@@ -282,8 +273,8 @@ def policy_table(rows: list[dict[str, Any]]) -> str:
         line += [show(format_bytes, row["rss_bytes"])]
         line += [show("{:.1%}".format, row[name]) for name in ("mfu", "hfu")]
         lines.append(line)
-    header = "policy|batch|step|predicted|tokens/s|time per token|predicted"
-    return markdown(f"{header}|peak|predicted / peak|resident|MFU|HFU", lines)
+    header = "policy|batch|step|predicted|tokens/s|time per token|predicted|peak"
+    return table(f"{header}|predicted / peak|resident|MFU|HFU".split("|"), lines) + "\n"
 
 
 def peer_table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
@@ -297,7 +288,7 @@ def peer_table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
                     a, b = own[name], row[name]
                     lines[-1] += [show(form, a), show(form, b), show("{:.2f}".format, a and a / b)]
     header = "policy|step, ours|the peer's|ratio|peak, ours|the peer's|ratio"
-    return markdown(header, lines)
+    return table(header.split("|"), lines) + "\n"
 
 
 def report(rows: list[dict[str, Any]], failed: list[Job]) -> str:
@@ -334,16 +325,16 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     precision = choose_precision(args, device)
     planner = plan(args, device, precision)
     jobs = choose_jobs(args, planner)
-    seconds = format_time(expected_seconds(args, jobs, planner))
-    n_runs = args.repeats * len(jobs)
-    print(f"{n_runs} run{'s' * (n_runs > 1)}, about {seconds} in all", file=sys.stderr)
     set_matmul_precision(device, args.tf32)
     card = clock_card(args, device) or measured_card(args, device)
+    progress = tqdm(jobs, desc="predicting", leave=False, disable=None)
+    steps = [predicted_seconds(args, job, planner, card) for job in progress]
+    n_runs, seconds = args.repeats * len(jobs), format_time(expected_seconds(args, steps))
+    print(f"{n_runs} run{'s' * (n_runs > 1)}, about {seconds} in all", file=sys.stderr)
     results, interrupted = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
     measured = [job for job in results if results[job]]
     failed = [job for job in jobs if job not in results]
-    progress = tqdm(measured, desc="predicting", leave=False, disable=None)
-    rows = [make_row(args, job, results[job], planner, card) for job in progress]
+    rows = [make_row(args, job, results[job], planner, card) for job in measured]
     about = {
         "command": shlex.join(["python", "-m", "scripts.benchmark", *argv]),
         "model": describe_model(planner.config),

@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 from model import MLP, RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner import Planner, StepMemory
-from planner.formulas import head_bytes, recompute_cost, step_flops
+from planner.formulas import head_bytes, recompute_cost
 from scripts.kept_tensors import kept_by_one_block, table
+from scripts.style import relative_flops
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 SEQ_LEN, SEQUENCES = 1024, 12
@@ -70,8 +71,7 @@ def cost_of_full() -> Measured:
 
     def relative(vocab_size: int, seq_len: int) -> float:
         config = replace(GPT2_SMALL, vocab_size=vocab_size, recompute="full")
-        needed, replayed = step_flops(config, seq_len)
-        return 1 + replayed / needed
+        return relative_flops(config, seq_len)
 
     answer = relative(1, 0)  # (the head of one id is nothing)
     lines = [f"{answer:.2f}  blocks alone", f"{relative(1, SEQ_LEN):.2f}  and attention's products"]
@@ -189,10 +189,10 @@ def policy_for_a_card() -> Measured:
     in_order = sorted(steps, key=lambda name: recompute_cost(steps[name].config, SEQ_LEN))
     lines = ["policy     FLOPs      peak  in 4 GiB"]
     for name in in_order:
-        needed, replayed = step_flops(steps[name].config, SEQ_LEN)
         fits = "fits" if steps[name].peak <= BUDGET else "no"
         peak = steps[name].peak / GIB
-        lines.append(f"{name:<10}  {1 + replayed / needed:.2f}  {peak:.2f} GiB  {fits}")
+        flops = relative_flops(steps[name].config, SEQ_LEN)
+        lines.append(f"{name:<10}  {flops:.2f}  {peak:.2f} GiB  {fits}")
     answer = next(name for name in in_order if steps[name].peak <= BUDGET)
     return Measured(answer, "\n".join(lines))
 

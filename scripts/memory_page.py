@@ -54,12 +54,18 @@ from planner.record import Record, code_of, group_of
 from planner.timeline import parts
 from planner.tracker import Storage
 from scripts import say_stopped
-from scripts.plan_peak import policy_of
-from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend
+from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend, relative_flops
 from trainer import flags
 from trainer.flags import UsageError, model_config, output_file, print_error
 from trainer.metrics import format_bytes
-from trainer.plan import NO_RECOMPUTE, asked_card, make_planner, target, vocabulary
+from trainer.plan import (
+    NO_RECOMPUTE,
+    asked_card,
+    make_planner,
+    policy_of,
+    target,
+    vocabulary,
+)
 from trainer.pretrained import open_init_from
 
 SOURCE = Path(__file__).parent / "page"
@@ -175,7 +181,6 @@ def step_data(
 ) -> dict[str, Any]:
     """One policy, as page.js has it."""
     step = record.step
-    needed, replayed = step_flops(step.config, step.seq_len, args.compile)
     starts, x = along_seconds(record, card, args.compile) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
     ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
@@ -183,7 +188,7 @@ def step_data(
         "name": name,
         "words": WORDS.get(name, "as it was asked for"),
         "flags": shlex.join(trainer_flags(step.config)),
-        "flops": (needed + replayed) / needed,
+        "flops": relative_flops(step.config, step.seq_len, args.compile),
         "seconds": step.seconds(card, args.compile) if card else None,
         "peak": step.peak,
         "where": step.where,
@@ -201,10 +206,8 @@ def step_data(
 
 def way_data(way: Way, args: argparse.Namespace, card: Card | None) -> list:
     """One of those that `auto` would take, as page.js has it: peak, cost, name, flags."""
-    needed, replayed = step_flops(way.config, args.seq_len, args.compile)
-    cost = way.cost[0] if card else (needed + replayed) / needed
-    name = describe_recompute(way.config)
-    return [way.peak, cost, name, shlex.join(trainer_flags(way.config))]
+    cost = way.cost[0] if card else relative_flops(way.config, args.seq_len, args.compile)
+    return [way.peak, cost, describe_recompute(way.config), shlex.join(trainer_flags(way.config))]
 
 
 def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:

@@ -13,7 +13,7 @@ from planner import Planner, StepMemory
 from planner.choose import describe_recompute, pick_recompute, recompute_flags
 from scripts.plan_table import Clock, Row, align, digits, format_seconds
 from trainer.metrics import format_bytes
-from trainer.plan import NO_RECOMPUTE, Plans
+from trainer.plan import NO_RECOMPUTE, Plans, policy_of
 
 STEP = 64  # tokens; lengths are multiples of it
 LONGEST = 10**6  # tokens, as --seq-len allows
@@ -38,16 +38,13 @@ def changed(args: argparse.Namespace, flags: dict[str, Any]) -> argparse.Namespa
 
 def longest_possible(args: argparse.Namespace) -> int:
     typed = "max_position_embeddings" in args.typed
-    return min(LONGEST, args.max_position_embeddings if typed else LONGEST)
-
-
-def add_longest(table: list[Row], args: argparse.Namespace, plans: Plans) -> list[Row]:
-    """The rows, each with the longest sequence that fits safely (or STEP less); 0: none does."""
-    return [replace(row, longest=longest_sequence(row, args, plans)) for row in table]
+    return min(LONGEST, args.max_position_embeddings) if typed else LONGEST
 
 
 def longest_sequence(row: Row, args: argparse.Namespace, plans: Plans) -> int:
-    memory = {name: getattr(row.step.config, name) for name in NO_RECOMPUTE}
+    """Tokens of the longest sequence that fits safely with this row's policy, or STEP less; 0: none
+    does."""
+    memory = policy_of(row.step.config)
     safe = row.room.safe or 0
 
     def peak(n: int) -> int:
@@ -138,6 +135,15 @@ def length_words(args: argparse.Namespace, wanted: dict[str, Any]) -> list[str]:
     return words
 
 
+def turn_all_knobs(
+    args: argparse.Namespace, plans: Plans, safe: int, clock: Clock
+) -> list[Setting]:
+    """The fastest ways to run a step within `safe` bytes, the best first; none if none fits."""
+    if args.longest_sequence:
+        args = longest_for_all(args, plans, safe)
+    return Search(args, plans, safe, clock).settings()
+
+
 class Search:
     """For the fastest way to run the sequences of a step on a card, within `safe` bytes."""
 
@@ -145,63 +151,53 @@ class Search:
         self.args, self.plans, self.safe, self.clock = args, plans, safe, clock
         self.sequences = args.batch_size * args.grad_accum_steps
         self.sizes = [n for n in range(1, self.sequences + 1) if self.sequences % n == 0]
-        self.found: dict[int, Setting | None] = {}  # micro-batch -> the fastest, if any fits
 
     def planner(self, size: int) -> Planner:
         flags = {"batch_size": size, "grad_accum_steps": self.sequences // size}
         return self.plans.planner(changed(self.args, flags))
 
-    def clock_of(self, size: int) -> Clock:
-        return replace(self.clock, micro_batches=self.sequences // size)
+    def setting(self, step: StepMemory) -> Setting:
+        clock = replace(self.clock, micro_batches=self.sequences // step.batch_size)
+        return Setting(step, clock)
 
-    def fits(self, size: int) -> bool:
-        """Is there a way at all?"""
-        planner = self.planner(size)
-        return any(planner.step(size, **way).peak <= self.safe for way in least(planner))
+    def without(self, size: int) -> Setting:
+        """Without recompute, whether that fits or not: no way is faster."""
+        return self.setting(self.planner(size).step(size, **NO_RECOMPUTE))
 
     def fastest(self, size: int) -> Setting | None:
-        """The fastest way to recompute with micro-batches of `size`."""
-        if size not in self.found:
-            self.found[size] = None
-            if self.fits(size):
-                card, compiled = self.clock.card, self.clock.compiled
-                step = pick_recompute(self.planner(size), size, self.safe, card, compiled)
-                if step.peak <= self.safe:
-                    self.found[size] = Setting(step, self.clock_of(size))
-        return self.found[size]
-
-    def bound(self, size: int) -> float:
-        """Seconds without recompute, whether that fits or not: no way is faster."""
-        step = self.planner(size).step(size, **NO_RECOMPUTE)
-        setting = Setting(step, self.clock_of(size))
-        if step.peak <= self.safe:
-            self.found[size] = setting
-        return setting.seconds
+        """The fastest way to recompute with micro-batches of `size`; None if none fits."""
+        clock = self.clock
+        step = pick_recompute(self.planner(size), size, self.safe, clock.card, clock.compiled)
+        return self.setting(step) if step.peak <= self.safe else None
 
     def largest_without(self) -> int:
         """The largest micro-batch that fits without recompute; else the smallest there is."""
-        whole, planner = self.sizes[-1], self.planner(1)
-        if self.planner(whole).step(whole, **NO_RECOMPUTE).peak <= self.safe:
+        whole = self.sizes[-1]
+        if self.without(whole).step.peak <= self.safe:
             return whole
-        most = planner.largest_batch(self.safe, self.args.batch_size, **NO_RECOMPUTE)
+        planner, asked = self.planner(1), self.args.batch_size
+        most = planner.largest_batch(self.safe, asked, **NO_RECOMPUTE)
         return max([n for n in self.sizes[:-1] if n <= most], default=1)
 
     def settings(self) -> list[Setting]:
         """The fastest first. From the largest micro-batch without recompute on, larger ones (which
         replay) are tried, and smaller ones (which use the card less), for as long as it pays."""
-        start = self.sizes.index(self.largest_without())
-        self.fastest(self.args.batch_size)  # to compare with
-        for way in (self.sizes[start:], self.sizes[: start + 1][::-1]):
+        start, asked = self.sizes.index(self.largest_without()), self.args.batch_size
+        found = {asked: self.fastest(asked)}  # to compare with
+        for way in (self.sizes[start:], self.sizes[start::-1]):
             best = float("inf")
             for size in way:
-                if self.bound(size) >= best:
+                plain = self.without(size)
+                if plain.step.peak <= self.safe:
+                    found[size] = plain
+                if plain.seconds >= best:
                     break
-                here = self.fastest(size)
+                here = found[size] = found.get(size) or self.fastest(size)
                 if here is None or here.seconds > best:
                     break
                 best = here.seconds
-        found = [setting for setting in self.found.values() if setting is not None]
-        return sorted(found, key=lambda setting: (setting.seconds, setting.step.peak))
+        fitting = [setting for setting in found.values() if setting is not None]
+        return sorted(fitting, key=lambda setting: (setting.seconds, setting.step.peak))
 
 
 def longest_for_all(args: argparse.Namespace, plans: Plans, safe: int) -> argparse.Namespace:

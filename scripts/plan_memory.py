@@ -33,42 +33,13 @@ from planner.formulas import closed_form, count_parameters
 from planner.record import Record
 from planner.shards import share_of
 from planner.work import PRECISIONS
-from scripts import say_stopped
-from scripts.plan_knobs import (
-    STEP,
-    Search,
-    Setting,
-    add_longest,
-    format_settings,
-    length_words,
-    longest_for_all,
-    with_length,
-)
-from scripts.plan_peak import at_peak, format_peak, record_step, typed_policy
-from scripts.plan_run import describe_whole, whole_run
-from scripts.plan_table import (
-    PASSED_ON,
-    Clock,
-    Row,
-    command_line,
-    describe_host,
-    digits,
-    format_table,
-    recommend,
-    rows,
-    words_of,
-)
+from scripts import plan_knobs, plan_peak, plan_table, say_stopped
+from scripts.plan_knobs import STEP, Setting
+from scripts.plan_table import Clock, Row, WholeRun, digits, recommend
 from scripts.plan_viz import write_viz
+from trainer import flags
 from trainer.card import THIS_MACHINE
-from trainer.flags import (
-    UsageError,
-    build_parser,
-    fill_in,
-    model_config,
-    number,
-    output_file,
-    print_error,
-)
+from trainer.flags import UsageError, model_config
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
 from trainer.plan import SMALLER, Plans, asked_card, target, vocabulary
@@ -77,6 +48,18 @@ from trainer.report import describe_model
 from trainer.room import Room
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
+# The trainers' flags that change no plan.
+PASSED_ON = (
+    "val_data val_ratio max_tokens data_seed num_epochs lr min_lr lr_scheduler warmup_steps seed "
+    "weight_decay grad_clip_norm log_interval eval_interval save_interval save_minutes log_to "
+    "eval_batches checkpoint_path resume sample_tokens profile detect_anomaly"
+).split()
+# Those that a command does not have as they were typed: this tool's own, and what it answers.
+ANSWERED = (
+    "--json --nproc-per-node --memory-budget --card --longest-sequence --all-knobs --fsdp "
+    "--at-peak --memory-viz --use-activation-checkpoint --recompute-layers --recompute-rest "
+    "--recompute-group --offload-activations"
+).split()
 
 
 @dataclass(frozen=True)
@@ -94,14 +77,14 @@ class Asked:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The trainers' flags. Those that the table is about may be there, and are left out of it;
     they say which step --at-peak lists."""
-    parser = build_parser("python -m scripts.plan_memory", "unused.pt")
+    parser = flags.build_parser("python -m scripts.plan_memory", "unused.pt")
     does = "Predict the memory of a training run, for each recompute policy."
     parser.description = f"{does} All other flags of the trainers may be there, too."
     for action in parser._actions:
         if action.dest in PASSED_ON:
             action.help = argparse.SUPPRESS
     add = parser.add_argument_group("plan (all else as in train_minimal.py)").add_argument
-    add("--nproc-per-node", type=number(int, 1, 10**4), metavar="N",
+    add("--nproc-per-node", type=flags.number(int, 1, 10**4), metavar="N",
         help="plan for train_ddp.py, with N processes on a machine")  # fmt: skip
     add("--fsdp", action="store_true",
         help="with --nproc-per-node: for train_fsdp.py, whose processes hold one model between "
@@ -116,22 +99,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--at-peak", action="store_true",
         help="list what is alive at the peak: with the --use-activation-checkpoint (...) that is "
         "typed, else with the one that is recommended, else with none")  # fmt: skip
-    add("--memory-viz", type=output_file, metavar="FILE.pickle",
+    add("--memory-viz", type=flags.output_file, metavar="FILE.pickle",
         help="write the same step there, for https://pytorch.org/memory_viz")  # fmt: skip
-    add("--json", type=output_file, metavar="FILE", help="write the table there, in bytes")
+    add("--json", type=flags.output_file, metavar="FILE", help="write the table there, in bytes")
     args = parser.parse_args(argv)
     if args.fsdp:
         check_fsdp(args)
     if args.json and args.json == args.memory_viz:
         raise UsageError(f"--json and --memory-viz: both are to be written to {args.json}")
     open_init_from(args)
-    args.typed_policy = typed_policy(args) if wants_record(args) else None
-    args.use_activation_checkpoint = "auto"
+    args.typed_policy = plan_peak.typed_policy(args) if wants_record(args) else None
+    # The rows are changes of a run without recompute, and the least of them is what auto takes.
     args.recompute_layers, args.recompute_rest = None, None
     args.recompute_group, args.offload_activations = 1, False
+    args.use_activation_checkpoint = "auto"
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
-    return fill_in(args, args.nproc_per_node or 1)
+    args = flags.fill_in(args, args.nproc_per_node or 1)
+    args.use_activation_checkpoint = "none"
+    return args
 
 
 def wants_record(args: argparse.Namespace) -> bool:
@@ -163,18 +149,14 @@ def aim(argv: list[str]) -> Asked:
         )
     if args.longest_sequence and room.budget is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
-    ddp, shards = args.nproc_per_node is not None, 1
-    if args.fsdp:
-        ddp, shards = False, processes
-    device = torch.device(kind)
     start, card = time.perf_counter(), asked_card(args)
     measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
-    vocab, host = vocabulary(args), room.host
-    plans = Plans(vocab, device, precision, ddp, processes, shards, host, card)
+    ddp, shards = args.nproc_per_node is not None and not args.fsdp, processes if args.fsdp else 1
+    device = torch.device(kind)
+    plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, room.host, card)
     clock = None
     if card:
         clock = Clock(card, args.compile, args.grad_accum_steps, processes, shards)
-    args.use_activation_checkpoint = "none"  # what the rows and the way out are changes of
     return Asked(argv, args, plans, room, clock, measured)
 
 
@@ -245,6 +227,21 @@ def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
     return assumed
 
 
+def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
+    """The trainer's command: what was asked, with what was found."""
+    left_out = {*ANSWERED, *flags, *["--compress-gradients"] * args.fsdp}
+    kept, keep = [], True
+    for word in argv:
+        if word.startswith("-"):  # else it is a value of the flag before it
+            keep = word.partition("=")[0] not in left_out
+        kept += [word] * keep
+    start = ["python", "train_minimal.py"]
+    if args.nproc_per_node:
+        trainer = "train_fsdp.py" if args.fsdp else "train_ddp.py"
+        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer]
+    return shlex.join([*start, *kept, *flags])
+
+
 def verdict(asked: Asked, table: list[Row]) -> str:
     """What to run; or why nothing fits, and what would."""
     argv, args, plans, room = asked.argv, asked.args, asked.plans, asked.room
@@ -269,31 +266,36 @@ def verdict(asked: Asked, table: list[Row]) -> str:
     lines.append(f"{nothing}; {why}{knob.command(args)} fits ({knob.words})")
     if knob.trainer:
         args = argparse.Namespace(**vars(args) | {"fsdp": True})
-    return "\n".join([*lines, command_line(argv, args, words_of(knob))])
+    return "\n".join([*lines, command_line(argv, args, knob.typed())])
 
 
 def longest_verdict(asked: Asked, table: list[Row]) -> str:
     """The command for the longest sequence of all rows, or what is said where none fits."""
 
-    def longest(rows: list[Row]) -> tuple[Row, str]:
-        """Of as long ones the cheapest, offloaded last."""
-        order = [(-(row.longest or 0), row.offloaded, row.cost, i) for i, row in enumerate(rows)]
-        row = rows[min(order)[-1]]
-        words = length_words(asked.args, with_length(asked.args, row.longest or 0))
-        return row, command_line(asked.argv, asked.args, words + row.flags)
+    def command(row: Row) -> str:
+        wanted = plan_knobs.with_length(asked.args, row.longest or 0)
+        words = plan_knobs.length_words(asked.args, wanted)
+        return command_line(asked.argv, asked.args, words + row.flags)
 
-    row, command = longest(table)
-    if not row.longest:
+    # Of as long ones the cheapest, offloaded last.
+    table = sorted(table, key=lambda row: (-(row.longest or 0), row.offloaded, row.cost))
+    if not table[0].longest:
         return verdict(asked, table)
-    if not row.offloaded:
-        return command
-    other, instead = longest([row for row in table if not row.offloaded])
-    return f"or, without offloading, {other.longest or 0:,} tokens: {instead}\n{command}"
+    here = next(row for row in table if not row.offloaded)
+    if here is table[0]:
+        return command(here)
+    instead = f"or, without offloading, {here.longest or 0:,} tokens: {command(here)}"
+    return f"{instead}\n{command(table[0])}"
 
 
-def as_json(asked: Asked, table: list[Row], settings: list[Setting], record: Record | None) -> str:
+def as_json(
+    asked: Asked, table: list[Row], settings: list[Setting], run: WholeRun, record: Record | None
+) -> str:
     args, plans, taken = asked.args, asked.plans, recommend(table)
+    shape = args.batch_size, args.seq_len, plans.precision
+    moments = args.optimizer, getattr(torch, args.moments_dtype)
     config = (taken or min(table, key=lambda row: row.step.peak)).step.config
+    alive = [group.as_json() for group in plan_peak.at_peak(record)] if record else None
     result = {
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
@@ -309,20 +311,13 @@ def as_json(asked: Asked, table: list[Row], settings: list[Setting], record: Rec
         "budget_bytes": asked.room.budget,
         "safe_bytes": asked.room.safe,
         "takes": taken and taken.name,
-        "run": whole_run(args, plans.processes, table, settings).as_json(),
+        "run": run.as_json(),
         "optimizer": args.optimizer,
         "moments_dtype": args.moments_dtype,
-        "closed_form": closed_form(
-            config,
-            args.batch_size,
-            args.seq_len,
-            plans.precision,
-            args.optimizer,
-            getattr(torch, args.moments_dtype),
-        ),
+        "closed_form": closed_form(config, *shape, *moments),
         "rows": [row.as_json() for row in table],
         "all_knobs": [setting.as_json(args) for setting in settings],
-        "alive_at_peak": [group.as_json() for group in at_peak(record)] if record else None,
+        "alive_at_peak": alive,
         "alive_at_peak_of": record and describe_recompute(record.step.config),
     }
     return json.dumps(result, indent=1) + "\n"
@@ -330,54 +325,47 @@ def as_json(asked: Asked, table: list[Row], settings: list[Setting], record: Rec
 
 def make_table(asked: Asked) -> list[Row]:
     args, plans = asked.args, asked.plans
-    table = rows(plans.planner(args), args, asked.room, asked.clock)
-    wanted = args.longest_sequence and not args.all_knobs
-    return add_longest(table, args, plans) if wanted else table
-
-
-def turn_all_knobs(asked: Asked) -> list[Setting]:
-    """The fastest ways to run a step, the best first; none if none fits."""
-    assert asked.clock
-    args, plans, safe = asked.args, asked.plans, asked.room.safe or 0
-    if args.longest_sequence:
-        args = longest_for_all(args, plans, safe)
-    return Search(args, plans, safe, asked.clock).settings()
+    table = plan_table.rows(plans.planner(args), args, asked.room, asked.clock)
+    if not args.longest_sequence or args.all_knobs:
+        return table
+    return [replace(row, longest=plan_knobs.longest_sequence(row, args, plans)) for row in table]
 
 
 def plan(asked: Asked, bar: tqdm) -> int:
     """Print the plan. Raises UsageError or DataError."""
-    argv, args, room = asked.argv, asked.args, asked.room
+    args, plans, room, clock = asked.args, asked.plans, asked.room, asked.clock
     bar.write(describe_target(asked) + "\n")
     table: list[Row] = []
     settings: list[Setting] = []
-    if room.budget is None or asked.plans.state(args) < room.budget:
-        if args.all_knobs:
-            settings = turn_all_knobs(asked)
+    if room.budget is None or plans.state(args) < room.budget:
+        if args.all_knobs and clock:
+            settings = plan_knobs.turn_all_knobs(args, plans, room.safe or 0, clock)
         if settings:
-            bar.write(format_settings(settings) + "\n")
+            bar.write(plan_knobs.format_settings(settings) + "\n")
         else:
             table = make_table(asked)
-            bar.write(format_table(table, recommend(table)) + "\n")
-            if host := describe_host(table, asked.plans.processes, asked.plans.device.type):
+            bar.write(plan_table.format_table(table, recommend(table)) + "\n")
+            if host := plan_table.describe_host(table, plans.processes, plans.device.type):
                 bar.write(host + "\n")
     record = None
     if wants_record(args):
-        record = record_step(args, asked.plans, table, settings)
+        record = plan_peak.record_step(args, plans, table, settings)
         if args.at_peak:
-            bar.write(format_peak(record) + "\n")
+            bar.write(plan_peak.format_peak(record) + "\n")
         if args.memory_viz:
-            write_viz(args.memory_viz, record, asked.clock)
-    run = whole_run(args, asked.plans.processes, table, settings)
-    for line in describe_whole(run, args):
+            write_viz(args.memory_viz, record, clock)
+    fastest = settings[0].seconds if settings else None
+    run = plan_table.whole_run(args, plans.processes, table, fastest)
+    for line in plan_table.describe_whole(run, args):
         bar.write(line)
     if settings:
-        bar.write(command_line(argv, args, settings[0].flags(args)))
+        bar.write(command_line(asked.argv, args, settings[0].flags(args)))
     elif args.longest_sequence and table and table[0].longest is not None:
         bar.write(longest_verdict(asked, table))
     else:
         bar.write(verdict(asked, table))
     if args.json:
-        args.json.write_text(as_json(asked, table or make_table(asked), settings, record))
+        args.json.write_text(as_json(asked, table or make_table(asked), settings, run, record))
     return 0
 
 
@@ -387,7 +375,7 @@ def main(argv: list[str] | None = None) -> int:
         with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
             return plan(replace(asked, plans=replace(asked.plans, watch=bar.update)), bar)
     except (UsageError, DataError) as error:
-        print_error(error)
+        flags.print_error(error)
         return 2
     except KeyboardInterrupt:
         say_stopped()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
 
-from model import MiniGPTConfig
 from planner.choose import describe_recompute
 from planner.record import ALIKE, Record, code_of, group_of
 from planner.tracker import Storage
@@ -20,7 +19,7 @@ from scripts.plan_knobs import Setting, changed
 from scripts.plan_table import Row, align, recommend
 from trainer.flags import fill_in, model_config
 from trainer.metrics import format_bytes
-from trainer.plan import NO_RECOMPUTE, Plans
+from trainer.plan import NO_RECOMPUTE, Plans, policy_of
 
 LINES = 10
 COLUMNS = 120  # where there is no terminal
@@ -42,10 +41,6 @@ def typed_policy(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     asked = changed(args, {"memory_budget": None, "card": None})  # (a trainer's are auto's)
     return policy_of(model_config(fill_in(asked), vocab_size=1))
-
-
-def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in NO_RECOMPUTE}
 
 
 def record_step(

@@ -1,8 +1,10 @@
-"""The table of scripts/plan_memory.py: one row for each way to recompute, and which to take."""
+"""The table of scripts/plan_memory.py: one row for each way to recompute, and which to take.
+
+And how long the whole run takes then.
+"""
 
 import argparse
 import math
-import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from planner import Card, Planner, StepMemory
 from planner.choose import describe_recompute, pick_recompute, recompute_flags, rungs
 from planner.formulas import count_parameters, recompute_cost, step_flops
-from trainer.knobs import Knob
+from trainer.length import format_tokens, tokens_per_step
 from trainer.metrics import format_bytes
 from trainer.room import Room
 
@@ -124,15 +126,15 @@ def rows(
     planner: Planner, args: argparse.Namespace, room: Room, clock: Clock | None = None
 ) -> list[Row]:
     """Every policy, and the cheapest way that fits (a row of its own if it is a mix)."""
-    ways, safe = [*rungs(planner), OFFLOADED], sys.maxsize if room.safe is None else room.safe
+    ways, asked = [*rungs(planner), OFFLOADED], args.batch_size
+    safe = sys.maxsize if room.safe is None else room.safe
     card = clock.card if clock else None
-    taken = pick_recompute(planner, args.batch_size, safe, card, args.compile)
-    if taken.config.recompute_layers is not None:
-        memory = {name: getattr(taken.config, name) for name in MIX}
-        before = [way["recompute"] for way in ways].index(taken.config.recompute)
-        ways.insert(before, memory)
+    taken = pick_recompute(planner, asked, safe, card, args.compile).config
+    if taken.recompute_layers is not None:
+        before = [way["recompute"] for way in ways].index(taken.recompute)
+        ways.insert(before, {name: getattr(taken, name) for name in MIX})
     needed, _ = step_flops(planner.config, planner.seq_len)
-    table, asked = [], args.batch_size
+    table = []
     for way in ways:
         step = planner.step(asked, **way)
         largest, safe_batch = (
@@ -149,50 +151,6 @@ def recommend(table: list[Row]) -> Row | None:
     is the last."""
     safe = [row for row in table if row.safe]
     return min(safe, key=lambda row: (row.offloaded, row.cost), default=None)
-
-
-# The trainers' flags that change no plan.
-PASSED_ON = (
-    "val_data val_ratio max_tokens data_seed num_epochs lr min_lr lr_scheduler warmup_steps seed "
-    "weight_decay grad_clip_norm log_interval eval_interval save_interval save_minutes log_to "
-    "eval_batches checkpoint_path resume sample_tokens profile detect_anomaly"
-).split()
-
-
-def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
-    """The trainer's command: what was asked, with what was found."""
-    mine = {"--json": 1, "--nproc-per-node": 1, "--memory-budget": 1, "--card": 1}
-    mine |= {"--longest-sequence": 0, "--all-knobs": 0, "--fsdp": 0}
-    mine |= {"--at-peak": 0, "--memory-viz": 1}
-    mine |= {"--compress-gradients": 0} if args.fsdp else {}
-    mine |= {"--recompute-layers": 1, "--recompute-rest": 1, "--recompute-group": 1}
-    mine |= {"--offload-activations": 0, "--use-activation-checkpoint": 0}
-    mine |= {flag: 1 for flag in flags if flag.startswith("--") and flag not in mine}
-    kept, skip = [], 0
-    for i, word in enumerate(argv):
-        name, _, value = word.partition("=")
-        if skip:
-            skip -= 1
-        elif name in mine:
-            skip = 0 if value else mine[name]
-            if name == "--use-activation-checkpoint" and not value:  # its value may be left out
-                skip = int(i + 1 < len(argv) and not argv[i + 1].startswith("-"))
-        else:
-            kept.append(word)
-    start = ["python", "train_minimal.py"]
-    if args.nproc_per_node:
-        trainer = "train_fsdp.py" if args.fsdp else "train_ddp.py"
-        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer]
-    return shlex.join([*start, *kept, *flags])
-
-
-def words_of(knob: Knob) -> list[str]:
-    """A knob's flags, for a command."""
-    words = []
-    for name, value in knob.flags.items():
-        if value is not None and value is not False:  # (off is the default)
-            words += ["--" + name.replace("_", "-")] + [str(value)] * (value is not True)
-    return words
 
 
 def format_table(table: list[Row], taken: Row | None) -> str:
@@ -237,16 +195,69 @@ def describe_host(table: list[Row], processes: int, device_type: str) -> str:
 def time_columns(table: list[Row], clock: Clock) -> list[list[str]]:
     """Estimates, shown as such. Of offloaded rows the clock knows all but the copies."""
     none = clock.seconds(table[0].step)
-    times, speeds = (
-        [f"~{format_seconds(none)}"],
-        [f"~{digits(3, clock.tokens_per_s(table[0].step))}"],
-    )
-    for row in table[1:]:
-        more = clock.seconds(row.step) / none - 1
-        times.append(f"{'> ' * row.offloaded}{more:+.0%}")
+    times, speeds = [], []
+    for i, row in enumerate(table):
+        more = f"{clock.seconds(row.step) / none - 1:+.0%}"
+        times.append(f"{'> ' * row.offloaded}{more}" if i else f"~{format_seconds(none)}")
         speed = digits(3, clock.tokens_per_s(row.step))
         speeds.append(f"{'<' if row.offloaded else '~'}{speed}")
     return [["time>", *times], ["tokens/s>", *speeds]]
+
+
+# ---- the whole run
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What was asked; if nobody said how long, a billion tokens, by which runs are compared."""
+
+    tokens: int
+    steps: int
+    asked: str
+    seconds: float | None  # None: nobody knows
+    offloaded: bool  # copies come on top
+
+    def as_json(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "steps": self.steps, "seconds": self.seconds}
+
+
+def whole_run(
+    args: argparse.Namespace, processes: int, table: list[Row], fastest: float | None
+) -> WholeRun:
+    """With the step that is recommended. `fastest`: seconds of that of --all-knobs, if there is."""
+    of_step = tokens_per_step(args, processes)
+    seconds, offloaded = fastest, False
+    if fastest is None and (taken := recommend(table)) and taken.longest is None:
+        # (The command of --longest-sequence has other steps than the rows.)
+        seconds, offloaded = taken.seconds, taken.offloaded
+    if "num_steps" in args.typed:
+        steps = args.num_steps
+        tokens, asked = steps * of_step, f"{steps:,} steps"
+    else:
+        tokens = args.num_tokens or 10**9
+        steps = math.ceil(tokens / of_step)
+        asked = f"{format_tokens(tokens)} tokens, {steps:,} steps"
+    return WholeRun(tokens, steps, asked, seconds and steps * seconds, offloaded)
+
+
+def describe_whole(run: WholeRun, args: argparse.Namespace) -> list[str]:
+    """Lines; none if there is nothing to say."""
+    lines = []
+    if args.num_epochs is not None:
+        words = f"how many steps --num-epochs {args.num_epochs:g} are is up to the data"
+        lines.append(f"note     {words}, which are not read here")
+    if run.seconds is not None:
+        about = "more than" if run.offloaded else "about"
+        lines.append(
+            f"run      {run.asked}: {about} {format_hours(run.seconds)}; without data, "
+            "communication, evaluation"
+        )
+    elif args.num_tokens:
+        lines.append(f"run      {run.asked}; --card tells how long they take")
+    return lines
+
+
+# ---- words
 
 
 def align(columns: list[list[str]]) -> str:
@@ -271,3 +282,10 @@ def digits(n: int, x: float) -> str:
     """Rounded to n digits: "54", "6.1", "358,000"."""
     rounded = float(f"{x:.{n - 1}e}")
     return f"{rounded:,.{max(0, n - 1 - math.floor(math.log10(rounded)))}f}"
+
+
+def format_hours(seconds: float) -> str:
+    """ "40 s", "25 min", "17 h", "5.2 days": as exact as an estimate is"""
+    units = ((1, "s", 90), (60, "min", 90), (3600, "h", 100), (86400, "days", math.inf))
+    size, unit = next((size, unit) for size, unit, most in units if seconds < most * size)
+    return f"{digits(2, seconds / size)} {unit}"

@@ -22,7 +22,7 @@ from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import Planner
 from planner.tracker import Storage
 from scripts.style import COLORS, WIDTH, load_pyplot, relative_flops, save_picture
-from studies.common import run_study, study_parser
+from studies.common import run_study, study_parser, table
 from trainer.flags import output_folder
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
@@ -119,21 +119,18 @@ def step_cost(policy: str) -> float:
 
 
 MARKS = {"kept": "#", "replayed": "/", "replayed, multiplied": "X", "neither": "."}
+LEGEND = "# kept, / replayed, cheap, X replayed, a matmul or attention, . neither"
 
 
 def text_table(blocks: dict[str, list[BlockTensor]]) -> str:
     """The picture in letters. It is also what the picture carries with it, in its metadata."""
-    width = max(len(tensor.name) for tensor in blocks["none"])
-    lines = [f"{'':{width}}    BTC  " + "  ".join(f"{policy:^9}" for policy in blocks)]
-    for row in zip(*blocks.values(), strict=True):
-        marks = "  ".join(f"{MARKS[tensor.state]:^9}" for tensor in row)
-        lines.append(f"{row[0].name:{width}} {row[0].bytes / BTC:6.2f}  {marks}")
-    sums = "  ".join(f"{kept_btc(tensors):^9.2f}" for tensors in blocks.values())
-    lines.append(f"{'kept (BTC)':{width}} {'':6}  {sums}")
-    costs = "  ".join(f"{step_cost(policy):^9.2f}" for policy in blocks)
-    lines.append(f"{'FLOPs of a step':{width}} {'':6}  {costs}")
-    lines.append("# kept   / replayed, cheap   X replayed, a matmul or attention   . neither")
-    return "\n".join(line.rstrip() for line in lines)
+    rows = [
+        [row[0].name, f"{row[0].bytes / BTC:.2f}", *(MARKS[tensor.state] for tensor in row)]
+        for row in zip(*blocks.values(), strict=True)
+    ]
+    rows.append(["kept (BTC)", "", *(f"{kept_btc(tensors):.2f}" for tensors in blocks.values())])
+    rows.append(["FLOPs of a step", "", *(f"{step_cost(policy):.2f}" for policy in blocks)])
+    return f"{table(['', 'BTC', *blocks], rows)}\n\n{LEGEND}"
 
 
 # ---- The picture

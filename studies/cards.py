@@ -14,10 +14,6 @@ if not __package__:  # python studies/cards.py: the others lie one folder up
     sys.path[0] += "/.."
     import studies  # noqa: F401
 
-import argparse
-import json
-import shlex
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,13 +22,12 @@ import torch
 from tqdm import tqdm
 
 from planner import CARDS
-from scripts import say_stopped
-from scripts.plan_knobs import Setting
-from scripts.plan_memory import PROGRESS, Asked, aim, turn_all_knobs
-from scripts.plan_run import format_hours
-from scripts.plan_table import digits
+from scripts.plan_knobs import Setting, turn_all_knobs
+from scripts.plan_memory import PROGRESS, Asked, aim
+from scripts.plan_table import digits, format_hours
+from studies.common import about, add_json, run_study, table, write_json
 from trainer.card import card_name, device_type
-from trainer.flags import SHAPES, OneLineParser, output_file
+from trainer.flags import SHAPES, OneLineParser, UsageError
 from trainer.metrics import format_bytes
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -74,7 +69,8 @@ class Plan:
     def fastest(self, card: str, model: str) -> tuple[Asked, Setting] | None:
         """The fastest way to run 512 sequences a step; None if none fits."""
         asked = self.ask(card, model, STEP)
-        settings = turn_all_knobs(asked)
+        assert asked.clock
+        settings = turn_all_knobs(asked.args, asked.plans, asked.room.safe or 0, asked.clock)
         return (asked, settings[0]) if settings else None
 
     def row(self, card: str) -> dict[str, Any]:
@@ -94,31 +90,25 @@ class Plan:
         return row
 
 
-def hours(row: dict[str, Any]) -> float:
-    """For a billion tokens."""
-    return 10**9 / row["fastest"]["tokens_per_s"] / 3600
-
-
 def format_fastest(rows: list[dict[str, Any]]) -> str:
     """ "| RTX 3060 12GB | `gpt2-medium` | 8 x 64 | `cheap` | ..." """
-    lines = ["| card | largest model | a step | policy | peak | tokens/s | 1B tokens |"]
-    lines += ["|---" * 7 + "|"]
-    for row in rows:
+
+    def cells(row: dict[str, Any]) -> list[str]:
         best = row["fastest"]
         if best is None:
-            lines.append(f"| {row['card']} | - | | | | | |")
-            continue
-        cells = [
+            return [row["card"], "-", "", "", "", "", ""]
+        return [
             row["card"],
             f"`{best['model']}`",
             f"{best['grad_accum_steps']} x {best['batch_size']}",
             best["name"],
             format_bytes(best["peak_bytes"]),
             digits(3, best["tokens_per_s"]),
-            format_hours(3600 * hours(row)),
+            format_hours(10**9 / best["tokens_per_s"]),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+    header = ("card", "largest model", "a step", "policy", "peak", "tokens/s", "1B tokens")
+    return table(header, map(cells, rows))
 
 
 def format_batches(rows: list[dict[str, Any]]) -> str:
@@ -128,37 +118,28 @@ def format_batches(rows: list[dict[str, Any]]) -> str:
         of_models = [row["largest_batch"][model].values() for model in SHAPES]
         cells = [" / ".join(f"{n:,}" for n in of) if any(of) else "-" for of in of_models]
         alike.setdefault(tuple(cells), []).append(row["card"])
-    lines = [f"| | {' | '.join(f'`{model}`' for model in SHAPES)} |", "|---" * 5 + "|"]
-    return "\n".join(
-        [
-            *lines,
-            *(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()),
-        ]
-    )
+    header = ["", *(f"`{model}`" for model in SHAPES)]
+    return table(header, ([", ".join(names), *cells] for cells, names in alike.items()))
+
+
+def study(argv: list[str]) -> None:
+    """Raises UsageError."""
+    parser = OneLineParser(prog="python -m studies.cards", description="Which card trains what.")
+    add_json(parser)
+    parser.add_argument("--cards", nargs="+", type=card_name, default=SHOWN, metavar="NAME",
+        help="any of NVIDIA's that are known (default: those in docs/planning.md)")  # fmt: skip
+    args = parser.parse_args(argv)
+    if others := [name for name in args.cards if name not in NVIDIA]:
+        raise UsageError(f"--cards: {others[0]} is no NVIDIA card; plan_memory --card plans for it")
+    with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
+        plan = Plan(bar.update)
+        rows = [plan.row(card) for card in args.cards]
+    print(format_fastest(rows), format_batches(rows), sep="\n\n")
+    write_json(args.json, about("studies.cards", argv) | {"rows": rows})
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = OneLineParser(prog="python -m studies.cards", description="Which card trains what.")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--cards", nargs="+", type=card_name, default=SHOWN, metavar="NAME",
-        help="any of NVIDIA's that are known (default: those in docs/planning.md)")  # fmt: skip
-    args: argparse.Namespace = parser.parse_args(argv)
-    if others := [name for name in args.cards if name not in NVIDIA]:
-        parser.error(f"--cards: {others[0]} is no NVIDIA card; plan_memory --card plans for it")
-    try:
-        with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
-            plan = Plan(bar.update)
-            rows = [plan.row(card) for card in args.cards]
-    except KeyboardInterrupt:
-        say_stopped()
-        return 130
-    print(format_fastest(rows), format_batches(rows), sep="\n\n")
-    if args.json:
-        command = shlex.join(["python", "-m", "studies.cards", *argv])
-        about = {"command": command, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        args.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    return 0
+    return run_study(study, argv)
 
 
 if __name__ == "__main__":

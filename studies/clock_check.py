@@ -16,26 +16,20 @@ if not __package__:  # python studies/clock_check.py: the others lie one folder 
     import studies  # noqa: F401
 
 import argparse
-import json
-import shlex
-import time
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
-from data import DataError
 from model import RECOMPUTE_POLICIES
 from planner import Planner
-from scripts import say_stopped
-from scripts.benchmark import describe_device
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
 from scripts.plan_table import Clock
+from studies.common import about, add_json, describe, run_study, table, write_json
 from trainer.card import clock_card, measured_card
 from trainer.device import choose_device, choose_precision, set_matmul_precision
-from trainer.flags import UsageError, build_parser, fill_in, number, output_file, print_error
+from trainer.flags import UsageError, build_parser, fill_in, number
 from trainer.plan import make_planner, vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
@@ -45,10 +39,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Raises UsageError or DataError."""
     parser = build_parser("python -m studies.clock_check", "unused")
     parser.description = "Compare measured time of every policy with what the planner predicts."
-    add = parser.add_argument_group("check (all else as in train_minimal.py)").add_argument
-    add("--rounds", type=number(int, 1, 10**6), default=10, metavar="N",
+    group = parser.add_argument_group("check (all else as in train_minimal.py)")
+    group.add_argument("--rounds", type=number(int, 1, 10**6), default=10, metavar="N",
         help="timed steps of each policy, which take turns (default: %(default)s)")  # fmt: skip
-    add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
+    add_json(group)
     args = parser.parse_args(argv)
     for name, default in {"use_activation_checkpoint": "none", "card": None}.items():
         if getattr(args, name) != default:
@@ -94,8 +88,8 @@ def compare(
     ]
 
 
-def format_row(row: dict[str, Any]) -> str:
-    cells = [
+def cells(row: dict[str, Any]) -> list[str]:
+    return [
         row["policy"],
         f"{1000 * row['step_s']:,.1f} ms",
         f"{1000 * row['predicted_s']:,.1f} ms",
@@ -103,52 +97,36 @@ def format_row(row: dict[str, Any]) -> str:
         f"{row['over_none']:+.1%}",
         f"{row['predicted_over_none']:+.1%}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-HEADER = """| policy | step | predicted | ratio | over none | predicted |
-|---|---|---|---|---|---|"""
+HEADER = ("policy", "step", "predicted", "ratio", "over none", "predicted")
 
 
-def check(argv: list[str]) -> None:
+def study(argv: list[str]) -> None:
     """Raises UsageError or DataError before anything is measured."""
     args = parse(argv)
     device = choose_device(args.device)
     set_matmul_precision(device, args.tf32)
     card = clock_card(args, device) or measured_card(args, device)
-    run_precision = choose_precision(args, device)
-    config = config_of(args, Job("none", args.batch_size))
-    planner = make_planner(args, config, device, run_precision)
+    config, precision = (
+        config_of(args, Job("none", args.batch_size)),
+        choose_precision(args, device),
+    )
+    planner = make_planner(args, config, device, precision)
     policies = list(RECOMPUTE_POLICIES)
     clock = Clock(card, compiled=False, micro_batches=args.grad_accum_steps, processes=1)
     found = compare(planner, args.batch_size, clock, policies, measure(args, policies))
-    about = {
-        "command": shlex.join(["python", "-m", "studies.clock_check", *argv]),
+    told = about("studies.clock_check", argv, device) | {
         "model": describe_model(config),
-        "device": describe_device(device),
-        "precision": str(run_precision).removeprefix("torch."),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
+        "precision": str(precision).removeprefix("torch."),
         "predicted for": card.name,
     }
-    print(HEADER, *map(format_row, found), sep="\n")
-    print("", *(f"{name}: {value}" for name, value in about.items()), sep="\n")
-    if args.json:
-        args.json.write_text(
-            json.dumps({**about, "card": asdict(card), "rows": found}, indent=1) + "\n"
-        )
+    print(table(HEADER, map(cells, found)), describe(told), sep="\n\n")
+    write_json(args.json, told | {"card": asdict(card), "rows": found})
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        check(sys.argv[1:] if argv is None else argv)
-        return 0
-    except (UsageError, DataError) as error:
-        print_error(error)
-        return 2
-    except KeyboardInterrupt:
-        say_stopped()
-        return 130
+    return run_study(study, argv)
 
 
 if __name__ == "__main__":

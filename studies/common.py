@@ -5,7 +5,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from data import DataError
 from scripts import say_stopped
 from scripts.benchmark import describe_device
+from scripts.benchmark import table as table  # studies take it from here
 from train_minimal import train
 from trainer.endings import run_safely
 from trainer.flags import OneLineParser, UsageError, build_parser, output_file, print_error
@@ -84,13 +85,6 @@ def train_quietly(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise KeyboardInterrupt if code == 130 else Stopped(code)
     records = read_metrics(beside(args.checkpoint_path, ".metrics.jsonl"))
     return [record for record in records if "val_loss" in record]
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Markdown."""
-    lines = [[*header], *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:

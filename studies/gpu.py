@@ -41,12 +41,12 @@ from torch.profiler import profile
 
 from memory.head import compiled_softmax, head_loss, softmax_in_place
 from model import RECOMPUTE_POLICIES
+from planner.cards import peak_flops
 from planner.clock import this_machine
 from planner.formulas import head_bytes
 from planner.work import PRECISIONS
 from scripts.benchmark import plan, utilization
 from scripts.benchmark_worker import Job, config_of, cpu_allocator_peak, make_run
-from scripts.peak_flops import peak_flops
 from studies.common import about, describe, run_study, table
 from train_minimal import train_step
 from trainer.device import choose_precision

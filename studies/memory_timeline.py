@@ -9,13 +9,9 @@ python -m scripts.memory_timeline --measure                 # and train, to see 
     out/memory_frontier.png    peak memory against FLOPs of a step; with --card, time on that card
     out/memory_made_of.png     what the peak is made of
 
-The flags are the trainers' own and mean the same here: the model, vocabulary, precision and device
-that train_minimal.py would have with them are drawn. `--device cuda` plans for a GPU wherever you
-are. Only what chooses a policy has no effect, because all policies are drawn; --memory-budget marks
-the one that --use-activation-checkpoint auto would take.
-
-What is drawn is the planner's prediction (planner/step.py). Needs matplotlib:
-pip install matplotlib
+The flags are the trainers' own and mean the same here, but for those that choose a policy: all are
+drawn, as the planner predicts them. --memory-budget marks what `auto` would take; `--device cuda`
+plans for a GPU wherever you are. Needs matplotlib: pip install matplotlib
 """
 
 import argparse
@@ -202,22 +198,17 @@ def row(step: StepMemory, card: Card | None = None, compiled: bool = False) -> d
     }
 
 
-def describe_target(planner: Planner) -> str:
-    """Which model is drawn, in the words of the trainers' first lines."""
-    config, precision = planner.config, str(planner.precision).removeprefix("torch.")
-    return (
-        f"model    {n_parameters(planner):,} parameters: {describe_model(config)}\n"
-        f"device   {'cpu' if planner.on_cpu else 'GPU'}, {precision}"
-    )
-
-
 def draw_all(args: argparse.Namespace) -> dict[str, Any]:
     """Draws and writes the pictures; what the JSON file says. Raises UsageError, DataError."""
     plt = load_pyplot("memory_timeline")
     measured = load_measured(args.measured, args.batch_size) if args.measured else None
     with tqdm(unit="step", desc="simulating", disable=None, leave=False) as bar:
         planner, card = prepare(args), asked_card(args)
-        bar.write(describe_target(planner))
+        precision = str(planner.precision).removeprefix("torch.")
+        bar.write(
+            f"model    {n_parameters(planner):,} parameters: {describe_model(planner.config)}"
+        )
+        bar.write(f"device   {'cpu' if planner.on_cpu else 'GPU'}, {precision}")
         planner.watch = bar.update
         subject = Subject(planner, args.batch_size, card, args.compile)
         records = {

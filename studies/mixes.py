@@ -17,9 +17,6 @@ if not __package__:  # python studies/mixes.py: the others lie one folder up
     import studies  # noqa: F401
 
 import argparse
-import json
-import shlex
-import time
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from typing import Any
@@ -39,8 +36,9 @@ from planner.choose import (
     peaks_of,
 )
 from planner.formulas import recompute_cost, step_flops
+from studies.common import about, add_json, run_study, table, write_json
 from studies.ladder import GPT2_SMALL, SEQ_LEN, adamw
-from trainer.flags import OneLineParser, output_file
+from trainer.flags import OneLineParser
 
 BATCH = 12
 CLOCKS = [(card, compiled) for card in ("H100", "RTX 4090") for compiled in (False, True)]
@@ -119,53 +117,38 @@ def gaps(steps: list[StepMemory]) -> list[dict[str, Any]]:
     return found
 
 
-def table(header: list[str], lines: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines])
-
-
 def report(mixes: list[dict[str, Any]], slower: list[dict[str, Any]]) -> str:
     names = list(mixes[0]["over_none"])
-    lines = [
+    taken = [
         [str(row["btc"]), row["rule"], row["takes"], f"{row['flops_twice']:.1%}"]
         + [f"{row['over_none'][name] - 1:+.1%}" for name in names]
         for row in mixes
     ]
-    parts = [table(["BTC a block", "rule", "takes", "FLOPs twice", *names], lines)]
-    lines = [
-        [
-            str(row["layers"]),
-            clock_name(row["card"], row["compiled"]),
-            f"{row['assignments']:,}",
-        ]
+    lost = [
+        [str(row["layers"]), clock_name(row["card"], row["compiled"]), f"{row['assignments']:,}"]
         + [f"{row[name]:.2%}" for name in ("worst", "mean")]
         for row in slower
     ]
     header = ["blocks", "clock", "assignments", "slower than the best, at most", "on average"]
-    return "\n\n".join([*parts, table(header, lines)])
+    between = table(["BTC a block", "rule", "takes", "FLOPs twice", *names], taken)
+    return f"{between}\n\n{table(header, lost)}"
 
 
-def main(argv: list[str] | None = None) -> int:
+def study(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m studies.mixes", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write the raw numbers there"
-    )
-    argv = sys.argv[1:] if argv is None else argv
+    add_json(parser)
     args = parser.parse_args(argv)
     steps = {n: alike(n) for n in tqdm(LAYERS, desc="simulating", leave=False, disable=None)}
     mixes = between_rungs(steps[max(LAYERS)])
     slower = [row for n in LAYERS for row in gaps(steps[n])]
-    result = {
-        "command": shlex.join(["python", "-m", "studies.mixes", *argv]),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "between_rungs": mixes,
-        "gaps": slower,
-    }
     print(report(mixes, slower))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    found = {"between_rungs": mixes, "gaps": slower}
+    write_json(args.json, about("studies.mixes", argv) | found)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_study(study, argv)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,13 @@ class Subject:
         none = self.step("none").seconds(self.card, self.compiled)
         return step.seconds(self.card, self.compiled) / none
 
+    @property
+    def cost_words(self) -> str:
+        if self.card is None:
+            return "FLOPs of a step, against none"
+        compiled = ", compiled" * self.compiled
+        return f"predicted time of a step, against none ({self.card.name}{compiled})"
+
 
 def flops_done(step: StepMemory) -> np.ndarray:
     """(operators + 1,) when each operator begins, in the units of `relative_flops`.
@@ -109,7 +116,7 @@ def draw_timeline(plt: Any, subject: Subject, records: dict[str, Record]) -> Any
     right = 1.09 * max(flops_done(step)[-1] for step in steps.values())
     for name, step in steps.items():
         axis = axes[name]
-        axis.set(title=title(name, steps, unit), xlim=(0, right), ylim=(0, 1.4 * most / unit.size))
+        axis.set(title=title(name, steps, unit), xlim=(0, right), ylim=(0, 1.65 * most / unit.size))
         draw_layers(axis, step, records.get(name), unit)
         if step.config.recompute != "none":  # until its gradients go
             outline = flops_done(none)[:-1], none.total[:-1] / unit.size
@@ -292,12 +299,13 @@ def draw_frontier(
         draw_mixes(axis, subject, unit)
     cost = "FLOPs" if measured is None and subject.card is None else "time"
     for place in points.values():
-        hollow = any(is_better(other, place) for other in points.values())
+        others = (other for other in points.values() if other != place)
+        hollow = any(cheaper <= place[0] and less <= place[1] for cheaper, less in others)
         words = f"hollow: another needs no more memory and no more {cost}"
         fill = {"markerfacecolor": "white", "label": words} if hollow else {}
         axis.plot(place[0], place[1] / unit.size, "o", color=POINT, **fill)
     best = mark(axis, subject, choice, unit, top) if measured is None else None
-    axis.set_xlabel("time of a step (s)" if measured else axis_words(subject))
+    axis.set_xlabel("time of a step (s)" if measured else subject.cost_words)
     axis.set_ylabel(f"peak memory of a step ({unit.name})")
     axis.set_ylim(0, top / unit.size)
     if measured is None:
@@ -311,18 +319,6 @@ def draw_frontier(
     figure.draw_without_rendering()  # now the frame's height is known
     name_points(axis, {name: (x, y / unit.size) for name, (x, y) in points.items()}, best)
     return figure
-
-
-def axis_words(subject: Subject) -> str:
-    if subject.card is None:
-        return "FLOPs of a step, against none"
-    compiled = ", compiled" * subject.compiled
-    return f"predicted time of a step, against none ({subject.card.name}{compiled})"
-
-
-def is_better(one: tuple[float, int], other: tuple[float, int]) -> bool:
-    """In one of cost and memory, and no worse in the other one."""
-    return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
 def draw_mixes(axis: Any, subject: Subject, unit: Unit) -> None:

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from harness.runs import ROOT
 from test_benchmark import CARD, SHAPE
 from test_readme import DOCS, cells
@@ -47,7 +48,7 @@ def test_what_a_policy_costs_is_compared_within_a_round():
     args = clock_check.parse([*SHAPE])
     config = clock_check.config_of(args, clock_check.Job("none", 8))
     planner = clock_check.make_planner(
-        args, config, clock_check.choose_device("cpu"), clock_check.torch.float32
+        args, config, clock_check.choose_device("cpu"), torch.float32
     )
     clock = clock_check.Clock(CARD, False, 1, 1)
     measured = np.array([[1.0, 1.1], [2.0, 2.2], [1.0, 2.0]])

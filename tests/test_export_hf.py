@@ -1,4 +1,5 @@
-"""scripts/export_hf.py: transformers opens the folder, and finds the same there."""
+"""scripts/export_hf.py: transformers opens the folder, and finds the same there; and so do we in
+one of its own."""
 
 import json
 import math
@@ -10,14 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from harness.gpt2_folder import TOKENIZER
 from harness.runs import TINY, same, snapshot
 
 import train_minimal
 from data import Tokenizer, find_dataset
-from scripts import export_hf, generate
-from trainer.hf import read_tensors
+from scripts import evaluate, export_hf, generate
+from trainer.hf import read_tensors, their_name, turned
 from trainer.pretrained import load_model, open_pretrained
 
 CPU = torch.device("cpu")
@@ -72,20 +76,88 @@ def test_in_and_out_and_in_again(run, folder, tmp_path):
     assert tokenizer.fingerprint == saved.fingerprint and tokenizer.pattern == saved.pattern
 
 
-def test_transformers_finds_the_same_model(run, folder):
+@pytest.fixture(scope="module")
+def theirs(folder):
     transformers = pytest.importorskip("transformers")
-    theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
+    model, about = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True
     )
-    assert type(theirs).__name__ == "GPT2LMHeadModel"
     assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def test_transformers_finds_the_same_model(run, theirs):
+    assert type(theirs).__name__ == "GPT2LMHeadModel"
     ours, _ = load_model(run, CPU)
     ids = torch.randint(0, ours.config.vocab_size, (2, 64))
     logits = ours(ids)
-    assert (theirs.eval()(ids).logits - logits).abs().max() <= 1e-5 * logits.abs().max()
-    for name, dropout in vars(theirs.config).items():
-        if name.endswith("_pdrop"):
-            assert dropout == 0.2
+    assert (theirs(ids).logits - logits).abs().max() <= 1e-5 * logits.abs().max()
+    dropouts = [value for name, value in vars(theirs.config).items() if name.endswith("_pdrop")]
+    assert dropouts == [0.2] * 3
+
+
+def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
+    """Of a model that transformers has written, in shards, with an MLP of another width."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    shape = {"n_layer": 3, "n_head": 4, "n_embd": 64, "n_positions": 48, "n_inner": 100}
+    shape |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+    config = transformers.GPT2Config(
+        **shape,
+        vocab_size=257,
+        attn_implementation="eager",
+        activation_function="gelu_pytorch_tanh",
+    )
+    theirs = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # no zero biases and unit gains, which hide mistakes
+            parameter += 0.1 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+
+    ours, tokenizer = load_model(tmp_path / "hf", CPU)
+    assert tokenizer.vocab_size == 257 and not ours.training
+    ids = torch.randint(0, 257, (2, 49))
+    logits = theirs(ids[:, :-1]).logits
+    assert (ours(ids[:, :-1]) - logits).abs().max() <= 1e-5 * logits.abs().max()
+    expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    expected.backward()
+    loss = ours.train()(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradients = {name: p.grad for name, p in theirs.transformer.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        wanted = turned(name, gradients[their_name(name)])
+        assert (parameter.grad - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+
+
+@torch.no_grad()
+def test_a_loss_over_a_text_is_that_of_transformers(run, theirs, tmp_path):
+    """As its documentation has it ("Perplexity of fixed-length models"), where no tail is left.
+
+    Windows of T tokens have T predictions, the last of a token behind them: as transformers counts,
+    that is a window of T + 1."""
+    T, n, stride = 16, 17 + 9 * 5, 5
+    tokens = torch.randint(0, 256, (1, n))
+    np.save(tmp_path / "x.npy", tokens[0].numpy().astype(np.uint16))
+    nats, n_tokens, prev_end = 0.0, 0, 0
+    for begin in range(0, n, stride):
+        end = min(begin + T + 1, n)
+        ids = tokens[:, begin:end]
+        target_ids = ids.clone()
+        target_ids[:, : -(end - prev_end)] = -100
+        n_valid = (target_ids[:, 1:] != -100).sum().item()
+        nats += theirs(ids, labels=target_ids).loss.item() * n_valid
+        n_tokens += n_valid
+        prev_end = end
+        if end == n:
+            break
+    flags = [f"--val-data={tmp_path}/x.npy", "--seq-len=16", "--stride=5", "--batch-size=4"]
+    where = [f"--checkpoint-path={run}", f"--json={tmp_path}/x.json"]
+    assert evaluate.main([*where, *flags]) == 0
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["tokens"] == n_tokens == n - 1 and found["stride"] == stride
+    assert found["loss"] == pytest.approx(nats / n_tokens, rel=1e-6)
 
 
 def test_transformers_finds_the_same_tokenizer(run, folder):
@@ -100,9 +172,7 @@ def test_transformers_finds_the_same_tokenizer(run, folder):
     assert theirs.model_max_length == 64
 
 
-def test_greedy_text_is_the_same(run, folder, capsys):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+def test_greedy_text_is_the_same(run, folder, theirs, capsys):
     tokenizer = Tokenizer.from_state(snapshot(run)["tokenizer"])
     prompt = [tokenizer.eot_id, *tokenizer.encode("def ").tolist()]
     start = torch.tensor([prompt])

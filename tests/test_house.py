@@ -141,6 +141,11 @@ def test_a_room_lists_its_files(folder):
     assert set(re.findall(r"^(\w+\.py) ", described or "", re.M)) == names
 
 
+def test_the_tests_that_are_run_twice_are_there():
+    figures = (ROOT / ".ci/run").read_text("utf-8").split('figures="')[1].split('"')[0].split()
+    assert {f"tests/test_{name}.py" for name in figures} <= set(FILES)
+
+
 def test_functions_fit_on_a_screen():
     """Docstrings left out; and but for one table, the flags."""
     long = set()

@@ -3,14 +3,19 @@
 import argparse
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model import MiniGPTConfig
 from planner import Planner
+from planner.formulas import state_bytes
+from planner.shards import share_of
 from trainer.flags import UsageError, build_parser, fill_in, model_config
-from trainer.knobs import Knob, nearest, next_knob, other_sequences, same_sequences
+from trainer.knobs import FEWER, Knob, candidates, nearest, next_knob
 from trainer.metrics import format_bytes
 from trainer.plan import Plans, TooLarge, plan_memory
 from trainer.process import OneProcess
@@ -31,13 +36,12 @@ def parse(flags: str) -> argparse.Namespace:
 
 
 def everything(flags: str, device_type: str) -> list[str]:
-    """The whole list: of each kind the first and the last."""
-    args, lines = parse(flags), []
-    for families in (same_sequences(args, device_type), other_sequences(args, device_type)):
-        for family in families:
-            ends = (family[0], family[-1]) if len(family) > 1 else tuple(family)
-            lines += [knob.command(args) for knob in ends]
-    return lines
+    args = parse(flags)
+    knobs = candidates(args, device_type, most=lambda args: args.batch_size)
+    return [knob.command(args) for knob in knobs]
+
+
+# ---- the list
 
 
 def test_a_command_that_recomputes_fully_in_the_rest_can_be_typed():
@@ -52,107 +56,181 @@ def test_a_command_that_recomputes_fully_in_the_rest_can_be_typed():
     )
 
 
-def test_the_list_begins_with_what_costs_nothing():
-    plain = "--loss-chunks 0 --use-activation-checkpoint"
-    assert everything("--loss-chunks 1 --batch-size 6 --seq-len 32", "cpu") == [
-        "--loss-chunks 0",
-        plain,
-        f"{plain} --batch-size 3 --grad-accum-steps 2",
-        f"{plain} --batch-size 1 --grad-accum-steps 6",
-        f"{plain} --batch-size 5",
-        f"{plain} --batch-size 1",
-        f"{plain} --batch-size 1 --grad-accum-steps 6 --seq-len 16",
-        f"{plain} --batch-size 1 --grad-accum-steps 6 --seq-len 8",
-    ]
+PLAIN = "--loss-chunks 0 --use-activation-checkpoint"
+TYPED = "--use-activation-checkpoint --recompute-layers 1 --batch-size 2 --seq-len 8"
+FULL, WITHOUT = "--use-activation-checkpoint full", " without --recompute-layers"
+DONE = "--use-activation-checkpoint --offload-activations --batch-size 2 --grad-accum-steps 3"
+AUTO = "--use-activation-checkpoint auto --card H100 --memory-budget 1GiB --batch-size 1"
 
 
-def test_a_gpu_can_offload_too_and_what_is_there_is_not_asked_for_again():
-    flags = "--use-activation-checkpoint --recompute-layers 1 --batch-size 2 --seq-len 8"
-    full, without = "--use-activation-checkpoint full", " without --recompute-layers"
-    parts = "--batch-size 1 --grad-accum-steps 2"
-    assert everything(flags, "cuda") == [
-        full + without,
-        f"{full} {parts}{without}",
-        f"{full} --offload-activations{without}",
-        f"{full} --offload-activations {parts}{without}",
-        f"{full} --batch-size 1{without}",
-        f"{full} --offload-activations --batch-size 1{without}",
-    ]
-    done = "--use-activation-checkpoint --offload-activations --batch-size 2 --grad-accum-steps 3"
-    assert everything(f"{done} --seq-len 8", "cuda") == ["--batch-size 1 --grad-accum-steps 6"]
-
-
-def test_what_belongs_to_auto_goes_with_it():
-    flags = "--use-activation-checkpoint auto --card H100 --memory-budget 1GiB --batch-size 1"
-    first, *_ = everything(f"{flags} --seq-len 8", "cpu")
-    assert first == "--use-activation-checkpoint full without --memory-budget --card"
+@pytest.mark.parametrize(
+    ("flags", "device", "knobs"),
+    [
+        (
+            "--loss-chunks 1 --batch-size 6 --seq-len 32",
+            "cpu",
+            [
+                "--loss-chunks 0",
+                PLAIN,
+                f"{PLAIN} --batch-size 3 --grad-accum-steps 2",
+                f"{PLAIN} --batch-size 2 --grad-accum-steps 3",
+                f"{PLAIN} --batch-size 1 --grad-accum-steps 6",
+                f"{PLAIN} --batch-size 5",
+                f"{PLAIN} --batch-size 1 --grad-accum-steps 6 --seq-len 16",
+                f"{PLAIN} --batch-size 1 --grad-accum-steps 6 --seq-len 8",
+            ],
+        ),
+        (  # a GPU can offload, too
+            TYPED,
+            "cuda",
+            [
+                FULL + WITHOUT,
+                f"{FULL} --batch-size 1 --grad-accum-steps 2{WITHOUT}",
+                f"{FULL} --offload-activations{WITHOUT}",
+                f"{FULL} --offload-activations --batch-size 1 --grad-accum-steps 2{WITHOUT}",
+                f"{FULL} --batch-size 1{WITHOUT}",
+                f"{FULL} --offload-activations --batch-size 1{WITHOUT}",
+            ],
+        ),
+        # what is there is not asked for again, and what belongs to auto goes with it
+        (f"{DONE} --seq-len 8", "cuda", ["--batch-size 1 --grad-accum-steps 6"]),
+        (f"{AUTO} --seq-len 8", "cpu", [f"{FULL} without --memory-budget --card"]),
+        ("--use-activation-checkpoint --batch-size 1 --seq-len 8", "cpu", []),
+    ],
+)
+def test_the_list_begins_with_what_costs_least(flags, device, knobs):
+    assert everything(flags, device) == knobs
 
 
 @pytest.mark.parametrize("flags", ["", "--loss-chunks 1", "--use-activation-checkpoint full"])
 def test_a_run_that_ran_out_takes_the_first(flags):
-    args = parse(flags)
-    assert f"; try {everything(flags, 'cpu')[0]} (" in next_knob(args, CPU, None)
+    args, back = parse(flags), "go on with --resume"
+    said = next_knob(args, CPU, back)
+    assert f"; try {everything(flags, 'cpu')[0]} (" in said and said.endswith(f"; {back}")
+    last = parse("--use-activation-checkpoint --batch-size 1")
+    assert next_knob(last, CPU, back).endswith("; try a shorter --seq-len or a smaller model")
+    assert "a smaller model (--n-layers, --d-model)" in next_knob(args, None, None)
 
 
-@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_a_prediction_takes_the_first_that_fits(device):
-    """Verified one by one: it fits, and nothing before it does. With what is fastest then."""
-    args = parse(SHAPE + " --loss-chunks 1 --batch-size 6")
-    plans = Plans(61, device, torch.float32)
-    counts = plans.state, plans.peak
-    *_, last = other_sequences(args, device.type)
-    least, found = plans.peak(last[-1].change(args)), set()
-    state = plans.state(args)
-    begin = max(int(1.05 * state), least - state // 5)  # below, it is always nothing
-    for budget in range(begin, plans.peak(args), state // 6):
-        why, told = plans.way_out(args, budget)
-        knob = nearest(args, device.type, budget, *counts, groups=True)
-        assert why == ""
-        if knob is None:  # then not even the least of all does
-            assert told is None
-            assert least > budget
-            continue
-        assert plans.peak(knob.change(args)) <= budget
-        found.add(tuple(knob.flags))
+# ---- a prediction
+
+
+class MadeUp:
+    """What plans would say, by a formula; grows with everything that a step's memory grows with."""
+
+    KEPT = {"none": 34, "cheap": 24, "selective": 20, "mlp": 16, "attn": 14, "sdpa": 6, "full": 2}
+
+    def __init__(self, shards: int = 1):
+        self.shards = shards
+
+    def state(self, args) -> int:
+        config, moments = model_config(args, 1000), getattr(torch, args.moments_dtype)
+        return share_of(state_bytes(config, args.optimizer, moments), config, self.shards)
+
+    def peak(self, args) -> int:
+        config, n = model_config(args, 1000), args.batch_size * args.seq_len
+        rest = config.n_layers - config.n_recomputed
+        kept = config.n_recomputed * self.KEPT[config.recompute]
+        kept += rest * self.KEPT[config.recompute_rest]
+        kept *= (0.8 if config.recompute_group > 1 else 1) * (
+            0.3 if config.offload_activations else 1
+        )
+        gradients = 48 * config.n_layers * config.d_model**2 * (args.grad_accum_steps > 1)
+        head = n * 1000 * (4 if args.loss_chunks == 1 else 1)
+        return self.state(args) + int(n * config.d_model * kept) + head + gradients
+
+    def most(self, args, budget: int) -> int:
+        sizes = range(1, 18)
+        peaks = (self.peak(argparse.Namespace(**vars(args) | {"batch_size": n})) for n in sizes)
+        return sum(peak <= budget for peak in peaks)
+
+
+def either(*words: str):
+    return st.sampled_from(words)
+
+
+FLAGS = st.tuples(
+    either("--n-layers 2", "--n-layers 12 --d-model 768", "--n-layers 1 --d-model 1600 --d-ff 64",
+           "--model gpt2-xl", "--model gpt2 --n-layers 24"),
+    either("--batch-size 1", "--batch-size 6", "--batch-size 17"),
+    either("", "--seq-len 8", "--seq-len 100"),
+    either("", "--grad-accum-steps 4"),
+    either("", "--loss-chunks 1"),
+    either("", FULL, f"{FULL} --recompute-group 2", "--use-activation-checkpoint auto",
+           f"{FULL} --offload-activations", f"{FULL} --recompute-layers 1",
+           "--use-activation-checkpoint mlp --recompute-layers 1 --recompute-rest cheap"),
+    either("", "--optimizer muon", "--moments-dtype bfloat16", "--resume"),
+    either("", "--compress-gradients"),
+).map(" ".join)  # fmt: skip
+STATE = {"moments_dtype", "optimizer", "model", "n_layers"}
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(FLAGS, either("cpu", "cuda"), st.floats(0.01, 0.99), st.booleans(), st.booleans())
+def test_the_first_that_fits_is_taken(flags, device, share, groups, sharded):
+    """Against all, one by one; else less state, which fits too, and is the first that does."""
+    args, plans, shards = parse(flags), MadeUp(), MadeUp(4) if sharded else None
+    budget = int(share * plans.peak(args))
+    knob = nearest(args, device, budget, plans, shards, groups)
+    fitting = []
+    for other in candidates(args, device, lambda args: args.batch_size, groups):
+        sizes = range(args.batch_size - 1, 0, -1) if other.words == FEWER else [None]
+        for n in sizes:
+            one = Knob(other.flags | ({"batch_size": n} if n else {}), other.words)
+            if plans.state(args) < budget and plans.peak(one.change(args)) <= budget:
+                fitting.append(one)
+    if fitting:
+        assert knob == fitting[0]
+    elif knob:
         then = knob.change(args)
-        fastest = plans.pick(then, budget)
-        assert plans.peak(told.change(args)) == fastest.peak <= budget or then.offload_activations
-        same = same_sequences(args, device.type, groups=True)
-        before = [k for family in (*same, *other_sequences(args, device.type)) for k in family]
-        for other in before[: before.index(knob)]:
-            assert plans.peak(other.change(args)) > budget, (knob.flags, other.flags)
-    assert len(found) >= 5
+        assert (shards if knob.trainer else plans).peak(then) <= budget
+        assert knob.trainer or knob.flags.keys() & STATE and plans.state(then) < plans.state(args)
+        assert not (knob.trainer and then.compress_gradients) and then.recompute_group < 3
 
 
-def test_a_state_that_is_too_large_asks_for_a_smaller_model_at_once(monkeypatch):
+def test_the_planner_is_asked():
+    """How many sequences fit, one by one; and what is told in the end is the fastest then."""
+    args, plans = parse(SHAPE + " --loss-chunks 1 --batch-size 4"), Plans(61, GPU, torch.float32)
+    full = Knob({"loss_chunks": 0, "use_activation_checkpoint": "full"}, "").change(args)
+    peaks = [plans.peak(argparse.Namespace(**vars(full) | {"batch_size": n})) for n in range(1, 5)]
+    for fitting, budget in enumerate((peaks[0] - 1, peaks[0], peaks[1], peaks[3] - 1)):
+        assert plans.most(full, budget) == fitting
+    why, told = plans.way_out(args, budget)
+    then = told.change(args)
+    assert why == "" and plans.pick(then, budget).peak == plans.peak(then) <= budget
+
+
+def test_a_state_that_is_too_large_asks_for_a_smaller_model_at_once():
     """The largest of those that fit; a planner is asked about no model that cannot."""
     asked = []
 
-    def peak(flags: argparse.Namespace) -> int:
+    def most(flags: argparse.Namespace, budget: int) -> int:
         asked.append(flags.n_layers)
-        return int(6 * GIB * flags.n_layers / 24) + flags.batch_size * GIB // 4
+        return (budget - 6 * GIB * flags.n_layers // 24) * 4 // GIB
 
-    plans = Plans(50257, GPU, torch.bfloat16)
+    real = Plans(50257, GPU, torch.bfloat16)
+    plans = SimpleNamespace(state=real.state, most=most)
     args = parse("--model gpt2-xl --batch-size 8")
-    knob = nearest(args, "cuda", 7 * GIB, plans.state, peak)
+    knob = nearest(args, "cuda", 7 * GIB, plans)
     full = {"use_activation_checkpoint": "full", "recompute_layers": None, "recompute_rest": None}
     assert knob.flags == {"model": "gpt2-medium"} | full | {"batch_size": 4, "grad_accum_steps": 2}
     assert set(asked) == {24}
 
+    plans.most = lambda flags, budget: flags.batch_size
     typed = parse("--n-layers 48 --d-model 1600 --n-heads 25 --d-ff 6400 --seq-len 64")
-    knob = nearest(typed, "cuda", 3 * GIB, plans.state, lambda flags: 0)
+    knob = nearest(typed, "cuda", 3 * GIB, plans)
     assert knob.command(typed) == "--n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072"
-    assert nearest(typed, "cuda", GIB, plans.state, lambda flags: 0) is None
+    assert nearest(typed, "cuda", GIB, plans) is None
 
 
 def test_a_smaller_state_before_a_smaller_model():
     """By how much they change the training; and a run that is half done keeps its optimizer."""
-    plans = Plans(50257, GPU, torch.bfloat16)
+    state = Plans(50257, GPU, torch.bfloat16).state
+    plans = SimpleNamespace(state=state, most=lambda args, budget: args.batch_size)
 
     def told(flags: str, budget: float) -> str:
-        args = parse(f"--model gpt2-xl --batch-size 1 {flags}")
-        knob = nearest(args, "cuda", int(budget * GIB), plans.state, plans.state)
-        return knob.command(args)
+        args = parse(f"--model gpt2-xl --batch-size 1 --use-activation-checkpoint {flags}")
+        return nearest(args, "cuda", int(budget * GIB), plans).command(args)
 
     muon, half = "--optimizer muon", "--moments-dtype bfloat16"
     assert told("", 20) == told("--resume", 20) == half
@@ -162,11 +240,9 @@ def test_a_smaller_state_before_a_smaller_model():
 
 
 def test_a_shorter_sequence_needs_fewer_positions():
-    args = parse("--seq-len 4096")
-    *_, halves = other_sequences(args, "cpu")
-    assert halves[0].change(args).max_position_embeddings == 2048
-    args = parse("--seq-len 4096 --max-position-embeddings 5000")
-    assert halves[0].change(args).max_position_embeddings == 5000
+    for flags, positions in (("", 2048), ("--max-position-embeddings 5000", 5000)):
+        args = parse(f"--seq-len 4096 {flags}")
+        assert Knob({"seq_len": 2048}, "").change(args).max_position_embeddings == positions
 
 
 # ---- before a run starts
@@ -202,12 +278,21 @@ def test_what_fits_is_not_warned_of(machine):
     assert "\n" not in words()
 
 
-def test_above_what_is_free_now_is_one_line_with_the_knob(machine):
+def test_too_little_is_one_line_with_the_knob(machine):
+    """A warning where it is too little just now; the end where there is no more in all."""
+    mix = "--use-activation-checkpoint cheap --recompute-layers 1"  # the least that fits
+    way_out = f"; try {mix} (same results, some more time)"
     machine(2 * peak(), peak() - 1)
     _, line = words().splitlines()
     assert line.startswith("warning  ") and " free, less a margin of a tenth); the machine" in line
-    mix = "--use-activation-checkpoint cheap --recompute-layers 1"  # the least that fits
-    assert line.endswith(f"; try {mix} (same results, some more time), which fits")
+    assert line.endswith(f"{way_out}, which fits")
+    machine(peak() - 1, peak() - 1)
+    with pytest.raises(TooLarge) as stop:
+        words()
+    line = str(stop.value)
+    assert line.startswith("out of memory before the first step: ") and "\n" not in line
+    assert "the machine has" in line and "with --batch-size 12 --seq-len 32, recompute none" in line
+    assert line.endswith(f"{way_out}, which fits")
 
 
 def test_a_mix_is_planned_as_what_it_is(machine):
@@ -221,17 +306,6 @@ def test_a_mix_is_planned_as_what_it_is(machine):
     machine(2 * peak(), peak(mix) - 1)
     knob = "--use-activation-checkpoint sdpa"  # in the first block; the rest stays as it is
     assert f"; try {knob} (same results, some more time), which fits" in words(mix)
-
-
-def test_above_what_there_is_in_all_ends_before_it_begins(machine):
-    machine(peak() - 1, peak() - 1)
-    with pytest.raises(TooLarge) as stop:
-        words()
-    line = str(stop.value)
-    assert line.startswith("out of memory before the first step: ") and "\n" not in line
-    assert "the machine has" in line and "with --batch-size 12 --seq-len 32, recompute none" in line
-    mix = "--use-activation-checkpoint cheap --recompute-layers 1"
-    assert line.endswith(f"; try {mix} (same results, some more time), which fits")
 
 
 def test_the_process_itself_counts_and_so_do_others(machine):
@@ -270,10 +344,7 @@ def test_how_much_a_snapshot_holds():
 
 
 def test_what_the_state_settles_is_not_simulated(machine, monkeypatch):
-    def simulate(*args):
-        raise AssertionError
-
-    monkeypatch.setattr(Planner, "simulate", simulate)
+    monkeypatch.setattr(Planner, "step", lambda *_, **__: pytest.fail("planned"))
     machine(1000, 1000)
     with pytest.raises(TooLarge, match="AdamW's state alone take .*: try a smaller --d-model"):
         words()

@@ -9,9 +9,9 @@ import torch
 from harness.runs import TINY, same, snapshot, train_here
 
 from planner import CARDS
+from planner.cards import peak_flops
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
-from scripts.peak_flops import FLOAT16_TFLOPS, TFLOPS, peak_flops
 from trainer.device import set_matmul_precision
 from trainer.flags import build_parser, fill_in
 from trainer.process import OneProcess
@@ -113,70 +113,35 @@ def test_a_gpu_that_is_not_found_is_a_note(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA GH200 144G HBM3e", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA GeForce RTX 3090", 71),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 4090 D", 147),
-        ("NVIDIA GeForce RTX 5090", 209.5),
+    ("names", "float16", "bfloat16"),
+    [  # TFLOP/s of whatever forms a chip is sold in
+        ("H100 80GB HBM3|GH200 480GB|GH200 144G HBM3e|H200", 989, 989),
+        ("H100 PCIe", 756, 756),
+        ("H100 NVL|H200 NVL", 835, 835),
+        ("A100-SXM4-40GB|A100-SXM4-80GB|A100-PCIE-40GB|A100 80GB PCIe", 312, 312),
+        ("A10", 125, 125),
+        ("A10G", 70, 70),
+        ("L40", 181, 181),
+        ("GeForce RTX 4070 Ti SUPER", 88.2, 88.2),
+        ("GeForce RTX 4090", 165.2, 165.2),
+        ("GeForce RTX 4090 D", 147, 147),
+        # before Ampere
+        ("Tesla T4", 65, None),
+        ("Tesla V100-SXM2-16GB|Tesla V100-SXM3-32GB", 125, None),
+        ("Tesla V100-PCIE-16GB", 112, None),
+        ("Tesla V100S-PCIE-32GB", 130, None),
+        # a part of one, another chip, and what nobody knows
+        ("A100-SXM4-40GB MIG 1g.5gb|GeForce RTX 4090 Laptop GPU|GeForce RTX 4070 Ti D", None, None),
+        ("A10-24Q|A1000|H1000|L40S2||GeForce RTX 3060 ", None, None),
     ],
 )
-def test_peak_of_a_card(name, tflops):
-    assert peak_flops(name, BF16) == peak_flops(name, FP16) == tflops * 1e12
-    assert peak_flops(name, FP32, tf32=True) == tflops * 1e12 / 2
-    assert peak_flops(name, FP32) is None
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a part of one
-        "NVIDIA GeForce RTX 4090 Laptop GPU",  # has another chip
-        "NVIDIA GeForce RTX 4070 Ti D",
-        "NVIDIA A10-24Q",
-        "NVIDIA A1000",
-        "NVIDIA H1000",
-        "NVIDIA L40S2",
-        "NVIDIA",
-        "",
-    ],
-)
-def test_peak_of_a_card_that_nobody_knows(name):
-    assert peak_flops(name, BF16) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("Tesla T4", 65),
-        ("Tesla V100-SXM2-16GB", 125),
-        ("Tesla V100-SXM3-32GB", 125),
-        ("Tesla V100-PCIE-16GB", 112),
-        ("Tesla V100S-PCIE-32GB", 130),
-    ],
-)
-def test_peak_of_a_card_that_has_only_float16(name, tflops):
-    assert peak_flops(name, FP16) == tflops * 1e12
-    assert peak_flops(name, BF16) is peak_flops(name, FP32, tf32=True) is None
+def test_peak_of_a_card(names, float16, bfloat16):
+    for name in names.split("|"):
+        name = name if name.startswith("Tesla") else f"NVIDIA {name}"
+        found = peak_flops(name, FP16), peak_flops(name, BF16), peak_flops(name, FP32, tf32=True)
+        rates = float16, bfloat16, bfloat16 and bfloat16 / 2
+        assert found == tuple(rate and rate * 1e12 for rate in rates), name
+        assert peak_flops(name, FP32) is None
 
 
 def test_the_benchmark_takes_the_peak_of_its_precision(monkeypatch):
@@ -201,9 +166,3 @@ def test_the_benchmark_takes_the_peak_of_its_precision(monkeypatch):
         shares[precision, args.tf32] = row["mfu"]
     assert asked == [False, True, False] and shares[FP32, False] is None
     assert shares[FP32, True] == pytest.approx(2 * shares[BF16, False])
-
-
-def test_all_rates_are_dense_teraflops():
-    """Twice as much, with sparsity, is what a data sheet shows first; FLOP/s would be 1e12."""
-    assert all(20 < rate <= 2500 for rate in (TFLOPS | FLOAT16_TFLOPS).values())
-    assert not TFLOPS.keys() & FLOAT16_TFLOPS.keys()

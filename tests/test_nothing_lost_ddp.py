@@ -179,12 +179,6 @@ def alive(pid: str) -> bool:
         return False
 
 
-def test_one_line_for_all_processes(tmp_path):
-    """Each of them would say it."""
-    result = torchrun(tmp_path / "run.pt", "--d-model=15", expect=2)
-    assert len(errors(result)) == 1
-
-
 @slow
 def test_one_line_of_a_process_that_is_alone_with_it(tmp_path):
     result = faulty(tmp_path / "run.pt", "cuda-oom:1:3", expect=4)
@@ -220,17 +214,29 @@ OUT_OF_MEMORY = [
 ]
 
 
-@pytest.mark.parametrize("text", LATE)
-def test_nccl_waits_in_vain(text, monkeypatch):
+IN_VAIN, ENDED = (
+    "waited 5 s for the others in vain",
+    "lost the connection to another process, which",
+)
+OF_THIS_MACHINE = NCCL + "invalid usage, NCCL version 2.27.5\nncclInvalidUsage: ...\nLast error:\n"
+OF_THIS_MACHINE += "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        *((dist.DistBackendError(text), IN_VAIN) for text in LATE),
+        *((dist.DistBackendError(text), f"{ENDED} ended ({text.splitlines()[-1].rstrip('.')}")
+          for text in GONE),
+        (dist.DistNetworkError("recv failed"), ENDED),
+        (dist.DistBackendError(OF_THIS_MACHINE), None),  # keeps its traceback
+        (RuntimeError("timeout"), None),  # not of this world
+    ],
+)  # fmt: skip
+def test_what_nccl_says_of_the_others(error, says, monkeypatch):
     monkeypatch.setenv("MINIGPT_TIMEOUT_S", "5")
-    assert "s for the others in vain" in lost_others(dist.DistBackendError(text))
-
-
-@pytest.mark.parametrize("text", GONE)
-def test_nccl_lost_another_process(text):
-    line = lost_others(dist.DistBackendError(text))
-    assert "lost the connection to another process, which ended (" in line
-    assert text.splitlines()[-1].rstrip(".") in line
+    line = lost_others(error)
+    assert says in line if says else line is None
 
 
 GLOO = (
@@ -257,14 +263,6 @@ def test_a_lost_process_costs_one_line_that_says_how_to_go_on(tmp_path, monkeypa
         "error: rank 0 lost the connection to another process, which ended (Read error "
         f"[127.0.0.1]:51234: Connection reset by peer); go on from {path}, step 5, with --resume\n"
     )
-
-
-def test_what_nccl_finds_here_keeps_its_traceback():
-    text = NCCL + "invalid usage, NCCL version 2.27.5\nncclInvalidUsage: ...\nLast error:\n"
-    text += "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
-    assert lost_others(dist.DistBackendError(text)) is None
-    assert lost_others(RuntimeError("timeout")) is None  # not of this world
-    assert "lost the connection" in lost_others(dist.DistNetworkError("recv failed"))
 
 
 @pytest.mark.parametrize("text", OUT_OF_MEMORY)

@@ -1,145 +1,41 @@
-"""--card: whose memory it is, whose clock tells the time, and who says no."""
+"""Whose clock tells what is fastest: in plan_memory's recommendation, and in a trainer's `auto`."""
 
-import json
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.answers import ask, budget_for
 from test_agree import Other
-from test_knobs import SHAPE as TRAINER_SHAPE
-from test_knobs import parse as parse_trainer
+from test_knobs import SHAPE, parse
 
 import trainer.card
 import trainer.plan
 from model import MiniGPTConfig
 from planner import CARDS, Card, Planner
-from scripts import plan_memory
-from scripts.plan_table import Clock, Row, digits, format_seconds, recommend
+from scripts.plan_table import Clock, Row, recommend
 from trainer.card import clock_card
 from trainer.flags import UsageError, model_config
-from trainer.plan import card_target
 from trainer.process import OneProcess
-from trainer.room import Room, for_tensors
+from trainer.room import Room
 
-SHAPE = (
-    "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32 "
-    "--batch-size 64"
-).split()
 GIB = 2**30
 H100 = CARDS["H100"]
 
 
-def plan(tmp_path, *flags: str) -> dict:
-    path = tmp_path / "plan.json"
-    assert plan_memory.main([*SHAPE, "--json", str(path), *flags]) == 0
-    return json.loads(path.read_text())
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> dict:
-    return plan(tmp_path_factory.mktemp("plain"), "--card=h100")
-
-
-def columns(out: str) -> list[str]:
-    (head,) = re.findall(r"^ +policy.*$", out, re.M)
-    return re.split(" {2,}", head.strip())
-
-
-# ---- in plan_memory
-
-
-@pytest.mark.parametrize(
-    ("flags", "kind", "precision", "gib"),
-    [
-        ("--card=H100", "cuda", torch.bfloat16, None),
-        ("--card=H100 --device=cuda --memory-budget=8GiB", "cuda", torch.bfloat16, 8),
-        ("--card=T4", "cuda", torch.float16, None),  # it has no bfloat16
-        ("--card=V100-32GB", "cuda", torch.float16, None),
-        ("--card=T4 --amp-dtype=bfloat16", "cuda", torch.bfloat16, None),
-        ("--card=H100 --no-amp", "cuda", torch.float32, None),
-        ("--card=M1", "mps", torch.float32, None),
-        ("--card=M1 --memory-budget=12GiB", "mps", torch.float32, 12),  # sold with more
-    ],
-)
-def test_a_card_says_what_is_planned_for(flags, kind, precision, gib):
-    args = plan_memory.parse(flags.split())
-    card = CARDS[args.card]
-    room = Room(gib * GIB if gib else card.memory, kind)
-    assert card_target(args, card) == (kind, precision, room)
-
-
-def test_a_card_leaves_the_margin_of_its_size(plain, tmp_path):
-    assert (plain["card"], plain["device"], plain["precision"]) == ("H100", "cuda", "bfloat16")
-    assert plain["budget_bytes"] == H100.memory
-    assert plain["safe_bytes"] == pytest.approx(0.9 * H100.memory, abs=1)
-    small = plan(tmp_path, "--card=H100", "--memory-budget=8GiB")
-    assert (small["budget_bytes"], small["safe_bytes"]) == (8 * GIB, 7 * GIB)
-
-
-def test_seconds_are_the_clocks(tmp_path, plain):
-    """In each row, of the policy that it is about."""
-    args = plan_memory.parse([*SHAPE, "--card=H100"])
-    args.use_activation_checkpoint = "none"
-    plans = trainer.plan.Plans(61, torch.device("cuda"), torch.bfloat16)
-    for row in plain["rows"]:
-        memory = {"recompute": row["policy"], "recompute_group": row["group"]}
-        step = plans.planner(args).step(64, **memory, offload_activations=row["offload"])
-        assert row["seconds"] == step.seconds(H100) > 0
-        assert row["tokens_per_s"] == 64 * 32 / row["seconds"]
-    compiled = plan(tmp_path, "--card=H100", "--compile")
-    for ours, theirs in zip(compiled["rows"], plain["rows"], strict=True):
-        assert ours["seconds"] < theirs["seconds"]
-
-
-def test_times_are_shown_as_estimates(tmp_path, capsys):
-    result = plan(tmp_path, "--card=H100")
-    out = capsys.readouterr().out
-    wanted = ["policy", "peak", "time", "tokens/s", "fits", "largest batch"]
-    assert columns(out) == wanted and "times are estimates" in out
-    none, *_, offloaded = result["rows"]
-    for row, line in zip(result["rows"], out.split("\n\n")[1].splitlines()[1:], strict=True):
-        more = row["seconds"] / none["seconds"] - 1
-        time = f"~{format_seconds(row['seconds'])}" if row is none else f"{more:+.0%}"
-        speed = "~" + digits(3, row["tokens_per_s"])
-        if row is offloaded:  # the clock does not know its copies
-            time, speed = f"> {time}", f"<{speed[1:]}"
-        assert f"  {time}  {speed}  yes  " in line
-
-
-def test_without_a_card_nothing_is_timed(tmp_path, capsys):
-    result = plan(tmp_path, "--device=cuda", "--memory-budget=1GiB")
-    assert result["card"] is None and {row["seconds"] for row in result["rows"]} == {None}
-    assert columns(capsys.readouterr().out)[4:6] == ["FLOPs twice", "fits"]
-
-
-@pytest.mark.parametrize(
-    ("x", "two", "three"),
-    [
-        *((0.0054, "0.0054", "0.00540"), (4.0, "4.0", "4.00"), (9.96, "10", "9.96")),
-        *((54, "54", "54.0"), (358_123, "360,000", "358,000")),
-    ],
-)
-def test_digits(x, two, three):
-    assert (digits(2, x), digits(3, x)) == (two, three)
-
-
 @pytest.mark.slow
-def test_what_is_recommended_is_the_fastest_that_fits(tmp_path, plain):
+def test_what_is_recommended_is_the_fastest_that_fits():
     """By time, not by FLOPs."""
     slow = replace(H100, flops=(1e18, 1e18, 1e18), launch_s=0)  # bytes are all that counts
-    peaks = {row["name"]: row["peak_bytes"] for row in plain["rows"]}
-    budget = (max(peaks["cheap"], peaks["mlp"]) + 1) / 0.75
-    assert peaks["none"] > 0.75 * budget
-    flags = (f"--memory-budget={budget}b", "--device=cuda")
-    for card in (H100, slow):
+    peaks = ask().peaks
+    budget = budget_for(max(peaks["cheap"], peaks["mlp"]) + 1)
+    for card, more in ((H100, ""), (slow, "--seed 2")):  # (another question)
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr("trainer.plan.clock_card", lambda args, device, card=card: card)
-            result = plan(tmp_path, "--card=H100", *flags)
+            result = ask(f"--card=H100 {budget} {more}").json
         safe = [row for row in result["rows"] if row["fits_safely"] and not row["offload"]]
         assert result["takes"] == min(safe, key=lambda row: row["seconds"])["name"]
-    by_flops = plan(tmp_path, *flags)
+    by_flops = ask(budget).json
     safe = [row for row in by_flops["rows"] if row["fits_safely"]]
     assert by_flops["takes"] == min(safe, key=lambda row: row["replayed"])["name"]
     assert by_flops["takes"] != result["takes"]
@@ -192,62 +88,6 @@ def test_micro_batches_share_one_update():
         assert clock.tokens_per_s(steps[0]) == pytest.approx(tokens / clock.seconds(steps[0]))
 
 
-def test_accumulation_and_processes_count(tmp_path):
-    result = plan(tmp_path, "--card=H100", "--grad-accum-steps=3", "--nproc-per-node=2")
-    for row in result["rows"]:
-        assert row["tokens_per_s"] == pytest.approx(2 * 3 * 64 * 32 / row["seconds"])
-
-
-def test_tf32_makes_products_of_float32_faster(tmp_path, capsys):
-    plain, fast = (plan(tmp_path, "--card=H100", "--no-amp", *more) for more in ([], ["--tf32"]))
-    told = re.findall(r"^card +H100: (\S+) TFLOP/s in float32", capsys.readouterr().out, re.M)
-    assert told == ["67.0", "494"] and plain["card"] == fast["card"] == "H100"
-
-
-def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
-    mine = replace(H100, name="this machine")
-    monkeypatch.setattr("trainer.card.this_machine", lambda *what: mine)
-    result = plan(tmp_path, "--card=This machine", "--device=cpu")
-    assert result["card"] == "this machine" and result["device"] == "cpu"
-    assert result["safe_bytes"] == for_tensors(result["budget_bytes"], "cpu")  # of what is free
-    assert re.search(
-        r"^card +this machine: .*, measured in [\d.]+ s", capsys.readouterr().out, re.M
-    )
-
-
-def test_the_command_is_a_trainers():
-    argv = "--card H100 --seq-len 32 --longest-sequence --all-knobs --lr=1".split()
-    flags = ["--batch-size", "2", "--use-activation-checkpoint", "none"]
-    command = plan_memory.command_line(argv, plan_memory.parse(argv), flags)
-    assert command == f"python train_minimal.py --seq-len 32 --lr=1 {' '.join(flags)}"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--card=Voodoo2", r"--card: .*Voodoo2.*RTX 3060 12GB, .*M4 Max.*; or this-machine"),
-        ("--card=Voodoo2", "--card: .* of any other, --device cuda --memory-budget 16GiB tells"),
-        ("--card=H100 --memory-budget=81GiB", "--memory-budget 81.0 GiB is more than the 79.1 GiB"),
-        ("--card=H100 --device=cpu", "--device cpu: H100 is cuda; leave --device out"),
-        ("--card=M1 --device=cuda", "--device cuda: M1 is mps; leave --device out"),
-        ("--card=M1 --amp-dtype=float16", "--amp-dtype float16"),
-        ("--card=this-machine --device=cuda", "--device cuda: .* finds none"),
-        ("--card=this-machine --nproc-per-node=2", "--card this-machine .* leave out --nproc"),
-        ("--all-knobs", "--all-knobs compares times: name a --card, or --card this-machine"),
-        ("--longest-sequence --device=cuda", "--longest-sequence: within what"),
-    ],
-)
-def test_bad_input_gets_one_line(flags, message, capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    try:
-        code = plan_memory.main(flags.split())
-    except SystemExit as stop:
-        code = stop.code
-    out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    assert code == 2 and out == "" and re.match(f"error: {message}", line), line
-
-
 # ---- in the trainers
 
 
@@ -261,7 +101,7 @@ def choose(monkeypatch, flags: str, process: OneProcess) -> tuple[Card | None, s
         return pick(planner, batch_size, budget, card, compiled)
 
     monkeypatch.setattr("trainer.plan.pick_recompute", watch)
-    args = parse_trainer(f"{TRAINER_SHAPE} --use-activation-checkpoint auto {flags}")
+    args = parse(f"{SHAPE} --use-activation-checkpoint auto {flags}")
     _, words, _ = trainer.plan.plan_memory(args, process, model_config(args, 61), torch.float32)
     ((card, compiled),) = seen
     assert compiled == args.compile
@@ -289,7 +129,7 @@ def test_all_processes_go_by_the_clock_of_the_first(monkeypatch):
 def test_a_gpu_is_known_by_its_name(monkeypatch):
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     nothing, tf32, t4, mine = (
-        parse_trainer(f"--use-activation-checkpoint auto {flags}")
+        parse(f"--use-activation-checkpoint auto {flags}")
         for flags in (
             "",
             "--tf32",
@@ -311,5 +151,5 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
 
 def test_a_card_belongs_to_auto():
     with pytest.raises(UsageError, match="--card is for --use-activation-checkpoint auto"):
-        parse_trainer("--card H100 --use-activation-checkpoint mlp")
-    assert parse_trainer("--card h100 --use-activation-checkpoint auto").card == "H100"
+        parse("--card H100 --use-activation-checkpoint mlp")
+    assert parse("--card h100 --use-activation-checkpoint auto").card == "H100"

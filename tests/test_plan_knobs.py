@@ -1,13 +1,14 @@
 """The longest sequence and all knobs: against every possibility, one by one."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from harness import answers
+from harness.answers import budget_for
 
-from planner import CARDS, Planner
+from planner import CARDS
 from planner.choose import pick_recompute
 from scripts import plan_memory
 from scripts.plan_knobs import (
@@ -24,10 +25,9 @@ from scripts.plan_table import Clock, digits
 from trainer.flags import build_parser, fill_in
 from trainer.plan import Plans
 
-SHAPE = (
-    "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 64 "
-    "--batch-size 4 --grad-accum-steps 3 --card H100"
-)
+TYPED = "--seq-len 64 --batch-size 4 --grad-accum-steps 3 --card H100"
+SHAPE = f"{answers.SHAPE} {TYPED}"
+pytestmark = pytest.mark.usefixtures("everything_travels")  # as in answers
 H100 = CARDS["H100"]
 CLOCK = Clock(H100, compiled=False, micro_batches=3, processes=1)
 
@@ -38,9 +38,8 @@ def ask(flags: str = SHAPE):
     return args, Plans(61, torch.device("cuda"), torch.bfloat16)
 
 
-def run(command: str):
+def run(words: list[str]):
     """The flags that a recommended command asks for."""
-    words = command.split()
     assert words[:2] == ["python", "train_minimal.py"]
     return fill_in(build_parser("test", "x.pt").parse_args(words[2:]))
 
@@ -74,17 +73,12 @@ def test_most_that_fit(case, guess):
 
 
 @pytest.mark.slow
-def test_the_longest_sequence_of_each_row(tmp_path, capsys):
+def test_the_longest_sequence_of_each_row():
     """It fits, 128 tokens more do not; and so does the command, which is that of the longest."""
     args, plans = ask()
-    path, limit = tmp_path / "plan.json", int(plans.peak(args) * 1.1)
-    flags = [*SHAPE.split(), f"--memory-budget={int(limit / 0.75) + 1}b", "--longest-sequence"]
-    assert plan_memory.main([*flags, "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    result = json.loads(path.read_text())
-    limit = result["safe_bytes"]
-    lengths = []
-    for row, line in zip(result["rows"], out.split("\n\n")[1].splitlines()[1:], strict=True):
+    answer = answers.ask(f"{TYPED} {budget_for(plans.peak(args) * 1.1)} --longest-sequence")
+    limit, lengths = answer.json["safe_bytes"], []
+    for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
         longest = row["longest_sequence_safely"]
         memory = {"recompute": row["policy"], "offload_activations": row["offload"]}
         memory |= {"recompute_group": row["group"]}
@@ -97,15 +91,10 @@ def test_the_longest_sequence_of_each_row(tmp_path, capsys):
         assert peaks[0] <= limit < peaks[1] and longest % STEP == 0 and longest > 0
         assert line.endswith(f"  {longest:,}")
         lengths.append(longest)
-    found = run(out.splitlines()[-1])
+    found = run(answer.command)
     assert found.seq_len == found.max_position_embeddings == max(lengths)
     assert plans.peak(found) <= limit and max(lengths) > min(lengths)
-
-
-def test_nothing_fits_is_said_as_ever(capsys):
-    flags = [*SHAPE.split(), "--n-layers=1"]
-    assert plan_memory.main([*flags, "--memory-budget=1MiB", "--longest-sequence"]) == 0
-    assert "nothing fits; " in capsys.readouterr().out
+    assert answer.json["run"]["seconds"] is None  # the command has other steps than the rows
 
 
 def test_positions_grow_with_the_length():
@@ -129,22 +118,12 @@ def test_positions_grow_with_the_length():
 def test_the_flags_of_a_length(flags, length, words):
     args, _ = ask(flags)
     assert " ".join(length_words(args, with_length(args, length))) == words
-    found = run(f"python train_minimal.py {flags} {words}")
+    found = run(f"python train_minimal.py {flags} {words}".split())
     wanted = with_length(args, length)
     assert {name: getattr(found, name) for name in wanted} == wanted
 
 
 # ---- all knobs
-
-
-def every_setting(search: Search) -> list[float]:
-    """Seconds of the fastest way of each micro-batch that fits."""
-    found = []
-    for size in search.sizes:
-        step = pick_recompute(search.planner(size), size, search.safe, H100)
-        if step.peak <= search.safe:
-            found.append(search.clock_of(size).seconds(step))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -156,123 +135,123 @@ def peaks() -> tuple[int, int]:
     return full, search.planner(12).step(12, recompute="none").peak
 
 
-SLOW = [pytest.param(share, marks=pytest.mark.slow) for share in (-0.01, 0.0, 0.6)]
+SLOW = [pytest.param(share, marks=pytest.mark.slow) for share in (-0.01, 0.0, 0.6, 1.0)]
 
 
-@pytest.mark.parametrize("share", [*SLOW, 0.25, 1.0])
+@pytest.mark.parametrize("share", [*SLOW, 0.25])
 def test_the_fastest_of_all_is_found(peaks, share):
     least, most = peaks
     args, plans = ask()
     safe = int(least + share * (most - least))
     search = Search(args, plans, safe, CLOCK)
     settings = search.settings()
-    every = every_setting(search)
-    if not every:
-        assert settings == []
-        return
-    assert settings[0].seconds == min(every)
+    every = [found.seconds for size in search.sizes if (found := search.fastest(size))]
+    assert search.sizes == [1, 2, 3, 4, 6, 12] and bool(settings) == bool(every)
     assert [s.seconds for s in settings] == sorted(s.seconds for s in settings)
+    assert min(every, default=None) == (settings[0].seconds if settings else None)
     for setting in settings:
-        assert setting.step.peak <= safe
-        assert setting.clock.micro_batches * setting.step.batch_size == 12
-    marked, *others = format_settings(settings).splitlines()[1:]
-    assert marked[0] == ">" and {line[0] for line in others} <= {" "}
-    assert digits(3, settings[0].clock.tokens_per_s(settings[0].step)) in marked
+        step, micro_batches = setting.step, setting.clock.micro_batches
+        assert step.peak <= safe and micro_batches * step.batch_size == 12
+        picked = pick_recompute(search.planner(step.batch_size), step.batch_size, safe, H100)
+        assert setting.seconds == replace(CLOCK, micro_batches=micro_batches).seconds(picked)
+    if settings:
+        marked, *others = format_settings(settings).splitlines()[1:]
+        assert marked[0] == ">" and {line[0] for line in others} <= {" "}
+        assert digits(3, settings[0].clock.tokens_per_s(settings[0].step)) in marked
 
 
 class Told(Search):
-    """Knows the seconds of each micro-batch, those without recompute too; notes who was asked."""
+    """Knows the seconds of each micro-batch, which fit with recompute; notes who was asked."""
 
-    def __init__(self, start, seconds, bounds):
+    def __init__(self, start, seconds):
         super().__init__(ask()[0], None, 9, CLOCK)
-        self.start, self.of_size, self.bounds, self.asked = start, seconds, bounds, []
+        self.start, self.of_size, self.asked = start, seconds, set()
 
     def largest_without(self):
         return self.start
 
-    def bound(self, size):
-        return self.bounds[size]
+    def without(self, size):
+        return SimpleNamespace(seconds=self.of_size[size], step=SimpleNamespace(peak=99))
 
     def fastest(self, size):
-        self.asked.append(size)
-        self.found[size] = SimpleNamespace(seconds=self.of_size[size], step=SimpleNamespace(peak=1))
-        return self.found[size]
+        self.asked.add(size)
+        return SimpleNamespace(seconds=self.of_size[size], step=SimpleNamespace(peak=1))
 
 
-def test_both_ways_are_tried_for_as_long_as_it_pays():
-    up = {1: 9.0, 2: 8.0, 3: 7.0, 4: 6.0, 6: 5.0, 12: 6.0}
-    search = Told(3, up, up)  # 4 is what was asked
-    assert search.settings()[0].seconds == 5 and set(search.asked) == {3, 4, 6}
-    down = {1: 6.0, 2: 5.0, 3: 6.0, 4: 7.0, 6: 8.0, 12: 9.0}  # a cache that holds little
-    search = Told(3, down, down)
-    assert search.settings()[0].seconds == 5 and set(search.asked) == {2, 3, 4}
-    search = Told(1, up | {2: 10.0}, up | {2: 10.0})
-    assert len(search.settings()) == 2 and set(search.asked) == {1, 4}  # to compare with
+@pytest.mark.parametrize(
+    ("start", "seconds", "best", "asked"),
+    [  # of micro-batches of 1, 2, 3, 4, 6, 12; 4 is what was asked, to compare with
+        (3, (9, 8, 7, 6, 5, 6), 5, {3, 4, 6}),
+        (3, (6, 5, 6, 7, 8, 9), 5, {2, 3, 4}),  # a cache that holds little
+        (1, (9, 10, 7, 6, 5, 6), 6, {1, 4}),
+    ],
+)
+def test_both_ways_are_tried_for_as_long_as_it_pays(start, seconds, best, asked):
+    search = Told(start, dict(zip((1, 2, 3, 4, 6, 12), seconds, strict=True)))
+    assert search.settings()[0].seconds == best and search.asked == asked
 
 
-def test_one_command_that_does_it(tmp_path, capsys, peaks):
+def test_one_command_that_does_it(peaks):
     """The same sequences a step; more tokens/s than as asked; and it fits."""
-    path, limit = tmp_path / "plan.json", sum(peaks) / 2
-    flags = [*SHAPE.split(), f"--memory-budget={int(limit / 0.75)}b", "--all-knobs"]
-    assert plan_memory.main([*flags, "--json", str(path)]) == 0
-    *_, found, last = capsys.readouterr().out.split("\n\n")
-    first, *_ = settings = json.loads(path.read_text())["all_knobs"]
-    args = run(last.splitlines()[-1])
+    answer = answers.ask(f"{TYPED} {budget_for(sum(peaks) / 2)} --all-knobs --num-steps 10")
+    *_, found, last = answer.out.split("\n\n")
+    first, *_ = settings = answer.json["all_knobs"]
+    args = run(answer.command)
     assert args.batch_size * args.grad_accum_steps == 12 and args.seq_len == 64
     assert (args.batch_size, args.grad_accum_steps) == (
         first["batch_size"],
         first["grad_accum_steps"],
     )
-    assert ask()[1].peak(args) == first["peak_bytes"] <= limit
+    assert ask()[1].peak(args) == first["peak_bytes"] <= answer.json["safe_bytes"]
     assert first["tokens_per_s"] == max(s["tokens_per_s"] for s in settings)
     assert {4} < {s["batch_size"] for s in settings}  # what was asked is there to compare with
     assert len(found.splitlines()) == len(settings) + 1
+    assert last.startswith("run      10 steps: about ")
+    assert answer.json["run"]["seconds"] == pytest.approx(10 * first["seconds"], rel=1e-9)
 
 
 def test_few_steps_are_simulated(monkeypatch, peaks):
-    """Of 480 sequences, which can be dealt out in 24 ways."""
-    sizes = []
-    simulate = Planner.simulate
+    """Of 480 sequences, which can be dealt out in 24 ways, a few are tried with any policy."""
+    tried, picked, without = set(), [], Search.without
 
-    def watch(self, batch_size, config):
-        sizes.append(batch_size)
-        return simulate(self, batch_size, config)
+    def pick(planner, size, *_):
+        picked.append(size)
+        return planner.step(size, recompute="full")
 
-    monkeypatch.setattr(Planner, "simulate", watch)
+    monkeypatch.setattr(Search, "without", lambda self, n: tried.add(n) or without(self, n))
+    monkeypatch.setattr("scripts.plan_knobs.pick_recompute", pick)
     args, plans = ask(f"{SHAPE} --grad-accum-steps 120")
     search = Search(args, plans, peaks[1], CLOCK)
     assert len(search.sizes) == 24 and search.settings()
-    assert len(set(sizes)) <= 10 and len(sizes) <= 60
+    assert len(tried.union(picked)) <= 10 and len(picked) <= 8
 
 
-def test_where_nothing_fits_there_is_still_a_way_out(capsys, peaks):
-    flags = [*SHAPE.split(), f"--memory-budget={int(peaks[0] / 0.75) - 9}b", "--all-knobs"]
-    assert plan_memory.main(flags) == 0
-    out = capsys.readouterr().out
-    assert "full in groups of 2" in out and "nothing fits" in out  # the table of all policies
-    assert "--seq-len" in out.splitlines()[-1]
+@pytest.mark.parametrize("asked", ["--all-knobs", "--longest-sequence"])
+def test_where_nothing_fits_there_is_still_a_way_out(asked, peaks):
+    answer = answers.ask(f"{TYPED} {budget_for(peaks[0] - 9)} {asked}")
+    assert "full in groups of 2" in answer.out and "nothing fits" in answer.out  # the whole table
+    assert "--seq-len" in answer.command
 
 
 def test_with_the_longest_sequence_the_tokens_of_a_step_stay(peaks):
-    args, plans = ask()
-    limit, tokens = peaks[0] + (peaks[1] - peaks[0]) // 4, 4 * 3 * 64
+    args, plans = ask(f"{SHAPE} --batch-size 2")
+    limit, tokens = peaks[0] + (peaks[1] - peaks[0]) // 8, 2 * 3 * 64
     longer = longest_for_all(args, plans, limit)
     assert longer.seq_len == longer.max_position_embeddings > 64
     fits = []
-    for length in (64, 128, 192, 256, 384, 768):
+    for length in (64, 128, 192, 384):
         parts = {"batch_size": 1, "grad_accum_steps": tokens // length, "seq_len": length}
         there = type(args)(**vars(args) | parts | {"max_position_embeddings": length})
         there.use_activation_checkpoint = "full"
         groups = type(args)(**vars(there) | {"recompute_group": 2})
         if min(plans.peak(there), plans.peak(groups)) <= limit:
             fits.append(length)
-    assert longer.seq_len == max(fits) < 768
-    best, *_ = Search(longer, plans, limit, replace(CLOCK, micro_batches=1)).settings()
-    found = run(f"python train_minimal.py {SHAPE} {' '.join(best.flags(args))}".replace(
-        " --card H100", ""
-    ))  # fmt: skip
+    assert longer.seq_len == max(fits) < 384
+    one = Search(longer, plans, limit, CLOCK).without(1)
+    typed = SHAPE.replace(" --card H100", "")
+    found = run([*f"python train_minimal.py {typed}".split(), *one.flags(args)])
     assert found.batch_size * found.grad_accum_steps * found.seq_len == tokens
-    assert found.seq_len == longer.seq_len and plans.peak(found) <= limit
+    assert found.seq_len == longer.seq_len
 
 
 def test_no_length_fits():

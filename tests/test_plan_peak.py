@@ -1,28 +1,39 @@
-"""plan_memory --at-peak: what is alive there, whole and by name; and of which step."""
+"""plan_memory --at-peak and --memory-viz: what is alive, by name; and of which step."""
 
-import json
+import pickle
+import pickletools
 import re
 import shlex
 from collections import Counter
 from dataclasses import replace
+from inspect import signature
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from cases.shapes import CONFIG
+from harness import answers
+from harness.answers import ask, budget_for
 from harness.records import each_kind, record
 from harness.runs import ROOT
-from test_plan_memory import SHAPE, plan
+from torch.cuda import _memory_viz
 
-from planner import CARDS, Planner
+from planner import CARDS, KINDS, Planner
+from planner.clock import seconds_of_each
 from planner.record import Record, code_of
-from scripts import plan_memory
+from scripts import plan_memory, plan_peak
 from scripts.plan_knobs import Setting
 from scripts.plan_peak import COLUMNS, LINES, at_peak, format_peak, record_step
 from scripts.plan_table import Clock
+from scripts.plan_viz import ALIGNMENT, BASE, FirstFit, snapshot
 from trainer.metrics import format_bytes
 from trainer.plan import NO_RECOMPUTE
 
+pytestmark = pytest.mark.usefixtures("everything_travels")
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture
 def gpu() -> Record:
     return record()
 
@@ -35,7 +46,6 @@ def no_terminal(monkeypatch):
 # ---- the list
 
 
-@pytest.mark.usefixtures("everything_travels")
 @each_kind
 def test_groups_are_the_peak_to_the_byte(way, setting):
     step = record(way, setting)
@@ -125,17 +135,19 @@ def test_a_long_name_leaves_room_for_the_rest(gpu):
 # ---- of which step
 
 
-def listed(flags: str, table=(), settings=()) -> Record:
+SHAPE = f"{answers.SHAPE} --batch-size 8 --device cpu"
+
+
+def listed(flags: str, table=(), settings=(), shape: str = SHAPE) -> Record:
     """What --at-peak would list below that table, or below what --all-knobs found."""
-    asked = plan_memory.aim([*SHAPE, "--at-peak", *flags.split()])
+    asked = plan_memory.aim(f"{shape} --at-peak {flags}".split())
     return record_step(asked.args, asked.plans, list(table), list(settings))
 
 
-def test_the_document_shows_what_is_listed(monkeypatch):
+def test_the_document_shows_what_is_listed():
     page = (ROOT / "docs" / "seeing.md").read_text()
     flags = re.search(r"scripts\.plan_memory (.*) --at-peak\n", page)
-    monkeypatch.setattr("test_plan_peak.SHAPE", [])
-    assert flags and format_peak(listed(flags[1])) in page
+    assert flags and format_peak(listed(flags[1], shape="")) in page
 
 
 @pytest.mark.parametrize(
@@ -156,67 +168,52 @@ def test_typed_flags_say_which_step(flags, of):
     assert found.startswith(f"alive at the peak of {of}: ")
 
 
-@pytest.mark.parametrize(
-    "flags", ["--device=cuda --grad-accum-steps=2", "--card=H100 --nproc-per-node=2 --fsdp"]
-)
-def test_the_list_is_of_what_is_recommended(tmp_path, capsys, flags):
+def test_the_list_is_of_what_is_recommended():
     """And adds up to its peak in the table."""
-    path, shape = (
-        tmp_path / "plan.json",
-        [word for word in SHAPE if word not in ("--device", "cpu")],
-    )
-    argv = [*shape, *flags.split()]
-    asked = plan_memory.aim(argv)
+    flags = "--grad-accum-steps=2 --nproc-per-node=2 --fsdp"
+    asked = plan_memory.aim(f"{answers.SHAPE} --batch-size 64 --device cuda {flags}".split())
     planner = asked.plans.planner(asked.args)
-    none, full = (planner.step(8, recompute=policy).peak for policy in ("none", "full"))
-    argv += ["--at-peak", f"--memory-budget={(none + full) / 2 / 0.75:.0f}b"]
-    assert plan_memory.main([*argv, "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
-    (taken,) = [row for row in result["rows"] if row["name"] == result["takes"]]
-    assert result["alive_at_peak_of"] == result["takes"] != "none"
-    assert sum(group["bytes"] for group in result["alive_at_peak"]) == taken["peak_bytes"]
-    _, table, title, lines, verdict = capsys.readouterr().out.split("\n\n")
-    assert re.search(rf"^>  {re.escape(result['takes'])}  ", table, re.M)
-    assert title.startswith(f"alive at the peak of {result['takes']}: ")
-    assert len(lines.splitlines()) == 1 + LINES
-    assert verdict.strip().endswith(shlex.join(taken["flags"])) and "--at-peak" not in verdict
+    none, full = (planner.step(64, recompute=policy).peak for policy in ("none", "full"))
+    answer = ask(f"{flags} --at-peak {budget_for((none + full) / 2)}")
+    takes, found = answer.json["takes"], answer.json["alive_at_peak"]
+    assert answer.json["alive_at_peak_of"] == takes != "none"
+    assert sum(group["bytes"] for group in found) == answer.peaks[takes]
+    *_, title, lines, verdict = answer.out.split("\n\n")
+    assert title.startswith(f"alive at the peak of {takes}: ")
+    assert len(lines.splitlines()) == 1 + LINES < len(found)
+    of_head = sum(group["bytes"] for group in found if group["kind"] == "head")
+    assert of_head == answer.rows[takes]["at_peak"]["head"]
+    taken = shlex.join(answer.rows[takes]["flags"])
+    assert verdict.strip().endswith(taken) and "--at-peak" not in verdict
 
 
-def test_json_has_all_of_it(tmp_path, capsys):
-    result = plan(tmp_path, "--at-peak", "--use-activation-checkpoint", "cheap")
-    (row,) = [row for row in result["rows"] if row["name"] == "cheap"]
-    found = result["alive_at_peak"]
-    assert len(found) > LINES and result["alive_at_peak_of"] == "cheap"
-    assert sum(group["bytes"] for group in found) == row["peak_bytes"]
-    assert sum(g["bytes"] for g in found if g["kind"] == "head") == row["at_peak"]["head"]
+def test_json_has_all_of_it():
+    found = [group.as_json() for group in at_peak(listed("--use-activation-checkpoint cheap"))]
     wide = next(group for group in found if group["name"] == "blocks.*.mlp.c_fc: output")
-    assert (wide["kind"], wide["count"], wide["shape"]) == ("activations", 2, [256, 64])
-    assert wide["bytes"] == 2 * 256 * 64 * getattr(torch, wide["dtype"]).itemsize
+    assert (wide["kind"], wide["count"], wide["shape"]) == ("activations", 2, [8 * 32, 64])
+    assert wide["bytes"] == 2 * 8 * 32 * 64 * getattr(torch, wide["dtype"]).itemsize
     assert "c_fc(" in wide["code"] and wide["line"].split(":")[0] == "memory/policies.py"
-    assert "alive at the peak of cheap" in capsys.readouterr().out
 
 
-def test_nothing_changes_without_the_flag(tmp_path, capsys, monkeypatch):
+def test_nothing_changes_without_the_flag(monkeypatch, fresh_planners):
     """What the table is about is left out of it, right or wrong; and it costs one more step."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     run, runs = Planner.run, []
     monkeypatch.setattr(Planner, "run", lambda self, *args: runs.append(1) or run(self, *args))
-    plain = plan(tmp_path, "--device=cuda", "--recompute-layers=1")
-    n, plain_out = len(runs), capsys.readouterr().out
-    more = plan(tmp_path, "--device=cuda", "--at-peak")
-    assert plain["alive_at_peak"] is plain["alive_at_peak_of"] is None
-    assert len(runs) == 2 * n + 1 and "alive at" not in plain_out
-    assert plain["rows"] == more["rows"]
+    plain = ask("--device cuda --n-layers 1 --recompute-layers=1")
+    n = len(runs)
+    more = ask("--device cuda --n-layers 1 --at-peak")
+    assert plain.json["alive_at_peak"] is plain.json["alive_at_peak_of"] is None
+    assert n > 5 and len(runs) == n + 1 and "alive at" not in plain.out
+    assert plain.json["rows"] == more.json["rows"] and "alive at the peak of none" in more.out
 
 
 def test_with_all_knobs_it_is_the_fastest_setting():
     """Its micro-batch, length and policy."""
-    flags = "--card=H100 --device=cuda --batch-size=4 --grad-accum-steps=2"
-    flags = flags.replace("--device=cuda", "--device cuda")
+    flags = "--card=H100 --device cuda --batch-size=4 --grad-accum-steps=2"
     plan = listed(flags)
     assert (plan.step.batch_size, plan.step.config.recompute) == (4, "none")
     clock = Clock(CARDS["H100"], False, 8, 1)
-    asked = plan_memory.aim([*SHAPE, *flags.split()])
+    asked = plan_memory.aim(f"{SHAPE} {flags}".split())
     step = asked.plans.planner(asked.args).step(1, **NO_RECOMPUTE | {"recompute": "full"})
     found = listed(flags, settings=[Setting(step, clock)]).step
     assert (found.batch_size, found.peak) == (1, step.peak)
@@ -230,20 +227,228 @@ def test_with_all_knobs_it_is_the_fastest_setting():
     assert accumulated > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--recompute-layers 1", "--recompute-layers 1 needs --use-activation-checkpoint"),
-        ("--recompute-group 2", "--recompute-group"),
-        ("--offload-activations", "--offload-activations"),
-        ("--use-activation-checkpoint mlp --recompute-group 2", "--recompute-group"),
-    ],
-)
-def test_bad_input_gets_one_line(flags, message, capsys, tmp_path):
-    path = tmp_path / "plan.json"
-    argv = [*SHAPE, "--json", str(path), *flags.split()]
-    assert plan_memory.main([*argv, "--at-peak"]) == 2
-    out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    assert line.startswith(f"error: {message}") and out == "" and not path.exists()
-    assert plan_memory.aim(argv)  # without it those flags are left out
+# ---- --memory-viz: the same, for torch.cuda._memory_viz and its page
+
+# What `unpickle` in torch/utils/viz/MemoryViz.js knows, of protocols 2 to 4.
+READABLE = """
+    APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINUNICODE EMPTY_DICT EMPTY_LIST
+    EMPTY_TUPLE FRAME LONG1 LONG_BINGET MARK MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM SETITEMS
+    SHORT_BINUNICODE STOP TUPLE TUPLE1 TUPLE2 TUPLE3
+""".split()
+
+
+def replay(events: list[dict]):
+    """(time, the blocks that are alive: address -> event) after each event, which is checked."""
+    alive: dict[int, dict] = {}
+    requested: list[int] = []
+    for event in events:
+        address, size = event["addr"], event["size"]
+        if event["action"] == "alloc":
+            assert address not in alive and not requested
+            alive[address] = event
+        elif event["action"] == "free_requested":
+            assert alive[address]["size"] == size and alive[address]["frames"] == event["frames"]
+            requested.append(address)
+        else:
+            assert event["action"] == "free_completed" and requested.pop() == address
+            del alive[address]
+        yield event["time_us"], alive
+
+
+def changes(found: dict) -> list[dict]:
+    """All but the first event and the last, which are about the whole memory."""
+    ((first, *events, last),) = found["device_traces"]
+    assert (first["action"], last["action"]) == ("segment_alloc", "snapshot")
+    return events
+
+
+def allocations(found: dict) -> list[dict]:
+    return [event for event in changes(found) if event["action"] == "alloc"]
+
+
+@each_kind
+def test_what_is_alive_is_what_was_planned(way, setting):
+    """After each operator, to the byte, kind by kind."""
+    step = record(way, setting)
+    timeline = np.zeros_like(step.step.timeline)
+    for time, alive in replay(changes(snapshot(step))):
+        if time < len(timeline):  # (else: the end of the step)
+            timeline[time] = 0
+            for event in alive.values():
+                timeline[time, KINDS.index(event["category"])] += event["size"]
+        last = time
+    seen = {event["time_us"] for event in changes(snapshot(step))}
+    for time in range(1, len(timeline)):
+        if time not in seen:  # nothing came or went
+            timeline[time] = timeline[time - 1]
+    np.testing.assert_array_equal(timeline, step.step.timeline)
+    assert last <= len(timeline)
+
+
+def test_what_was_there_before_comes_first_kind_by_kind(gpu):
+    before = [event["category"] for event in allocations(snapshot(gpu)) if event["time_us"] == 0]
+    assert before == sorted(before, key=KINDS.index)
+    wanted = Counter(storage.kind for storage in gpu.storages if storage.born == 0)
+    assert Counter(before) == wanted and wanted["optimizer"] == 3 * wanted["parameters"]
+
+
+def test_no_two_are_at_one_place(gpu):
+    found = snapshot(gpu)
+    (segment,) = found["segments"]
+    most, highest = 0, 0
+    for _, alive in replay(changes(found)):
+        end = segment["address"]
+        for address in sorted(alive):
+            assert address >= end and address % ALIGNMENT == 0
+            end = address + alive[address]["size"]
+        most, highest = max(most, len(alive)), max(highest, end)
+    assert most > 100 and highest <= segment["address"] + segment["total_size"]
+    assert highest - BASE < 1.5 * gpu.step.peak  # what is free is used again
+
+
+def test_the_first_gap_that_is_large_enough():
+    allocator = FirstFit()
+    a, b, c, d = (allocator.take(size) for size in (10, 20, 30, 5))
+    assert (a, b, c, d) == (0, 10, 30, 60) and allocator.most == 65
+    allocator.give_back(b, 20)
+    assert allocator.take(25) == 65  # too large for it
+    assert allocator.take(5) == 10 and allocator.take(15) == 15 and allocator.most == 90
+    for start, size in ((10, 5), (30, 30), (15, 15)):  # with a gap behind, none, on both sides
+        allocator.give_back(start, size)
+    assert allocator.gaps == [(10, 60), (90, float("inf"))]
+    allocator.give_back(0, 10)
+    allocator.give_back(60, 5)
+    allocator.give_back(65, 25)
+    assert allocator.gaps == [(0, float("inf"))] and allocator.most == 90
+
+
+def test_what_is_left_are_the_blocks_of_the_segment(gpu):
+    found = snapshot(gpu)
+    *_, (_, alive) = replay(changes(found))
+    (segment,) = found["segments"]
+    end, blocks = segment["address"], {}
+    for block in segment["blocks"]:
+        assert block["address"] == end
+        end += block["size"]
+        if block["state"] == "active_allocated":
+            blocks[block["address"]] = block
+    assert end == segment["address"] + segment["total_size"]
+    assert blocks.keys() == alive.keys()
+    assert {a: b["requested_size"] for a, b in blocks.items()} == {
+        a: event["size"] for a, event in alive.items()
+    }
+    left = sum(block["requested_size"] for block in blocks.values())
+    assert left == gpu.step.total[-1] - sum(
+        storage.bytes for storage in gpu.storages if storage.died == len(gpu.operators) - 1
+    )
+    assert {event["category"] for event in alive.values()} >= {"parameters", "optimizer"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_times_are_the_clocks(gpu, compiled):
+    card = CARDS["H100"]
+    found = snapshot(gpu, Clock(card, compiled, 1, 1))
+    times = [event["time_us"] for event in found["device_traces"][0]]
+    assert times == sorted(times) and times[0] == 0 and len(set(times)) > 100
+    assert times[-1] == round(1e6 * gpu.step.seconds(card, compiled))
+    assert all(type(time) is int for time in times)
+    name = "blocks.1.mlp.c_fc: output"  # comes when the product begins that makes it
+    (storage,) = [storage for storage in gpu.storages if storage.name == name]
+    (comes,) = [e["time_us"] for e in allocations(found) if name in e["frames"][0]["name"]]
+    work = gpu.step.compiled_work if compiled else gpu.step.work
+    before = np.array(gpu.compiled_begun if compiled else gpu.begun) < storage.born
+    assert comes == round(1e6 * seconds_of_each(work, card)[before].sum()) > 0
+
+
+def test_frames_name_the_tensor_its_line_and_the_policy():
+    found = snapshot(record("mix"))
+    stacks = [_memory_viz._frames_fmt(e["frames"], full_filename=True) for e in allocations(found)]
+    assert {len(stack) for stack in stacks} == {4}  # none is filtered out
+    policy = "policy:0:mlp in 1 of 3 blocks, cheap in the rest"
+    (wide,) = [s for s in stacks if "blocks.0.mlp.c_fc: output" in s[0] and "replay" in s[2]]
+    shape = f"{3 * CONFIG.max_position_embeddings}x{CONFIG.d_ff} bfloat16"
+    assert re.fullmatch(rf"model\.py:\d+:blocks\.0\.mlp\.c_fc: output, {shape}", wide[0])
+    why = "why:0:GELU's backward needs its input"
+    assert wide[1:] == [why, "where:0:backward, block 0, replayed", policy]
+    (step,) = [s for s in stacks if "step of ln_f.weight" in s[0]]
+    assert step == [
+        "tensor:0:step of ln_f.weight, one number float32",
+        "why:0:what the optimizer keeps from step to step",
+        "where:0:before the step",
+        policy,
+    ]
+
+
+# ---- the file
+
+
+WIDER = ("--d-model=256", "--batch-size=8", "--device=cpu")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    """Written by the command."""
+    path = tmp_path_factory.mktemp("viz") / "step.pickle"
+    argv = [*answers.SHAPE.split(), *WIDER, "--memory-budget=1GiB", "--memory-viz", str(path)]
+    assert plan_memory.main([*argv, "--use-activation-checkpoint", "full"]) == 0
+    return path
+
+
+@pytest.fixture
+def data(path) -> dict:
+    return pickle.loads(path.read_bytes())
+
+
+def test_its_step_is_the_one_that_was_typed(path, data):
+    assert {event["frames"][-1]["name"] for event in changes(data)} == {"full"}
+    most = max(sum(e["size"] for e in alive.values()) for _, alive in replay(changes(data)))
+    asked = plan_memory.aim([*answers.SHAPE.split(), *WIDER])
+    assert most == asked.plans.planner(asked.args).step(8, recompute="full").peak
+
+
+def test_torch_opens_it(data):
+    assert "segments: 1\n" in _memory_viz.segsum(data)
+    text = _memory_viz.trace(data)
+    events = data["device_traces"][0]
+    assert f"{len(events)} entries" in text and " = cudaMalloc(" in text and "MEM[" not in text
+    assert text.count("# free completed for") == len(events) - 2 - text.count("\ndel ") - sum(
+        event["action"] == "alloc" for event in events
+    )
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        page = plot(data)
+        assert "<script" in page and len(page) > 10_000
+    if "filter_freed" in signature(_memory_viz.trace_plot).parameters:  # torch 2.9 has it not
+        left = pickle.loads(pickle.dumps(data))
+        assert _memory_viz.trace_plot(left, filter_freed=True).count("<script") == 1
+        (few,) = left["device_traces"]
+        assert {event["action"] for event in few} == {"segment_alloc", "alloc", "snapshot"}
+    flames = _memory_viz.memory(data, format_flamegraph=lambda lines: lines)
+    assert "stream_0;active_allocated;policy:0:full;where:0:before the step;" in flames
+
+
+def test_its_page_can_read_it(path, data):
+    """It knows some of pickle only, colours by category only where one is unknown, and shows
+    the segments that have a device."""
+    opcodes = {opcode.name for opcode, _, _ in pickletools.genops(path.read_bytes())}
+    assert opcodes <= set(READABLE) and pickletools.optimize(path.read_bytes())
+    assert path.read_bytes()[:2] == b"\x80\x04"
+    ((*_, last),) = data["device_traces"]
+    categories = {event["category"] for event in changes(data)}
+    assert categories == set(KINDS) and last["category"] == "unknown"
+    assert [segment["device"] for segment in data["segments"]] == [0]
+    for event in data["device_traces"][0]:
+        assert event.keys() >= {"action", "addr", "size", "stream", "frames", "time_us"}
+        assert 0 <= event["addr"] < 2**53  # as exact as JavaScript's numbers
+
+
+def test_both_need_one_simulation(tmp_path, monkeypatch, capsys):
+    record_step, calls = plan_peak.record_step, []
+    monkeypatch.setattr(
+        plan_peak, "record_step", lambda *args: calls.append(1) or record_step(*args)
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    path = tmp_path / "step.pickle"
+    argv = [*answers.SHAPE.split(), "--device", "cuda", "--at-peak", "--memory-viz", str(path)]
+    assert plan_memory.main(argv) == 0
+    out = capsys.readouterr().out
+    assert calls == [1] and path.exists() and "alive at the peak of none" in out

@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from planner import CARDS
-from planner.cards import APPLE, DATA_CENTRE, GEFORCE, GIB, SAME, card_named, find_card, plain
-from scripts.peak_flops import peak_flops
+from planner.cards import (
+    APPLE,
+    DATA_CENTRE,
+    GEFORCE,
+    GIB,
+    SAME,
+    card_named,
+    find_card,
+    peak_flops,
+    plain,
+)
 
 # What torch.cuda.get_device_name() says where that is not "NVIDIA" or "NVIDIA GeForce" and the
 # card's own name.

@@ -114,8 +114,11 @@ def test_dropout_differs_between_steps_and_seeds(uninterrupted):
 def test_more_steps_may_be_asked_for(tmp_path):
     path = tmp_path / "run.pt"
     assert train_here(path) == 0
-    assert train_here(path, "--resume", "--num-steps=25", "--lr=1e-4") == 0
+    more = ("--num-steps=25", "--lr=1e-4", "--weight-decay=0.7")
+    assert train_here(path, "--resume", *more) == 0
     assert snapshot(path)["step"] == 25
+    groups = snapshot(path)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
     assert [record["step"] for record in metrics(path)] == list(range(1, 26))
     marks = [(r["step"], r["resumed_from"]) for r in metrics(path) if "resumed_from" in r]
     assert marks == [(21, 20)]
@@ -253,14 +256,6 @@ def test_a_snapshot_beyond_the_last_step(tmp_path, capsys):
     assert [record["val_loss"] for record in metrics(other)] == [metrics(path)[-1]["val_loss"]]
     assert train_here(other, "--resume", "--num-steps=5", "--warmup-steps=1") == 0
     assert "already at step 7" in capsys.readouterr().out
-
-
-def test_settings_of_the_optimizer_may_change(tmp_path):
-    path = tmp_path / "run.pt"
-    assert train_here(path, "--num-steps=2") == 0
-    assert train_here(path, "--resume", "--num-steps=3", "--weight-decay=0.7") == 0
-    groups = snapshot(path)["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
 
 
 @pytest.mark.filterwarnings("ignore:.*is a no-op")  # torch, about copies to "meta"

@@ -56,14 +56,14 @@ def test_a_snapshot_from_before_there_was_a_rest(tmp_path):
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
     flags = "--use-activation-checkpoint=cheap --recompute-layers=1 --dropout=0.1".split()
     flags += ["--warmup-steps=2", "--lr-scheduler=constant"]
-    assert train_here(whole, *flags, "--num-steps=40") == 0
-    assert train_here(path, *flags) == 0
+    assert train_here(whole, *flags, "--num-steps=6") == 0
+    assert train_here(path, *flags, "--num-steps=2") == 0
     state = snapshot(path)
     del state["args"]["recompute_rest"], state["config"]["recompute_rest"]
     torch.save(state, path)
-    assert resume_alone(path, "--num-steps=30") == 0
+    assert resume_alone(path, "--num-steps=4") == 0
     assert snapshot(path)["config"]["recompute_rest"] == "none"
-    assert resume_alone(path, "--num-steps=40", "--recompute-rest=mlp") == 0
+    assert resume_alone(path, "--num-steps=6", "--recompute-rest=mlp") == 0
     assert snapshot(path)["config"]["recompute_rest"] == "mlp"
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
@@ -409,16 +409,3 @@ def test_the_command_is_as_it_was_typed(monkeypatch):
     assert OneProcess(torch.device("cpu")).command == ("python", "../minigpt/train_minimal.py")
     monkeypatch.setattr("sys.argv", ["pytest"])
     assert OneProcess(torch.device("cpu")).command == ("python", "train_minimal.py")
-
-
-def test_a_cache_of_another_run_does_not_change_the_data(text_run, tmp_path, capsys):
-    """An edited text, encoded as before; then a new run trains a BPE of its own on the same."""
-    path, text = text_run
-    text.write_text(text.read_text() + "the quick brown fox\n")
-    assert resume_alone(path, "--num-steps=6") == 0
-    assert "data changed" in capsys.readouterr().out
-    words = [*OWN_TEXT, f"--train-data={text}", *TEXT.split()]
-    assert train_minimal.main([*words, f"--checkpoint-path={tmp_path / 'other.pt'}"]) == 0
-    capsys.readouterr()
-    assert resume_alone(path, "--num-steps=8") == 0
-    assert "data changed" not in capsys.readouterr().out

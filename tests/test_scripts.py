@@ -157,9 +157,6 @@ def test_out_of_memory(samples, trained, capsys, monkeypatch):
         generate.main(flags)
 
 
-TOOLS = sorted(p for p in ROOT.glob("scripts/*.py") if "\nif __name__ ==" in p.read_text())
-
-
 def table(room: str) -> dict[str, list[str]]:
     """What the room's __init__.py lists: command -> the question that it answers, what it takes."""
     docstring = (ROOT / room / "__init__.py").read_text().split('"""')[1]
@@ -181,9 +178,19 @@ def test_a_rooms_table_is_the_room(room, most):
 
 
 def test_tools_start_by_their_path_too(tmp_path):
-    """Each in a process of its own, from another folder."""
-    for tool in TOOLS:
-        result = run([sys.executable, str(tool), "--help"], cwd=tmp_path)
+    """By the same lines in each, before anything else is imported; they work from any folder."""
+    for tool in startable("scripts"):
+        if tool.endswith(".sh"):
+            continue
+        before, _, after = (ROOT / "scripts" / f"{tool}.py").read_text().partition("import sys\n")
+        assert before.count('"""') == 2 and "import " not in before.rpartition('"""')[2], tool
+        assert after.startswith(f"""
+if not __package__:  # python scripts/{tool}.py: the others lie one folder up
+    sys.path[0] += "/.."
+    import scripts  # noqa: F401
+"""), tool
+    for tool in ("memory_timeline", "plan_memory"):
+        result = run([sys.executable, str(ROOT / f"scripts/{tool}.py"), "--help"], cwd=tmp_path)
         assert result.returncode == 0 and result.stderr == "", result.stderr
         assert result.stdout.startswith("usage: ")
 

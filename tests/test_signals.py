@@ -34,6 +34,7 @@ import train_minimal
 from trainer.process import OneProcess
 
 FP32 = "--no-amp"
+FLAGS = (FP32, "--eval-interval=20", "--grad-accum-steps=2")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def nohup_is_not_inherited():
 def whole(tmp_path_factory):
     """A run that nothing happened to."""
     path = tmp_path_factory.mktemp("whole") / "run.pt"
-    assert train_here(path, FP32, "--eval-interval=4") == 0
+    assert train_here(path, *FLAGS) == 0
     return path
 
 
@@ -83,12 +84,12 @@ def test_signal_saves_and_stops(tmp_path, monkeypatch, whole, capsys, number, co
     for _ in range(1 + (number == signal.SIGHUP)):  # shell and system may both send it
         signal_in(7, number, monkeypatch)
     before = signal.getsignal(number)
-    assert train_here(path, FP32, "--eval-interval=4") == code
+    assert train_here(path, *FLAGS) == code
     assert signal.getsignal(number) is before
     assert f"{number.name} after step 7: saved" in capsys.readouterr().out
     assert snapshot(path)["step"] == 7 and metrics(path)[-1]["step"] == 7
     monkeypatch.undo()
-    assert train_here(path, FP32, "--eval-interval=4", "--resume") == 0
+    assert train_here(path, *FLAGS, "--resume") == 0
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
     assert [r["train_loss"] for r in metrics(path)] == [r["train_loss"] for r in metrics(whole)]
 
@@ -226,15 +227,8 @@ def check_stopped(path: Path, whole: Path) -> None:
     assert first == second and max(first) == step < 20
     assert first[step]["weights"] == weights_hash(snapshot(path)["model"])
     assert not (path.parent / "run.prev.pt").exists()
-    assert train_here(path, FP32, "--resume", "--grad-accum-steps=2") == 0
+    assert train_here(path, *FLAGS, "--resume") == 0
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
-
-
-@pytest.fixture(scope="module")
-def whole_of_two(tmp_path_factory):
-    path = tmp_path_factory.mktemp("whole") / "run.pt"
-    assert train_here(path, FP32, "--grad-accum-steps=2") == 0
-    return path
 
 
 @pytest.mark.parametrize(
@@ -244,11 +238,11 @@ def whole_of_two(tmp_path_factory):
         pytest.param("train_fsdp", marks=[SHARDED, pytest.mark.slow]),
     ],
 )
-def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path, whole_of_two, script):
+def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path, whole, script):
     path, faults = tmp_path / "run.pt", {"script": f"{FAULTS} {script}", "FAULTS": "term:1:6"}
     torchrun(path, FP32, expect=143, **faults)
     assert snapshot(path)["step"] == 6
-    check_stopped(path, whole_of_two)
+    check_stopped(path, whole)
 
 
 @pytest.mark.slow
@@ -257,7 +251,7 @@ def test_signal_to_one_process_stops_all_after_the_same_step(tmp_path, whole_of_
     "script",
     [pytest.param("train_ddp", marks=SIGNALS), pytest.param("train_fsdp", marks=SHARDED)],
 )
-def test_signal_to_torchrun(tmp_path, whole_of_two, script, number):
+def test_signal_to_torchrun(tmp_path, whole, script, number):
     """It passes them on, and exits with 1 whatever its processes do."""
     path = tmp_path / "run.pt"
     command = by_torchrun(path, FP32, script=f"{FAULTS} {script}")
@@ -267,4 +261,4 @@ def test_signal_to_torchrun(tmp_path, whole_of_two, script, number):
     launcher.send_signal(number)
     launcher.communicate(timeout=DEADLINE)
     assert launcher.returncode == 1
-    check_stopped(path, whole_of_two)
+    check_stopped(path, whole)

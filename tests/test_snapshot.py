@@ -14,7 +14,6 @@ from harness.runs import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer import snapshot
 from trainer.claim import claim, lock
 from trainer.resume import load_newest
 from trainer.snapshot import (
@@ -31,15 +30,6 @@ from trainer.snapshot import (
 def state(step: int) -> dict:
     empty = {key: kind() for key, kind in KEYS.items()}
     return empty | {"step": step, "model": {"weight": torch.randn(64, 64)}}
-
-
-def test_previous_is_kept(tmp_path):
-    path = tmp_path / "run.pt"
-    for step in (1, 2, 3):
-        save_snapshot(path, state(step), keep_previous=True)
-    assert read_snapshot(path)["step"] == 3
-    assert read_snapshot(tmp_path / "run.prev.pt")["step"] == 2
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("failing", ["save", "hidden", "fsync"])
@@ -65,22 +55,6 @@ def test_failed_save_harms_nothing(tmp_path, monkeypatch, failing):
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
     assert read_snapshot(path)["step"] == 1
-
-
-def test_save_never_writes_in_place(tmp_path, monkeypatch):
-    """While the new file is being written, the old one can still be read."""
-    path = tmp_path / "run.pt"
-    save_snapshot(path, state(1))
-    real, seen = torch.save, []
-
-    def save(what, file):
-        real(what, file)
-        seen.append(read_snapshot(path)["step"])
-
-    monkeypatch.setattr(snapshot.torch, "save", save)
-    save_snapshot(path, state(2))
-    assert seen == [1]
-    assert read_snapshot(path)["step"] == 2
 
 
 def stored(content: bytes) -> list[range]:

@@ -38,8 +38,9 @@ def written_plainly(model, ids, n_new, temperature=1.0, top_k=None, top_p=None):
     return ids
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("n_prompt", [1, 5, LIMIT - 1, LIMIT, LIMIT + 4])
+@pytest.mark.parametrize(
+    ("n_prompt", "batch_size"), [(1, 3), (5, 1), (LIMIT - 1, 3), (LIMIT, 1), (LIMIT + 4, 3)]
+)
 @pytest.mark.parametrize(
     "how",
     [

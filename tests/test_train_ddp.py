@@ -47,11 +47,6 @@ def test_four_micro_batches_in_two_processes(tmp_path):
         assert (a["exp_avg"] - b["exp_avg"]).norm() <= 1e-6 * a["exp_avg"].norm()
 
 
-def test_every_policy_under_ddp(tmp_path):
-    result = torchrun(tmp_path / "unused.pt", script="tests/harness/ddp_policies.py")
-    assert result.stdout.count("9 variants equal") == 2
-
-
 @pytest.mark.slow
 def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
     """With accumulation, where they would be made beside DDP's buckets; and after --resume, where

@@ -38,7 +38,7 @@ def test_two_shards_equal_one_process(plans_memory, tmp_path, capsys):
 
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_every_policy_with_shards(which):
-    """Each equals DDP, with accumulation, offload and clipping; see fsdp_steps.py."""
+    """Each equals DDP, and DDP without recomputation; see fsdp_steps.py."""
     result = together(["tests/harness/fsdp_steps.py", which], timeout=400)
     assert result.stdout.count("variants equal") == 2, result.stdout + result.stderr
 

@@ -80,15 +80,6 @@ def test_lines_and_metrics_say_the_same(tmp_path, capsys):
         assert record["peak_memory_kind"] == "rss" and record["peak_memory_bytes"] > 50e6
 
 
-def test_first_lines_predict_the_memory_of_a_step(plans_memory, tmp_path, capsys):
-    assert train_here(tmp_path / "run.pt", FULL, "--num-steps=1") == 0
-    out = capsys.readouterr().out
-    number = r"([\d.]+) KiB"
-    (line,) = re.findall(r"^memory   full: .* \(predicted\)$", out, re.M)
-    peak, kept, plain_peak, plain_kept = map(float, re.findall(number, line))
-    assert 0 < kept < 0.6 * plain_kept < plain_kept < plain_peak and kept < peak < plain_peak
-
-
 def test_a_prediction_that_fails_does_not_cost_the_run(plans_memory, tmp_path, capsys, monkeypatch):
     def fail(*args):
         raise NotImplementedError("no such device")

@@ -18,8 +18,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+def choose_precision(
+    args: argparse.Namespace, device: torch.device, native: bool | None = None
+) -> torch.dtype:
     """bfloat16 where the hardware has it, else float16 (CUDA only), else float32.
+
+    `native`: whether a GPU has bfloat16, if it is not there to be asked.
 
     bfloat16 has float32's range and needs no loss scaling; but a chip without it emulates it,
     which is slower than float32, on some CPUs a hundred times.
@@ -33,7 +37,8 @@ def choose_precision(args: argparse.Namespace, device: torch.device) -> torch.dt
             raise UsageError("--amp-dtype float16 needs a GradScaler, which mps lacks: --no-amp")
         return torch.float16
     if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        if native is None:
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float16
     if device.type == "cpu" and cpu_has_bfloat16():
         return torch.bfloat16

@@ -1,15 +1,14 @@
 """Out of memory, or about to be: what to change. One list, the least cost first.
 
-A run that did run out takes the first that changes anything (`next_knob`); a prediction can ask the
-planner, and takes the first that fits (`nearest`).
+A run that did run out takes the first of it (`next_knob`); a prediction can ask the planner, and
+takes the first that fits (`nearest`).
 """
 
 import argparse
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +17,20 @@ from model import MiniGPTConfig
 from .flags import SHAPES
 
 USUAL = ("use_activation_checkpoint", "full")  # which needs no word after the flag
-Count = Callable[[argparse.Namespace], int]  # what a run with these flags takes, in bytes
+Flags = argparse.Namespace
+SLOWER = "same results, some more time"
+SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
+FEWER = "fewer sequences a step: to accumulate them, gradients would have to wait"
+
+
+class Counts(Protocol):
+    """Bytes and sequences, for any flags (`Plans` in plan.py)."""
+
+    def state(self, args: Flags) -> int:
+        """Bytes of weights, gradients and optimizer; at once."""
+
+    def most(self, args: Flags, budget: int) -> int:
+        """Sequences of the largest micro-batch that fits; the planner is asked."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Knob:
     words: str  # what it costs
     trainer: str = ""  # another one to start, if it takes that
 
-    def command(self, args: argparse.Namespace) -> str:
+    def command(self, args: Flags) -> str:
         """ "--batch-size 3 --grad-accum-steps 4" """
         words, without = [self.trainer] * bool(self.trainer), []
         for name, value in self.flags.items():
@@ -44,7 +56,15 @@ class Knob:
                 words.append(f"{flag} {value}")
         return " ".join(words) + (f" without {' '.join(without)}" if without else "")
 
-    def with_policy(self, args: argparse.Namespace, config: MiniGPTConfig) -> "Knob":
+    def typed(self) -> list[str]:
+        """Its flags, for a command that has none of them yet."""
+        words = []
+        for name, value in self.flags.items():
+            if value is not None and value is not False:  # (off is the default)
+                words += ["--" + name.replace("_", "-")] + [str(value)] * (value is not True)
+        return words
+
+    def with_policy(self, args: Flags, config: MiniGPTConfig) -> "Knob":
         """The same, but for the way to recompute, which is that of `config`."""
         rest = None if config.recompute_rest == "none" else config.recompute_rest
         policy = policy_flags(args, config.recompute, config.recompute_layers, rest)
@@ -53,9 +73,10 @@ class Knob:
         others = {name: value for name, value in self.flags.items() if name not in policy}
         return replace(self, flags=changed | others)
 
-    def change(self, args: argparse.Namespace) -> argparse.Namespace:
+    def change(self, args: Flags) -> Flags:
         """The flags with this change, and with the defaults that follow from it."""
-        changed = argparse.Namespace(**vars(args) | self.flags)
+        shape = SHAPES[self.flags["model"]] if "model" in self.flags else {}
+        changed = argparse.Namespace(**vars(args) | shape | self.flags)
         if "max_position_embeddings" not in args.typed and args.model is None:
             changed.max_position_embeddings = changed.seq_len
         if "d_ff" not in args.typed:
@@ -63,25 +84,8 @@ class Knob:
         return changed
 
 
-@dataclass(frozen=True)
-class Family:
-    """Knobs of one kind, each of which takes less memory than the one before."""
-
-    kept: dict[str, Any]  # flags that all of them change
-    changes: Sequence[Any]  # what each of them changes besides: flags, or a value of `name`
-    words: str
-    name: str = ""
-
-    def __len__(self) -> int:
-        return len(self.changes)
-
-    def __getitem__(self, i: int) -> Knob:
-        change = self.changes[i]
-        return Knob(self.kept | ({self.name: change} if self.name else change), self.words)
-
-
 def policy_flags(
-    args: argparse.Namespace, policy: str, layers: int | None = None, rest: str | None = None
+    args: Flags, policy: str, layers: int | None = None, rest: str | None = None
 ) -> dict[str, Any]:
     """The flags that ask for a policy."""
     flags: dict[str, Any] = {"use_activation_checkpoint": policy}
@@ -91,48 +95,45 @@ def policy_flags(
     return flags
 
 
-def same_sequences(
-    args: argparse.Namespace, device_type: str, groups: bool = False
-) -> Iterator[Family]:
-    """Knobs that leave the training what it is, each beside all the cheaper ones.
+def candidates(
+    args: Flags, device_type: str, most: Callable[[Flags], int] | None = None, groups: bool = False
+) -> Iterator[Knob]:
+    """What can be changed, the least cost first, each beside all that is cheaper.
 
-    `groups`: of two blocks as well, which take less in some models.
+    `most` tells how many sequences fit with some flags; without it there are only knobs that leave
+    the training what it is. `groups`: of two blocks as well, which take less in some models.
     """
-    kept: dict[str, Any] = {}
-    if args.loss_chunks == 1:
-        kept = {"loss_chunks": 0}
-        yield Family(kept, [{}], "never holds all logits, at about the same speed")
-    if args.use_activation_checkpoint != "full" or args.recompute_layers is not None:
-        kept = kept | policy_flags(args, "full")
-        yield Family(kept, [{}], "same results, some more time")
-    if groups and args.recompute_group == 1:
-        yield Family(kept, [{"recompute_group": 2}], "same results, some more time")
-    size, steps = args.batch_size, args.grad_accum_steps
+    size, steps, kept = args.batch_size, args.grad_accum_steps, dict[str, Any]()
     cuts = [n for n in range(2, size + 1) if size % n == 0]
     smaller = [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in cuts]
-    yield Family(kept, smaller, "the same sequences")
+    if args.loss_chunks == 1:
+        kept = {"loss_chunks": 0}
+        yield Knob(kept, "never holds all logits, at about the same speed")
+    if args.use_activation_checkpoint != "full" or args.recompute_layers is not None:
+        kept = kept | policy_flags(args, "full")
+        yield Knob(kept, SLOWER)
+    if groups and args.recompute_group == 1:
+        yield Knob(kept | {"recompute_group": 2}, SLOWER)
+    yield from (Knob(kept | batch, SAME) for batch in smaller)
+    ways = [kept]
     if device_type == "cuda" and not args.offload_activations:
         kept = kept | {"offload_activations": True}
-        yield Family(kept, [{}], "what backward needs waits in CPU memory")
-        yield Family(kept, smaller, "the same sequences, what backward needs waits in CPU memory")
+        ways.append(kept)
+        yield Knob(kept, MOVED)
+        yield from (Knob(kept | batch, f"{SAME}, {MOVED}") for batch in smaller)
+    if most is None:
+        return
+    if steps == 1 and size > 1:  # of several steps gradients are there during forward already
+        for way in ways:
+            fewer = Knob(way | {"batch_size": size - 1}, FEWER)
+            if n := min(size - 1, most(fewer.change(args))):
+                yield Knob(way | {"batch_size": n}, FEWER)
+    kept = kept | (smaller[-1] if smaller else {})
+    for n in range(1, args.seq_len.bit_length() - 3):  # down to 8 tokens
+        yield Knob(kept | {"seq_len": args.seq_len >> n}, "the model sees less at a time")
 
 
-def other_sequences(args: argparse.Namespace, device_type: str) -> Iterator[Family]:
-    """Knobs that change what the model learns from, each beside all that do not."""
-    *_, last = same_sequences(args, device_type)
-    moved = {"offload_activations": True} if "offload_activations" in last.kept else {}
-    stay = {name: value for name, value in last.kept.items() if name not in moved}
-    size, steps = args.batch_size, args.grad_accum_steps
-    if steps == 1:  # else gradients are there during forward already
-        words = "fewer sequences a step: to accumulate them, gradients would have to wait"
-        for kept in (stay, last.kept) if moved else (stay,):
-            yield Family(kept, range(size - 1, 0, -1), words, "batch_size")
-    kept = last.kept | ({"batch_size": 1, "grad_accum_steps": steps * size} if size > 1 else {})
-    halves = [args.seq_len >> n for n in range(1, args.seq_len.bit_length() - 3)]  # down to 8
-    yield Family(kept, halves, "the model sees less at a time", "seq_len")
-
-
-def next_knob(args: argparse.Namespace, device: torch.device | None, way_back: str | None) -> str:
+def next_knob(args: Flags, device: torch.device | None, way_back: str | None) -> str:
     """The settings that memory ran out with, and the next change: what helps most at least cost.
 
     `device`: None if the run was not even set up. `way_back`: how to go on from what was saved; all
@@ -141,118 +142,79 @@ def next_knob(args: argparse.Namespace, device: torch.device | None, way_back: s
     now, back = settings(args), f"; {way_back}" if way_back else ""
     if device is None:
         return f"{now}; try a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
-    for family in same_sequences(args, device.type):
-        if family:
-            return f"{now}; try {family[0].command(args)} ({family.words}){back}"
+    for knob in candidates(args, device.type):
+        return f"{now}; try {knob.command(args)} ({knob.words}){back}"
     return f"{now}; try a shorter --seq-len or a smaller model"
 
 
-def settings(args: argparse.Namespace) -> str:
+def settings(args: Flags) -> str:
     """Of the flags, those that a step's memory depends on most."""
     policy = args.use_activation_checkpoint
     return f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}"
 
 
 def nearest(
-    args: argparse.Namespace,
+    args: Flags,
     device_type: str,
     budget: int,
-    state: Count,
-    peak: Count,
-    of_shards: tuple[Count, Count] | None = None,
+    plans: Counts,
+    of_shards: Counts | None = None,
     groups: bool = False,
 ) -> Knob | None:
     """The least change to these flags with which a step fits in `budget` bytes, if there is one.
 
-    `state` tells the bytes of weights, gradients and optimizer, at once; `peak` asks the planner.
-    `of_shards`: both of one of the processes that could hold the model between them.
+    `of_shards`: of one of the processes that could hold the model between them.
     """
 
-    def fits(flags: argparse.Namespace) -> bool:
-        return peak(flags) <= budget
-
-    if state(args) < budget:  # else none of these helps
-        same = same_sequences(args, device_type, groups)
-        families = chain(same, other_sequences(args, device_type))
-        if knob := first_that_fits(args, families, fits):
-            return knob
-    if of_shards and (knob := with_shards(args, device_type, budget, *of_shards)):
-        return knob
-    for flags, implied, words in (*less_moments(args), *smaller_models(args)):
-        less = Knob(flags | implied, "").change(args)
-        if state(less) < state(args):
-            if knob := as_it_is_or_less(less, device_type, budget, state, peak):
-                return Knob(flags | knob.flags, words)
-    return None
-
-
-def as_it_is_or_less(
-    args: argparse.Namespace, device_type: str, budget: int, state: Count, peak: Count
-) -> Knob | None:
-    """No change, or the least that leaves the training what it is, with which a step fits."""
-    if state(args) >= budget:
+    def first_that_fits(base: Knob, plans: Counts, knobs: Iterable[Knob]) -> Knob | None:
+        """`base`, with the first of those beside it."""
+        if plans.state(base.change(args)) >= budget:  # then none of them helps
+            return None
+        for knob in knobs:
+            both = replace(base, flags=base.flags | knob.flags, words=base.words or knob.words)
+            then = both.change(args)
+            if then.batch_size <= plans.most(then, budget):
+                return both
         return None
-    families = chain([Family({}, [{}], "")], same_sequences(args, device_type))
-    return first_that_fits(args, families, lambda flags: peak(flags) <= budget)
+
+    most, nothing = partial(plans.most, budget=budget), Knob({}, "")
+    knob = first_that_fits(nothing, plans, candidates(args, device_type, most, groups))
+    others = [(base, of_shards) for base in shards(args) if of_shards]
+    for base in (*less_moments(args), *smaller_models(args)):
+        if plans.state(base.change(args)) < plans.state(args):
+            others.append((base, plans))
+    for base, of_whom in others:
+        same_training = candidates(base.change(args), device_type)
+        knob = knob or first_that_fits(base, of_whom, [nothing, *same_training])
+    return knob
 
 
-# Flags with which weights, gradients and moments take less, what they imply, what that costs.
-LessState = tuple[dict[str, Any], dict[str, Any], str]
-
-
-def less_moments(args: argparse.Namespace) -> Iterator[LessState]:
-    """The least change to the training first."""
+def less_moments(args: Flags) -> Iterator[Knob]:
+    """With which moments take less; the least change to the training first."""
     half, muon = {"moments_dtype": "bfloat16"}, {"optimizer": "muon"}
     rounded, other = "moments rounded to bfloat16", "another optimizer"
     if args.moments_dtype == "float32":
-        yield half, {}, rounded
+        yield Knob(half, rounded)
     if args.optimizer == "adamw" and not args.resume:
-        yield muon, {}, other
-        yield muon | half, {}, f"{other}, {rounded}"
+        yield Knob(muon, other)
+        yield Knob(muon | half, f"{other}, {rounded}")
 
 
-def smaller_models(args: argparse.Namespace) -> Iterator[LessState]:
+def smaller_models(args: Flags) -> Iterator[Knob]:
+    by_name = args.model and SHAPES[args.model].items() <= vars(args).items()
     for name, shape in reversed(SHAPES.items()):
-        yield model_flags(args, name), shape, f"a smaller model, {name}"
+        width = {"d_ff": 4 * shape["d_model"]} if "d_ff" in args.typed else {}
+        yield Knob({"model": name} if by_name else shape | width, f"a smaller model, {name}")
 
 
-def with_shards(
-    args: argparse.Namespace, device_type: str, budget: int, state: Count, peak: Count
-) -> Knob | None:
-    """train_fsdp.py, with the least change that fits then; `state`, `peak`: of one of its shards.
+def shards(args: Flags) -> Iterator[Knob]:
+    """train_fsdp.py, alone or with less moments.
 
     It is no knob like the others: it only helps where there are several processes.
     """
     kept: dict[str, Any] = {"recompute_group": 1} if args.recompute_group > 1 else {}
     kept |= {"compress_gradients": False} if args.compress_gradients else {}
     dealt = "the processes hold the model between them"
-    without = Knob(kept, "").change(args)
-    for flags, _, cost in ({}, {}, ""), *less_moments(without):
-        less = Knob(flags, "").change(without)
-        if knob := as_it_is_or_less(less, device_type, budget, state, peak):
-            words = f"{dealt}; {cost}" if cost else dealt
-            return Knob(kept | flags | knob.flags, words, "train_fsdp.py")
-    return None
-
-
-def model_flags(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The flags that ask for the shape called `name` instead of theirs."""
-    if args.model and SHAPES[args.model].items() <= vars(args).items():
-        return {"model": name}
-    shape = SHAPES[name]
-    return shape | ({"d_ff": 4 * shape["d_model"]} if "d_ff" in args.typed else {})
-
-
-def first_that_fits(
-    args: argparse.Namespace,
-    families: Iterable[Family],
-    fits: Callable[[argparse.Namespace], bool],
-) -> Knob | None:
-    for family in families:
-
-        def fit(knob: Knob) -> bool:
-            return fits(knob.change(args))
-
-        if family and fit(family[-1]):  # somewhere it begins to fit, at the last one's the latest
-            return family[bisect_left(family, True, hi=len(family) - 1, key=fit)]
-    return None
+    yield Knob(kept, dealt, "train_fsdp.py")
+    for knob in less_moments(args):
+        yield Knob(kept | knob.flags, f"{dealt}; {knob.words}", "train_fsdp.py")

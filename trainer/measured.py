@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import MiniGPT
 
-from .metrics import StepClock, format_bytes, peak_memory
+from .metrics import StepClock, format_bytes, memory_used
 from .process import OneProcess
 
 STEP = 3  # the first makes the optimizer's state, the second DDP's final buckets
@@ -98,7 +98,11 @@ class MeasuringClock(StepClock):
                 self.stop_looking()
                 self.say(self.storages.peak, "of tensors", self.predicted)
             elif self.process.device.type == "cuda":
-                self.say(peak_memory(self.process.device)[0] or 0, "allocated", self.predicted)
+                self.say(
+                    memory_used(self.process.device)["peak_memory_bytes"] or 0,
+                    "allocated",
+                    self.predicted,
+                )
 
     def stop_looking(self) -> None:
         self.looking = False

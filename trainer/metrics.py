@@ -24,42 +24,29 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def peak_memory(device: torch.device) -> tuple[int | None, str]:
-    """(bytes, kind): the most memory this process has held at a time.
+def memory_used(device: torch.device) -> dict[str, Any]:
+    """The most memory that this process has held at a time, as the log has it.
 
-    kind "cuda": tensors, as PyTorch's allocator counts them. kind "rss": resident memory of the
-    whole process, Python and libraries included (None where the system does not tell).
+    kind "cuda": tensors, as PyTorch's allocator counts them. There also what it really took:
+    active, with freed memory that another stream may still use; reserved, with all that it keeps.
+    kind "rss": resident memory of the whole process, Python and libraries included (None where the
+    system does not tell).
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "cuda"
+        stats = torch.cuda.memory_stats(device)
+        memory, active, reserved = (
+            stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "active", "reserved")
+        )
+        found = {"peak_memory_bytes": memory, "peak_memory_kind": "cuda"}
+        return found | {"peak_active_bytes": active, "peak_reserved_bytes": reserved}
     try:
         import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
     except ImportError:  # Windows
-        return None, "rss"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024, "rss"  # macOS counts in bytes
-
-
-def allocator_peaks(device: torch.device) -> dict[str, int]:
-    """What a GPU's allocator really took, beside the tensors of `peak_memory`; {} elsewhere.
-
-    Active: with memory that is freed, but that another stream may still use. Reserved: with all
-    that it keeps for later.
-    """
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)
-    return {
-        f"peak_{kind}_bytes": stats.get(f"{kind}_bytes.all.peak", 0)
-        for kind in ("active", "reserved")
-    }
-
-
-def card_memory(device: torch.device) -> int | None:
-    """Bytes of the GPU's whole memory; None where there is no card."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.get_device_properties(device).total_memory
+        peak = None
+    return {"peak_memory_bytes": peak, "peak_memory_kind": "rss"}
 
 
 class StepClock:
@@ -199,34 +186,28 @@ def format_line(record: dict[str, Any], num_steps: int, card_bytes: int | None =
 
     `card_bytes`: the GPU's whole memory, to show the peak as a share of it.
     """
-    width = len(str(num_steps))
     parts = [
-        f"step {record['step']:>{width}}/{num_steps}",
+        f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
         f"epoch {record['epoch']:.2f}",
         f"lr {record['lr']:.2e}",
         f"loss {record['train_loss']:.4f} ppl {record['train_ppl']:.2f}",
-    ]
-    if "val_loss" in record:
-        parts.append(format_validation(record))
-    parts += [
+        *([format_validation(record)] if "val_loss" in record else []),
         f"{record['step_ms']:.1f} ms/step",
         f"{record['tokens_per_s']:,.0f} tok/s",
     ]
     if record["eta_s"] is not None:
         parts.append(f"eta {format_time(record['eta_s'])}")
-    if record["peak_memory_bytes"] is not None:
-        peak = f"peak {format_bytes(record['peak_memory_bytes'])} {record['peak_memory_kind']}"
-        if card_bytes:
-            peak += f" ({record['peak_memory_bytes'] / card_bytes:.1%} of the card)"
-        parts.append(peak)
+    if (peak := record["peak_memory_bytes"]) is not None:
+        share = f" ({peak / card_bytes:.1%} of the card)" if card_bytes else ""
+        parts.append(f"peak {format_bytes(peak)} {record['peak_memory_kind']}{share}")
     return " | ".join(parts)
 
 
 def format_validation(record: dict[str, Any]) -> str:
-    validation = f"val {record['val_loss']:.4f} ppl {record['val_ppl']:.2f}"
-    if record["val_bits_per_byte"] is not None:
-        validation += f" ({record['val_bits_per_byte']:.3f} bits/byte)"
-    return validation
+    """ "val 2.1000 ppl 8.17 (2.200 bits/byte)" """
+    bits = record["val_bits_per_byte"]
+    in_bytes = "" if bits is None else f" ({bits:.3f} bits/byte)"
+    return f"val {record['val_loss']:.4f} ppl {record['val_ppl']:.2f}{in_bytes}"
 
 
 def format_bytes(count: float) -> str:

@@ -67,9 +67,7 @@ def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dty
         room = room_on(device, args.memory_budget, share)
         room = replace(room, host=host_room(device, processes))
         return device.type, choose_precision(args, device), room
-    precision = torch.float32 if args.no_amp or args.device == "mps" else torch.bfloat16
-    if args.amp_dtype != "auto":
-        precision = getattr(torch, args.amp_dtype)
+    precision = choose_precision(args, torch.device(args.device), native=True)
     return args.device, precision, Room(args.memory_budget, args.device)
 
 
@@ -86,10 +84,8 @@ def card_target(args: argparse.Namespace, card: Card) -> tuple[str, torch.dtype,
             f"--memory-budget {format_bytes(budget)} is more than the {format_bytes(card.memory)} "
             f"of {card.name}: leave it out, or name another --card"
         )
-    if kind == "mps" or args.no_amp or args.amp_dtype != "auto":
-        return kind, choose_precision(args, torch.device(kind)), Room(budget, kind)
     _, bfloat16, float16 = card.flops  # before Ampere there is no bfloat16
-    precision = torch.bfloat16 if bfloat16 >= float16 else torch.float16
+    precision = choose_precision(args, torch.device(kind), native=bfloat16 >= float16)
     return kind, precision, Room(budget, kind)
 
 
@@ -156,6 +152,7 @@ class Plans:
     card: Card | None = None  # whose clock tells what is fastest; None: the fewest FLOPs are
     watch: Callable[[], object] = lambda: None  # called before each step that is simulated
     made: dict[tuple, Planner] = field(default_factory=dict)
+    largest: dict[tuple, int] = field(default_factory=dict)  # micro-batches
 
     def planner(self, args: argparse.Namespace) -> Planner:
         """The same one for all flags that differ in batch size and recompute only."""
@@ -176,10 +173,21 @@ class Plans:
     def peak(self, args: argparse.Namespace) -> int:
         """Bytes at the peak of a step; for `auto`, of the most that it recomputes. (No device has
         as many as one takes for whose offload the CPU's memory is too small.)"""
-        config = model_config(args, self.vocab_size)
-        memory = {name: getattr(config, name) for name in NO_RECOMPUTE}
+        memory = policy_of(model_config(args, self.vocab_size))
         step = self.planner(args).step(args.batch_size, **memory)
         return step.peak if self.host is None or step.host <= self.host else sys.maxsize
+
+    def most(self, args: argparse.Namespace, budget: int) -> int:
+        """Sequences of the largest micro-batch that fits in `budget` bytes with these flags."""
+        one = argparse.Namespace(**vars(args) | {"batch_size": 1})
+        if self.peak(one) > budget:
+            return 0
+        config, planner = model_config(args, self.vocab_size), self.planner(args)
+        key = planner, config, budget
+        if key not in self.largest:
+            memory, asked = policy_of(config), args.batch_size
+            self.largest[key] = planner.largest_batch(budget, asked, self.host, **memory)
+        return self.largest[key]
 
     def pick(self, args: argparse.Namespace, budget: int) -> StepMemory:
         """The fastest way to recompute that fits in `budget` bytes, else the smallest peak."""
@@ -191,26 +199,29 @@ class Plans:
     ) -> tuple[str, Knob | None]:
         """The least change that makes a step fit in `budget` bytes, with the fastest policy then;
         first why, if that is plain. `is_auto`: the run will choose its policy by itself."""
-        why, state = "", self.state(args)
+        why, state, shards = "", self.state(args), None
         if state >= budget:
             each = f" in each of {self.shards} processes" if self.shards > 1 else ""
-            why = f"weights, gradients and {optimizer_name(args)}'s state alone take "
-            why += f"{format_bytes(state)}{each}, more "
-            why += f"than the {format_bytes(budget)} that tensors may take: "
-        shards = self
+            why = (
+                f"weights, gradients and {optimizer_name(args)}'s state alone take "
+                f"{format_bytes(state)}{each}, more than the {format_bytes(budget)} that tensors "
+                "may take: "
+            )
         if self.ddp and self.processes > 1:
-            shards = replace(self, ddp=False, shards=self.processes, made={})
-        of_shards = None if shards is self else (shards.state, shards.peak)
+            shards = replace(self, ddp=False, shards=self.processes, made={}, largest={})
         groups = self.shards == 1 and args.n_layers > 1
-        knob = nearest(
-            args, self.device.type, budget, self.state, self.peak, of_shards, groups=groups
-        )
+        knob = nearest(args, self.device.type, budget, self, shards, groups)
         if knob and not is_auto:
             then = knob.change(args)
             if not then.offload_activations:
-                config = (shards if knob.trainer else self).pick(then, budget).config
-                knob = knob.with_policy(args, config)
+                of_whom = shards if shards and knob.trainer else self
+                knob = knob.with_policy(args, of_whom.pick(then, budget).config)
         return why, knob
+
+
+def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
+    """How it recomputes, as changes of another config."""
+    return {name: getattr(config, name) for name in NO_RECOMPUTE}
 
 
 def choose_recompute(plans: Plans, args: argparse.Namespace, room: Room) -> StepMemory:
@@ -246,27 +257,16 @@ def check_room(
     except UsageError:  # nobody knows
         return ""
     budget = room.safe or 0
-    too_large = total is not None and processes * (peak + own) > total
-    if not too_large and peak <= budget:
-        return ""
-    need = f"{processes} processes, each " if processes > 1 else ""
-    need += f"{format_bytes(peak)} predicted"
+    need = f"{of_each(processes)}{format_bytes(peak)} predicted"
     has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or 0)}"
+    if total is not None and processes * (peak + own) > total:
+        beside = f" beside the {format_bytes(own)} that Python, PyTorch and data take"
+        raise too_large(plans, args, budget, need + beside * bool(own), has)
+    if peak <= budget:
+        return ""
+    in_all = f"; {has} in all" if total else ""
     advice = what_to_try(plans, args, budget)
-    if not too_large:
-        has = f"; {has} in all" if total else ""
-        return f"\nwarning  {need}, but tensors may take {room}{has}; {advice}"
-    if own:
-        need += f" beside the {format_bytes(own)} that Python, PyTorch and data take"
-    now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
-    raise TooLarge(f"{now}; {advice}")
-
-
-def what_to_try(plans: Plans, args: argparse.Namespace, budget: int) -> str:
-    """With which a step fits in `budget` bytes."""
-    why, knob = plans.way_out(args, budget)
-    way_out = f"{knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
-    return f"{why}try {way_out}"
+    return f"\nwarning  {need}, but tensors may take {room}{in_all}; {advice}"
 
 
 def check_host(
@@ -277,31 +277,42 @@ def check_host(
     if plans.host is None or step.host <= plans.host:
         return ""
     total, own = total_memory(cpu), own_memory() - held
-    room = room_on(cpu, None, processes, held)
-    need = f"{processes} processes, each " if processes > 1 else ""
-    need += f"{format_bytes(step.host)} of CPU memory for --offload-activations"
+    need = f"{of_each(processes)}{format_bytes(step.host)} of CPU memory for --offload-activations"
     on_device = room_on(process.device, None, process.processes_on_device).safe or 0
+    if total is not None and processes * (step.host + own) > total:
+        has = f"the machine has {format_bytes(total)}"
+        raise too_large(plans, args, on_device, need, has)
+    room = room_on(cpu, None, processes, held)
     advice = what_to_try(plans, args, on_device)
-    if total is None or processes * (step.host + own) <= total:
-        return f"\nwarning  {need}, but tensors may take {room}; {advice}"
-    has = f"the machine has {format_bytes(total)}"
+    return f"\nwarning  {need}, but tensors may take {room}; {advice}"
+
+
+def of_each(processes: int) -> str:
+    return f"{processes} processes, each " if processes > 1 else ""
+
+
+def too_large(plans: Plans, args: argparse.Namespace, budget: int, need: str, has: str) -> TooLarge:
     now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
-    raise TooLarge(f"{now}; {advice}")
+    return TooLarge(f"{now}; {what_to_try(plans, args, budget)}")
+
+
+def what_to_try(plans: Plans, args: argparse.Namespace, budget: int) -> str:
+    """With which a step fits in `budget` bytes."""
+    why, knob = plans.way_out(args, budget)
+    way_out = f"{knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
+    return f"{why}try {way_out}"
 
 
 def describe_plan(planner: Planner, chosen: MiniGPTConfig, batch_size: int) -> str:
     """Predicted memory of a step as chosen, beside that without recompute."""
-    none = planner.step(batch_size, **NO_RECOMPUTE)
-    parts = [(none, "without recompute")]
+    steps = {"without recompute": planner.step(batch_size, **NO_RECOMPUTE)}
     if chosen.recompute != "none":
-        parts.insert(0, (planner.step(batch_size, **asdict(chosen)), describe_recompute(chosen)))
-    return (
-        "; ".join(
-            f"{name}: peak {format_bytes(step.peak)}, backward keeps {format_bytes(step.kept)}"
-            for step, name in parts
-        )
-        + " (predicted)"
-    )
+        steps = {describe_recompute(chosen): planner.step(batch_size, **asdict(chosen))} | steps
+    words = [
+        f"{name}: peak {format_bytes(step.peak)}, backward keeps {format_bytes(step.kept)}"
+        for name, step in steps.items()
+    ]
+    return "; ".join(words) + " (predicted)"
 
 
 def plan_memory(

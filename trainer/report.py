@@ -16,13 +16,11 @@ from model import MiniGPTConfig
 from .claim import files_of, name_aside
 from .length import tokens_per_step
 from .metrics import (
-    allocator_peaks,
-    card_memory,
     format_bytes,
     format_line,
     format_time,
     format_validation,
-    peak_memory,
+    memory_used,
     perplexity,
 )
 from .pretrained import Pretrained
@@ -80,14 +78,13 @@ def describe_run(
         )
     if args.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
-    if resumed is not None:
-        if resumed.why:
-            lines.append(f"resume   {resumed.why}")
-        lines.append(f"resume   {resumed.path}, step {run.step:,}")
-        if run.step < args.num_steps:  # else there is no "from here on"
-            lines += describe_changes(resumed.state, run.identity)
-    else:
-        lines += describe_replaced(run)
+    if resumed is None:
+        return "\n".join(lines + describe_replaced(run))
+    if resumed.why:
+        lines.append(f"resume   {resumed.why}")
+    lines.append(f"resume   {resumed.path}, step {run.step:,}")
+    if run.step < args.num_steps:  # else there is no "from here on"
+        lines += describe_changes(resumed.state, run.identity)
     return "\n".join(lines)
 
 
@@ -135,7 +132,6 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     # for the GPU, which makes the times below true.
     loss = process.sum([sum(losses.tolist())])[0] / run.micro_batches
     seconds = clock.end_interval()
-    peak, kind = peak_memory(process.device)
     return {
         "step": run.step,
         "epoch": run.train_batches.epoch(run.step * run.micro_batches),
@@ -146,9 +142,7 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
         "step_ms": 1000 * seconds,
         "tokens_per_s": run.micro_batches * args.batch_size * args.seq_len / seconds,
         "eta_s": (args.num_steps - run.step) * seconds,
-        "peak_memory_bytes": peak,
-        "peak_memory_kind": kind,
-        **allocator_peaks(process.device),
+        **memory_used(process.device),
     }
 
 
@@ -182,7 +176,10 @@ def is_silent(run: Run) -> bool:
 
 
 def show(run: Run, record: dict[str, Any], label: str = "") -> None:
-    line = format_line(record, run.args.num_steps, card_memory(run.process.device))
+    device, card = run.process.device, None
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device).total_memory
+    line = format_line(record, run.args.num_steps, card)
     run.process.say(label + line)
     run.last_line = time.perf_counter()
 
@@ -226,7 +223,8 @@ def describe_result(
     validation = f"loss {record['val_loss']:.4f}, perplexity {record['val_ppl']:.2f}"
     if record["val_bits_per_byte"] is not None:
         validation += f", {record['val_bits_per_byte']:.3f} bits/byte"
-    peak, kind = peak_memory(device)
+    used = memory_used(device)
+    memory = f"{format_bytes(used['peak_memory_bytes'] or 0)} ({used['peak_memory_kind']})"
     best = beside(args.checkpoint_path, ".best.pt")
     folder = os.path.dirname(run.process.command[-1])  # of the project, if this is another one
     generate = [os.path.join(folder, "scripts", "generate.py")] if folder else []
@@ -237,7 +235,7 @@ def describe_result(
         f"train    {mean_of_recent(run, record)}",
         f"val      {validation}",
         *([f"speed    {speed}"] if run.clock.steps else []),  # none: only an evaluation was left
-        f"memory   peak {format_bytes(peak or 0)} ({kind})",
+        f"memory   peak {memory}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
         f"next     {shlex.join(generate)}",

@@ -16,24 +16,20 @@ STACK = [*COLORS]  # kinds, bottom up
 
 
 class Made:
-    """A page, and what the planner says about the same flags: of `steps` only where records of a
-    large model take too long."""
+    """A page, and what the planner says about the same flags."""
 
-    def __init__(self, flags: list[str], folder, steps: bool = False):
+    def __init__(self, flags: list[str], folder):
         self.file = folder / "page.html"
         assert memory_page.main([*flags, "--out", str(self.file)]) == 0
         args = memory_page.parse(flags)
         config = memory_page.model_config(args, memory_page.vocabulary(args))
         kind, precision, _ = memory_page.target(args)
-        planner = make_planner(args, config, torch.device(kind), precision)
-        self.planner, self.batch_size = planner, args.batch_size
-        self.records, self.steps = {}, {}
-        for name, memory in POLICIES.items():
-            memory = NO_RECOMPUTE | memory
-            if not steps:
-                self.records[name] = planner.record(args.batch_size, **memory)
-            known = self.records.get(name)
-            self.steps[name] = known.step if known else planner.step(args.batch_size, **memory)
+        self.planner = make_planner(args, config, torch.device(kind), precision)
+        self.batch_size = args.batch_size
+        self.records: dict[str, Record] = {
+            name: self.planner.record(args.batch_size, **NO_RECOMPUTE | memory)
+            for name, memory in POLICIES.items()
+        }
 
 
 class opened:

@@ -1,0 +1,61 @@
+"""What plan_memory answers about one small model: each question is asked once in a process."""
+
+import json
+import tempfile
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from scripts import plan_memory
+
+SHAPE = "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32"
+BATCH = 64
+
+
+class Answer(NamedTuple):
+    json: dict[str, Any]
+    out: str
+
+    @property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        return {row["name"]: row for row in self.json["rows"]}
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        return {name: row["peak_bytes"] for name, row in self.rows.items()}
+
+    @property
+    def table(self) -> list[str]:
+        """Its lines, the header first."""
+        (table,) = (part for part in self.out.split("\n\n") if " policy " in part)
+        return table.splitlines()
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the last line."""
+        return self.out.splitlines()[-1].split()
+
+
+@cache
+def ask(flags: str = "--device cuda --memory-budget 1GiB") -> Answer:
+    """Of SHAPE, with BATCH sequences, on a machine without a GPU; offload has no tensor that is too
+    small for it (see everything_travels)."""
+    shape = f"{SHAPE} --batch-size {BATCH}".split()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        patch.delenv("COLUMNS", raising=False)
+        patch.setattr("memory.offload.SMALL", 1)
+        patch.setattr("planner.step.SMALL", 1)
+        path, out = Path(folder, "plan.json"), StringIO()
+        with redirect_stdout(out):
+            assert plan_memory.main([*shape, *flags.split(), "--json", str(path)]) == 0
+        return Answer(json.loads(path.read_text()), out.getvalue())
+
+
+def budget_for(tensors: float) -> str:
+    """A flag: a GPU, less than 4 GiB, on which tensors may take so many bytes."""
+    return f"--device cuda --memory-budget {int(tensors / 0.75) + 2}b"
