@@ -37,14 +37,8 @@ def run(tmp_path_factory) -> Path:
     (folder / "x.txt").write_text(TEXT, encoding="utf-8")
     path = folder / "run.pt"
     words = [f"--train-data={folder}/x.txt", "--tokenizer-name=bpe", "--vocab-size=290"]
-    words += [
-        "--num-steps=3",
-        "--seq-len=64",
-        "--eval-batches=1",
-        "--eval-interval=1",
-        "--lr=0.03",
-        "--dropout=0.2",
-    ]
+    words += "--num-steps=3 --seq-len=64 --eval-batches=1 --eval-interval=1".split()
+    words += ["--lr=0.03", "--dropout=0.2"]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
         assert train_minimal.main([*RUN, *words, f"--checkpoint-path={path}"]) == 0
@@ -57,8 +51,10 @@ def files_of_at_most(n_bytes: int) -> Iterator[None]:
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +214,17 @@ def test_the_card_names_all_that_was_trained_on_and_what_it_began_with(run):
     assert " on: 00.bin, 01.bin, " in card and ", 09.bin and 2 more; 1,024 training" in card
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are Unicode")
+def test_names_that_are_no_text(run, tmp_path):
+    """(What is printed: test_evaluate.py.)"""
+    state = snapshot(run)
+    state["args"]["train_data"] = [os.fsdecode(b"/home/w\xf6rter.txt")]
+    state["data"]["description"] = "w and 1 more: 1 document"
+    out = Path(os.fsdecode(bytes(tmp_path) + b"/w\xf6rter"))
+    export_hf.export(open_pretrained(run), state, out)
+    assert "on: w?rter.txt: 1 document." in (out / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_cards_example(folder, monkeypatch, capsys):
     """It runs as it stands there, and its prompt begins as documents do."""
     transformers = pytest.importorskip("transformers")
@@ -313,14 +320,3 @@ def test_a_folder_is_filled_or_stays_empty(run, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(Path, "rename", seen)
     assert export_hf.main(flags) == 0
     assert set(moved) == FILES and moved[-1] == "config.json"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are Unicode")
-def test_names_that_are_no_text(run, tmp_path):
-    """(What is printed: test_evaluate.py.)"""
-    state = snapshot(run)
-    state["args"]["train_data"] = [os.fsdecode(b"/home/w\xf6rter.txt")]
-    state["data"]["description"] = "w and 1 more: 1 document"
-    out = Path(os.fsdecode(bytes(tmp_path) + b"/w\xf6rter"))
-    export_hf.export(open_pretrained(run), state, out)
-    assert "on: w?rter.txt: 1 document." in (out / "README.md").read_text(encoding="utf-8")

@@ -42,6 +42,16 @@ def draw_gradients(model: nn.Module, step: int) -> None:
         parameter.grad = 0.1 * torch.randn(parameter.shape)
 
 
+def drawn(steps: int) -> list[dict[str, Tensor]]:
+    """The gradients of each step, by name."""
+    found = []
+    for step in range(steps):
+        model = make()[0]
+        draw_gradients(model, step)
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    return found
+
+
 def after(steps: int, *flags: str, **settings) -> tuple[dict[str, Tensor], LeanOptimizer]:
     model, optimizer = make(*flags, **settings)
     for step in range(steps):
@@ -114,12 +124,7 @@ def naive_muon(weight: Tensor, gradients: list[Tensor], rate: float, decay: floa
 def test_muon_is_that_of_the_papers(monkeypatch):
     """Stacks of 2 and 1 matrices, tall and wide; a gradient's size does not matter."""
     monkeypatch.setattr(optimizer_file, "AT_A_TIME", 2 * 20 * 60)
-    start = dict(make(MUON)[0].named_parameters())
-    steps = []
-    for step in range(4):
-        model = make(MUON)[0]
-        draw_gradients(model, step)
-        steps.append({name: p.grad for name, p in model.named_parameters()})
+    start, steps = dict(make(MUON)[0].named_parameters()), drawn(4)
     parameters, _ = after(4, MUON)
     for name, weight in parameters.items():
         if name.startswith("blocks") and weight.dim() == 2:
@@ -215,12 +220,7 @@ def naive_adamw(
 def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, monkeypatch):
     monkeypatch.setattr(optimizer_file, "AT_A_TIME", at_a_time)
     dtype = torch.bfloat16 if SMALL in flags else torch.float32
-    start = dict(make()[0].named_parameters())
-    steps = []
-    for step in range(5):
-        model = make()[0]
-        draw_gradients(model, step)
-        steps.append({name: p.grad for name, p in model.named_parameters()})
+    start, steps = dict(make()[0].named_parameters()), drawn(5)
     parameters, optimizer = after(5, *flags, device=device)
     for name, weight in parameters.items():
         if weight.dim() == 2 and MUON in flags and name.startswith("blocks"):
