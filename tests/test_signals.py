@@ -257,7 +257,7 @@ def test_signal_to_torchrun(tmp_path, whole, script, number):
     command = by_torchrun(path, FP32, script=f"{FAULTS} {script}")
     pipe, env = subprocess.PIPE, os.environ | {"PAUSE": "0.1", "PYTHONUNBUFFERED": "1"}
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
-    assert any(line.startswith("step      3/") for line in launcher.stdout)
+    assert any(line.startswith("step  3/") for line in launcher.stdout)
     launcher.send_signal(number)
     launcher.communicate(timeout=DEADLINE)
     assert launcher.returncode == 1
