@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +64,21 @@ def fake_worker(argv, job):
         "reserved_bytes": None,
         "rss_bytes": 5 << 20,
     }
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path, capsys):
+    """bench(*flags): what it writes, and what it prints."""
+
+    def run(*flags: str, worker=fake_worker, code: int = 0) -> SimpleNamespace:
+        monkeypatch.setattr(benchmark, "run_worker", worker)
+        file = tmp_path / "rows.json"
+        assert benchmark.main([*SHAPE, *flags, "--json", str(file)]) == code
+        out, err = capsys.readouterr()
+        result = json.loads(file.read_text()) if file.exists() else {"rows": []}
+        return SimpleNamespace(json=result, rows=result["rows"], out=out, err=err)
+
+    return run
 
 
 @pytest.mark.slow
@@ -159,58 +175,46 @@ def test_all_models_see_the_same_tokens_and_every_step_others():
     assert torch.equal(batches(Job("full", 3))[1][0], later)
 
 
-def test_processes_take_turns_and_medians_are_reported(monkeypatch, tmp_path, capsys):
+def test_processes_take_turns_and_medians_are_reported(bench, capsys):
     order = []
 
     def worker(argv, job):
+        if not order:  # the estimate comes first
+            assert re.fullmatch(r"9 runs, about [\d:]+ in all\n", capsys.readouterr().err)
         order.append(job.policy)
         if job.policy == "mlp" and order.count("mlp") == 2:
             return None  # out of memory
         return fake_worker(argv, job)
 
-    monkeypatch.setattr(benchmark, "run_worker", worker)
-    file = tmp_path / "rows.json"
-    flags = ["--policies", "none", "mlp", "full", "--repeats", "3", "--json", str(file)]
-    assert benchmark.main([*SHAPE, *flags, "--grad-accum-steps", "2"]) == 0
+    flags = "--policies none mlp full --repeats 3 --grad-accum-steps 2"
+    done = bench(*flags.split(), worker=worker)
     assert order == "none mlp full none mlp full none full".split()
-    result = json.loads(file.read_text())
-    assert [row["policy"] for row in result["rows"]] == ["none", "full"]
-    assert [job["policy"] for job in result["out_of_memory"]] == ["mlp"]
-    for row in result["rows"]:
+    assert [row["policy"] for row in done.rows] == ["none", "full"]
+    assert [job["policy"] for job in done.json["out_of_memory"]] == ["mlp"]
+    for row in done.rows:
         assert len(row["step_s_all"]) == 6
         assert row["step_s"] == statistics.median(row["step_s_all"]) > 0.5
         assert row["tokens_per_s"] == pytest.approx(2 * 8 * 32 / row["step_s"])
-    printed = capsys.readouterr().out
-    assert "Out of memory: MiniGPT, mlp, batch 8" in printed
-    none, full = result["rows"]
-    assert f"| {full['step_s'] / none['step_s'] - 1:+.1%} |" in printed
+    assert "Out of memory: MiniGPT, mlp, batch 8" in done.out
+    none, full = done.rows
+    assert f"| {full['step_s'] / none['step_s'] - 1:+.1%} |" in done.out
 
 
-def test_largest_batch_is_what_the_planner_says(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchmark, "run_worker", fake_worker)
-    file = tmp_path / "rows.json"
-    flags = ["--policies", "none", "full", "--repeats", "1", "--json", str(file), "--compile"]
-    budget = ["--largest-batch", "--memory-budget", "13.4MB"]  # less a tenth
-    assert benchmark.main([*SHAPE, *flags, *budget]) == 0
-    rows = json.loads(file.read_text())["rows"]
-    equal, largest = rows[:4], rows[4:]
-    assert [(row["policy"], row["compiled"]) for row in equal] == [
-        ("none", False),
-        ("full", False),
-        ("none", True),
-        ("full", True),
-    ]
+def test_largest_batch_is_what_the_planner_says(bench):
+    flags = "--policies none full --repeats 1 --compile --largest-batch --memory-budget".split()
+    done = bench(*flags, "13.4MB")  # less a tenth
+    equal, largest = done.rows[:4], done.rows[4:]
+    ways = [(policy, way) for way in (False, True) for policy in ("none", "full")]
+    assert [(row["policy"], row["compiled"]) for row in equal] == ways
     assert {row["batch_size"] for row in equal} == {8}
     sizes = {row["policy"]: row["batch_size"] for row in largest}
     assert sizes["full"] > sizes["none"] > 8
     for row in largest:
         assert row["largest"] and row["predicted_bytes"] == pytest.approx(12e6, rel=0.1)
-    assert "### At the largest batch that fits" in capsys.readouterr().out
-    # Too small for one sequence: said, and gone on.
-    assert benchmark.main([*SHAPE, *flags, "--largest-batch", "--memory-budget", "1kB"]) == 0
+    assert "### At the largest batch that fits" in done.out
+    done = bench(*flags, "1kB")  # too small for one sequence: said, and gone on
     said = "none: not one sequence fits in 900 B (1000 B less a margin of a tenth)"
-    assert said in capsys.readouterr().err
-    assert len(json.loads(file.read_text())["rows"]) == 4
+    assert said in done.err and len(done.rows) == 4
 
 
 def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):
@@ -229,7 +233,7 @@ def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("n_done", [0, 1, 3])
-def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path, capsys, n_done):
+def test_ctrl_c_keeps_what_was_measured(bench, n_done):
     left = iter(range(n_done))
 
     def worker(argv, job):
@@ -237,20 +241,15 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path, capsys, n_done):
             raise KeyboardInterrupt
         return fake_worker(argv, job)
 
-    monkeypatch.setattr(benchmark, "run_worker", worker)
-    file = tmp_path / "rows.json"
-    flags = ["--policies", "none", "full", "--repeats", "2", "--json", str(file)]
-    assert benchmark.main([*SHAPE, *flags]) == 130
-    out, err = capsys.readouterr()
-    assert err.splitlines()[-1] == f"stopped after {n_done} of 4 runs"
-    if n_done == 0:
-        assert out == "" and not file.exists()
-        return
-    result = json.loads(file.read_text())
-    assert result["interrupted"] == f"after {n_done} of 4 runs"
-    assert [row["policy"] for row in result["rows"]] == ["none", "full"][:n_done]
-    assert [len(row["step_s_all"]) for row in result["rows"]] == {1: [2], 3: [4, 2]}[n_done]
-    assert "| none |" in out and f"interrupted: after {n_done} of 4 runs" in out
+    done = bench(*"--policies none full --repeats 2".split(), worker=worker, code=130)
+    when = f"after {n_done} of 4 runs"
+    assert done.err.splitlines()[-1] == f"stopped {when}"
+    assert [row["policy"] for row in done.rows] == ["none", "full"][:n_done]
+    assert [len(row["step_s_all"]) for row in done.rows] == {0: [], 1: [2], 3: [4, 2]}[n_done]
+    assert (done.out == "") == (n_done == 0) == ("interrupted" not in done.json)
+    if n_done:
+        assert done.json["interrupted"] == when
+        assert "| none |" in done.out and f"interrupted: {when}" in done.out
 
 
 def test_no_worker_outlives_ctrl_c(tmp_path):
@@ -277,16 +276,6 @@ def test_the_estimate_grows_with_the_work(monkeypatch):
     assert benchmark.expected_seconds(args, [2.0, 4.0]) == 3 * (2 * 7 + 6 * 10)
 
 
-def test_the_estimate_comes_first(monkeypatch, capsys):
-    def worker(argv, job):
-        (line,) = capsys.readouterr().err.splitlines()
-        assert re.fullmatch(r"1 run, about [\d:]+ in all", line)
-        return fake_worker(argv, job)
-
-    monkeypatch.setattr(benchmark, "run_worker", worker)
-    assert benchmark.main([*SHAPE, "--policies", "none", "--repeats", "1"]) == 0
-
-
 @pytest.mark.parametrize(("flags", "size"), [("", 1024), ("--model gpt2", 50257)])
 def test_the_vocabulary_is_the_trainers(flags, size):
     args = benchmark.build_parser().parse_args(flags.split())
@@ -308,10 +297,12 @@ def test_the_vocabulary_is_the_trainers(flags, size):
         (["--recompute-group", "2"], "--recompute-group 2 needs --policies full"),
         (["--d-model", "33"], "--d-model (33)"),
         (["--tokenizer-name", "none.tiktoken"], "--tokenizer-name none.tiktoken: no such file"),
+        (["--peer", "transformers"], "is not installed: pip install transformers"),
     ],
 )
 def test_mistakes(capsys, monkeypatch, flags, message):
     monkeypatch.setattr(benchmark, "run_worker", None)  # nothing is measured
+    monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
     try:
         code = benchmark.main([*SHAPE, *flags])
     except SystemExit as stop:
@@ -320,34 +311,25 @@ def test_mistakes(capsys, monkeypatch, flags, message):
     assert code == 2 and line.startswith("error: ") and message in line
 
 
-def test_no_transformers(capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
-    monkeypatch.setattr(benchmark, "run_worker", None)  # nothing is measured
-    assert benchmark.main([*SHAPE, "--peer", "transformers"]) == 2
-    assert "pip install transformers" in capsys.readouterr().err
-
-
-def test_the_peer_is_measured_beside_ours(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchmark, "run_worker", fake_worker)
+def test_the_peer_is_measured_beside_ours(bench, monkeypatch):
     monkeypatch.setattr(benchmark, "find_spec", lambda name: True)
     monkeypatch.setattr(benchmark, "version", lambda name: "5.0")
-    file = tmp_path / "rows.json"
-    flags = ["--policies", "cheap", "--repeats", "1", "--peer", "transformers", "--json", str(file)]
-    assert benchmark.main([*SHAPE, *flags]) == 0
-    result = json.loads(file.read_text())
-    assert [(row["policy"], row["peer"]) for row in result["rows"]] == [
-        ("cheap", None),
-        ("none", None),
-        ("full", None),
+    done = bench(*"--policies cheap --repeats 1 --compile --peer transformers".split())
+    ours, theirs = done.rows[:3], done.rows[6:]
+    assert [row["policy"] for row in ours] == ["cheap", "none", "full"]
+    assert {(row["peer"], row["compiled"]) for row in done.rows[:6]} == {
+        (None, False),
+        (None, True),
+    }
+    assert [(row["policy"], row["peer"]) for row in theirs] == [
         ("none", "transformers"),
         ("full", "transformers"),
     ]
-    assert result["transformers"] == "5.0"
-    _, ours, _, theirs, _ = result["rows"]
-    assert theirs["predicted_bytes"] is None and theirs["predicted_s"] is None
-    lines = capsys.readouterr().out.splitlines()
-    none = next(line for line in lines[lines.index("### Beside transformers") :] if "none" in line)
-    assert none.split(" | ")[3] == f"{ours['step_s'] / theirs['step_s']:.2f}"
+    assert done.json["transformers"] == "5.0"
+    assert theirs[0]["predicted_bytes"] is None and theirs[0]["predicted_s"] is None
+    lines = done.out.split("### Beside transformers")[1].splitlines()
+    (none,) = [line for line in lines if "| none" in line]  # what is compiled is compared with none
+    assert none.split(" | ")[3] == f"{ours[1]['step_s'] / theirs[0]['step_s']:.2f}"
 
 
 @pytest.mark.slow
@@ -387,34 +369,26 @@ def test_the_peer_recomputes_when_told_to():
 # ---- predicted times, and shares of what the device can do at most
 
 
-def test_predicted_times_stand_beside_measured_ones(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchmark, "run_worker", fake_worker)
-    file = tmp_path / "rows.json"
-    flags = ["--policies", "none", "full", "--repeats", "1", "--json", str(file)]
-
-    def predict(*more: str) -> list[dict]:
-        assert benchmark.main([*SHAPE, *flags, *more]) == 0
-        return json.loads(file.read_text())["rows"]
-
-    args = arguments()
+def test_predicted_times_stand_beside_measured_ones(bench):
+    flags = "--policies none full --repeats 1 --compile".split()
+    args, done = arguments(), bench(*flags)
     planner = benchmark.plan(args, torch.device("cpu"), torch.float32)
-    none, full = predict("--compile")[:2]
+    none, full, compiled, _ = done.rows
     for row in (none, full):
         assert row["predicted_s"] == planner.step(8, recompute=row["policy"]).seconds(CARD)
-    header, _, first, second = capsys.readouterr().out.splitlines()[2:6]
+    header, _, first, second = done.out.splitlines()[2:6]
     columns = header.split(" | ")
     assert columns[3] == columns[6] == "predicted" and columns[2] == "step"
     assert first.split(" | ")[3] == f"{1000 * none['predicted_s']:,.1f} ms"
     more = full["predicted_s"] / none["predicted_s"] - 1
     assert second.split(" | ")[6] == f"{more:+.1%}" != "+0.0%" and first.split(" | ")[6] == "+0.0%"
-    both = {(row["policy"], row["compiled"]): row["predicted_s"] for row in predict("--compile")}
-    assert both["none", True] < both["none", False]
+    assert compiled["predicted_s"] < none["predicted_s"]
     # Three micro-batches share one update, as they do in what is measured.
-    three, planner.accumulate, planner.steps = predict("--grad-accum-steps", "3")[0], True, {}
+    three = bench(*flags, "--grad-accum-steps", "3").rows[0]
+    planner.accumulate, planner.steps = True, {}
     assert three["predicted_s"] == Clock(CARD, False, 3, 1).seconds(planner.step(8))
     assert 2 * none["predicted_s"] < three["predicted_s"] < 3 * none["predicted_s"]
-    card = json.loads(file.read_text())["card"]
-    assert (card["name"], card["bytes_per_s"]) == ("a card", 1e9)
+    assert (done.json["card"]["name"], done.json["card"]["bytes_per_s"]) == ("a card", 1e9)
 
 
 def test_mfu_and_hfu():

@@ -89,12 +89,3 @@ def test_a_card_on_which_nothing_trains():
     row["largest_batch"] = dict.fromkeys(SHAPES, dict.fromkeys(cards.WAYS, 0))
     assert "| Voodoo2 | - |  |" in cards.format_fastest([row])
     assert "| Voodoo2 | - | - | - | - |" in cards.format_batches([row])
-
-
-def test_ctrl_c_is_one_line(monkeypatch, capsys):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cards.Plan, "row", interrupt)
-    assert cards.main(["--cards", "4090"]) == 130
-    assert capsys.readouterr().err == "stopped\n"

@@ -17,12 +17,12 @@ from studies.make_results import FOLDER
 RESULT = json.loads((ROOT / FOLDER / "mixes.json").read_text())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plan():
     return planner(CONFIG, "bf16", device_type="cuda")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def steps(plan):
     return [plan.step(16, **ALL_ALIKE | rung) for rung in RUNGS]
 
