@@ -4,11 +4,13 @@ The process is `python -m scripts.benchmark ... --worker JOB`: flags mean the sa
 """
 
 import argparse
+import json
 import time
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate, chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from model import MiniGPT, MiniGPTConfig
-from scripts.allocator_trace import allocations, trace_events
 from train_minimal import train_step
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.flags import UsageError, model_config
@@ -145,6 +146,29 @@ def cpu_allocator_peak(run: Run) -> int:
         timed_step(run)
     since_then = accumulate(size for _, size in allocations(trace_events(profiler), "cpu"))
     return sum(tensor.nbytes for tensor in there) + max(since_then)
+
+
+# ---- what an allocator did, change by change: the profiler's own tables have sums only
+
+DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # as a profile names them (c10::DeviceType)
+
+
+def trace_events(profiler: profile) -> list[dict[str, Any]]:
+    """All that was noted, in the order of time. Can be asked once: the profiler forgets it then."""
+    with TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    return sorted(events, key=lambda event: event.get("ts", 0))
+
+
+def allocations(events: list[dict[str, Any]], device_type: str) -> list[tuple[float, int]]:
+    """(when, bytes) for each tensor that came to be; when it went, once more, with a minus."""
+    return [
+        (event["ts"], event["args"]["Bytes"])
+        for event in events
+        if event["name"] == "[memory]" and event["args"]["Device Type"] == DEVICE_TYPES[device_type]
+    ]
 
 
 def resident_set(field: str) -> int | None:

@@ -33,7 +33,7 @@ from model import MiniGPT
 from planner import Card, Planner, StepMemory
 from planner.choose import describe_recompute
 from planner.step import follow
-from scripts.allocator_trace import DEVICE_TYPES, allocations, trace_events
+from scripts.benchmark_worker import DEVICE_TYPES, allocations, trace_events
 from scripts.style import FORMATS, load_pyplot, n_parameters, relative_flops, save_picture
 from studies.common import about, add_json, run_study, write_json
 from studies.timeline_pictures import (

@@ -15,7 +15,7 @@ from model import MiniGPTConfig
 from planner import CARDS, Card, Planner
 from scripts.plan_table import Clock, Row, recommend
 from trainer.card import clock_card
-from trainer.flags import UsageError, model_config
+from trainer.flags import model_config
 from trainer.process import OneProcess
 from trainer.room import Room
 
@@ -147,9 +147,3 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     there.name = "NVIDIA GeForce 8800 GTX"
     assert clock_card(nothing, gpu) is None is clock_card(nothing, cpu)
     assert clock_card(t4, cpu) == CARDS["T4"]
-
-
-def test_a_card_belongs_to_auto():
-    with pytest.raises(UsageError, match="--card is for --use-activation-checkpoint auto"):
-        parse("--card H100 --use-activation-checkpoint mlp")
-    assert parse("--card h100 --use-activation-checkpoint auto").card == "H100"
