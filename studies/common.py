@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -23,6 +24,8 @@ from trainer.flags import OneLineParser, UsageError, build_parser, output_file, 
 from trainer.metrics import read_metrics
 from trainer.process import OneProcess
 from trainer.snapshot import beside
+
+Curve = list[tuple[int, float]]  # (step, a figure of the evaluation then)
 
 
 class Stopped(Exception):
@@ -74,17 +77,21 @@ def changed(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{name: vars(args)[name] for name in known} | changes)
 
 
-def train_quietly(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train as train_minimal.py does, without its output; the records of all evaluations.
+def val_curve(args: argparse.Namespace, figure: str, **changes: Any) -> Curve:
+    """Train as train_minimal.py does, without its output. Raises Stopped, KeyboardInterrupt."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = changed(args, **{"checkpoint_path": Path(folder) / "run.pt"} | changes)
+        with redirect_stdout(StringIO()):
+            code = run_safely(run, OneProcess.alone, train)
+        if code:
+            raise KeyboardInterrupt if code == 130 else Stopped(code)
+        records = read_metrics(beside(run.checkpoint_path, ".metrics.jsonl"))
+    return [(record["step"], record[figure]) for record in records if figure in record]
 
-    Raises Stopped, or KeyboardInterrupt after Ctrl-C.
-    """
-    with redirect_stdout(StringIO()):
-        code = run_safely(args, OneProcess.alone, train)
-    if code:
-        raise KeyboardInterrupt if code == 130 else Stopped(code)
-    records = read_metrics(beside(args.checkpoint_path, ".metrics.jsonl"))
-    return [record for record in records if "val_loss" in record]
+
+def reached(curve: Curve, goal: float) -> int | None:
+    """The step at which a loss is down at the goal; None: it never is."""
+    return next((step for step, loss in curve if loss <= goal), None)
 
 
 def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:

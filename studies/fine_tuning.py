@@ -24,16 +24,17 @@ from studies.common import (
     about,
     add_json,
     changed,
+    reached,
     refuse,
     run_study,
     table,
-    train_quietly,
+    val_curve,
     write_json,
 )
 from trainer.device import choose_device
 from trainer.flags import build_parser, fill_in, number
 
-Curve = list[tuple[int, float]]  # (step, bits/byte of the validation part)
+BITS = "val_bits_per_byte"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -74,30 +75,25 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     before, after = halves(args)
     rate = fill_in(changed(args)).lr
     steps, few = args.num_steps, max(1, round(args.share * args.num_steps))
-    with tempfile.TemporaryDirectory() as folder:
+    jobs: list[dict[str, Any]] = [{"from": "random weights", "lr": rate, "steps": steps}]
+    jobs += [{"from": "trained", "lr": rate * x, "steps": few} for x in args.factors]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tqdm(total=1 + len(jobs), desc="runs", leave=False, disable=None) as bar,
+    ):
         trained = Path(folder) / "trained.pt"
-
-        def run(name: str, **changes: Any) -> Curve:
-            flags = {"train_data": after, "checkpoint_path": Path(folder) / name} | changes
-            records = train_quietly(changed(args, **flags))
-            return [(record["step"], record["val_bits_per_byte"]) for record in records]
-
-        jobs: list[dict[str, Any]] = [{"from": "random weights", "lr": rate, "steps": steps}]
-        jobs += [{"from": "trained", "lr": rate * x, "steps": few} for x in args.factors]
-        bar = tqdm(total=1 + len(jobs), desc="runs", leave=False, disable=None)
-        run("trained.pt", train_data=before)
+        val_curve(args, BITS, train_data=before, checkpoint_path=trained)
         for i, job in enumerate(jobs):
             bar.update()
-            start = {} if i == 0 else {"init_from": trained, "lr": job["lr"]}
-            job["curve"] = run(f"{i}.pt", num_steps=job["steps"], **start)
-        bar.close()
+            start = {"init_from": trained, "lr": job["lr"]} if i else {}
+            job["curve"] = val_curve(args, BITS, train_data=after, num_steps=job["steps"], **start)
     return jobs
 
 
 def steps_to_match(runs: list[dict[str, Any]]) -> list[int | None]:
     """For each run from trained weights: where it is as good as random weights at their end."""
-    goal = runs[0]["curve"][-1][1]
-    return [next((step for step, bits in r["curve"] if bits <= goal), None) for r in runs[1:]]
+    _, goal = runs[0]["curve"][-1]
+    return [reached(run["curve"], goal) for run in runs[1:]]
 
 
 def report(runs: list[dict[str, Any]]) -> str:

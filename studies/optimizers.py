@@ -12,10 +12,8 @@ python -m studies.optimizers --use-toy-data ...   # another: the flags are train
 
 import argparse
 import sys
-import tempfile
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +25,11 @@ from studies.common import (
     add_json,
     changed,
     describe,
+    reached,
     refuse,
     run_study,
     table,
-    train_quietly,
+    val_curve,
     write_json,
 )
 from trainer.device import choose_device, choose_precision
@@ -70,9 +69,7 @@ def run(args: argparse.Namespace, optimizer: str, rate: float, **changes: Any) -
     """Train as train_minimal.py does, and keep no more than the validation losses."""
     steps = args.num_steps if optimizer == "adamw" else round(args.muon_share * args.num_steps)
     flags = {"optimizer": optimizer, "lr": rate, "num_steps": max(steps, 1)} | changes
-    with tempfile.TemporaryDirectory() as folder:
-        records = train_quietly(changed(args, **flags, checkpoint_path=Path(folder) / "run.pt"))
-    curve = [(record["step"], record["val_loss"]) for record in records]
+    curve = val_curve(args, "val_loss", **flags)
     return flags | {"val_loss": curve[-1][1], "curve": curve}
 
 
@@ -89,9 +86,7 @@ def best(rates: list[dict[str, Any]], optimizer: str) -> dict[str, Any]:
 
 def steps_to_match(rates: list[dict[str, Any]]) -> int | None:
     """The step at which Muon's best run is where AdamW's ends; None: it never is."""
-    goal = best(rates, "adamw")["val_loss"]
-    curve = best(rates, "muon")["curve"]
-    return next((step for step, loss in curve if loss <= goal), None)
+    return reached(best(rates, "muon")["curve"], best(rates, "adamw")["val_loss"])
 
 
 def time_steps(args: argparse.Namespace, rounds: int, no_amp: bool) -> dict[str, Any]:

@@ -148,19 +148,14 @@ def test_right_answers_are_accepted(n, known, capsys):
 def test_mistakes_are_refused_and_not_given_away(n, known, capsys):
     right = EXERCISES[n].show(known[n].answer).split()[0]
     mistakes = {str(wrong) for wrong, _ in EXERCISES[n].mistakes}
+    for wrong, words in EXERCISES[n].mistakes:
+        assert EXERCISES[n].comment(wrong) == words
     for text in {*WRONG[n], *mistakes}:
         code, out, err = ask(capsys, str(n), *text.split())
         assert code == NOT_YET == 3 and out.startswith("not yet: "), text
         assert out.count("\n") == 1 and not err
         if n not in (1, 6, 8):  # (a single digit or letter stands in every sentence)
             assert not re.search(rf"\b{re.escape(right)}\b", out), text
-
-
-def test_a_known_mistake_gets_words_of_its_own():
-    for exercise in EXERCISES.values():
-        for wrong, words in exercise.mistakes:
-            assert exercise.comment(wrong) == words
-    assert EXERCISES[2].comment(5.0) == EXERCISES[2].hint
 
 
 def test_solutions(known, capsys):

@@ -282,8 +282,6 @@ def test_pictures_and_numbers(subject, tmp_path, capsys, monkeypatch):
     ("flags", "message"),
     [
         (["--out", "words.json"], "--out: words.json is a file"),
-        (["--out", "words.json/pictures"], "words.json is a file"),
-        (["--json", "nowhere/x.json"], "--json: there is no folder nowhere"),
         (["--measured", "nowhere.json"], "--measured nowhere.json: No such file"),
         (["--measured", "words.json"], "--measured words.json is not"),
         (["--measured", "list.json"], "--measured list.json is not"),
@@ -362,13 +360,6 @@ def test_the_trainers_have_the_model_that_is_drawn(line, tmp_path, monkeypatch):
     assert (drawn.config, drawn.precision, drawn.seq_len) == (config, precision, args.seq_len)
     wanted = make_planner(args, config, device, precision)
     assert drawn.step(args.batch_size).peak == wanted.step(args.batch_size).peak
-
-
-def test_nothing_typed_is_the_demo():
-    planner = study.prepare(study.parse([]))
-    config = planner.config
-    assert (config.n_layers, config.d_model, config.vocab_size) == (3, 128, 1024)
-    assert n_parameters(planner) == 734_336
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the point is a machine without one")

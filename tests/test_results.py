@@ -88,15 +88,3 @@ def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsy
     ]
     assert make_results.main(["--only", "fine_tuning"]) == 0
     assert started[-1][2:] == "studies.fine_tuning --json studies/results/fine_tuning.json".split()
-
-
-def test_what_is_made_by_default_is_not_seen_by_git():
-    """README's and planning.md's own commands leave a clean clone."""
-    default = memory_timeline.parse([]).out
-    for name in (
-        default / "memory_timeline.svg",
-        default / "memory_made_of.pdf",
-        "out/metrics.svg",
-    ):
-        result = subprocess.run(["git", "check-ignore", "-q", str(name)], cwd=ROOT)
-        assert result.returncode in (0, 128), name  # 128: a copy without its history

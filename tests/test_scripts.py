@@ -264,23 +264,18 @@ def test_kept_tensors_lists_every_policy(capsys):
     flags = ["--batch-size", "1", "--seq-len", "64", "--d-model", "48", "--n-heads", "4"]
     assert kept_tensors.main(flags) == 0
     tables = capsys.readouterr().out.strip().split("\n\n")
-    heads = [table.splitlines()[0] for table in tables]
-    assert [head.split(":")[0] for head in heads] == list(RECOMPUTE_POLICIES)
-    assert re.search(r"MiB|KiB", heads[0])
-    none = tables[0]
-    assert re.search(r"bfloat16 1x64x192 +mlp gelu +model.py:\d+ +return self.c_proj\(F.gelu", none)
+    assert [table.split(":")[0] for table in tables] == list(RECOMPUTE_POLICIES)
+    assert re.search(r"MiB|KiB", tables[0].splitlines()[0])
+    gelu = r"bfloat16 1x64x192 +mlp gelu +model.py:\d+ +return self.c_proj\(F.gelu"
+    assert re.search(gelu, tables[0])
     assert "gelu" not in tables[1].replace("F.gelu", "")  # cheap: replayed
 
 
 def test_kept_tensors_of_a_shape_by_name(capsys):
-    def sizes(*flags):
-        assert kept_tensors.main(["--policy", "full", *flags, "--no-amp"]) == 0
-        return re.findall(r"float32 +2x1024x(\d+)", capsys.readouterr().out)
-
-    assert sizes() == ["768"] and sizes("--model", "gpt2-xl") == ["1600"]
-    assert sizes("--model", "gpt2-xl", "--d-model", "400") == ["400"]
-
-
-def test_kept_tensors_leaves_weights_out(capsys):
-    assert kept_tensors.main(["--policy", "full", "--no-amp", "--d-model", "48"]) == 0
-    assert "full: 1 tensors" in capsys.readouterr().out
+    """And no weights."""
+    xl = ["--model", "gpt2-xl"]
+    for more, size in (([], "768"), (xl, "1600"), ([*xl, "--d-model", "400"], "400")):
+        assert kept_tensors.main(["--policy", "full", *more, "--no-amp"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("full: 1 tensors")
+        assert re.findall(r"float32 +2x1024x(\d+)", out) == [size]
