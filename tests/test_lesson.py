@@ -5,9 +5,8 @@ import re
 import pytest
 from harness.runs import ROOT
 
-from scripts import checkpoint_from_scratch, kept_tensors, lesson, lesson_numbers
-from scripts.lesson import EXERCISES, NOT_YET, sections
-from scripts.lesson_numbers import MEASURES, Measured
+from scripts import checkpoint_from_scratch, kept_tensors, lesson
+from scripts.lesson import EXERCISES, MEASURES, NOT_YET, Measured, sections
 
 N_PARAMETERS = 124_439_808  # of GPT-2 small
 PAGE = (ROOT / "docs" / "lesson.md").read_text()
@@ -80,15 +79,15 @@ def test_answers_are_those_that_stand_in_the_documents(known):
 
 def test_figures_of_the_page():
     """What an exercise tells its reader to count with."""
-    planner = lesson_numbers.planner()
+    planner = lesson.planner()
     assert sum(p.numel() for p in planner.model.parameters()) == N_PARAMETERS
     assert f"{N_PARAMETERS:,} parameters" in PAGE and f"{planner.config.vocab_size:,} ids" in PAGE
     given = re.findall(r"(\d+) (?:BTC )?with\s`(\w+)`", sections()[10])
     assert [policy for _, policy in given] == ["none", "cheap", "mlp", "sdpa", "full"]
     for btc, policy in given:
-        assert int(btc) == round(lesson_numbers.block_keeps(policy).answer)
-    assert f"{lesson_numbers.BUDGET // 2**30} GiB" in sections()[10]
-    memory = f"{lesson_numbers.SEQUENCES} sequences of {lesson_numbers.SEQ_LEN:,} tokens"
+        assert int(btc) == round(lesson.block_keeps(policy).answer)
+    assert f"{lesson.BUDGET // 2**30} GiB" in sections()[10]
+    memory = f"{lesson.SEQUENCES} sequences of {lesson.SEQ_LEN:,} tokens"
     for n in (7, 10):
         assert memory in " ".join(sections()[n].split())
 
@@ -175,10 +174,10 @@ def test_answers_are_computed_when_asked(known, capsys, monkeypatch):
     assert ask(capsys, "3", "50")[0] == 0
     assert ask(capsys, "3", "36")[0] == NOT_YET
     monkeypatch.undo()
-    monkeypatch.setattr(lesson_numbers, "BUDGET", 3 * 2**30)
-    assert lesson_numbers.policy_for_a_card().answer == "sdpa"
-    monkeypatch.setattr(lesson_numbers, "checkpoint", checkpoint_that_forgets_nothing)
-    assert lesson_numbers.other_dice().answer == "d"
+    monkeypatch.setattr(lesson, "BUDGET", 3 * 2**30)
+    assert lesson.policy_for_a_card().answer == "sdpa"
+    monkeypatch.setattr(lesson, "checkpoint", checkpoint_that_forgets_nothing)
+    assert lesson.other_dice().answer == "d"
 
 
 def checkpoint_that_forgets_nothing(function, *args, **options):

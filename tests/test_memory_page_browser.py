@@ -233,7 +233,7 @@ def test_budget(page, made_page):
     """Typed, and dragged by its line."""
     inside = frame(page)
     peaks = sorted(record.step.peak for record in made_page.records.values())
-    for budget in (peaks[0] - 2**15, *(peak + 2**14 for peak in peaks)):
+    for budget in (peaks[0] - 2**15, *(peaks[i] + 2**14 for i in (0, 4, -1))):
         page.locator("#budget").fill(str(budget / 2**20))
         expected = first_that_fits(made_page, budget)
         verdict = page.locator("#verdict").inner_text()
