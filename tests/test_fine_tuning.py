@@ -1,11 +1,12 @@
 """studies/fine_tuning.py: what it compares, and what stands in docs/weights.md."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
 from harness.runs import ROOT
-from harness.runs import run as start
 from test_readme import DOCS, cells
 
 from data import find_dataset
@@ -71,7 +72,8 @@ def test_a_name_that_stdout_cannot_spell(tmp_path):
     for name in ("x.txt", "y.pdf"):
         (tmp_path / "wörter" / name).write_text("some text")
     command = [sys.executable, "-m", "studies.fine_tuning", f"--train-data={tmp_path}/wörter"]
-    result = start(command, PYTHONIOENCODING="ascii")
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert "w?rter: 1 file taken, 1 skipped" in result.stdout
     assert result.returncode == 2 and result.stderr.count("\n") == 1
 

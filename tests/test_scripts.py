@@ -177,6 +177,12 @@ def test_a_rooms_table_is_the_room(room, most):
         assert "?" in question and takes
 
 
+def start(*words: str, cwd=ROOT, **env: str) -> subprocess.CompletedProcess:
+    """A Python of its own: no fork of one that has imported all."""
+    how = {"capture_output": True, "text": True, "timeout": 120, "env": os.environ | env}
+    return subprocess.run([sys.executable, *words], cwd=cwd, **how)
+
+
 def test_tools_start_by_their_path_too(tmp_path):
     """By the same lines in each, before anything else is imported; they work from any folder."""
     for tool in startable("scripts"):
@@ -190,13 +196,13 @@ if not __package__:  # python scripts/{tool}.py: the others lie one folder up
     import scripts  # noqa: F401
 """), tool
     for tool in ("memory_timeline", "plan_memory"):
-        result = run([sys.executable, str(ROOT / f"scripts/{tool}.py"), "--help"], cwd=tmp_path)
+        result = start(str(ROOT / f"scripts/{tool}.py"), "--help", cwd=tmp_path)
         assert result.returncode == 0 and result.stderr == "", result.stderr
         assert result.stdout.startswith("usage: ")
 
 
-@pytest.mark.parametrize("start", [["-m", "studies.ladder"], ["scripts/generate.py"]])
-def test_ctrl_c_during_imports(tmp_path, start):
+@pytest.mark.parametrize("words", [["-m", "studies.ladder"], ["scripts/generate.py"]])
+def test_ctrl_c_during_imports(tmp_path, words):
     """A library may make something else of it."""
     (tmp_path / "torch.py").write_text(
         "import os, signal\n"
@@ -205,7 +211,7 @@ def test_ctrl_c_during_imports(tmp_path, start):
         "except KeyboardInterrupt:\n"
         "    raise ImportError('half of it is missing')\n"
     )
-    result = run([sys.executable, *start], PYTHONPATH=str(tmp_path))
+    result = start(*words, PYTHONPATH=str(tmp_path))
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
 
 
