@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from harness.runs import Crash, crash_after, metrics, snapshot, torchrun, train, train_here
@@ -46,37 +47,32 @@ def tensorboard():
     return pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
 
 
-def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, capsys, monkeypatch):
-    path, flushed = tmp_path / "run.pt", []
-    monkeypatch.setattr(tensorboard.SummaryWriter, "flush", lambda writer: flushed.append(1))
-    assert train_here(path, TENSORBOARD, "--num-steps=4", "--eval-interval=2") == 0
-    curves = scalars(path)
-    assert curves == logged(path) and len(flushed) == len(metrics(path))
-    assert [step for step, _ in curves["val_loss"]] == [2, 4] and len(curves["train_loss"]) == 4
-    assert f"run.tensorboard: tensorboard --logdir {tmp_path} shows it" in capsys.readouterr().out
-    (events,) = beside(path, ".tensorboard").iterdir()
-    assert b"grad_clip_norm = 1.0" in events.read_bytes()
-
-
-def test_steps_that_are_done_again_are_shown_once(tmp_path, tensorboard, monkeypatch):
+def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, monkeypatch, capsys):
+    """On the disk as soon as it is logged; and steps that are done again are shown once."""
     path = tmp_path / "run.pt"
     real, shown = train_minimal.train_step, []
 
     def train_step(run):
-        if run.step == 9:
+        if run.step == 4:
             shown.extend(scalars(path)["train_loss"])
             raise Crash
         return real(run)
 
     with monkeypatch.context() as here, pytest.raises(Crash):
         here.setattr(train_minimal, "train_step", train_step)
-        train_here(path, TENSORBOARD, "--save-interval=5")
-    assert len(shown) == 8  # on the disk as soon as it is logged
-    assert train_here(path, "--resume", "--num-steps=10") == 0  # and the flag is taken over
-    assert [step for step, _ in scalars(path)["train_loss"]] == [*range(1, 11)]
-    assert scalars(path) == logged(path)
-    assert train_here(path, "--resume", "--num-steps=12", "--log-to=none") == 0
-    assert len(scalars(path)["train_loss"]) == 10 and len(metrics(path)) == 12
+        train_here(path, TENSORBOARD, "--save-interval=2", "--eval-interval=2")
+    assert len(shown) == 3
+    assert f"run.tensorboard: tensorboard --logdir {tmp_path} shows it" in capsys.readouterr().out
+    flushed: list[object] = []
+    monkeypatch.setattr(tensorboard.SummaryWriter, "flush", flushed.append)
+    assert train_here(path, "--resume", "--num-steps=5") == 0  # and the flag is taken over
+    assert len(flushed) == 3 and scalars(path) == logged(path)
+    assert [step for step, _ in scalars(path)["train_loss"]] == [*range(1, 6)]
+    assert [step for step, _ in scalars(path)["val_loss"]] == [2, 5]
+    events = sorted(beside(path, ".tensorboard").iterdir())
+    assert b"grad_clip_norm = 1.0" in events[0].read_bytes()
+    assert train_here(path, "--resume", "--num-steps=6", "--log-to=none") == 0
+    assert len(scalars(path)["train_loss"]) == 5 and len(metrics(path)) == 6
 
 
 def test_another_run_does_not_write_into_the_curves_of_an_older_one(
@@ -163,58 +159,62 @@ class CommError(Exception):
     pass
 
 
-def fake_wandb(monkeypatch, fails: Exception | None = None) -> list[dict]:
-    """A module of that name, whose `init` fails like that; returns what it was called with."""
-    calls: list[dict] = []
-    busy = []  # one that failed has not let go of the run's id
+@pytest.fixture(
+    params=[None, UsageError("No API key configured"), CommError("retrying:\nconnection refused")],
+    ids=str,
+)
+def wandb(request, monkeypatch):
+    """A module of that name, whose `init` fails like that; `calls`: what that got, and for each run
+    that ended what was logged."""
+    calls: list = []
+    busy: list = []  # one that failed has not let go of the run's id
+    module: Any = ModuleType("wandb")
 
     def init(**options):
         calls.append(options)
         offline = options.get("mode") == "offline"
         assert not busy, "run ID is in use"
-        if fails and not offline:
+        if request.param and not offline:
             busy.append(1)
-            raise fails
-        run = SimpleNamespace(offline=offline, url="https://wandb.example/run", logged=[])
-        run.log = lambda numbers, step: run.logged.append((step, numbers))  # (wandb's order)
-        run.finish = lambda: calls.append({"logged": run.logged})
-        return run
+            raise request.param
+        logged: list = []
+        return SimpleNamespace(
+            offline=offline,
+            url="https://wandb.example/run",
+            log=lambda numbers, step: logged.append((step, numbers)),
+            finish=lambda: calls.append(logged),
+        )
 
-    module = ModuleType("wandb")
-    module.init, module.Settings = init, lambda **settings: settings  # type: ignore[attr-defined]
-    module.teardown = busy.clear  # type: ignore[attr-defined]
-    errors = SimpleNamespace(UsageError=UsageError, CommError=CommError)
-    module.errors = errors  # type: ignore[attr-defined]
+    module.init, module.Settings, module.teardown = init, dict, busy.clear
+    module.errors = SimpleNamespace(UsageError=UsageError, CommError=CommError)
+    module.calls, module.fails = calls, request.param
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    return calls
+    return module
 
 
-def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch, capsys):
-    path, calls = tmp_path / "run.pt", fake_wandb(monkeypatch)
+def test_wandb_goes_on_with_the_same_run_offline_if_need_be(wandb, tmp_path, capsys):
+    path = tmp_path / "run.pt"
     assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
     assert train_here(path, "--resume", "--num-steps=5") == 0
-    first, done, second, more = calls
-    assert first["id"] == second["id"] == snapshot(path)["run"] and second["resume"] == "allow"
-    assert (first["project"], first["name"], first["dir"]) == ("minigpt", "run", tmp_path)
-    assert first["config"]["n_layers"] == 2 and "mode" not in first
-    assert [step for step, _ in done["logged"] + more["logged"]] == [1, 2, 3, 4, 5]
-    assert done["logged"][0][1]["train_loss"] == metrics(path)[0]["train_loss"]
-    assert capsys.readouterr().out.count("log      wandb, https://wandb.example/run\n") == 2
-
-
-@pytest.mark.parametrize(
-    "why", [UsageError("No API key configured"), CommError("retrying:\nconnection refused")]
-)
-def test_wandb_that_cannot_start_writes_to_the_disk(why, tmp_path, monkeypatch, capsys):
-    path, calls = tmp_path / "run.pt", fake_wandb(monkeypatch, why)
-    assert train_here(path, "--log-to=wandb", "--num-steps=2") == 0
-    assert [call.get("mode") for call in calls] == [None, "offline", None]
-    assert len(calls[-1]["logged"]) == 2
-    folder = f"{tmp_path}/wandb/offline-run-*-{snapshot(path)['run']}"
-    reason = " ".join(str(why).split())
-    line = f"log      wandb, offline ({reason}); wandb sync {folder} uploads it\n"
-    assert line in capsys.readouterr().out
+    starts = [call for call in wandb.calls if isinstance(call, dict)]
+    assert [start.get("mode") for start in starts] == (
+        [None, "offline"] * 2 if wandb.fails else [None] * 2
+    )
+    for start in starts:
+        assert start["id"] == snapshot(path)["run"] and start["resume"] == "allow"
+        assert (start["project"], start["name"], start["dir"]) == ("minigpt", "run", tmp_path)
+        assert start["config"]["n_layers"] == 2
+    logged = [line for call in wandb.calls if isinstance(call, list) for line in call]
+    assert [step for step, _ in logged] == [1, 2, 3, 4, 5]
+    assert [numbers["train_loss"] for _, numbers in logged] == [
+        record["train_loss"] for record in metrics(path)
+    ]
+    where, why = "https://wandb.example/run", " ".join(str(wandb.fails).split())
+    if wandb.fails:
+        folder = f"{tmp_path}/wandb/offline-run-*-{snapshot(path)['run']}"
+        where = f"offline ({why}); wandb sync {folder} uploads it"
+    assert capsys.readouterr().out.count(f"log      wandb, {where}\n") == 2
 
 
 @pytest.mark.slow
