@@ -63,8 +63,8 @@ def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, monkeypatch, 
         train_here(path, TENSORBOARD, "--save-interval=2", "--eval-interval=2")
     assert len(shown) == 3
     assert f"run.tensorboard: tensorboard --logdir {tmp_path} shows it" in capsys.readouterr().out
-    flushed: list[object] = []
-    monkeypatch.setattr(tensorboard.SummaryWriter, "flush", flushed.append)
+    flushed: list[int] = []  # with each line of the log
+    monkeypatch.setattr(tensorboard.SummaryWriter, "flush", lambda writer: flushed.append(1))
     assert train_here(path, "--resume", "--num-steps=5") == 0  # and the flag is taken over
     assert len(flushed) == 3 and scalars(path) == logged(path)
     assert [step for step, _ in scalars(path)["train_loss"]] == [*range(1, 6)]
