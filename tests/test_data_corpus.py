@@ -35,9 +35,10 @@ def tokenizers() -> list[Tokenizer]:
         names = ("r50k_base", "cl100k_base", "o200k_base")
         patterns = [getattr(openai_public, name)()["pat_str"] for name in names]
     ranks = train_bpe([" ".join(PIECES) * 3, "".join(PIECES) * 3], 400)
-    for pair in (b"\n\n", b"\r\n", b"\n ", b"  ", b" \n", b"\r\n\r\n", b"\n\n\n", b";\n", b"\n/"):
-        for end in range(2, len(pair) + 1):
-            ranks.setdefault(pair[:end], len(ranks))
+    others = ["\n\n\n", "\r\n\r\n", "\n ", "  ", " \n", ";\n", "\n/", "it's", "don't", "HE'S"]
+    for other in map(str.encode, others):
+        for end in range(2, len(other) + 1):
+            ranks.setdefault(other[:end], len(ranks))
     return [Tokenizer("x", ranks, pattern) for pattern in (GPT2_PATTERN, *patterns)]
 
 
