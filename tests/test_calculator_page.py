@@ -9,12 +9,10 @@ from decimal import ROUND_HALF_UP, Decimal
 from urllib.parse import urlsplit
 
 import pytest
-import torch
-from harness.calculator import PAGE, SCRIPT, as_page
+from harness.calculator import PAGE, SCRIPT
 
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from model import RECOMPUTE_POLICIES
 from planner import CARDS
-from planner.formulas import count_parameters, recompute_cost, step_flops
 from scripts.style import COLORS
 from trainer.card import device_type
 from trainer.flags import SHAPES
@@ -54,78 +52,61 @@ def text(size: int) -> str:
 
 
 def shape_on(page) -> dict:
-    """What the controls stand at, as the arguments of `peak`."""
+    """What the controls stand at, as calculator.js calls it."""
     its = {
         node.get_attribute("id"): node.input_value()
         for node in page.locator("#controls select, #controls input[type=number]").all()
     }
     n = {name: int(value) for name, value in its.items() if value.isdecimal()}
-    policy = page.locator("[name=policy]:checked").get_attribute("value")
-    heads = {"n_layers": n["layers"], "n_heads": n["heads"], "d_model": n["width"]}
-    config = MiniGPTConfig(
-        vocab_size=n["vocabulary"],
-        max_position_embeddings=max(n["length"], 1024 * (heads in SHAPES.values())),
-        **heads,
-        d_ff=n["mlp"],
-        dropout=0.1 * (its["dropout"] == "on"),
-        recompute=policy,
-        recompute_layers=None if policy == "none" else n["blocks"],
-        loss_chunks=int(its["head"] == "once"),
-    )
-    shape = {"config": config, "batch_size": n["batch"], "seq_len": n["length"]}
-    shape |= {name: getattr(torch, its[name]) for name in ("precision", "moments")}
-    shape["optimizer"] = its["optimizer"]
-    if n["processes"] > 1:
-        shape |= {"ddp": True} if its["trainer"] == "ddp" else {"shards": n["processes"]}
-    return shape
+    model = {"n_layers": n["layers"], "n_heads": n["heads"], "d_model": n["width"]}
+    ddp = n["processes"] > 1 and its["trainer"] == "ddp"
+    return {
+        "B": n["batch"], "T": n["length"], "V": n["vocabulary"], "L": n["layers"],
+        "C": n["width"], "F": n["mlp"], "H": n["heads"], "layers": n["blocks"], "ddp": ddp,
+        "positions": max(n["length"], 1024 * (model in SHAPES.values())),
+        "dropout": its["dropout"] == "on", "chunks": int(its["head"] == "once"),
+        "shards": 1 if ddp else n["processes"],
+        "policy": page.locator("[name=policy]:checked").get_attribute("value"),
+        **{name: its[name] for name in ("precision", "moments", "optimizer")},
+    }  # fmt: skip
 
 
-def with_policy(shape: dict, policy: str, blocks: int) -> dict:
-    layers = None if policy == "none" else blocks
-    config = vars(shape["config"]) | {"recompute": policy, "recompute_layers": layers}
-    return shape | {"config": MiniGPTConfig(**config)}
-
-
-def peak(page, shape: dict) -> tuple[str, dict[str, int]]:
-    """Where the peak of a step stands, and its bytes by kind."""
-    found = page.evaluate("s => peak(s)", as_page(shape))
-    return found["where"], found["parts"]
+def policies(page, shape: dict) -> dict[str, tuple[dict, float]]:
+    """policy -> (peak, FLOPs against none)"""
+    asked = """s => POLICIES.map((policy) => ({...s, policy})).map(
+        (s) => [s.policy, [peak(s), stepFlops(s).reduce((needed, again) => 1 + again / needed)]])"""
+    return dict(page.evaluate(asked, shape))
 
 
 def check(page) -> dict:
     """All figures are those of what the controls stand at; returns that."""
     shape = shape_on(page)
     card = CARDS[page.locator("#card").input_value()]
-    where, parts = peak(page, shape)
-    size = sum(parts.values())
+    found = policies(page, shape)
+    peak, _ = found[shape["policy"]]
+    size, parts = peak["bytes"], peak["parts"]
     assert page.locator("#peak").inner_text() == text(size)
     place = page.locator("#place").inner_text()
-    assert where.replace(", block", " of block") in place
-    assert f"{count_parameters(shape['config']):,} parameters" in place
+    assert peak["where"].replace(", block", " of block") in place
+    assert f"{page.evaluate('countParameters', shape):,} parameters" in place
     rows = [parts[kind] for kind in COLORS] + [size]
     cells = page.locator("#table td").all_inner_texts()
     assert cells == [word for row in rows for word in (text(row), f"{row:,}")]
 
-    blocks = int(page.locator("#blocks").input_value())
     safe, fitting = for_tensors(card.memory, "cuda"), []
-    for policy in RECOMPUTE_POLICIES:
-        its = with_policy(shape, policy, blocks)
-        size = sum(peak(page, its)[1].values())
-        needed, again = step_flops(its["config"], its["seq_len"])
+    for policy, (its, flops) in found.items():
         row = page.locator(f"#policy-{policy} .number").all_text_contents()
         *told, batch = row
-        assert told == [text(size), f"× {1 + again / needed:.2f}"]
-        assert (int(batch.replace(",", "")) >= its["batch_size"]) == (size <= safe)
-        if size <= safe:
-            fitting.append((recompute_cost(its["config"], its["seq_len"]), policy))
-    first = [policy for _, policy in sorted(fitting)[:1]]  # the least that is done twice
+        assert told == [text(its["bytes"]), f"× {flops:.2f}"]
+        assert (int(batch.replace(",", "")) >= shape["B"]) == (its["bytes"] <= safe)
+        if its["bytes"] <= safe:
+            fitting.append((flops, RECOMPUTE_POLICIES.index(policy), policy))
+    first = [policy for *_, policy in sorted(fitting)[:1]]  # the least that is done twice
     assert page.locator(".first").all_inner_texts() == [f" {policy}" for policy in first]
     assert first_line(page).startswith(
         f"cheapest of these that fits: {first[0]} " if first else "nothing fits"
     )
     assert f"The line: {text(safe)}, " in page.locator("#about").inner_text()
-
-    size = sum(parts.values())
     for names, words in verdicts(page).items():
         assert words == verdict(CARDS[names.split(", ")[0]], size)
     return shape
@@ -155,7 +136,7 @@ def verdict(card, size: int) -> str:
 
 def test_it_opens(page):
     shape = check(page)
-    assert shape["config"].n_layers == 24 and page.locator("#preset").input_value() == "gpt2-medium"
+    assert shape["L"] == 24 and page.locator("#preset").input_value() == "gpt2-medium"
     bars = [page.locator(f"#policy-{policy} .bar i") for policy in RECOMPUTE_POLICIES]
     widths = [sum(i.bounding_box()["width"] for i in bar.all()) for bar in bars]
     assert widths[0] > 2 * widths[-1] > 0
@@ -164,10 +145,10 @@ def test_it_opens(page):
 
 def test_each_control_moves_the_figures(page):
     page.select_option("#preset", "gpt2")
-    assert check(page)["config"].d_model == 768
+    assert check(page)["C"] == 768
     page.locator("#policy-cheap").click()
     page.fill("#blocks", "5")
-    assert check(page)["config"].recompute_layers == 5
+    assert check(page)["layers"] == 5
     choices = {"precision": "float16", "moments": "bfloat16", "dropout": "on", "head": "once"}
     for name, value in choices.items():
         before = page.locator("#peak").inner_text()
@@ -191,9 +172,8 @@ def test_bars_are_to_scale(page):
     page.locator("#policy-full").click()
     shape, card = shape_on(page), CARDS["RTX 3060 12GB"]
     safe, lefts = for_tensors(card.memory, "cuda"), []
-    for policy in RECOMPUTE_POLICIES:
-        _, parts = peak(page, with_policy(shape, policy, 24))
-        parts = {kind: size for kind, size in parts.items() if size}
+    for policy, (peak, _) in policies(page, shape).items():
+        parts = {kind: size for kind, size in peak["parts"].items() if size}
         bar, line = (page.locator(f"#policy-{policy} .bar{inside}") for inside in ("", " b"))
         lefts.append(line.bounding_box()["x"] - bar.bounding_box()["x"])
         widths = {
@@ -240,15 +220,15 @@ def test_sliders_by_keyboard(page):
         page.locator(f"#{name}-slider").focus()
         page.keyboard.press("ArrowLeft")
     after = check(page)
-    assert after["batch_size"] == 11 and after["config"].n_layers == 23
-    assert after["config"].d_model == 1024 - 32 and after["config"].d_ff == 4 * 992  # it follows
-    assert after["seq_len"] < before["seq_len"]
+    assert (after["B"], after["L"]) == (11, 23)
+    assert (after["C"], after["F"]) == (1024 - 32, 4 * 992)  # it follows
+    assert after["T"] < before["T"]
     page.locator("[value=none]").focus()
     page.keyboard.press("ArrowDown")
-    assert check(page)["config"].recompute == "cheap"
+    assert check(page)["policy"] == "cheap"
     page.locator("#batch-slider").focus()
     page.keyboard.press("End")
-    assert check(page)["batch_size"] == 1024 and first_line(page) == "nothing fits"
+    assert check(page)["B"] == 1024 and first_line(page) == "nothing fits"
 
 
 def test_what_is_impossible_is_mended(page):
@@ -265,8 +245,8 @@ def test_what_is_impossible_is_mended(page):
     page.fill("#batch", "")  # somebody is about to type
     page.locator("#batch").blur()
     shape = check(page)
-    assert (shape["config"].n_layers, shape["config"].vocab_size) == (2, 2**20)
-    assert shape["batch_size"] == 12
+    assert (shape["L"], shape["V"]) == (2, 2**20)
+    assert shape["B"] == 12
     assert "NaN" not in page.locator("body").inner_text()
 
 
@@ -289,7 +269,7 @@ def test_a_link_shares_what_is_seen(page, chromium):
     check(other)
     page.select_option("#preset", "first command's")
     page.reload()
-    assert check(page)["config"].n_layers == 3
+    assert check(page)["L"] == 3
 
 
 def test_a_broken_link_is_mended(chromium):

@@ -42,7 +42,11 @@ def test_products_of_the_optimizer_take_time():
 
 @pytest.mark.parametrize(
     ("mode", "words"),
-    zip(MODES, ["AdamW in bfloat16", "Muon and AdamW", "Muon and AdamW in bfloat16"], strict=True),
+    [
+        (MODES[0], "AdamW in bfloat16"),
+        (MODES[1], "Muon and AdamW"),
+        (MODES[2], "Muon and AdamW in bfloat16"),
+    ],
     ids=str,
 )
 def test_plan_memory_says_what_is_stored(mode, words, capsys):
