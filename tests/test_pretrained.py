@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 import train_minimal
 from data import find_dataset
+from model import MiniGPTConfig
 from scripts import export_hf
 from trainer.agree import check_alike, facts
 from trainer.flags import UsageError, build_parser
-from trainer.hf import read_tensors
+from trainer.hf import read_config, read_tensors
 from trainer.plan import vocabulary
 from trainer.pretrained import load_model, open_init_from, open_pretrained
 from trainer.process import OneProcess
@@ -96,6 +97,11 @@ def test_what_older_folders_hold_besides(tmp_path):
         weight.dtype == torch.float32 and torch.equal(weight, expected[name].half().float())
         for name, weight in found.items()
     )
+
+
+def test_what_a_configuration_leaves_out_is_gpt2s(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert read_config(tmp_path) == MiniGPTConfig(50257, 1024, 12, 12, 768, 3072, dropout=0.0)
 
 
 SMALL = safetensors({"a": np.ones((2, 3), np.float32), "b": np.zeros(4, np.float32)})
