@@ -7,31 +7,36 @@ import pytest
 from cases.shapes import CONFIG, SETTINGS
 from harness.planned import planner
 
-from memory import offload
+from memory import POLICIES, offload
+from planner import Planner
 from planner.record import Record
 
+B = 3
 WAYS = {
-    "none": {},
-    "full": {"recompute": "full"},
+    **{policy: {"recompute": policy} for policy in ("none", *POLICIES, "full")},
+    "plain": {"loss_chunks": 1},
+    "groups": {"recompute": "full", "recompute_group": 2},
     "mix": {"recompute": "mlp", "recompute_layers": 1, "recompute_rest": "cheap"},
     "offload": {"recompute": "full", "offload_activations": True},
 }
-each_kind = pytest.mark.parametrize(
-    ("way", "setting"),
-    [
-        *((way, "cuda") for way in WAYS),
-        *[("full", "cpu"), ("mix", "accumulate"), ("offload", "ddp"), ("none", "shards")],
-    ],
-)
+KINDS_OF_STEPS = [
+    *((way, "cuda") for way in ("none", "full", "mix", "offload")),
+    *[("full", "cpu"), ("mix", "accumulate"), ("offload", "ddp"), ("none", "shards")],
+]
+each_kind = pytest.mark.parametrize(("way", "setting"), KINDS_OF_STEPS)
 
 
-def record(way: str = "none", setting: str = "cuda") -> Record:
-    return record_once(way, setting, offload.SMALL)
+def plan(setting: str, dropout: float = 0.0, **more) -> Planner:
+    settings = SETTINGS[setting] | more
+    settings.pop("dropout", None)
+    return planner(replace(CONFIG, n_layers=3, dropout=dropout), **settings)
+
+
+def record(way: str = "none", setting: str = "cuda", **more) -> Record:
+    return record_once(way, setting, offload.SMALL, **more)
 
 
 @cache
-def record_once(way: str, setting: str, small: int) -> Record:
+def record_once(way: str, setting: str, small: int, **more) -> Record:
     """`small`: see everything_travels."""
-    settings = dict(SETTINGS[setting])
-    settings.pop("dropout", None)
-    return planner(replace(CONFIG, n_layers=3), **settings).record(3, **WAYS[way])
+    return plan(setting, **more).record(B, **WAYS[way])
