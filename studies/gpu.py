@@ -42,9 +42,7 @@ from torch.profiler import profile
 from memory.head import compiled_softmax, head_loss, softmax_in_place
 from model import RECOMPUTE_POLICIES
 from planner.cards import peak_flops
-from planner.clock import this_machine
 from planner.formulas import head_bytes
-from planner.work import PRECISIONS
 from scripts.benchmark import plan, utilization
 from scripts.benchmark_worker import Job, config_of, cpu_allocator_peak, make_run
 from studies.common import about, describe, run_study, table
@@ -136,23 +134,15 @@ class Bench:
         ]
 
 
-# ------------------------------------------------------------------------------ machine, head
+# ------------------------------------------------------------------------------- copies, head
 
 
-def machine(bench: Bench) -> Jobs:
-    """What the card does at best: as the planner's clock measures it, and to and from the CPU."""
-    yield "the card", partial(time_card, bench)
+def copies(bench: Bench) -> Jobs:
+    """To the card and back. (What it multiplies: plan_memory --card this-machine.)"""
     for pinned in (True, False):
         for name in ("to the card", "to the CPU"):
             pages = "pinned" if pinned else "pageable"
-            yield f"copy {name}, {pages}", partial(time_copy, bench, name == "to the card", pinned)
-
-
-def time_card(bench: Bench) -> Values:
-    card = this_machine(bench.device)
-    names = (f"TFLOP/s in {str(dtype).removeprefix('torch.')}" for dtype in PRECISIONS)
-    rates = dict(zip(names, (rate / 1e12 for rate in card.flops), strict=True))
-    return {"GB/s": card.bytes_per_s / 1e9, **rates}
+            yield f"{name}, {pages}", partial(time_copy, bench, name == "to the card", pinned)
 
 
 def time_copy(bench: Bench, to_card: bool, pinned: bool) -> Values:
@@ -161,7 +151,7 @@ def time_copy(bench: Bench, to_card: bool, pinned: bool) -> Values:
     here = torch.ones(size, dtype=torch.uint8, pin_memory=pinned and not bench.dry)
     a, b = (here, there) if to_card else (there, here)
     ms = bench.milliseconds(lambda: b.copy_(a, non_blocking=pinned))
-    return {"GB/s": size / ms / 1e6}
+    return {"ms": ms, "GB/s": size / ms / 1e6}
 
 
 def head(bench: Bench) -> Jobs:
@@ -308,7 +298,7 @@ def nanogpt_run(bench: Bench, job: Job) -> Run:
 
 
 SECTIONS: dict[str, Callable[[Bench], Jobs]] = {
-    section.__name__: section for section in (machine, head, peaks, speed, offload)
+    section.__name__: section for section in (copies, head, peaks, speed, offload)
 }
 
 # --------------------------------------------------------------------- results and their tables
