@@ -106,7 +106,9 @@ def frame(page) -> dict[str, float]:
     }
 
 
-def first_that_fits(made: Made, budget: float) -> str | None:
-    """What `auto` takes."""
+def verdict_on(made: Made, budget: float) -> str:
+    """How the page's verdict begins: with what `auto` takes."""
     step = pick_recompute(made.planner, made.batch_size, int(budget))
-    return describe_recompute(step.config) if step.peak <= budget else None
+    if step.peak > budget:
+        return "nothing fits"
+    return f"cheapest that fits: {describe_recompute(step.config)} ("
