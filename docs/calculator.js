@@ -149,7 +149,7 @@ class Walk {
     let end = size - ofWeight;
     this.add("temporaries", returned, kept, normed);
     if (chunks === 1) {
-      end = a * V * N + 2 * amp * V * C + 2 * a * NC; // gradients of logits, of the weight, of x
+      end = a * V * N + 2 * amp * V * C + (1 + amp) * a * NC; // gradients of logits and x; copies
       this.add("head", size - 4 * V * N, "temporaries", -returned - normed * amp);
       this.add("head", 4 * V * N, "head", -size); // backward begins
       this.add("head", end, kind, ofWeight, kept, -normed * (1 - amp));
