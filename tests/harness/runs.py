@@ -70,6 +70,8 @@ class Forks:
         self.answer, self.out, self.err = (
             Path(self.temporary.name, name) for name in ("answer", "stdout", "stderr")
         )
+        for file in (self.out, self.err):  # somebody may read before a program has begun
+            file.touch()
         files = [str(self.out), str(self.err)]
         asked = [[words, str(cwd), dict(os.environ) | env, *files] for words, env in programs]
         print(json.dumps([str(self.answer), *asked]), file=forks().stdin, flush=True)
