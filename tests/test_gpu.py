@@ -28,6 +28,8 @@ from trainer.device import choose_precision
 from trainer.room import for_tensors
 
 ON_GPU = torch.cuda.is_available()
+if ON_GPU:  # before any file's first product: or cuBLAS may add as it likes
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 KERNELS = [SDPBackend.MATH] + [SDPBackend.FLASH_ATTENTION] * ON_GPU
 RUN = (
     "--use-toy-data --log-interval 1 --eval-interval 0 --eval-batches 1 --sample-tokens 0 "
@@ -40,7 +42,6 @@ DEVICE = BENCH.device
 @pytest.fixture(params=KERNELS, ids=str)
 def in_order(request):
     """One kernel for attention, and every kernel in a fixed order of sums."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     with sdpa_kernel(request.param):
         yield
@@ -128,8 +129,9 @@ def limit():
         yield plan_of("--dropout 0.1").step(4).peak
         return
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(5 * 2**30 / torch.cuda.mem_get_info()[1])
-    yield 5 * 2**30
+    card = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(5 * 2**30 / card, 1.0))
+    yield min(5 * 2**30, card)
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
