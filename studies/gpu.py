@@ -244,11 +244,10 @@ def offload(bench: Bench) -> Jobs:
     thin = bench.pick("--n-layers 48 --d-model 512 --n-heads 8", "--n-layers 4")
     ways = {}
     for shape, flags in {"12 layers": "", "48 thin layers": thin}.items():
-        for job in (
-            Job(policy, bench.pick(16, 2)) for policy in bench.pick(("full", "mlp"), ("mlp",))
-        ):
-            ways[f"{job.policy}, {shape}"] = flags, job
-            ways[f"{job.policy} + offload, {shape}"] = f"{flags} --offload-activations", job
+        for policy in bench.pick(("full", "mlp"), ("mlp",)):
+            job = Job(policy, bench.pick(16, 2))
+            ways[f"{policy}, {shape}"] = flags, job
+            ways[f"{policy} + offload, {shape}"] = f"{flags} --offload-activations", job
     return in_turns(bench, ways)
 
 
