@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases.shapes import CONFIG, WIDE, T
-from harness.fsdp_memory import CASES, optimizer_flags
+from harness.fsdp_memory import CASES
 from harness.planned import planner
 from harness.runs import together
 
@@ -31,8 +31,7 @@ from trainer.process import OneProcess
 from trainer.room import Room
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
-
-
+CPU = torch.device("cpu")
 FEW = ["full, large head", "cheap, bfloat16", "none, accumulated"]
 REST = [name for name in CASES if name not in FEW]
 
@@ -43,21 +42,18 @@ def test_predicted_peak_is_that_of_real_processes(names, tmp_path):
     path, script = tmp_path / "bytes.json", Path(__file__).with_name("harness") / "fsdp_memory.py"
     result = together([str(script), str(path), *names])
     assert result.returncode == 0, result.stdout + result.stderr
-    for name, bytes_of in json.loads(path.read_text()).items():
-        config, batch_size, in_bfloat16, micro_batches, *_ = CASES[name]
-        flags = optimizer_flags(CASES[name])
-        plan = planner(
-            config,
-            "bf16" if in_bfloat16 else "fp32",
+    for name, taken in json.loads(path.read_text()).items():
+        case = CASES[name]
+        step = planner(
+            case.config,
+            "bf16" if case.in_bfloat16 else "fp32",
             shards=2,
-            accumulate=micro_batches > 1,
-            make_optimizer=partial(make_optimizer, args=flags, device=torch.device("cpu")),
-        )
-        step = plan.step(batch_size)
+            accumulate=case.micro_batches > 1,
+            make_optimizer=partial(make_optimizer, args=case.flags, device=CPU),
+        ).step(case.batch_size)
         kinds = dict(zip(KINDS, step.timeline[0], strict=True))
-        assert kinds["parameters"] + kinds["optimizer"] == bytes_of["state"], name
-        assert step.peak == pytest.approx(bytes_of["storages"], rel=0.005), name
-        assert bytes_of["storages"] <= step.peak, name
+        assert kinds["parameters"] + kinds["optimizer"] == taken["state"], name
+        assert taken["peak"] <= step.peak <= 1.005 * taken["peak"], name
 
 
 # ---- what a process has when
@@ -73,12 +69,6 @@ def of(plan: Planner) -> tuple[int, int, int]:
     whole = sum(p.nbytes for p in plan.model.parameters())
     root = whole - plan.config.n_layers * block
     return whole // plan.shards, root, block
-
-
-def test_one_shard_changes_nothing():
-    whole, one = planner(WIDE), planner(WIDE, shards=1)
-    assert one.held is one.model
-    assert (whole.step(8).timeline == one.step(8).timeline).all()
 
 
 @pytest.mark.parametrize(("recompute", "accumulate"), [("none", True), ("full", False)])
@@ -123,35 +113,32 @@ def test_gloo_takes_as_much_again_while_it_is_at_work():
     assert times == [4 + 4 + 4, 0]  # each block is gathered twice, and reduced
 
 
-def test_rows_that_do_not_divide_are_rounded_up():
-    odd, even = (replace(WIDE, vocab_size=n, max_position_embeddings=63) for n in (61, 62))
-    one, other = (columns(planner(config, shards=2).step(2)) for config in (odd, even))
-    assert one["parameters"].tolist() == other["parameters"].tolist()
-
-
 @pytest.mark.parametrize("n", [3, 1000])
-def test_more_processes_than_rows(n):
+def test_rows_that_do_not_divide_are_rounded_up(n):
+    """Also where there are more processes than rows."""
     plan = planner(WIDE, shards=n)
-    step = plan.step(2, recompute="full")
+    kinds = columns(plan.step(1, recompute="full"))
     rows = [-(-len(p) // n) for p in plan.model.parameters()]
     assert [len(p) for p in plan.held.parameters()] == rows
-    assert columns(step)["parameters"][0] == sum(p.nbytes for p in plan.held.parameters())
-    assert step.peak > planner(WIDE, shards=2).step(2, recompute="full").peak or n == 3
+    held = [sum(p.nbytes for p in model.parameters()) for model in (plan.held, plan.held.blocks[0])]
+    share, block = held
+    assert kinds["parameters"][0] == share
+    root = share - 4 * block
+    assert kinds["parameters"].max() == share + n * (root + block + max(root, block))
 
 
 def test_the_share_is_the_least_that_a_step_takes():
     for config in (WIDE, CONFIG):
         plan = planner(config, shards=2)
         share = share_of(state_bytes(config), config, 2)
-        _, root, _ = of(plan)
         held = sum(p.nbytes for p in plan.held.parameters())
-        assert share == pytest.approx(4 * held + root, rel=0.01)
+        assert share == pytest.approx(4 * held + of(plan)[1], rel=0.01)
         assert share < plan.step(1, recompute="full").peak
     assert share_of(100, WIDE, 1) == 100
 
 
 def test_auto_is_never_over_and_never_takes_a_group():
-    plan = planner(replace(WIDE, n_layers=4), shards=2)
+    plan = planner(WIDE, shards=2)
     peaks = [step.peak for step in all_alike(plan, 16)]
     assert len(peaks) == 7
     for budget in np.linspace(min(peaks), max(peaks), 4).astype(int).tolist():
@@ -167,28 +154,30 @@ SHAPE = (
     "--use-toy-data --vocab-size 64 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32 "
     "--batch-size 8"
 )
+DEEP = "--n-layers 8 --d-model 64 --seq-len 16 --batch-size 2"  # much weight, little else
 
 
-def asked(tmp_path, flags: str) -> dict:
-    path, device = tmp_path / "plan.json", "" if "--card" in flags else "--device cpu"
-    assert plan_memory.main([*f"{SHAPE} {device} {flags}".split(), "--json", str(path)]) == 0
-    return json.loads(path.read_text())
+def parse(flags: str) -> argparse.Namespace:
+    words = f"{SHAPE} --device cpu --no-amp {flags}".split()
+    return fill_in(build_parser("test", "x.pt").parse_args(words))
 
 
 def test_plan_memory_plans_shards(tmp_path, capsys):
-    alone = asked(tmp_path, "--memory-budget 1GiB")
-    assert (
-        asked(tmp_path, "--memory-budget 1GiB --nproc-per-node 1 --fsdp")["rows"] == alone["rows"]
-    )
+    def asked(flags: str) -> dict:
+        words = f"{SHAPE} --device cpu --memory-budget 1GiB {flags} --json {tmp_path / 'plan.json'}"
+        assert plan_memory.main(words.split()) == 0
+        return json.loads((tmp_path / "plan.json").read_text())
+
+    alone = asked("")
+    assert asked("--nproc-per-node 1 --fsdp")["rows"] == alone["rows"]
     capsys.readouterr()
-    four = asked(tmp_path, "--memory-budget 1GiB --nproc-per-node 4 --fsdp --lr 1e-3")
+    four = asked("--nproc-per-node 4 --fsdp --lr 1e-3")
     assert four["shards"] == 4 and four["state_bytes"] < alone["state_bytes"]
     assert [row["name"] for row in four["rows"]] == [
         *("none", "cheap", "selective", "mlp", "attn", "sdpa", "full", "full, offloaded")
     ]
-    args = fill_in(build_parser("test", "x.pt").parse_args(SHAPE.split()))
     precision = getattr(torch, four["precision"])
-    plan = Plans(64, torch.device("cpu"), precision, shards=4).planner(args)
+    plan = Plans(64, CPU, precision, shards=4).planner(parse(""))
     assert four["rows"][6]["peak_bytes"] == plan.step(8, recompute="full").peak
     out = capsys.readouterr().out
     assert "fully_shard: 4 processes hold the model between them" in out
@@ -199,12 +188,11 @@ def test_plan_memory_plans_shards(tmp_path, capsys):
 
 
 def test_an_update_of_shards_is_a_part_of_one():
-    step = planner(WIDE, shards=2, device_type="cuda").step(1)
-    card = CARDS["A100"]
+    step, card = planner(WIDE, shards=2).step(1), CARDS["A100"]
     update, part = (
         step.seconds(card) - Clock(card, False, 2, 2, n).seconds(step) / 2 for n in (1, 2)
     )
-    assert update == pytest.approx(2 * part)
+    assert update == pytest.approx(2 * part) and part > 0
 
 
 @pytest.mark.parametrize(
@@ -213,7 +201,6 @@ def test_an_update_of_shards_is_a_part_of_one():
         ("--card A100 --nproc-per-node 2 --fsdp", True),
         ("--card A100 --nproc-per-node 2", True),
         ("--card A100 --nproc-per-node 1", False),
-        ("--card A100", False),
         ("--nproc-per-node 2", False),  # no times
     ],
 )
@@ -237,9 +224,6 @@ def test_bad_input_gets_one_line(flags, message, capsys):
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-DEEP = "--n-layers 8 --d-model 64 --seq-len 16 --batch-size 2"  # much weight, little else
-
-
 def test_where_the_state_is_too_large_for_ddp_shards_are_named(capsys):
     flags = f"{SHAPE} {DEEP} --memory-budget 5MiB --nproc-per-node 4"
     assert plan_memory.main([*flags.split(), "--compress-gradients"]) == 0
@@ -250,16 +234,10 @@ def test_where_the_state_is_too_large_for_ddp_shards_are_named(capsys):
     assert command == f"torchrun --nproc-per-node=4 train_fsdp.py {SHAPE} {DEEP}"
 
 
-def parse(flags: str) -> argparse.Namespace:
-    return fill_in(
-        build_parser("test", "x.pt").parse_args(f"{SHAPE} --device cpu --no-amp {flags}".split())
-    )
-
-
 def test_the_way_to_shards_is_the_shortest():
     """With what else it takes, no more; and not at all where shards do not help."""
     args = parse(f"--use-activation-checkpoint full --recompute-group 2 {DEEP}")
-    ddp = Plans(64, torch.device("cpu"), torch.float32, ddp=True, processes=4)
+    ddp = Plans(64, CPU, torch.float32, ddp=True, processes=4)
     state = ddp.state(args)
     _, knob = ddp.way_out(args, state)
     none = "--use-activation-checkpoint none"  # there is so much room then
@@ -280,11 +258,8 @@ def test_the_way_to_shards_is_the_shortest():
 
 def test_a_run_knows_its_shards():
     """The line that the trainer prints, and what `auto` takes, are of one of its processes."""
-    args = parse("--use-activation-checkpoint full")
-    process = OneProcess(torch.device("cpu"))
-    config = model_config(args, 64)
-    whole = plan_run(args, process, config, torch.float32).words
+    args, process = parse("--use-activation-checkpoint full"), OneProcess(CPU)
     process.shards = process.world_size = 2
-    words = plan_run(args, process, config, torch.float32).words
-    plans = Plans(64, torch.device("cpu"), torch.float32, shards=2)
-    assert words != whole and words.startswith(f"full: peak {plans.peak(args) / 1024:.1f} KiB")
+    words = plan_run(args, process, model_config(args, 64), torch.float32).words
+    sharded, whole = (Plans(64, CPU, torch.float32, shards=n).peak(args) for n in (2, 1))
+    assert sharded != whole and words.startswith(f"full: peak {sharded / 1024:.1f} KiB")

@@ -1,8 +1,7 @@
 """Started by torchrun in test_shards.py: what do real steps under fully_shard take?
 
-The model is sharded as train_fsdp.py does it. For each case: the largest sum of the storages that
-operators see in a step. Process 0 writes them to the file that is named first; the cases are named
-after it.
+The model is sharded as train_fsdp.py does it. Process 0 writes what each case takes to the file
+that is named first; the cases are named after it.
 """
 
 import json
@@ -12,6 +11,7 @@ import weakref
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
@@ -26,26 +26,42 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import memory.offload  # noqa: E402
-from model import MiniGPT  # noqa: E402
+from model import MiniGPT, MiniGPTConfig  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 
-# name -> (config, batch size, in bfloat16, micro-batches, and for some cases the optimizer)
-CASES: dict[str, tuple] = {
-    "none, large head": (CONFIG, 16, False, 1),
-    "full, large head": (replace(CONFIG, recompute="full"), 16, False, 1),
-    "none": (WIDE, 24, False, 1),
-    "full": (replace(WIDE, recompute="full"), 24, False, 1),
-    "cheap": (replace(WIDE, recompute="cheap"), 24, False, 1),
-    "cheap, bfloat16": (replace(WIDE, recompute="cheap"), 24, True, 1),
-    "full, bfloat16": (replace(WIDE, recompute="full"), 8, True, 1),
-    "none, accumulated": (WIDE, 4, False, 2),
-    "full, accumulated": (replace(WIDE, recompute="full"), 4, False, 2),
-    "little but weights": (replace(WIDE, recompute="full"), 1, False, 1),
-    "dropout": (replace(WIDE, dropout=0.1), 8, False, 1),
-    "offloaded": (replace(WIDE, recompute="full", offload_activations=True), 24, False, 1),
-    "Muon": (WIDE, 8, False, 1, "muon"),
-    "bfloat16 moments": (WIDE, 8, False, 1, "adamw", "bfloat16"),
-    "one block": (replace(WIDE, n_layers=1), 16, False, 1),
+
+class Case(NamedTuple):
+    config: MiniGPTConfig
+    batch_size: int
+    in_bfloat16: bool = False
+    micro_batches: int = 1
+    optimizer: str = "adamw"
+    moments: str = "float32"
+
+    @property
+    def flags(self) -> Namespace:
+        """The optimizer's."""
+        its = {"optimizer": self.optimizer, "moments_dtype": self.moments}
+        return Namespace(lr=1e-3, weight_decay=0.1, **its)
+
+
+FULL, CHEAP = (replace(WIDE, recompute=policy) for policy in ("full", "cheap"))
+CASES = {
+    "none, large head": Case(CONFIG, 16),
+    "full, large head": Case(replace(CONFIG, recompute="full"), 16),
+    "none": Case(WIDE, 24),
+    "full": Case(FULL, 24),
+    "cheap": Case(CHEAP, 24),
+    "cheap, bfloat16": Case(CHEAP, 24, in_bfloat16=True),
+    "full, bfloat16": Case(FULL, 8, in_bfloat16=True),
+    "none, accumulated": Case(WIDE, 4, micro_batches=2),
+    "full, accumulated": Case(FULL, 4, micro_batches=2),
+    "little but weights": Case(FULL, 1),
+    "dropout": Case(replace(WIDE, dropout=0.1), 8),
+    "offloaded": Case(replace(FULL, offload_activations=True), 24),
+    "Muon": Case(WIDE, 8, optimizer="muon"),
+    "bfloat16 moments": Case(WIDE, 8, moments="bfloat16"),
+    "one block": Case(replace(WIDE, n_layers=1), 16),
 }
 
 
@@ -86,11 +102,6 @@ class Storages(TorchDispatchMode):
         self.peak = max(self.peak, now)
 
 
-def optimizer_flags(case: tuple) -> Namespace:
-    name, moments, *_ = [*case[4:], *("adamw", "float32")[len(case) - 4 :]]
-    return Namespace(optimizer=name, moments_dtype=moments, lr=1e-3, weight_decay=0.1)
-
-
 def shard(model: MiniGPT) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
@@ -101,24 +112,13 @@ def shard(model: MiniGPT) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def state(model: MiniGPT, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What a process has between two steps."""
-    parameters = list(model.parameters())
-    moments = [moment for p in parameters for moment in optimizer.state[p].values()]
-    return [local(tensor.detach()) for tensor in [*parameters, *moments]]
-
-
-def train_step(model: MiniGPT, optimizer: torch.optim.Optimizer, case: tuple) -> None:
+def train_step(model: MiniGPT, optimizer: torch.optim.Optimizer, case: Case) -> None:
     """As train_minimal.train_step, with FSDP's answers."""
-    config, batch_size, in_bfloat16, micro_batches, *_ = case
-    for micro_batch in range(micro_batches):
-        model.set_requires_gradient_sync(micro_batch == micro_batches - 1)  # type: ignore[operator]
-        ids, labels = torch.randint(config.vocab_size, (2, batch_size, T))
-        with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16, cache_enabled=False):
+    for micro_batch in range(case.micro_batches):
+        last = micro_batch == case.micro_batches - 1
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        ids, labels = torch.randint(case.config.vocab_size, (2, case.batch_size, T))
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.in_bfloat16, cache_enabled=False):
             loss = model(ids, labels)
         loss.backward()
     del ids, labels, loss
@@ -127,20 +127,23 @@ def train_step(model: MiniGPT, optimizer: torch.optim.Optimizer, case: tuple) ->
     optimizer.zero_grad()
 
 
-def measure(case: tuple) -> dict[str, int]:
-    model = MiniGPT(case[0]).train()
+def measure(case: Case) -> dict[str, int]:
+    """Bytes: what a process has between two steps, and at the peak of one."""
+    model = MiniGPT(case.config).train()
     shard(model)
-    optimizer = make_optimizer(model, optimizer_flags(case), torch.device("cpu"))
+    optimizer = make_optimizer(model, case.flags, torch.device("cpu"))
     for _ in range(2):
         train_step(model, optimizer, case)
-    there = state(model, optimizer)
+    state = [p.detach() for p in model.parameters()]
+    state += [moment for moments in optimizer.state.values() for moment in moments.values()]
+    there = [t.to_local() if isinstance(t, DTensor) else t for t in state]
     peaks = []
     for _ in range(5):  # a thread of gloo's may hold a buffer a moment longer, or may not
         with Storages(there) as storages:
             train_step(model, optimizer, case)
         peaks.append(storages.peak)
-    before = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in there}.values())
-    return {"storages": min(peaks), "state": before}
+    alive = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in there}
+    return {"peak": min(peaks), "state": sum(alive.values())}
 
 
 def main() -> None:
