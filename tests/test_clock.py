@@ -144,22 +144,7 @@ def test_flops_of_a_step_are_those_of_the_formula(i):
     assert set(used) == {0 if precision == "fp32" else 1}
 
 
-def test_a_roofline_by_hand():
-    """A large product, a large sum, and one that is over in a launch."""
-
-    def run(a, b, c, d):
-        return a @ b, c + c, d + d
-
-    work = work_of(run, (1000, 1000), (1000, 1000), (5000, 100), (10,))
-    product = max(2e9 / 1e12, 3 * 4e6 / 1e9)  # memory-bound: 12 against 2 ms
-    assert clock.seconds(work, SIMPLE) == pytest.approx(product + 4e6 / 1e9 + 1e-6)
-    slow = replace(SIMPLE, flops=(1e10, 1e12, 1e12), reached_flops=0.5)
-    assert clock.seconds(work, slow) == pytest.approx(2e9 / 0.5e10 + 4e6 / 1e9 + 1e-6)
-    slow = replace(SIMPLE, reached_bytes=0.5)
-    assert clock.seconds(work, slow) == pytest.approx(2 * (12e-3 + 4e-3) + 1e-6)
-    half = work_of(run, (1000, 1000), (1000, 1000), (1,), (1,), dtype=torch.bfloat16)
-    slow = replace(SIMPLE, flops=(1, 1e10, 1))  # it has a rate for each precision
-    assert clock.seconds(half, slow) == pytest.approx(0.2 + 2e-6)
+SLOW = replace(SIMPLE, flops=(1e10, 1e9, 1), reached_flops=0.5, reached_bytes=0.5)
 
 
 def normalize(x, weight, bias):
@@ -169,21 +154,28 @@ def normalize(x, weight, bias):
 @pytest.mark.parametrize(
     ("card", "run", "shapes", "dtype", "microseconds"),
     [
+        # 3 x 4 MB at 1 GB/s, which takes longer than 2 GFLOP at 1 TFLOP/s
+        (SIMPLE, torch.mm, [(1000, 1000)] * 2, torch.float32, 12e3),
+        # and shorter than these at half of 10 GFLOP/s, or in bfloat16 of 1
+        (SLOW, torch.mm, [(1000, 1000)] * 2, torch.float32, 4e5),
+        (SLOW, torch.mm, [(1000, 1000)] * 2, torch.bfloat16, 4e6),
+        # 2 x 2 MB at half of 1 GB/s
+        (SLOW, torch.exp, [(500, 1000)], torch.float32, 8e3),
+        # what is over in a launch
+        (SIMPLE, torch.exp, [(10,)], torch.float32, 1.0),
+        (CARDS["A100"], torch.add, [(10,)] * 2, torch.float32, 3.0),
         # 3 x 64 MiB over 85 % of 1,008 GB/s
-        ("RTX 4090", torch.add, [(4096, 4096)] * 2, torch.float32, 234.97501),
+        (CARDS["RTX 4090"], torch.add, [(4096, 4096)] * 2, torch.float32, 234.97501),
         # 2 x 24 MiB of rows, 2 x 3 KiB of weights, 2 x 32 KiB of means and deviations; 2,039 GB/s
-        ("A100", normalize, [(8192, 768), (768,), (768,)], torch.float32, 29.081919),
+        (CARDS["A100"], normalize, [(8192, 768), (768,), (768,)], torch.float32, 29.081919),
         # 2 x 4,096^3 FLOPs at 70 % of 312 TFLOP/s in bfloat16, of 19.5 in float32
-        ("A100", torch.mm, [(4096, 4096)] * 2, torch.bfloat16, 629.2993),
-        ("A100", torch.mm, [(4096, 4096)] * 2, torch.float32, 10068.7878),
-        # one that is over in a launch
-        ("A100", torch.add, [(10,)] * 2, torch.float32, 3.0),
+        (CARDS["A100"], torch.mm, [(4096, 4096)] * 2, torch.bfloat16, 629.2993),
+        (CARDS["A100"], torch.mm, [(4096, 4096)] * 2, torch.float32, 10068.7878),
     ],
 )
-def test_known_cards_by_hand(card, run, shapes, dtype, microseconds):
-    """The literal figures: a card's, and what is reached of them."""
-    work = work_of(run, *shapes, dtype=dtype)
-    assert 1e6 * clock.seconds(work, CARDS[card]) == pytest.approx(microseconds, rel=1e-6)
+def test_a_roofline_by_hand(card, run, shapes, dtype, microseconds):
+    seconds = clock.seconds(work_of(run, *shapes, dtype=dtype), card)
+    assert 1e6 * seconds == pytest.approx(microseconds, rel=1e-6)
 
 
 INF, N = math.inf, 4 * 100  # N: bytes of x
