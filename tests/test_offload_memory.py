@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases.shapes import CONFIG, PRECISIONS
-from harness.planned import measured_peak, planner
+from harness.planned import adamw, planner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +20,7 @@ from planner import StepMemory
 from planner import step as step_of_planner
 from scripts import plan_memory as plan_tool
 from trainer.flags import build_parser, fill_in, model_config
+from trainer.measured import LiveStorages
 from trainer.metrics import format_bytes
 from trainer.plan import Plans, TooLarge, plan_memory
 from trainer.process import OneProcess
@@ -58,6 +59,26 @@ def draw(number: int, policy: str) -> Case:
     return Case(config, batch_size, seq_len, [*PRECISIONS][number // 2 % 2])
 
 
+def measured_peak(case: Case) -> int:
+    """The most bytes that are alive at once in the second of two real steps."""
+    dtype = PRECISIONS[case.precision]
+    with LiveStorages() as storages:
+        model = MiniGPT(case.config).train()
+        optimizer = adamw(model)
+        for _ in range(2):
+            storages.peak = storages.now
+            ids, labels = torch.zeros(2, case.batch_size, case.seq_len, dtype=torch.int64)
+            in_bf16 = dtype != torch.float32
+            with torch.autocast("cpu", dtype, enabled=in_bf16, cache_enabled=False):
+                loss = model(ids, labels)
+            loss.backward()
+            del ids, labels, loss
+            OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return storages.peak
+
+
 SOME = [(n, [policy]) for n, policy in zip((12, 17, 10, 37, 34, 35), POLICIES, strict=True)]
 MORE = [pytest.param(number, POLICIES, marks=pytest.mark.slow) for number in range(12)]
 
@@ -65,9 +86,9 @@ MORE = [pytest.param(number, POLICIES, marks=pytest.mark.slow) for number in ran
 @pytest.mark.parametrize(("number", "policies"), [*SOME, *MORE])
 def test_predicted_peak_is_that_of_a_real_offloaded_step(number, policies):
     for policy in policies:
-        config, batch_size, seq_len, precision = case = draw(number, policy)
-        measured = measured_peak(config, batch_size, precision, seq_len=seq_len)
-        assert case.plan().peak == pytest.approx(measured, rel=3e-3), policy
+        case = draw(number, policy)
+        predicted, measured = case.plan().peak, measured_peak(case)
+        assert predicted == pytest.approx(measured, rel=1e-3 if measured > 1e6 else 3e-3), policy
 
 
 # ---- pinned memory
