@@ -38,19 +38,10 @@ def test_the_largest_batches(card, model, plan):
     assert plan.largest_batches(card, model) == ROWS[card]["largest_batch"][model], REMAKE
 
 
-def test_a_batch_fits_on_its_card_with_a_margin_and_no_larger_one_does(plan):
-    asked = plan.ask("RTX 3060 12GB", "gpt2", cards.ONE_SEQUENCE)
-    planner, room = asked.plans.planner(asked.args), asked.room.safe
-    most = ROWS["RTX 3060 12GB"]["largest_batch"]["gpt2"]["full"]
-    assert planner.step(most, recompute="full").peak <= room
-    assert planner.step(most + 1, recompute="full").peak > room
-
-
-@pytest.mark.parametrize("card", ["RTX 3060 12GB", "H100"])
-def test_the_step_of_a_row(card, plan):
+def test_the_step_of_a_row(plan):
     """Alone; the slow test below also finds it again."""
-    best = ROWS[card]["fastest"]
-    asked = plan.ask(card, best["model"], cards.STEP)
+    best = ROWS["RTX 3060 12GB"]["fastest"]
+    asked = plan.ask("RTX 3060 12GB", best["model"], cards.STEP)
     words = ["--model", best["model"], *best["flags"]]
     flags = fill_in(build_parser("test", "x.pt").parse_args(words))
     batch = {name: best[name] for name in ("batch_size", "grad_accum_steps")}

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from cases.shapes import CONFIG
+from cases.shapes import CONFIG, T
 from harness.planned import planner
 from harness.runs import ROOT
 from test_readme import DOCS
@@ -17,56 +17,37 @@ from studies.make_results import FOLDER
 RESULT = json.loads((ROOT / FOLDER / "mixes.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def plan():
-    return planner(CONFIG, "bf16", device_type="cuda")
+def test_the_best_pair_and_what_each_rule_takes(capsys, monkeypatch, tmp_path):
+    """All of the study, of a small model with 4 blocks; its pair is what auto takes."""
+    plan = planner(CONFIG, "bf16", device_type="cuda")
+    steps = [plan.step(16, **ALL_ALIKE | rung) for rung in RUNGS]
+    monkeypatch.setattr(mixes, "alike", lambda n: steps)
+    for name, value in {"BUDGETS": 4, "LAYERS": (4,), "BATCH": 16, "SEQ_LEN": T}.items():
+        monkeypatch.setattr(mixes, name, value)
+    assert mixes.main(["--json", str(tmp_path / "mixes.json")]) == 0
+    found = json.loads((tmp_path / "mixes.json").read_text())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(lines) == 4 + len(found["between_rungs"]) + len(found["gaps"])
 
-
-@pytest.fixture(scope="module")
-def steps(plan):
-    return [plan.step(16, **ALL_ALIKE | rung) for rung in RUNGS]
-
-
-def test_the_best_pair_is_what_auto_takes(plan, steps, monkeypatch):
-    monkeypatch.setattr(mixes, "BUDGETS", 4)
-    rows = mixes.gaps(steps)
-    assert [(row["card"], row["compiled"]) for row in rows] == mixes.CLOCKS
-    assert rows[0]["assignments"] == 7**4
-    budgets = np.linspace(min(step.peak for step in steps), steps[0].peak, 4)
-    for card, compiled in mixes.CLOCKS:
-        for budget in budgets[1:]:
-            taken = pick_recompute(plan, 16, int(budget), mixes.CARDS[card], compiled)
-            pairs = mixes.all_mixes(4)
-            times = mixes.over_none(steps, pairs, card, compiled)
-            best = times[mixes.peaks_of(steps, pairs) <= budget].min()
-            of_none = steps[0].seconds(mixes.CARDS[card], compiled)
-            assert taken.seconds(mixes.CARDS[card], compiled) / of_none == pytest.approx(best, 1e-3)
-    for row in rows:
-        assert row["worst"] == max(row["all"]) and len(row["all"]) == 4
+    assert [(row["card"], row["compiled"]) for row in found["gaps"]] == mixes.CLOCKS
+    for row in found["gaps"]:
+        assert row["assignments"] == 7**4 and row["worst"] == max(row["all"])
         assert -1e-3 < min(row["all"]) and row["worst"] < 0.03  # (all assignments hold all pairs)
+        pairs, clock = mixes.all_mixes(4), (mixes.CARDS[row["card"]], row["compiled"])
+        times = mixes.over_none(steps, pairs, row["card"], row["compiled"])
+        for budget in np.linspace(min(step.peak for step in steps), steps[0].peak, 4)[1:]:
+            taken = pick_recompute(plan, 16, int(budget), *clock).seconds(*clock)
+            best = times[mixes.peaks_of(steps, pairs) <= budget].min()
+            assert taken / steps[0].seconds(*clock) == pytest.approx(best, rel=1e-3)
 
-
-def test_each_rule_takes_what_it_says(steps, monkeypatch):
-    monkeypatch.setattr(mixes, "BATCH", 16)
-    monkeypatch.setattr(mixes, "SEQ_LEN", 32)
     for btc in mixes.BETWEEN:
-        rows = {row["rule"]: row for row in mixes.between_rungs(steps) if row["btc"] == btc}
+        rows = {row["rule"]: row for row in found["between_rungs"] if row["btc"] == btc}
         one, pair = rows["one policy, FLOPs"], rows["pair, FLOPs"]
         assert "in the rest" not in one["takes"] and pair["flops_twice"] <= one["flops_twice"]
         for name in one["over_none"]:
             fastest = rows[f"pair, time on {name}"]["over_none"][name]
             assert fastest == min(row["over_none"][name] for row in rows.values())
         assert all(row["peak_bytes"] < steps[0].peak for row in rows.values())
-
-
-def test_the_table_has_all_rows(capsys, monkeypatch, steps, tmp_path):
-    monkeypatch.setattr(mixes, "alike", lambda n: steps)
-    monkeypatch.setattr(mixes, "SEQ_LEN", 32)
-    file = tmp_path / "mixes.json"
-    assert mixes.main(["--json", str(file)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    result = json.loads(file.read_text())
-    assert len(lines) == 4 + len(result["between_rungs"]) + len(result["gaps"])
 
 
 def test_the_documents_say_what_was_found():
