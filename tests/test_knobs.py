@@ -243,6 +243,8 @@ def test_a_shorter_sequence_needs_fewer_positions():
     for flags, positions in (("", 2048), ("--max-position-embeddings 5000", 5000)):
         args = parse(f"--seq-len 4096 {flags}")
         assert Knob({"seq_len": 2048}, "").change(args).max_position_embeddings == positions
+    muon, adamw = (parse(f"--seq-len 8 --optimizer {name}").lr for name in ("muon", "adamw"))
+    assert muon == 2 * adamw  # another flag that stands for more than itself
 
 
 # ---- before a run starts
@@ -271,11 +273,31 @@ def peak(flags: str = "") -> int:
     return Plans(61, CPU, torch.float32).peak(parse(f"{SHAPE} {flags}"))
 
 
-def test_what_fits_is_not_warned_of(machine):
-    machine(peak(), peak())
-    assert "warning" not in words() and "\n" not in words()
-    machine(None, peak())
-    assert "\n" not in words()
+@pytest.mark.parametrize(
+    ("processes", "snapshot", "own", "total", "free", "says"),
+    [  # total and free: bytes beyond the peaks of all processes
+        (1, 0, 0, 0, 0, ""),
+        (1, 0, 0, None, 0, ""),
+        (1, 0, 99, 99, 0, ""),
+        (1, 0, 99, 98, 0, "beside the 99 B that Python, PyTorch and data take"),
+        (2, 0, 0, 0, 2, ""),
+        (2, 0, 0, -1, 0, "2 processes, each .* predicted"),
+        # A snapshot is read before the run is planned, and gone before the run needs as much.
+        (1, 0, 599, 99, -450, "beside the 599 B"),
+        (1, 500, 599, 99, -450, ""),
+        (1, 500, 599, 98, 0, "beside the 99 B"),
+    ],
+)
+def test_the_process_itself_counts_and_so_do_others(
+    machine, processes, snapshot, own, total, free, says
+):
+    peaks = processes * peak()
+    machine(None if total is None else peaks + total, peaks + free, own=own)
+    if says:
+        with pytest.raises(TooLarge, match=says):
+            words(processes=processes, snapshot=snapshot)
+    else:
+        assert "\n" not in words(processes=processes, snapshot=snapshot)  # no warning
 
 
 def test_too_little_is_one_line_with_the_knob(machine):
@@ -308,33 +330,15 @@ def test_a_mix_is_planned_as_what_it_is(machine):
     assert f"; try {knob} (same results, some more time), which fits" in words(mix)
 
 
-def test_the_process_itself_counts_and_so_do_others(machine):
-    machine(peak() + 99, peak(), own=99)
-    words()
-    machine(peak() + 98, peak(), own=99)
-    with pytest.raises(TooLarge, match="beside the 99 B that Python, PyTorch and data take"):
-        words()
-    machine(2 * peak(), 2 * peak() + 2)
-    words(processes=2)
-    machine(2 * peak() - 1, 2 * peak())
-    with pytest.raises(TooLarge, match="2 processes, each .* predicted"):
-        words(processes=2)
-
-
-def test_what_a_snapshot_has_does_not_count_twice(machine):
-    """It is read before the run is planned, and gone before the run needs as much."""
-    machine(peak() + 99, peak() - 450, own=599)
-    with pytest.raises(TooLarge, match="beside the 599 B"):
-        words()
-    assert "\n" not in words(snapshot=500)
-    machine(peak() + 98, peak(), own=599)
-    with pytest.raises(TooLarge, match="beside the 99 B"):
-        words(snapshot=500)
+def test_auto_has_what_a_snapshot_takes_and_is_checked_as_well(machine):
     full, auto = peak("--use-activation-checkpoint"), "--use-activation-checkpoint auto"
     machine(10 * full, 9 * full // 10)
     with pytest.raises(UsageError, match="free, less a margin"):
         words(auto)
     assert "auto takes" in words(auto, snapshot=full // 4)
+    machine(full // 2, full // 2)
+    with pytest.raises(TooLarge, match="recompute auto; try .*--batch-size"):
+        words(f"{auto} --memory-budget {2 * full}b")
 
 
 def test_how_much_a_snapshot_holds():
@@ -348,10 +352,3 @@ def test_what_the_state_settles_is_not_simulated(machine, monkeypatch):
     machine(1000, 1000)
     with pytest.raises(TooLarge, match="AdamW's state alone take .*: try a smaller --d-model"):
         words()
-
-
-def test_auto_is_checked_as_well(machine):
-    full = peak("--use-activation-checkpoint")
-    machine(full // 2, full // 2)
-    with pytest.raises(TooLarge, match="recompute auto; try .*--batch-size"):
-        words(f"--use-activation-checkpoint auto --memory-budget {2 * full}b")

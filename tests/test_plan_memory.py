@@ -120,17 +120,6 @@ def test_a_giant_batch_is_answered(monkeypatch):
 # ---- what to run
 
 
-def test_the_command_runs_what_was_planned():
-    budget = ask().peaks["cheap"] + 9000
-    typed = "--use-activation-checkpoint --recompute-group=2 --lr 1e-3 --compile"
-    answer = ask(f"{typed} {budget_for(budget)}")
-    args = parse(answer.command)
-    assert (args.lr, args.compile, args.recompute_group) == (1e-3, True, 1)
-    assert args.use_activation_checkpoint != "none" and args.memory_budget is None
-    shape = args.n_layers, args.batch_size, args.seq_len, args.vocab_size, args.device
-    assert shape == (2, 64, 32, 61, "cuda")
-
-
 # What a command loses, and what it keeps, with a value behind a blank or an equals sign.
 OWN = ["--card H100", "--card=H100", "--longest-sequence", "--all-knobs", "--json=x", "--fsdp",
        "--use-activation-checkpoint", "--use-activation-checkpoint mlp", "--recompute-rest=full",
@@ -273,8 +262,6 @@ def test_an_optimizer_of_ours_on_an_apple(flag):
         ("--train-data x.txt", 50257, None),
         ("--train-data x.txt --tokenizer-name byte", 257, None),
         ("--use-toy-data", 256, None),
-        ("--batch-size 4 --device cuda", 1024, None),
-        ("--model gpt2", 50257, None),
         ("--model gpt2 --n-layers 6", 50257, None),
         ("--n-layers 12 --d-model 768", 1024, "4 heads, a vocabulary of 1,024 (--tokenizer-name "
          "gpt2: 50,257), 64 tokens (--seq-len)"),
@@ -303,13 +290,6 @@ def h100():
     return ask("--card H100")
 
 
-def test_a_card_leaves_the_margin_of_its_size(h100):
-    wanted = ("H100", "cuda", "bfloat16")
-    assert tuple(h100.json[key] for key in ("card", "device", "precision")) == wanted
-    assert h100.json["budget_bytes"] == CARDS["H100"].memory
-    assert h100.json["safe_bytes"] == pytest.approx(0.9 * CARDS["H100"].memory, abs=1)
-
-
 @pytest.mark.parametrize(
     ("more", "tokens"),
     [("", 64 * 32), ("--compile", 64 * 32), (SEVERAL, 2 * 3 * 64 * 32)],
@@ -332,6 +312,9 @@ def test_seconds_are_the_clocks(h100, more, tokens):
 
 
 def test_times_are_shown_as_estimates(h100):
+    wanted = ("H100", "cuda", "bfloat16", CARDS["H100"].memory)
+    assert tuple(h100.json[k] for k in ("card", "device", "precision", "budget_bytes")) == wanted
+    assert h100.json["safe_bytes"] == pytest.approx(0.9 * CARDS["H100"].memory, abs=1)
     columns = re.split(" {2,}", h100.table[0].strip())
     assert columns == ["policy", "peak", "time", "tokens/s", "fits", "largest batch"]
     assert re.search("^card     H100: .* at most; times are estimates$", h100.out, re.M)
@@ -343,11 +326,6 @@ def test_times_are_shown_as_estimates(h100):
         if row is offloaded:  # the clock does not know its copies
             time, speed = f"> {time}", f"<{speed[1:]}"
         assert f"  {time}  {speed}  yes  " in line
-
-
-def test_without_a_card_nothing_is_timed():
-    assert ask().json["card"] is None and ask().rows["full"]["seconds"] is None
-    assert re.split(" {2,}", ask().table[0].strip())[4:6] == ["FLOPs twice", "fits"]
 
 
 def test_tf32_makes_products_of_float32_faster():
@@ -390,7 +368,9 @@ def test_the_whole_run(flags, tokens, steps, words):
     assert without == "without data, communication, evaluation"
 
 
-def test_the_whole_run_without_a_clock():
+def test_without_a_card_nothing_is_timed():
+    assert ask().json["card"] is None and ask().rows["full"]["seconds"] is None
+    assert re.split(" {2,}", ask().table[0].strip())[4:6] == ["FLOPs twice", "fits"]
     asked = ask("--device cuda --num-tokens 1M")
     assert "run      1M tokens, 489 steps; --card tells how long they take" in asked.out
     assert asked.json["run"] == {"tokens": 10**6, "steps": 489, "seconds": None}
@@ -425,16 +405,11 @@ def test_figures_in_words(form, value, words):
     ("flags", "message"),
     [
         ("--memory-budget 8", "--memory-budget: must be a number with a unit"),
-        ("--memory-budget -1GiB", "--memory-budget"),
-        ("--memory-budget 8QiB", "--memory-budget: must be a number with a unit"),
-        ("--memory-budget 0.5b", "--memory-budget: must be a number with a unit"),
         ("--n-heads 3", ".*must be divisible by --n-heads"),
         ("--json nowhere/plan.json", "--json: there is no folder nowhere"),
         ("--memory-viz nowhere/step.pickle", "--memory-viz: there is no folder nowhere"),
         ("--memory-viz tests", "--memory-viz: tests is a folder"),
         ("--json x --memory-viz x", "--json and --memory-viz: both are to be written to x"),
-        ("--model gpt3", "--model: invalid choice: 'gpt3'"),
-        ("--tokenizer-name nonsense.tiktoken", ".*nonsense.tiktoken"),
         ("--nproc-per-node 0", "--nproc-per-node"),
         ("--fsdp", "--fsdp: over how many processes"),
         ("--card=Voodoo2", r"--card: .*Voodoo2.*RTX 3060 12GB, .*M4 Max.*; or this-machine"),
@@ -448,7 +423,6 @@ def test_figures_in_words(form, value, words):
         ("--all-knobs", "--all-knobs compares times: name a --card, or --card this-machine"),
         ("--longest-sequence --device=cuda", "--longest-sequence: within what"),
         ("--at-peak --recompute-layers 1", "--recompute-layers 1 needs --use-activation-checkp"),
-        ("--at-peak --recompute-group 2", "--recompute-group"),
         ("--at-peak --offload-activations", "--offload-activations"),
         ("--at-peak --use-activation-checkpoint mlp --recompute-group 2", "--recompute-group"),
     ],
