@@ -29,7 +29,6 @@ class Result(NamedTuple):
     command: str
     takes: str
     pictures: tuple[str, ...] = ()
-    by_default: bool = False
 
     @property
     def files(self) -> list[str]:
@@ -38,13 +37,13 @@ class Result(NamedTuple):
         return [*named, *self.pictures]
 
 
+QUICK = ("memory_timeline", "block", "ladder", "mixes")
 RESULTS = {
     "memory_timeline": Result(
         "python -m scripts.memory_timeline --model gpt2 --batch-size 8 --card RTX-4090 "
         f"--amp-dtype bfloat16 --out {FOLDER} --json {FOLDER}/memory_timeline.json",
         "20 s",
         ("memory_timeline.png", "memory_frontier.png", "memory_made_of.png"),
-        by_default=True,
     ),
     "page": Result(
         "python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda "
@@ -55,17 +54,10 @@ RESULTS = {
         f"python -m studies.page_shots --readme {FOLDER}/memory_page.png", "seconds of Chromium"
     ),
     "block": Result(
-        f"python -m studies.block_picture --out {FOLDER}",
-        "seconds",
-        ("block_policies.png",),
-        by_default=True,
+        f"python -m studies.block_picture --out {FOLDER}", "seconds", ("block_policies.png",)
     ),
-    "ladder": Result(
-        f"python -m studies.ladder --json {FOLDER}/ladder.json", "2 minutes", by_default=True
-    ),
-    "mixes": Result(
-        f"python -m studies.mixes --json {FOLDER}/mixes.json", "half a minute", by_default=True
-    ),
+    "ladder": Result(f"python -m studies.ladder --json {FOLDER}/ladder.json", "2 minutes"),
+    "mixes": Result(f"python -m studies.mixes --json {FOLDER}/mixes.json", "half a minute"),
     "cards": Result(f"python -m studies.cards --json {FOLDER}/cards.json", "3 minutes"),
     "benchmark": Result(
         "python -m scripts.benchmark --model gpt2 --batch-size 2 --no-amp --policies none full "
@@ -103,9 +95,8 @@ def make(result: Result) -> int:
 def study(argv: list[str]) -> None:
     """Raises Stopped."""
     parser = study_parser("studies.make_results", __doc__)
-    quick = [name for name, result in RESULTS.items() if result.by_default]
-    parser.add_argument("--only", nargs="+", choices=RESULTS, default=quick, metavar="NAME",
-        help=f"some of {', '.join(RESULTS)} (default: {' '.join(quick)})")  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=RESULTS, default=QUICK, metavar="NAME",
+        help=f"some of {', '.join(RESULTS)} (default: {' '.join(QUICK)})")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="show the commands, run none")
     args = parser.parse_args(argv)
     if args.list:

@@ -39,6 +39,7 @@ from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
 OPTIMIZERS, MOMENTS = ("adamw", "muon"), ("float32", "bfloat16")
+MUON_SHARE = 0.6  # of --num-steps
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -51,8 +52,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     positive, count = number(float, 0, open=True), number(int, 1, 10**6)
     add("--factors", type=positive, nargs="+", default=[0.5, 1.0, 2.0, 4.0, 8.0], metavar="X",
         help="learning rates, in units of the default (default: 0.5 1 2 4 8)")  # fmt: skip
-    add("--muon-share", type=number(float, 0, 1), default=0.6, metavar="SHARE",
-        help="of --num-steps that Muon gets (default: %(default)s)")  # fmt: skip
     add("--seeds", type=count, default=3, metavar="N", help="(default: %(default)s)")
     add("--rounds", type=count, default=40, metavar="N",
         help="timed steps of each optimizer, which take turns (default: %(default)s)")  # fmt: skip
@@ -67,7 +66,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace, optimizer: str, rate: float, **changes: Any) -> dict[str, Any]:
     """Train as train_minimal.py does, and keep no more than the validation losses."""
-    steps = args.num_steps if optimizer == "adamw" else round(args.muon_share * args.num_steps)
+    steps = args.num_steps if optimizer == "adamw" else round(MUON_SHARE * args.num_steps)
     flags = {"optimizer": optimizer, "lr": rate, "num_steps": max(steps, 1)} | changes
     curve = val_curve(args, "val_loss", **flags)
     return flags | {"val_loss": curve[-1][1], "curve": curve}

@@ -10,7 +10,7 @@ from harness.runs import ROOT
 from test_readme import DOCS, cells
 
 from data import find_dataset
-from studies import fine_tuning
+from studies import fine_tuning, optimizers
 from studies.make_results import FOLDER
 
 QUICK = (
@@ -54,20 +54,22 @@ def test_when_it_is_where_random_weights_end():
     assert fine_tuning.steps_to_match(runs) == [None, 1]
 
 
-@pytest.mark.parametrize("flag", ["--init-from=x", "--resume", "--use-toy-data", "--val-data=x"])
-def test_what_it_chooses_itself_is_refused(flag, capsys):
-    assert fine_tuning.main([*QUICK, flag]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {flag.split('=')[0]}: this script chooses it")
+CHOSEN = {  # by the study itself
+    fine_tuning: "--init-from=x --resume --use-toy-data --val-data=x",
+    optimizers: "--optimizer=muon --moments-dtype=bfloat16 --lr=1",
+}
 
 
-def test_one_file_is_too_few(tmp_path, capsys):
-    (tmp_path / "x.txt").write_text("some text")
-    assert fine_tuning.main([*QUICK, f"--train-data={tmp_path}/x.txt"]) == 2
-    assert "one file only" in capsys.readouterr().err
+@pytest.mark.parametrize("study", CHOSEN, ids=lambda study: study.__name__)
+def test_what_a_study_chooses_itself_is_refused(study, capsys):
+    for flag in CHOSEN[study].split():
+        assert study.main([flag]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {flag.split('=')[0]}: this script chooses it")
 
 
-def test_a_name_that_stdout_cannot_spell(tmp_path):
+def test_one_file_is_too_few(tmp_path):
+    """And its name may be one that stdout cannot spell."""
     (tmp_path / "wörter").mkdir()
     for name in ("x.txt", "y.pdf"):
         (tmp_path / "wörter" / name).write_text("some text")
@@ -76,6 +78,7 @@ def test_a_name_that_stdout_cannot_spell(tmp_path):
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert "w?rter: 1 file taken, 1 skipped" in result.stdout
     assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "one file only" in result.stderr
 
 
 def test_the_documents_say_what_was_found():

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from harness.runs import ROOT, TINY
 from test_readme import DOCS
 
@@ -43,13 +42,6 @@ def test_when_muon_is_where_adamw_ends():
     rates = [row("adamw", 5, 4, 3), row("adamw", 5, 4, 3.5), row("muon", 4, 4)]
     assert optimizers.steps_to_match(rates) is None
     assert optimizers.steps_to_match([*rates, row("muon", 3.1, 3, 2)]) == 20
-
-
-@pytest.mark.parametrize("flag", ["--optimizer=muon", "--moments-dtype=bfloat16", "--lr=1"])
-def test_what_it_chooses_itself_is_refused(flag, capsys):
-    assert optimizers.main([*TINY, flag]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {flag.split('=')[0]}: this script chooses it")
 
 
 def test_the_documents_say_what_was_found():
