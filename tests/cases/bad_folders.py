@@ -20,6 +20,10 @@ def refused(write: Write, *says: str, flags: str = "--init-from=gpt2") -> Case:
     return Case("built-in", flags, ("--init-from", *says), {} if write is None else {"gpt2": write})
 
 
+def good_folder(path: Path) -> Path:
+    return write_folder(path, CONFIG, GOOD)
+
+
 def config(*says: str, **changes: Any) -> Case:
     """A folder whose config.json has these values; None: not there."""
     changed = {name: value for name, value in (CONFIG | changes).items() if value != "gone"}
@@ -30,7 +34,7 @@ def content(name: str, text: str | None, *says: str) -> Case:
     """A folder with another text in one of its files; None: without it."""
 
     def write(path: Path) -> None:
-        file = write_folder(path, CONFIG, GOOD) / name
+        file = good_folder(path) / name
         file.unlink(missing_ok=True)
         if text is not None:
             file.write_text(text)
@@ -40,19 +44,6 @@ def content(name: str, text: str | None, *says: str) -> Case:
 
 def weights(data: bytes, *says: str) -> Case:
     return refused(lambda path: write_folder(path, CONFIG, weights=data), *says)
-
-
-def header(change: Any, *says: str) -> Case:
-    return weights(safetensors(GOOD, change), "model.safetensors", *says)
-
-
-def entry(*says: str, **changes: Any) -> Case:
-    """One tensor that the header describes otherwise."""
-
-    def change(whole: dict) -> None:
-        whole["h.0.ln_1.bias"].update(changes)
-
-    return header(change, *says)
 
 
 def tensor(name: str, array: np.ndarray | None, *says: str) -> Case:
@@ -72,24 +63,19 @@ def index(content: Any, *says: str) -> Case:
     """Weights in shards, by this index."""
 
     def write(path: Path) -> None:
-        write_folder(path, CONFIG, GOOD)
+        good_folder(path)
         (path / "model.safetensors").rename(path / "a.safetensors")
         (path / "model.safetensors.index.json").write_text(json.dumps(content))
 
     return refused(write, *says)
 
 
-def spoiled(value: float) -> np.ndarray:
-    array = GOOD["h.1.mlp.c_fc.weight"].copy()
-    array[3, 5] = value
-    return array
+SPOILED = GOOD["h.1.mlp.c_fc.weight"].copy()
+SPOILED[3, 5] = np.nan
 
 
 def contradiction(flags: str, *says: str) -> Case:
-    def write(path: Path) -> None:
-        write_folder(path, CONFIG, GOOD)
-
-    return refused(write, *says, flags=f"--init-from=gpt2 {flags}")
+    return refused(good_folder, *says, flags=f"--init-from=gpt2 {flags}")
 
 
 WHOLE = safetensors(GOOD)
@@ -103,24 +89,18 @@ FOLDERS = {
     "a name of the hub": refused(
         None, "hf download ab/cd --local-dir cd", flags="--init-from=ab/cd"
     ),
-    "a path that is not there": refused(
-        None, "no folder /no/such/folder$", flags="--init-from=/no/such/folder"
-    ),
     "a very long name": refused(None, "no snapshot and no", flags="--init-from=" + "n" * 999),
     "a text": refused(b"a few words", "gpt2 is no snapshot, or a damaged one"),
     "empty": refused(Path.mkdir, "gpt2 is no folder of a transformers model: .*config.json"),
-    "no config": content("config.json", None, "it has no config.json"),
     "config is no JSON": content("config.json", "{", "config.json is not JSON"),
     "config is a list": content("config.json", "[1]", "config.json is not JSON, or damaged"),
     "config without end": content("config.json", "[" * 99_999, "config.json is not JSON"),
     "another model": config("model_type is 'bert'; MiniGPT is GPT-2", model_type="bert"),
     "no model type": config("model_type is None", model_type="gone"),
     "another activation": config("activation_function is 'relu'", activation_function="relu"),
-    "another epsilon": config("layer_norm_epsilon is 1e-06", layer_norm_epsilon=1e-6),
     "a head of its own": config("tie_word_embeddings is False", tie_word_embeddings=False),
     "heads": config(r"config.json: .*divisible", n_head=3),
     "a size that is a word": config("config.json: n_layer is 'two'", n_layer="two"),
-    "a negative size": config("config.json: n_embd is -16", n_embd=-16),
     "a huge size": config("config.json: n_positions is 1", n_positions=10**30),
     "other sizes than the weights": config(r"as \(257, 16\), .*\(257, 768\)", n_embd="gone"),
     "more layers than there are": config("holds no h.2.*: is it complete", n_layer=3),
@@ -128,23 +108,12 @@ FOLDERS = {
     "a million layers": config("holds .* tensors for 1000000 layers", n_layer=10**6),
     "more ids than the tokenizer": config("300 ids, but a tokenizer .* of 257", vocab_size=300),
     "no weights": content("model.safetensors", None, "model.safetensors: No such file"),
-    "weights of no bytes": weights(b" ", DAMAGED),
     "header cut in the middle": weights(WHOLE[:100], DAMAGED),
-    "header is no JSON": weights((8).to_bytes(8, "little") + b"{{{{{{{{", DAMAGED),
-    "an unknown dtype": entry(DAMAGED, dtype="F3"),
-    "a size that does not fit": entry(DAMAGED, shape=[17]),
-    "offsets beyond the end": entry(DAMAGED, data_offsets=[10**9, 10**9 + 64]),
-    "two in the same place": entry(DAMAGED, data_offsets=[0, 64]),
-    "data cut": weights(WHOLE[:-4], DAMAGED),
     "data added": weights(WHOLE + b"1234", DAMAGED),
     "a tensor is missing": tensor("ln_f.bias", None, "holds no ln_f.bias: is it complete"),
     "another shape": tensor("ln_f.bias", np.zeros(15, np.float32), r"\(15,\), .* \(16,\)"),
-    "a Linear that is not turned": tensor(
-        "h.0.attn.c_attn.weight", np.zeros((48, 16), np.float32), r"\(16, 48\), .*\(48, 16\)"
-    ),
     "whole numbers": tensor("ln_f.bias", np.zeros(16, np.int32), "want floats"),
-    "NaN": tensor("h.1.mlp.c_fc.weight", spoiled(np.nan), "NaN or infinite .*blocks.1.mlp.c_fc"),
-    "infinite": tensor("h.1.mlp.c_fc.weight", spoiled(np.inf), "NaN or infinite"),
+    "NaN": tensor("h.1.mlp.c_fc.weight", SPOILED, "NaN or infinite .*blocks.1.mlp.c_fc"),
     "another head": tensor("lm_head.weight", GOOD["wte.weight"] + 1, "lm_head is not wte"),
     "no weight_map": index({}, "index.json is damaged: no weight_map"),
     "a shard is missing": index(
@@ -158,7 +127,6 @@ FOLDERS = {
     "no tokenizer": content("tokenizer.json", None, "holds no tokenizer.json, .*257 ids"),
     "word pieces": tokenizer("no byte-level BPE", model={"type": "WordPiece"}),
     "a normalizer": tokenizer("no byte-level BPE", normalizer={"type": "Lowercase"}),
-    "other words": tokenizer("words are split", pre_tokenizer={"type": "Whitespace"}),
     "no end of text": tokenizer("has no <.endoftext.>", added_tokens=[], model={"vocab": {"a": 0}}),
     "bytes are missing": tokenizer("not every byte", model={"vocab": {"a": 0}}),
     "merges in another order": tokenizer(
@@ -197,13 +165,12 @@ FOLDERS = {
     "another head's class": config(
         "a GPT2ForSequenceClassification", architectures=["GPT2ForSequenceClassification"]
     ),
-    "an empty tensor that is too large": header(
-        lambda whole: whole | {"x": {"dtype": "F32", "shape": [0, 2**64], "data_offsets": [0, 0]}},
-        DAMAGED,
+    "an empty tensor that is too large": weights(
+        safetensors(GOOD, x={"dtype": "F32", "shape": [0, 2**64], "data_offsets": [0, 0]}), DAMAGED
     ),
     "a shard that no file can be": index({"weight_map": A | {"x": "a\0b"}}, "cannot read"),
     "one file of several": refused(
-        lambda path: write_folder(path, CONFIG, GOOD),
+        good_folder,
         "one file of several: name its folder, gpt2",
         flags="--init-from=gpt2/model.safetensors",
     ),

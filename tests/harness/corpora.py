@@ -31,8 +31,3 @@ def texts(files: Iterable[TokenFile]) -> list[bytes]:
         else:
             found[-1].append(i)
     return [bytes(document) for document in found]
-
-
-def whole(data: Dataset) -> bytes:
-    """All text of a data set that was split at its tail."""
-    return b"".join(texts(data.train) + texts(data.val))

@@ -10,16 +10,9 @@ from safetensors.numpy import save
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import to_json
 
-CONFIG: dict[str, Any] = {
-    "model_type": "gpt2",
-    "vocab_size": 257,
-    "n_positions": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 16,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-}
+CONFIG: dict[str, Any] = {"model_type": "gpt2", "activation_function": "gelu_new"}
+CONFIG |= {"vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_inner": None}
+CONFIG |= {"n_layer": 2, "n_head": 2}
 TOKENIZER = to_json(load_tokenizer("byte"))
 Tensors = dict[str, np.ndarray]
 
@@ -44,14 +37,11 @@ def gpt2_tensors(config: dict[str, Any] = CONFIG, seed: int = 0, prefix: str = "
     }
 
 
-def safetensors(tensors: Tensors, change: Any = None, pad: int = 0) -> bytes:
-    """The bytes of a file; `change(header)` may spoil its header first."""
+def safetensors(tensors: Tensors, pad: int = 0, **more: Any) -> bytes:
+    """The bytes of a file; its header may tell of more than there is."""
     content = save(tensors)
     end = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:end])
-    if change is not None:
-        header = change(header) or header
-    text = json.dumps(header).encode() + b" " * pad
+    text = json.dumps(json.loads(content[8:end]) | more).encode() + b" " * pad
     return len(text).to_bytes(8, "little") + text + content[end:]
 
 
