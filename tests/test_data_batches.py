@@ -121,14 +121,6 @@ def test_memory_and_file_handles_stay_flat(tmp_path) -> None:
     assert len(os.listdir("/proc/self/fd")) == handles
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_on_a_gpu(row) -> None:
-    files = row([97])
-    on_gpu, on_cpu = (TrainBatches(files, 3, 4, 0, torch.device(d))[3] for d in ("cuda", "cpu"))
-    for a, b in zip(on_gpu, on_cpu, strict=True):
-        assert a.device.type == "cuda" and torch.equal(a.cpu(), b)
-
-
 def test_the_shortest_files(tmp_path):
     """Shorter than a header, they can only be plain tokens; with llm.c's magic, only be cut off."""
     path = tmp_path / "x.bin"

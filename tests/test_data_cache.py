@@ -68,22 +68,21 @@ print(data.fingerprint, data.tokenizer.fingerprint)
 """
 
 
-def child(text: Path, cache: Path, fate: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", CHILD, str(text), str(cache), fate]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
 @row(
     "several processes on an empty token cache; the builder killed half-way",
     "built once, byte-identical, nothing poisonous left",
 )
 @pytest.mark.skipif(sys.platform == "win32", reason="the lock is POSIX's; there the rename decides")
 def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, tmp_path) -> None:
-    killed = child(text, cache, "die")
+    def child(fate: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", CHILD, str(text), str(cache), fate]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    killed = child("die")
     assert killed.wait(60) == -signal.SIGKILL
     left = [path.name for path in cache.iterdir() if path.name != ".lock"]
     assert len(left) == 1 and left[0].startswith(".tmp-")  # nothing that a reader would open
-    processes = [child(text, cache, "live") for _ in range(2)]
+    processes = [child("live") for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 2
     assert sum("training a BPE" in output for output in outputs) == 1

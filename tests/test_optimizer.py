@@ -18,6 +18,7 @@ from trainer.optimizer import (
     LeanOptimizer,
     make_optimizer,
     orthogonalize,
+    product_of_factors,
     restore_optimizer,
     update_if_finite,
 )
@@ -42,13 +43,14 @@ def draw_gradients(model: nn.Module, step: int) -> None:
         parameter.grad = 0.1 * torch.randn(parameter.shape)
 
 
-def drawn(steps: int) -> list[dict[str, Tensor]]:
-    """The gradients of each step, by name."""
-    found = []
+def drawn(steps: int) -> dict[str, list[Tensor]]:
+    """Each parameter's gradients, step by step."""
+    found: dict[str, list[Tensor]] = {}
+    model = make()[0]
     for step in range(steps):
-        model = make()[0]
         draw_gradients(model, step)
-        found.append({name: p.grad for name, p in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            found.setdefault(name, []).append(parameter.grad)
     return found
 
 
@@ -63,37 +65,26 @@ def after(steps: int, *flags: str, **settings) -> tuple[dict[str, Tensor], LeanO
 # ---- Which parameter goes where
 
 
-def test_adamw_with_float32_moments_is_torchs_own():
-    assert type(make()[1]) is torch.optim.AdamW
-    assert type(make(SMALL)[1]) is type(make(MUON)[1]) is LeanOptimizer
-
-
-def test_muon_learns_faster_by_default():
+def test_muon_is_for_the_matrices_of_the_blocks_and_learns_faster():
+    assert type(make()[1]) is torch.optim.AdamW and type(make(SMALL)[1]) is LeanOptimizer
     for flags, rate in (((), 0.4), ((MUON,), 0.8)):
         args = fill_in(build_parser("test", "x.pt").parse_args(["--d-model=64", *flags]))
         assert args.lr == rate / 64 and args.min_lr == args.lr / 10
-
-
-def test_muon_is_for_the_matrices_of_the_blocks():
     model, optimizer = make(MUON)
-    rules = {p: (g["rule"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
-    assert len(rules) == sum(len(g["params"]) for g in optimizer.param_groups)
+    rules = [
+        (p, (g["rule"], g["weight_decay"])) for g in optimizer.param_groups for p in g["params"]
+    ]
+    assert len(rules) == len(dict(rules)) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
-        if name.endswith("embedding.weight"):
-            assert rules[parameter] == ("adamw", 0.1)
-        elif parameter.dim() == 1:
-            assert rules[parameter] == ("adamw", 0.0)
-        else:
-            assert name.split(".")[-2] in ("c_attn", "c_fc", "c_proj")
-            assert rules[parameter] == ("muon", 0.1)
-    assert len(rules) == len(list(model.parameters()))
+        rule = "muon" if name.startswith("blocks") and parameter.dim() == 2 else "adamw"
+        assert dict(rules)[parameter] == (rule, 0.1 if parameter.dim() == 2 else 0.0)
 
 
 @pytest.mark.parametrize(("moments", "size"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("optimizer", MOMENTS)
 def test_what_is_stored(optimizer, moments, size):
     parameters, made = after(1, f"--optimizer={optimizer}", f"--moments-dtype={moments}")
-    muon = {p for n, p in parameters.items() if n.startswith("blocks") and p.dim() == 2}
+    muon = set(matrices_of(parameters).values())
     expected = sum(
         size * p.numel() if optimizer == "muon" and p in muon else 2 * size * p.numel() + 4
         for p in parameters.values()
@@ -121,49 +112,45 @@ def naive_muon(weight: Tensor, gradients: list[Tensor], rate: float, decay: floa
     return weight
 
 
-def test_muon_is_that_of_the_papers(monkeypatch):
-    """Stacks of 2 and 1 matrices, tall and wide; a gradient's size does not matter."""
+def matrices_of(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: p for n, p in parameters.items() if n.startswith("blocks") and p.dim() == 2}
+
+
+PRECISIONS = [(torch.float32, 1e-5), (torch.float16, 1e-5), (torch.bfloat16, 0.02)]
+
+
+@pytest.mark.parametrize(("precision", "near"), PRECISIONS)
+def test_muon_is_that_of_the_papers(precision, near, monkeypatch):
+    """Stacks of at most 2 wide matrices; products that no digits are lost in, or bfloat16's."""
+    together, dtypes = [], set()
+
+    def watched(matrices: Tensor) -> Tensor:
+        together.append(len(matrices))
+        dtypes.add(matrices.dtype)
+        return orthogonalize(matrices)
+
     monkeypatch.setattr(optimizer_file, "AT_A_TIME", 2 * 20 * 60)
+    monkeypatch.setattr(optimizer_file, "orthogonalize", watched)
     start, steps = dict(make(MUON)[0].named_parameters()), drawn(4)
-    parameters, _ = after(4, MUON)
-    for name, weight in parameters.items():
-        if name.startswith("blocks") and weight.dim() == 2:
-            expected = naive_muon(start[name].detach(), [s[name] for s in steps], 0.02, 0.1)
-            assert (weight - expected).norm() < 1e-5 * (start[name] - expected).norm(), name
+    for name, weight in matrices_of(after(4, MUON, precision=precision)[0]).items():
+        expected = naive_muon(start[name].detach(), steps[name], 0.02, 0.1)
+        assert (weight - expected).norm() < near * (start[name] - expected).norm(), name
+    assert together == 4 * [2, 1, 3, 2, 1, 2, 1]  # of 60 x 20, 20 x 20, 56 x 20, 20 x 56
+    assert dtypes == {torch.bfloat16 if precision == torch.bfloat16 else torch.float32}
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_muon_is_that_of_torch(precision):
-    """As close as bfloat16's products come, which torch's own always has."""
-    parameters, _ = after(4, MUON, precision=precision)
-    model = make(MUON)[0]
-    matrices = [p for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2]
-    start = [p.detach().clone() for p in matrices]
-    torchs = torch.optim.Muon(
-        matrices, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+@pytest.mark.parametrize(("products", "squares"), [("highest", 1), ("high", 0)])
+def test_singular_values_end_near_one(products, squares, monkeypatch):
+    """The shorter way is not for products in TF32, which have too few digits for it."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: products)
+    monkeypatch.setattr(
+        optimizer_file, "product_of_factors", lambda s: asked.append(1) or product_of_factors(s)
     )
-    for step in range(4):
-        draw_gradients(model, step)
-        torchs.step()
-    ours = [p for n, p in parameters.items() if n.startswith("blocks") and p.dim() == 2]
-    for weight, expected, before in zip(ours, matrices, start, strict=True):
-        assert (weight - expected).norm() < 0.02 * (before - expected).norm()
-
-
-def test_the_products_are_in_the_models_precision(monkeypatch):
-    seen = []
-    monkeypatch.setattr(optimizer_file, "orthogonalize", lambda m: seen.append(m.dtype) or m)
-    for precision in (torch.float32, torch.bfloat16, torch.float16):
-        after(1, MUON, precision=precision)
-    assert list(dict.fromkeys(seen[:4])) == [torch.float32] == list(dict.fromkeys(seen[8:]))
-    assert set(seen[4:8]) == {torch.bfloat16} and len(seen) == 12
-
-
-def test_singular_values_end_near_one():
-    torch.manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(3, n, 16)).Q for n in (24, 16))
     s = torch.logspace(-2, 0, 16)
     found = torch.linalg.svdvals(orthogonalize((u * s) @ v.mT))
+    assert len(asked) == squares
     assert 0.68 <= found.min() and found.max() <= 1.21
     low_rank = (u * s * (s > 0.1)) @ v.mT  # what rounding makes of zeros stays small
     found = orthogonalize(low_rank)
@@ -171,16 +158,6 @@ def test_singular_values_end_near_one():
     assert ((torch.linalg.svdvals(found) > 0.6).sum(1) == (s > 0.1).sum()).all()
     zero = orthogonalize(torch.zeros(1, 4, 4))
     assert torch.equal(zero, torch.zeros(1, 4, 4))
-
-
-def test_no_squares_in_tf32(monkeypatch):
-    """Its products have too few digits for the shorter way."""
-    matrices, asked = torch.randn(2, 4, 8), []
-    monkeypatch.setattr(optimizer_file, "product_of_factors", lambda s: asked.append(1) or s)
-    for precision, squared in (("highest", 1), ("high", 1)):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda p=precision: p)
-        orthogonalize(matrices)
-        assert len(asked) == squared, precision
 
 
 @each_mode
@@ -223,11 +200,10 @@ def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, 
     start, steps = dict(make()[0].named_parameters()), drawn(5)
     parameters, optimizer = after(5, *flags, device=device)
     for name, weight in parameters.items():
-        if weight.dim() == 2 and MUON in flags and name.startswith("blocks"):
+        if MUON in flags and name in matrices_of(parameters):
             continue
         decay = 0.1 if weight.dim() == 2 else 0.0
-        gradients = [s[name] for s in steps]
-        expected, *moments = naive_adamw(start[name].detach(), gradients, 0.02, decay, dtype)
+        expected, *moments = naive_adamw(start[name].detach(), steps[name], 0.02, decay, dtype)
         moved = (start[name] - expected).norm()
         assert (weight - expected).norm() < 1e-5 * moved, name  # (a rounding may be on the verge)
         state = optimizer.state[weight]

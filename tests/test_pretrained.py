@@ -32,25 +32,19 @@ N_TOY = TINY.index("--n-layers")
 N_MODEL = TINY.index("--batch-size")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """The flag for it."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "x.txt").write_text("a few words that a model can learn, again and again\n" * 100)
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder)
-        yield
+        patch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
+        yield f"--train-data={folder}/x.txt"
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(text, tmp_path) -> Path:
     return write_folder(tmp_path / "gpt2")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    """The flag for it."""
-    path = tmp_path_factory.mktemp("text") / "x.txt"
-    path.write_text("a few words that a model can learn, again and again\n" * 100)
-    return f"--train-data={path}"
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +74,21 @@ def start(tmp_path, *words: str):
 def test_what_older_folders_hold_besides(tmp_path):
     """A prefix, the causal masks as tensors, the head a second time, other dtypes, odd addresses
     of numbers."""
-    expected = load_model(write_folder(tmp_path / "gpt2"), CPU)[0].state_dict()
+
+    def loaded(name: str, **options) -> dict[str, torch.Tensor]:
+        return load_model(write_folder(tmp_path / name, CONFIG, **options), CPU)[0].state_dict()
+
+    plain, expected = gpt2_tensors(), loaded("plain")
     more = {f"h.{i}.attn.bias": np.ones((1, 1, 32, 32), np.float32) for i in range(2)}
     more |= {f"h.{i}.attn.masked_bias": np.array(-1e4, np.float32) for i in range(2)}
-    more["lm_head.weight"] = gpt2_tensors()["wte.weight"]
+    head = {"lm_head.weight": plain["wte.weight"]}
+    assert same(loaded("more", tensors=plain | more | head), expected)
     prefixed = gpt2_tensors(prefix="transformer.")
-    variants = [gpt2_tensors() | more, prefixed | {"lm_head.weight": more["lm_head.weight"]}]
-    for i, tensors in enumerate(variants):
-        found = load_model(write_folder(tmp_path / f"{i}", CONFIG, tensors), CPU)[0].state_dict()
-        assert same(found, expected)
-    odd = write_folder(tmp_path / "odd", CONFIG, weights=safetensors(gpt2_tensors(), pad=3))
-    assert same(load_model(odd, CPU)[0].state_dict(), expected)
-    half = {name: array.astype(np.float16) for name, array in gpt2_tensors().items()}
-    found = load_model(write_folder(tmp_path / "half", CONFIG, half), CPU)[0].state_dict()
-    assert all(
-        weight.dtype == torch.float32 and torch.equal(weight, expected[name].half().float())
-        for name, weight in found.items()
-    )
+    assert same(loaded("prefixed", tensors=prefixed | head), expected)
+    assert same(loaded("odd", weights=safetensors(plain, pad=3)), expected)
+    half = {name: array.astype(np.float16) for name, array in plain.items()}
+    rounded = {name: weight.half().float() for name, weight in expected.items()}
+    assert same(loaded("half", tensors=half), rounded)
 
 
 def test_what_a_configuration_leaves_out_is_gpt2s(tmp_path):
@@ -143,7 +135,7 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     assert f"weights  {folder}, as transformers writes them" in capsys.readouterr().out
 
 
-def test_a_run_starts_from_a_snapshot(first, tmp_path):
+def test_a_run_starts_from_a_snapshot(first, text, tmp_path, capsys):
     """With other data, on which its tokenizer stays what it was; and it goes on to the bit."""
     other, path = tmp_path / "y.txt", tmp_path / "run.pt"
     other.write_text("some other words, of which no pair has been merged before\n" * 100)
@@ -167,19 +159,17 @@ def test_a_run_starts_from_a_snapshot(first, tmp_path):
 
 def test_it_says_how_good_the_weights_are(trained, text, tmp_path, capsys):
     assert train(tmp_path / "run.pt", f"--init-from={trained}", text, "--num-steps=1") == 0
-    (record,) = (record for record in metrics(trained) if record["step"] == 3)
-    assert f"before   val {record['val_loss']:.4f} ppl " in capsys.readouterr().out
+    (loss,) = (record["val_loss"] for record in metrics(trained) if record["step"] == 3)
+    assert f"before   val {loss:.4f} ppl " in capsys.readouterr().out
 
 
 def test_toy_data_goes_on_with_toy_data(tmp_path, capfd):
     first = tmp_path / "first.pt"
     assert train_here(first, "--num-steps=2") == 0
-    words = ["--init-from", str(first), "--num-steps=2", "--max-tokens=200"]
+    words = [f"--init-from={first}", "--num-steps=2", "--max-tokens=200"]
     assert train(tmp_path / "run.pt", *words) == 0
     assert snapshot(tmp_path / "run.pt")["args"]["use_toy_data"]
-    capfd.readouterr()
-    words += ["--train-data", str(first)]
-    assert train(tmp_path / "run.pt", *words) == 2
+    assert train(tmp_path / "run.pt", *words, f"--train-data={first}") == 2
     assert "toy data only, no text" in capfd.readouterr().err
 
 

@@ -195,7 +195,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write them, complete or not at all. Raises SaveError."""
+    """Write them, complete or not at all. Raises SaveError.
+
+    The library takes all tensors together, each in one piece: turned matrices are copied first,
+    so this needs about as much memory again as the weights.
+    """
     library = import_safetensors()
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:

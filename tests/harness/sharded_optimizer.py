@@ -51,9 +51,8 @@ class Side:
         )
         torch.manual_seed(0)
         self.model = MiniGPT(EVEN if (optimizer, moments) == ("adamw", "float32") else UNEVEN)
-        if shards:
-            for module in (*self.model.blocks, self.model):
-                fully_shard(module, mesh=MESH)
+        for module in (*self.model.blocks, self.model) if shards else ():
+            fully_shard(module, mesh=MESH)
         self.make = lambda: make_optimizer(self.model, args, torch.device("cpu"), products)
         self.optimizer = self.make()
 
