@@ -95,22 +95,7 @@ def test_table_and_verdict_agree():
     assert {"none", "nothing"} < verdicts and len(verdicts) >= 4
 
 
-def test_compiled_code_replays_more():
-    compiled = ask("--device cuda --memory-budget 1GiB --compile")
-    for ours, theirs in zip(compiled.json["rows"], ask().json["rows"], strict=True):
-        assert (ours["replayed"] > theirs["replayed"]) == ("full" in ours["name"])
-    assert "\nnote     eager code is simulated" in compiled.out
-
-
-def test_a_giant_batch_is_answered(monkeypatch):
-    simulate = Planner.simulate
-
-    def count(self, batch_size, config):
-        step = simulate(self, batch_size, config)
-        assert len(step.work.flops) < 1000
-        return step
-
-    monkeypatch.setattr(Planner, "simulate", count)
+def test_a_giant_batch_is_answered():
     of_cpu, args = plans("--n-layers=1 --batch-size=1000000 --device cpu")
     assert 1000 < of_cpu.planner(args).largest_batch(GIB, 10**6) < 10**6
     why, knob = of_cpu.way_out(args, GIB)
@@ -307,8 +292,11 @@ def test_seconds_are_the_clocks(h100, more, tokens):
         if not more:
             assert row["seconds"] == step.seconds(CARDS["H100"])
     if more == "--compile":
+        assert "\nnote     eager code is simulated" in answer.out
         for name, row in h100.rows.items():
-            assert answer.rows[name]["seconds"] < row["seconds"]
+            compiled = answer.rows[name]
+            assert compiled["seconds"] < row["seconds"]
+            assert (compiled["replayed"] > row["replayed"]) == ("full" in name)
 
 
 def test_times_are_shown_as_estimates(h100):
@@ -439,10 +427,7 @@ def test_bad_input_gets_one_line(flags, message, capsys, monkeypatch):
     assert code == 2 and out == "" and re.match(f"error: {message}", line), line
 
 
-def test_progress_is_shown_while_it_simulates(monkeypatch, capsys, fresh_planners):
-    argv = [*SHAPE.split(), "--n-layers", "1", "--device", "cuda"]
-    assert plan_memory.main(argv) == 0
-    assert capsys.readouterr().err == ""  # (redirected output has none in it)
+def test_progress_is_shown_while_it_simulates(monkeypatch):
     said = []
 
     class Bar:
@@ -450,7 +435,8 @@ def test_progress_is_shown_while_it_simulates(monkeypatch, capsys, fresh_planner
         __enter__, __exit__ = lambda self: self, lambda *_: None
 
     monkeypatch.setattr(plan_memory, "tqdm", lambda **_: Bar())
-    assert plan_memory.main([*argv, "--batch-size", "3"]) == 0
+    flags = "--n-layers 1 --batch-size 3 --device cuda"  # (asked nowhere else)
+    assert plan_memory.main([*SHAPE.split(), *flags.split()]) == 0
     assert said[0] != "step" and said[1:10] == 9 * ["step"]  # first what it is about
 
 
@@ -460,4 +446,4 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(Planner, "step", interrupt)
     assert plan_memory.main(SHAPE.split()) == 130
-    assert capsys.readouterr().err == "stopped\n"
+    assert capsys.readouterr().err == "stopped\n"  # where it is redirected, no progress is shown
