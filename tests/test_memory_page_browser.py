@@ -440,24 +440,17 @@ def test_motion(page, chromium, made_page):
         assert page.evaluate("chart.range[1]") != between
 
 
-class Fingers:
-    """Of somebody who holds a phone."""
-
-    def __init__(self, page):
-        self.cdp = page.context.new_cdp_session(page)
-
-    def swipe(self, *ways, steps=8):
-        """Each finger from (x, y) to (x, y), all at a time."""
-        for i in range(steps + 1):
-            points = [
-                {"x": x + (to_x - x) * i / steps, "y": y + (to_y - y) * i / steps, "id": k}
-                for k, ((x, y), (to_x, to_y)) in enumerate(ways)
-            ]
-            self.send("touchMove" if i else "touchStart", points)
-        self.send("touchEnd", [])
-
-    def send(self, kind, points):
-        self.cdp.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+def swipe(page, *ways, steps=8):
+    """Fingers on a phone: each from (x, y) to (x, y), all at a time."""
+    cdp = page.context.new_cdp_session(page)
+    for i in range(steps + 1):
+        points = [
+            {"x": x + (to_x - x) * i / steps, "y": y + (to_y - y) * i / steps, "id": k}
+            for k, ((x, y), (to_x, to_y)) in enumerate(ways)
+        ]
+        kind = "touchMove" if i else "touchStart"
+        cdp.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    cdp.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
 
 
 def test_fingers(chromium, made_page):
@@ -466,23 +459,23 @@ def test_fingers(chromium, made_page):
     with opened(chromium, made_page.file, viewport=size, has_touch=True, is_mobile=True) as page:
         choose(page, "none")
         page.evaluate("$('chart').scrollIntoView({block: 'center'})")
-        fingers, inside = Fingers(page), frame(page)
+        inside = frame(page)
         before, scrolled = page.evaluate("[chart.budget, scrollY]")
         x = inside["x"] + inside["width"] - 1
         y = inside["y"] + page.evaluate("chart.budgetY() - chart.frame.top")
-        fingers.swipe(((x, y), (x, y + 80)))
+        swipe(page, ((x, y), (x, y + 80)))
         low, high = page.evaluate("chart.range")
         moved = 80 / inside["height"] * (high - low)
         after = page.evaluate("chart.budget")
         assert before - after == pytest.approx(moved, abs=page.evaluate("chart.snap"))
         assert page.evaluate("scrollY") == scrolled
         middle, cursor = inside["x"] + 0.5 * inside["width"], page.evaluate("chart.cursor")
-        fingers.swipe(((middle, inside["y"] + 150), (middle, inside["y"] + 50)))
+        swipe(page, ((middle, inside["y"] + 150), (middle, inside["y"] + 50)))
         page.wait_for_function(f"scrollY > {scrolled}")
         assert page.evaluate("[chart.budget, chart.cursor]") == [after, cursor]
         page.evaluate(f"scrollTo(0, {scrolled})")
         y = inside["y"] + 0.3 * inside["height"]
-        fingers.swipe(((middle - 30, y), (middle - 90, y)), ((middle + 30, y), (middle + 90, y)))
+        swipe(page, ((middle - 30, y), (middle - 90, y)), ((middle + 30, y), (middle + 90, y)))
         page.wait_for_function("chart.view[1] - chart.view[0] < 0.4 * chart.longest")
 
 
