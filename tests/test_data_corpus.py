@@ -114,7 +114,7 @@ def test_token_files_are_read_in_place(cache, tmp_path, layout: str) -> None:
     assert not cache.exists()
 
 
-def test_token_files_named_val_validate(cache, tmp_path) -> None:
+def test_token_files_named_val_validate_and_a_tail_spans_files(cache, tmp_path) -> None:
     for name, first in (("fineweb_train_1", 0), ("fineweb_train_2", 50), ("fineweb_val_0", 100)):
         tokens = np.arange(first, first + 50, dtype=np.uint16)
         write_tokens(tmp_path / f"{name}.bin", tokens, "llm.c")
@@ -124,15 +124,10 @@ def test_token_files_named_val_validate(cache, tmp_path) -> None:
     # --val-data decides otherwise, and then every file of --train-data trains.
     val = str(tmp_path / "fineweb_train_1.bin")
     assert len(ids(load(cache, tmp_path, val=[val]).train)) == 150
-
-
-def test_a_tail_of_token_shards_spans_files(cache, tmp_path) -> None:
-    for i in range(3):
-        np.arange(i * 50, i * 50 + 50, dtype=np.uint16).tofile(tmp_path / f"{i}.bin")
-    data = load(cache, tmp_path, val_ratio=0.5)
-    assert ids(data.train) == list(range(75)) and ids(data.val) == list(range(75, 150))
-    data = load(cache, tmp_path, val_ratio=0.5, max_tokens=10)
-    assert ids(data.train) == list(range(10)) and ids(data.val) == list(range(75, 85))
+    (tmp_path / "fineweb_val_0.bin").rename(tmp_path / "fineweb_train_3.bin")
+    for n in (75, 10):
+        data = load(cache, tmp_path, val_ratio=0.5, max_tokens=None if n == 75 else n)
+        assert ids(data.train) == list(range(n)) and ids(data.val) == list(range(75, 75 + n))
 
 
 # ---- Splits

@@ -1,5 +1,4 @@
-"""scripts/evaluate.py counts each token once. What transformers finds: test_export_hf.py;
-mistakes in its flags and files: test_bad_input.py."""
+"""scripts/evaluate.py counts each token once. What it refuses: test_bad_input.py."""
 
 import json
 import math
@@ -76,6 +75,7 @@ def test_the_trainers_own_number(run):
     assert found["bits_per_byte"] == pytest.approx(last["val_bits_per_byte"], rel=1e-6)
     assert found["precision"] == "float32 on cpu" and found["data"].startswith("validation part of")
     whole = evaluated(run)
+    assert evaluated(run, "--stride=5")["stride"] == 5
     assert whole["tokens"] == 164 and abs(whole["loss"] / found["loss"] - 1) > 1e-6  # the tail
 
 

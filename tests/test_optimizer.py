@@ -139,25 +139,18 @@ def test_muon_is_that_of_the_papers(precision, near, monkeypatch):
     assert dtypes == {torch.bfloat16 if precision == torch.bfloat16 else torch.float32}
 
 
-@pytest.mark.parametrize(("products", "squares"), [("highest", 1), ("high", 0)])
-def test_singular_values_end_near_one(products, squares, monkeypatch):
+@pytest.mark.parametrize(("digits", "squares"), [("highest", 1), ("high", 0)])
+def test_singular_values_end_near_one(digits, squares, monkeypatch):
     """The shorter way is not for products in TF32, which have too few digits for it."""
     asked: list[int] = []
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: products)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: digits)
     monkeypatch.setattr(
         optimizer_file, "product_of_factors", lambda s: asked.append(1) or product_of_factors(s)
     )
-    u, v = (torch.linalg.qr(torch.randn(3, n, 16)).Q for n in (24, 16))
-    s = torch.logspace(-2, 0, 16)
-    found = torch.linalg.svdvals(orthogonalize((u * s) @ v.mT))
-    assert len(asked) == squares
-    assert 0.68 <= found.min() and found.max() <= 1.21
-    low_rank = (u * s * (s > 0.1)) @ v.mT  # what rounding makes of zeros stays small
-    found = orthogonalize(low_rank)
-    assert (found.mT - orthogonalize(low_rank.mT)).abs().max() < 1e-5
-    assert ((torch.linalg.svdvals(found) > 0.6).sum(1) == (s > 0.1).sum()).all()
-    zero = orthogonalize(torch.zeros(1, 4, 4))
-    assert torch.equal(zero, torch.zeros(1, 4, 4))
+    found = torch.linalg.svdvals(orthogonalize(torch.randn(3, 16, 24)))
+    assert 0.68 <= found.min() and found.max() <= 1.21 and len(asked) == squares
+    zero = torch.zeros(1, 4, 4)
+    assert torch.equal(orthogonalize(zero), zero)
 
 
 @each_mode
@@ -211,19 +204,6 @@ def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, 
         for kept, moment in zip((state["exp_avg"], state["exp_avg_sq"]), moments, strict=True):
             assert kept.dtype == dtype
             torch.testing.assert_close(kept, moment, rtol=2**-7, atol=1e-8)
-
-
-def test_moments_of_bfloat16_do_not_stop():
-    """With gradients of one size both come to them, whatever they were before."""
-    model, optimizer = make(SMALL, "--lr=1e-5")
-    for size in (1.0, 0.1):
-        for _ in range(170):
-            for parameter in list(model.parameters())[-2:]:
-                parameter.grad = torch.full_like(parameter, size)
-            optimizer.step()
-        for state in optimizer.state.values():
-            assert (state["exp_avg"] / size - 1).abs().max() < 0.05
-            assert (state["exp_avg_sq"] / size**2 - 1).abs().max() < 0.08
 
 
 # ---- A step that is skipped

@@ -57,7 +57,10 @@ def unreachable(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer("bpe", renumbered | {t: len(renumbered) + i for i, t in enumerate(more)})
 
 
-@pytest.mark.parametrize("name", ["bpe", "byte", "gpt2", "cl100k words", "odd"])
+GPT2 = pytest.param("gpt2", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["bpe", "byte", GPT2, "cl100k words", "odd"])
 def test_the_same_ids_on_any_text(bpe, name):
     tokenizers = pytest.importorskip("tokenizers")
     if name in ("byte", "gpt2"):
