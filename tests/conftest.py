@@ -85,12 +85,6 @@ def plans_memory(monkeypatch) -> None:
 
 
 @pytest.fixture
-def fresh_planners() -> None:
-    """Nothing has been simulated before."""
-    planned.MADE.clear()
-
-
-@pytest.fixture
 def cache(tmp_path) -> Path:
     """Where a data set may be kept (and not pytest's own, which no test needs)."""
     return tmp_path / "cache"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import answers
-from harness.answers import budget_for
+from harness.answers import budget_for, run
 
 from planner import CARDS
 from planner.choose import pick_recompute
@@ -22,7 +22,6 @@ from scripts.plan_knobs import (
     with_length,
 )
 from scripts.plan_table import Clock, digits
-from trainer.flags import build_parser, fill_in
 from trainer.plan import Plans
 
 TYPED = "--seq-len 64 --batch-size 4 --grad-accum-steps 3 --card H100"
@@ -36,12 +35,6 @@ def ask(flags: str = SHAPE):
     args = plan_memory.parse(flags.split())
     args.use_activation_checkpoint = "none"
     return args, Plans(61, torch.device("cuda"), torch.bfloat16)
-
-
-def run(words: list[str]):
-    """The flags that a recommended command asks for."""
-    assert words[:2] == ["python", "train_minimal.py"]
-    return fill_in(build_parser("test", "x.pt").parse_args(words[2:]))
 
 
 # ---- the longest sequence

@@ -5,26 +5,20 @@ import shlex
 
 import pytest
 import torch
-from harness.answers import SHAPE, ask, budget_for
+from harness.answers import SHAPE, ask, budget_for, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import CARDS, Planner
 from scripts import plan_memory
 from scripts.plan_table import digits, format_hours, format_seconds
-from trainer.flags import build_parser, byte_count, fill_in, model_config
+from trainer.flags import build_parser, byte_count, model_config
 from trainer.plan import Plans, card_target
 from trainer.room import Room, for_tensors
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30
 POLICIES = ["none", "cheap", "selective", "mlp", "attn", "sdpa", "full"]
-
-
-def parse(command: list[str]):
-    """What a printed command asks of a trainer."""
-    assert command[:2] == ["python", "train_minimal.py"]
-    return fill_in(build_parser("test", "x.pt").parse_args(command[2:]))
 
 
 def plans(flags: str):
@@ -90,7 +84,7 @@ def test_table_and_verdict_agree():
         assert ("tight    " in verdict) == ("with a margin" in verdict) == (tight and not safe)
         verdicts.add(answer.json["takes"] or "nothing")
         if answer.command[0] == "python":  # it does what it promises
-            again = Plans(61, torch.device("cuda"), torch.bfloat16).peak(parse(answer.command))
+            again = Plans(61, torch.device("cuda"), torch.bfloat16).peak(run(answer.command))
             assert again <= answer.json["safe_bytes"]
     assert {"none", "nothing"} < verdicts and len(verdicts) >= 4
 

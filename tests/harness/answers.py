@@ -1,5 +1,6 @@
 """What plan_memory answers about one small model: each question is asked once in a process."""
 
+import argparse
 import json
 import tempfile
 from contextlib import redirect_stdout
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from scripts import plan_memory
+from trainer.flags import build_parser, fill_in
 
 SHAPE = "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32"
 BATCH = 64
@@ -59,3 +61,9 @@ def ask(flags: str = "--device cuda --memory-budget 1GiB") -> Answer:
 def budget_for(tensors: float) -> str:
     """A flag: a GPU, less than 4 GiB, on which tensors may take so many bytes."""
     return f"--device cuda --memory-budget {int(tensors / 0.75) + 2}b"
+
+
+def run(words: list[str]) -> argparse.Namespace:
+    """The flags that a recommended command asks of a trainer."""
+    assert words[:2] == ["python", "train_minimal.py"]
+    return fill_in(build_parser("test", "x.pt").parse_args(words[2:]))
