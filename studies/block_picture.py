@@ -12,6 +12,7 @@ Needs matplotlib: pip install matplotlib
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from tqdm import tqdm
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import Planner
 from planner.tracker import Storage
-from scripts.style import COLORS, WIDTH, load_pyplot, relative_flops
-from studies.common import add_out, run_study, study_parser, table, write_picture
+from scripts.style import COLORS, WIDTH, load_pyplot, relative_flops, save_picture
+from studies.common import run_study, study_parser, table
+from trainer.flags import output_folder
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 BATCH_SIZE, SEQ_LEN = 2, 1024
@@ -191,16 +193,20 @@ def draw(plt: Any, blocks: dict[str, list[BlockTensor]]) -> Any:
 def study(argv: list[str]) -> None:
     """Raises UsageError."""
     parser = study_parser("studies.block_picture", __doc__)
-    parser.add_argument("--text", action="store_true", help="print a table, and draw nothing")
-    add_out(parser)
+    add = parser.add_argument
+    add("--text", action="store_true", help="print it as a table, and draw nothing")
+    add("--out", type=output_folder, default=Path("out"), metavar="FOLDER",
+        help="where the picture goes; made if it is not there (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     plt = None if args.text else load_pyplot("block_picture", " (or --text, without)")
     blocks = look_at_all()
     if plt is None:
         print(text_table(blocks))
         return
-    more = {"Description": text_table(blocks)}
-    write_picture(draw(plt, blocks), args.out / "block_policies.png", more)
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "block_policies.png"
+    save_picture(draw(plt, blocks), file, {"Description": text_table(blocks)})
+    print(f"wrote {file}")
 
 
 main = partial(run_study, study)

@@ -6,7 +6,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -18,17 +18,9 @@ from data import DataError
 from scripts import say_stopped
 from scripts.benchmark import describe_device
 from scripts.benchmark import table as table  # studies take it from here
-from scripts.style import save_picture
 from train_minimal import train
 from trainer.endings import run_safely
-from trainer.flags import (
-    OneLineParser,
-    UsageError,
-    build_parser,
-    output_file,
-    output_folder,
-    print_error,
-)
+from trainer.flags import OneLineParser, UsageError, build_parser, output_file, print_error
 from trainer.metrics import read_metrics
 from trainer.process import OneProcess
 from trainer.snapshot import beside
@@ -70,11 +62,6 @@ def add_json(parser: Any) -> None:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write the raw numbers there"
     )
-
-
-def add_out(parser: Any) -> None:
-    parser.add_argument("--out", type=output_folder, default=Path("out"), metavar="FOLDER",
-        help="where pictures go; made if it is not there (default: %(default)s)")  # fmt: skip
 
 
 def refuse(args: argparse.Namespace, *names: str) -> None:
@@ -122,10 +109,3 @@ def write_json(file: Path | None, numbers: dict[str, Any]) -> None:
     """If a file was asked for."""
     if file:
         file.write_text(json.dumps(numbers, indent=1) + "\n")
-
-
-def write_picture(figure: Any, file: Path, more: Mapping[str, str] | None = None) -> None:
-    """With `more` in its metadata; the folder is made if it is not there."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(figure, file, more)
-    print(f"wrote {file}")

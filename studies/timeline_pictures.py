@@ -23,7 +23,7 @@ from scripts.style import (
 )
 
 PHASES = ("forward", "head", "backward", "optimizer")
-PANELS = {  # of the timeline
+PANELS = {  # of the timeline; --measure records these
     "plain": "all logits at once",
     "none": "the head in chunks of tokens",
     "cheap": "pointwise ops recomputed",
@@ -33,6 +33,10 @@ MIXED = ("cheap", "mlp", "full")  # the frontier has them in a part of the block
 BARS = ("plain", "none", "cheap", "mlp", "full")
 POINT, BEST, SHADE = "#D55E00", "#007A59", "#EEEEEE"
 TEETH = 8  # blocks that are enlarged, at most
+
+Points = dict[str, tuple[float, int]]  # name -> (cost of a step, bytes of its peak)
+# Of one real step, by the allocator itself: (when, as in `flops_done`; bytes in use from then on).
+Record = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,6 @@ class Subject:
 
     def step(self, name: str, sequences: int = 0) -> StepMemory:
         return self.planner.step(sequences or self.batch_size, **POLICIES[name])
-
-    @property
-    def about(self) -> str:
-        return describe(self.planner, f"batch of {self.batch_size} x ") + ", predicted"
 
     @property
     def state(self) -> int:
@@ -105,18 +105,19 @@ def legend(plt: Any, *more: Any) -> dict[str, Any]:
 # ---- Memory over one step
 
 
-def draw_timeline(plt: Any, subject: Subject) -> Any:
+def draw_timeline(plt: Any, subject: Subject, records: dict[str, Record]) -> Any:
     """A panel a policy, all on one scale; below, the teeth of `full`."""
     steps = {name: subject.step(name) for name in PANELS}
     rows = [["plain", "none"], ["cheap", "full"], ["teeth", "teeth"]]
     figure, axes = plt.subplot_mosaic(rows, figsize=(WIDTH, 8), height_ratios=(3, 3, 2))
     most = max(step.peak for step in steps.values())
+    most = max(most, *(int(total.max()) for _, total in records.values()), 0)
     unit, none = Unit.of(most), steps["none"]
     right = 1.09 * max(flops_done(step)[-1] for step in steps.values())
     for name, step in steps.items():
         axis = axes[name]
         axis.set(title=title(name, steps, unit), xlim=(0, right), ylim=(0, 1.65 * most / unit.size))
-        draw_layers(axis, step, unit)
+        draw_layers(axis, step, records.get(name), unit)
         if step.config.recompute != "none":  # until its gradients go
             outline = flops_done(none)[:-1], none.total[:-1] / unit.size
             axis.step(*outline, where="post", color=GRAY, linewidth=0.8)
@@ -129,8 +130,10 @@ def draw_timeline(plt: Any, subject: Subject) -> Any:
         axes[name].set_ylabel(f"memory in use ({unit.name})")
     for name in ("cheap", "full"):
         axes[name].set_xlabel("FLOPs done\n(100% = a step without recompute)")
-    draw_teeth(plt, axes, steps["full"], unit)
-    figure.suptitle(f"Memory over one training step\n{subject.about}")
+    draw_teeth(plt, axes, steps["full"], records.get("full"), unit)
+    black = "\nblack: the allocator's own record" if records else ""
+    about = describe(subject.planner, f"batch of {subject.batch_size} x ")
+    figure.suptitle(f"Memory over one training step\n{about}, predicted{black}")
     line = plt.Line2D([], [], color=GRAY, linewidth=0.8, label="outline: memory with none")
     figure.legend(**legend(plt, line))
     return figure
@@ -148,9 +151,11 @@ def title(name: str, steps: dict[str, StepMemory], unit: Unit) -> str:
     return words
 
 
-def draw_layers(axis: Any, step: StepMemory, unit: Unit) -> None:
+def draw_layers(axis: Any, step: StepMemory, record: Record | None, unit: Unit) -> None:
     layers = [step.timeline[:, KINDS.index(kind)] / unit.size for kind in COLORS]
     axis.stackplot(flops_done(step), layers, colors=COLORS.values(), step="post", linewidth=0)
+    if record is not None:
+        axis.step(record[0], record[1] / unit.size, where="post", color="black", linewidth=0.7)
 
 
 def name_phases(axis: Any, step: StepMemory) -> None:
@@ -166,7 +171,9 @@ def name_phases(axis: Any, step: StepMemory) -> None:
         free = at + line
 
 
-def draw_teeth(plt: Any, axes: dict[str, Any], step: StepMemory, unit: Unit) -> None:
+def draw_teeth(
+    plt: Any, axes: dict[str, Any], step: StepMemory, record: Record | None, unit: Unit
+) -> None:
     """Backward of the last blocks, which is its beginning, enlarged; framed in the panel of `full`.
 
     Of what is always there only as much is shown as the teeth are high, so they can be seen
@@ -179,9 +186,12 @@ def draw_teeth(plt: Any, axes: dict[str, Any], step: StepMemory, unit: Unit) -> 
         if phase == "backward" and block is not None and block < n_layers - n:
             end = operator
             break
-    draw_layers(axis, step, unit)
+    draw_layers(axis, step, record, unit)
     low, high = step.total[start:end].min() / unit.size, step.total[start:end].max() / unit.size
     x = flops_done(step)[[start, end]]
+    if record is not None:  # which may be higher
+        inside = (x[0] <= record[0]) & (record[0] <= x[1])
+        high = max(high, record[1][inside].max(initial=0) / unit.size)
     height = high - low
     bottom = max(0, low - 0.5 * height)
     axis.set(xlim=x, ylim=(bottom, high + 0.05 * height), xticks=[])
@@ -267,37 +277,42 @@ def choose(subject: Subject, budget: int | None) -> Choice:
     return Choice(None, f"nothing fits in {limit}", budget)
 
 
-def costs_and_peaks(subject: Subject, choice: Choice) -> dict[str, tuple[float, int]]:
-    """Of each policy, and of the choice if it is none of them."""
+def predicted(subject: Subject, choice: Choice) -> Points:
+    """Each policy, and the choice if it is none of them."""
     steps = {name: subject.step(name) for name in POLICIES}
     if choice.step and choice.step not in steps.values():
         steps[describe_recompute(choice.step.config)] = choice.step
     return {name: (subject.cost(step), step.peak) for name, step in steps.items()}
 
 
-def draw_frontier(plt: Any, subject: Subject, choice: Choice) -> Any:
-    """Peak memory against what a step costs: FLOPs, or predicted time."""
+def draw_frontier(
+    plt: Any, subject: Subject, choice: Choice, measured: tuple[Points, str] | None
+) -> Any:
+    """Peak memory against what a step costs: FLOPs, predicted time, or time that was measured."""
     figure, axis = plt.subplots(figsize=(WIDTH, 5.3))
-    points = costs_and_peaks(subject, choice)
+    points, source = measured or (predicted(subject, choice), "predicted")
     unit = Unit.of(max(peak for _, peak in points.values()))
     state, top = subject.state / unit.size, 1.12 * max(peak for _, peak in points.values())
     words = f"parameters, moments, gradients: {subject.bytes_each}, which no policy frees"
     axis.axhspan(0, state, color=COLORS["optimizer"], alpha=0.3, linewidth=0, label=words)
-    draw_mixes(axis, subject, unit)
-    cost = "FLOPs" if subject.card is None else "time"
+    if measured is None:
+        draw_mixes(axis, subject, unit)
+    cost = "FLOPs" if measured is None and subject.card is None else "time"
     for place in points.values():
         others = (other for other in points.values() if other != place)
         hollow = any(cheaper <= place[0] and less <= place[1] for cheaper, less in others)
         words = f"hollow: another needs no more memory and no more {cost}"
         fill = {"markerfacecolor": "white", "label": words} if hollow else {}
         axis.plot(place[0], place[1] / unit.size, "o", color=POINT, **fill)
-    best = mark(axis, subject, choice, unit, top)
-    axis.set_xlabel(subject.cost_words)
+    best = mark(axis, subject, choice, unit, top) if measured is None else None
+    axis.set_xlabel("time of a step (s)" if measured else subject.cost_words)
     axis.set_ylabel(f"peak memory of a step ({unit.name})")
     axis.set_ylim(0, top / unit.size)
-    axis.xaxis.set_major_formatter(lambda x, _: f"{100 * (x - 1):+.3g}%" if x != 1 else "0")
-    title = "What each policy saves, and what it costs (best: lower left)"
-    figure.suptitle(f"{title}\n{subject.about}")
+    if measured is None:
+        axis.xaxis.set_major_formatter(lambda x, _: f"{100 * (x - 1):+.3g}%" if x != 1 else "0")
+    about = describe(subject.planner, f"batch of {subject.batch_size} x ")
+    about += f"\n{source}" if measured else f", {source}"
+    figure.suptitle(f"What each policy saves, and what it costs (best: lower left)\n{about}")
     handles, labels = axis.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     figure.legend(once.values(), once, loc="outside lower center", frameon=False)

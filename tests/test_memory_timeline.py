@@ -2,41 +2,31 @@
 
 import json
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from harness.planned import CARD, adamw
+from harness.planned import CARD
 
 import train_minimal
-from model import MiniGPT
-from planner import Planner
-from planner.step import follow
 from planner.timeline import KINDS
-from scripts.style import COLORS, POLICIES, n_parameters, relative_flops
+from scripts.style import COLORS, POLICIES, Unit, n_parameters, relative_flops
 from studies import memory_timeline as study
 from studies import timeline_pictures as pictures
-from studies.timeline_pictures import Subject, choose, flops_done
+from studies.timeline_pictures import Choice, Subject, choose, flops_done
 from trainer import setup
 from trainer.flags import UsageError
-from trainer.measured import LiveStorages
 from trainer.plan import make_planner
-from trainer.process import OneProcess
 
 SHAPE = "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8".split()
 TINY = [*SHAPE, *"--vocab-size 997 --loss-chunks 2 --device cpu --amp-dtype bfloat16".split()]
 KIB = 2**10  # the tiny model's unit is MiB: finer
 
 
-def planner_of(flags: list[str]) -> Planner:
-    return study.prepare(study.parse(flags))
-
-
 def subject_of(flags: list[str], batch_size: int = 8) -> Subject:
-    return Subject(planner_of(flags), batch_size)
+    return Subject(study.prepare(study.parse(flags)), batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +56,7 @@ def test_each_phase_is_as_wide_as_its_flops(subject):
 
 
 def test_timeline_stacks_what_the_planner_counts(plt, subject):
-    figure = pictures.draw_timeline(plt, subject)
+    figure = pictures.draw_timeline(plt, subject, {})
     panels = dict(zip(pictures.PANELS, figure.axes, strict=False))  # (the last one: the teeth)
     assert set(COLORS) == set(KINDS)
     for name, axis in panels.items():
@@ -99,7 +89,7 @@ def test_teeth_fill_their_panel(plt, monkeypatch, n_layers):
     """However little they are of the memory in use, and each block has one."""
     monkeypatch.setattr(pictures, "TEETH", 2)
     subject = subject_of([*TINY, "--n-layers", str(n_layers), "--seq-len", "8"])
-    figure = pictures.draw_timeline(plt, subject)
+    figure = pictures.draw_timeline(plt, subject, {})
     *_, full, teeth = figure.axes
     step = subject.step("full")
     at, total = flops_done(step), step.total / 2**20
@@ -119,12 +109,17 @@ def test_teeth_fill_their_panel(plt, monkeypatch, n_layers):
 
 def test_what_is_the_same_says_so(plt):
     subject = subject_of([*SHAPE, "--vocab-size=300", "--loss-chunks=1", "--device=cpu"])
-    shown = [axis.get_title(loc="left") for axis in pictures.draw_timeline(plt, subject).axes]
+    shown = [axis.get_title(loc="left") for axis in pictures.draw_timeline(plt, subject, {}).axes]
     assert shown[0].startswith("plain: all logits at once\n")
     assert shown[1].startswith("none: here the same as plain\n")
     assert shown[3].startswith("full: blocks recomputed\n")
     bars = pictures.draw_made_of(plt, subject)
     assert bars.axes[0].texts[1].get_text().endswith(" MiB, the same")
+
+
+def test_units_that_a_reader_can_tell_apart():
+    shown = {900: "0.9 KiB", 40 * 2**20: "40.0 MiB", 2**30: "1.00 GiB", 13 * 10**10: "121.07 GiB"}
+    assert {count: Unit.of(count).text(count) for count in shown} == shown
 
 
 @pytest.mark.parametrize("batch_size", [8, 1])
@@ -154,7 +149,7 @@ def test_bars_add_up_to_the_peak(plt, subject, batch_size):
 @pytest.mark.parametrize("card", [None, CARD], ids=["FLOPs", "seconds"])
 def test_frontier_has_a_point_for_each_policy(plt, subject, card):
     subject = replace(subject, card=card)
-    figure = pictures.draw_frontier(plt, subject, choose(subject, None))
+    figure = pictures.draw_frontier(plt, subject, choose(subject, None), None)
     (axis,) = figure.axes
     words = "predicted time of a step, against none (small)", "FLOPs of a step, against none"
     assert axis.get_xlabel() == words[card is None]
@@ -199,7 +194,7 @@ def test_the_best_choice_is_marked(plt, subject):
     for budget, name in budgets.items():
         choice = choose(subject, budget)
         assert choice.step.peak <= budget and name in choice.words.split(":")[0]
-        (axis,) = pictures.draw_frontier(plt, subject, choice).axes
+        (axis,) = pictures.draw_frontier(plt, subject, choice, None).axes
         ring = subject.cost(choice.step), choice.step.peak / 2**20
         (marked,) = (line for line in axis.lines if line.get_label() == choice.words)
         assert tuple(marked.get_xydata()[0]) == ring
@@ -209,61 +204,61 @@ def test_the_best_choice_is_marked(plt, subject):
         assert dashed == ([budget / 2**20] if budget < none.peak else [])  # above it: not in view
     nothing = choose(subject, full.peak // 4)
     assert nothing.step is None and nothing.words.startswith("nothing fits in the ")
-    pictures.draw_frontier(plt, subject, nothing)
+    pictures.draw_frontier(plt, subject, nothing, None)
+
+
+def test_frontier_of_a_benchmark(plt, subject, tmp_path):
+    """Of what scripts.benchmark writes."""
+    rows = [
+        {"policy": "none", "step_s": 0.5, "peak_bytes": 2**30, "batch_size": 8},
+        {"policy": "full", "name": "full!", "step_s": 0.6, "peak_bytes": 2**29, "batch_size": 8},
+        {"policy": "full", "peer": "other", "step_s": 1, "peak_bytes": 2**28, "batch_size": 8},
+        {"policy": "full", "step_s": 0.6, "peak_bytes": None, "batch_size": 8},
+        {"policy": "full", "step_s": 0.9, "peak_bytes": 2**31, "batch_size": 12},
+    ]
+    file = tmp_path / "benchmark.json"
+    about = {"device": "a card", "torch": "2.x", "date": "today"}
+    file.write_text(json.dumps({"rows": rows, **about}))
+    measured = study.load_measured(file, 8)
+    assert measured[0] == {
+        "none": (0.5, 2**30),
+        "full!": (0.6, 2**29),
+        "other full": (1.0, 2**28),
+    }
+    figure = pictures.draw_frontier(plt, subject, Choice(None, ""), measured)
+    (axis,) = figure.axes
+    points = [tuple(line.get_xydata()[0]) for line in axis.lines if line.get_marker() == "o"]
+    assert points == [(0.5, 1), (0.6, 0.5), (1, 0.25)]
+    assert axis.get_xlabel() == "time of a step (s)"
+    assert figure.get_suptitle().endswith("measured on a card, torch 2.x, today")
 
 
 # ---- the command
 
 
-class Marks:
-    """What `planner.step.follow` tells a tracker: here, what is in use whenever a part begins."""
-
-    phase = ""
-
-    def __init__(self, storages: LiveStorages):
-        self.storages, self.found = storages, []
-
-    def enter(self, phase: str, block: int | None = None) -> None:
-        self.phase = phase
-        self.found.append(self.storages.now)
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_a_real_step_is_as_predicted(accumulate):
-    """Not its peak alone: what is in use wherever a part of the step begins."""
-    planner = planner_of([*TINY, *["--grad-accum-steps=2"] * accumulate])
+@pytest.mark.parametrize("more", [[], ["--no-amp", "--amp-dtype=auto"], ["--grad-accum-steps=2"]])
+def test_a_real_step_is_as_predicted(more):
+    args = study.parse([*TINY, *more])
+    subject = Subject(study.prepare(args), 8)
     for name in pictures.PANELS:
-        record = planner.record(8, **POLICIES[name])
-        step = record.step
-        with LiveStorages() as storages:
-            model = MiniGPT(step.config).train()
-            optimizer = adamw(model)
-            marks = Marks(storages)
-            for now in (False, True):  # the first step makes the moments
-                for _ in range(1 + accumulate * now):
-                    ids = torch.randint(step.config.vocab_size, (2, 8, 32))
-                    with follow(model, marks) if now else nullcontext():
-                        marks.found.clear()
-                        marks.enter("forward")
-                        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                            loss = model(*ids)
-                        loss.backward()
-                        del loss
-                marks.enter("optimizer")
-                OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            assert step.total[-1] == pytest.approx(storages.now, rel=0.001)  # nothing forgotten
-        begins = [operator for operator, phase, _ in step.places if phase]
-        there = [sum(s.bytes for s in record.alive(at) if s.born < at) for at in begins]
-        assert there[1:] == pytest.approx(marks.found[1:], rel=0.001)
+        step = subject.step(name)
+        at, total = study.record_step(subject.planner, step, args)
+        assert total.max() == pytest.approx(step.peak, rel=0.02)
+        assert total[-1] == pytest.approx(step.total[-1], rel=0.001)  # nothing forgotten
+        assert (np.diff(at) >= 0).all() and at[-1] == flops_done(step)[-1]
+        # Stretched to stand over the prediction: like it wherever a part of the step begins.
+        for operator, phase, block in step.places[1:]:
+            begins = flops_done(step)[operator]
+            recorded = total[max(np.searchsorted(at, begins) - 1, 0)]
+            low, high = sorted(step.total[[operator - 1, operator]])
+            assert 0.9 * low < recorded < 1.1 * high, (phase, block)
 
 
 def test_pictures_and_numbers(subject, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(study, "prepare", lambda args: subject.planner)  # it remembers its steps
     subject.planner.steps.clear()
     file, out = tmp_path / "numbers.json", tmp_path / "not" / "there" / "yet"
-    flags = [*TINY, "--out", str(out), "--json", str(file)]
+    flags = [*TINY, "--out", str(out), "--json", str(file), "--measure"]
     assert study.main(flags) == 0
     said = capsys.readouterr().out
     assert "vocabulary 997\ndevice   cpu, bfloat16\n" in said
@@ -278,28 +273,66 @@ def test_pictures_and_numbers(subject, tmp_path, capsys, monkeypatch):
     assert len({(row["name"], row["loss_chunks"], row["batch_size"]) for row in rows}) == len(rows)
     for row in rows:
         assert sum(row["at_peak"].values()) == row["predicted_bytes"]
+    for name, recorded in content["recorded_bytes"].items():
+        assert recorded == pytest.approx(subject.step(name).peak, rel=0.02)
+    assert list(content["recorded_bytes"]) == list(pictures.PANELS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--out", "words.json"], "--out: words.json is a file"),
+        (["--measured", "nowhere.json"], "--measured nowhere.json: No such file"),
+        (["--measured", "words.json"], "--measured words.json is not"),
+        (["--measured", "list.json"], "--measured list.json is not"),
+        (["--measured", "good.json", "--batch-size", "5"], "no row with --batch-size 5"),
+    ],
+)
+def test_mistakes(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"policy": "none", "step_s": 0.5, "peak_bytes": 2**30, "batch_size": 8}]
+    good = {"rows": rows, "device": "a card", "torch": "2.x", "date": "today"}
+    files = {"words.json": "words", "list.json": "[1]", "good.json": json.dumps(good)}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    try:
+        code = study.main([*TINY, *flags])
+    except SystemExit as stop:
+        code = stop.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and line.startswith("error: ") and message in line, line
+    assert {path.name for path in tmp_path.iterdir()} == set(files)
 
 
 def test_what_ends_it_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
-    file = tmp_path / "words.json"
-    file.write_text("words")
     full_disk = OSError(28, "No space left on device", "out/x.png")
-    with pytest.raises(SystemExit, match="2"):
-        study.main([*TINY, "--out", str(file)])
-    assert capsys.readouterr().err == f"error: --out: {file} is a file, no folder\n"
     for error, code, said in (
         (KeyboardInterrupt(), 130, "stopped"),
         (full_disk, 2, "error: out/x.png: No space"),
     ):
         monkeypatch.setattr(study, "prepare", Mock(side_effect=error))
         assert study.main([*TINY, "--out", str(tmp_path / "new")]) == code
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert line.startswith(said)
+        assert capsys.readouterr().err.strip().startswith(said)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert study.main([*TINY, "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "error: memory_timeline needs matplotlib: pip install matplotlib"
-    assert [*tmp_path.iterdir()] == [file]
+    assert not list(tmp_path.iterdir())
+
+
+def test_formats(plt, subject, monkeypatch, tmp_path):
+    """The same numbers make the same file."""
+    monkeypatch.setattr(study, "prepare", lambda args: subject.planner)
+    for name in ("draw_timeline", "draw_frontier", "draw_made_of"):
+        monkeypatch.setattr(study, name, lambda plt, *args: plt.figure())
+    for ending, start in {"svg": b"<?xml", "pdf": b"%PDF"}.items():
+        written = []
+        for out in (tmp_path / f"{ending}1", tmp_path / f"{ending}2"):
+            assert study.main([*TINY, "--out", str(out), "--format", ending]) == 0
+            written.append({path.name: path.read_bytes() for path in out.iterdir()})
+        assert written[0] == written[1] and len(written[0]) == 3
+        assert all(content.startswith(start) for content in written[0].values())
+        assert all(name.endswith(f".{ending}") for name in written[0])
 
 
 LINES = {  # the trainers' flags mean the same here
@@ -323,14 +356,23 @@ def test_the_trainers_have_the_model_that_is_drawn(line, tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "plan_memory", stop_there)
     assert train_minimal.main([*words, "--checkpoint-path", "run.pt"]) == 2
     ((args, config, device, precision),) = asked
-    drawn = planner_of(words)
+    drawn = study.prepare(study.parse(words))
     assert (drawn.config, drawn.precision, drawn.seq_len) == (config, precision, args.seq_len)
     wanted = make_planner(args, config, device, precision)
     assert drawn.step(args.batch_size).peak == wanted.step(args.batch_size).peak
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the point is a machine without one")
+def test_a_gpu_that_is_not_there_is_planned_for(capsys, monkeypatch):
+    planner = study.prepare(study.parse([*SHAPE, "--device", "cuda"]))
+    assert not planner.on_cpu and planner.precision == torch.bfloat16
+    monkeypatch.delattr(study, "Subject")  # found before anything is simulated
+    assert study.main([*SHAPE, "--device", "cuda", "--measure"]) == 2
+    assert "error: --device cuda: " in capsys.readouterr().err  # not to be trained on
+
+
 def test_what_chooses_a_policy_changes_nothing(subject):
     mix = "--use-activation-checkpoint mlp --recompute-layers 1 --recompute-rest cheap"
     for flags in (mix, "--memory-budget 1GiB"):
-        config = planner_of([*TINY, *flags.split()]).config
+        config = study.prepare(study.parse([*TINY, *flags.split()])).config
         assert config == replace(subject.planner.config, recompute="none")

@@ -14,7 +14,7 @@ from scripts.style import COLORS
 from studies import block_picture
 from studies import memory_timeline as study
 from studies import timeline_pictures as pictures
-from studies.timeline_pictures import Subject, choose
+from studies.timeline_pictures import Choice, Subject, choose, flops_done
 
 PAGE, TEXT = 830, 16  # pixels: how wide a page shows a picture, and how high the text around it is
 
@@ -101,8 +101,11 @@ def faults(plt, figure) -> list[str]:
     return found
 
 
-def test_timeline(plt, subject):
-    figure = pictures.draw_timeline(plt, subject)
+@pytest.mark.parametrize("recorded", [False, True], ids=["predicted", "recorded"])
+def test_timeline(plt, subject, recorded):
+    steps = {name: subject.step(name) for name in pictures.PANELS}
+    records = {name: (flops_done(step), 1.1 * step.total) for name, step in steps.items()}
+    figure = pictures.draw_timeline(plt, subject, records if recorded else {})
     assert faults(plt, figure) == []
     for axis in figure.axes:  # no line leaves its panel
         (left, right), top = axis.get_xlim(), axis.get_ylim()[1]
@@ -123,13 +126,25 @@ def test_made_of(plt, subject):
 @pytest.mark.parametrize("budget", [None, 0.6, 0.01], ids=["free", "budget", "nothing fits"])
 def test_frontier(plt, subject, budget):
     choice = choose(subject, budget and int(budget * subject.step("none").peak))
-    figure = pictures.draw_frontier(plt, subject, choice)
+    figure = pictures.draw_frontier(plt, subject, choice, None)
     assert faults(plt, figure) == []
-    # The names stand in the order of their points; so no line to a name crosses all others.
+    names_stand_in_order(figure)
+
+
+def names_stand_in_order(figure):
+    """From the highest point down; so no line to a name crosses all others."""
     texts = figure.axes[0].texts
     heights = [text.get_window_extent().y0 for text in texts]
     assert heights == sorted(heights)
     assert [text.xy[1] for text in texts] == sorted(text.xy[1] for text in texts)
+
+
+def test_frontier_that_was_measured(plt, subject):
+    points = {"none": (0.5, 2**30), "full": (0.6, 2**29), "transformers full": (1.0, 2**28)}
+    measured = points, "measured on NVIDIA H100 80GB HBM3, torch 2.11.0+cu128, 2026-01-01"
+    figure = pictures.draw_frontier(plt, subject, Choice(None, ""), measured)
+    assert faults(plt, figure) == []
+    names_stand_in_order(figure)
 
 
 def test_block(plt):
