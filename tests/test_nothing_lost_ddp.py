@@ -107,7 +107,7 @@ def test_restarted_by_torchrun(tmp_path, script, fault):
     assert train_here(whole, *RESTARTS[:2], "--grad-accum-steps=2") == 0
     assert train_here(path, *RESTARTS[:2], "--grad-accum-steps=2", "--lr=0.001") == 0
     how = {"script": f"{FAULTS} {script}", "launch": "--max-restarts=1"}
-    result = run(by_torchrun(path, *RESTARTS, **how), FAULTS=fault)
+    result = run(by_torchrun(path, *RESTARTS, **how), timeout=400, FAULTS=fault)
     assert result.returncode == 0, result.stderr
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
     assert [r["step"] for r in metrics(path)] == list(range(1, 21))
