@@ -134,6 +134,7 @@ def test_each_attempt_meets_under_a_name_of_its_own():
         common_name(store, 0, 2, timedelta(seconds=0.2))
 
 
+@slow  # it waits
 @row("a process that hangs", "the job ends within its timeout, with a line that says so")
 def test_a_process_that_hangs_ends_the_job(tmp_path):
     """One stuck in a driver or a file system would keep all the others waiting for ever."""

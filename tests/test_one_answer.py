@@ -119,7 +119,11 @@ def of_the_calculator(question: Question, request) -> tuple[str | None, str]:
     return evaluate(f"(CARDS[x[0].card] = x[1], {shown})", [state, gib], request)
 
 
-@pytest.mark.parametrize(("model", "share"), [(m, s) for m in SHARES for s in SHARES[m]])
+QUESTIONS = [("flat", share) for share in SHARES["flat"]]
+QUESTIONS += [pytest.param("deep", share, marks=pytest.mark.slow) for share in SHARES["deep"]]
+
+
+@pytest.mark.parametrize(("model", "share"), QUESTIONS)
 def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
     question = Question(model, share)
     ask = partial(of_plan_memory, folder=tmp_path)
