@@ -1,8 +1,8 @@
 "use strict";
 // What docs/calculator.html computes: the peak of a training step by formulas. The planner of this
 // project (planner/step.py) counts every tensor of a simulated step, and takes seconds; this takes
-// no time, and is within 0.2 % of it, as tests/test_calculator.py sees. Plain JavaScript: node and
-// any browser can run it. Numbers are whole, and exact below 2^53.
+// no time, and is within 0.2 % (rarely 1.5), as tests/test_calculator.py sees. Plain JavaScript: node
+// and any browser run it. Numbers are whole, and exact below 2^53.
 //
 // Letters: B sequences of T tokens, N = B T; V vocabulary, L layers, C width, F that of the MLP,
 // H heads; a = 2 bytes of an activation under autocast (to bfloat16 or float16), else 4. A shape s:
