@@ -23,6 +23,8 @@ import atexit
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import wraps
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -32,6 +34,34 @@ def say_stopped(when: str = "") -> None:
     """The one line after Ctrl-C. (A terminal shows ^C, and the cursor stands behind it.)"""
     newline = "\n" if sys.stderr.isatty() else ""
     print(f"{newline}stopped {when}".rstrip(), file=sys.stderr, flush=True)
+
+
+def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
+    """Makes a `main` of what does something with the command line: it returns the exit code, and a
+    mistake of the user, a full disk and Ctrl-C are one line each."""
+
+    @wraps(do)
+    def main(argv: list[str] | None = None) -> int:
+        from data import DataError  # (and torch, which takes seconds)
+        from trainer.flags import UsageError, print_error
+
+        try:
+            return do(sys.argv[1:] if argv is None else argv) or 0
+        except (UsageError, DataError) as error:
+            print_error(error)
+            return 2
+        except OSError as error:
+            if error.filename is None:
+                raise
+            print_error(f"{error.filename}: {error.strerror}")  # a full disk, say
+            return 2
+        except SystemExit as ended:  # argparse; or a run of a study, which has said why
+            return int(ended.code or 0)
+        except KeyboardInterrupt:
+            say_stopped()
+            return 130
+
+    return main
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

@@ -36,9 +36,10 @@ from tqdm import tqdm
 from model import MLP, RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner import Planner, StepMemory
 from planner.formulas import head_bytes, recompute_cost
+from scripts import tool
 from scripts.kept_tensors import kept_by_one_block, table
 from scripts.style import relative_flops
-from trainer.flags import OneLineParser, UsageError, byte_count, number, print_error
+from trainer.flags import OneLineParser, UsageError, byte_count, number
 
 PAGE = Path(__file__).parent.parent / "docs" / "lesson.md"
 NOT_YET = 3
@@ -479,8 +480,9 @@ def contents() -> str:
     return "\n".join([*titles, "", "python -m scripts.lesson N [ANSWER]"])
 
 
-def do(args: argparse.Namespace) -> int:
-    """What was asked for; returns the exit code. Raises UsageError."""
+@tool
+def main(argv: list[str]) -> int:
+    args = build_parser().parse_intermixed_args(argv)  # 3 --measure 36
     n, code = args.exercise, 0
     if n is None:
         if args.measure:
@@ -497,18 +499,6 @@ def do(args: argparse.Namespace) -> int:
     if not (args.answer or args.measure or args.solution):
         print(sections()[n])
     return code
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_intermixed_args(argv)  # 3 --measure 36
-    try:
-        return do(args)
-    except UsageError as error:
-        print_error(error)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import DataError
 from model import MiniGPTConfig
 from planner import Card, Planner
 from planner.choose import (
@@ -53,10 +52,10 @@ from planner.formulas import step_flops
 from planner.record import Record, code_of, group_of
 from planner.timeline import parts
 from planner.tracker import Storage
-from scripts import say_stopped
+from scripts import tool
 from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend, relative_flops
 from trainer import flags
-from trainer.flags import UsageError, model_config, output_file, print_error
+from trainer.flags import UsageError, model_config, output_file
 from trainer.metrics import format_bytes
 from trainer.plan import (
     NO_RECOMPUTE,
@@ -285,27 +284,19 @@ def write_page(data: dict[str, Any], command: str) -> str:
     return page
 
 
-def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
+@tool
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    with tqdm(unit="policy", desc="setting up", disable=None, leave=False) as bar:
+        data = page_data(args, bar)
+    command = shlex.join(["python", "-m", "scripts.memory_page", *argv])
     try:
-        args = parse(argv)
-        with tqdm(unit="policy", desc="setting up", disable=None, leave=False) as bar:
-            data = page_data(args, bar)
-        command = shlex.join(["python", "-m", "scripts.memory_page", *words])
         args.out.parent.mkdir(exist_ok=True)  # (for the default)
         args.out.write_text(write_page(data, command), encoding="utf-8")
-    except (UsageError, DataError) as error:
-        print_error(error)
-        return 2
     except OSError as error:  # a full disk
-        print_error(f"--out: {error.filename}: {error.strerror}")
-        return 2
-    except KeyboardInterrupt:
-        say_stopped()
-        return 130
+        raise UsageError(f"--out: {error.filename}: {error.strerror}") from None
     size = args.out.stat().st_size
     print(f"wrote {args.out} ({format_bytes(size)}): open it in a browser")
-    return 0
 
 
 if __name__ == "__main__":

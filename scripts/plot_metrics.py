@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts import say_stopped
+from scripts import tool
 from scripts.style import FORMATS, GRAY, WIDTH, Unit, load_pyplot, save_picture
-from trainer.flags import OneLineParser, UsageError, number, print_error
+from trainer.flags import OneLineParser, UsageError, number
 from trainer.metrics import read_metrics
 from trainer.snapshot import beside
 
@@ -233,29 +233,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def save(figure: Any, output: Path) -> None:
-    """Raises UsageError."""
+@tool
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    runs = load(args.metrics)
+    figure = draw(load_pyplot("plot_metrics"), runs, args.smooth)
     try:
-        if output.parent == Path("out"):
-            output.parent.mkdir(exist_ok=True)
-        save_picture(figure, output)
+        if args.output.parent == Path("out"):
+            args.output.parent.mkdir(exist_ok=True)
+        save_picture(figure, args.output)
     except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
-        raise UsageError(f"--output {output}: {error}") from None
-
-
-def main(argv: list[str] | None = None) -> int:
-    try:
-        args = parse(argv)
-        runs = load(args.metrics)
-        save(draw(load_pyplot("plot_metrics"), runs, args.smooth), args.output)
-    except UsageError as error:
-        print_error(error)
-        return 2
-    except KeyboardInterrupt:
-        say_stopped()
-        return 130
+        raise UsageError(f"--output {args.output}: {error}") from None
     print(f"wrote {args.output}")
-    return 0
 
 
 if __name__ == "__main__":

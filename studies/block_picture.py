@@ -11,7 +11,6 @@ Needs matplotlib: pip install matplotlib
 
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import Planner
 from planner.tracker import Storage
 from scripts.style import COLORS, WIDTH, load_pyplot, relative_flops, save_picture
-from studies.common import run_study, study_parser, table
+from studies.common import study_parser, table, tool
 from trainer.flags import output_folder
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
@@ -190,8 +189,8 @@ def draw(plt: Any, blocks: dict[str, list[BlockTensor]]) -> Any:
     return figure
 
 
-def study(argv: list[str]) -> None:
-    """Raises UsageError."""
+@tool
+def main(argv: list[str]) -> None:
     parser = study_parser("studies.block_picture", __doc__)
     add = parser.add_argument
     add("--text", action="store_true", help="print it as a table, and draw nothing")
@@ -207,9 +206,6 @@ def study(argv: list[str]) -> None:
     file = args.out / "block_policies.png"
     save_picture(draw(plt, blocks), file, {"Description": text_table(blocks)})
     print(f"wrote {file}")
-
-
-main = partial(run_study, study)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from planner import CARDS
 from scripts.plan_knobs import Setting, turn_all_knobs
 from scripts.plan_memory import PROGRESS, Asked, aim
 from scripts.plan_table import digits, format_hours
-from studies.common import about, add_json, run_study, table, write_json
+from studies.common import about, add_json, table, tool, write_json
 from trainer.card import card_name, device_type
 from trainer.flags import SHAPES, OneLineParser, UsageError
 from trainer.metrics import format_bytes
@@ -122,8 +122,8 @@ def format_batches(rows: list[dict[str, Any]]) -> str:
     return table(header, ([", ".join(names), *cells] for cells, names in alike.items()))
 
 
-def study(argv: list[str]) -> None:
-    """Raises UsageError."""
+@tool
+def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m studies.cards", description="Which card trains what.")
     add_json(parser)
     parser.add_argument("--cards", nargs="+", type=card_name, default=SHOWN, metavar="NAME",
@@ -136,10 +136,6 @@ def study(argv: list[str]) -> None:
         rows = [plan.row(card) for card in args.cards]
     print(format_fastest(rows), format_batches(rows), sep="\n\n")
     write_json(args.json, about("studies.cards", argv) | {"rows": rows})
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_study(study, argv)
 
 
 if __name__ == "__main__":

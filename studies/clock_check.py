@@ -26,7 +26,7 @@ from model import RECOMPUTE_POLICIES
 from planner import Planner
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
 from scripts.plan_table import Clock
-from studies.common import about, add_json, describe, run_study, table, write_json
+from studies.common import about, add_json, describe, table, tool, write_json
 from trainer.card import clock_card, measured_card
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.flags import UsageError, build_parser, fill_in, number
@@ -102,8 +102,8 @@ def cells(row: dict[str, Any]) -> list[str]:
 HEADER = ("policy", "step", "predicted", "ratio", "over none", "predicted")
 
 
-def study(argv: list[str]) -> None:
-    """Raises UsageError or DataError before anything is measured."""
+@tool
+def main(argv: list[str]) -> None:
     args = parse(argv)
     device = choose_device(args.device)
     set_matmul_precision(device, args.tf32)
@@ -123,10 +123,6 @@ def study(argv: list[str]) -> None:
     }
     print(table(HEADER, map(cells, found)), describe(told), sep="\n\n")
     write_json(args.json, told | {"card": asdict(card), "rows": found})
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_study(study, argv)
 
 
 if __name__ == "__main__":

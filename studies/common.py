@@ -1,12 +1,10 @@
-"""What studies share: flags, quiet trainings, tables, files of numbers, and how a study ends."""
+"""What studies share: flags, quiet trainings, tables and files of numbers."""
 
 import argparse
 import json
 import shlex
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -14,42 +12,17 @@ from typing import Any
 
 import torch
 
-from data import DataError
-from scripts import say_stopped
+from scripts import tool as tool  # studies take it from here,
 from scripts.benchmark import describe_device
-from scripts.benchmark import table as table  # studies take it from here
+from scripts.benchmark import table as table  # and this
 from train_minimal import train
 from trainer.endings import run_safely
-from trainer.flags import OneLineParser, UsageError, build_parser, output_file, print_error
+from trainer.flags import OneLineParser, UsageError, build_parser, output_file
 from trainer.metrics import read_metrics
 from trainer.process import OneProcess
 from trainer.snapshot import beside
 
 Curve = list[tuple[int, float]]  # (step, a figure of the evaluation then)
-
-
-class Stopped(Exception):
-    """A run ended with an exit code, and has said why."""
-
-
-def run_study(study: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
-    """`study(argv)`; returns the exit code."""
-    try:
-        study(sys.argv[1:] if argv is None else argv)
-        return 0
-    except (UsageError, DataError) as error:
-        print_error(error)
-        return 2
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print_error(f"{error.filename}: {error.strerror}")  # a full disk, say
-        return 2
-    except Stopped as stopped:
-        return int(stopped.args[0])
-    except KeyboardInterrupt:
-        say_stopped()
-        return 130
 
 
 def study_parser(module: str, doc: str | None) -> OneLineParser:
@@ -78,13 +51,13 @@ def changed(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
 
 
 def val_curve(args: argparse.Namespace, figure: str, **changes: Any) -> Curve:
-    """Train as train_minimal.py does, without its output. Raises Stopped, KeyboardInterrupt."""
+    """Train as train_minimal.py does, without its output. Raises SystemExit, KeyboardInterrupt."""
     with tempfile.TemporaryDirectory() as folder:
         run = changed(args, **{"checkpoint_path": Path(folder) / "run.pt"} | changes)
         with redirect_stdout(StringIO()):
             code = run_safely(run, OneProcess.alone, train)
         if code:
-            raise KeyboardInterrupt if code == 130 else Stopped(code)
+            raise KeyboardInterrupt if code == 130 else SystemExit(code)
         records = read_metrics(beside(run.checkpoint_path, ".metrics.jsonl"))
     return [(record["step"], record[figure]) for record in records if figure in record]
 

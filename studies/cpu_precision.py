@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
-from studies.common import about, add_json, run_study, write_json
+from studies.common import about, add_json, tool, write_json
 from trainer.device import cpu_has_bfloat16
 from trainer.flags import OneLineParser, number
 
@@ -35,7 +35,8 @@ def step_seconds(model: MiniGPT, ids: torch.Tensor, dtype: torch.dtype) -> float
     return time.perf_counter() - start
 
 
-def study(argv: list[str]) -> None:
+@tool
+def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m studies.cpu_precision", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     for flag, usual in {"--repeats": 5, "--n-layers": 6, "--d-model": 384}.items():
@@ -57,10 +58,6 @@ def study(argv: list[str]) -> None:
     found = {"float32_ms": float32, "bfloat16_ms": bfloat16, "ratio": ratio, "default": default}
     told = about("studies.cpu_precision", argv, torch.device("cpu"))
     write_json(args.json, told | {"config": asdict(config)} | found)
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_study(study, argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ tokenizers of their own.
 import argparse
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ from studies.common import (
     changed,
     reached,
     refuse,
-    run_study,
     table,
+    tool,
     val_curve,
     write_json,
 )
@@ -71,7 +70,7 @@ def halves(args: argparse.Namespace) -> list[list[str]]:
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What was run, each with its curve: first from random weights. Raises DataError, Stopped."""
+    """What was run, each with its curve: first from random weights. Raises DataError."""
     before, after = halves(args)
     rate = fill_in(changed(args)).lr
     steps, few = args.num_steps, max(1, round(args.share * args.num_steps))
@@ -108,16 +107,13 @@ def report(runs: list[dict[str, Any]]) -> str:
     return f"{table(header, rows)}\n\n{goal}, reached after step: {', '.join(there)}"
 
 
-def study(argv: list[str]) -> None:
-    """Raises UsageError, DataError or Stopped."""
+@tool
+def main(argv: list[str]) -> None:
     args = parse(argv)
     found = about("studies.fine_tuning", argv, choose_device(args.device))
     runs = compare(args)
     print(report(runs))
     write_json(args.json, found | {"runs": runs})
-
-
-main = partial(run_study, study)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from planner.cards import peak_flops
 from planner.formulas import head_bytes
 from scripts.benchmark import plan, utilization
 from scripts.benchmark_worker import Job, config_of, cpu_allocator_peak, make_run
-from studies.common import about, describe, run_study, table
+from studies.common import about, describe, table, tool
 from train_minimal import train_step
 from trainer.device import choose_precision
 from trainer.endings import is_out_of_memory
@@ -394,8 +394,8 @@ def report(what: Values, records: Records) -> str:
     return "\n".join([*parts, "", *failed]) + "\n"
 
 
-def study(argv: list[str]) -> None:
-    """Raises UsageError or OSError."""
+@tool
+def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m studies.gpu", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
@@ -428,10 +428,6 @@ def study(argv: list[str]) -> None:
     with torch.compiler.set_stance("force_eager" if bench.dry else "default"):
         measure(bench, args.only, file)
     print(f"tables: {file.with_suffix('.md')}, raw: {file}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_study(study, argv)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
 from planner import CARDS, Planner
-from studies.common import about, add_json, describe, run_study, study_parser, table, write_json
+from studies.common import about, add_json, describe, study_parser, table, tool, write_json
 from trainer.measured import LiveStorages
 
 SEQ_LEN = 1024
@@ -155,7 +154,8 @@ counts them, and times as the planner predicts them, in units of `none`'s: see d
 """
 
 
-def study(argv: list[str]) -> None:
+@tool
+def main(argv: list[str]) -> None:
     parser = study_parser("studies.ladder", __doc__)
     add_json(parser)
     args = parser.parse_args(argv)
@@ -170,9 +170,6 @@ def study(argv: list[str]) -> None:
     found["seconds"] = round(time.perf_counter() - start)
     print(report(figures), FOOTNOTE, describe(found), sep="\n")
     write_json(args.json, found | {"figures": [asdict(figure) for figure in figures]})
-
-
-main = partial(run_study, study)
 
 
 if __name__ == "__main__":

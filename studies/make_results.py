@@ -12,11 +12,10 @@ numbers again, and knows if one of them no longer comes out of the code.
 import shlex
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from studies.common import Stopped, run_study, study_parser
+from studies.common import study_parser, tool
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "studies/results"
@@ -24,11 +23,11 @@ IDLE = "10 minutes of an idle machine: it measures time"
 
 
 class Result(NamedTuple):
-    """What to run, from the project's root, and what of FOLDER it makes besides a --json file."""
+    """What to run, from the project's root."""
 
-    command: str
     takes: str
-    pictures: tuple[str, ...] = ()
+    command: str
+    pictures: tuple[str, ...] = ()  # in FOLDER, besides the files that the command names
 
     @property
     def files(self) -> list[str]:
@@ -37,51 +36,54 @@ class Result(NamedTuple):
         return [*named, *self.pictures]
 
 
+def study(name: str, result: str, takes: str, more: str = "") -> Result:
+    """One that writes numbers alone."""
+    return Result(takes, f"python -m studies.{name} {more}--json {FOLDER}/{result}.json")
+
+
 QUICK = ("memory_timeline", "block", "ladder", "mixes")
 RESULTS = {
     "memory_timeline": Result(
+        "20 s",
         "python -m scripts.memory_timeline --model gpt2 --batch-size 8 --card RTX-4090 "
         f"--amp-dtype bfloat16 --out {FOLDER} --json {FOLDER}/memory_timeline.json",
-        "20 s",
         ("memory_timeline.png", "memory_frontier.png", "memory_made_of.png"),
     ),
     "page": Result(
+        "20 s; out/memory_page.html, for the next one",
         "python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda "
         "--amp-dtype bfloat16",
-        "20 s; out/memory_page.html, for the next one",
     ),
     "page_picture": Result(
-        f"python -m studies.page_shots --readme {FOLDER}/memory_page.png", "seconds of Chromium"
+        "seconds of Chromium", f"python -m studies.page_shots --readme {FOLDER}/memory_page.png"
     ),
     "block": Result(
-        f"python -m studies.block_picture --out {FOLDER}", "seconds", ("block_policies.png",)
+        "seconds", f"python -m studies.block_picture --out {FOLDER}", ("block_policies.png",)
     ),
-    "ladder": Result(f"python -m studies.ladder --json {FOLDER}/ladder.json", "2 minutes"),
-    "mixes": Result(f"python -m studies.mixes --json {FOLDER}/mixes.json", "half a minute"),
-    "cards": Result(f"python -m studies.cards --json {FOLDER}/cards.json", "3 minutes"),
+    "ladder": study("ladder", "ladder", "2 minutes"),
+    "mixes": study("mixes", "mixes", "half a minute"),
+    "cards": study("cards", "cards", "3 minutes"),
     "benchmark": Result(
+        IDLE,
         "python -m scripts.benchmark --model gpt2 --batch-size 2 --no-amp --policies none full "
         "--peer transformers --repeats 2 --steps 2 "
         f"--json {FOLDER}/benchmark_cpu_124m_b2_peer.json",
-        IDLE,
     ),
-    "clock": Result(
-        "python -m studies.clock_check --model gpt2 --batch-size 2 --rounds 3 "
-        f"--json {FOLDER}/clock_cpu_124m.json",
-        IDLE,
+    "clock": study(
+        "clock_check", "clock_cpu_124m", IDLE, "--model gpt2 --batch-size 2 --rounds 3 "
     ),
-    "small_clock": Result(
-        f"python -m studies.clock_check --rounds 40 --json {FOLDER}/clock_cpu_small.json",
+    "small_clock": study(
+        "clock_check",
+        "clock_cpu_small",
         "half a minute of an idle machine: it measures time",
+        "--rounds 40 ",
     ),
     "optimizers": Result(
+        "half an hour of an idle machine: it measures time, too",
         f"python -m studies.optimizers --json {FOLDER}/optimizers.json "
         f"--markdown {FOLDER}/optimizers.md",
-        "half an hour of an idle machine: it measures time, too",
     ),
-    "fine_tuning": Result(
-        f"python -m studies.fine_tuning --json {FOLDER}/fine_tuning.json", "3 minutes"
-    ),
+    "fine_tuning": study("fine_tuning", "fine_tuning", "3 minutes"),
 }
 
 
@@ -89,11 +91,14 @@ def make(result: Result) -> int:
     """Runs the command as it stands, with this Python; its exit code."""
     _, *words = shlex.split(result.command)
     print(f"\n{result.command}    # {result.takes}", flush=True)
-    return subprocess.run([sys.executable, *words], cwd=ROOT).returncode
+    try:
+        return subprocess.run([sys.executable, *words], cwd=ROOT).returncode
+    except KeyboardInterrupt:  # the command has said so
+        raise SystemExit(130) from None
 
 
-def study(argv: list[str]) -> None:
-    """Raises Stopped."""
+@tool
+def main(argv: list[str]) -> int:
     parser = study_parser("studies.make_results", __doc__)
     parser.add_argument("--only", nargs="+", choices=RESULTS, default=QUICK, metavar="NAME",
         help=f"some of {', '.join(RESULTS)} (default: {' '.join(QUICK)})")  # fmt: skip
@@ -102,16 +107,8 @@ def study(argv: list[str]) -> None:
     if args.list:
         for name, result in RESULTS.items():
             print(f"{name}: {', '.join(result.files)} ({result.takes})\n    {result.command}")
-        return
-    try:
-        codes = [make(RESULTS[name]) for name in args.only]
-    except KeyboardInterrupt:  # the command that was running has said so
-        raise Stopped(130) from None
-    if any(codes):
-        raise Stopped(max(codes, key=abs))
-
-
-main = partial(run_study, study)
+        return 0
+    return max((make(RESULTS[name]) for name in args.only), key=abs)
 
 
 if __name__ == "__main__":

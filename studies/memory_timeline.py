@@ -18,7 +18,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from planner.choose import describe_recompute
 from planner.step import follow
 from scripts.benchmark_worker import DEVICE_TYPES, allocations, trace_events
 from scripts.style import FORMATS, load_pyplot, n_parameters, relative_flops, save_picture
-from studies.common import about, add_json, run_study, write_json
+from studies.common import about, add_json, tool, write_json
 from studies.timeline_pictures import (
     PANELS,
     Points,
@@ -232,14 +231,12 @@ def draw_all(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def study(argv: list[str]) -> None:
+@tool
+def main(argv: list[str]) -> None:
     args = parse(argv)
     write_json(args.json, about("scripts.memory_timeline", argv) | draw_all(args))
     if args.json:
         print(f"wrote {args.json}")
-
-
-main = partial(run_study, study)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from planner.choose import (
     peaks_of,
 )
 from planner.formulas import recompute_cost, step_flops
-from studies.common import about, add_json, run_study, table, write_json
+from studies.common import about, add_json, table, tool, write_json
 from studies.ladder import GPT2_SMALL, SEQ_LEN, adamw
 from trainer.flags import OneLineParser
 
@@ -134,7 +134,8 @@ def report(mixes: list[dict[str, Any]], slower: list[dict[str, Any]]) -> str:
     return f"{between}\n\n{table(header, lost)}"
 
 
-def study(argv: list[str]) -> None:
+@tool
+def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m studies.mixes", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add_json(parser)
@@ -145,10 +146,6 @@ def study(argv: list[str]) -> None:
     print(report(mixes, slower))
     found = {"between_rungs": mixes, "gaps": slower}
     write_json(args.json, about("studies.mixes", argv) | found)
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_study(study, argv)
 
 
 if __name__ == "__main__":

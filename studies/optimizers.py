@@ -12,7 +12,6 @@ python -m studies.optimizers --use-toy-data ...   # another: the flags are train
 
 import argparse
 import sys
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -27,8 +26,8 @@ from studies.common import (
     describe,
     reached,
     refuse,
-    run_study,
     table,
+    tool,
     val_curve,
     write_json,
 )
@@ -156,8 +155,8 @@ def report(found: dict[str, Any]) -> str:
     return "\n\n".join([*parts, table(header, lines)])
 
 
-def study(argv: list[str]) -> None:
-    """Raises UsageError, DataError or Stopped."""
+@tool
+def main(argv: list[str]) -> None:
     args = parse(argv)
     flags, device = fill_in(changed(args)), choose_device(args.device)
     flags.vocab_size = vocabulary(flags)
@@ -174,9 +173,6 @@ def study(argv: list[str]) -> None:
     write_json(args.json, found | numbers)
     if args.markdown:
         args.markdown.write_text(text + "\n")
-
-
-main = partial(run_study, study)
 
 
 if __name__ == "__main__":

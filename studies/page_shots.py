@@ -9,13 +9,12 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from scripts.style import use_few_colors
-from studies.common import run_study, study_parser
+from studies.common import study_parser, tool
 from trainer.flags import UsageError, output_file
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -60,8 +59,8 @@ def shoot(browser: Any, url: str, file: Path) -> None:
     print(f"wrote {file}")
 
 
-def study(argv: list[str]) -> None:
-    """Raises UsageError."""
+@tool
+def main(argv: list[str]) -> None:
     parser = study_parser("studies.page_shots", __doc__)
     add, made = parser.add_argument, Path("out/memory_page.html")
     add("page", type=Path, nargs="?", default=made, help="the page (default: %(default)s)")
@@ -71,9 +70,6 @@ def study(argv: list[str]) -> None:
         raise UsageError(f"{args.page} is not a page by python -m scripts.memory_page")
     with chromium() as browser:
         shoot(browser, args.page.absolute().as_uri(), args.readme)
-
-
-main = partial(run_study, study)
 
 
 if __name__ == "__main__":

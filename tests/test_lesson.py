@@ -200,12 +200,3 @@ def test_what_is_no_answer_costs_one_line(words, says, capsys):
     code, out, err = ask(capsys, *words)
     (line,) = err.splitlines()
     assert code == 2 and not out and re.search(f"^error: {says}", line), line
-
-
-def test_ctrl_c(monkeypatch, capsys):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(MEASURES, 3, interrupted)
-    code, out, err = ask(capsys, "3", "36")
-    assert (code, out, err) == (130, "", "\nstopped\n")
