@@ -1,11 +1,15 @@
-"""What a record of the log says of memory."""
+"""What a record of the log says of memory, and what the clock of a run says of time."""
 
+import gc
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.runs import Crash, train_here
 
+import train_minimal
+from trainer import start
 from trainer.metrics import StepClock
 from trainer.report import measure
 
@@ -95,3 +99,17 @@ def test_what_is_done_in_a_pause_does_not_count(monkeypatch):
     now.s += 7  # nor does what comes after training
     assert clock.phase == "end" and clock.total["save"] == 50
     assert clock.end_interval() == 4
+
+
+def test_python_looks_for_garbage_again_when_training_begins(tmp_path, monkeypatch):
+    def train_step(run):
+        raise Crash(gc.get_threshold())
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    usual = gc.get_threshold()
+    monkeypatch.setattr(start, "BEFORE", (321, 7, 7))
+    try:
+        with pytest.raises(Crash, match="321, 7, 7"):
+            train_here(tmp_path / "run.pt")
+    finally:
+        gc.set_threshold(*usual)

@@ -16,20 +16,18 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.checkpoint import noop_context_fn
 
-import model as minigpt
 from memory import TiedEmbedding, policies
-from model import MiniGPT
+from model import Block, MiniGPT
 
 from .flags import UsageError
 from .measured import MeasuringClock
@@ -133,7 +131,6 @@ class ProfilingClock(MeasuringClock):
         """Say what was found; of fewer steps, if a signal has ended the run."""
         self.stop()
         steps = max(0, self.steps - WARM_UP)
-        fewer = f" ({steps} of {self.args.profile} steps: the run ended)"
         between = " and ".join(sorted(self.seen & {"evaluate", "save"}))
         found = f"profile  {steps} step(s)" + f", with {between} between them" * bool(between)
         if not steps:
@@ -142,7 +139,9 @@ class ProfilingClock(MeasuringClock):
             found += ", in the report that nsys writes"
         else:
             found += f", by operators' own time:\n{self.table()}\n{self.export()}"
-        self.process.say(found + fewer * (steps < self.args.profile))
+        if steps < self.args.profile:
+            found += f" ({steps} of {self.args.profile} steps: the run ended)"
+        self.process.say(found)
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -180,38 +179,27 @@ class ProfilingClock(MeasuringClock):
 # ---- Ranges in the model
 
 
-class InRange(nn.Module):
-    """A block, as the model calls it while steps are recorded: `open_range()`, then the block.
-
-    (A module, because offload asks for the weights in it.)
-    """
-
-    def __init__(self, block: Any, open_range: Callable[[], AbstractContextManager[Any]]):
-        super().__init__()
-        self.block, self.add, self.open_range = block, block.add, open_range
-
-    def forward(self, x: Tensor, policy: str = "none") -> policies.Halves:
-        # A checkpoint ends the replay half-way, by an exception: `with` ends the range as well.
-        with self.open_range():
-            return self.block(x, policy)
-
-
 @contextmanager
 def ranges_in(
     model: MiniGPT, open_range: Range, in_backward: Callable[[], bool], compiled: bool
 ) -> Iterator[None]:
     """While this context is open: ranges around blocks, around replays, around the head."""
+    numbers = {block: number for number, block in enumerate(model.blocks)}
     running: list[int] = []  # the block that is being called
+    call, loss, torch_checkpoint = Block.__call__, TiedEmbedding.loss, policies.torch_checkpoint
 
-    @contextmanager
-    def block_range(number: int) -> Iterator[None]:
+    def call_in_range(block: Block, x: Tensor, policy: str = "none") -> policies.Halves:
         # Who calls a block in backward is the checkpoint around it: that is a replay.
-        with open_range("recompute of " * in_backward() + f"block {number}"):
-            running.append(number)
-            try:
-                yield
+        with open_range("recompute of " * in_backward() + f"block {numbers[block]}"):
+            running.append(numbers[block])
+            try:  # (a checkpoint ends the replay half-way, by an exception)
+                return call(block, x, policy)
             finally:
                 running.pop()
+
+    def loss_in_range(head: TiedEmbedding, *inputs: Any) -> Tensor:
+        with open_range("head"):
+            return loss(head, *inputs)
 
     def checkpoint(run: Callable, x: Tensor, **options: Any) -> Any:
         """torch's, inside of a block, with a range around the replay. (Outside of one the replay
@@ -222,17 +210,10 @@ def ranges_in(
             options["context_fn"] = lambda: around_replay(open_range(name), *contexts())
         return torch_checkpoint(run, x, **options)
 
-    def loss(head: TiedEmbedding, *inputs: Any) -> Tensor:
-        with open_range("head"):
-            return head_loss(head, *inputs)
-
-    blocks = [InRange(block, partial(block_range, i)) for i, block in enumerate(model.blocks)]
-    torch_checkpoint, head_loss = policies.torch_checkpoint, TiedEmbedding.loss
-    run_blocks = minigpt.schedule
     with ExitStack() as replaced:
         enter = replaced.enter_context
-        enter(patch.object(minigpt, "schedule", lambda _, *how: run_blocks(blocks, *how)))
-        enter(patch.object(TiedEmbedding, "loss", loss))
+        enter(patch.object(Block, "__call__", call_in_range))
+        enter(patch.object(TiedEmbedding, "loss", loss_in_range))
         if not compiled:  # compiled blocks have their finer policies inside, in one piece
             enter(patch.object(policies, "torch_checkpoint", checkpoint))
         yield

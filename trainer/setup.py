@@ -37,6 +37,7 @@ from .resume import (
 )
 from .run import Run
 from .snapshot import Resumed, SnapshotError, State, beside
+from .start import look_for_garbage
 
 FEWEST = 257  # ids of a bpe: bytes, and the end of a document
 SCHEDULE = "num_steps lr min_lr lr_scheduler warmup_steps".split()
@@ -74,7 +75,9 @@ def start_run(
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     if process.rank == 0:  # it alone logs
         check_logger(args.log_to)
-    return set_up(args, process, resumed, source)
+    run = set_up(args, process, resumed, source)
+    look_for_garbage()
+    return run
 
 
 def set_up(
