@@ -7,7 +7,6 @@ tokenizer.py       text to ids and back
 tokenizer_json.py  the same vocabulary for transformers
 corpus.py          documents to ids, once: the result is kept in a cache
 store.py           what a trainer gets, and a cache that is never seen half done
-token_files.py     ids that were made elsewhere
 toy.py             random ids whose best loss is known
 batches.py         ids to batches
 """

@@ -6,10 +6,9 @@ shifted by one, their T labels. Windows follow each other at a stride of T insid
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +38,21 @@ class TokenFile:
         """Bytes of one token."""
         return np.dtype(self.dtype).itemsize
 
+    def part(self, start: int, stop: int) -> "TokenFile":
+        """Its tokens start to stop, as far as it has them."""
+        start, stop = max(0, start), min(self.count, stop)
+        offset = self.offset + start * self.itemsize
+        return replace(self, offset=offset, count=max(0, stop - start))
+
+    def read(self) -> np.ndarray:
+        """All its ids. (No memmap: one that is kept counts every page that it ever touched as
+        resident memory. No file stays open: a thousand shards are more than one may hold.)"""
+        return np.fromfile(self.path, self.dtype, self.count, offset=self.offset)
+
     def blocks(self) -> Iterator[np.ndarray]:
         """All its ids, in pieces that fit in memory."""
         for first in range(0, self.count, SCAN):
-            count, offset = min(SCAN, self.count - first), self.offset + first * self.itemsize
-            yield np.fromfile(self.path, self.dtype, count, offset=offset)
+            yield self.part(first, first + SCAN).read()
 
     @classmethod
     def open(cls, path: Path) -> "TokenFile":
@@ -86,14 +95,11 @@ class TokenFile:
 
 def slice_files(files: Sequence[TokenFile], start: int, stop: int) -> list[TokenFile]:
     """Tokens start to stop of the files taken as one row."""
-    parts = []
-    for file in files:
-        first, last = max(0, start), min(file.count, stop)
-        if first < last:
-            offset = file.offset + first * file.itemsize
-            parts.append(replace(file, offset=offset, count=last - first))
-        start, stop = start - file.count, stop - file.count
-    return parts
+    firsts = accumulate((file.count for file in files), initial=0)
+    parts = [
+        file.part(start - first, stop - first) for file, first in zip(files, firsts, strict=False)
+    ]
+    return [part for part in parts if part.count]
 
 
 def hash_ids(files: Sequence[TokenFile], tokenizer: Tokenizer) -> str:
@@ -132,23 +138,16 @@ class Windows:
         """Windows `numbers` (n,), as int64 (n, T + 1)."""
         rows = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
         shards = np.searchsorted(self.first, numbers, side="right") - 1
-        with ExitStack() as stack:
-            # Plain reads, and nothing stays open: a memmap that is kept counts every page it ever
-            # touched as resident memory, and a thousand shards are more files than one may hold.
-            opened: dict[int, FileIO] = {}
-            for row, number, shard in zip(rows, numbers.tolist(), shards.tolist(), strict=True):
-                file = self.files[shard]
-                start = (number - int(self.first[shard])) * self.seq_len
-                try:
-                    if shard not in opened:
-                        opened[shard] = stack.enter_context(open(file.path, "rb", buffering=0))
-                    opened[shard].seek(file.offset + start * file.itemsize)
-                    block = opened[shard].read(row.size * file.itemsize)
-                except OSError as error:
-                    raise DataError(f"{file.path}: {error.strerror}; put it back") from None
-                if len(block) < row.size * file.itemsize:
-                    raise DataError(f"{file.path} has become shorter; put back what it was")
-                row[:] = np.frombuffer(block, dtype=file.dtype)
+        for row, number, shard in zip(rows, numbers.tolist(), shards.tolist(), strict=True):
+            file = self.files[shard]
+            start = (number - int(self.first[shard])) * self.seq_len
+            try:
+                block = file.part(start, start + row.size).read()
+            except OSError as error:
+                raise DataError(f"{file.path}: {error.strerror}; put it back") from None
+            if len(block) < row.size:
+                raise DataError(f"{file.path} has become shorter; put back what it was")
+            row[:] = block
         return torch.from_numpy(rows)
 
     def batch(self, numbers: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

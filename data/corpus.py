@@ -2,15 +2,17 @@
 
     paths -> documents -> train | val -> ids -> data/cache/<key>/{train.bin,val.bin,...}
 
-Token files made elsewhere skip all that (token_files.py), and so do toy data (toy.py).
+Token files made elsewhere are read in place; toy data: toy.py.
 """
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from .batches import TokenFile, hash_ids, slice_files
 from .documents import CHUNK, check_text, read_documents, read_text
 from .files import CACHE_DIR, find_files, find_stdlib, warn_of_shared
 from .store import (
@@ -29,17 +32,17 @@ from .store import (
     hash_files,
     key,
     label,
-    of_file,
+    one_line,
     read_meta,
     shown,
 )
 from .suffixes import TOKEN_SUFFIXES, suffix_of
-from .token_files import load_token_files
 from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
 from .toy import TOY_SUCCESSORS, load_toy
 
 BPE_TRAINING_CHARS = 10_000_000
 ENCODING_THREADS = min(4, os.cpu_count() or 1)
+RANKS = "tokenizer.tiktoken"  # in a folder of the cache
 Piece = tuple[str, str | None]  # "train" or "val", and a chunk of text; None starts a document
 
 
@@ -57,6 +60,39 @@ class Source:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(path.stat().st_size for path in self.train + self.val)
+
+    @cached_property
+    def documents(self) -> int:
+        """How many. All text is read for it, so that nothing is written if some is bad."""
+        count = 0
+        for path in self.train + self.val:
+            for document in read_documents(path):
+                count += 1
+                for _ in document:
+                    pass
+        lines = next((path for path in self.train if suffix_of(path) == ".jsonl"), None)
+        if lines and not self.val and count * self.ratio < 1:
+            raise DataError(
+                f"{lines}: too few documents ({count}) to give --val-ratio {self.ratio} of them "
+                "to validation; raise it or give --val-data"
+            )
+        return count
+
+    def split(self) -> Iterator[tuple[str, Iterator[str]]]:
+        """("train" or "val", chunks of text) of each document; data/README.md states the rule."""
+        if not self.val and self.documents * self.ratio < 1:
+            for path in self.train:
+                size = path.stat().st_size
+                cut = _tail(path, size, self.ratio)
+                yield "train", read_text(path, 0, cut)
+                yield "val", read_text(path, cut, size)
+            return
+        train = chain.from_iterable(map(read_documents, self.train))
+        for number, document in enumerate(train):
+            turn = int((number + 1) * self.ratio) > int(number * self.ratio)
+            yield "val" if turn and not self.val else "train", document
+        for document in chain.from_iterable(map(read_documents, self.val)):
+            yield "val", document
 
 
 def find_dataset(
@@ -92,22 +128,29 @@ def find_dataset(
         raise DataError(f"--val-ratio {val_ratio}: must lie between 0 and 1, for example 0.1")
     if max_tokens is not None and max_tokens < 1:
         raise DataError(f"--max-tokens {max_tokens}: must be at least 1")
-    _check_vocab_size(vocab_size, name)
+    if vocab_size is not None:
+        _check_vocab_size(vocab_size, name)
     if toy:
         size = vocab_size or 256
         return FoundData(size, lambda: load_toy(size, max_tokens, seed, cache_dir, say), cache_dir)
-    try:
-        known = tokenizer if tokenizer is not None and tokenizer.name == name else None
+    with one_line(cache_dir):
         train, val = _find(train_data, val_data, say)
-        if suffix_of(train[0]) in TOKEN_SUFFIXES:
-            data = load_token_files(train, val, val_ratio, name, max_tokens, known)
-            return FoundData(data.tokenizer.vocab_size, lambda: data, cache_dir)
+        is_tokens = suffix_of(train[0]) in TOKEN_SUFFIXES
+        if is_tokens and name == "bpe":
+            raise DataError(
+                f"--tokenizer-name bpe: {train[0]} holds ids already, there is no text to train it "
+                "on; name the tokenizer that made them, for example gpt2"
+            )
+        known = tokenizer if tokenizer is not None and tokenizer.name == name else None
+        if known is None and name != "bpe":
+            known = load_tokenizer(name)
+        if is_tokens and known:
+            data = _read_tokens(train, val, val_ratio, max_tokens, known)
+            return FoundData(known.vocab_size, lambda: data, cache_dir)
         stdlib = f"Python {platform.python_version()} standard library"
         about = label(train_data) if train_data else stdlib
         source = Source(about, train, val, val_ratio, max_tokens)
         return _find_text(source, name, vocab_size or 1024, known, fingerprint, cache_dir, say)
-    except OSError as error:
-        raise of_file(error, cache_dir) from error
 
 
 def _find(
@@ -130,9 +173,7 @@ def _find(
     return train, val
 
 
-def _check_vocab_size(vocab_size: int | None, name: str) -> None:
-    if vocab_size is None:
-        return
+def _check_vocab_size(vocab_size: int, name: str) -> None:
     if name not in ("bpe", "toy"):
         raise DataError(
             f"--vocab-size {vocab_size}: the vocabulary of {name} is fixed; drop the flag or use "
@@ -141,6 +182,27 @@ def _check_vocab_size(vocab_size: int | None, name: str) -> None:
     least = 257 if name == "bpe" else 2 * TOY_SUCCESSORS
     if not least <= vocab_size <= 2**20:
         raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")
+
+
+def _read_tokens(
+    train: list[Path], val: list[Path], ratio: float, max_tokens: int | None, tokenizer: Tokenizer
+) -> Dataset:
+    """Token files as they are. Validation: `val`, else the files named so, else the tail."""
+    about = label([path.name for path in train])
+    # nanoGPT writes train.bin and val.bin, llm.c fineweb_train_000001.bin and fineweb_val_...
+    named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
+    if not val and 0 < len(named_val) < len(train):
+        train, val = [path for path in train if path not in named_val], named_val
+    train_files, val_files = ([TokenFile.open(path) for path in paths] for paths in (train, val))
+    if not val_files:
+        total = sum(file.count for file in train_files)
+        n_train = total - max(1, int(total * ratio))
+        val_files = slice_files(train_files, n_train, total)
+        train_files = slice_files(train_files, 0, n_train)
+    parts = [slice_files(files, 0, max_tokens or sys.maxsize) for files in (train_files, val_files)]
+    content = [hash_ids(files, tokenizer) for files in parts]
+    fingerprint = key(content, tokenizer.fingerprint)
+    return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, about, fingerprint)
 
 
 def _find_text(
@@ -152,8 +214,6 @@ def _find_text(
     cache_dir: Path,
     say: Say,
 ) -> FoundData:
-    if name != "bpe":
-        known = known or load_tokenizer(name)
     content = [hash_files(source.train), hash_files(source.val)]
     split = "given" if source.val else source.ratio
 
@@ -165,87 +225,42 @@ def _find_text(
         folder, meta = place(known.fingerprint)
     else:  # a BPE follows from its text and size: it has a place before it is trained
         folder, meta = place(f"bpe {vocab_size} {BPE_TRAINING_CHARS}")
-        if known:  # but of an edited text, `known` may have a place of its own
+        if known:  # of an edited text it is another BPE's: then the ids of `known` have their own
             own, own_meta = place(known.fingerprint)
-            if own.name == fingerprint or not _made_by(known, folder, meta, fingerprint):
+            is_of_known = folder.name == fingerprint  # nothing there: training would give it again
+            if meta:
+                is_of_known = (folder / RANKS).read_text() == format_ranks(known.ranks)
+            if own.name == fingerprint or not is_of_known:
                 folder, meta = own, own_meta
 
     def build(temporary: Path) -> dict[str, Any]:
-        tokenizer = known or _train(source, count, vocab_size, say)
-        (temporary / "tokenizer.tiktoken").write_text(format_ranks(tokenizer.ranks))
+        tokenizer = known or _train(source, vocab_size, say)
+        (temporary / RANKS).write_text(format_ranks(tokenizer.ranks))
         say(f"encoding {source.label}, once: the ids stay in {shown(cache_dir)}")
         return {
             "tokenizer": name,
             "vocab_size": tokenizer.vocab_size,
             "corpus": source.label,
             "files": len(source.train + source.val),
-            "documents": count,
+            "documents": source.documents,
             "bytes": source.size,
             "sha256": content,
-            **_encode(source, count, tokenizer, temporary),
+            **_encode(source, tokenizer, temporary),
         }
 
     def load() -> Dataset:
         made = meta or build_cache(folder, build, say)
-        saved = folder / "tokenizer.tiktoken"
+        saved = folder / RANKS
         tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
         documents = "1 document" if made["documents"] == 1 else f"{made['documents']:,} documents"
         size = made["bytes"]
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
-        about = f"{source.label}: {documents}, {amount}"
-        return cached_dataset(folder, made, tokenizer, about)
+        return cached_dataset(folder, made, tokenizer, f"{source.label}: {documents}, {amount}")
 
-    count = _check(source) if meta is None else meta["documents"]
+    if meta is None:
+        source.documents  # noqa: B018  (looks whether all text is good)
     size = meta["vocab_size"] if meta else known.vocab_size if known else vocab_size
     return FoundData(size, load, cache_dir, is_most=meta is None and known is None)
-
-
-def _made_by(
-    known: Tokenizer, folder: Path, meta: dict[str, Any] | None, fingerprint: str | None
-) -> bool:
-    """Are the ids in this folder those of the BPE `known`? If they are still to be made: is it the
-    text that `known` was trained on? Training again would give it again, so it need not be."""
-    if meta is None:
-        return folder.name == fingerprint
-    return (folder / "tokenizer.tiktoken").read_text() == format_ranks(known.ranks)
-
-
-def _check(source: Source) -> int:
-    """The number of documents. All text is read, so that nothing is written if some is bad."""
-    count = 0
-    for path in source.train + source.val:
-        for document in read_documents(path):
-            count += 1
-            for _ in document:
-                pass
-    lines = next((path for path in source.train if suffix_of(path) == ".jsonl"), None)
-    if lines and not source.val and count * source.ratio < 1:
-        raise DataError(
-            f"{lines}: too few documents ({count}) to give --val-ratio {source.ratio} of them to "
-            "validation; raise it or give --val-data"
-        )
-    return count
-
-
-def _split_documents(source: Source, count: int) -> Iterator[tuple[str, Iterator[str]]]:
-    """("train" or "val", chunks of text) for each document; data/README.md states the rule."""
-    if source.val:
-        for split, paths in (("train", source.train), ("val", source.val)):
-            for path in paths:
-                yield from ((split, document) for document in read_documents(path))
-    elif count * source.ratio < 1:
-        for path in source.train:
-            size = path.stat().st_size
-            cut = _tail(path, size, source.ratio)
-            yield "train", read_text(path, 0, cut)
-            yield "val", read_text(path, cut, size)
-    else:
-        number = 0
-        for path in source.train:
-            for document in read_documents(path):
-                turn = int((number + 1) * source.ratio) > int(number * source.ratio)
-                yield "val" if turn else "train", document
-                number += 1
 
 
 def _tail(path: Path, size: int, ratio: float) -> int:
@@ -257,17 +272,15 @@ def _tail(path: Path, size: int, ratio: float) -> int:
     newline = near.find(b"\n") + 1
     if 0 < newline < size - cut:
         return cut + newline
-    inside = 0
-    while inside < len(near) and near[inside] & 0xC0 == 0x80:  # UTF-8: not a first byte
-        inside += 1
+    inside = len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))  # UTF-8: not a first byte
     return cut + inside
 
 
-def _train(source: Source, count: int, vocab_size: int, say: Say) -> Tokenizer:
+def _train(source: Source, vocab_size: int, say: Say) -> Tokenizer:
     def texts() -> Iterator[str]:
         left = BPE_TRAINING_CHARS
-        for split, document in _split_documents(source, count):
-            for chunk in document if split == "train" and left > 0 else ():
+        for split, document in source.split():
+            for chunk in document if split == "train" else ():
                 yield chunk[:left]
                 left -= len(chunk)
                 if left <= 0:
@@ -280,14 +293,14 @@ def _train(source: Source, count: int, vocab_size: int, say: Say) -> Tokenizer:
     return tokenizer
 
 
-def _encode(source: Source, count: int, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+def _encode(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Write train.bin and val.bin into `folder`; returns their part of meta.json."""
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     limit = source.max_tokens or sys.maxsize
     written = {"train": 0, "val": 0}
 
     def pieces() -> Iterator[Piece]:
-        for split, document in _split_documents(source, count):
+        for split, document in source.split():
             for chunk in chain([None], document):
                 if written[split] >= limit:
                     break

@@ -8,22 +8,27 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unicodedata import category
 
-from .suffixes import TEXT_SUFFIXES, suffix_of
+from .suffixes import suffix_of
 from .tokenizer import DataError
 
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
 KEYS, KEY_LENGTH = 6, 40  # of a line of JSON: how many are shown, and how much of each
-PANDOC = "make it text: `pandoc {file} -o {text}`"
-# What the first bytes match, what that is, and what to do. Any other binary stops at a NUL or at a
-# byte that is no UTF-8. These may have neither (there are PDFs all in ASCII, and a model would
-# learn their drawing commands), or are so common that their text should be found at once.
-SIGNS = [
-    (rb"(\xef\xbb\xbf)?\s*%PDF-\d", "a PDF", "make it text: `pdftotext {file} {text}`"),
-    (rb"\{\\rtf\d", "an RTF document", PANDOC),
-    (rb"PK(\x03\x04|\x05\x06|\x07\x08)", "a zip archive", "unpack it: `unzip {file}`"),
-    (rb"\x1f\x8b\x08", "compressed by gzip", "unpack it: `gunzip -c {file} > {text}`"),
+ZIP, GZIP = rb"PK(\x03\x04|\x05\x06|\x07\x08)", rb"\x1f\x8b\x08"
+TEXT = "make it text: "
+# What the first bytes match, how the name ends, what that is, and what to do. Any other binary
+# stops at a NUL or at a byte that is no UTF-8. These may have neither (there are PDFs all in ASCII,
+# and a model would learn their drawing commands), or are so common that their text should be found
+# at once.
+SIGNS: list[tuple[bytes, str | tuple[str, ...], str, str]] = [
+    (rb"(\xef\xbb\xbf)?\s*%PDF-\d", "", "a PDF", TEXT + "`pdftotext {file} {text}`"),
+    (rb"\{\\rtf\d", "", "an RTF document", TEXT + "`pandoc {file} -o {text}`"),
+    (ZIP, (".docx", ".odt", ".epub"), "a {suffix} file", TEXT + "`pandoc {file} -o {text}`"),
+    (ZIP, "", "a zip archive", "unpack it: `unzip {file}`"),
+    (GZIP, (".tar.gz", ".tgz"), "compressed by gzip", "unpack it: `tar -xf {file}`"),
+    (GZIP, "", "compressed by gzip", "unpack it: `gunzip -c {file} > {text}`"),
     (
         rb"version https://git-lfs\.github\.com/spec/",
+        "",
         "what Git LFS leaves in place of a file",
         "fetch the file itself: `git lfs pull`",
     ),
@@ -35,24 +40,12 @@ def check_text(paths: Iterable[Path]) -> None:
     for path in paths:
         with open(path, "rb") as file:
             head = file.read(64)
-        for sign, what, way_out in SIGNS:
-            if re.match(sign, head):
-                raise DataError(f"{path}: {_named(path, what, way_out)}")
-
-
-def _named(path: Path, what: str, way_out: str) -> str:
-    """What it is and what to do, as the file's name says it more closely than its first bytes."""
-    suffix, stem = suffix_of(path), path.with_suffix("")
-    inner = suffix_of(stem)  # x.tar.gz has two
-    if "zip" in what and suffix in (".docx", ".odt", ".epub"):
-        what, way_out = f"a {suffix} file", PANDOC
-    elif "zip" in what and (inner == ".tar" or suffix == ".tgz"):
-        way_out = "unpack it: `tar -xf {file}`"
-    # x.pdf -> x.txt, x.jsonl.gz -> x.jsonl, and a PDF that is called x.txt -> x.txt.txt
-    text = stem if inner in TEXT_SUFFIXES else Path(f"{stem}.txt")
-    text = Path(f"{path}.txt") if text == path else text
-    command = way_out.format(file=shlex.quote(str(path)), text=shlex.quote(str(text)))
-    return f"{what}, not text; {command}"
+        for sign, end, what, way_out in SIGNS:
+            if re.match(sign, head) and path.name.lower().endswith(end):
+                text = path.with_suffix("") if suffix_of(path) == ".gz" else f"{path}.txt"
+                names = {"file": shlex.quote(str(path)), "text": shlex.quote(str(text))}
+                line = f"{what}, not text; {way_out}".format(**names, suffix=suffix_of(path))
+                raise DataError(f"{path}: {line}")
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
@@ -75,7 +68,8 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
             if not isinstance(text, str):
                 what = f'want a JSON object with a string "text"{_keys(found, path)}'
                 raise DataError(f"{path}:{number}: {what}")
-            yield split_text(text)
+            pieces = [text[first : first + CHUNK] for first in range(0, len(text), CHUNK)]
+            yield at_safe_cuts(pieces)
 
 
 def _keys(found: object, path: Path) -> str:
@@ -86,13 +80,13 @@ def _keys(found: object, path: Path) -> str:
         return f'; its "text" is of type {type(found["text"]).__name__}'
     names = [json.dumps(key[:KEY_LENGTH]) for key in found]
     words = f"; it has {', '.join(names[:KEYS])}{', ...' * (len(names) > KEYS)}"
-    strings = [key for key, value in found.items() if isinstance(value, str)]
-    longest = max(strings, key=lambda key: len(found[key]), default="")
-    if 0 < len(longest) < KEY_LENGTH:
-        program = f"{{text: .{json.dumps(longest)}}}"
-        words += f"; if {json.dumps(longest)} is the text: `jq -c {shlex.quote(program)} "
-        words += f"{_into(path, 'text')}`"
-    return words
+    lengths = {key: len(value) for key, value in found.items() if isinstance(value, str)}
+    longest = max(lengths, key=lengths.__getitem__, default="")
+    if not 0 < len(longest) < KEY_LENGTH:
+        return words
+    key = json.dumps(longest)
+    program = shlex.quote(f"{{text: .{key}}}")
+    return f"{words}; if {key} is the text: `jq -c {program} {_into(path, 'text')}`"
 
 
 def _into(path: Path, what: str) -> str:
@@ -106,8 +100,11 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
 
     Raises DataError that names the file and the byte.
     """
+    return at_safe_cuts(_decoded(path, start, stop))
+
+
+def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    rest = ""
     with open(path, "rb") as file:  # binary, so that no line end is translated
         file.seek(start)
         while start < stop:
@@ -120,30 +117,28 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
             if (nul := block.find(0)) >= 0:
                 where = f"NUL at byte {start + nul}"
                 raise DataError(f"{path}: a binary file, not text ({where}); name files of text")
-            held = len(decoder.getstate()[0])  # bytes of a character that began a block earlier
+            first, start = start, start + len(block)
             try:
-                text = decoder.decode(block, final=start + len(block) >= stop)
-            except UnicodeDecodeError as error:
-                byte = start - held + error.start
+                text = decoder.decode(block, final=start >= stop)
+            except UnicodeDecodeError as error:  # (its object begins with what a block has left)
+                byte = start - len(error.object) + error.start
                 command = f"iconv -f CP1252 -t UTF-8 {_into(path, 'utf8')}"
                 raise DataError(
                     f"{path}: not UTF-8 at byte {byte}; if it is Western European: `{command}`"
                 ) from None
-            text = rest + (text.removeprefix("\ufeff") if start == 0 else text)
-            start += len(block)
-            cut = safe_cut(text) if start < stop else len(text)
+            yield text if first else text.removeprefix("\ufeff")
+
+
+def at_safe_cuts(pieces: Iterable[str]) -> Iterator[str]:
+    """The same text in chunks, each of which ends where a piece does or a little before."""
+    text = ""
+    for piece in pieces:
+        if text:
+            cut = safe_cut(text)
             yield text[:cut]
-            rest = text[cut:]
-
-
-def split_text(text: str) -> Iterator[str]:
-    """`text` in chunks that encode as the whole does."""
-    start = 0
-    while len(text) - start > CHUNK:
-        cut = safe_cut(text[start : start + CHUNK + 1])
-        yield text[start : start + cut]
-        start += cut
-    yield text[start:]
+            text = text[cut:]
+        text += piece
+    yield text
 
 
 def safe_cut(text: str) -> int:

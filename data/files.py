@@ -32,29 +32,25 @@ def find_files(names: Sequence[str], flag: str, note: Say) -> list[Path]:
     """
     found: dict[Path, None] = {}
     walked: set[Path] = set()  # what folders gave
-    skipped: dict[Path, None] = {}
+    skipped: set[Path] = set()
     folders: list[str] = []
     for name in names:
         usable: list[Path] = []
         others: list[Path] = []
         for path in _expand(name, flag):
-            if path.is_dir():
-                inside, rest = _walk(path, {*TEXT_SUFFIXES, *TOKEN_SUFFIXES})
-                usable, others = usable + inside, others + rest
-                walked.update(inside)
-                folders += [str(path)] * bool(inside or rest)
-            elif not path.is_file():
-                raise DataError(f"{flag} {path}: not a regular file")
-            elif path.stat().st_size == 0:
-                raise DataError(f"{flag} {path}: the file is empty")
-            else:
+            if not path.is_dir():
                 usable.append(path)
+                continue
+            inside, rest = _walk(path, {*TEXT_SUFFIXES, *TOKEN_SUFFIXES})
+            usable, others = usable + inside, others + rest
+            walked.update(inside)
+            folders += [str(path)] * bool(inside or rest)
         if not usable:
             what = f"no text or token file in this folder{_way_in(name, others)}"
             raise DataError(f"{flag} {name}: {what}")
         found |= dict.fromkeys(usable)
-        skipped |= dict.fromkeys(others)
-    if left := [path for path in skipped if path not in found]:
+        skipped.update(others)
+    if left := skipped - found.keys():
         taken = "1 file" if len(walked) == 1 else f"{len(walked):,} files"
         note(
             f"note     {flag} {label(folders)}: {taken} taken, {len(left):,} skipped "
@@ -67,22 +63,25 @@ def _expand(name: str, flag: str) -> list[Path]:
     """The file or folder of that name, else what the pattern matches."""
     if not name:
         raise DataError(f"{flag}: an empty name")
-    if Path(name).exists():  # a file whose name holds a [ is not a pattern
-        return [Path(name)]
-    paths = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
-    if not paths and glob.has_magic(name):
-        raise DataError(f"{flag} {name}: no file matches")
+    paths = [Path(name)]  # a file whose name holds a [ is not a pattern
+    if not paths[0].exists():
+        paths = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
     if not paths:
-        raise DataError(f"{flag} {name}: no such file or folder")
+        what = "no file matches" if glob.has_magic(name) else "no such file or folder"
+        raise DataError(f"{flag} {name}: {what}")
+    for path in paths:
+        if not path.is_dir() and not path.is_file():
+            raise DataError(f"{flag} {path}: not a regular file")
+        if path.is_file() and path.stat().st_size == 0:
+            raise DataError(f"{flag} {path}: the file is empty")
     return paths
 
 
 def count_suffixes(paths: Iterable[Path]) -> str:
     """`.pdf 12, .docx 3`: the commonest first."""
     kinds = Counter(suffix_of(path) or "without suffix" for path in sorted(paths)).most_common()
-    rest = sum(number for _, number in kinds[SHOWN_SUFFIXES:])
-    shown = kinds[:SHOWN_SUFFIXES] + [("others", rest)] * bool(rest)
-    return ", ".join(f"{suffix} {number:,}" for suffix, number in shown)
+    shown = [f"{suffix} {number:,}" for suffix, number in kinds[:SHOWN_SUFFIXES]]
+    return ", ".join(shown + ["..."] * (len(kinds) > SHOWN_SUFFIXES))
 
 
 def _way_in(name: str, others: list[Path]) -> str:
@@ -91,51 +90,30 @@ def _way_in(name: str, others: list[Path]) -> str:
     if not others:
         return " (hidden and empty ones are not counted)"
     suffix, _ = Counter(path.suffix for path in sorted(others)).most_common(1)[0]
-    commonest = [path for path in others if path.suffix == suffix]
-    check_text(commonest)
-    folder = Path(glob.escape(name) if Path(name).exists() else name)
-    nested = any(path.parent != Path(name) for path in commonest)
-    pattern = shlex.quote(str(Path(folder, *["**"] * nested, f"*{glob.escape(suffix)}")))
+    check_text(path for path in others if path.suffix == suffix)
+    folder = glob.escape(name) if Path(name).exists() else name
+    pattern = shlex.quote(str(Path(folder, "**", f"*{glob.escape(suffix)}")))
     kinds = f"{count_suffixes(others)}; the known ones are in data/README.md"
     return f" ({kinds}); what a pattern names is read whatever its suffix: {pattern}"
 
 
 def warn_of_shared(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
     """One line if files of `val` are in `train` as well, or copies of theirs are."""
-    shared = _find_shared(train, val)
-    if not shared:
-        return []
-    file, twin = shared[0]
-    name, where = str(file), f"a copy of {twin} in --train-data"
-    if file.samefile(twin):
-        where = "the same file as in --train-data"
-    if len(shared) > 1:
-        name, where = f"{file} and {len(shared) - 1:,} more", "in --train-data as well"
-    part = "" if len(shared) == len(val) else f" on {len(shared):,} of its {len(val):,} files"
-    blind = f"the validation loss will not see overfitting{part}"
-    return [f"warning  --val-data {name}: {where}: {blind}"]
-
-
-def _find_shared(train: Sequence[Path], val: Sequence[Path]) -> list[tuple[Path, Path]]:
-    """Files of `val`, each with its twin in `train`. Only files of one size and one beginning are
-    read to their end."""
-
-    def size_and_head(path: Path) -> tuple[int, bytes]:
-        with open(path, "rb") as file:
-            return path.stat().st_size, file.read(4096)
-
-    sizes = {path.stat().st_size for path in val}
-    alike: defaultdict[tuple[int, bytes], list[Path]] = defaultdict(list)
+    sizes: defaultdict[int, list[Path]] = defaultdict(list)
     for path in train:
-        if path.stat().st_size in sizes:
-            alike[size_and_head(path)].append(path)
-    shared = []
+        sizes[path.stat().st_size].append(path)
+    shared = []  # with its twin
     for path in val:
-        for twin in alike.get(size_and_head(path), []):
+        for twin in sizes[path.stat().st_size]:
             if twin.samefile(path) or filecmp.cmp(twin, path, shallow=False):
                 shared.append((path, twin))
                 break
-    return shared
+    if not shared:
+        return []
+    file, twin = shared[0]
+    part = f" ({len(shared):,} of its {len(val):,} files)" * (len(val) > 1)
+    what = f"--val-data {file}{part}: the same as {twin} in --train-data"
+    return [f"warning  {what}: the validation loss will not see overfitting"]
 
 
 def find_stdlib() -> list[Path]:

@@ -30,8 +30,15 @@ class Dataset:
     train: tuple[TokenFile, ...]
     val: tuple[TokenFile, ...]
     tokenizer: Tokenizer
-    description: str
+    about: str  # what it was made from
     fingerprint: str
+
+    @property
+    def description(self) -> str:
+        """One line."""
+        train, val = (sum(file.count for file in files) for files in (self.train, self.val))
+        vocabulary = f"{self.tokenizer.name}, {self.tokenizer.vocab_size:,} ids"
+        return f"{self.about}; {train:,} training and {val:,} validation tokens ({vocabulary})"
 
 
 @dataclass(frozen=True)
@@ -46,37 +53,29 @@ class FoundData:
     def load(self) -> Dataset:
         """From the cache, or into it. Raises DataError if that cannot be written
         (DiskFull, if it has no room)."""
-        try:
+        with one_line(self.cache_dir):
             return self.get()
-        except OSError as error:
-            raise of_file(error, self.cache_dir) from error
 
 
-def of_file(error: OSError, cache_dir: Path) -> DataError:
-    """The same in one line; where the error names no file, it is one in `cache_dir`."""
-    reason = f"{error.filename or cache_dir}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return DiskFull(f"{reason}; the token cache needs room there")
-    return DataError(reason)
+@contextmanager
+def one_line(cache_dir: Path) -> Iterator[None]:
+    """An OSError as a DataError; where it names no file, it is one in `cache_dir`."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename or cache_dir}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFull(f"{reason}; the token cache needs room there") from error
+        raise DataError(reason) from error
 
 
 def cached_dataset(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str) -> Dataset:
-    """The content of a folder of the cache; `about` says what it was made from."""
-    counts = {split: meta[f"{split}_tokens"] for split in ("train", "val")}
+    """The content of a folder of the cache."""
     train, val = (
-        TokenFile(folder / f"{split}.bin", meta["dtype"], 0, count)
-        for split, count in counts.items()
+        TokenFile(folder / f"{split}.bin", meta["dtype"], 0, meta[f"{split}_tokens"])
+        for split in ("train", "val")
     )
-    about = describe(about, [*counts.values()], tokenizer)
     return Dataset((train,), (val,), tokenizer, about, fingerprint=folder.name)
-
-
-def describe(about: str, counts: list[int], tokenizer: Tokenizer) -> str:
-    """counts: training tokens, validation tokens."""
-    return (
-        f"{about}; {counts[0]:,} training and {counts[1]:,} validation tokens "
-        f"({tokenizer.name}, {tokenizer.vocab_size:,} ids)"
-    )
 
 
 def label(names: list[str]) -> str:

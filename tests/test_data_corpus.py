@@ -1,24 +1,33 @@
 """Paths to tokens: each format is read whole, each split is clean, each bad flag costs one line.
 
-Also the data that need no file: toy data and the built-in corpus. The cache: test_data_cache.py;
-bad files: test_bad_input.py.
+Also the data that need no file, and the cache: it is found again by what it was made from, built
+anew if it is damaged, once if processes race, and a builder that dies leaves nothing to be read.
+Bad files: test_bad_input.py. A run that goes on: test_data_resume.py.
 """
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness.corpora import ids, load, texts
+from harness.rows import row
+from harness.runs import ROOT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
-from data import DataError, Dataset, Tokenizer
+from data import DataError, Tokenizer
 from data import documents as documents_module
-from data.documents import read_text, split_text
+from data.documents import at_safe_cuts, read_text
 from data.tokenizer import GPT2_PATTERN, train_bpe
+
+law = settings(deadline=None, derandomize=True, max_examples=40)
 
 # ---- Reading in chunks
 
@@ -42,51 +51,75 @@ def tokenizers() -> list[Tokenizer]:
     return [Tokenizer("x", ranks, pattern) for pattern in (GPT2_PATTERN, *patterns)]
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@law
 @given(
-    st.lists(st.lists(st.sampled_from(PIECES), max_size=5), min_size=20, max_size=50),
-    st.integers(80, 200),
+    st.lists(st.lists(st.sampled_from(PIECES), max_size=4), min_size=5, max_size=25),
+    st.integers(60, 150),
 )
 def test_chunks_encode_as_the_whole(tokenizers, tmp_path_factory, groups, size) -> None:
-    text = "a,".join(map("".join, groups))  # so there is a place to cut in any 80 bytes
+    text = "a,".join(map("".join, groups))  # so there is a place to cut in any 60 bytes
     path = tmp_path_factory.getbasetemp() / "chunks.txt"
     path.write_bytes(text.encode())
+    pieces = [text[first : first + size] for first in range(0, len(text), size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents_module, "CHUNK", size)
-        for chunks in (read_text(path, 0, path.stat().st_size), split_text(text)):
+        for chunks in (read_text(path, 0, path.stat().st_size), at_safe_cuts(pieces)):
             parts = list(chunks)
-            assert "".join(parts) == text and len(parts) >= len(text) // (size + 80)
+            assert "".join(parts) == text and len(parts) >= len(pieces)
             for tokenizer in tokenizers:
                 wanted = tokenizer.encode(text).tolist()
                 assert [i for part in parts for i in tokenizer.encode(part).tolist()] == wanted
 
 
-# ---- Formats
+# ---- Documents and splits
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
-@given(st.text("a b\n\r\u00e9\U0001f600", min_size=1), st.floats(0.05, 0.95), st.booleans())
-@example("é" * 1000, 0.1, False)  # no place to cut
-@example("first\r\nsecond <|endoftext|> é\n\n" * 50, 0.1, True)
-def test_a_text_keeps_every_byte_but_the_mark_and_no_character_is_cut(
-    tmp_path_factory, text, ratio, mark
-) -> None:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "x.txt").write_bytes(b"\xef\xbb\xbf" * mark + text.encode())
+@law
+@given(
+    st.lists(st.text("a b\n\ré\U0001f600", min_size=1), min_size=1, max_size=12),
+    st.floats(0.05, 0.95),
+    st.sampled_from(["lines", "files", "files with a mark"]),
+)
+@example(["é" * 1000], 0.1, "files")  # no place to cut
+@example(["first\r\nsecond <|endoftext|> é\n\n" * 50], 0.1, "files with a mark")
+@example([f"line {i}\nü" for i in range(30)], 0.1, "lines")
+def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio, layout) -> None:
+    """And no character is cut."""
+    folder = tmp_path_factory.mktemp("texts")
+    if layout == "lines":
+        lines = [json.dumps({"id": 3, "text": document}) for document in documents]
+        (folder / "x.jsonl").write_text("\n\n".join(lines))
+    else:
+        for i, document in enumerate(documents):
+            mark = b"\xef\xbb\xbf" * ("mark" in layout)
+            (folder / f"{i:02}.txt").write_bytes(mark + document.encode())
+    n, wholes = len(documents), [document.encode() for document in documents]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents_module, "CHUNK", 50)
-        data = load(folder / "cache", folder / "x.txt", val_ratio=ratio)
-    parts = [*texts(data.train), *texts(data.val)]
-    assert b"".join(parts) == text.encode() and all(part.decode() or part == b"" for part in parts)
+        if layout == "lines" and n * ratio < 1:
+            with pytest.raises(DataError, match=r"too few documents \(\d+\)"):
+                load(folder / "cache", folder, val_ratio=ratio)
+            return
+        data = load(folder / "cache", folder, val_ratio=ratio)
+    train, val = texts(data.train), texts(data.val)
+    if n * ratio >= 1:  # every 1 / ratio-th
+        turns = [int((i + 1) * ratio) > int(i * ratio) for i in range(n)]
+        assert val == [whole for whole, turn in zip(wholes, turns, strict=True) if turn]
+        assert train == [whole for whole, turn in zip(wholes, turns, strict=True) if not turn]
+        return
+    assert [a + b for a, b in zip(train, val, strict=True)] == wholes
+    for whole, first, tail in zip(wholes, train, val, strict=True):
+        size = len(whole) + 3 * ("mark" in layout)
+        about = size - int(size * (1 - ratio))
+        assert first.decode() + tail.decode() and len(tail) <= about
+        newline = whole[len(whole) - about :].find(b"\n") + 1  # cut after it, if there is one
+        if 0 < newline < about:
+            assert first.endswith(b"\n") and len(tail) == about - newline
+        else:
+            assert len(tail) > about - 4
 
 
-def test_jsonl_is_one_document_a_line(cache, tmp_path) -> None:
-    lines = [json.dumps({"id": i, "text": f"line {i}\nü"}) for i in range(30)]
-    (tmp_path / "x.jsonl").write_text("\n\n".join(lines))
-    data = load(cache, tmp_path / "x.jsonl")
-    assert texts(data.val) == [f"line {i}\nü".encode() for i in (9, 19, 29)]
-    assert len(texts(data.train)) == 27
-    assert "30 documents" in data.description
+LAYOUTS = ["nanoGPT uint16", "llm.c uint16", "llm.c uint32", "npy uint16", "npy uint32"]
 
 
 def write_tokens(path: Path, tokens: np.ndarray, layout: str) -> Path:
@@ -100,17 +133,15 @@ def write_tokens(path: Path, tokens: np.ndarray, layout: str) -> Path:
     return path
 
 
-LAYOUTS = ["nanoGPT uint16", "llm.c uint16", "llm.c uint32", "npy uint16", "npy uint32"]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_token_files_are_read_in_place(cache, tmp_path, layout: str) -> None:
     layout, dtype = layout.split()
-    tokens = np.random.default_rng(0).integers(0, 257, 1000).astype(dtype)
-    path = write_tokens(tmp_path / "x.bin", tokens, layout)
-    data = load(cache, path)
-    assert ids(data.train) == tokens[:900].tolist() and ids(data.val) == tokens[900:].tolist()
-    assert {file.path for file in data.train + data.val} == {path}
+    for n in (*range(2, 9), 1000):  # the first are shorter than llm.c's header
+        tokens = np.random.default_rng(0).integers(0, 257, n).astype(dtype)
+        path = write_tokens(tmp_path / "x.bin", tokens, layout)
+        data, cut = load(cache, path), n - max(1, n // 10)
+        assert ids(data.train) == tokens[:cut].tolist() and ids(data.val) == tokens[cut:].tolist()
+        assert {file.path for file in data.train + data.val} == {path}
     assert not cache.exists()
 
 
@@ -128,26 +159,6 @@ def test_token_files_named_val_validate_and_a_tail_spans_files(cache, tmp_path) 
     for n in (75, 10):
         data = load(cache, tmp_path, val_ratio=0.5, max_tokens=None if n == 75 else n)
         assert ids(data.train) == list(range(n)) and ids(data.val) == list(range(75, 75 + n))
-
-
-# ---- Splits
-
-
-@pytest.mark.parametrize("n", [1, 3, 25])  # a few texts are each split at their tail
-def test_a_text_is_split_at_its_tail_after_a_newline_and_many_by_file(cache, tmp_path, n) -> None:
-    for i in range(n):
-        lines = [f"line {j} of file {i}\n" for j in range(100)]
-        (tmp_path / f"{i:02}.txt").write_text("".join(lines))
-    data = load(cache, tmp_path, val_ratio=0.2 if n < 25 else 0.1)
-    if n == 25:
-        files = [text.split(b"\n")[0] for text in texts(data.val)]
-        assert files == [b"line 0 of file 9", b"line 0 of file 19"]
-        assert len(texts(data.train)) == 23
-        return
-    for i, (train, val) in enumerate(zip(texts(data.train), texts(data.val), strict=True)):
-        assert (train + val).decode() == "".join(f"line {j} of file {i}\n" for j in range(100))
-        assert val.startswith(b"line") and 0.18 < len(val) / (len(train) + len(val)) <= 0.2
-    assert len(texts(data.val)) == n
 
 
 def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache, tmp_path) -> None:
@@ -183,31 +194,25 @@ def test_max_tokens_caps_each_split_and_stops_early(cache, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("vocab_size", [256, 70000])
 def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
-    def toy(seed: int, where: Path = cache) -> Dataset:
-        options = {"vocab_size": vocab_size, "max_tokens": 60_000, "seed": seed}
-        return load(where, toy=True, tokenizer_name=None, **options)
-
-    data = toy(3)
+    options = {"toy": True, "tokenizer_name": None, "vocab_size": vocab_size, "max_tokens": 60_000}
+    data, other = load(cache, seed=3, **options), load(cache, seed=4, **options)
     walk = np.array(ids(data.train) + ids(data.val))
     assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
     successors: dict[int, set[int]] = {}
     for a, b in zip(walk[:-1].tolist(), walk[1:].tolist(), strict=True):
         successors.setdefault(a, set()).add(b)
-    assert max(len(s) for s in successors.values()) == 4
-    if vocab_size == 70000:
-        return
-    pairs = np.zeros((256, 256))
-    np.add.at(pairs, (walk[:-1], walk[1:]), 1)
-    chance = pairs / pairs.sum(1, keepdims=True)
-    loss = -(pairs[pairs > 0] * np.log(chance[pairs > 0])).sum() / pairs.sum()
-    assert abs(loss - math.log(4)) < 0.01 and "1.386" in data.description
-    assert walk[:4].tolist() == [121, 232, 191, 231]  # as in every run before
-    again, other = toy(3, cache / "again"), toy(4)
-    assert ids(again.train) == ids(data.train) != ids(other.train)
+    assert max(len(s) for s in successors.values()) == 4 and ids(other.train) != ids(data.train)
+    if vocab_size == 256:
+        pairs = np.zeros((256, 256))
+        np.add.at(pairs, (walk[:-1], walk[1:]), 1)
+        chance = pairs / pairs.sum(1, keepdims=True)
+        loss = -(pairs[pairs > 0] * np.log(chance[pairs > 0])).sum() / pairs.sum()
+        assert abs(loss - math.log(4)) < 0.01 and "1.386" in data.description
+        assert walk[:4].tolist() == [121, 232, 191, 231]  # as in every run before
 
 
 def test_the_built_in_corpus_is_python_source_and_a_second_start_reads_the_cache(
-    cache, monkeypatch
+    cache, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr("data.corpus.BPE_TRAINING_CHARS", 500_000)  # of 9 million
     lines: list[str] = []
@@ -228,26 +233,18 @@ def test_the_built_in_corpus_is_python_source_and_a_second_start_reads_the_cache
     assert again.train == data.train and again.description == data.description
     assert again.tokenizer.fingerprint == data.tokenizer.fingerprint
 
-
-def test_a_python_without_its_library_says_so(monkeypatch, tmp_path, cache) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(DataError, match="--train-data"):
-        load(cache, tokenizer_name=None)
-    assert not cache.exists()
+    with pytest.raises(DataError, match="--train-data"):  # a Python without its library
+        load(cache, **options)
 
 
 # ---- What test_bad_input.py does not ask through the trainer
 
 
-def test_an_unreadable_file_is_one_line(cache, tmp_path, monkeypatch) -> None:
-    (tmp_path / "x.txt").write_text("text")
-
-    def refuse(paths: list[Path]) -> str:
-        raise PermissionError(13, "Permission denied", str(paths[0]))
-
-    monkeypatch.setattr("data.corpus.hash_files", refuse)
-    with pytest.raises(DataError, match="x.txt: Permission denied"):
-        load(cache, tmp_path / "x.txt")
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (tmp_path / "x.txt").write_text("words and words\n" * 100)
+    return tmp_path / "x.txt"
 
 
 BAD = {
@@ -260,8 +257,95 @@ BAD = {
 
 
 @pytest.mark.parametrize(("message", "options"), BAD.items())
-def test_a_bad_option_is_named(cache, tmp_path, message: str, options: dict) -> None:
-    (tmp_path / "x.txt").write_text("text\n" * 100)
+def test_a_bad_option_is_named(cache, text, message: str, options: dict) -> None:
     with pytest.raises(DataError, match=message):
-        load(cache, tmp_path / "x.txt", **({"tokenizer_name": None} | options))
+        load(cache, text, **({"tokenizer_name": None} | options))
     assert not cache.exists()
+
+
+# ---- The cache
+
+
+def test_fingerprint_follows_content_tokenizer_and_split(cache, text, tmp_path) -> None:
+    moved = tmp_path / "elsewhere.txt"
+    moved.write_bytes(text.read_bytes())
+    first = load(cache, text).fingerprint
+    assert load(cache, moved).fingerprint == first
+    others = [load(cache, text, val_ratio=0.2), load(cache, text, tokenizer_name="bpe")]
+    others.append(load(cache, text, max_tokens=50))
+    text.write_text("words and swords\n" * 100)
+    others.append(load(cache, text))
+    assert len({first, *(other.fingerprint for other in others)}) == 5
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.tiktoken"])
+def test_a_damaged_cache_is_built_anew(cache, text, name: str) -> None:
+    data = load(cache, text)
+    victim, before, lines = cache / data.fingerprint / name, ids(data.train), []
+    content = victim.read_bytes()
+    for damage in (content[:-3], content + b"1\n", None):
+        victim.unlink() if damage is None else victim.write_bytes(damage)
+        again = load(cache, text, say=lines.append)
+        assert ids(again.train) == before and "damaged" in lines.pop()
+        assert victim.stat().st_size == len(content)
+        load(cache, text, say=lines.remove)  # nothing to say
+
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+from data import Tokenizer, find_dataset
+real, fate = Tokenizer.encode, sys.argv[3]
+def encode(self, text):
+    time.sleep(1)  # the others come meanwhile
+    if fate == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, text)
+Tokenizer.encode = encode
+data = find_dataset([sys.argv[1]], None, tokenizer_name="bpe", cache_dir=Path(sys.argv[2])).load()
+print(data.fingerprint, data.tokenizer.fingerprint)
+"""
+
+
+@row(
+    "several processes on an empty token cache; the builder killed half-way",
+    "built once, byte-identical, nothing poisonous left",
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="the lock is POSIX's; there the rename decides")
+def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, tmp_path) -> None:
+    def child(fate: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", CHILD, str(text), str(cache), fate]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    killed = child("die")
+    assert killed.wait(60) == -signal.SIGKILL
+    left = [path.name for path in cache.iterdir() if path.name != ".lock"]
+    assert len(left) == 1 and left[0].startswith(".tmp-")  # nothing that a reader would open
+    processes = [child("live") for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 2
+    for word in ("training a BPE", "encoding"):
+        assert sum(word in output for output in outputs) == 1
+    (names,) = {output.splitlines()[-1] for output in outputs}
+    assert sorted(os.listdir(cache)) == [".lock", names.split()[0]]
+    there, fresh = (load(where, text, tokenizer_name="bpe") for where in (cache, tmp_path / "new"))
+    assert ids(fresh.train) == ids(there.train) and fresh.fingerprint == names.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "says"),
+    [
+        ("data.corpus.hash_files", PermissionError(13, "Permission denied", "x"), "x: Permission"),
+        ("data.tokenizer.Tokenizer.encode", OSError(28, "No space left"), "cache: No space left"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_one_line(
+    cache, text, monkeypatch, function, error, says
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(function, fail)
+    with pytest.raises(DataError, match=says):
+        load(cache, text)
+    assert not cache.exists() or os.listdir(cache) == [".lock"]

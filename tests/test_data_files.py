@@ -74,12 +74,10 @@ def test_what_a_folder_leaves_out_is_counted(tmp_path) -> None:
     found, (line,) = find(tmp_path, "docs", "other", "docs/x.docx", "plain/z.txt")
     assert len(found) == 5
     assert "docs and 1 more: 3 files taken, 4 skipped (.pdf 3, without suffix 1);" in line
-    assert find(tmp_path, "plain")[1] == []  # nothing to say
     for number in range(6):
         write(tmp_path, *(f"many/{i}.kind{number}" for i in range(number + 1)), "many/x.txt")
     (line,) = find(tmp_path, "many")[1]
-    assert "many: 1 file taken, 21 skipped (.kind5 6, .kind4 5, " in line
-    assert ", .kind1 2, others 1)" in line
+    assert "many: 1 file taken, 21 skipped (.kind5 6, .kind4 5, " in line and ", ...)" in line
     # A pattern may match such a folder beside others.
     write(tmp_path, "all/pictures/a.png", "all/texts/a.txt", "all/zoo/a.png")
     found, (line,) = find(tmp_path, "all/[tpz]*")
@@ -95,9 +93,8 @@ def test_what_a_folder_leaves_out_is_counted(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("names", "pattern"),
     [
-        (["man/cat.1", "man/dog.1", "man/x.png"], "'man/*.1'"),
-        (["my man/deep/CAT.1", "my man/deep/LICENSE"], "'my man/**/*.1'"),
-        (["[man]/cat", "[man]/dog"], "'[[]man]/*'"),
+        (["my man/deep/CAT.1", "my man/x.1", "my man/x.png"], "'my man/**/*.1'"),
+        (["[man]/cat", "[man]/dog"], "'[[]man]/**/*'"),
     ],
 )
 def test_a_folder_with_nothing_usable_says_what_reads_it(
@@ -110,7 +107,7 @@ def test_a_folder_with_nothing_usable_says_what_reads_it(
     assert "no text or token file in this folder (" in str(error.value)
     assert str(error.value).endswith(f"is read whatever its suffix: {pattern}")
     data = load(cache, *shlex.split(pattern))
-    assert texts(data.train)[0].startswith(b"this is ")
+    assert len(texts(data.train)) == 2 and texts(data.train)[0].startswith(b"this is ")
 
 
 def said(cache: Path, *paths: str, val: list[str]) -> list[str]:
@@ -139,30 +136,25 @@ def test_validation_that_is_trained_on_is_noticed(cache, tmp_path, monkeypatch) 
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "docs/a.txt", "docs/b.txt", "other/c.txt")
     os.symlink(tmp_path / "docs/a.txt", "link.txt")
-    blind = "in --train-data: the validation loss will not see overfitting"
-    same = f"the same file as {blind}"
-    for val, train in (("docs/a.txt", "docs"), ("other/../docs/a.txt", "docs/*.txt")):
-        (line,) = said(cache, train, val=[val])
-        assert line == f"warning  --val-data {val}: {same}"
-    for val in (str(tmp_path / "docs/a.txt"), "link.txt"):
-        assert said(cache, "docs/a.txt", val=[val])[0].endswith(f"{val}: {same}")
     Path("copy.txt").write_bytes(Path("docs/b.txt").read_bytes())
-    (line,) = said(cache, "docs", val=["copy.txt"])
-    assert line == f"warning  --val-data copy.txt: a copy of docs/b.txt {blind}"
-    (line,) = said(cache, "docs", val=["docs/a.txt", "other/c.txt"])
-    assert line == f"warning  --val-data docs/a.txt: {same} on 1 of its 2 files"
-    (line,) = said(cache, "docs", val=["docs"])
-    assert line.startswith("warning  --val-data docs/a.txt and 1 more: in --train-data as well: ")
-    assert said(cache, "docs", val=["other"]) == []
-    Path("other/c.txt").write_text("that is docs/a.txt")  # another text of the same length
-    assert said(cache, "docs", val=["other"]) == []
     ids = np.random.default_rng(0).integers(0, 257, 10_000).astype(np.uint16)
     for name, last in (("train", 0), ("other", 1), ("val", 0)):  # a copy is one to its end
         ids[-1] = last
         ids.tofile(f"{name}.bin")
-    assert said(cache, "train.bin", val=["other.bin"]) == []
-    (line,) = said(cache, "other.bin", "train.bin", val=["val.bin"])
-    assert "val.bin: a copy of train.bin in --train-data" in line
+    a, b, of_two = "docs/a.txt", "docs/b.txt", "docs/a.txt ({} of its 2 files)"
+    for train, val, file, twin in [
+        (["docs"], [a], a, a),
+        (["docs/*.txt"], ["other/../docs/a.txt"], "other/../docs/a.txt", a),
+        ([a], ["link.txt"], "link.txt", a),
+        (["docs"], ["copy.txt"], "copy.txt", b),
+        (["docs"], [a, "other/c.txt"], of_two.format(1), a),
+        (["docs"], ["docs"], of_two.format(2), a),
+        (["other.bin", "train.bin"], ["val.bin"], "val.bin", "train.bin"),
+    ]:
+        (line,) = said(cache, *train, val=val)
+        assert line.startswith(f"warning  --val-data {file}: the same as {twin} in --train-data: ")
+    Path("other/c.txt").write_text("that is docs/a.txt")  # another text of the same length
+    assert said(cache, "docs", val=["other"]) == said(cache, "train.bin", val=["other.bin"]) == []
 
 
 # ---- What is no text
@@ -172,46 +164,34 @@ PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\nBT (Hello) Tj ET\n"  # 
 ZIP = b"PK\x03\x04\x14\0word/document.xml"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid"
 PACKED = gzip.compress(b"{}")
-# name -> (its content, what it is called, the way out)
+TAR, BINARY = b"x" * 257 + b"ustar\0", "(a binary file, not text|not UTF-8 at byte)"
+# (name, its content): what it is called, and the way out
 NO_TEXT = {
-    "a.pdf": (PDF, "a PDF", "`pdftotext a.pdf a.txt`"),
-    "a.PDF": (b"\xef\xbb\xbf\r\n" + PDF, "a PDF", "`pdftotext a.PDF a.txt`"),
-    "a.txt": (PDF, "a PDF", "`pdftotext a.txt a.txt.txt`"),  # not onto itself
-    "my book.pdf": (PDF, "a PDF", "`pdftotext 'my book.pdf' 'my book.txt'`"),
-    "a.rtf": (rb"{\rtf1\ansi Hello}", "an RTF document", "`pandoc a.rtf -o a.txt`"),
-    "a.docx": (ZIP, "a .docx file", "`pandoc a.docx -o a.txt`"),
-    "archive": (ZIP, "a zip archive", "`unzip archive`"),
-    "a.jsonl.gz": (PACKED, "compressed by gzip", "`gunzip -c a.jsonl.gz > a.jsonl`"),
-    "a.jsonl": (PACKED, "compressed by gzip", "`gunzip -c a.jsonl > a.txt`"),
-    "A.TAR.GZ": (PACKED, "compressed by gzip", "`tar -xf A.TAR.GZ`"),
-    "a.tgz": (PACKED, "compressed by gzip", "`tar -xf a.tgz`"),
-    "lfs.txt": (LFS, "what Git LFS leaves in place of a file", "`git lfs pull`"),
+    ("a.PDF", b"\xef\xbb\xbf\r\n" + PDF): "a PDF, .*`pdftotext a.PDF a.PDF.txt`",
+    ("a.txt", PDF): "a PDF, .*`pdftotext a.txt a.txt.txt`",  # not onto itself
+    ("my {book}.pdf", PDF): r"a PDF, .*`pdftotext 'my {book}.pdf' 'my {book}.pdf.txt'`",
+    ("a.rtf", rb"{\rtf1\ansi Hello}"): "an RTF document, .*`pandoc a.rtf -o a.rtf.txt`",
+    ("a.docx", ZIP): "a .docx file, .*`pandoc a.docx -o a.docx.txt`",
+    ("archive", ZIP): "a zip archive, .*`unzip archive`",
+    ("a.jsonl.gz", PACKED): "compressed by gzip, .*`gunzip -c a.jsonl.gz > a.jsonl`",
+    ("a.jsonl", PACKED): "compressed by gzip, .*`gunzip -c a.jsonl > a.jsonl.txt`",
+    ("A.TAR.GZ", PACKED): "compressed by gzip, .*`tar -xf A.TAR.GZ`",
+    ("a.tgz", PACKED): "compressed by gzip, .*`tar -xf a.tgz`",
+    ("lfs.txt", LFS): "what Git LFS leaves in place of a file, .*`git lfs pull`",
+    **{("a.txt", other * 3): BINARY for other in (b"ID3\3\0", b"BZh91AY&SY\xff", b"\x28\xb5", TAR)},
 }
 
 
-@pytest.mark.parametrize("name", NO_TEXT)
-def test_a_file_that_is_no_text_is_told_by_its_first_bytes(
-    name, cache, tmp_path, monkeypatch
-) -> None:
+@pytest.mark.parametrize(("file", "says"), NO_TEXT.items())
+def test_a_file_that_is_no_text_is_refused(file, says, cache, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    content, what, way_out = NO_TEXT[name]
+    name, content = file
     Path(name).write_bytes(content)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(
+        DataError, match=f"^{name}: {says.replace(', .*', ', not text; .*')}"
+    ) as error:
         load(cache, name)
-    message = str(error.value)
-    assert message.startswith(f"{name}: {what}, not text; ") and way_out in message
-    assert "\n" not in message and not cache.exists()
-
-
-ARCHIVE = b"x" * 257 + b"ustar\0"
-
-
-@pytest.mark.parametrize("content", [b"ID3\x03\0\0", b"BZh91AY&SY\xff", b"\x28\xb5\x2f", ARCHIVE])
-def test_any_other_binary_stops_at_a_byte_that_no_text_has(content, cache, tmp_path) -> None:
-    (tmp_path / "notes.txt").write_bytes(content * 3)
-    with pytest.raises(DataError, match="notes.txt: (a binary file, not text|not UTF-8 at byte)"):
-        load(cache, tmp_path / "notes.txt")
-    assert not cache.exists()
+    assert "\n" not in str(error.value) and not cache.exists()
 
 
 def test_it_is_looked_for_before_anything_else(cache, tmp_path, monkeypatch) -> None:
