@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,11 +34,10 @@ def memory_used(device: torch.device) -> dict[str, Any]:
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
-        memory, active, reserved = (
-            stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "active", "reserved")
-        )
-        found = {"peak_memory_bytes": memory, "peak_memory_kind": "cuda"}
-        return found | {"peak_active_bytes": active, "peak_reserved_bytes": reserved}
+        names = {"memory": "allocated", "active": "active", "reserved": "reserved"}
+        peaks = {name: stats.get(f"{kind}_bytes.all.peak", 0) for name, kind in names.items()}
+        found = {f"peak_{name}_bytes": peak for name, peak in peaks.items()}
+        return found | {"peak_memory_kind": "cuda"}
     try:
         import resource
 
@@ -58,13 +57,14 @@ class StepClock:
     reading the loss waits for it.
     """
 
-    PHASES = ("data", "forward", "backward", "optimizer", "log")  # those that count
+    WORK = ("forward", "backward", "optimizer")
+    PHASES = ("data", *WORK, "log")  # those that count
 
     def __init__(self) -> None:
         self.total: dict[str, float] = defaultdict(float)  # seconds since the run began
-        self.interval: dict[str, float] = defaultdict(float)  # since the last `end_interval`
-        self.steps = self.interval_steps = 0
         self.phase, self.since = "set up", time.perf_counter()
+        self.steps = 0
+        self.last_interval = 0, 0.0  # steps and seconds of training at its end
 
     def __enter__(self) -> "StepClock":
         """Around training."""
@@ -81,7 +81,6 @@ class StepClock:
         """The time until now is that of the phase that runs."""
         now = time.perf_counter()
         self.total[self.phase] += now - self.since
-        self.interval[self.phase] += now - self.since
         self.since = now
 
     @contextmanager
@@ -97,39 +96,29 @@ class StepClock:
         """What follows, until the next step's data, looks at it and prints it."""
         self.begin("log")
         self.steps += 1
-        self.interval_steps += 1
 
     def end_interval(self) -> float:
         """Seconds a step took, on average, since the last call."""
         seconds = self.seconds_per_step()
-        self.interval.clear()
-        self.interval_steps = 0
+        self.last_interval = self.steps, self.training()
         return seconds
 
     def seconds_per_step(self) -> float:
         """On average since the last `end_interval`."""
         self.book()
-        return self.training(self.interval) / self.interval_steps
+        steps, seconds = self.last_interval
+        return max(self.training() - seconds, 1e-9) / (self.steps - steps)
 
-    def training(self, booked: dict[str, float]) -> float:
-        """Seconds of it; above 0, as they are divided by."""
-        return max(sum(booked.get(phase, 0.0) for phase in self.PHASES), 1e-9)
+    def training(self) -> float:
+        """Seconds of it so far; above 0, as they are divided by."""
+        return max(sum(self.total[phase] for phase in self.PHASES), 1e-9)
 
     def steps_per_second(self) -> float:
-        return self.steps / self.training(self.total)
+        return self.steps / self.training()
 
     def overhead(self) -> float:
         """Share of the training time that is not forward, backward or optimizer."""
-        work = sum(self.total[phase] for phase in ("forward", "backward", "optimizer"))
-        return 1 - work / self.training(self.total)
-
-
-class Writer(Protocol):
-    """What takes the log's records: metrics.jsonl, and a logger beside it (loggers.py)."""
-
-    def write(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+        return 1 - sum(self.total[phase] for phase in self.WORK) / self.training()
 
 
 class MetricsFile:
@@ -141,11 +130,10 @@ class MetricsFile:
 
         The lines of steps that are done again after a crash are dropped first.
         """
-        self.news = {"resumed_from": resumed_step} if resumed_step else {}
-        kept: list[dict[str, Any]] = []
-        if resumed_step and path.exists():
-            kept = [r for r in read_metrics(path) if r.get("step", math.inf) <= resumed_step]
-        self.path, text = path, "".join(json.dumps(r) + "\n" for r in kept)
+        self.path, self.news = path, {"resumed_from": resumed_step} if resumed_step else {}
+        records = read_metrics(path) if resumed_step and path.exists() else []
+        kept = [r for r in records if r.get("step", math.inf) <= resumed_step]
+        text = "".join(json.dumps(r) + "\n" for r in kept)
         with saving(path, len(text)) as temporary:
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, path)
@@ -179,6 +167,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def logged_at(step: int, path: Path) -> dict[str, Any] | None:
+    """The record of that step; None if it was not logged."""
+    records = read_metrics(path) if path.exists() else []
+    return next((r for r in records if r.get("step") == step), None)
+
+
+# ---- In words
 
 
 def format_line(record: dict[str, Any], num_steps: int, card_bytes: int | None = None) -> str:
@@ -224,9 +221,3 @@ def format_time(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def logged_at(step: int, path: Path) -> dict[str, Any] | None:
-    """The record of that step; None if it was not logged."""
-    records = read_metrics(path) if path.exists() else []
-    return next((r for r in records if r.get("step") == step), None)

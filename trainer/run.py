@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from data import Dataset, TrainBatches, ValBatches
 from model import MiniGPT
 
-from .metrics import StepClock, Writer
+from .loggers import Logger
+from .metrics import MetricsFile, StepClock
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 
@@ -37,7 +38,8 @@ class Run:
     token_bytes: Tensor  # (V,) bytes that each token id stands for
     clock: StepClock
     held_lock: IO[str] | None = None  # keeps a second run off our files as long as this one lives
-    metrics: list[Writer] = field(default_factory=list)  # of the log; only process 0 has some
+    # What takes the log's records: only process 0 has some.
+    metrics: list[MetricsFile | Logger] = field(default_factory=list)
     step: int = 0  # steps done; while one is being done, its number
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
     saved_at: float = field(default_factory=lambda: monotonic())  # by that clock; or the start
