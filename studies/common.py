@@ -17,7 +17,7 @@ from scripts.benchmark import describe_device
 from scripts.benchmark import table as table  # and this
 from train_minimal import train
 from trainer.endings import run_safely
-from trainer.flags import OneLineParser, UsageError, build_parser, output_file
+from trainer.flags import OneLineParser, UsageError, build_parser, fill_in, output_file
 from trainer.metrics import read_metrics
 from trainer.process import OneProcess
 from trainer.snapshot import beside
@@ -37,11 +37,24 @@ def add_json(parser: Any) -> None:
     )
 
 
-def refuse(args: argparse.Namespace, *names: str) -> None:
-    """Raises UsageError if one of the trainer's flags was typed that the study chooses itself."""
-    for name in names:
+def training_parser(module: str, words: str, **defaults: Any) -> tuple[Any, Any]:
+    """train_minimal.py's flags, and the group for those of the study."""
+    parser = build_parser(f"python -m {module}", "unused")
+    parser.description = words
+    parser.set_defaults(save_interval=0, sample_tokens=0, **defaults)
+    group = parser.add_argument_group("study (all else as in train_minimal.py)")
+    add_json(group)
+    return parser, group
+
+
+def parse_training(parser: Any, argv: list[str], chosen: str) -> argparse.Namespace:
+    """Raises UsageError, also if one of the flags was typed that the study has `chosen` itself."""
+    args = parser.parse_args(argv)
+    for name in chosen.split():
         if name in args.typed:
             raise UsageError(f"--{name.replace('_', '-')}: this script chooses it: leave it out")
+    fill_in(changed(args))  # contradictions
+    return args
 
 
 def changed(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:

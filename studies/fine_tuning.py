@@ -21,41 +21,34 @@ from data import DataError
 from data.files import find_files, find_stdlib
 from studies.common import (
     about,
-    add_json,
     changed,
+    parse_training,
     reached,
-    refuse,
     table,
     tool,
+    training_parser,
     val_curve,
     write_json,
 )
 from trainer.device import choose_device
-from trainer.flags import build_parser, fill_in, number
+from trainer.flags import fill_in, number
 
 BITS = "val_bits_per_byte"
+CHOSEN = "init_from val_data use_toy_data resume checkpoint_path num_tokens num_epochs"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Raises UsageError."""
-    parser = build_parser("python -m studies.fine_tuning", "unused")
-    parser.description = "Compare a start from trained weights with one from random weights."
-    parser.set_defaults(
-        tokenizer_name="bpe", eval_interval=25, eval_batches=100, save_interval=0, sample_tokens=0
+    words = "Compare a start from trained weights with one from random weights."
+    parser, group = training_parser(
+        "studies.fine_tuning", words, tokenizer_name="bpe", eval_interval=25, eval_batches=100
     )
-    group = parser.add_argument_group("study (all else as in train_minimal.py)")
-    add = group.add_argument
-    positive = number(float, 0, open=True)
+    add, positive = group.add_argument, number(float, 0, open=True)
     add("--factors", type=positive, nargs="+", default=[1.0, 0.3, 0.1], metavar="X",
         help="learning rates, in units of that of random weights (default: 1 0.3 0.1)")  # fmt: skip
     add("--share", type=number(float, 0, 1, open=True), default=1 / 3, metavar="SHARE",
         help="of --num-steps that trained weights get (default: a third)")  # fmt: skip
-    add_json(group)
-    args = parser.parse_args(argv)
-    refuse(args, "init_from", "val_data", "use_toy_data", "resume", "checkpoint_path")
-    refuse(args, "num_tokens", "num_epochs")
-    fill_in(changed(args))  # contradictions
-    return args
+    return parse_training(parser, argv, CHOSEN)
 
 
 def halves(args: argparse.Namespace) -> list[list[str]]:
@@ -73,20 +66,16 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What was run, each with its curve: first from random weights. Raises DataError."""
     before, after = halves(args)
     rate = fill_in(changed(args)).lr
-    steps, few = args.num_steps, max(1, round(args.share * args.num_steps))
-    jobs: list[dict[str, Any]] = [{"from": "random weights", "lr": rate, "steps": steps}]
-    jobs += [{"from": "trained", "lr": rate * x, "steps": few} for x in args.factors]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tqdm(total=1 + len(jobs), desc="runs", leave=False, disable=None) as bar,
-    ):
+    few = max(1, round(args.share * args.num_steps))
+    runs: list[dict[str, Any]] = [{"from": "random weights", "lr": rate, "steps": args.num_steps}]
+    runs += [{"from": "trained", "lr": rate * x, "steps": few} for x in args.factors]
+    with tempfile.TemporaryDirectory() as folder:
         trained = Path(folder) / "trained.pt"
         val_curve(args, BITS, train_data=before, checkpoint_path=trained)
-        for i, job in enumerate(jobs):
-            bar.update()
-            start = {"init_from": trained, "lr": job["lr"]} if i else {}
-            job["curve"] = val_curve(args, BITS, train_data=after, num_steps=job["steps"], **start)
-    return jobs
+        for i, run in enumerate(tqdm(runs, leave=False, disable=None)):
+            start = {"init_from": trained, "lr": run["lr"]} if i else {}
+            run["curve"] = val_curve(args, BITS, train_data=after, num_steps=run["steps"], **start)
+    return runs
 
 
 def steps_to_match(runs: list[dict[str, Any]]) -> list[int | None]:

@@ -78,10 +78,8 @@ RESULTS = {
         "half a minute of an idle machine: it measures time",
         "--rounds 40 ",
     ),
-    "optimizers": Result(
-        "half an hour of an idle machine: it measures time, too",
-        f"python -m studies.optimizers --json {FOLDER}/optimizers.json "
-        f"--markdown {FOLDER}/optimizers.md",
+    "optimizers": study(
+        "optimizers", "optimizers", "half an hour of an idle machine: it measures time, too"
     ),
     "fine_tuning": study("fine_tuning", "fine_tuning", "3 minutes"),
 }

@@ -208,7 +208,7 @@ def test_out_of_memory_and_out_of_range(run, monkeypatch, capsys):
 def test_a_reader_who_goes_or_a_disk_that_is_full_does_not_cost_the_numbers(
     run, tmp_path, monkeypatch, capsys
 ):
-    """(A letter that stdout cannot spell: test_fine_tuning.py.)"""
+    """(A letter that stdout cannot spell: test_trainings.py.)"""
     command, found = [f"--checkpoint-path={run}", tokens_file(tmp_path, 20)], tmp_path / "x.json"
     with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
         patch.setattr("builtins.print", partial(fail, BrokenPipeError()))
