@@ -2,30 +2,26 @@
 
 An operator takes as long as its products at 70 % of the card's peak, or its bytes at 85 % of the
 memory's bandwidth, or a launch, whichever is longest; a step takes the sum. That ranks ways to run
-a step, and tells their ratios better than their milliseconds. On a CPU nothing runs while Python
-does, a GELU computes longer than it waits for its bytes, and attention is far from what a product
-reaches: `this_machine` measures these as well.
+a step, and tells their ratios better than their milliseconds.
 
-Left out: copies of offload, which run beside (and may not keep up); the averaging of DDP; all other
-FLOPs outside of products.
+Left out: copies of offload, which run beside (and may not keep up); the averaging of DDP; all
+FLOPs outside of products; Python, which takes most of a small model's step on a CPU.
 """
 
 import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from model import MiniGPT, MiniGPTConfig
-
-from .tracker import StorageTracker
-from .work import PRECISIONS, Notebook, Work
+from .operators import PRECISIONS
+from .work import Work
 
 # Of a cache's bytes, how many of memory's take as long. (Estimate: the L2 of an H100 is about twice
 # as fast as its memory, that of an RTX 4090 five times.)
@@ -37,11 +33,7 @@ LONGEST = 2048  # attention is as fast at any sequence that is longer
 
 @dataclass(frozen=True)
 class Card:
-    """What a card can do at most, and the part of it that kernels reach.
-
-    The last four are what `this_machine` has measured; the last three of them are a CPU's. (A GPU
-    waits for the bytes of a GELU, Python runs ahead of it, and PyTorch keeps its memory.)
-    """
+    """What a card can do at most, and the part of it that kernels reach."""
 
     name: str
     memory: int  # bytes
@@ -51,11 +43,9 @@ class Card:
     launch_s: float = 3e-6  # the shortest operator
     reached_flops: float = 0.7
     reached_bytes: float = 0.85
-    # FLOP/s of attention and of its backward, by precision as above; None: as products
+    # FLOP/s of attention and of its backward, by precision as above, as `this_machine` has measured
+    # them; None: as products
     attention: tuple[tuple[float, float], ...] | None = None
-    gelu_s: float = 0  # an element of a tanh GELU, or of its backward
-    fresh_s: float = 0  # more for a byte of a large block that malloc takes from the system
-    python_s: float = 0  # Python's time for an operator, where nothing runs meanwhile
 
 
 def seconds(work: Work, card: Card) -> float:
@@ -73,10 +63,7 @@ def seconds_of_each(work: Work, card: Card) -> np.ndarray:
     moved = work.moved(REACHED_CACHE * card.cache, CACHE_SHARE) / (
         card.reached_bytes * card.bytes_per_s
     )
-    each = np.maximum(work.flops / rates, moved)
-    each = np.maximum(each, work.gelus * card.gelu_s)
-    each = np.maximum(each, card.launch_s)
-    return each + work.fresh_bytes() * card.fresh_s + work.launches * card.python_s
+    return np.maximum(np.maximum(work.flops / rates, moved), card.launch_s)
 
 
 def this_machine(
@@ -120,9 +107,6 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
         attention=tuple(
             measure_attention(device, dtype, seq_len, head_size) for dtype in PRECISIONS
         ),
-        gelu_s=0 if on_gpu else measure_gelu(),
-        fresh_s=0 if on_gpu else measure_fresh(target),
-        python_s=0 if on_gpu else measure_python(),
     )
 
 
@@ -145,38 +129,6 @@ def measure_attention(
     backward = time_of(lambda: torch.autograd.grad(out, qkv, grad, retain_graph=True), device)
     product = n_heads * T * T * head_size  # FLOPs: half of a product is masked
     return 2 * product / forward, 5 * product / backward
-
-
-def measure_gelu() -> float:
-    """Seconds of an element. (Backward's takes as long, and one of bfloat16.)"""
-    x = torch.randn(2**20)
-    return time_of(lambda: F.gelu(x, approximate="tanh"), x.device) / x.numel()
-
-
-def measure_fresh(there: Tensor) -> float:
-    """Seconds more that it takes to write a byte of a large block that was not there before."""
-    fresh = time_of(lambda: torch.zeros_like(there), there.device)
-    return max(0.0, fresh - time_of(there.zero_, there.device)) / there.nbytes
-
-
-def measure_python() -> float:
-    """Seconds of an operator in a model so small that there is nothing else to do."""
-    config = MiniGPTConfig(
-        vocab_size=16, max_position_embeddings=8, n_layers=1, n_heads=1, d_model=8, d_ff=32
-    )
-    model, ids = MiniGPT(replace(config, dropout=0)).train(), torch.zeros(1, 8, dtype=torch.int64)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step() -> None:
-        model(ids, ids).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    notebook = Notebook()
-    with StorageTracker(notes=[notebook]):
-        step()
-    return time_of(step, torch.device("cpu")) / sum(op.launches for op in notebook.operations)
 
 
 def time_of(

@@ -1,10 +1,5 @@
 """Each storage of a simulated step by name: what it is, who made it, why it is there, when it goes.
 
-A StorageTracker sees bytes come and go. A Witness looks on beside it, and notes for each operator
-the module and the line of the model that asked for it, and what it reads. Backward's operators have
-no line: autograd runs them. But autograd numbers what it notes in forward, and a node of its graph
-still has that number in backward; so the line is the one that ran when the number was given.
-
 Why a storage is there is told by who reads it: what waits in forward until backward's
 `gelu_backward` asks for it was kept because "GELU's backward needs its input".
 """
@@ -13,15 +8,14 @@ import linecache
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
+from .log import ROOT, Log, Op, Storage
 from .timeline import StepMemory
-from .tracker import ROOT, Modules, Storage, StorageTracker, line_of_the_model
-from .work import ATTENTION, Operation, fuse, is_view, parameters, tensors_in
+from .work import fuse, what_moves
 
 # What an operator's results are, in forward
 MADE = {
@@ -79,7 +73,6 @@ NEEDED = {
     ("_softmax_backward_data", "output"): "softmax's backward needs its output",
     ("_log_softmax_backward_data", "output"): "log-softmax's backward needs its output",
 }
-RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward: their lines are a replay's
 ALWAYS = {
     "parameters": "a weight: there all the time",
     "gradients": "waits for the optimizer",
@@ -87,14 +80,6 @@ ALWAYS = {
 }
 # What all of a kind are called in a list
 ALIKE = {"parameters": "weight", "gradients": "gradient", "optimizer": "optimizer state"}
-
-
-class Source(NamedTuple):
-    """Who asked for an operator."""
-
-    module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or nothing in it
-    line: str  # "model.py:106"
-    is_backward: bool = False  # then they are those of its forward
 
 
 class Read(NamedTuple):
@@ -127,79 +112,35 @@ class Record:
         return self.alive(int(self.step.total.argmax()))
 
 
-class Witness:
-    """Told by a StorageTracker of each operator, it names what comes to be."""
-
-    def __init__(self, model: nn.Module):
-        self.modules = Modules(model)
-        self.sources: dict[int, Source] = {}  # by autograd's number of an operator of forward
-        self.reads: dict[Storage, list[Read]] = defaultdict(list)
-        self.gradients: set[Storage] = set()  # what backward makes
-        self.restart()
-
-    def restart(self) -> None:
-        """The step begins."""
-        self.operators, self.replays = [""], [False]
-        self.reads.clear()
-        self.gradients.clear()
-
-    def __call__(
-        self, tracker: StorageTracker, operator: Any, args: tuple, kwargs: dict, results: list
-    ) -> None:
-        """After `operator` ran, and its results were added to the tracker."""
-        name = short(operator.__name__.split(".")[0])
-        source = self.source(tracker.phase)
-        replays = tracker.phase == "backward" and not source.is_backward
-        # (Views do nothing, nor do the marks of a profiler's ranges.)
-        self.operators.append("" if is_view(operator) or name.startswith("_record") else name)
-        self.replays.append(replays)
-        if is_view(operator):
-            return
-        given = dict(zip(parameters(operator), args, strict=False)) | kwargs
-        read = [
-            (argument, tracker.find(tensor))
-            for argument, value in given.items()
-            for tensor in tensors_in(value)
-        ]
-        for argument, storage in read:
-            in_backward = source.is_backward or tracker.phase == "backward"
-            seen = Read(name, argument, source.module, in_backward, replays)
-            self.reads[storage].append(seen)
-        for i, tensor in enumerate(results):
-            storage = tracker.find(tensor)
-            if storage.born == tracker.now and not storage.name:
-                storage.line = source.line
-                if source.is_backward:
-                    self.gradients.add(storage)
-                storage.name = describe(name, i, source, tensor.dtype, [s for _, s in read])
-
-    def source(self, phase: str) -> Source:
-        """Of the operator that runs."""
-        module, line = self.modules.innermost, line_of_the_model()
-        node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
-        if node is None or line.startswith(RUNS_AGAIN):
-            source = Source("head" if phase == "head" else module, line)
-            # Autograd has just given a number to this operator, if it noted it at all.
-            self.sources.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
-            return source
-        source = self.sources.get(node._sequence_nr(), Source("", ""))
-        return Source(source.module, line or source.line, is_backward=True)
-
-    def record(
-        self, step: StepMemory, tracker: StorageTracker, operations: list[Operation]
-    ) -> Record:
-        """Of the step that was watched, when it is over."""
-        storages = []
-        for seen in tracker.storages:
-            if seen.device.type != "cpu" or not seen.bytes:
-                continue  # offloaded, or nothing (a weight that shards leave)
-            storage = replace(seen)  # (it is noted when weights die, which is with their planner)
-            storages.append(storage)
-            storage.why = storage.why or why(storage, self.reads[seen], seen in self.gradients)
-            if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\b", storage.name)):
-                storage.block = int(found[1])  # its weights and their gradients
-        begun, compiled = ([op.first for op in done] for done in (operations, fuse(operations)))
-        return Record(step, storages, self.operators, np.array(self.replays), begun, compiled)
+def record_of(log: Log, step: StepMemory) -> Record:
+    """Of a log that knows who asked for each operator."""
+    reads: dict[Storage, list[Read]] = defaultdict(list)
+    gradients: set[Storage] = set()  # what backward makes
+    replays = [False]
+    for op in log.ops:
+        assert op.source is not None
+        _, phase, _ = op.place
+        replays.append(phase == "backward" and not op.source.is_backward)
+        in_backward = op.source.is_backward or phase == "backward"
+        for argument, storage in op.given:
+            read = Read(op.name, argument, op.source.module, in_backward, replays[-1])
+            reads[storage].append(read)
+        for i, storage in op.made:
+            if op.source.is_backward:
+                gradients.add(storage)
+            storage.name = storage.name or describe(op, i, storage.dtype)
+    storages = []
+    for seen in log.storages:
+        if seen.device.type != "cpu" or not seen.bytes:
+            continue  # offloaded, or nothing (a weight that shards leave)
+        storage = replace(seen)  # (the log's are noted when they die, weights with their planner)
+        storages.append(storage)
+        storage.why = storage.why or why(storage, reads[seen], seen in gradients)
+        if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\b", storage.name)):
+            storage.block = int(found[1])  # its weights and their gradients
+    names = ["", *(op.name for op in log.ops)]
+    begun, compiled = ([op.at for op in ops] for ops in (what_moves(log.ops), fuse(log.ops)))
+    return Record(step, storages, names, np.array(replays), begun, compiled)
 
 
 def group_of(storage: Storage) -> tuple[str, str]:
@@ -212,33 +153,27 @@ def any_block(words: str) -> str:
     return re.sub(r"\bblocks\.\d+\b", "blocks.*", words)
 
 
-def short(operator: str) -> str:
-    """Attention has another name on each device."""
-    if operator.startswith(ATTENTION):
-        return "attention_backward" if "backward" in operator else "attention"
-    return operator
-
-
-def describe(operator: str, i: int, source: Source, dtype: torch.dtype, read: list[Storage]) -> str:
+def describe(op: Op, i: int, dtype: torch.dtype) -> str:
     """What result `i` of an operator is: "blocks.0.mlp.c_fc: output"."""
-    if operator == "_to_copy" and read:
-        return f"{str(dtype).removeprefix('torch.')} copy of {read[0].name}"
-    results = (GRADIENTS if source.is_backward else MADE).get(operator, ())
-    what = results[i] if i < len(results) else operator
-    if source.module.endswith("dropout"):
-        what = DROPOUT.get(operator, what)
-        if source.is_backward:
-            what = "gradient of input"
-    elif source.is_backward and operator == "mm":
-        of_input = any(storage.name.endswith("weight") for storage in read)
+    assert op.source is not None
+    name, (module, line, is_backward) = op.name, op.source
+    read = [storage.name for _, storage in op.given]
+    if name == "_to_copy" and read:
+        return f"{str(dtype).removeprefix('torch.')} copy of {read[0]}"
+    results = (GRADIENTS if is_backward else MADE).get(name, ())
+    what = results[i] if i < len(results) else name
+    if module.endswith("dropout"):
+        what = "gradient of input" if is_backward else DROPOUT.get(name, what)
+    elif is_backward and name == "mm":
+        of_input = any(name_read.endswith("weight") for name_read in read)
         what = f"gradient of {'input' if of_input else 'weight'}"
-    elif source.is_backward and operator == "sum" and not source.module:
+    elif is_backward and name == "sum" and not module:
         what = "gradient of position_embedding's rows"
-    elif not source.is_backward and operator == "add" and source.module.endswith("add"):
+    elif not is_backward and name == "add" and module.endswith("add"):
         what = "x + update"
-    elif not source.is_backward and source.module in ("", "head") and not results:
-        what = said(operator, code_of(source.line))
-    return f"{source.module}: {what}".removeprefix(": ")
+    elif not is_backward and module in ("", "head") and not results:
+        what = said(name, code_of(line))
+    return f"{module}: {what}".removeprefix(": ")
 
 
 def said(operator: str, code: str) -> str:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from model import MiniGPT, MiniGPTConfig
 
-from .tracker import StorageTracker
+from .log import Log
 
 GATHERED = "gathered from all processes, for as long as the group of layers runs"
 
@@ -71,9 +71,9 @@ class Group:
 class Gathering:
     """Allocates and frees, in a step of `model`, what fully_shard does, when it does."""
 
-    def __init__(self, model: MiniGPT, shard: MiniGPT, n: int, tracker: StorageTracker, gloo: bool):
+    def __init__(self, model: MiniGPT, shard: MiniGPT, n: int, log: Log, gloo: bool):
         """`shard`: what shard_of(config, n) gave. `gloo`: and what that takes, which CPUs use."""
-        self.model, self.n, self.tracker, self.gloo = model, n, tracker, gloo
+        self.model, self.n, self.log, self.gloo = model, n, log, gloo
         pairs = zip(model.blocks, shard.blocks, strict=False)  # (the step may have fewer blocks)
         self.blocks = [Group(block.parameters(), its.parameters(), n) for block, its in pairs]
         self.root = Group(outside_of_blocks(model), outside_of_blocks(shard), n)
@@ -84,8 +84,7 @@ class Gathering:
 
     def buffer(self, group: Group, kind: str, name: str, why: str = "") -> Tensor:
         tensor = torch.empty(group.bytes, dtype=torch.uint8)
-        self.tracker.name(tensor, kind, name)
-        self.tracker.find(tensor).why = why
+        self.log.name(tensor, kind, name, why)
         return tensor
 
     def gather(self, group: Group) -> None:
@@ -109,12 +108,13 @@ class Gathering:
         group.weights = self.reduced = None
         self.reduced = self.buffer(group, "gradients", "gradients to be averaged", "on their way")
         for parameter in group.whole:
-            self.tracker.name(cast(Tensor, parameter.grad), "gradients", "whole gradient")
-            self.tracker.find(cast(Tensor, parameter.grad)).why = "on its way to be averaged"
+            of_all = cast(Tensor, parameter.grad)
+            self.log.name(of_all, "gradients", "whole gradient", "on its way to be averaged")
+            del of_all
             parameter.grad = None
         for shard in group.shards:
             shard.grad = torch.empty_like(shard)
-            self.tracker.name(shard.grad, "gradients", "share of a gradient")
+            self.log.name(shard.grad, "gradients", "share of a gradient")
         if self.gloo:  # it adds up in a copy
             self.buffer(group, "", "gloo's own buffer")
 
@@ -138,12 +138,12 @@ class Gathering:
         group, next_one = self.blocks[i], self.blocks[i - 1] if i else None
 
         def before(block: nn.Module, args: tuple) -> None:
-            if self.tracker.phase != "backward":  # else it is a replay, and the weights are there
+            if self.log.phase != "backward":  # else it is a replay, and the weights are there
                 self.before_forward(group)
                 args[0].register_hook(lambda _: self.after_backward(group))
 
         def after(block: nn.Module, args: tuple, results: tuple[Tensor, Tensor]) -> None:
-            if self.tracker.phase != "backward":
+            if self.log.phase != "backward":
                 group.weights = None
                 _, update = results  # its gradient is the first to come
                 update.register_hook(lambda _: self.before_backward(group, next_one))
@@ -152,20 +152,18 @@ class Gathering:
 
 
 @contextmanager
-def gather(
-    model: MiniGPT, shard: MiniGPT, n: int, tracker: StorageTracker, gloo: bool
-) -> Iterator[Gathering]:
+def gather(model: MiniGPT, shard: MiniGPT, n: int, log: Log, gloo: bool) -> Iterator[Gathering]:
     """A step of `model` with its weights in `n` shards; 1: as it is.
 
-    The tracker then counts what is gathered instead of the whole weights.
+    The log then counts what is gathered instead of the whole weights.
     """
-    gathering, handles = Gathering(model, shard, n, tracker, gloo), []
+    gathering, handles = Gathering(model, shard, n, log, gloo), []
     if n > 1:
         handles = gathering.hook_root()
         for i, block in enumerate(model.blocks):
             handles += gathering.hook_block(block, i)
         for parameter in model.parameters():
-            tracker.add(parameter).bytes = 0
+            log.add(parameter).bytes = 0
     try:
         yield gathering
     finally:

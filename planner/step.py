@@ -1,7 +1,7 @@
 """Plan one training step: its peak, what that is made of, where it stands. Before it runs.
 
 The planner runs one step of the real model, optimizer and policies on fake tensors (see
-planner/tracker.py). planner/choose.py chooses by its figures; planner/formulas.py has them as
+planner/log.py). planner/choose.py chooses by its figures; planner/formulas.py has them as
 formulas.
 """
 
@@ -23,11 +23,10 @@ from model import MiniGPT, MiniGPTConfig
 
 from .batches import Batches, outside_of_head
 from .kernels import inside, workspaces
-from .record import Record, Witness
+from .log import Log, Sources, Storage
+from .record import Record, record_of
 from .shards import gather, shard_of
-from .timeline import KINDS, MOST_RUNS, StepMemory, repeat_blocks, summarize
-from .tracker import Storage, StorageTracker
-from .work import Notebook, Operation
+from .timeline import KINDS, MOST_RUNS, StepMemory, summarize
 
 
 class Planner:
@@ -93,7 +92,7 @@ class Planner:
         config = replace(self.config, **memory)
         if (batch_size, config) not in self.steps:
             self.watch()
-            self.steps[batch_size, config] = self.simulate_few(batch_size, config)
+            self.steps[batch_size, config] = self.simulate(batch_size, config)
         return self.steps[batch_size, config]
 
     def largest_batch(
@@ -128,18 +127,17 @@ class Planner:
             most = bisect_left(range(1, moves), True, key=lambda n: not fits(n))
         return max(most, batch_size if fits(batch_size) else 0)
 
-    def simulate_few(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """As `simulate`; but of the blocks that do the same only the first, one more, and the last.
-
-        Not with offload, whose copies of a block wait for another, nor with groups.
-        """
-        if config.offload_activations or config.recompute_group > 1:
-            return self.simulate(batch_size, config)
-        n_first = config.n_recomputed
-        first, rest = few_of(n_first), few_of(config.n_layers - n_first)
-        layers = None if config.recompute_layers is None else len(first)
-        few = replace(config, n_layers=len(first + rest), recompute_layers=layers)
-        return repeat_blocks(self.simulate(batch_size, few), config, first + rest)
+    def simulate(self, batch_size: int, config: MiniGPTConfig, few: bool = True) -> StepMemory:
+        """A step of `config`. `few`: of blocks that do the same only the first, one more, and the
+        last are simulated, and stand for all."""
+        shown, times = few_blocks(config) if few else (config, [1] * config.n_layers)
+        log, forward_end, moved = self.log_step(batch_size, shown)
+        shape = batch_size, self.seq_len
+        step = summarize(log, config, *shape, forward_end, moved, times)
+        # The other blocks' gradients: backward makes them, block by block.
+        left_out = set(self.held.blocks[shown.n_layers :].parameters()) - self.waiting
+        step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
+        return step
 
     def record(self, batch_size: int, **memory: Any) -> Record:
         """A step as `step` has it, and each storage in it by name: see planner/record.py.
@@ -147,96 +145,79 @@ class Planner:
         (Of more than `MOST_RUNS` chunks of the head there are three.)
         """
         self.watch()
-        config, witness = replace(self.config, **memory), Witness(self.model)
-        tracker, operations, forward_end = self.run(batch_size, config, witness)
+        config, sources = replace(self.config, **memory), Sources(self.model)
+        log, forward_end, moved = self.log_step(batch_size, config, sources)
         shape = batch_size, self.seq_len
-        step = summarize(tracker, operations, config, *shape, forward_end, most_runs=1)
-        return witness.record(step, tracker, operations)
+        step = summarize(log, config, *shape, forward_end, moved, most_runs=1)
+        return record_of(log, step)
 
-    def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """A step through the first `config.n_layers` blocks; all that the planner's model has are
-        updated."""
-        tracker, operations, forward_end = self.run(batch_size, config)
-        step = summarize(tracker, operations, config, batch_size, self.seq_len, forward_end)
-        # The other blocks' gradients: backward makes them, block by block.
-        left_out = set(self.held.blocks[config.n_layers :].parameters()) - self.waiting
-        step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
-        return step
+    def log_step(
+        self, batch_size: int, config: MiniGPTConfig, sources: Sources | None = None
+    ) -> tuple[Log, int, list[int]]:
+        """What train_minimal.train_step does, without its data and its numbers: through the first
+        `config.n_layers` blocks; all that the planner's model has are updated.
 
-    def run(
-        self, batch_size: int, config: MiniGPTConfig, witness: Witness | None = None
-    ) -> tuple[StorageTracker, list[Operation], int]:
-        """What train_minimal.train_step does, without its data and its numbers.
-
-        Returns what it took, what it did, and the operator with which forward ended. `witness` is
-        told of each operator.
+        Returns its log, the operator with which forward ended, and the bytes of each tensor that
+        offload sends away. `sources`: the log is to name who asks for each operator.
         """
-        model, parameters, notebook = self.model, list(self.held.parameters()), Notebook()
+        model, parameters = self.model, list(self.held.parameters())
         in_low = self.precision != torch.float32
         # Gradients from an earlier micro-batch, or of blocks that are left out of this step.
         made_before = self.waiting.union(self.held.blocks[config.n_layers :].parameters())
-        tracker = StorageTracker(
-            inside=inside if self.kernels else None,
-            notes=[notebook, witness] if witness else [notebook],
-        )
+        log = Log(sources, inside=inside if self.kernels else None)
         model.config, model.host_memory = config, WholeBlocks()
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
         with (
             self.fake,
-            tracker,
+            log,
             without_blocks(model, config.n_layers),
-            follow(model, tracker),
-            few_chunks(tracker, MOST_RUNS if witness else 0),
-            witness.modules if witness else nullcontext(),
-            gather(model, self.held, self.shards, tracker, gloo=self.on_cpu) as gathering,
+            follow(model, log),
+            few_chunks(log, MOST_RUNS if sources else 0),
+            sources or nullcontext(),
+            gather(model, self.held, self.shards, log, gloo=self.on_cpu) as gathering,
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):
             for parameter in made_before:
                 parameter.grad = torch.empty_like(parameter)
-            self.name_what_is_there(tracker)
+            self.name_what_is_there(log)
             ids, labels = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
-            tracker.name(ids, "activations", "token ids and labels")  # backward will want them
-            tracker.restart()
-            notebook.operations.clear()
-            if witness:
-                witness.restart()
+            log.name(ids, "activations", "token ids and labels")  # backward will want them
+            log.restart()
             if self.kernels:
-                tracker.storages.append(cublas(workspaces()))
+                log.storages.append(cublas(workspaces()))
 
-            tracker.enter("forward")
+            log.enter("forward")
             with torch.autocast("cpu", self.precision, enabled=in_low, cache_enabled=False):
                 loss = model(ids, labels)
-            forward_end = tracker.now
+            forward_end = log.now
             loss.backward()
             gathering.end_backward()
-            self.name_what_is_there(tracker)
+            self.name_what_is_there(log)
             if self.compress:
-                send_copies(tracker, parameters)
-            tracker.enter("optimizer")
+                send_copies(log, parameters)
+            log.enter("optimizer")
             # (A GPU takes all tensors at a time; torch would not for the CPU's.)
             self.clip(parameters, 1.0, not self.on_cpu)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        tracker.moved = model.host_memory.moved
         for buffer in model.host_memory.made:  # in the first step; all others find them there
-            storage = tracker.find(buffer)
-            storage.born, storage.kind = 0, "activations"
-            storage.name, storage.why = "buffer of offload", "copies wait in it for backward"
-        return tracker, notebook.operations, forward_end
+            log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
+            log.find(buffer).born = 0
+        return log, forward_end, model.host_memory.moved
 
-    def name_what_is_there(self, tracker: StorageTracker) -> None:
+    def name_what_is_there(self, log: Log) -> None:
         """Weights, gradients as far as there are any, and the optimizer's state."""
         for parameter, name in self.names.items():
             if parameter in self.optimizer.state:  # (what is gathered from shards is in none)
-                tracker.name(parameter, "parameters", name)
+                log.name(parameter, "parameters", name)
                 for state, tensor in self.optimizer.state[parameter].items():
-                    tracker.name(tensor, "optimizer", f"{state} of {name}")
+                    log.name(tensor, "optimizer", f"{state} of {name}")
             else:  # whole, of shards: its bytes are those of what was gathered
-                tracker.find(parameter).name = name
+                log.find(parameter).name = name
             if parameter.grad is not None:
-                tracker.name(parameter.grad, "gradients", f"gradient of {name}")
+                log.name(parameter.grad, "gradients", f"gradient of {name}")
 
     @property
     def waiting(self) -> set[nn.Parameter]:
@@ -256,11 +237,11 @@ class WholeBlocks(HostMemory):
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
 
 
-def send_copies(tracker: StorageTracker, parameters: list[nn.Parameter]) -> None:
+def send_copies(log: Log, parameters: list[nn.Parameter]) -> None:
     """In bfloat16, of all gradients; they are gone when the average is there."""
     copies = [cast(Tensor, p.grad).bfloat16() for p in parameters]
     for copy in copies:
-        tracker.name(copy, "gradients", "gradient on its way")
+        log.name(copy, "gradients", "gradient on its way")
 
 
 def clip_as_torch(parameters: list[nn.Parameter], limit: float, foreach: bool) -> None:
@@ -271,6 +252,19 @@ def cublas(size: int) -> Storage:
     """What its kernels work in is there all the time."""
     there = Storage(size, (size,), torch.uint8, torch.device("cpu"), born=0, kind="temporaries")
     return replace(there, name="workspaces of cuBLAS", why="its kernels work in them")
+
+
+def few_blocks(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[int]]:
+    """A model with a few blocks of each kind, and how many blocks each of them stands for.
+
+    Not with offload, whose copies of a block wait for another, nor with groups.
+    """
+    if config.offload_activations or config.recompute_group > 1:
+        return config, [1] * config.n_layers
+    n_first = config.n_recomputed
+    first, rest = few_of(n_first), few_of(config.n_layers - n_first)
+    layers = None if config.recompute_layers is None else len(first)
+    return replace(config, n_layers=len(first + rest), recompute_layers=layers), first + rest
 
 
 def few_of(n: int) -> list[int]:
@@ -289,17 +283,17 @@ def without_blocks(model: MiniGPT, begin: int) -> Iterator[None]:
 
 
 @contextmanager
-def few_chunks(tracker: StorageTracker, few: int) -> Iterator[None]:
+def few_chunks(log: Log, few: int) -> Iterator[None]:
     """Of the head's chunks, of which there may be millions, only the first, one more and the last
     run: those in between do the same, operator by operator. Up to `few`, all of them."""
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
         n_chunks, chunk = math.ceil(n_tokens / n), 0
         for times in few_of(n_chunks) if n_chunks > few else [1] * n_chunks:
-            begin = tracker.now + 1
+            begin = log.now + 1
             yield chunk * n
             if times > 1:
-                tracker.repeats.append((begin, tracker.now + 1, times))
+                log.repeats.append((begin, log.now + 1, times))
             chunk += times
 
     starts, head.starts_of_chunks = head.starts_of_chunks, starts_of_few
@@ -310,24 +304,24 @@ def few_chunks(tracker: StorageTracker, few: int) -> Iterator[None]:
 
 
 @contextmanager
-def follow(model: MiniGPT, tracker: StorageTracker) -> Iterator[None]:
-    """Tell the tracker which part of the model is at work, in forward, backward and replays."""
+def follow(model: MiniGPT, log: Log) -> Iterator[None]:
+    """Tell the log which part of the model is at work, in forward, backward and replays."""
 
     def enter_block(i: int) -> Callable:
         def hook(ln_1: nn.Module, args: tuple[Tensor]) -> None:
-            phase = tracker.phase
-            tracker.enter(phase, i)
+            phase = log.phase
+            log.enter(phase, i)
             if phase == "forward" and i > 0:  # backward of block i ends with its input's gradient
-                args[0].register_hook(lambda _: tracker.enter("backward", i - 1))
+                args[0].register_hook(lambda _: log.enter("backward", i - 1))
 
         return hook
 
     def leave_blocks(ln_f: nn.Module, args: tuple[Tensor]) -> None:
-        tracker.enter("forward")
+        log.enter("forward")
 
     def enter_head(ln_f: nn.Module, args: tuple[Tensor], x: Tensor) -> None:
-        tracker.enter("head")
-        x.register_hook(lambda _: tracker.enter("backward", len(model.blocks) - 1))
+        log.enter("head")
+        x.register_hook(lambda _: log.enter("backward", len(model.blocks) - 1))
 
     handles = [model.ln_f.register_forward_pre_hook(leave_blocks)]
     handles += [model.ln_f.register_forward_hook(enter_head)]

@@ -1,10 +1,11 @@
 """What a simulated step took: bytes after each operator, and what the operators do.
 
-`summarize` makes it of what a tracker saw, `repeat_blocks` of a step with fewer blocks.
+`summarize` makes it of the log of a step (planner/log.py). What repeats, equal blocks and equal
+chunks of the head, was simulated once: it changes the bytes equally each time.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
@@ -14,8 +15,8 @@ from memory.offload import bytes_of_blocks
 from model import MiniGPTConfig
 
 from .clock import Card, seconds
-from .tracker import StorageTracker
-from .work import Operation, Work, fuse, summarize_work
+from .log import Log, Place, Storage
+from .work import Work, fuse, summarize_work, what_moves
 
 KINDS = (
     "parameters",
@@ -27,6 +28,7 @@ KINDS = (
     "temporaries",  # the rest, gone before the phase ends; and what a GPU's kernels work in
 )
 MOST_RUNS = 30  # of operators that repeat, one after the other
+Repeat = tuple[int, int, int]  # as in a Log
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class StepMemory:
     batch_size: int
     seq_len: int
     timeline: np.ndarray  # (operators + 1, len(KINDS)) int64
-    places: list[tuple[int, str, int | None]]  # (from this operator on, phase, block)
+    places: list[Place]  # (from this operator on, phase, block)
     kept: int  # for backward when forward is over, by blocks and head
     kept_per_block: float  # on average
     moved: list[int]  # bytes of each tensor that offload sends away
@@ -86,101 +88,108 @@ class StepMemory:
 
 
 def summarize(
-    tracker: StorageTracker,
-    operations: list[Operation],
+    log: Log,
     config: MiniGPTConfig,
     batch_size: int,
     seq_len: int,
     forward_end: int,
+    moved: list[int],
+    times: list[int] | None = None,
     most_runs: int = MOST_RUNS,
 ) -> StepMemory:
-    """Sort the storages by kind, and add them up operator by operator. In the timeline, what
-    repeats does so at most `most_runs` times: its bytes are the same each time."""
-    changes = np.zeros((tracker.now + 2, len(KINDS)), dtype=np.int64)
+    """The step of `config`, in which `times[i]` blocks in a row do what block i of the log does.
+
+    Its storages are sorted by kind, and added up operator by operator. In the timeline the head's
+    chunks repeat at most `most_runs` times.
+    """
+    times = times or [1] * config.n_layers
+    blocks = repeats_of_blocks(log, times)
+    changes = np.zeros((log.now + 2, len(KINDS)), dtype=np.int64)
+    runs = np.ones(log.now + 1, dtype=np.int64)  # of each operator
+    for begin, end, n in blocks:
+        runs[begin:end] = n
     kept = kept_by_blocks = 0
-    for storage in tracker.storages:
+    for storage in log.storages:
         if storage.device.type != "cpu":
             continue  # offloaded
         is_kept = 0 < storage.born <= forward_end < storage.died and storage.kind != "parameters"
-        if not storage.kind:
-            if storage.phase == "head":
-                storage.kind = "head"
-            elif is_kept or storage.born == 0:  # (offload's buffers on a CPU)
-                storage.kind = "activations"
-            else:
-                storage.kind = "recomputed" if storage.replayed else "temporaries"
+        storage.kind = storage.kind or kind_of(storage, is_kept)
         kind = KINDS.index(storage.kind)
         changes[storage.born, kind] += storage.bytes
         if storage.died != math.inf:
             changes[int(storage.died) + 1, kind] -= storage.bytes
-        kept += storage.bytes * is_kept
-        kept_by_blocks += storage.bytes * (is_kept and storage.block is not None)
-    order = order_of(len(changes) - 1, tracker.repeats, most_runs)
-    reached = np.maximum.accumulate(order)
+        size = int(storage.bytes * runs[storage.born]) * is_kept
+        kept += size
+        kept_by_blocks += size * (storage.block is not None)
+    few_chunks = [(begin, end, min(n, most_runs)) for begin, end, n in log.repeats]
+    order = order_of(log.now + 1, sorted(blocks + few_chunks))
+    ops, repeats = what_moves(log.ops), blocks + log.repeats
     return StepMemory(
         config=config,
         batch_size=batch_size,
         seq_len=seq_len,
         timeline=changes[order].cumsum(axis=0),
-        places=[
-            (int(reached.searchsorted(at)), phase, block) for at, phase, block in tracker.places
-        ],
+        places=places_of(log, order, times),
         kept=kept,
         kept_per_block=kept_by_blocks / config.n_layers,
-        moved=tracker.moved,
-        work=summarize_work(operations, tracker.repeats),
-        compiled_work=summarize_work(fuse(operations), tracker.repeats),
+        moved=moved,
+        work=summarize_work(ops, repeats),
+        compiled_work=summarize_work(fuse(ops), repeats),
     )
 
 
-def order_of(n: int, repeats: list[tuple[int, int, int]], most: int) -> np.ndarray:
-    """Which of `n` operators runs, one after the other, if some are repeated (at most so often)."""
+def kind_of(storage: Storage, is_kept: bool) -> str:
+    if storage.phase == "head":
+        return "head"
+    if is_kept or storage.born == 0:  # (offload's buffers on a CPU)
+        return "activations"
+    return "recomputed" if storage.replayed else "temporaries"
+
+
+def order_of(n: int, repeats: list[Repeat]) -> np.ndarray:
+    """Which of `n` operators runs, one after the other, if some are repeated."""
     order = np.arange(n)
     for begin, end, times in reversed(repeats):
-        again = np.tile(order[begin:end], min(times, most) - 1)
-        order = np.insert(order, end, again)
+        order = np.insert(order, end, np.tile(order[begin:end], times - 1))
     return order
 
 
-def parts(step: StepMemory) -> list[tuple[str, int | None, list[int], int]]:
+def repeats_of_blocks(log: Log, times: list[int]) -> list[Repeat]:
+    return [
+        (begins[0], end, times[block])
+        for _, block, begins, end in parts_of(log.places, log.now + 1)
+        if block is not None
+    ]
+
+
+def places_of(log: Log, order: np.ndarray, times: list[int]) -> list[Place]:
+    """Where each of the blocks begins in that order, and all else."""
+    reached = np.maximum.accumulate(order)
+    first = np.cumsum([0, *times])  # a block of the log -> the first one that it stands for
+    found: list[Place] = []
+    for phase, block, begins, end in parts_of(log.places, log.now + 1):
+        n = 1 if block is None else times[block]
+        for i in range(n):
+            which = None
+            if block is not None:
+                which = int(first[block]) + (i if phase == "forward" else n - 1 - i)
+            later = i * (end - begins[0])
+            found += [(int(reached.searchsorted(at)) + later, phase, which) for at in begins]
+    return found
+
+
+Part = tuple[str, int | None, list[int], int]
+
+
+def parts_of(places: list[Place], n_rows: int) -> list[Part]:
     """What a step does, in order: (phase, block, operators at which it begins or begins anew, the
     operator at which the next one begins)."""
     found = []
-    for (phase, block), group in groupby(step.places, lambda place: place[1:]):
+    for (phase, block), group in groupby(places, lambda place: place[1:]):
         found.append((phase, block, [at for at, _, _ in group]))
-    ends = [begins[0] for _, _, begins in found[1:]] + [len(step.timeline)]
+    ends = [begins[0] for _, _, begins in found[1:]] + [n_rows]
     return [(*part, end) for part, end in zip(found, ends, strict=True)]
 
 
-def repeat_blocks(step: StepMemory, config: MiniGPTConfig, times: list[int]) -> StepMemory:
-    """The step of `config`, in which `times[i]` blocks in a row do what block i of `step` does.
-
-    Equal blocks change the bytes equally, operator by operator. So the changes are repeated, and
-    nothing else has to be simulated.
-    """
-    first = np.cumsum([0, *times])  # block i of `step` -> the first one that it stands for
-    changes = np.diff(step.timeline, axis=0, prepend=0)
-    repeated, places, now, more = [], [], 0, 0
-    for phase, block, begins, end in parts(step):
-        n, begin = 1 if block is None else times[block], begins[0]
-        for i in range(n):
-            if block is None:
-                which = None
-            else:
-                which = int(first[block]) + (i if phase == "forward" else n - 1 - i)
-            places += [(now + at - begin, phase, which) for at in begins]
-            repeated.append(changes[begin:end])
-            now += end - begin
-        if phase == "forward" and block is not None:
-            more += (n - 1) * int(changes[begin:end].sum())
-    n_layers, few = config.n_layers, step.config.n_layers
-    return replace(
-        step,
-        config=config,
-        timeline=np.concatenate(repeated).cumsum(axis=0),
-        places=places,
-        kept=step.kept + more,
-        kept_per_block=(step.kept_per_block * few + more) / n_layers,
-        work=step.work.repeat_blocks(times),
-        compiled_work=step.compiled_work.repeat_blocks(times),
-    )
+def parts(step: StepMemory) -> list[Part]:
+    return parts_of(step.places, len(step.timeline))

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import Block, MiniGPT, MiniGPTConfig
-from planner.tracker import kept_for_backward
+from planner.log import kept_for_backward
 from trainer.flags import OneLineParser, number
 
 # ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from planner.tracker import Storage, kept_for_backward
+from planner.log import Storage, kept_for_backward
 from trainer.flags import SHAPES, OneLineParser, UsageError, number, print_error
 from trainer.metrics import format_bytes
 

@@ -49,9 +49,9 @@ from planner.choose import (
 )
 from planner.clock import seconds_of_each
 from planner.formulas import step_flops
+from planner.log import Storage
 from planner.record import Record, code_of, group_of
 from planner.timeline import parts
-from planner.tracker import Storage
 from scripts import tool
 from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend, relative_flops
 from trainer import flags

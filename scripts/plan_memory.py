@@ -30,9 +30,9 @@ from data import DataError
 from model import MiniGPTConfig
 from planner.choose import describe_recompute
 from planner.formulas import closed_form, count_parameters
+from planner.operators import PRECISIONS
 from planner.record import Record
 from planner.shards import share_of
-from planner.work import PRECISIONS
 from scripts import plan_knobs, plan_peak, plan_table, say_stopped
 from scripts.plan_knobs import STEP, Setting
 from scripts.plan_table import Clock, Row, WholeRun, digits, recommend

@@ -13,8 +13,8 @@ from shutil import get_terminal_size
 from typing import Any
 
 from planner.choose import describe_recompute
+from planner.log import Storage
 from planner.record import ALIKE, Record, code_of, group_of
-from planner.tracker import Storage
 from scripts.plan_knobs import Setting, changed
 from scripts.plan_table import Row, align, recommend
 from trainer.flags import fill_in, model_config

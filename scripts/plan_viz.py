@@ -18,9 +18,9 @@ import numpy as np
 
 from planner.choose import describe_recompute
 from planner.clock import seconds_of_each
+from planner.log import Storage
 from planner.record import Record
 from planner.timeline import KINDS
-from planner.tracker import Storage
 from scripts.plan_table import Clock
 
 BASE = 0x7F0000000000  # where memory begins; as a GPU's may

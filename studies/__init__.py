@@ -9,7 +9,6 @@ page_shots         how does scripts.memory_page's page look? (README's picture) 
 mixes              how good is the best pair of policies, against all others?      half a minute
 cards              which card trains what?                                         3 minutes
 clock_check        is the planner's clock right on this machine?                   10 minutes
-cpu_precision      is bfloat16 worth it on this CPU?                              seconds
 gpu                what does this project do on a GPU?                             an hour
 calculator_tables  which shapes and cards does docs/calculator.js know?            a second
 optimizers         what do Muon and moments in bfloat16 do to loss and time?       half an hour

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import Planner
-from planner.tracker import Storage
+from planner.log import Storage
 from scripts.style import COLORS, WIDTH, load_pyplot, relative_flops, save_picture
 from studies.common import study_parser, table, tool
 from trainer.flags import output_folder

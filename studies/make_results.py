@@ -72,12 +72,6 @@ RESULTS = {
     "clock": study(
         "clock_check", "clock_cpu_124m", IDLE, "--model gpt2 --batch-size 2 --rounds 3 "
     ),
-    "small_clock": study(
-        "clock_check",
-        "clock_cpu_small",
-        "half a minute of an idle machine: it measures time",
-        "--rounds 40 ",
-    ),
     "optimizers": study(
         "optimizers", "optimizers", "half an hour of an idle machine: it measures time, too"
     ),

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from harness.planned import adamw, planner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import MiniGPTConfig
-from planner import CARDS, Card, clock
+from planner import CARDS, Card, clock, this_machine
 from planner.formulas import step_flops
-from planner.tracker import StorageTracker
-from planner.work import Notebook, Operation, Work, fuse, summarize_work
+from planner.log import Log, Op
+from planner.operators import PRECISIONS as OF_PRODUCTS
+from planner.work import Work, fuse, summarize_work, what_moves
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -24,17 +26,14 @@ SIMPLE = Card("simple", 2**30, (1e12, 1e12, 1e12), 1e9, 0, 1e-6, 1, 1)
 ALIVE: list = []  # results: what dies is counted as dead
 
 
-def note(run, *shapes, dtype=torch.float32, place="") -> list[Operation]:
+def note(run, *shapes, dtype=torch.float32, place="") -> list[Op]:
     """What `run` of fake tensors of these shapes does."""
-    notebook = Notebook()
-    tracker = StorageTracker(notes=[notebook])
-    with FakeTensorMode(), tracker:
+    with FakeTensorMode(), Log() as log:
         tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
-        tracker.restart()
-        notebook.operations.clear()
-        tracker.enter(place, 0 if place else None)
+        log.restart()
+        log.enter(place, 0 if place else None)
         ALIVE.append(run(*tensors))
-    return notebook.operations
+    return what_moves(log.ops)
 
 
 def work_of(run, *shapes, **settings) -> Work:
@@ -112,15 +111,14 @@ def test_what_is_not_read_whole():
 
 
 def test_adamw_reads_four_tensors_and_writes_three():
-    notebook = Notebook()
     with FakeTensorMode():
         layer = torch.nn.Linear(30, 40, bias=False)
         layer.weight.grad = torch.empty_like(layer.weight)
         optimizer = adamw(layer)
         optimizer.step()
-        with StorageTracker(notes=[notebook]):
+        with Log() as log:
             optimizer.step()
-    (update,) = (op for op in notebook.operations if sum(t.bytes for t in op.touches) > 4 * 30 * 40)
+    (update,) = (op for op in log.ops if sum(t.bytes for t in op.touches) > 4 * 30 * 40)
     assert sum(t.bytes for t in update.touches) == pytest.approx(7 * 4 * 30 * 40, abs=8)
 
 
@@ -230,6 +228,56 @@ def test_a_compiler_reads_once_and_writes_what_is_left(run, shapes, elements):
     apart = note(run, *shapes)  # (the optimizer is not compiled)
     assert len(fuse(apart)) == len(apart) == len(operations) > len(fuse(operations))
 
+
+# ---- this machine
+
+
+def test_attention_runs_at_the_speed_that_was_measured():
+    attention = ((1e6, 2e6), (3e6, 4e6), (5e6, 6e6))
+    measured = replace(SIMPLE, launch_s=0, attention=attention)
+    for i, dtype in enumerate((torch.float32, torch.bfloat16)):
+        forward = work_of(attend, *[HEADS] * 3, dtype=dtype)
+        assert clock.seconds(forward, measured) == pytest.approx(2 * SCORES / attention[i][0])
+        backward = work_of(attend_backward, *[HEADS] * 4, HEADS[:3], dtype=dtype)
+        assert clock.seconds(backward, measured) == pytest.approx(5 * SCORES / attention[i][1])
+
+
+def test_this_machine_is_measured(monkeypatch):
+    def stopwatch(run, device, times=1, budget=0.3):
+        run()
+        return 1e-3
+
+    monkeypatch.setattr(clock, "time_of", stopwatch)
+    card = this_machine(seq_len=16, head_size=8)
+    one, heads = 2 * 1024**3 / 1e-3, 16 * torch.get_num_threads()
+    assert card.flops == (one, one, 2 * 128**3 / 1e-3)
+    assert card.bytes_per_s == 2 * 2**26 / 1e-3 and card.launch_s == 1e-3 and card.memory > 2**28
+    assert (card.reached_flops, card.reached_bytes) == (1, 1)
+    product = heads * 16 * 16 * 8 / 1e-3
+    assert card.attention == ((2 * product, 5 * product),) * len(OF_PRODUCTS)
+
+
+def test_what_measuring_took_is_given_back(monkeypatch):
+    """Else it would be missing in what is free, and be the peak of the run."""
+    asked, gpu = Mock(), torch.device("cuda", 1)
+    monkeypatch.setattr(clock, "measure_card", asked.measure_card)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, getattr(asked, name))
+    assert this_machine(gpu, 16, 8) is asked.measure_card.return_value
+    given_back = [call.empty_cache(), call.reset_peak_memory_stats(gpu)]
+    assert asked.mock_calls == [call.measure_card(gpu, 16, 8), *given_back]
+
+
+def test_the_fastest_run_counts(monkeypatch):
+    # start; begin, end, enough? each time
+    ticks = iter([0.0, 0.0, 0.5, 0.6, 0.6, 0.8, 0.9, 1.0, 2.0, 3.0])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(ticks))
+    runs = Mock()
+    fastest = clock.time_of(runs, torch.device("cpu"), times=2, budget=1)
+    assert fastest == pytest.approx(0.1) and runs.call_count == 1 + 3 * 2
+
+
+# ---- orders that are known
 
 # By other code, of an earlier model whose head had 8 chunks: milliseconds, and percent more.
 EARLIER = {

@@ -22,8 +22,8 @@ from memory.head import (
     head_loss,
     rows_of_product,
 )
-from planner.tracker import StorageTracker
-from planner.work import Notebook, Operation
+from planner.log import Log, Op
+from planner.work import what_moves
 
 
 def head_inputs(n_tokens: int, vocab_size: int = 97, channels: int = 16):
@@ -256,14 +256,12 @@ class OnGPU(Tensor):
 def test_a_slice_takes_few_launches_and_passes(monkeypatch, kind, passes):
     """Of float32 logits, read or written: a CPU rounds them in a pass of its own."""
 
-    def operations(rows: int) -> list[Operation]:
+    def operations(rows: int) -> list[Op]:
         monkeypatch.setattr("memory.head.SLICE", rows * 97)
         x, weight, labels = head_inputs(64, channels=8)
-        notebook = Notebook()
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            with StorageTracker(notes=[notebook]):
-                head_loss(x.as_subclass(kind), weight, labels, 0)
-        return notebook.operations
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Log() as log:
+            head_loss(x.as_subclass(kind), weight, labels, 0)
+        return what_moves(log.ops)
 
     two, four = operations(32), operations(16)
     assert 2 <= len(four) - len(two) <= 2 * 9

@@ -9,7 +9,7 @@ from test_model import random_ids, tiny
 
 from memory.policies import one_by_one
 from model import RECOMPUTE_POLICIES
-from planner.tracker import Storage, kept_for_backward
+from planner.log import Storage, kept_for_backward
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 

@@ -1,0 +1,349 @@
+"""One log of a step: which operators ran, what they touched, and which storages came and went.
+
+The model runs on *fake* tensors, which have shapes and storages but no memory, while a `Log` looks
+on. That works on any machine, also for models that would not fit in it. All that the planner tells
+of a step is made of this one list: bytes over time (timeline.py), FLOPs and bytes that move
+(work.py), names and reasons (record.py). `kept_for_backward` is the simplest use of it.
+"""
+
+import math
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memory import HostMemory
+from model import MiniGPT
+
+from .operators import EMPTY, Cost, cost_of, signature, tensors_in
+
+ROOT = Path(__file__).parent.parent
+RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward: their lines are a replay's
+
+
+@dataclass(eq=False)
+class Storage:
+    """A piece of memory; described as the first tensor that lived in it."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    born: int  # the operator that made it, counted from 1; 0 = was there before
+    died: float = math.inf  # the last operator that saw it
+    operator: str = ""  # "addmm"
+    module: str = ""  # where: "MiniGPT.blocks.0.attn.c_attn"
+    line: str = ""  # "model.py:87", the line that asked for it
+    phase: str = ""  # forward, head, backward or optimizer
+    block: int | None = None  # that was at work
+    replayed: bool = False  # by an activation checkpoint, in backward
+    kind: str = ""  # one of KINDS; "": as planner/timeline.py sorts it
+    name: str = ""  # what it is, if somebody said so: "blocks.0.ln_1.weight"
+    why: str = ""  # it is there: see planner/record.py
+
+
+class Touch(NamedTuple):
+    """Bytes of a storage that an operator reads or writes: those of a view from start to end."""
+
+    storage: Storage
+    start: int
+    end: int
+    bytes: int  # fewer than end - start if the view leaves some out
+    written: bool
+
+
+class Source(NamedTuple):
+    """Who asked for an operator."""
+
+    module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or nothing in it
+    line: str  # "model.py:106"
+    is_backward: bool = False  # then they are those of its forward
+
+
+Place = tuple[int, str, int | None]  # (from this operator on, phase, block that is at work)
+
+
+class Op(NamedTuple):
+    """An operator that ran, or several that a compiler fuses. A view has nothing but a place."""
+
+    name: str
+    at: int  # its number, counted from 1
+    place: Place
+    source: Source | None = None
+    given: tuple[tuple[str, Storage], ...] = ()  # by the names of its arguments
+    made: tuple[tuple[int, Storage], ...] = ()  # (which of its results, storage)
+    touches: tuple[Touch, ...] = ()  # (): it moves no bytes
+    cost: Cost = Cost()
+
+
+class Log(TorchDispatchMode):
+    """Notes operators and storages, without keeping any tensor alive.
+
+    It looks after each operator: what a kernel takes and gives back inside is not seen (but
+    `inside` may tell).
+    """
+
+    def __init__(
+        self,
+        sources: "Sources | None" = None,
+        stand_in: Callable[[Tensor], Tensor] | None = None,
+        inside: Callable[[Any, tuple], int] | None = None,
+    ) -> None:
+        """`sources` knows who asks for an operator; `stand_in` is what fakes real tensors;
+        `inside` tells the bytes that a kernel takes besides (see planner/kernels.py)."""
+        super().__init__()
+        self.sources, self.stand_in, self.inside = sources, stand_in, inside
+        self.ops: list[Op] = []
+        self.storages: list[Storage] = []  # in order of birth
+        self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
+        self.stand_ins: list[Tensor] = []
+        self.places: list[Place] = [(0, "", None)]
+        # Operators from .. to (without that one) stand for so many runs of theirs, in a row.
+        self.repeats: list[tuple[int, int, int]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # (nobody compiles here; what torch wraps it in costs more than the log)
+
+    @property
+    def now(self) -> int:
+        """Operators seen."""
+        return len(self.ops)
+
+    def enter(self, phase: str, block: int | None = None) -> None:
+        self.places.append((self.now + 1, phase, block))
+
+    @property
+    def phase(self) -> str:
+        return self.places[-1][1]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # nothing happens, and it is asked all the time
+        kwargs = kwargs or {}
+        if self.stand_in is not None:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+                    self.add_given(tensor)
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        results = [tensor for tensor in results if isinstance(tensor, Tensor)]
+        self.note(func, args, kwargs, results)
+        if self.inside is not None and (size := self.inside(func, args)):
+            self.add_scratch(size, args[0].device)
+        return result
+
+    # ---- operators
+
+    def note(self, func: Any, args: tuple, kwargs: dict, results: list[Tensor]) -> None:
+        """What an operator did, after it ran."""
+        its, place, at = signature(func), self.places[-1], self.now + 1
+        source = self.sources.now(place[1]) if self.sources else None
+        storages = [self.add(tensor, func.__name__, at, source) for tensor in results]
+        if its.is_view:
+            self.ops.append(Op("", at, place, source))
+            return
+        arguments = dict(zip(its.names, args, strict=False)) | kwargs
+        given, touches = [], []
+        for parameter in its.parameters:
+            for tensor in tensors_in(arguments.get(parameter.name)):
+                touch = self.touch(tensor)
+                given.append((parameter.name, touch.storage))
+                if parameter.is_table:
+                    added = arguments.get("src", arguments.get("source"))
+                    few = results[0] if added is None else added
+                    touch = touch._replace(bytes=min(touch.bytes, few.nbytes))
+                if parameter.is_read:
+                    touches.append(touch)
+                if parameter.is_written:
+                    touches.append(touch._replace(written=True))
+        made = [(i, storage) for i, storage in enumerate(storages) if storage.born == at]
+        touches += [self.touch(results[i])._replace(written=True) for i, _ in made]
+        op = Op(its.name, at, place, source, tuple(given), tuple(made))
+        if its.name not in EMPTY and any(touch.written for touch in touches):
+            every = dict.fromkeys(touches)  # (x * x reads x once)
+            here = tuple(touch for touch in every if touch.storage.device.type == "cpu")
+            op = op._replace(touches=here, cost=cost_of(func, arguments, results, place))
+        self.ops.append(op)
+
+    def touch(self, tensor: Tensor) -> Touch:
+        size, dims = tensor.itemsize, zip(tensor.shape, tensor.stride(), strict=True)
+        start = int(tensor.storage_offset()) * size
+        n = tensor.numel()
+        extent = size * (1 + sum((n - 1) * stride for n, stride in dims)) if n else 0
+        different = min(extent, size * n)  # (an expanded row is there once)
+        return Touch(self.find(tensor), start, start + extent, different, False)
+
+    # ---- storages
+
+    def add(
+        self, tensor: Tensor, operator: str = "", at: int = 0, source: Source | None = None
+    ) -> Storage:
+        """The storage of `tensor`: known (the tensor is a view, or changed in place) or new."""
+        memory = tensor.untyped_storage()
+        address = memory._cdata
+        if address in self.known:
+            return self.known[address][1]
+        storage = new_storage(tensor, at or self.now)
+        if operator:
+            storage.operator = operator.split(".")[0]  # "addmm.default"
+            _, storage.phase, storage.block = self.places[-1]
+            # In backward, nothing but a replay builds a graph.
+            storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
+        if source is not None:
+            storage.module, storage.line = source.module, source.line
+
+        def gone(_: weakref.ref) -> None:
+            del self.known[address]  # the next storage at this address is another one
+            storage.died = self.now
+
+        self.known[address] = weakref.ref(memory, gone), storage
+        if storage.bytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
+            self.storages.append(storage)
+        return storage
+
+    def add_scratch(self, size: int, device: torch.device) -> None:
+        """Bytes that are there while the operator that was just seen runs."""
+        storage = Storage(size, (size,), torch.uint8, device, born=self.now, died=self.now)
+        storage.name, storage.why = "inside of a kernel", "the kernel works in it"
+        _, storage.phase, storage.block = self.places[-1]
+        self.storages.append(storage)
+
+    def add_given(self, tensor: Tensor) -> None:
+        """A real tensor, which operators will see as a fake one."""
+        assert self.stand_in is not None
+        self.stand_ins.append(self.stand_in(tensor))
+        self.add(self.stand_ins[-1])
+
+    def name(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
+        """Say what a storage is, and why it is there."""
+        storage = self.add(tensor)
+        storage.kind, storage.name, storage.why = kind, name, why
+
+    def find(self, tensor: Tensor) -> Storage:
+        """The storage of `tensor`; if nobody added it, one that is not counted."""
+        found = self.known.get(tensor.untyped_storage()._cdata)
+        return found[1] if found else new_storage(tensor, 0)
+
+    def alive(self) -> list[Storage]:
+        return [storage for storage in self.storages if storage.died == math.inf]
+
+    def restart(self) -> None:
+        """Count from here; what is alive was there before."""
+        self.storages = self.alive()
+        self.ops, self.places, self.repeats = [], [(0, "", None)], []
+        for storage in self.storages:
+            storage.born = 0
+
+
+def new_storage(tensor: Tensor, born: int) -> Storage:
+    # (A fake tensor's `device` is an operator.)
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    size = tensor.untyped_storage().nbytes()
+    return Storage(size, tuple(tensor.shape), tensor.dtype, device, born)
+
+
+class Sources:
+    """While it is entered, knows who asks for an operator: the module that runs, and the line.
+
+    Backward's operators have no line: autograd runs them. But autograd numbers what it notes in
+    forward, and a node of its graph still has that number in backward; so the line is the one that
+    ran when the number was given. (To look for `self` on the stack would keep tensors alive that
+    are about to go.)
+    """
+
+    def __init__(self, model: nn.Module, root: str = ""):
+        """`root`: the model's own name."""
+        self.names = {module: f"{root}.{name}".strip(".") for name, module in model.named_modules()}
+        self.running: list[str] = []
+        self.of_forward: dict[int, Source] = {}  # by autograd's number
+
+    @property
+    def innermost(self) -> str:
+        """The module that runs: "blocks.0.mlp.c_fc"; "" outside of all."""
+        return self.running[-1] if self.running else ""
+
+    def now(self, phase: str) -> Source:
+        """Of the operator that has just run."""
+        line = line_of_the_model()
+        node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
+        if node is None or line.startswith(RUNS_AGAIN):
+            source = Source("head" if phase == "head" else self.innermost, line)
+            # Autograd has just given a number to this operator, if it noted it at all.
+            self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
+            return source
+        source = self.of_forward.get(node._sequence_nr(), Source("", ""))
+        return Source(source.module, line or source.line, is_backward=True)
+
+    def __enter__(self) -> "Sources":
+        def begin(module: nn.Module, args: tuple) -> None:
+            self.running.append(self.names.get(module, self.innermost))
+
+        def end(module: nn.Module, args: tuple, result: Any) -> None:
+            self.running.pop()
+
+        # (A replay is ended by an exception, as soon as it has made what is needed.)
+        self.hooks = [
+            register_module_forward_pre_hook(begin),
+            register_module_forward_hook(end, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def line_of_the_model() -> str:
+    """The innermost line of the model or of memory/ on the stack: "model.py:87"."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+        if name == "model.py" or name.startswith("memory/"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:
+    """What `forward()`, with gradients, adds to the memory of the model's device until backward.
+
+    Parameters and inputs are there anyway and do not count; low-precision copies of weights, which
+    autocast makes, do; so do the head's gradients, which `loss_chunks` makes in forward.
+    """
+    weight = next(model.parameters())
+    if isinstance(weight, FakeTensor):  # the model was built fake, and too large for this machine
+        fake = weight.fake_mode
+    else:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+    if isinstance(model, MiniGPT):
+        model.host_memory = HostMemory()  # (see the end: real steps cannot use fake buffers)
+    sources = Sources(model, type(model).__name__)
+    log = Log(sources, fake.from_tensor)
+    for parameter in model.parameters():
+        if isinstance(parameter, FakeTensor):
+            log.add(parameter)
+        else:
+            log.add_given(parameter)
+    with fake, sources, log:
+        result = forward()
+    # The graph holds all the rest; the result itself is the caller's. (On torch 2.11
+    # `result.grad_fn` does not keep the node of an autograd.Function, such as the head's.)
+    graph = get_gradient_edge(result)
+    del result
+    kept = [s for s in log.alive() if s.operator and s.device.type == weight.device.type]
+    del graph
+    if isinstance(model, MiniGPT):
+        model.host_memory = HostMemory()
+    return kept

@@ -1,0 +1,124 @@
+"""What an operator is, by its schema: a view, what it reads and writes; and what it costs.
+
+- FLOPs are those of matrix products and of attention, whose backward forms five products (it
+  computes the scores again) to forward's two; of causal attention half are masked, and not done.
+- Bytes are those of the tensors that an operator is given and returns, once each. Views cost
+  nothing, nor does memory that is asked for and not yet written; a lookup reads what it finds, not
+  its table.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)  # of products
+LEFT_FACTOR = {"mm": "self", "bmm": "self", "addmm": "mat1", "addmm_": "mat1", "baddbmm": "batch1"}
+EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+# Arguments that are written, and whose old values are not read; and one that torch declares as
+# written, which is so with a GradScaler only.
+OVERWRITTEN = {"copy_", "fill_", "zero_", "normal_"}
+ONLY_READ = {("_fused_adamw_", "grads")}
+# Arguments of which only some elements are touched: as many as are found, or added.
+TABLES = {
+    ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
+    ("scatter_", "self"), ("index_add_", "self"),
+}  # fmt: skip
+# What a compiler fuses with its neighbours although torch does not call it pointwise. (A LayerNorm
+# and the like work row by row.)
+ROWWISE = {
+    "_to_copy", "copy_", "gather", "native_dropout", "native_dropout_backward",
+    "native_layer_norm", "native_layer_norm_backward", "log_softmax", "softmax",
+}  # fmt: skip
+ATTENTION = ("attention", "attention_backward")  # whatever a device calls them
+
+
+class Parameter(NamedTuple):
+    name: str
+    is_read: bool
+    is_written: bool
+    is_table: bool
+
+
+class Signature(NamedTuple):
+    name: str  # "addmm"
+    names: tuple[str, ...]  # of its parameters
+    parameters: tuple[Parameter, ...]
+    is_view: bool  # does it return its arguments, and change nothing?
+
+
+class Cost(NamedTuple):
+    """What an operator takes beside its bytes."""
+
+    flops: float = 0
+    precision: int = 0  # index into PRECISIONS
+    fusable: bool = False  # with its neighbours, by a compiler
+
+
+@cache
+def signature(operator: Any) -> Signature:
+    name, schema = operator.overloadpacket.__name__, operator._schema
+    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    # (`_unsafe_view` is a view, whatever torch declares.)
+    of_arguments = any(result.alias_info is not None for result in schema.returns)
+    of_arguments |= operator.overloadpacket is torch.ops.aten._unsafe_view
+    parameters = tuple(
+        Parameter(
+            a.name,
+            is_read=not (is_written and (a.is_out or name in OVERWRITTEN)),
+            is_written=is_written and (name, a.name) not in ONLY_READ,
+            is_table=(name, a.name) in TABLES,
+        )
+        for a, is_written in zip(schema.arguments, written, strict=True)
+    )
+    names = tuple(a.name for a in schema.arguments)
+    return Signature(short(name), names, parameters, of_arguments and not any(written))
+
+
+def short(name: str) -> str:
+    """Attention has another name on each device. (And a profiler's marks are no operators.)"""
+    if name.startswith("_scaled_dot_product_"):
+        return ATTENTION["backward" in name]
+    return "" if name.startswith("_record") else name
+
+
+def tensors_in(argument: Any) -> list[Tensor]:
+    if isinstance(argument, list | tuple):
+        return [tensor for tensor in argument if isinstance(tensor, Tensor)]
+    return [argument] if isinstance(argument, Tensor) else []
+
+
+def cost_of(
+    operator: Any, given: dict[str, Any], results: list[Tensor], place: tuple[int, str, int | None]
+) -> Cost:
+    """`given`: its arguments, by name."""
+    name = signature(operator).name
+    left = given.get("query", given.get(LEFT_FACTOR.get(name, "")))
+    precision = left.dtype if isinstance(left, Tensor) else torch.float32
+    return Cost(
+        count_flops(name, given, results),
+        PRECISIONS.index(precision) if precision in PRECISIONS else 0,
+        is_fusable(operator, name, given, place),
+    )
+
+
+def count_flops(name: str, given: dict[str, Any], results: list[Tensor]) -> float:
+    if name in LEFT_FACTOR:
+        return 2 * results[0].numel() * given[LEFT_FACTOR[name]].size(-1)
+    if name in ATTENTION:
+        B, H, T, D = given["query"].shape
+        products = 5 if "backward" in name else 2
+        of_all = 0.5 if given.get("is_causal") else 1  # (torch leaves defaults out)
+        return of_all * products * 2 * B * H * T * given["key"].size(2) * D
+    return 0
+
+
+def is_fusable(operator: Any, name: str, given: dict[str, Any], place: tuple) -> bool:
+    """Is it inside of what MiniGPT.compile_blocks compiles, and pointwise, or row by row?"""
+    _, phase, block = place
+    if block is None and phase != "head":
+        return False
+    if name == "sum":
+        return given.get("dim") in ([-1], [given["self"].dim() - 1])
+    return name in ROWWISE or torch.Tag.pointwise in operator.tags
