@@ -1,6 +1,7 @@
-"""Runs that are killed, and moved to other processes; and the table of docs/reliability.md.
+"""Runs that are killed, stopped, restarted, and moved to other processes; what several of them do
+when something goes wrong with one; and the table of docs/reliability.md.
 
-A row of the table is what the tests say that carry it; most stand elsewhere, beside what they are
+A row of the table is what the tests say that carry it; many stand elsewhere, beside what they are
 about. `python -m pytest -m reliability` runs all of them and prints the table. What is killed is
 killed on progress, never on the wall clock, or by itself, at a chosen point (harness/faults.py).
 """
@@ -8,6 +9,7 @@ killed on progress, never on the wall clock, or by itself, at a chosen point (ha
 import ast
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,14 +19,17 @@ from pathlib import Path
 
 import pytest
 from harness import faults
-from harness.faults import history, weights_hash
+from harness.faults import broken, broken_together, history, weights_hash
 from harness.rows import row
 from harness.runs import (
+    DEADLINE,
     FAULTS,
     ROOT,
     TINY,
     Forks,
     by_torchrun,
+    errors,
+    is_alive,
     last_step,
     metrics,
     run,
@@ -36,11 +41,13 @@ from harness.runs import (
     wait_until,
 )
 
+from trainer.claim import replaced_runs
 from trainer.resume import load_newest
 from trainer.snapshot import beside
 
 slow = pytest.mark.slow
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="kills, and looks into /proc")
+case = pytest.param
 SAVING = ("--no-amp", "--save-interval=5")
 
 
@@ -59,48 +66,35 @@ def undisturbed(tmp_path_factory):
     def get(steps: int = 20) -> Path:
         if steps not in done:
             path = done[steps] = tmp_path_factory.mktemp("whole") / "run.pt"
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("train_minimal.train_step", faults.train_step)
-                flags = (*SAVING, "--grad-accum-steps=2", f"--num-steps={steps}")
-                assert train_here(path, *flags) == 0
+            assert broken(path, "", *SAVING, "--grad-accum-steps=2", f"--num-steps={steps}") == 0
         return done[steps]
 
     return get
 
 
-def ends_as(whole: Path, path: Path, *flags: str) -> bool:
+def ends_as(whole: Path, path: Path) -> bool:
     """Does the run at `path`, gone on with in one process, end with these weights?"""
-    assert train_here(path, *SAVING, "--grad-accum-steps=2", "--resume", *flags) == 0
+    assert train_here(path, *SAVING, "--grad-accum-steps=2", "--resume") == 0
     return same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
 # ---- Killed, and resumed
 
 
+KILLED = row(
+    "`kill -9` at random points of training",
+    "goes on to the weights of an undisturbed run, at most one save interval lost",
+)
+SHARD_KILLED = row(
+    "`train_fsdp.py`: `kill -9` of one of two processes, at random points of training",
+    "goes on to the weights of one undisturbed process, at most one save interval lost",
+)
+
+
 @only_linux
 @pytest.mark.parametrize(
     "trainer",
-    [
-        pytest.param(
-            "train_minimal",
-            marks=row(
-                "`kill -9` at random points of training",
-                "goes on to the weights of an undisturbed run, at most one save interval lost",
-            ),
-        ),
-        pytest.param(
-            "train_fsdp",
-            marks=[
-                slow,
-                row(
-                    "`train_fsdp.py`: `kill -9` of one of two processes, at random points of "
-                    "training",
-                    "goes on to the weights of one undisturbed process, at most one save interval "
-                    "lost",
-                ),
-            ],
-        ),
-    ],
+    [case("train_minimal", marks=KILLED), case("train_fsdp", marks=[SHARD_KILLED, slow])],
 )
 def test_killed_in_training(tmp_path, undisturbed, thorough, trainer):
     """A scheduler's or the kernel's kill leaves no time to save: what lies there must do."""
@@ -136,10 +130,9 @@ FAST = ("die-half-written", "die-moved-previous")
 @only_linux
 @pytest.mark.parametrize(
     ("trainer", "death"),
-    [pytest.param("train_minimal", death, marks=[IN_A_SAVE, *[slow] * (death not in FAST)])
+    [case("train_minimal", death, marks=[IN_A_SAVE, *[slow] * (death not in FAST)])
      for death in faults.SAVE_FAULTS]
-    + [pytest.param("train_fsdp", death, marks=[IN_A_SHARDED_SAVE, slow])
-       for death in faults.SAVE_FAULTS],
+    + [case("train_fsdp", death, marks=[IN_A_SHARDED_SAVE, slow]) for death in faults.SAVE_FAULTS],
 )  # fmt: skip
 def test_killed_in_a_save(tmp_path, undisturbed, trainer, death):
     """A snapshot that is overwritten in place is gone if the writer dies half-way. And what it
@@ -150,6 +143,189 @@ def test_killed_in_a_save(tmp_path, undisturbed, trainer, death):
     assert load_newest(path).state["step"] == (10 if renamed else 5)
     assert ends_as(undisturbed(), path)
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+DDP = row(
+    "`torchrun --max-restarts`, a process raising or killed: before there is a snapshot, after it, "
+    "in the last step",
+    "goes on by itself, to the single process's weights",
+)
+FSDP = row(
+    "`train_fsdp.py` with `torchrun --max-restarts`, a process raising or killed",
+    "goes on by itself, to the single process's weights",
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "fault"),
+    [
+        case("train_ddp", "kill:0:9", marks=DDP),
+        case("train_ddp", "error:1:3", marks=[DDP, slow]),
+        case("train_ddp", "kill:1:20", marks=[DDP, slow]),
+        case("train_fsdp", "kill:1:9", marks=[FSDP, slow]),
+        case("train_fsdp", "error:0:3", marks=[FSDP, slow]),
+    ],
+)
+def test_restarted_by_torchrun(tmp_path, undisturbed, script, fault):
+    """Though nobody said --resume. Not from the snapshot of another run that it was about to
+    replace, and that is further on."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, *SAVING, "--grad-accum-steps=2", "--lr=0.001") == 0
+    how = {"script": f"{FAULTS} {script}", "launch": "--max-restarts=1"}
+    result = run(by_torchrun(path, *SAVING, **how), timeout=400, FAULTS=fault)
+    assert result.returncode == 0, result.stderr
+    assert same(snapshot(path)["model"], snapshot(undisturbed())["model"])
+    assert [r["step"] for r in metrics(path)] == list(range(1, 21))
+    old = snapshot(replaced_runs(path)[-1])
+    assert (old["step"], old["args"]["lr"]) == (20, 0.001)
+    saved = (int(fault.split(":")[2]) - 1) // 5 * 5
+    resumed = re.findall(r"^resume   .*run.pt, step (\d+)$", result.stdout, re.MULTILINE)
+    assert resumed == ([str(saved)] if saved else [])
+
+
+# ---- Stopped, all after the same step
+
+
+SIGNALS = row(
+    "Ctrl-C, SIGTERM, a closed terminal; to python, to torchrun, to one of two processes",
+    "step finished, one save, all stop at the same step, exit 130 / 143 / 129; a second signal "
+    "ends at once",
+)
+SHARDED = row(
+    "`train_fsdp.py`: SIGTERM and Ctrl-C, to torchrun, to one of two processes",
+    "step finished, one save, all stop at the same step; one process goes on, bit-identical",
+)
+
+
+def check_stopped(path: Path, whole: Path) -> None:
+    """Both processes after the same step, which was saved; one process can go on."""
+    step = snapshot(path)["step"]
+    first, second = (history(path, rank) for rank in (0, 1))
+    assert first == second and max(first) == step < 20
+    assert first[step]["weights"] == weights_hash(snapshot(path)["model"])
+    assert ends_as(whole, path)
+
+
+@pytest.mark.parametrize(
+    "script", [case("train_ddp", marks=SIGNALS), case("train_fsdp", marks=[SHARDED, slow])]
+)
+def test_all_log_save_and_stop_after_the_same_step(tmp_path, undisturbed, script):
+    """Whichever of them is asked to; a line is due by the clock of process 0 alone. And what is
+    logged or saved takes all of them: else this hangs."""
+    path = tmp_path / "run.pt"
+    asked = "silence:1:2 silence:0:3 usr1:1:5 term:1:8"
+    flags = ("--no-amp", "--log-interval=50")
+    broken_together(path, asked, *flags, script=script, expect=143, MINIGPT_TIMEOUT_S="60")
+    assert [record["step"] for record in metrics(path)] == [3, 5, 8]
+    assert (snapshot(path)["step"], snapshot(beside(path, ".prev.pt"))["step"]) == (8, 5)
+    check_stopped(path, undisturbed())
+
+
+@slow
+@pytest.mark.parametrize(
+    ("script", "number"),
+    [
+        case("train_ddp", signal.SIGINT, marks=SIGNALS),
+        case("train_fsdp", signal.SIGTERM, marks=SHARDED),
+        case("train_fsdp", signal.SIGINT, marks=SHARDED),
+    ],
+)
+def test_signal_to_torchrun(tmp_path, undisturbed, script, number):
+    """It passes them on, and exits with 1 whatever its processes do."""
+    path = tmp_path / "run.pt"
+    command = by_torchrun(path, "--no-amp", script=f"{FAULTS} {script}")
+    pipe, env = subprocess.PIPE, os.environ | {"PAUSE": "0.1", "PYTHONUNBUFFERED": "1"}
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
+    assert any(line.startswith("step  3/") for line in launcher.stdout)
+    launcher.send_signal(number)
+    launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == 1 and not beside(path, ".prev.pt").exists()
+    check_stopped(path, undisturbed())
+
+
+# ---- Something goes wrong with one of two
+
+
+BAD = row(
+    "NaN or Inf in loss or gradients of one of two processes",
+    "step skipped by both, with a warning; several in a row: exit 3, the last good snapshot intact",
+)
+
+
+@BAD
+@pytest.mark.parametrize(
+    ("script", "flags", "steps"),
+    [("train_ddp", "--no-amp", "nan:1:11 infinite-loss:0:12 nan:1:13"),
+     ("train_fsdp", "--amp-dtype=float16", "nan:1:11")],
+)  # fmt: skip
+def test_all_processes_skip_or_none(tmp_path, script, flags, steps):
+    """A gradient, then a loss, of process 1 alone; then three of them. In float16 the overflow is
+    in the gradients of one shard only.
+
+    And all have the same weights after each step, though DDP averages gradients only in the second
+    micro-batch: one that steps on gradients of its own drifts at once. No step is logged, so each
+    process learns one step late that it has skipped one.
+    """
+    path, ends = tmp_path / "run.pt", script == "train_ddp"
+    how = (flags, "--save-interval=5", "--grad-accum-steps=2", "--log-interval=0")
+    bad = f"overflow:1:4 infinite-loss:1:7 {steps}"
+    result = broken_together(path, bad, *how, script=script, expect=3 if ends else 0)
+    said = [int(step) for step in re.findall(r"warning  step (\d+): .* skip", result.stdout)]
+    assert said == ([4, 7, 11, 12] if ends else [4, 7, 11])
+    after, state = history(path, rank=0), snapshot(path)
+    assert after == history(path, rank=1) and max(after) == (14 if ends else 20)
+    for step in said:
+        assert after[step]["weights"] == after[step - 1]["weights"]
+        assert ends or after[step]["scale"] == after[step - 1]["scale"] / 2
+    assert after[max(after) - ends]["weights"] == weights_hash(state["model"])
+    if ends:
+        assert "in a row, 11 to 13" in errors(result)[0] and state["step"] == 10
+
+
+@slow  # it waits
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        case(
+            *("hang:1:7", 3, "rank 0 waited 20 s for the others in vain (MINIGPT_TIMEOUT_S): one "),
+            marks=row(
+                "a process that hangs", "the job ends within its timeout, with a line that says so"
+            ),
+        ),
+        ("cuda-oom:1:7", 4, "out of memory with --batch-size 2"),
+    ],
+)
+def test_one_line_ends_the_job(tmp_path, fault, code, says):
+    """One stuck in a driver or a file system would keep all the others waiting for ever."""
+    path, how = tmp_path / "run.pt", {"expect": code, "MINIGPT_TIMEOUT_S": "20"}
+    result = broken_together(path, fault, "--save-interval=5", **how)
+    (line,) = (line for line in errors(result) if says in line)
+    assert line.endswith(f"go on from {path}, step 5, with --resume")
+    assert "Traceback" not in result.stderr
+    assert snapshot(path)["step"] == 5
+
+
+@slow
+@only_linux
+@row("torchrun killed with -9 (Linux)", "no process of it lives on")
+def test_nobody_outlives_torchrun(tmp_path):
+    """It has no time to end those that it started. They would hold the GPU, and write to the files
+    of the next run."""
+    command = by_torchrun(tmp_path / "run.pt", "--num-steps=100000", script="train_ddp.py")
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=nowhere, text=True) as launcher:
+        try:
+            assert any(line.startswith("step") for line in launcher.stdout)  # both are training
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+        finally:
+            launcher.kill()
+    pids = list(map(int, children.split()))
+    try:
+        wait_until(lambda: not any(map(is_alive, pids)), "end of both", seconds=5)
+    finally:
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+    assert len(pids) == 2
 
 
 # ---- Moved, to other processes and other trainers
@@ -166,11 +342,11 @@ ACROSS = row(
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(
+        case(
             [("train_minimal", 1), ("train_ddp", 2)],
             marks=row("1 -> 2 -> 1 processes across resumes", "bit-identical"),
         ),
-        pytest.param(
+        case(
             [("train_minimal", 1), ("train_ddp", 2), ("train_fsdp", 2), ("train_fsdp", 1)],
             marks=[ACROSS, slow],
         ),

@@ -2,16 +2,22 @@
 
 Whatever ended the first part: a crash, a signal, a damaged file, a forgotten --resume. What must
 not change in between is refused by the name of its flag; the rest may change. Two runs that want
-the same files: test_claim.py; see also test_bad_input.py.
+the same files: test_snapshot.py; flags: test_resume_flags.py, test_bad_input.py.
 """
 
 import os
 import re
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from harness.faults import broken
 from harness.rows import row
-from harness.runs import TINY, Crash, crash_after, metrics, same, snapshot, train_here
+from harness.runs import TINY, metrics, same, snapshot, train_here
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import train_minimal
 from model import MiniGPT, MiniGPTConfig
@@ -21,6 +27,7 @@ from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
 from trainer.resume import load_newest, restore
 from trainer.setup import set_up
+from trainer.snapshot import beside
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 CONSTANT = ("--lr-scheduler=constant", "--warmup-steps=1")
@@ -49,92 +56,79 @@ def uninterrupted(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(
-    ("stop", "precision", "policy"),
-    [(1, FP32, "full"), (9, BF16, "cheap"), (12, FP32, "none"), (19, BF16, "full")],
-    ids=["first", "middle", "epoch", "last"],
+kinds = st.sampled_from(
+    [(FP32,), (BF16,), ("--amp-dtype=float16", "--grad-accum-steps=2"), (BF16, "--optimizer=muon")]
 )
-def test_resumed_equals_uninterrupted(
-    tmp_path, monkeypatch, uninterrupted, precision, policy, stop
-):
-    """Though backward recomputes in one part only: that changes no weight."""
-    flags = (precision, "--eval-interval=4")
-    path = tmp_path / "run.pt"
-    crash_after(stop, monkeypatch)
-    with pytest.raises(Crash):
-        train_here(path, *flags, f"{FULL}={policy}", f"--save-interval={stop}")
-    assert snapshot(path)["step"] == stop
-    monkeypatch.undo()
-    assert train_here(path, *flags, f"{FULL}=none", "--resume") == 0
-    whole, whole_log = uninterrupted(*flags)
-    resumed = snapshot(path)
+memory = st.sampled_from(
+    [f"{FULL}={words}" for words in ("none", "full", "mlp", "cheap --offload-activations",
+                                     "full --recompute-group=2 --offload-activations")]
+)  # fmt: skip
+stops = st.tuples(st.integers(1, 19), st.sampled_from(["error", "term"]), memory)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=8)
+@given(kinds, st.lists(stops, min_size=1, max_size=2, unique_by=lambda stop: stop[0]), memory)
+def test_resumed_equals_uninterrupted(uninterrupted, kind, parts, last):
+    """However often it is stopped, by a crash or a signal, and whatever memory is spent in between:
+    that changes no weight. What is done twice is logged once."""
+    kind = (*kind, "--eval-interval=4")
+    with tempfile.TemporaryDirectory() as folder, patch("memory.offload.SMALL", 1):
+        path = Path(folder, "run.pt")
+        for step, fault, words in sorted(parts):
+            flags = [*kind, *words.split(), "--save-interval=3", *["--resume"] * path.exists()]
+            code = broken(path, f"{fault}:0:{step}", *flags)
+            assert code == (143 if fault == "term" else None)
+            if fault == "term":
+                assert snapshot(path)["step"] == step
+            with open(path.with_name("run.metrics.jsonl"), "a") as file:
+                file.write('{"step": 9, "train_lo')  # cut short by the crash
+        flags = [*kind, *last.split(), *["--resume"] * path.exists()]
+        assert train_here(path, *flags) == 0
+        resumed, log = snapshot(path), logged(path)
+    whole, whole_log = uninterrupted(*kind)
     for key in ("model", "optimizer", "scaler", "step", "best_val_loss"):
         assert same(resumed[key], whole[key]), key
-    assert logged(path) == whole_log
+    assert log == whole_log
 
 
-def test_steps_done_twice_are_logged_once(tmp_path, monkeypatch, uninterrupted):
-    path = tmp_path / "run.pt"
-    crash_after(8, monkeypatch)
-    with pytest.raises(Crash):
-        train_here(path, FP32, "--eval-interval=4", "--save-interval=5")
-    assert [record["step"] for record in metrics(path)] == list(range(1, 9))
-    with open(path.with_name("run.metrics.jsonl"), "a") as file:
-        file.write('{"step": 9, "train_lo')  # cut short by the crash
-    monkeypatch.undo()
-    assert train_here(path, FP32, "--eval-interval=4", "--resume") == 0
-    assert logged(path) == uninterrupted(FP32, "--eval-interval=4")[1]
-
-
-@pytest.mark.usefixtures("everything_travels")
-@pytest.mark.parametrize("policy", ["cheap", "mlp", "full"])
-def test_offloaded_run_ends_with_the_same_weights(tmp_path, uninterrupted, policy):
-    """The whole trainer, which counts what is kept on fake tensors before it begins."""
-    path = tmp_path / "run.pt"
-    assert (
-        train_here(path, FP32, "--eval-interval=4", f"{FULL}={policy}", "--offload-activations")
-        == 0
+def test_what_decides_the_weights_and_what_does_not(uninterrupted):
+    often, seldom, other = (
+        uninterrupted(flag)[0]["model"]
+        for flag in ("--eval-interval=1", "--eval-interval=0", "--seed=1")
     )
-    assert same(snapshot(path)["model"], uninterrupted(FP32, "--eval-interval=4")[0]["model"])
-
-
-def test_evaluating_more_often_changes_no_weight(uninterrupted):
-    often, _ = uninterrupted("--eval-interval=1")
-    seldom, _ = uninterrupted("--eval-interval=0")
-    assert same(often["model"], seldom["model"])
-
-
-def test_dropout_differs_between_steps_and_seeds(uninterrupted):
-    a, _ = uninterrupted("--seed=1")
-    b, _ = uninterrupted("--seed=2")
-    assert not same(a["model"], b["model"])
+    assert same(often, seldom) and not same(often, other)
     assert len({train_minimal.seed_of(s, n) for s in range(20) for n in range(200)}) == 4000
 
 
-def test_more_steps_may_be_asked_for(tmp_path):
-    path = tmp_path / "run.pt"
-    assert train_here(path) == 0
-    more = ("--num-steps=25", "--lr=1e-4", "--weight-decay=0.7")
-    assert train_here(path, "--resume", *more) == 0
-    assert snapshot(path)["step"] == 25
-    groups = snapshot(path)["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
-    assert [record["step"] for record in metrics(path)] == list(range(1, 26))
-    marks = [(r["step"], r["resumed_from"]) for r in metrics(path) if "resumed_from" in r]
-    assert marks == [(21, 20)]
-
-
-def test_best_snapshot_survives_a_resumed_run_that_gets_worse(tmp_path):
+def test_other_flags_may_be_typed_and_are_said(tmp_path, capsys):
+    """The best snapshot survives, though the run gets worse; as may the precision."""
     path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
-    assert train_here(path) == 0
+    assert train_here(path, "--warmup-steps=0") == 0
     before = best.read_bytes()
-    worse = ("--num-steps=22", "--lr=3", "--eval-interval=1", "--lr-scheduler=constant")
-    assert train_here(path, "--resume", *worse) == 0
+    assert "resume   changed" not in capsys.readouterr().out
+    other = ("--num-steps=25", "--lr=3", "--weight-decay=0.3", "--warmup-steps=0")
+    more = (*other, "--eval-interval=2", "--amp-dtype=float16")
+    assert train_here(path, "--resume", *more, FULL) == 0
+    (line,) = re.findall("resume   changed.*: (.*)", capsys.readouterr().out)
+    for change in (
+        "--use-activation-checkpoint none -> full, --num-steps 20 -> 25, --lr 0.025 -> 3, "
+        "--min-lr 0.0025 -> 0.3,",
+        "--eval-interval 0 -> 2",
+    ):
+        assert change in line
+    assert train_here(path, "--resume", "--num-steps=26", *other[1:], "--save-interval=5") == 0
+    assert "--save-interval 0 -> 5" in capsys.readouterr().out
+    assert snapshot(path)["step"] == 26
+    groups = snapshot(path)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert [record["step"] for record in metrics(path)] == list(range(1, 27))
+    marks = [(r["step"], r["resumed_from"]) for r in metrics(path) if "resumed_from" in r]
+    assert marks == [(21, 20), (26, 25)]
     assert metrics(path)[-1]["val_loss"] > metrics(path)[19]["val_loss"]
     assert best.read_bytes() == before
 
 
-# ---- resuming with other flags, or what is not the newest
+# ---- resuming from what is not the newest
 
 
 def damages(content: bytes, weights: bytes) -> dict[str, bytes]:
@@ -160,7 +154,7 @@ def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
     weights = snapshot(whole)["model"]["token_embedding.weight"].numpy().tobytes()
     for damage, damaged in damages(whole.read_bytes(), weights).items():
         path, before, alone = (tmp_path / f"{damage}{ending}.pt" for ending in ("", ".prev", "!"))
-        for file in (path, alone):
+        for file in (path, alone, beside(alone, ".prev.pt")):
             file.write_bytes(damaged)
         before.write_bytes(previous.read_bytes())
         (tmp_path / f"{damage}.damaged.pt").write_text("a run of that name")
@@ -177,7 +171,7 @@ def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
         assert (snapshot(path)["step"], snapshot(before)["step"]) == (20, 15)
         assert train_here(alone, "--resume") == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: --resume: {alone} is ")
+        assert line.startswith(f"error: --resume: {alone} is ") and "!.prev.pt is " in line
 
 
 def test_the_lowest_loss_alone_is_gone_on_from(tmp_path, capsys, uninterrupted):
@@ -226,12 +220,10 @@ def test_a_name_that_is_not_utf_8(tmp_path):
     assert train_here(path, "--num-steps=1") == 0 and len(replaced_runs(path)) == 1
 
 
-def test_a_forgotten_resume_costs_nothing(tmp_path, monkeypatch, capsys, uninterrupted):
+def test_a_forgotten_resume_costs_nothing(tmp_path, capsys, uninterrupted):
     """The run that had the name can still go on under its new one, with its log."""
     path = tmp_path / "run.pt"
-    with monkeypatch.context() as here, pytest.raises(Crash):
-        crash_after(10, here)
-        train_here(path, "--save-interval=5")
+    assert broken(path, "error:0:11", "--save-interval=5") is None
     before = path.read_bytes()
     capsys.readouterr()
     assert train_here(path, "--save-interval=5", "--seed=5") == 0
@@ -271,10 +263,8 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
     for steps, now in ((2, not fused), (4, fused)):
         make = lambda model, args, *_, now=now: make_optimizer(model, args, kernel[now])  # noqa: E731
         monkeypatch.setattr("trainer.setup.make_optimizer", make)
-        resume = ["--resume"] if path.exists() else []
-        assert (
-            train_here(path, FP32, "--lr-scheduler=constant", f"--num-steps={steps}", *resume) == 0
-        )
+        flags = [f"--num-steps={steps}", *["--resume"] * path.exists()]
+        assert train_here(path, FP32, "--lr-scheduler=constant", *flags) == 0
     optimizer = snapshot(path)["optimizer"]
     assert {group["fused"] for group in optimizer["param_groups"]} == {fused}
     assert {float(state["step"]) for state in optimizer["state"].values()} == {4.0}
@@ -292,13 +282,6 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
         for state in optimizer.state.values():
             assert state["step"].device.type == ("meta" if other else "cpu")
             assert state["step"].dtype == torch.float32 and state["exp_avg"].is_meta
-
-
-def test_precision_may_change(tmp_path):
-    path = tmp_path / "run.pt"
-    for steps, precision in enumerate((FP32, BF16, "--amp-dtype=float16", FP32), 1):
-        resume = ["--resume"] if path.exists() else []
-        assert train_here(path, precision, f"--num-steps={steps}", *resume) == 0
 
 
 def test_all_processes_agree_on_the_lowest_loss(tmp_path):

@@ -1,21 +1,30 @@
-"""A snapshot is whole or not there, its damage is noticed, and reading one runs no code."""
+"""A snapshot is whole or not there, its damage is noticed, and reading one runs no code.
+
+And a run takes a name for its files without taking another run's: one that still writes there keeps
+it; one that has ended is renamed, whatever a kill has left of it, and is never read as if it were
+the new run's own past. (A forgotten --resume: test_resume.py.)
+"""
 
 import errno
 import io
 import os
+import re
 import stat
+import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from harness.faults import Injected, broken
 from harness.rows import row
-from harness.runs import same
+from harness.runs import metrics, same, snapshot, train_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.claim import claim, lock
-from trainer.resume import load_newest
+from trainer.claim import check_writable, files_of, lock, name_aside, replaced_runs, step_aside
 from trainer.snapshot import (
     KEYS,
     SaveError,
@@ -26,107 +35,60 @@ from trainer.snapshot import (
     saving,
 )
 
+drawn = settings(deadline=None, derandomize=True, database=None, max_examples=100)
+
 
 def state(step: int) -> dict:
     empty = {key: kind() for key, kind in KEYS.items()}
     return empty | {"step": step, "model": {"weight": torch.randn(64, 64)}}
 
 
-@pytest.mark.parametrize("failing", ["save", "hidden", "fsync"])
-def test_failed_save_harms_nothing(tmp_path, monkeypatch, failing):
-    path = tmp_path / "run.pt"
-    save_snapshot(path, state(1))
+# ---- To write one
 
-    def disk_full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def hidden(state, file):
-        """As torch.save does when its file fails."""
-        file.write(b"PK")
+def failing(error: Exception, hidden: bool = False):
+    """What fails so; `hidden`: as torch.save does when its file fails."""
+
+    def fail(*args):
         try:
-            disk_full()
+            raise error
         except OSError:
+            if not hidden:
+                raise
             raise RuntimeError("inline_container.cc: unexpected pos 704 vs 598")  # noqa: B904
 
-    what, name = {"fsync": (os, "fsync")}.get(failing, (torch, "save"))
-    monkeypatch.setattr(what, name, hidden if failing == "hidden" else disk_full)
-    with pytest.raises(SaveError, match="run.pt: disk full; it needs 0.0 MB, .* MB are free"):
+    return fail
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "says"),
+    [
+        ("torch.save", failing(FULL), "disk full"),
+        ("torch.save", failing(FULL, hidden=True), "disk full"),
+        ("os.fsync", failing(OSError(errno.EIO, "Input/output error")), "Input/output error"),
+        ("torch.save", failing(KeyError()), None),  # a bug is no full disk
+    ],
+)
+def test_failed_save_harms_nothing(tmp_path, monkeypatch, where, what, says):
+    path = tmp_path / "run.pt"
+    save_snapshot(path, state(1))
+    monkeypatch.setattr(where, what)
+    with pytest.raises(SaveError if says else KeyError) as error:
         save_snapshot(path, state(2), keep_previous=True)
     monkeypatch.undo()
+    words = f"cannot save .*run.pt: {says}.*; it needs 0.0 MB, .* MB are free"
+    assert says is None or re.match(words, str(error.value))
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
     assert read_snapshot(path)["step"] == 1
 
 
-def stored(content: bytes) -> list[range]:
-    """Where in a zip file data lie, and not names, padding or the directory."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        entries = [(entry.header_offset, entry.file_size) for entry in archive.infolist()]
-    found = []
-    for header, size in entries:
-        lengths = content[header + 26 : header + 30]  # of the name, and of what is behind it
-        start = header + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-        found.append(range(start, start + size))
-    return found
-
-
-@row("a random bit of a snapshot flipped", "noticed, if it is of the data; else it changes nothing")
-def test_a_flipped_bit_is_one_line_or_changes_nothing(tmp_path):
-    """torch.load takes most of them for weights. (And zipfile, zlib and torch have many ways to say
-    what they find.)"""
-    path, original = tmp_path / "run.pt", state(1)
-    save_snapshot(path, original)
-    content = path.read_bytes()
-    data, directory = stored(content), content.index(b"PK\1\2")
-    places = st.integers(0, len(content) - 1) | st.integers(directory, len(content) - 1)
-
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-    @given(places | st.sampled_from(data).flatmap(st.sampled_from), st.integers(0, 7))
-    def check(place, bit):
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << bit
-        path.write_bytes(damaged)
-        try:
-            assert same(read_snapshot(path), original)
-            assert not any(place in some for some in data)
-        except SnapshotError as error:
-            assert "\n" not in str(error)
-
-    check()
-
-
-def test_both_damaged_is_an_error(tmp_path):
-    path = tmp_path / "run.pt"
-    (tmp_path / "run.prev.pt").write_bytes(b"x")
-    path.write_bytes(b"x")
-    with pytest.raises(SnapshotError, match="run.prev.pt"):
-        load_newest(path)
-
-
-def test_names_that_differ_after_a_point_are_two_runs():
-    assert beside(Path("lr0.01"), ".prev.pt") != beside(Path("lr0.02"), ".prev.pt")
-    assert beside(Path("x/run.pt"), ".prev.pt") == beside(Path("x/run.ckpt"), ".prev.pt")
-    assert beside(Path("x/run.pt"), ".prev.pt") == Path("x/run.prev.pt")
-
-
-def test_a_file_system_without_locks_costs_no_run(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-
-    def flock(*args):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    assert lock(tmp_path / "run.pt") is None
-
-
-def test_a_lock_that_may_not_be_written_is_named(tmp_path, monkeypatch):
-    """It is another user's, in a folder of the group; (root may write it: so by hand)."""
-
-    def refuse(*args):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(SnapshotError, match="run.lock: Permission denied"):
-        lock(tmp_path / "run.pt")
+def test_a_folder_that_is_gone(tmp_path):
+    with pytest.raises(SaveError, match="run.pt: something; .* its folder is gone"):
+        with saving(tmp_path / "gone" / "run.pt", 1):
+            raise OSError("something")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="folders cannot be synchronised elsewhere")
@@ -161,34 +123,226 @@ def test_only_what_is_asked_for_stays(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"run.pt", "lr0", *others}
 
 
-def test_a_bug_in_a_save_is_no_full_disk(tmp_path):
-    with pytest.raises(KeyError), saving(tmp_path / "run.pt", 1) as temporary:
-        temporary.write_text("half")
-        raise KeyError
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(
-        SaveError, match="cannot save .*run.pt: Input/output error; it needs 2.5 MB"
-    ):
-        with saving(tmp_path / "run.pt", 2_500_000):  # which had not even begun to write
-            raise OSError(errno.EIO, "Input/output error")
-    with pytest.raises(SaveError, match="run.pt: something; .* its folder is gone"):
-        with saving(tmp_path / "gone" / "run.pt", 1):
-            raise OSError("something")
-
-
-def test_a_folder_is_no_name(tmp_path):
+def test_names_that_differ_after_a_point_are_two_runs():
+    assert beside(Path("lr0.01"), ".prev.pt") != beside(Path("lr0.02"), ".prev.pt")
+    assert beside(Path("x/run.ckpt"), ".prev.pt") == Path("x/run.prev.pt")
     with pytest.raises(SnapshotError, match="is not a file"):
         beside(Path("/"), ".prev.pt")
 
 
-@pytest.mark.parametrize("change", [{"step": 4}, {"step": 6}, {"run": "a"}, {"run": "z"}])
-def test_a_run_that_has_moved_on_is_not_resumed(tmp_path, change):
+# ---- To read one
+
+
+def stored(content: bytes) -> list[range]:
+    """Where in a zip file data lie, and not names, padding or the directory."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = [(entry.header_offset, entry.file_size) for entry in archive.infolist()]
+    found = []
+    for header, size in entries:
+        lengths = content[header + 26 : header + 30]  # of the name, and of what is behind it
+        start = header + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+        found.append(range(start, start + size))
+    return found
+
+
+@row("a random bit of a snapshot flipped", "noticed, if it is of the data; else it changes nothing")
+def test_a_flipped_bit_is_one_line_or_changes_nothing(tmp_path):
+    """torch.load takes most of them for weights. (And zipfile, zlib and torch have many ways to say
+    what they find.)"""
+    path, original = tmp_path / "run.pt", state(1)
+    save_snapshot(path, original)
+    content = path.read_bytes()
+    data, directory = stored(content), content.index(b"PK\1\2")
+    places = st.integers(0, len(content) - 1) | st.integers(directory, len(content) - 1)
+
+    @settings(drawn, max_examples=300)
+    @given(places | st.sampled_from(data).flatmap(st.sampled_from), st.integers(0, 7))
+    def check(place, bit):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << bit
+        path.write_bytes(damaged)
+        try:
+            assert same(read_snapshot(path), original)
+            assert not any(place in some for some in data)
+        except SnapshotError as error:
+            assert "\n" not in str(error)
+
+    check()
+
+
+# ---- The lock
+
+
+@row("a second run on the same --checkpoint-path", "refused, exit 2, the first unharmed")
+def test_second_run_on_the_same_files_is_refused(tmp_path, capsys):
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    assert train_here(whole) == 0
+
+    def start_another(run):
+        assert train_here(path) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "another run is writing" in line
+
+    assert broken(path, {3: start_another}) == 0  # in the middle of the first run
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+    assert train_here(path, "--resume", "--num-steps=21") == 0  # its end opened the lock
+
+
+def test_a_file_system_without_locks_costs_no_run(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", failing(OSError(errno.ENOLCK, "No locks available")))
+    assert lock(tmp_path / "run.pt") is None
+
+
+def test_a_lock_that_may_not_be_written_is_named(tmp_path, monkeypatch):
+    """It is another user's, in a folder of the group; (root may write it: so by hand)."""
+    monkeypatch.setattr(os, "open", failing(PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(SnapshotError, match="run.lock: Permission denied"):
+        lock(tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize("change", [{"step": 3}, {"run": "another"}])
+def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeypatch, change):
+    """The run before was still at its last save: to go on from the one before would drop that."""
     path = tmp_path / "run.pt"
-    before = state(5) | {"run": "m"}
-    save_snapshot(path, before)
-    resumed = load_newest(path)
-    held = claim(path, resumed)
-    held.close()
-    save_snapshot(path, before | change)
-    with pytest.raises(SnapshotError, match="another run was still at"):
-        claim(path, resumed)
+    assert train_here(path, "--num-steps=2") == 0
+    later = snapshot(path) | change
+
+    def save_and_check(*args, **options):
+        torch.save(later, path)
+        return check_writable(*args, **options)
+
+    monkeypatch.setattr("trainer.setup.check_writable", save_and_check)
+    assert train_here(path, "--resume") == 2
+    assert "another run was still at" in capsys.readouterr().err
+    assert same(snapshot(path), later)
+
+
+# ---- The name
+
+
+def test_no_run_s_files_are_deleted_by_another(tmp_path, capsys):
+    """A demo, an own model, and a third run under the same name: all three are still there."""
+    path, seen = tmp_path / "run.pt", {}
+    for steps in (9, 2, 3, 10):
+        assert train_here(path, f"--num-steps={steps}", "--save-interval=1") == 0
+        for file in replaced_runs(path):
+            if file not in seen:
+                seen[file] = snapshot(file)["step"]
+                assert str(file) in capsys.readouterr().out
+            assert snapshot(file)["step"] == seen[file] == metrics(file)[-1]["step"]
+            assert snapshot(beside(file, ".prev.pt"))["step"] == seen[file] - 1
+            assert snapshot(beside(file, ".best.pt"))["best_val_loss"] < 10
+    assert [seen[file] for file in replaced_runs(path)] == [9, 2, 3]
+
+
+newest = st.sampled_from([0, 1])
+
+
+@drawn
+@given(st.lists(st.tuples(st.sets(st.integers(0, 5)), newest), min_size=1, max_size=3),
+       st.integers(0, 7))  # fmt: skip
+def test_whatever_a_kill_has_left_of_runs_that_ended_in_one_second(runs, survived):
+    """Any of their files, but one of the two newest snapshots; and killed once more after so many
+    of them were renamed. Each is still there, with those of its run, and the name is free."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, real = Path(folder, "run.pt"), os.replace
+        for number, (some, snapshot) in enumerate(runs):
+            for i in some | {snapshot}:
+                file = files_of(path)[i]
+                file.write_text(f"{number} {i}")
+                os.utime(file, (10**9, 10**9))
+            left = iter(range(survived))
+
+            def replace(source, target, left=left):
+                if next(left, None) is None:
+                    raise Injected
+                real(source, target)
+
+            with patch.object(os, "replace", replace), suppress(Injected):
+                step_aside(path)
+            step_aside(path)
+            assert not any(file.exists() for file in files_of(path))
+        names = replaced_runs(path)
+        found = [sorted(file.read_text() for file in files_of(name) if file.exists())
+                 for name in names]  # fmt: skip
+        assert all(name.name.startswith("run.2001-09-09-014640") for name in names)  # -2, -3
+        assert sorted(found) == [
+            [f"{number} {i}" for i in sorted(some | {snapshot})]
+            for number, (some, snapshot) in enumerate(runs)
+        ]
+
+
+@pytest.mark.parametrize("line", [b'{"st', b'{"step": 50, "epoch": 0.0'])
+def test_a_log_whose_first_line_was_cut_short(tmp_path, line):
+    path, log = tmp_path / "run.pt", tmp_path / "run.metrics.jsonl"
+    log.write_bytes(line)
+    assert train_here(path, "--num-steps=2") == 0
+    log.write_bytes(line)
+    assert train_here(path, "--num-steps=3", "--resume") == 0
+    assert [record["step"] for record in metrics(path)] == [2, 3]
+
+
+def test_the_log_of_a_run_that_saved_nothing_is_kept_too(tmp_path, capsys):
+    path, log = tmp_path / "run.pt", tmp_path / "run.metrics.jsonl"
+    log.touch()
+    assert name_aside(path) is None  # it did not even log
+    assert broken(path, "error:0:3") is None
+    before = log.read_bytes()
+    capsys.readouterr()
+    assert train_here(path, "--num-steps=3") == 0
+    (old,) = tmp_path.glob("run.2*.metrics.jsonl")
+    assert old.read_bytes() == before and len(metrics(path)) == 3
+    assert f"note     {log} is of another run and becomes {old}\n" in capsys.readouterr().out
+
+
+def test_only_runs_of_that_name_are_older_ones_of_it(tmp_path):
+    names = ["run.2026-01-02-030405.pt", "run.2026-01-02-030405-2.pt"]
+    others = ["run.pt", "run.prev.pt", "run.2026-01-02-030405.best.pt", "runs.2026-01-02-030405.pt"]
+    for name in names + others:
+        (tmp_path / name).touch()
+    assert {file.name for file in replaced_runs(tmp_path / "run.pt")} == set(names)
+    assert replaced_runs(tmp_path / "nowhere" / "run.pt") == []
+
+
+def test_another_run_s_snapshot_is_never_the_one_before(tmp_path, capsys):
+    """To go on from it would be to go on with the other run."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--save-interval=5") == 0
+    assert train_here(path, "--num-steps=3") == 0
+    path.write_bytes(path.read_bytes()[:1000])
+    (tmp_path / "run.best.pt").unlink()
+    assert train_here(path, "--resume") == 2
+    assert "run.pt is no snapshot, or a damaged one" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_before_its_first_save(tmp_path, capsys):
+    """Its best weights are there, and no command is promised that could not go on."""
+    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
+    assert train_here(path, "--num-steps=2") == 0
+    path.unlink()
+    before = best.read_bytes()
+    capsys.readouterr()
+    assert train_here(path, "--num-steps=3") == 0
+    (note,) = re.findall("^note     (.*)", capsys.readouterr().out, re.M)
+    renamed, way_back = note.removeprefix(f"{best} is of another run and becomes ").split("; ")
+    assert Path(renamed).read_bytes() == before
+    old = way_back.rpartition(" --checkpoint-path ")[2]
+    assert train_here(Path(old), "--resume", "--num-steps=2") == 0
+    assert snapshot(Path(old))["step"] == 2
+
+
+def test_a_file_that_cannot_be_renamed(tmp_path, monkeypatch, capsys):
+    """As in a folder where everybody may write, but only rename what is his own."""
+    path, real = tmp_path / "run.pt", os.replace
+    assert train_here(path, "--num-steps=2") == 0
+    before = path.read_bytes()
+
+    def refuse(source, target):
+        if "run.20" in str(target):
+            raise PermissionError(1, "Operation not permitted")
+        real(source, target)
+
+    monkeypatch.setattr("os.replace", refuse)
+    assert train_here(path, "--num-steps=3") == 2
+    assert "cannot rename" in capsys.readouterr().err and path.read_bytes() == before

@@ -5,7 +5,7 @@ Several machines are started by hand, each with a command line and a disk of its
 """
 
 import argparse
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,13 +36,10 @@ WAYS_OUT = {
 }
 
 
-@dataclass
-class Facts:
-    """What must be the same in all processes, under the name by which the user can change it; and
-    which of these flags were typed."""
-
-    shown: dict[str, str]
-    typed: set[str]
+# What must be the same in all processes, under the name by which the user can change it; and under
+# TYPED the names of those flags that were typed.
+Facts = dict[str, Any]
+TYPED = "typed"
 
 
 def facts(
@@ -56,27 +53,22 @@ def facts(
     snapshot = "no snapshot to go on from"
     if resumed is not None:
         snapshot = f"step {resumed.state['step']} of run {str(resumed.state.get('run'))[:8]}"
-    shown = {
+    return {
+        TYPED: set(map(flag, args.typed)),
         "--checkpoint-path": snapshot,
         "--init-from": f"weights of checksum {source and source.checksum}",
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "the trainer": process.script,
         "--device": process.device.type,
         "--amp-dtype": str(precision).removeprefix("torch."),
-        **{flag(name): show(value) for name, value in vars(args).items() if name not in OWN},
+        **{flag(name): value for name, value in vars(args).items() if name not in OWN},
     }
-    return Facts(shown, set(map(flag, args.typed)))
 
 
 def data_facts(data: Dataset) -> Facts:
     """What must be the same of the data."""
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
-    return Facts({"--train-data": f"{data.description}, fingerprint {prints}"}, set())
-
-
-def show(value: object) -> str:
-    words = {True: "on", False: "off", None: "none"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    return {TYPED: set(), "--train-data": f"{data.description}, fingerprint {prints}"}
 
 
 def check_alike(of_each: list[Facts]) -> None:
@@ -84,10 +76,15 @@ def check_alike(of_each: list[Facts]) -> None:
 
     First comes what was typed: other flags may only follow from it, as --min-lr from --lr.
     """
-    first, typed = of_each[0].shown, set().union(*(facts.typed for facts in of_each))
+    first, typed = of_each[0], set().union(*(facts[TYPED] for facts in of_each))
     for name in sorted(first, key=lambda name: name not in typed):
         for rank, facts in enumerate(of_each):
-            if facts.shown[name] != first[name]:
+            if name != TYPED and facts[name] != first[name]:
                 way_out = WAYS_OUT.get(name, "start all with the same flags")
-                has = f"rank 0 has {first[name]}, rank {rank} has {facts.shown[name]}"
+                has = f"rank 0 has {show(first[name])}, rank {rank} has {show(facts[name])}"
                 raise UsageError(f"{name}: {has}: {way_out}")
+
+
+def show(value: object) -> str:
+    words = {True: "on", False: "off", None: "none"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -12,6 +12,7 @@ import re
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -27,26 +28,33 @@ from .snapshot import (
 )
 
 
+def refuse(reason: str) -> SnapshotError:
+    return SnapshotError(f"--checkpoint-path: {reason}")
+
+
 def check_name(path: Path, resuming: bool) -> None:
-    """Raise SnapshotError if what is at `path`, or beside it, is not a run's. Writes nothing."""
-    if belongs_to_another(path):
-        raise SnapshotError(
-            f"--checkpoint-path: {path} is the name of another run's second file, log or lock; "
+    """Raise SnapshotError if what is at `path`, or beside it, is not a run's. Writes nothing.
+
+    A name that was typed wrongly must not cost anybody a file that is no snapshot.
+    """
+    is_second = beside(path, "").suffix in (".prev", ".best")
+    if is_second or path.name.endswith((".lock", *SUFFIXES)):
+        raise refuse(
+            f"{path} is the name of another run's second file, log or lock; "
             "name another file (a snapshot that is there: copy it to a name of its own)"
         )
     try:
-        if os.path.lexists(path) and not path.is_file():
-            raise SnapshotError(f"--checkpoint-path: {path} is not a file")
-        if not resuming:
-            check_free(path)
-        for file in (beside(path, suffix) for suffix in SUFFIXES if suffix != ".tensorboard"):
-            if os.path.lexists(file) and not file.is_file():
-                raise SnapshotError(f"--checkpoint-path: {file} is not a file")
+        for file in files_of(path):
+            if os.path.lexists(file) and not file.is_file() and file.suffix != ".tensorboard":
+                raise refuse(f"{file} is not a file")
+        if not resuming and path.exists() and not peek(path):
+            raise refuse(f"{path} is there and is no snapshot; name another file")
+        for twin in (beside(path, ending) for ending in ENDINGS):
+            if not resuming and twin != path and peek(twin):
+                raise refuse(f"{path} would share its log with {twin}; name another file")
         log = beside(path, ".metrics.jsonl")
         if not is_log(log):
-            raise SnapshotError(
-                f"--checkpoint-path: {log} is there and is no log of a run; name another file"
-            )
+            raise refuse(f"{log} is there and is no log of a run; name another file")
     except OSError as error:
         raise cannot_write(path, error) from None
 
@@ -69,13 +77,7 @@ def check_writable(path: Path, resuming: bool) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> SnapshotError:
-    return SnapshotError(f"--checkpoint-path: cannot write {path}: {error.strerror or error}")
-
-
-def belongs_to_another(path: Path) -> bool:
-    """Would the run beside it overwrite it?"""
-    is_second = beside(path, "").suffix in (".prev", ".best")
-    return is_second or path.name.endswith((".lock", *SUFFIXES))
+    return refuse(f"cannot write {path}: {error.strerror or error}")
 
 
 BEGIN = b'{"step":'  # of a line of the log
@@ -95,22 +97,6 @@ def is_log(path: Path) -> bool:
         return False
 
 
-def check_free(path: Path) -> None:
-    """Raise SnapshotError if a new run of that name would take what is not an older one's.
-
-    A name that was typed wrongly must not cost anybody a file that is no snapshot.
-    """
-    if path.exists() and not peek(path):
-        raise SnapshotError(
-            f"--checkpoint-path: {path} is there and is no snapshot; name another file"
-        )
-    for twin in (beside(path, ending) for ending in ENDINGS):
-        if twin != path and peek(twin):
-            raise SnapshotError(
-                f"--checkpoint-path: {path} would share its log with {twin}; name another file"
-            )
-
-
 def lock(path: Path) -> IO[str] | None:
     """Keep a second run off the same files; the kernel opens the lock when this process ends.
 
@@ -127,25 +113,33 @@ def lock(path: Path) -> IO[str] | None:
     try:
         file = open(name, opener=lambda name, _: os.open(name, options, 0o666))
     except OSError as error:
-        reason = f"cannot write {name}: {error.strerror}"
         if error.errno == errno.ELOOP:
-            reason = f"{name} is a link, and no lock of a run; name another file"
-        raise SnapshotError(f"--checkpoint-path: {reason}") from None
+            raise refuse(f"{name} is a link, and no lock of a run; name another file") from None
+        raise cannot_write(name, error) from None
     about = os.fstat(file.fileno())
     if not stat.S_ISREG(about.st_mode) or about.st_size:
         file.close()
-        raise SnapshotError(
-            f"--checkpoint-path: {name} is there and is no lock of a run; name another file"
-        )
+        raise refuse(f"{name} is there and is no lock of a run; name another file")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise SnapshotError(
-            f"--checkpoint-path: another run is writing to {path}; name another file"
-        ) from None
+        raise refuse(f"another run is writing to {path}; name another file") from None
     except OSError:  # a file system that has no locks
         return None
     return file
+
+
+def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
+    """`lock` the files of a run that is about to start.
+
+    Raises SnapshotError if another run has them, or has saved since `resumed` was read.
+    """
+    held = lock(path)
+    if resumed is not None:
+        now = peek(resumed.path)
+        if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):
+            raise SnapshotError(f"--resume: another run was still at {resumed.path}; try again")
+    return held
 
 
 def step_aside(path: Path) -> None:
@@ -166,7 +160,7 @@ def step_aside(path: Path) -> None:
                 os.replace(file, renamed)
             except OSError as error:
                 reason = f"cannot rename {file}, of another run: {error.strerror or error}"
-                raise SnapshotError(f"--checkpoint-path: {reason}; name another file") from None
+                raise refuse(f"{reason}; name another file") from None
 
 
 def files_of(path: Path) -> list[Path]:
@@ -183,22 +177,23 @@ def name_aside(path: Path) -> Path | None:
     if not any(file.lstat().st_size for file in there):
         return None
     date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(there[0].lstat().st_mtime))
-    endings = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))  # two in one second
-    names = (beside(path, f".{date}{ending}.pt") for ending in endings)
-    return next(aside for aside in names if is_free(aside, path))
+
+    def is_free(aside: Path) -> bool:
+        # Some files may have that name already: where a kill has cut their renaming short, which
+        # begins with the last of them.
+        here, gone = (
+            [i for i, file in enumerate(files_of(name)) if os.path.lexists(file)]
+            for name in (path, aside)
+        )
+        return not gone or max(here) < min(gone)
+
+    return first_name(path, f".{date}", is_free)
 
 
-def is_free(aside: Path, path: Path) -> bool:
-    """Can the files at `path` have that name, with nothing overwritten?
-
-    Some may have it already: where a kill has cut their renaming short, which begins with the last
-    of them.
-    """
-    here, there = (
-        [i for i, file in enumerate(files_of(name)) if os.path.lexists(file)]
-        for name in (path, aside)
-    )
-    return not there or max(here) < min(there)
+def first_name(path: Path, suffix: str, is_free: Callable[[Path], bool]) -> Path:
+    """`run.SUFFIX.pt` if that is free, or else `run.SUFFIX-2.pt`, and so on."""
+    endings = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    return next(filter(is_free, (beside(path, f"{suffix}{ending}.pt") for ending in endings)))
 
 
 def replaced_runs(path: Path) -> list[Path]:
@@ -212,29 +207,13 @@ def replaced_runs(path: Path) -> list[Path]:
     return sorted(files, key=lambda file: file.stat().st_mtime)
 
 
-def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
-    """`lock` the files of a run that is about to start.
-
-    Raises SnapshotError if another run has them, or has saved since `resumed` was read.
-    """
-    held = lock(path)
-    if resumed is None:
-        return held
-    now = peek(resumed.path)
-    if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):
-        raise SnapshotError(f"--resume: another run was still at {resumed.path}; try again")
-    return held
-
-
 def take_place(source: Path, path: Path) -> None:
     """Make the snapshot `source`, that a run goes on from, the newest one of the run at `path`.
 
     What is there, and could not be read, gets another name: it might be the disk's fault.
     """
     if os.path.lexists(path):
-        endings = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
-        names = (beside(path, f".damaged{ending}.pt") for ending in endings)
-        os.replace(path, next(name for name in names if not os.path.lexists(name)))
+        os.replace(path, first_name(path, ".damaged", lambda name: not os.path.lexists(name)))
     if source == beside(path, ".prev.pt"):  # or the next save would make it the one before
         os.replace(source, path)
     else:  # it stays the best one, of this run or of another

@@ -4,13 +4,13 @@ Each has its exit code and one line that says how to go on.
 """
 
 import argparse
-import codecs
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import TextIOWrapper
 from typing import Any
 
@@ -40,15 +40,18 @@ def run_safely(
 
     0 done, 2 bad input, 3 stopped safely, 4 out of memory, 128 + n stopped by signal n.
     """
-    run, lock = None, None
+    run = None
     try:
         if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="minigpt-as-stored")
+            # A name is printed as the system has it, so that a command can be pasted.
+            utf_8 = sys.stdout.encoding.lower() == "utf-8"
+            sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "replace")
         if hasattr(signal, "SIGUSR1"):  # before training there is nothing to save
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         run = start_run(args, make_process)
-        process, lock = run.process, run.held_lock
-        code = train_and_tell(run, train)
+        with run.held_lock or nullcontext():  # (a process that lives on may start another run)
+            code = train_and_tell(run, train)
+        process = run.process
         run = None  # and with it DDP's wrapper: it must go before its connections do. (None of
         # the lines below needs it any more.)
         process.close()
@@ -60,40 +63,23 @@ def run_safely(
         complain(f"{error}; then {way_back(run)}" if run else error)
         return 3 if run or isinstance(error, DiskFull) else 2
     except SaveError as error:
-        complain(f"{error}; make room, then {way_back(run) if run else 'start again'}")
+        complain(f"{error}; make room, then {way_back(run)}")
         return 3
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            line = lost_others(error) if run and run.process.world_size > 1 else None
-            if run is None or line is None:
-                raise
-            print_error(f"{line}; {way_back(run)}")  # each at once: torchrun ends those that live
-            return 3
-        device = run.process.device if run is not None else None
-        way = way_back(run) if run is not None and run.saved_step else None
-        complain(f"out of memory with {next_knob(args, device, way)}")
-        return 4
     except KeyboardInterrupt:
-        print(
-            "\nstopped; --resume goes on from the last snapshot, if there is one", file=sys.stderr
-        )
+        last = "the last snapshot, if there is one"
+        print(f"\nstopped; --resume goes on from {last}", file=sys.stderr)
         return 130
-    finally:
-        if lock is not None:  # (a process that lives on may start another run)
-            lock.close()
-
-
-def as_stored(error: UnicodeError) -> tuple[str | bytes, int]:
-    """What stdout does with a character that it has not: half a one in a sample is no crash, and
-    the name of a file is printed as the system has it, so that a command can be pasted."""
-    assert isinstance(error, UnicodeEncodeError | UnicodeDecodeError)
-    if isinstance(error, UnicodeEncodeError):  # (else somebody reads it again)
-        with suppress(UnicodeError):
-            return os.fsencode(error.object[error.start : error.end]), error.end
-    return "?" * (error.end - error.start), error.end
-
-
-codecs.register_error("minigpt-as-stored", as_stored)
+    except Exception as error:
+        if is_out_of_memory(error):
+            device = run.process.device if run else None
+            way = way_back(run) if run and run.saved_step else None
+            complain(f"out of memory with {next_knob(args, device, way)}")
+            return 4
+        line = lost_others(error)
+        if line is None:
+            raise
+        print_error(f"{line}; {way_back(run)}")  # each at once: torchrun ends those that live
+        return 3
 
 
 def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
@@ -115,11 +101,8 @@ def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
             save(run, args.checkpoint_path, {})
         raise
     if run.stopped_by and run.step < args.num_steps:
-        name = signal.Signals(run.stopped_by).name
-        say(
-            f"stopped  {name} after step {run.step:,}: saved; go on with --resume: "
-            + resume_command(run)
-        )
+        after = f"{signal.Signals(run.stopped_by).name} after step {run.step:,}"
+        say(f"stopped  {after}: saved; go on with --resume: {resume_command(run)}")
         return 128 + run.stopped_by
     text = sample_text(run)  # by all: if the model is sharded, each forward needs all
     seconds = time.perf_counter() - PROCESS_START
@@ -151,12 +134,9 @@ class Signals:
 
     def stop(self, number: int, frame: object) -> None:
         self.number = number
-        again = "; again to stop at once"
-        if signal.Signals(number).name == "SIGHUP":  # shell and system may both send it
-            signal.signal(number, signal.SIG_IGN)
-            again = ""
-        else:
-            signal.signal(number, signal.SIG_DFL)
+        is_hangup = signal.Signals(number).name == "SIGHUP"  # shell and system may both send it
+        signal.signal(number, signal.SIG_IGN if is_hangup else signal.SIG_DFL)
+        again = "" if is_hangup else "; again to stop at once"
         clock = self.run.clock
         seconds = 1 / clock.steps_per_second() if clock.steps else 0
         about = f" (about {seconds:.0f} s)" if seconds > 2 else ""
@@ -246,11 +226,11 @@ def note_skipped(run: Run, step: int, in_a_row: int) -> None:
     )
 
 
-def way_back(run: Run) -> str:
-    """What to do when training had to stop."""
-    if run.saved_step:
+def way_back(run: Run | None) -> str:
+    """What to do when training had to stop, or (None) did not begin."""
+    if run and run.saved_step:
         return f"go on from {run.args.checkpoint_path}, step {run.saved_step}, with --resume"
-    return "start again (nothing was saved yet)"
+    return "start again (nothing was saved yet)" if run else "start again"
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -259,15 +239,8 @@ def is_out_of_memory(error: Exception) -> bool:
     NCCL's own buffers are not PyTorch's: that GPU is as full, and the same knobs help.
     """
     messages = (
-        "can't allocate memory",
-        "not enough memory",
-        "MPS backend out of memory",
-        "CUDA error: out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "Failed to CUDA calloc",  # NCCL, as the next ones
-        "Failed to CUDA malloc",
-        "'out of memory'",
+        "allocate memory|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+        "|Failed to CUDA [cm]alloc"  # NCCL
     )
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        message in str(error) for message in messages
-    )
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or re.search(messages, str(error)) is not None

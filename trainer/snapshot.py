@@ -19,10 +19,8 @@ import os
 import pickle
 import re
 import shutil
-import struct
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,15 +49,7 @@ KEYS = {
 # Names that differ in nothing else have the same log, and the same lock.
 ENDINGS = ("", ".pt", ".pth", ".ckpt")
 # What lies beside a snapshot (see `beside`): others of the same run, and what tells of it.
-OTHERS = (".prev.pt", ".best.pt")
-SUFFIXES = (*OTHERS, ".metrics.jsonl", ".trace.json", ".tensorboard")
-
-
-# What zipfile and torch.load raise for a file that is not what it was.
-DAMAGE = (
-    *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, EOFError, RuntimeError),
-    *(ValueError, TypeError, LookupError, AttributeError, OverflowError, AssertionError),
-)
+SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl", ".trace.json", ".tensorboard")
 
 
 class SnapshotError(ValueError):
@@ -131,12 +121,9 @@ def saving(path: Path, n_bytes: int) -> Iterator[Path]:
 
 def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
     """One line: the file, the reason, how much room it needs and how much there is."""
-    reasons = {
-        errno.ENOSPC: "disk full",
-        errno.EDQUOT: "disk full (your quota is used up)",
-        errno.EFBIG: "disk full (files may not be that large here)",
-    }
-    reason = reasons.get(error.errno or 0, error.strerror or str(error))
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason = f"disk full ({reason})"
     try:
         room = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are free"
     except OSError:
@@ -157,8 +144,6 @@ def read_snapshot(path: Path) -> State:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise SnapshotError(f"{path} is not a file")
         with zipfile.ZipFile(path) as archive:
-            if is_torchscript(archive):
-                raise SnapshotError(f"{path} is no snapshot but a TorchScript program")
             damaged = archive.testzip()
         if damaged is not None:
             raise SnapshotError(f"{path} is damaged (checksum of {damaged} is wrong)")
@@ -167,48 +152,46 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"there is no snapshot {path}") from None
     except pickle.UnpicklingError:
         raise SnapshotError(f"{path} holds more than plain data: refused") from None
-    except SnapshotError:
+    except (SnapshotError, MemoryError):
         raise
     except OSError as error:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
-    except DAMAGE:
+    except Exception:  # zipfile and torch raise many kinds for a file that is not what it was
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
-    for key, kind in KEYS.items():
-        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
-            raise SnapshotError(f"{path} is no MiniGPT snapshot (no {key}, or a strange one)")
-    if any(isinstance(t, torch.Tensor) and t.layout != torch.strided for t in tree_leaves(state)):
-        raise SnapshotError(f"{path} is no MiniGPT snapshot (a strange tensor, a sparse one)")
-    if state["step"] < 0:
-        raise SnapshotError(f"{path} is no MiniGPT snapshot (a strange step, {state['step']})")
+    if strange := what_is_strange(state):
+        raise SnapshotError(f"{path} is no MiniGPT snapshot ({strange})")
     return state
 
 
-def load(file: Path | BinaryIO, device: str) -> State:
+def load(file: Path | BinaryIO, device: str) -> Any:
     """What torch.save wrote, if it is plain data."""
-    with warnings.catch_warnings():  # of a sparse tensor, of which no snapshot has one
-        for words in ("Validating sparse tensor invariants", "Sparse invariant checks"):
-            warnings.filterwarnings("ignore", words)
+    with warnings.catch_warnings():  # of what no snapshot is: a program, a sparse tensor
+        warnings.simplefilter("ignore")
         return torch.load(file, map_location=device, weights_only=True)
 
 
-def is_torchscript(archive: zipfile.ZipFile) -> bool:
-    """Of a program torch.load would print a warning before it refuses it."""
-    return any(name.endswith("/constants.pkl") for name in archive.namelist())
+def what_is_strange(state: Any) -> str | None:
+    """Why no run of ours has saved that; None if one may have."""
+    for key, kind in KEYS.items():
+        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
+            return f"no {key}, or a strange one"
+    if state["step"] < 0:
+        return f"a strange step, {state['step']}"
+    if any(isinstance(t, torch.Tensor) and t.layout != torch.strided for t in tree_leaves(state)):
+        return "a strange tensor, a sparse one"
+    return None
 
 
 def peek(path: Path) -> State:
     """A snapshot without its numbers, which may be many GB: tensors on "meta". {} if it is none."""
     try:
-        if not path.is_file():
-            return {}
-        with zipfile.ZipFile(path) as archive:
-            if is_torchscript(archive):
-                return {}
-        with open(path, "rb") as file, skip_data():
-            state = load(file, "meta")
-        return state if KEYS.keys() <= state.keys() and state["step"] >= 0 else {}
-    except Exception:
-        return {}
+        if path.is_file():
+            with open(path, "rb") as file, skip_data():
+                state = load(file, "meta")
+            return {} if what_is_strange(state) else state
+    except Exception:  # as in `read_snapshot`
+        pass
+    return {}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ from .flags import UsageError, print_error
 from .process import as_typed
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+# The longest that processes wait for each other; above what one of them alone may take to save, to
+# compile, to read its data. The variable MINIGPT_TIMEOUT_S is for tests, and for slow disks.
+TIMEOUT_S = "1800"
 
 
 class Torchrun:
@@ -41,20 +44,14 @@ class Torchrun:
         self.world_size = self.number("WORLD_SIZE", 1, 10**6)
         self.rank = self.number("RANK", 0, self.world_size - 1)
         self.local_rank = self.number("LOCAL_RANK", 0, self.rank)
+        # (Processes on this machine.)
+        self.local_world_size = self.number("LOCAL_WORLD_SIZE", 1, self.world_size, default="1")
         self.port = self.number("MASTER_PORT", 1, 2**16 - 1)
         if not os.environ.get("MASTER_ADDR"):
             raise UsageError(f"MASTER_ADDR is not set; {self.start}")
-        # The longest that processes wait for each other; above what one of them alone may take to
-        # save, to compile, to read its data. MINIGPT_TIMEOUT_S is for tests, and for slow disks.
-        os.environ.setdefault("MINIGPT_TIMEOUT_S", "1800")
-        self.timeout = timedelta(seconds=self.number("MINIGPT_TIMEOUT_S", 1, 10**6))
+        seconds = self.number("MINIGPT_TIMEOUT_S", 1, 10**6, default=TIMEOUT_S)
+        self.timeout = timedelta(seconds=seconds)
         end_with_torchrun()
-
-    @property
-    def local_world_size(self) -> int:
-        """Processes on this machine."""
-        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
-        return self.number("LOCAL_WORLD_SIZE", 1, self.world_size)
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -78,9 +75,9 @@ class Torchrun:
             os.environ["MASTER_ADDR"], self.port, is_master=False, timeout=self.timeout
         )
 
-    def number(self, name: str, low: int, high: int) -> int:
+    def number(self, name: str, low: int, high: int, default: str = "") -> int:
         """A variable that torchrun sets. Raises UsageError if it cannot have been torchrun."""
-        text = os.environ.get(name, "")
+        text = os.environ.get(name, default)
         if not (text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
             raise UsageError(
                 f"{name}={text[:40]} is not a number from {low} to {high}; {self.start}"
@@ -119,14 +116,21 @@ class Torchrun:
         when all are known to train the same: NCCL would wait half an hour for a process that found
         no GPU.
         """
+        where: dict[str, Any] = {"timeout": self.timeout}
+        if self.store is not None:
+            # The store also remembers the addresses of processes that died (pytorch#135712): those
+            # that are alive meet under a name of their own.
+            name = common_name(self.store, self.rank, self.world_size, self.timeout)
+            where |= {"store": dist.PrefixStore(name, self.store)}
+            where |= {"rank": self.rank, "world_size": self.world_size}
         try:
-            dist.init_process_group("gloo", **self.meeting())
+            dist.init_process_group("gloo", **where)
         except RuntimeError as error:
             if "EADDRINUSE" in str(error):
                 raise UsageError(
                     f"MASTER_PORT={self.port}: another program has this port; choose another"
                 ) from None
-            if not cannot_connect(error):
+            if not NO_WAY.search(str(error)):
                 raise
             raise UsageError(
                 f"rank {self.rank} cannot reach the others by gloo ({reason(error)}): set "
@@ -139,16 +143,6 @@ class Torchrun:
         if device.type == "cpu" or not dist.is_nccl_available():  # (Windows; gloo can do both)
             return None
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=device)
-
-    def meeting(self) -> dict[str, Any]:
-        """For dist.init_process_group: where and when."""
-        if self.store is None:
-            return {"timeout": self.timeout}
-        # The store also remembers the addresses of processes that died (pytorch#135712): those
-        # that are alive meet under a name of their own.
-        name = common_name(self.store, self.rank, self.world_size, self.timeout)
-        who = {"rank": self.rank, "world_size": self.world_size}
-        return {"timeout": self.timeout, "store": dist.PrefixStore(name, self.store), **who}
 
 
 def end_with_torchrun() -> None:
@@ -196,13 +190,9 @@ def complain_once(message: object) -> None:
     print_error(message)
 
 
-def cannot_connect(error: RuntimeError) -> bool:
-    """Is it gloo that found no way, or no network interface? (Else somebody is late, or gone.)"""
-    words = ("connectFullMesh", "Unable to find address", "Unable to find interface", "device.cc")
-    return any(word in str(error) for word in words)
-
-
-# What NCCL, gloo and the store say when another process is late, and when it is gone.
+# What gloo says when it finds no way, or no network interface,
+NO_WAY = re.compile("connectFullMesh|Unable to find (address|interface)|device.cc")
+# and what NCCL, gloo and the store say when another process is late, and when it is gone.
 LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 GONE = re.compile(
     "gloo/|ncclRemoteError|remote process exited|closed by remote peer|Connection (reset|refused|"
@@ -215,18 +205,18 @@ def lost_others(error: Exception) -> str | None:
 
     What NCCL finds wrong on this machine is an error of its own, with its traceback.
     """
-    text = str(error)
+    text, rank = str(error), os.environ.get("RANK")
     late = isinstance(error, TimeoutError) or LATE.search(text)
+    is_theirs = isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text
     if isinstance(error, dist.DistBackendError):
-        if not (late or GONE.search(text)):
-            return None
-    elif not (isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text):
+        is_theirs = bool(late or GONE.search(text))
+    if rank is None or not is_theirs:
         return None
-    rank = f"rank {os.environ.get('RANK')}"
     if late:
-        seconds = os.environ.get("MINIGPT_TIMEOUT_S")
-        return f"{rank} waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
-    return f"{rank} lost the connection to another process, which ended ({reason(error)})"
+        seconds = os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)
+        vain = f"waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+        return f"rank {rank} {vain}"
+    return f"rank {rank} lost the connection to another process, which ended ({reason(error)})"
 
 
 def reason(error: Exception) -> str:
@@ -240,12 +230,9 @@ def main_and_exit(main: Callable[[], int]) -> NoReturn:
     """`main`; if anything went wrong, end this process without further ado."""
     try:
         code = main()
-    except Exception as error:
+    except Exception:
         code = 1
-        if line := lost_others(error):
-            print_error(line)
-        else:
-            traceback.print_exc()
+        traceback.print_exc()
     if code != 0:
         # Not sys.exit: on its way out Python would wait for a conversation with processes that
         # in turn wait for this one. torchrun sees the exit code and ends the others.

@@ -20,8 +20,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Container
+from contextlib import nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any, BinaryIO
 from unittest.mock import patch
 
@@ -29,7 +31,9 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import torch  # noqa: E402
+from harness.runs import FAULTS, torchrun, train_here  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 import train_minimal  # noqa: E402
 import trainer.run as run_module  # noqa: E402
@@ -56,8 +60,10 @@ def die() -> None:
 
 # ---- Faults in a step
 
+Act = Callable[[Run], Any]  # it may return what undoes it
 
-def bad_gradient(value: float) -> Callable[[Run], Any]:
+
+def bad_gradient(value: float) -> Act:
     """In one weight's gradient, of this process alone, on its way into the average."""
 
     def strike(run: Run) -> Callable[[], None]:
@@ -110,14 +116,19 @@ def no_more_memory(run: Run) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
 
 
-STEP_FAULTS: dict[str, Callable[[Run], Any]] = {
+def send(name: str) -> Act:
+    return lambda run: os.kill(os.getpid(), getattr(signal, name))
+
+
+STEP_FAULTS: dict[str, Act] = {
     "nan": bad_gradient(math.nan),
     "overflow": bad_gradient(math.inf),
+    "huge": bad_gradient(1e30),  # finite in each number, and in no sum of their squares
     "infinite-loss": infinite_loss,
     "error": error,
     "kill": lambda run: die(),
-    "term": lambda run: os.kill(os.getpid(), signal.SIGTERM),
-    "again": lambda run: os.kill(os.getpid(), signal.SIGTERM),
+    **{name: send(f"SIG{name.upper()}") for name in ("term", "hup", "usr1")},
+    "again": send("SIGTERM"),
     "hang": lambda run: time.sleep(1000),
     "silence": silence,
     "cuda-oom": no_memory_on_the_gpu,
@@ -125,31 +136,58 @@ STEP_FAULTS: dict[str, Callable[[Run], Any]] = {
 }
 
 
-def train_step(run: Run) -> Any:
+def train_step(run: Run, *others: Act) -> Any:
     time.sleep(float(os.environ.get("PAUSE", "0")))
-    undo = [STEP_FAULTS[kind](run) for kind in faults_at(run.step, STEP_FAULTS)]
+    acts = [STEP_FAULTS[kind] for kind in faults_at(run.step, STEP_FAULTS)]
+    undo = [act(run) for act in (*acts, *others)]
     result = real_train_step(run)
-    for remove in undo:
-        if remove is not None:
-            remove()
-    scale = run.scaler.get_scale() if run.scaler.is_enabled() else None
-    weights = {name: whole(weight) for name, weight in run.model.state_dict().items()}
-    record = {"step": run.step, "weights": weights_hash(weights), "scale": scale}
+    for remove in filter(callable, undo):
+        remove()
+    state = run.model.state_dict(), run.optimizer.state_dict()["state"]
+    weights, moments = tree_map_only(DTensor, DTensor.full_tensor, state)
+    record = {
+        "step": run.step,
+        "weights": weights_hash(weights),
+        "moments": weights_hash(moments),
+        "scale": run.scaler.get_scale() if run.scaler.is_enabled() else None,
+    }
     with open(snapshot.beside(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
         file.write(json.dumps(record) + "\n")
     return result
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
-def weights_hash(weights: dict[str, torch.Tensor]) -> str:
-    """Equal for weights that are equal to the bit."""
+def weights_hash(tensors: Any) -> str:
+    """Equal for tensors that are equal to the bit, in this order."""
     digest = sha256()
-    for name in sorted(weights):
-        digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+    for tensor in tree_leaves(tensors):
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def history(path: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
+    """Step -> what was written down after it."""
+    lines = snapshot.beside(path, f".rank{rank}.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines)}
+
+
+def broken(path: Path, faults: str | dict[int, Act], *flags: str, **options: Any) -> int | None:
+    """A run in this process, with `faults`, or what is done before a step; returns its exit code,
+    None if it died."""
+    step, named = train_step, {"FAULTS": faults}
+    if isinstance(faults, dict):
+        step = lambda run: train_step(run, *filter(None, [faults.get(run.step)]))  # noqa: E731
+        named = {}
+    with patch.dict(os.environ, named), patch.object(train_minimal, "train_step", step):
+        with suppress(Injected):
+            return train_here(path, *flags, **options)
+    return None
+
+
+def broken_together(
+    path: Path, faults: str, *flags: str, script: str = "train_ddp", **options: Any
+) -> CompletedProcess:
+    """The same in two processes: see `torchrun` of runs.py."""
+    return torchrun(path, *flags, script=f"{FAULTS} {script}", FAULTS=faults, **options)
 
 
 # ---- Faults in a save
@@ -163,50 +201,37 @@ def save_half(state: Any, file: BinaryIO) -> None:
     die()
 
 
-class DyingReplace:
+def replace_and_die(survived: int) -> Callable[[Any, Any], None]:
     """os.replace, which the process does not outlive: before the first, or after number n."""
+    left = [survived]
 
-    def __init__(self, survived: int) -> None:
-        self.left = survived
+    def replace(source: Any, target: Any) -> None:
+        if left[0] > 0:
+            real_replace(source, target)
+        left[0] -= 1
+        if left[0] <= 0:
+            die()
 
-    def __call__(self, source: Any, target: Any) -> None:
-        if self.left == 0:
-            die()
-        real_replace(source, target)
-        self.left -= 1
-        if self.left == 0:
-            die()
+    return replace
 
 
 SAVE_FAULTS: dict[str, Any] = {
-    "die-before-save": None,
+    "die-before-save": die,
     "die-half-written": lambda: patch.object(torch, "save", save_half),
-    "die-written": lambda: patch.object(os, "replace", DyingReplace(0)),
-    "die-moved-previous": lambda: patch.object(os, "replace", DyingReplace(1)),
-    "die-renamed": lambda: patch.object(os, "replace", DyingReplace(2)),
-    "die-after-save": None,
+    "die-written": lambda: patch.object(os, "replace", replace_and_die(0)),
+    "die-moved-previous": lambda: patch.object(os, "replace", replace_and_die(1)),
+    "die-renamed": lambda: patch.object(os, "replace", replace_and_die(2)),
+    "die-after-save": nullcontext,
 }
 
 
 def save_snapshot(path: Path, state: snapshot.State, *args: Any, **options: Any) -> None:
     newest = not path.stem.endswith(".best")
     faults = faults_at(state["step"], SAVE_FAULTS) if newest else []
-    if not faults:
-        return real_save_snapshot(path, state, *args, **options)
-    (fault,) = faults
-    if fault == "die-before-save":
-        die()
-    elif fault == "die-after-save":
+    with SAVE_FAULTS[faults[0]]() if faults else nullcontext():
         real_save_snapshot(path, state, *args, **options)
+    if faults:
         die()
-    with SAVE_FAULTS[fault]():
-        real_save_snapshot(path, state, *args, **options)
-
-
-def history(path: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
-    """Step -> what was written down after it."""
-    lines = snapshot.beside(path, f".rank{rank}.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines)}
 
 
 if __name__ == "__main__":

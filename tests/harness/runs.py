@@ -25,7 +25,7 @@ TINY = (
     "--seq-len 16 --batch-size 2 --dropout 0.1 --num-steps 20 --log-interval 1 --eval-interval 0 "
     "--save-interval 0 --eval-batches 0 --sample-tokens 0 --device cpu --data-seed 3"
 ).split()
-
+TINY_MODEL = TINY[TINY.index("--n-layers") :]  # for other data
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 FAULTS = "tests/harness/faults.py"  # the trainers, as FAULTS and PAUSE say
@@ -110,18 +110,22 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = DEAD
         time.sleep(0.01)
 
 
+def is_alive(pid: int) -> bool:
+    """And no zombie, which only waits for a parent to ask about it."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
 def pids_of(path: Path) -> list[int]:
     """The processes that have `path` (or what lies below it) on their command line."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes()
-            zombie = ") Z " in (entry / "stat").read_text()
-        except OSError:  # gone meanwhile
-            continue
-        if str(path).encode() in words and not zombie and int(entry.name) != os.getpid():
-            found.append(int(entry.name))
-    return found
+        with suppress(OSError):  # gone meanwhile
+            if str(path).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return [pid for pid in found if pid != os.getpid() and is_alive(pid)]
 
 
 def last_step(log: str) -> int:
@@ -162,10 +166,10 @@ def train(
     return result
 
 
-def train_here(path: Path, *flags: str) -> int:
+def train_here(path: Path, *flags: str, base: list[str] = TINY) -> int:
     """Like `train`, but in this process, whose random state is somewhere else each time."""
     torch.rand(int(torch.randint(1, 100, ())))
-    return train_minimal.main([*TINY, "--checkpoint-path", str(path), *flags])
+    return train_minimal.main([*base, "--checkpoint-path", str(path), *flags])
 
 
 def torchrun(

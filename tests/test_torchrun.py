@@ -1,0 +1,297 @@
+"""How processes meet, and what they say when one of them is different, late or gone: one line.
+
+Those that were started differently do not train: the line says in what, and nothing is written. And
+what process 0 alone finds ends all of them. (Real runs that break: test_reliability.py.)
+"""
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.faults import broken
+from harness.runs import TINY, errors, torchrun, train_here
+
+from train_ddp import DDPProcess
+from train_fsdp import FSDPProcess
+from trainer import agree
+from trainer.agree import OWN, TYPED, WAYS_OUT, Facts, check_alike, data_facts, facts
+from trainer.flags import UsageError, build_parser, fill_in, model_config
+from trainer.plan import TooLarge, plan_memory
+from trainer.process import OneProcess
+from trainer.setup import find_data
+from trainer.snapshot import Resumed
+from trainer.torchrun import Torchrun, common_name, lost_others
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+# ---- They meet
+
+
+def test_each_attempt_meets_under_a_name_of_its_own():
+    """Whoever comes first finds what the attempt before has left, and must not take it."""
+    store, names = dist.HashStore(), set()
+    for attempt in range(1, 4):
+        with ThreadPoolExecutor(2) as pool:
+            arguments = 2, timedelta(seconds=30)
+            first = pool.submit(common_name, store, attempt % 2, *arguments)
+            time.sleep(0.2)
+            second = pool.submit(common_name, store, 1 - attempt % 2, *arguments)
+            assert first.result() == second.result()
+            names.add(first.result())
+        assert len(names) == attempt
+    with pytest.raises(TimeoutError):  # the other one never comes
+        common_name(store, 0, 2, timedelta(seconds=0.2))
+
+
+def of_two(monkeypatch, rank: int = 1, port: int = 4242) -> Torchrun:
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    for name, value in (environment | {"MASTER_ADDR": "localhost"}).items():
+        monkeypatch.setenv(name, str(value))
+    return Torchrun("train_ddp.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/transport/tcp/pair.cc:152] "
+        "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:4242",
+        "[enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address "
+        "for: eth7",
+    ],
+)
+def test_gloo_finds_no_way(text, monkeypatch):
+    def init_process_group(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(UsageError, match="rank 1 cannot .* by gloo .*: set GLOO_SOCKET_IFNAME"):
+        of_two(monkeypatch).meet()
+
+
+def test_a_port_that_is_in_use(monkeypatch):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"MASTER_PORT={port}: another program has this port"):
+            of_two(monkeypatch, 0, port).meet()
+
+
+def test_each_process_connects_its_own_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    torchrun = of_two(monkeypatch)
+    assert torchrun.connect(CPU) is None and not asked  # the CPUs have met
+    torchrun.connect(GPU)
+    assert asked == [{"backend": "nccl", "timeout": torchrun.timeout, "device_id": GPU}]
+
+
+def test_gpus_without_nccl(monkeypatch):
+    """As on Windows: gloo averages gradients there, but cannot deal out a model."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(dist, "new_group", None)
+    assert of_two(monkeypatch).connect(GPU) is None
+    monkeypatch.setattr(Torchrun, "device", lambda *_: GPU)
+    args = build_parser("test", "x.pt").parse_args([])
+    assert DDPProcess(args).device == GPU
+    with pytest.raises(UsageError, match="needs NCCL on GPUs.*: train_ddp.py"):
+        FSDPProcess(args)
+
+
+# ---- One is late, or gone
+
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, "
+OTHER_END = (
+    f"{NCCL}remote process exited or there was a network error, NCCL version 2.27.5\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer node1<4242>"
+)
+WATCHDOG = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+    "Timeout(ms)=5000) ran for 5008 milliseconds before timing out."
+)
+UNIQUE_ID = (
+    "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
+    "store by key '0', but store->get('0') got error: wait timeout after 5000ms, keys: /0//cuda//0"
+)
+DUPLICATE = (
+    f"{NCCL}invalid usage, NCCL version 2.27.5\nncclInvalidUsage: ...\nLast error:\n"
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+)
+GLOO = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error "
+    "[127.0.0.1]:51234: Connection reset by peer. This may indicate a bug in the application, or "
+    "that the other process has ended; consider to look at its log, or to set GLOO_SOCKET_IFNAME"
+)
+ABORTED = "NCCL communicator was aborted on rank 0. "
+OF_NCCL, IN_VAIN, ENDED = dist.DistBackendError, "waited 5 s for the others in vain", "which ended "
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OF_NCCL(WATCHDOG), IN_VAIN),
+        (OF_NCCL(UNIQUE_ID), IN_VAIN),
+        (OF_NCCL(f"{ABORTED}Original reason for failure was: {WATCHDOG}"), IN_VAIN),
+        (TimeoutError(), IN_VAIN),
+        (OF_NCCL(OTHER_END), "ended (socketProgress: Connection closed by remote peer node1<4242>"),
+        (OF_NCCL(ABORTED), "ended (NCCL communicator was aborted on rank 0"),
+        (dist.DistNetworkError("recv failed"), ENDED),
+        (RuntimeError(GLOO), "ended (Read error [127.0.0.1]:51234: Connection reset by peer)"),
+        (OF_NCCL(DUPLICATE), None),  # keeps its traceback
+        (RuntimeError("timeout"), None),  # not of this world
+    ],
+)
+def test_what_is_said_of_the_others(error, says, monkeypatch):
+    """No place in C++, no half of a word."""
+    monkeypatch.setenv("MINIGPT_TIMEOUT_S", "5")
+    assert lost_others(error) is None  # without torchrun
+    monkeypatch.setenv("RANK", "0")
+    line = lost_others(error)
+    assert says in line if says else line is None
+
+
+CUDA = f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+CUDA += "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (OF_NCCL(f"{CUDA}Failed to CUDA calloc 6291456 bytes"), 4, "out of memory with --batch"),
+        (OF_NCCL(f"{CUDA}Cuda failure 2 'out of memory'"), 4, "out of memory with --batch-size 2"),
+        (RuntimeError(GLOO), 3, "rank 0 lost the connection to another process"),
+    ],
+)
+def test_one_line_says_how_to_go_on(error, code, says, tmp_path, monkeypatch, capsys):
+    def fail(run):
+        raise error
+
+    path = tmp_path / "run.pt"
+    monkeypatch.setenv("RANK", "0")
+    assert broken(path, {7: fail}, "--save-interval=5") == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {says}")
+    assert line.endswith(f"; go on from {path}, step 5, with --resume")
+
+
+def test_a_network_interface_that_is_not_there(tmp_path):
+    result = torchrun(tmp_path / "run.pt", expect=2, GLOO_SOCKET_IFNAME="eth99")
+    (line,) = errors(result)
+    assert "set GLOO_SOCKET_IFNAME" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- One is different
+
+
+def test_other_flags(tmp_path):
+    """--min-lr follows --lr, and is not to blame. The paths may differ: they are the machines'."""
+    own = {f"FLAGS_{r}": f"--checkpoint-path={tmp_path}/{r}/run.pt" for r in (0, 1)}
+    own["FLAGS_1"] += " --lr=0.001 --seed=3"
+    by_rank = "tests/harness/ddp_by_rank.py"
+    result = torchrun(tmp_path / "run.pt", "--lr=0.003", script=by_rank, expect=2, **own)
+    assert set(errors(result)) == {
+        "error: --lr: rank 0 has 0.003, rank 1 has 0.001: start all with the same flags"
+    }
+    assert list(tmp_path.iterdir()) == []  # no folder, no lock
+
+
+class Other(OneProcess):
+    """Process 1 of two that does what process 0 has told it."""
+
+    rank, world_size = 1, 2
+
+    def __init__(self, told):
+        super().__init__(CPU)
+        self.told = told
+
+    def exchange(self, mine):
+        return [self.told, mine]
+
+
+def test_other_data(tmp_path, monkeypatch, capsys):
+    """Read by each process before they meet."""
+
+    def exchange(process, mine):
+        is_data = isinstance(mine, dict) and "--train-data" in mine
+        return [{**mine, "--train-data": "a book"}, mine] if is_data else [mine]
+
+    monkeypatch.setattr(OneProcess, "exchange", exchange)
+    assert train_here(tmp_path / "run.pt") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --train-data: rank 0 has a book, rank 1 has toy data")
+    assert "fingerprint" in line and "the same data" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_by_first():
+    assert OneProcess(CPU).by_first(lambda: 3) == 3
+    assert Other(None).by_first(lambda: 1 / 0) is None  # it is not for process 1 to do
+    with pytest.raises(TooLarge, match="out of memory"):
+        Other(TooLarge("out of memory")).by_first(lambda: 1 / 0)
+    with pytest.raises(UsageError, match="mine"):
+        OneProcess(CPU).by_first(lambda: (_ for _ in ()).throw(UsageError("mine")))
+
+
+@pytest.mark.parametrize(("theirs", "chosen"), [(1 << 30, "none"), (400_000, "less")])
+def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
+    monkeypatch.setattr("trainer.room.free_memory", lambda device: 1 << 30)
+    args = parse("--use-activation-checkpoint=auto", "--batch-size=8", "--no-amp")
+    process = Other(None)
+    process.exchange = lambda mine: [theirs if isinstance(mine, int) else None, mine]
+    config, *_ = plan_memory(args, process, model_config(args, 31), torch.float32)
+    assert (config.recompute == "none") == (chosen == "none")
+
+
+def parse(*flags: str):
+    return fill_in(build_parser("test", "x.pt").parse_args([*TINY, *flags]))
+
+
+def of(*flags: str, precision=torch.float32, device=CPU, step=None) -> Facts:
+    resumed = Resumed({"step": step, "run": "0123456789"}, Path("run.pt")) if step else None
+    return facts(parse(*flags), OneProcess(device), precision, resumed)
+
+
+SAME = "start all with the same flags"
+
+
+@pytest.mark.parametrize(
+    ("of_each", "says"),
+    [
+        ([of(), of("--device=auto", "--no-amp", "--checkpoint-path=/other/disk.pt")], None),
+        ([of(), of("--compile")], "--compile: rank 0 has off, rank 1 has on:"),
+        ([of(), of(), of("--num-steps=30")], f"--num-steps: rank 0 has 20, rank 2 has 30: {SAME}"),
+        ([of(), of("--seq-len=8")], "--seq-len: "),  # positions follow from it
+        ([of(), of(precision=torch.bfloat16)], "--amp-dtype: rank 0 has float32, rank 1 has bfl"),
+        ([of(device=GPU), of()], "--device: rank 0 has cuda, rank 1 has cpu: choose one that all"),
+        (
+            [of(step=2), of(step=3)],
+            "--checkpoint-path: rank 0 has step 2 of run 01234567, rank 1 has step 3 of run "
+            "01234567: all must see the same snapshot, on a disk that they share",
+        ),
+        ([of(), of() | {"the trainer": "y.py"}], "the trainer: rank 0 has train_minimal.py, rank "),
+    ],
+)
+def test_what_differs_is_named(of_each, says):
+    if says is None:
+        return check_alike(of_each)
+    with pytest.raises(UsageError) as error:
+        check_alike(of_each)
+    assert str(error.value).startswith(says)
+
+
+def test_every_flag_is_compared_or_has_a_reason(monkeypatch):
+    args = parse()
+    names = {"--" + name.replace("_", "-") for name in vars(args).keys() - OWN}
+    known = of() | data_facts(find_data(args, OneProcess(CPU)).load())
+    assert names <= known.keys() and OWN <= vars(args).keys()
+    assert WAYS_OUT.keys() <= known.keys() and known[TYPED] == set()
+    monkeypatch.setattr(agree.torch, "__version__", "9.8.7+cu1")
+    assert of()["torch"] == "9.8"
