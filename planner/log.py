@@ -10,7 +10,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -87,6 +87,14 @@ class Op(NamedTuple):
     cost: Cost = Cost()
 
 
+class Part(NamedTuple):
+    """A part of a log: what other steps do just so, on storages of the same names."""
+
+    begin: int  # operators before it
+    ops: list[Op]
+    made: list[Storage]
+
+
 class Log(TorchDispatchMode):
     """Notes operators and storages, without keeping any tensor alive.
 
@@ -136,17 +144,20 @@ class Log(TorchDispatchMode):
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                     self.add_given(tensor)
-        result = func(*args, **kwargs)
+        its = signature(func)
+        given = dict(zip(its.names, args, strict=False)) | kwargs
+        result = given.get(its.changed)
+        if not isinstance(result, FakeTensor):  # (else nothing is to be done, as it has no numbers)
+            result = func(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
-        results = [tensor for tensor in results if isinstance(tensor, Tensor)]
-        self.note(func, args, kwargs, results)
+        self.note(func, given, [tensor for tensor in results if isinstance(tensor, Tensor)])
         if self.inside is not None and (size := self.inside(func, args)):
             self.add_scratch(size, args[0].device)
         return result
 
     # ---- operators
 
-    def note(self, func: Any, args: tuple, kwargs: dict, results: list[Tensor]) -> None:
+    def note(self, func: Any, arguments: dict[str, Any], results: list[Tensor]) -> None:
         """What an operator did, after it ran."""
         its, place, at = signature(func), self.places[-1], self.now + 1
         source = self.sources.now(place[1]) if self.sources else None
@@ -154,7 +165,6 @@ class Log(TorchDispatchMode):
         if its.is_view:
             self.ops.append(Op("", at, place, source))
             return
-        arguments = dict(zip(its.names, args, strict=False)) | kwargs
         given, touches = [], []
         for parameter in its.parameters:
             for tensor in tensors_in(arguments.get(parameter.name)):
@@ -184,6 +194,24 @@ class Log(TorchDispatchMode):
         extent = size * (1 + sum((n - 1) * stride for n, stride in dims)) if n else 0
         different = min(extent, size * n)  # (an expanded row is there once)
         return Touch(self.find(tensor), start, start + extent, different, False)
+
+    def part(self, begin: int) -> Part:
+        """From the operator after `begin` on."""
+        return Part(begin, self.ops[begin:], [s for s in self.storages if s.born > begin])
+
+    def repeat(self, part: Part) -> None:
+        """Note a part of another log, as if it had run here."""
+        later = self.now - part.begin
+        here = {(s.kind, s.name): s for s in self.alive()}
+        made = {s: replace(s, born=s.born + later, died=s.died + later) for s in part.made}
+        self.storages += made.values()
+        for op in part.ops:
+            touches = (
+                t._replace(storage=made.get(t.storage) or here[t.storage.kind, t.storage.name])
+                for t in op.touches
+            )
+            moved = op._replace(at=op.at + later, place=self.places[-1], touches=tuple(touches))
+            self.ops.append(moved)
 
     # ---- storages
 

@@ -46,6 +46,7 @@ class Signature(NamedTuple):
     names: tuple[str, ...]  # of its parameters
     parameters: tuple[Parameter, ...]
     is_view: bool  # does it return its arguments, and change nothing?
+    changed: str | None  # the argument that it changes and returns: `add_`, or an `out`
 
 
 class Cost(NamedTuple):
@@ -73,7 +74,11 @@ def signature(operator: Any) -> Signature:
         for a, is_written in zip(schema.arguments, written, strict=True)
     )
     names = tuple(a.name for a in schema.arguments)
-    return Signature(short(name), names, parameters, of_arguments and not any(written))
+    changed = None
+    if [r.alias_info is not None and r.alias_info.is_write for r in schema.returns] == [True]:
+        if torch.Tag.inplace_view not in operator.tags:
+            changed = names[written.index(True)]
+    return Signature(short(name), names, parameters, of_arguments and not any(written), changed)
 
 
 def short(name: str) -> str:

@@ -23,7 +23,7 @@ from model import MiniGPT, MiniGPTConfig
 
 from .batches import Batches, outside_of_head
 from .kernels import inside, workspaces
-from .log import Log, Sources, Storage
+from .log import Log, Part, Sources, Storage
 from .record import Record, record_of
 from .shards import gather, shard_of
 from .timeline import KINDS, MOST_RUNS, StepMemory, summarize
@@ -70,6 +70,7 @@ class Planner:
         self.compress, self.shards = compress, shards
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
+        self.updated: Part | None = None  # the optimizer's part of a step
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
@@ -198,14 +199,23 @@ class Planner:
             if self.compress:
                 send_copies(log, parameters)
             log.enter("optimizer")
-            # (A GPU takes all tensors at a time; torch would not for the CPU's.)
-            self.clip(parameters, 1.0, not self.on_cpu)
-            self.optimizer.step()
+            self.update(log, parameters)
             self.optimizer.zero_grad(set_to_none=True)
         for buffer in model.host_memory.made:  # in the first step; all others find them there
             log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
             log.find(buffer).born = 0
         return log, forward_end, model.host_memory.moved
+
+    def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
+        """The same in all steps, whatever they recompute: it runs in the first of them."""
+        if self.updated is not None and log.sources is None:
+            log.repeat(self.updated)
+            return
+        begin = log.now
+        # (A GPU takes all tensors at a time; torch would not for the CPU's.)
+        self.clip(parameters, 1.0, not self.on_cpu)
+        self.optimizer.step()
+        self.updated = log.part(begin)
 
     def name_what_is_there(self, log: Log) -> None:
         """Weights, gradients as far as there are any, and the optimizer's state."""
