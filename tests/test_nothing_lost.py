@@ -1,7 +1,7 @@
 """What a run does when something goes wrong around it: no step is lost, no bad one is kept.
 
 Data that go, a full disk, too little memory, an evaluation that dies; a signal, which saves. (A
-loss that is not finite: test_skipped_updates.py. Several processes: test_nothing_lost_ddp.py.
+loss that is not finite: test_skipped_updates.py. Several processes: test_reliability.py.
 Faults: harness/faults.py, or here by hand.)
 """
 

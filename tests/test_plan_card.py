@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_agree import Other
 from test_knobs import SHAPE, parse
+from test_torchrun import Other
 
 import trainer.card
 import trainer.plan

@@ -1,7 +1,7 @@
 """A step whose loss or gradients are not finite changes nothing, and the run goes on.
 
 The device skips the update, without Python waiting for it; it is told a step late. Too many in a
-row end the run, and nothing of them is saved. (In several processes: test_nothing_lost_ddp.py.)
+row end the run, and nothing of them is saved. (In several processes: test_reliability.py.)
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Started in test_collectives.py: a trainer as it is, and what the collectives of a step carry.
+"""Started in test_train_ddp.py: a trainer as it is, and what the collectives of a step carry.
 
 `collectives.py TRAINER FLAGS...`; each process prints a line for its last step.
 """
