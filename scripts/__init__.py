@@ -44,12 +44,14 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
     def main(argv: list[str] | None = None) -> int:
         from data import DataError  # (and torch, which takes seconds)
         from trainer.flags import UsageError, print_error
+        from trainer.plan import TooLarge
+        from trainer.snapshot import SaveError, SnapshotError
 
         try:
             return do(sys.argv[1:] if argv is None else argv) or 0
-        except (UsageError, DataError) as error:
+        except (UsageError, DataError, SnapshotError, SaveError, TooLarge) as error:
             print_error(error)
-            return 2
+            return {SaveError: 3, TooLarge: 4}.get(type(error), 2)
         except OSError as error:
             if error.filename is None:
                 raise

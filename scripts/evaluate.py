@@ -35,19 +35,17 @@ from data.documents import check_text, read_documents
 from data.files import find_files
 from data.suffixes import TOKEN_SUFFIXES, suffix_of
 from model import MiniGPT
+from scripts import tool
 from trainer import flags
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.endings import is_out_of_memory
 from trainer.metrics import perplexity
+from trainer.plan import TooLarge
 from trainer.pretrained import load_model
 from trainer.process import OneProcess
 from trainer.resume import data_changed, parse_again
 from trainer.setup import find_data
-from trainer.snapshot import Resumed, SnapshotError, State, peek
-
-
-class Full(MemoryError):
-    """Its message: when that was, and what to lower."""
+from trainer.snapshot import Resumed, SaveError, State, peek
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -163,11 +161,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
         raise flags.UsageError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
     if args.stride > args.seq_len:
         raise flags.UsageError(f"--stride {args.stride}: a window has {args.seq_len} tokens only")
-    try:
-        with process.waiting("reading its data"):
-            about, tokens = read_data(args, state, tokenizer, process)
-    except MemoryError:
-        raise Full("while the data were read: take fewer with --max-tokens") from None
+    with process.waiting("reading its data"):
+        about, tokens = read_data(args, state, tokenizer, process)
     if len(tokens) < 2:
         raise DataError(f"{about}: {len(tokens)} token(s), and the first one is not predicted")
 
@@ -193,34 +188,28 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+@tool
+def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     try:
         found = evaluate(args)
-    except (SnapshotError, DataError, flags.UsageError, OSError) as error:
-        flags.print_error(error)
-        return 2
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        default = f"with --batch-size {args.batch_size}: lower it"
-        flags.print_error(f"out of memory {error if isinstance(error, Full) else default}")
-        return 4
-    code = 0
-    if args.json:
-        run = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        run["command"] = shlex.join(["python", "-m", "scripts.evaluate", *argv])
-        try:
+        knobs = f"lower --batch-size {args.batch_size}, or take fewer tokens with --max-tokens"
+        raise TooLarge(f"out of memory: {knobs}") from None
+    run = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    run["command"] = shlex.join(["python", "-m", "scripts.evaluate", *argv])
+    try:
+        if args.json:
             args.json.write_text(json.dumps(run | found, indent=1) + "\n")
-        except OSError as error:
-            flags.print_error(f"--json {args.json}: {error.strerror}")
-            code = 3
-    for name, value in found.items():
-        if value is not None:
-            shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
-            print(f"{name.replace('_', ' '):13} {shown}")
-    return code
+    except OSError as error:
+        raise SaveError(f"--json {args.json}: {error.strerror}") from None
+    finally:
+        for name, value in found.items():
+            if value is not None:
+                shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
+                print(f"{name.replace('_', ' '):13} {shown}")
 
 
 if __name__ == "__main__":

@@ -30,30 +30,14 @@ from data import Tokenizer
 from data.tokenizer_json import splits_as_gpt2, to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
-from trainer.flags import OneLineParser, UsageError, output_folder, print_error
-from trainer.hf import GPT2_ALONE, SIZES, their_name, turned, write_tensors
+from scripts import tool
+from trainer.flags import OneLineParser, UsageError, output_folder
+from trainer.hf import GPT2_ALONE, SIZES, THEIRS, renamed, turned, write_tensors
 from trainer.metrics import logged_at, perplexity
 from trainer.pretrained import Pretrained, open_pretrained
 from trainer.report import describe_model
-from trainer.snapshot import SaveError, SnapshotError, State, beside, peek
+from trainer.snapshot import SaveError, State, beside, peek
 
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- gpt2
-- minigpt
----
-
-# {name}
-
-A GPT-2-shaped language model: {parameters:,} parameters, {shape}, {positions:,} positions. Trained
-with MiniGPT from {start}, for {step:,} steps on: {data}.
-
-{figures}
-
-{use}
-"""
 USE = """```python
 from transformers import pipeline
 
@@ -68,7 +52,6 @@ What looks like `<|endoftext|>` in a text is plain text for this tokenizer, unle
 
 To go on from these weights in MiniGPT: `{again}`."""
 SHOWN = 10  # names of what was trained on
-NO_USE = "Its ids are numbers that stand for no text, so there is no tokenizer here."
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -125,34 +108,41 @@ def model_card(name: str, source: Pretrained, state: State) -> str:
     # (A snapshot is written before its step is evaluated; the log has that, if it is still there.)
     logged = logged_at(state["step"], beside(source.path, ".metrics.jsonl"))
     record = logged or state.get("record") or {}
-    names = {"training": "train_loss", "validation": "val_loss"}
-    losses = {what: record.get(key) for what, key in names.items()}
-    rows = [(what, loss) for what, loss in losses.items() if isinstance(loss, float)]
-    lines = ["| loss at that step | nats a token | perplexity |", "|---|---|---|"] * bool(rows)
-    lines += [f"| {what} | {loss:.4f} | {perplexity(loss):.2f} |" for what, loss in rows]
-    flags = state["args"]
-    start = "random weights"
-    if flags.get("init_from") is not None:
-        start = f"the weights of {Path(flags['init_from']).name}"
-    data = state["data"].get("description", "unknown data")
+    losses = {"training": record.get("train_loss"), "validation": record.get("val_loss")}
+    figures = [
+        f"{what} {loss:.4f} (perplexity {perplexity(loss):.2f})"
+        for what, loss in losses.items()
+        if isinstance(loss, float)
+    ]
+    loss_line = f"\nLoss at that step, in nats a token: {', '.join(figures)}.\n" * bool(figures)
+    flags, data = state["args"], state["data"].get("description", "unknown data")
+    source_path = flags.get("init_from")
+    start = f"the weights of {Path(source_path).name}" if source_path else "random weights"
     if named := [public_name(path) for path in flags.get("train_data") or []]:
         # A line of the log has room for the first one only.
         more = f" and {len(named) - SHOWN:,} more" * (len(named) > SHOWN)
         counts = re.search("[:;] [0-9,]+ (document|training)", data)
         data = ", ".join(named[:SHOWN]) + more + (data[counts.start() :] if counts else "")
-    prompt = "def " if "standard library" in str(state["data"]) else "Once upon a time"
-    toy = source.tokenizer.name == "toy"
-    return CARD.format(
-        name=name,
-        parameters=count_parameters(source.config),
-        shape=describe_model(source.config),
-        positions=source.config.max_position_embeddings,
-        step=state["step"],
-        start=start,
-        data=data,
-        figures="\n".join(lines),
-        use=NO_USE if toy else USE.format(name=name, prompt=prompt, again=command_to_go_on(name)),
-    )
+    use = "Its ids are numbers that stand for no text, so there is no tokenizer here."
+    if source.tokenizer.name != "toy":
+        prompt = "def " if "standard library" in str(state["data"]) else "Once upon a time"
+        use = USE.format(name=name, prompt=prompt, again=command_to_go_on(name))
+    shape = f"{count_parameters(source.config):,} parameters, {describe_model(source.config)}"
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- gpt2
+- minigpt
+---
+
+# {name}
+
+A GPT-2-shaped language model: {shape}, {source.config.max_position_embeddings:,} positions. Trained
+with MiniGPT from {start}, for {state["step"]:,} steps on: {data}.
+{loss_line}
+{use}
+"""
 
 
 def public_name(path: str) -> str:
@@ -171,8 +161,7 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
     """
     there = folder.is_dir()
     temporary = (folder if there else folder.parent) / f".export.{os.getpid()}.tmp"
-    config, tokenizer = source.config, source.tokenizer
-    contents = json_files(config, tokenizer)
+    contents = json_files(source.config, source.tokenizer)
     files = {
         name: json.dumps(content, ensure_ascii=False, indent=2 if "config" in name else None)
         for name, content in contents.items()
@@ -182,7 +171,7 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
         merges = (" ".join(pair) for pair in contents["tokenizer.json"]["model"]["merges"])
         files["merges.txt"] = "\n".join(["#version: 0.2", *merges, ""])
     weights = {
-        f"transformer.{their_name(name)}": turned(name, weight)
+        f"transformer.{renamed(name, THEIRS)}": turned(name, weight)
         for name, weight in source.weights.items()
     }
     temporary.mkdir(parents=True)
@@ -197,32 +186,26 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
         # Last the file without which nothing opens the folder.
         for file in sorted(temporary.iterdir(), key=lambda file: file.name == "config.json"):
             file.rename(folder / file.name)
+    except OSError as error:
+        raise SaveError(str(error)) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def main(argv: list[str] | None = None) -> int:
+@tool
+def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
-    try:
-        folder = Path(os.path.realpath(args.out))  # of ".", it has a name
-        if folder.exists() and any(folder.iterdir()):
-            raise UsageError(f"--out: {args.out} is there and not empty; name another folder")
-        if args.checkpoint_path.is_dir():
-            raise UsageError(f"--checkpoint-path: {args.checkpoint_path} is a folder, no snapshot")
-        source = open_pretrained(args.checkpoint_path)
-        export(source, peek(args.checkpoint_path), folder)
-    except (SnapshotError, UsageError) as error:
-        print_error(error)
-        return 2
-    except (SaveError, OSError) as error:
-        print_error(error)
-        return 3
-    print(
-        f"exported {args.out}: {describe_model(source.config)}, tokenizer {source.tokenizer.name}"
-    )
-    if source.tokenizer.name != "toy":
+    folder = Path(os.path.realpath(args.out))  # of ".", it has a name
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"--out: {args.out} is there and not empty; name another folder")
+    if args.checkpoint_path.is_dir():
+        raise UsageError(f"--checkpoint-path: {args.checkpoint_path} is a folder, no snapshot")
+    source = open_pretrained(args.checkpoint_path)
+    export(source, peek(args.checkpoint_path), folder)
+    shape, name = describe_model(source.config), source.tokenizer.name
+    print(f"exported {args.out}: {shape}, tokenizer {name}")
+    if name != "toy":
         print(f"next     {command_to_go_on(str(args.out))}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from tqdm import tqdm
 
 from data import Tokenizer
 from model import MiniGPT
+from scripts import tool
 from trainer.device import choose_device
 from trainer.endings import is_out_of_memory
-from trainer.flags import OneLineParser, UsageError, number, print_error
+from trainer.flags import OneLineParser, UsageError, number
+from trainer.plan import TooLarge
 from trainer.pretrained import load_model
-from trainer.snapshot import SnapshotError
 
 SEPARATOR = "\n----------------\n"
 
@@ -54,22 +55,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def encode_prompt(text: str, model: MiniGPT, tokenizer: Tokenizer) -> list[int]:
-    """Raises UsageError if the tokenizer cannot encode it."""
-    try:
-        prompt = tokenizer.encode(text).tolist()
-    except ValueError as error:
-        raise UsageError(f"--prompt: {error}") from None
-    limit = model.config.max_position_embeddings
-    if len(prompt) > limit:
-        print(
-            f"note: --prompt has {len(prompt)} tokens; the model sees the last {limit} of them, "
-            "the longest that it was made for",
-            file=sys.stderr,
-        )
-    return prompt
-
-
 def write(
     args: argparse.Namespace, model: MiniGPT, tokenizer: Tokenizer, device: torch.device
 ) -> Iterator[str]:
@@ -78,7 +63,13 @@ def write(
     The samples grow side by side, each by a token at a time; those behind the first one that is not
     finished wait. Raises UsageError.
     """
-    prompt = encode_prompt(args.prompt, model, tokenizer)
+    try:
+        prompt = tokenizer.encode(args.prompt).tolist()
+    except ValueError as error:
+        raise UsageError(f"--prompt: {error}") from None
+    if len(prompt) > (limit := model.config.max_position_embeddings):
+        note = f"note: --prompt has {len(prompt)} tokens; the model sees the last {limit} of them"
+        print(f"{note}, the longest that it was made for", file=sys.stderr)
     # Documents were trained with <|endoftext|> before them: that is how a text begins, and ends.
     # (Not one of the toy data's numbers.)
     ids = torch.tensor([[tokenizer.eot_id, *prompt]] * args.num_samples, device=device)
@@ -119,7 +110,8 @@ def write(
                 samples[i].append(int(column[i]))
 
 
-def main(argv: list[str] | None = None) -> int:
+@tool
+def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     try:
         device = choose_device(args.device)
@@ -128,17 +120,12 @@ def main(argv: list[str] | None = None) -> int:
             model, tokenizer = load_model(args.checkpoint_path, device)
         for piece in write(args, model, tokenizer, device):
             print(piece, end="", flush=True)
-    except (SnapshotError, UsageError) as error:
-        print_error(error)
-        return 2
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         print()  # the text may stop within a line
         asked = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
-        print_error(f"out of memory with {asked}: lower them")
-        return 4
-    return 0
+        raise TooLarge(f"out of memory with {asked}: lower them") from None
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""scripts/evaluate.py counts each token once. What it refuses: test_bad_input.py."""
+"""What a trained model is good for: scripts/evaluate.py counts each token once, and
+scripts/generate.py writes from the snapshot alone. What they refuse: test_bad_input.py."""
 
 import json
 import math
 import random
+import re
 import shutil
 import tracemalloc
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,19 +16,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.runs import TINY, metrics, snapshot
+from harness.runs import TINY, metrics, snapshot, train_here
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import train_minimal
 from data import DataError, find_dataset
 from data.tokenizer import Tokenizer, ToyTokenizer, load_tokenizer
-from scripts import evaluate, export_hf
+from model import MiniGPT, MiniGPTConfig
+from scripts import evaluate, export_hf, generate
 from trainer.pretrained import load_model
 
 RUN = [*TINY[TINY.index("--n-layers") :], "--no-amp", "--num-steps=8"]
 T = 16
 WORDS = "wörter und andere Wörter, one after the other; 1 2 3 \n".split(" ")
+BYTE = load_tokenizer("byte")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,8 +54,22 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("toy") / "run.pt"
+    assert train_here(path, "--no-amp") == 0
+    return path
+
+
+@pytest.fixture(scope="module")
 def model(run):
     return load_model(run, torch.device("cpu"))[0]
+
+
+def fail(error: BaseException, *_, **__):
+    raise error
+
+
+# ---- Evaluate
 
 
 def evaluated(path: Path, *flags: str) -> dict:
@@ -66,7 +85,7 @@ def tokens_file(folder: Path, n: int) -> str:
     return f"--val-data={folder}/TOKENS.NPY"
 
 
-def test_the_trainers_own_number(run):
+def test_the_trainers_own_number(run, toy, capfd):
     """By default: the validation part of the run's own data, in its windows."""
     found, last = evaluated(run, "--max-tokens=161"), metrics(run)[-1]
     assert (found["tokens"], found["seq_len"], found["stride"], found["step"]) == (160, T, T, 8)
@@ -77,6 +96,13 @@ def test_the_trainers_own_number(run):
     whole = evaluated(run)
     assert evaluated(run, "--stride=5")["stride"] == 5
     assert whole["tokens"] == 164 and abs(whole["loss"] / found["loss"] - 1) > 1e-6  # the tail
+    capfd.readouterr()
+    found = evaluated(toy, "--max-tokens=193")  # it has no bytes
+    assert found["bits_per_byte"] is None and found["bytes"] == 0
+    assert found["loss"] == pytest.approx(metrics(toy)[-1]["val_loss"], rel=1e-6)
+    out, err = capfd.readouterr()
+    assert err == "" and "bits" not in out
+    assert f"loss          {found['loss']:.4f}\n" in out and "tokens        192\n" in out
 
 
 @settings(deadline=None, derandomize=True, max_examples=25)
@@ -142,18 +168,6 @@ def test_whatever_the_files_are(run, tmp_path):
     assert (first["tokens"], first["bytes"]) == (6, 6)
 
 
-def test_toy_data_have_no_bytes(tmp_path, capfd):
-    path = tmp_path / "run.pt"
-    assert train_minimal.main([*TINY, "--no-amp", f"--checkpoint-path={path}"]) == 0
-    capfd.readouterr()
-    found = evaluated(path, "--max-tokens=193")
-    assert found["bits_per_byte"] is None and found["bytes"] == 0
-    assert found["loss"] == pytest.approx(metrics(path)[-1]["val_loss"], rel=1e-6)
-    out, err = capfd.readouterr()
-    assert err == "" and "bits" not in out
-    assert f"loss          {found['loss']:.4f}\n" in out and "tokens        192\n" in out
-
-
 def test_data_that_changed_or_went(run, tmp_path, capsys):
     text, path = tmp_path / "x.txt", tmp_path / "run.pt"
     state = snapshot(run)
@@ -169,59 +183,44 @@ def test_data_that_changed_or_went(run, tmp_path, capsys):
     assert evaluate.main([f"--checkpoint-path={path}"]) == 2
     line = f"error: the run's own data: --train-data {text}: no such file or folder; --val-data"
     assert capsys.readouterr().err.startswith(line)
+    for content, n in ((b"\n\n", 0), (b'{"text": ""}\n', 1)):  # no text
+        (tmp_path / "x.jsonl").write_bytes(content)
+        assert evaluate.main([f"--checkpoint-path={run}", f"--val-data={tmp_path}/x.jsonl"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {tmp_path}/x.jsonl: {n} token(s), and the first one is not")
 
 
-@pytest.mark.parametrize(("text", "n"), [(b"\n\n", 0), (b'{"text": ""}\n', 1)])
-def test_no_text(run, tmp_path, capsys, text, n):
-    (tmp_path / "x.jsonl").write_bytes(text)
-    flags = [f"--checkpoint-path={run}", f"--val-data={tmp_path}/x.jsonl"]
-    assert evaluate.main([*flags, f"--json={tmp_path}/x.json"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path}/x.jsonl")
-    assert f"{n} token(s), and the first one is not predicted" in line
-    assert not (tmp_path / "x.json").exists()
+def test_what_ends_it_costs_one_line_and_no_number(run, tmp_path, monkeypatch, capsys):
+    """Out of memory, out of range, a disk that is full, and a reader who goes."""
+    found = tmp_path / "x.json"
+    command = [f"--checkpoint-path={run}", tokens_file(tmp_path, 20), f"--json={found}"]
 
-
-def fail(error: Exception, *_, **__):
-    raise error
-
-
-def test_out_of_memory_and_out_of_range(run, monkeypatch, capsys):
-    def fails(says: str, *flags: str, **changes) -> int:
+    def ends(code: int, says: str, **changes) -> str:
         with monkeypatch.context() as patch:
             for name, act in changes.items():
                 patch.setattr(evaluate, name, act)
-            code = evaluate.main([f"--checkpoint-path={run}", *flags])
-        assert capsys.readouterr().err == f"error: {says}\n"
-        return code
+            assert evaluate.main([*command, "--amp-dtype=float16"]) == code
+        out, err = capsys.readouterr()
+        assert err == f"error: {says}\n"
+        return out
 
-    full = partial(fail, torch.OutOfMemoryError("CUDA out of memory."))
-    assert fails("out of memory with --batch-size 8: lower it", sum_loss=full) == 4
-    says = "out of memory while the data were read: take fewer with --max-tokens"
-    assert fails(says, read_ids=partial(fail, MemoryError())) == 4
-    says, flag = "the loss is nan: --amp-dtype float16 overflows", "--amp-dtype=float16"
-    assert fails(says, flag, sum_loss=lambda *_: math.nan) == 2
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    says = "out of memory: lower --batch-size 8, or take fewer tokens with --max-tokens"
+    assert ends(4, says, sum_loss=partial(fail, full)) == ""
+    assert ends(4, says, read_ids=partial(fail, MemoryError())) == ""
+    says = "the loss is nan: --amp-dtype float16 overflows"
+    assert ends(2, says, sum_loss=lambda *_: math.nan) == "" and not found.exists()
     with pytest.raises(RuntimeError, match="a bug"):
-        fails("", load_model=partial(fail, RuntimeError("a bug")))
-
-
-def test_a_reader_who_goes_or_a_disk_that_is_full_does_not_cost_the_numbers(
-    run, tmp_path, monkeypatch, capsys
-):
-    """(A letter that stdout cannot spell: test_trainings.py.)"""
-    command, found = [f"--checkpoint-path={run}", tokens_file(tmp_path, 20)], tmp_path / "x.json"
+        ends(2, "", load_model=partial(fail, RuntimeError("a bug")))
     with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
         patch.setattr("builtins.print", partial(fail, BrokenPipeError()))
-        evaluate.main([*command, f"--json={found}"])
+        evaluate.main(command)
     assert json.loads(found.read_text())["tokens"] == 19
     monkeypatch.setattr(Path, "write_text", partial(fail, OSError(28, "No space left on device")))
-    assert evaluate.main([*command, f"--json={found}"]) == 3
-    out, err = capsys.readouterr()
-    assert "tokens        19\n" in out
-    assert err == f"error: --json {found}: No space left on device\n"
+    assert "tokens        19\n" in ends(3, f"--json {found}: No space left on device")
 
 
-# ---- Memory
+N = 2**23  # tokens: 8 times what is read at a time
 
 
 def peak_of(act):
@@ -233,9 +232,6 @@ def peak_of(act):
         tracemalloc.stop()
 
 
-N = 2**23  # tokens: 8 times what is read at a time
-
-
 def read(path: Path, tokenizer: Tokenizer, max_tokens: int | None = None) -> np.ndarray:
     args = SimpleNamespace(val_data=[str(path)], max_tokens=max_tokens)
     return evaluate.read_data(args, {}, tokenizer, SimpleNamespace(say=print))[1]
@@ -244,21 +240,129 @@ def read(path: Path, tokenizer: Tokenizer, max_tokens: int | None = None) -> np.
 def test_a_long_text_takes_two_bytes_a_token(tmp_path):
     """Of a vocabulary that fits; not what the file takes (4), and not twice. The first ones do not
     cost the others."""
-    byte, path = load_tokenizer("byte"), tmp_path / "long.npy"
+    path = tmp_path / "long.npy"
     np.save(path, (np.arange(N, dtype=np.uint32) % 256))
-    tokens, peak = peak_of(lambda: read(path, byte))
+    tokens, peak = peak_of(lambda: read(path, BYTE))
     assert tokens.dtype == np.uint16 and len(tokens) == N
     assert (tokens[:1000] == np.arange(1000) % 256).all() and tokens[-1] == 255
     assert peak < 1.9 * 2 * N
-    n_bytes, peak = peak_of(lambda: evaluate.count_bytes(tokens, byte))
+    n_bytes, peak = peak_of(lambda: evaluate.count_bytes(tokens, BYTE))
     assert n_bytes == N and peak < 2 * N
-    tokens, peak = peak_of(lambda: read(path, byte, 1000))
+    tokens, peak = peak_of(lambda: read(path, BYTE, 1000))
     assert tokens.tolist() == [i % 256 for i in range(1000)] and peak < 2 * N
+    # Ids beyond two bytes are not cut: of a small vocabulary they are a mistake.
+    np.save(path, np.array([1, 65536 + 2, 3], np.uint32))
+    with pytest.raises(DataError, match=r"long\.npy: holds id 65538, but the model's end at 256"):
+        read(path, BYTE)
+    assert read(path, ToyTokenizer(70000)).tolist() == [1, 65538, 3]
 
 
-def test_ids_beyond_two_bytes(tmp_path):
-    """They are not cut: of a large vocabulary they are kept, of a small one they are a mistake."""
-    np.save(tmp_path / "x.npy", np.array([1, 65536 + 2, 3], np.uint32))
-    with pytest.raises(DataError, match=r"x\.npy: holds id 65538, but the model's end at 256"):
-        read(tmp_path / "x.npy", load_tokenizer("byte"))
-    assert read(tmp_path / "x.npy", ToyTokenizer(70000)).tolist() == [1, 65538, 3]
+# ---- Generate
+
+
+def test_generate_needs_the_snapshot_only(toy, tmp_path, capsys, monkeypatch):
+    shutil.copy(toy, tmp_path / "alone.pt")
+    monkeypatch.chdir(tmp_path)
+    flags = ["--checkpoint-path", "alone.pt", "--max-new-tokens", "7", "--prompt"]
+    outputs = []
+    for seed in ("1", "1", "2"):
+        assert generate.main([*flags, "3 1 2", "--seed", seed, "--num-samples", "2"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+    first, second = outputs[0].removesuffix("\n").split("\n----------------\n")
+    assert all(re.fullmatch(r"\d+( \d+){9}", sample) for sample in (first, second))
+    assert first.startswith("3 1 2 ") and first != second
+    for n, says in ((16, ""), (17, "note: --prompt has 17 tokens; the model sees the last 16 of")):
+        assert generate.main([*flags, "1 " * n]) == 0
+        out, err = capsys.readouterr()
+        assert err.startswith(says) and len(err.splitlines()) == bool(says)
+        assert len(out.split()) == n + 7  # shown it is as a whole
+
+
+class Scripted:
+    """A model that writes what it is told to: a column of ids for all samples at a time."""
+
+    config = MiniGPTConfig(max_position_embeddings=4)
+
+    def __init__(self, *samples) -> None:
+        self.columns = iter(torch.tensor([list(sample) for sample in samples]).t())
+
+    def stream(self, ids, max_new_tokens, **how):
+        return (column[:, None] for column in islice(self.columns, max_new_tokens))
+
+
+def written(model, *flags: str, tokenizer=BYTE) -> list[str]:
+    args = generate.build_parser().parse_args([*flags])
+    pieces = generate.write(args, model, tokenizer, torch.device("cpu"))
+    return [piece for piece in pieces if piece]
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.lists(st.sampled_from(b"a\xe2\x82\xac\xf0\x9f\x98\x80\xc3\xff\xed\xa0"), min_size=1))
+@example([*"a€😀é".encode()])
+@example([*b"a\xffb\xe2\x82"])  # what never becomes a character, and half of one at the end
+@example([*("a€ é" * 50).encode()])
+def test_in_parts_or_as_a_whole_it_is_the_same_text(sample):
+    """In whole characters; and no token is decoded anew for each one behind it: that would be
+    quadratic."""
+    decoded, tokenizer = [], load_tokenizer("byte")
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids: decoded.append(len(ids)) or decode(ids)
+    flags = ["--max-new-tokens", str(len(sample)), "--num-samples", "2", "--prompt", "pp"]
+    pieces = written(Scripted(sample, sample), *flags, tokenizer=tokenizer)
+    text = "pp" + bytes(sample).decode(errors="replace")
+    assert "".join(pieces) == f"{text}{generate.SEPARATOR}{text}\n"
+    if "\ufffd" not in text:
+        assert pieces[: len(text) - 1] == ["pp", *text[2:]]
+        assert sum(decoded) <= 2 * 2 * len(text.encode())
+
+
+def test_a_sample_ends_at_endoftext():
+    eot = 256
+    first, second = [*b"ab", eot, *b"cd"], [*b"vwxyz"]
+    separator = generate.SEPARATOR
+    flags = ["--max-new-tokens", "5", "--num-samples", "2"]
+    pieces = written(Scripted(first, second), *flags)
+    assert pieces == ["a", "b", separator, "vwx", "y", "z", "\n"]
+    assert "".join(written(Scripted(second, first), *flags)) == f"vwxyz{separator}ab\n"
+    pieces = written(Scripted(first, second), *flags, "--ignore-eot")
+    assert "".join(pieces) == f"ab<|endoftext|>cd{separator}vwxyz\n"
+    model = Scripted([*b"a", eot, *b"bcd"])
+    assert "".join(written(model, "--max-new-tokens", "5")) == "a\n"
+    assert len(list(model.columns)) == 3  # nothing is computed that nobody sees
+    toy = written(Scripted([1, 0, 2]), "--max-new-tokens", "3", tokenizer=ToyTokenizer(4))
+    assert "".join(toy) == "1 0 2\n"  # its numbers are numbers, 0 too
+
+
+def test_the_samples_are_those_of_one_batch(model):
+    """The same seed has always given the same text, whether it is streamed or not."""
+    flags = ["--num-samples", "3", "--max-new-tokens", "30", "--prompt", "né", "--seed", "7"]
+    text = "".join(written(model, *flags, "--ignore-eot"))
+    start = torch.tensor([[256, *"né".encode()]] * 3)
+    torch.manual_seed(7)
+    rows = model.generate(start, 30, temperature=0.8, top_k=40)
+    samples = [BYTE.decode(row[1:].tolist()) for row in rows]
+    assert text == generate.SEPARATOR.join(samples) + "\n"
+
+
+def test_what_ends_generate_is_one_line(toy, capsys, monkeypatch):
+    """Out of memory, as a CPU says it, comes with no traceback; Ctrl-C neither."""
+    real, calls = MiniGPT.forward, []
+
+    def third(error: BaseException, *args, **how):
+        calls.append(1)
+        return fail(error) if len(calls) % 3 == 0 else real(*args, **how)
+
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 B")
+    monkeypatch.setattr(MiniGPT, "forward", lambda *args, **how: third(error, *args, **how))
+    flags = ["--checkpoint-path", str(toy), "--prompt", "1 2", "--num-samples", "2"]
+    assert generate.main(flags) == 4
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"1 2 \d+ \d+\n", out)  # what was written until then
+    words = "--num-samples 2 and --max-new-tokens 200"
+    assert err == f"error: out of memory with {words}: lower them\n"
+    error = KeyboardInterrupt()
+    assert generate.main(flags) == 130 and capsys.readouterr().err == "stopped\n"
+    error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        generate.main(flags)

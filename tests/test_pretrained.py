@@ -1,6 +1,14 @@
-"""Weights from elsewhere (trainer/hf.py, trainer/pretrained.py), and what --init-from makes of
-them. What transformers makes of them: test_export_hf.py; what is refused: bad_folders.py."""
+"""Weights to start from, and the folder that transformers opens: written by scripts/export_hf.py,
+read by --init-from (trainer/hf.py, trainer/pretrained.py), with transformers itself as a witness.
 
+What is refused: cases/bad_folders.py.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -9,18 +17,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness.gpt2_folder import CONFIG, gpt2_tensors, safetensors, write_folder
+import torch.nn.functional as F
+from harness.gpt2_folder import CONFIG, TOKENIZER, gpt2_tensors, safetensors, write_folder
 from harness.runs import TINY, Crash, crash_after, metrics, same, snapshot, torchrun, train_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_minimal
-from data import find_dataset
+from data import Tokenizer, find_dataset
 from model import MiniGPTConfig
-from scripts import export_hf
+from scripts import export_hf, generate
 from trainer.agree import check_alike, facts
 from trainer.flags import UsageError, build_parser
-from trainer.hf import read_config, read_tensors
+from trainer.hf import THEIRS, read_config, read_tensors, renamed, turned
 from trainer.plan import vocabulary
 from trainer.pretrained import load_model, open_init_from, open_pretrained
 from trainer.process import OneProcess
@@ -28,37 +37,10 @@ from trainer.setup import start_run
 from trainer.snapshot import SnapshotError
 
 CPU = torch.device("cpu")
-N_TOY = TINY.index("--n-layers")
-N_MODEL = TINY.index("--batch-size")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """The flag for it."""
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "x.txt").write_text("a few words that a model can learn, again and again\n" * 100)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
-        yield f"--train-data={folder}/x.txt"
-
-
-@pytest.fixture
-def folder(text, tmp_path) -> Path:
-    return write_folder(tmp_path / "gpt2")
-
-
-@pytest.fixture(scope="module")
-def trained(text) -> Path:
-    """Of a run on that text; its BPE is trained on it, too."""
-    path = Path(text.partition("=")[2]).with_name("first.pt")
-    words = [*TINY[N_TOY:N_MODEL], "--tokenizer-name=bpe", "--vocab-size=270", "--num-steps=3"]
-    assert train(path, *words, text, "--lr=0.01") == 0
-    return path
-
-
-@pytest.fixture
-def first(trained, tmp_path) -> Path:
-    return Path(shutil.copy(trained, tmp_path))
+N_TOY, N_MODEL = TINY.index("--n-layers"), TINY.index("--batch-size")
+TEXT = "def function(x):\n    return x + 1\r\n\n# ünï 😀 <|endoftext|>\n" * 200
+FILES = set("README.md config.json generation_config.json model.safetensors".split())
+FILES |= set("tokenizer.json tokenizer_config.json vocab.json merges.txt".split())
 
 
 def train(path: Path, *words: str) -> int:
@@ -69,6 +51,246 @@ def train(path: Path, *words: str) -> int:
 def start(tmp_path, *words: str):
     argv = [*TINY[N_MODEL:], f"--checkpoint-path={tmp_path}/run.pt", *words]
     return start_run(build_parser("test", "x.pt").parse_args(argv), OneProcess.alone)
+
+
+def export(snapshot: Path, out: Path | str) -> int:
+    return export_hf.main([f"--checkpoint-path={snapshot}", f"--out={out}"])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """The flag for it."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "x.txt").write_text(TEXT, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
+        yield f"--train-data={folder}/x.txt"
+
+
+@pytest.fixture(scope="module")
+def run(text) -> Path:
+    """Of a run on that text; its BPE is trained on it, too."""
+    path = Path(text.partition("=")[2]).with_name("run.pt")
+    words = [*TINY[N_TOY:N_MODEL], "--tokenizer-name=bpe", "--vocab-size=290", "--num-steps=3"]
+    words += "--seq-len=64 --eval-batches=1 --eval-interval=1 --lr=0.03 --dropout=0.2".split()
+    assert train(path, *words, text) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(run) -> Path:
+    assert export(run, run.with_name("hf")) == 0
+    return run.with_name("hf")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_folder(tmp_path / "gpt2")
+
+
+# ---- The folder that export_hf writes
+
+
+def test_transformers_and_ours_find_the_same_model(run, exported, capsys):
+    """The same weights, ids and greedy text."""
+    model, tokenizer = load_model(exported, CPU)
+    assert same(model.state_dict(), snapshot(run)["model"])
+    saved = Tokenizer.from_state(snapshot(run)["tokenizer"])
+    assert tokenizer.fingerprint == saved.fingerprint and tokenizer.pattern == saved.pattern
+
+    transformers = pytest.importorskip("transformers")
+    theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
+        exported, output_loading_info=True
+    )
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(theirs.eval()).__name__ == "GPT2LMHeadModel"
+    ids = torch.randint(0, model.config.vocab_size, (2, 64))
+    logits = model(ids)
+    assert (theirs(ids).logits - logits).abs().max() <= 1e-5 * logits.abs().max()
+    dropouts = [value for name, value in vars(theirs.config).items() if name.endswith("_pdrop")]
+    assert dropouts == [0.2] * 3
+
+    words = transformers.AutoTokenizer.from_pretrained(exported)
+    for sample in (TEXT, "", " ", "a\r\nb  c\t\n", "<|endoftext|>", "naïve 🤗"):
+        found = words(sample).input_ids
+        assert found == saved.encode(sample).tolist() and words.decode(found) == sample
+    assert words.eos_token_id == words.bos_token_id == saved.eot_id
+    assert words.model_max_length == 64
+
+    start = torch.tensor([[tokenizer.eot_id, *tokenizer.encode("def ").tolist()]])
+    how = {"do_sample": False, "max_new_tokens": 50, "max_length": None, "eos_token_id": None}
+    row = theirs.generate(start, attention_mask=torch.ones_like(start), **how)[0].tolist()
+    capsys.readouterr()
+    flags = f"--checkpoint-path={exported} --max-new-tokens=50 --temperature=0 --ignore-eot"
+    assert generate.main([*flags.split(), "--prompt=def ", "--device=cpu"]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(row[1:]) + "\n"
+
+
+def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
+    """Of a model that transformers has written, in shards, with an MLP of another width."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    shape = {"n_layer": 3, "n_head": 4, "n_embd": 64, "n_positions": 48, "n_inner": 100}
+    shape |= {"vocab_size": 257, **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)}
+    how = {"attn_implementation": "eager", "activation_function": "gelu_pytorch_tanh"}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **how))
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # no zero biases and unit gains, which hide mistakes
+            parameter += 0.1 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+
+    ours, tokenizer = load_model(tmp_path / "hf", CPU)
+    assert tokenizer.vocab_size == 257 and not ours.training
+    ids = torch.randint(0, 257, (2, 49))
+    logits = theirs(ids[:, :-1]).logits
+    assert (ours(ids[:, :-1]) - logits).abs().max() <= 1e-5 * logits.abs().max()
+    expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    expected.backward()
+    loss = ours.train()(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradients = {name: p.grad for name, p in theirs.transformer.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        wanted = turned(name, gradients[renamed(name, THEIRS)])
+        assert (parameter.grad - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+
+
+def test_the_card_tells_what_was_trained(run, exported):
+    card = (exported / "README.md").read_text(encoding="utf-8")
+    state, source = snapshot(run), open_pretrained(run)
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    description = state["data"]["description"].replace(f"{run.parent}/", "")
+    assert f"from random weights, for {state['step']} steps on: {description}" in card
+    assert str(run.parent) not in card and f"--init-from {exported.name}" in card
+    for what, name in (("training", "train_loss"), ("validation", "val_loss")):
+        loss = metrics(run)[-1][name]
+        assert f"{what} {loss:.4f} (perplexity {math.exp(loss):.2f})" in card
+
+    def data_line(description: str, *paths: str) -> str:
+        state["data"]["description"], state["args"]["train_data"] = description, [*paths]
+        state["args"]["init_from"] = Path("/home/me/gpt2")
+        card = export_hf.model_card("x", source, state)
+        assert f"from the weights of gpt2, for {state['step']} steps" in card
+        return card.partition(" steps on: ")[2].partition("\n")[0]
+
+    about = ": 5 documents, 3.1 kB; 1,024 training and 99 validation tokens (byte, 257 ids)"
+    paths = ["/home/me/man/*", "/home/me/book: 5.txt", "/srv/code"]
+    assert data_line(f"man/* and 2 more{about}", *paths) == f"man/*, book: 5.txt, code{about}."
+    about = "; 1,024 training and 99 validation tokens"
+    found = data_line(f"00.bin and 11 more{about}", *(f"/srv/{i:02}.bin" for i in range(12)))
+    assert found.startswith("00.bin, 01.bin, ") and found.endswith(f", 09.bin and 2 more{about}.")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are Unicode")
+def test_names_that_are_no_text(run, tmp_path):
+    state = snapshot(run)
+    state["args"]["train_data"] = [os.fsdecode(b"/home/w\xf6rter.txt")]
+    state["data"]["description"] = "w and 1 more: 1 document"
+    out = Path(os.fsdecode(bytes(tmp_path) + b"/w\xf6rter"))
+    export_hf.export(open_pretrained(run), state, out)
+    assert "on: w?rter.txt: 1 document." in (out / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_cards_example(exported, monkeypatch, capsys):
+    """It runs as it stands there, and its prompt begins as documents do."""
+    transformers = pytest.importorskip("transformers")
+    seen = []
+    real = transformers.GPT2LMHeadModel.generate
+
+    def generate(self, **options):
+        seen.append(options["input_ids"][0].tolist())
+        return real(self, **options)
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", generate)
+    monkeypatch.chdir(exported.parent)
+    code = (exported / "README.md").read_text(encoding="utf-8").split("```python\n")[1]
+    exec(code.split("```")[0], {})
+    _, tokenizer = load_model(exported, CPU)
+    prompt = "Once upon a time"
+    assert seen == [[tokenizer.eot_id, *tokenizer.encode(prompt).tolist()]]
+    assert capsys.readouterr().out.startswith(f"<|endoftext|>{prompt}")
+
+
+def test_toy_data_have_no_tokenizer_there_and_go_on_with_toy_data(tmp_path, capfd):
+    path, out = tmp_path / "first.pt", tmp_path / "hf"
+    assert train_here(path, "--num-steps=2") == 0
+    capfd.readouterr()
+    assert export(path, out) == 0
+    assert "next" not in capfd.readouterr().out  # --init-from needs a tokenizer
+    card = (out / "README.md").read_text()
+    assert "there is no tokenizer" in card and not re.search(r"pipeline\(|--init-from", card)
+    names = {file.name for file in out.iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert len(read_tensors(out / "model.safetensors")) == 28
+
+    words = [f"--init-from={path}", "--num-steps=2", "--max-tokens=200"]
+    assert train(tmp_path / "run.pt", *words) == 0
+    assert snapshot(tmp_path / "run.pt")["args"]["use_toy_data"]
+    assert train(tmp_path / "run.pt", *words, f"--train-data={path}") == 2
+    assert "toy data only, no text" in capfd.readouterr().err
+
+
+def test_mistakes_cost_one_line(run, exported, tmp_path, monkeypatch, capfd):
+    (full := tmp_path / "full").mkdir()
+    (full / "letters.txt").write_text("mine")
+    before = sorted(run.parent.rglob("*"))
+    for path, out, says in [
+        (run, full / "none" / "..", "is there and not empty; name another folder"),
+        (run, full / "letters.txt", "is a file, no folder"),
+        (exported, tmp_path / "new", "is a folder, no snapshot"),
+        (tmp_path / "none.pt", tmp_path / "new", "no snapshot and no folder"),
+        ("without the library", tmp_path / "new", "safetensors: pip install safetensors"),
+    ]:
+        if path == "without the library":
+            monkeypatch.setitem(sys.modules, "safetensors", None)
+            assert train(tmp_path / "run.pt", f"--init-from={exported}", "--num-steps=1") == 2
+            assert capfd.readouterr().err.endswith(f"{says}\n")
+            path = run
+        assert export(path, out) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith("error: ") and says in line, line
+    assert sorted(run.parent.rglob("*")) == before
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "letters.txt"]
+
+
+@pytest.mark.parametrize("out", ["empty", "none/.."])
+def test_an_empty_folder_is_filled(run, out, tmp_path, monkeypatch, capsys):
+    """However it is named: it stays the folder that it was, with somebody in it or a mount."""
+    folder = tmp_path / "a" / "my model"
+    folder.mkdir(parents=True)
+    (tmp_path / "a" / "empty").symlink_to(folder)
+    monkeypatch.chdir(folder.parent if out == "empty" else folder)
+    inode = folder.stat().st_ino
+    assert export(run, out) == 0
+    assert folder.stat().st_ino == inode
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert {path.name for path in folder.parent.iterdir()} == {"my model", "empty"}
+    card = (folder / "README.md").read_text()
+    assert '"text-generation", "my model")' in card and "--init-from 'my model'" in card
+    line = f"next     python train_minimal.py --init-from {shlex.quote(out)}\n"
+    assert capsys.readouterr().out.endswith(line)
+
+
+def test_a_folder_is_filled_or_stays_empty(run, tmp_path, monkeypatch, capfd):
+    """And what it is recognized by comes last: a process may be killed between two files."""
+    resource = pytest.importorskip("resource")
+    before, moved, rename = resource.getrlimit(resource.RLIMIT_FSIZE), [], Path.rename
+    for out in (tmp_path, tmp_path / "hf"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # as on a full disk
+        try:
+            assert export(run, out) == 3
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        (line,) = capfd.readouterr().err.splitlines()
+        wanted = "error: cannot save .*model.safetensors: disk full .*; it needs 0.0 MB"
+        assert re.match(wanted, line) and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(Path, "rename", lambda a, b: moved.append(a.name) or rename(a, b))
+    assert export(run, tmp_path) == 0
+    assert set(moved) == FILES and moved[-1] == "config.json"
+
+
+# ---- Folders of others
 
 
 def test_what_older_folders_hold_besides(tmp_path):
@@ -83,7 +305,7 @@ def test_what_older_folders_hold_besides(tmp_path):
     more |= {f"h.{i}.attn.masked_bias": np.array(-1e4, np.float32) for i in range(2)}
     head = {"lm_head.weight": plain["wte.weight"]}
     assert same(loaded("more", tensors=plain | more | head), expected)
-    prefixed = gpt2_tensors(prefix="transformer.")
+    prefixed = {f"transformer.{name}": array for name, array in plain.items()}
     assert same(loaded("prefixed", tensors=prefixed | head), expected)
     assert same(loaded("odd", weights=safetensors(plain, pad=3)), expected)
     half = {name: array.astype(np.float16) for name, array in plain.items()}
@@ -116,13 +338,7 @@ def test_any_damage_to_a_file_is_one_line_or_harmless(tmp_path_factory, bit, len
         assert length >= len(SMALL)
 
 
-def test_without_the_library(folder, first, text, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert train(tmp_path / "run.pt", f"--init-from={folder}", text) == 2
-    assert export_hf.main([f"--checkpoint-path={first}", f"--out={tmp_path}/hf"]) == 2
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 2 and not (tmp_path / "hf").exists()
-    assert all(line.endswith("safetensors: pip install safetensors") for line in lines)
+# ---- Runs that start from weights
 
 
 def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
@@ -135,78 +351,71 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     assert f"weights  {folder}, as transformers writes them" in capsys.readouterr().out
 
 
-def test_a_run_starts_from_a_snapshot(first, text, tmp_path, capsys):
-    """With other data, on which its tokenizer stays what it was; and it goes on to the bit."""
+def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
+    """On other data its tokenizer stays what it was; and it goes on to the bit without its
+    source."""
+    first = Path(shutil.copy(run, tmp_path / "first.pt"))
     other, path = tmp_path / "y.txt", tmp_path / "run.pt"
     other.write_text("some other words, of which no pair has been merged before\n" * 100)
-    words = [f"--init-from={first}", f"--train-data={other}", "--num-steps=6"]
-    run = start(tmp_path, *words)
-    assert same(run.model.state_dict(), snapshot(first)["model"])
-    assert run.data.tokenizer.fingerprint == open_pretrained(first).tokenizer.fingerprint
-    assert run.step == 0 and not run.optimizer.state and run.best_val_loss == float("inf")
-    del run
+    words = [f"--init-from={first}", f"--train-data={other}", "--num-steps=6", "--seq-len=16"]
+    started = start(tmp_path, *words)
+    assert same(started.model.state_dict(), snapshot(first)["model"])
+    assert started.data.tokenizer.fingerprint == open_pretrained(first).tokenizer.fingerprint
+    assert started.step == 0 and not started.optimizer.state
+    assert started.best_val_loss == float("inf")
+    del started
 
     assert train(path, *words, "--save-interval=3") == 0
     whole, half = snapshot(path), tmp_path / "half.pt"
     assert whole["args"]["init_from"] == str(first) and whole["step"] == 6
     (tmp_path / "run.prev.pt").rename(half)
     assert snapshot(half)["step"] == 3
-    first.unlink()  # a run that goes on does not need it any more
+    first.unlink()
     assert train_minimal.main([f"--checkpoint-path={half}", "--resume"]) == 0
     for part in ("model", "optimizer"):
         assert same(snapshot(half)[part], whole[part])
 
 
-def test_it_says_how_good_the_weights_are(trained, text, tmp_path, capsys):
-    assert train(tmp_path / "run.pt", f"--init-from={trained}", text, "--num-steps=1") == 0
-    (loss,) = (record["val_loss"] for record in metrics(trained) if record["step"] == 3)
+def test_it_says_how_good_the_weights_are(run, text, tmp_path, capsys):
+    words = ["--num-steps=1", "--eval-batches=1"]
+    assert train(tmp_path / "run.pt", f"--init-from={run}", text, *words) == 0
+    (loss,) = (record["val_loss"] for record in metrics(run) if record["step"] == 3)
     assert f"before   val {loss:.4f} ppl " in capsys.readouterr().out
 
 
-def test_toy_data_goes_on_with_toy_data(tmp_path, capfd):
-    first = tmp_path / "first.pt"
-    assert train_here(first, "--num-steps=2") == 0
-    words = [f"--init-from={first}", "--num-steps=2", "--max-tokens=200"]
-    assert train(tmp_path / "run.pt", *words) == 0
-    assert snapshot(tmp_path / "run.pt")["args"]["use_toy_data"]
-    assert train(tmp_path / "run.pt", *words, f"--train-data={first}") == 2
-    assert "toy data only, no text" in capfd.readouterr().err
-
-
-def test_the_planner_asks_for_the_shape_and_the_vocabulary_alone(folder, first, monkeypatch):
+def test_the_planner_asks_for_the_shape_and_the_vocabulary_alone(folder, run, monkeypatch):
     monkeypatch.setattr("trainer.plan.load_tokenizer", None)
-    for path, seq_len, vocab_size in ((folder, 32, 257), (first, 16, 270)):
+    for path, seq_len, vocab_size in ((folder, 32, 257), (run, 64, 290)):
         args = build_parser("test", "x.pt").parse_args([f"--init-from={path}"])
         open_init_from(args)
         assert (args.n_layers, args.n_heads, args.d_model) == (2, 2, 16)
         assert (args.seq_len, vocabulary(args)) == (seq_len, vocab_size)
 
 
-def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch):
-    """As torchrun starts it again: with the same id and the same flags."""
-    words = [f"--init-from={folder}", text, "--num-steps=8", "--save-interval=2"]
+def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch, capfd):
+    """As torchrun starts it again: with the same id and the same flags. What such a restart could
+    not find is refused."""
+    path, words = tmp_path / "run.pt", [f"--init-from={folder}", text]
+    words += ["--num-steps=8", "--save-interval=2"]
     assert train(tmp_path / "whole.pt", *words) == 0
-    monkeypatch.setattr("trainer.process.uuid.uuid4", lambda: SimpleNamespace(hex="the run"))
-    with monkeypatch.context() as once, pytest.raises(Crash):
-        crash_after(5, once)
-        train(tmp_path / "run.pt", *words)
-    shutil.rmtree(folder)
-    assert train(tmp_path / "run.pt", *words) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.process.uuid.uuid4", lambda: SimpleNamespace(hex="the run"))
+        with patch.context() as once, pytest.raises(Crash):
+            crash_after(5, once)
+            train(path, *words)
+        shutil.rmtree(folder)
+        assert train(path, *words) == 0
     whole, again = (snapshot(tmp_path / f"{name}.pt") for name in ("whole", "run"))
     assert same(again["model"], whole["model"]) and again["step"] == 8
 
-
-def test_what_a_restart_could_not_find_is_refused(folder, text, tmp_path, monkeypatch, capfd):
-    path, words = tmp_path / "run.pt", [text, "--num-steps=2"]
-    assert train(path, f"--init-from={folder}", *words) == 0
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    capfd.readouterr()
-    for name in ("run.pt", "run.best.pt"):
-        assert train(path, f"--init-from={tmp_path / name}", *words) == 2
-        (line,) = capfd.readouterr().err.splitlines()
-        assert f"{name} is of the run that this one replaces" in line
-    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS")
-    assert train(path, f"--init-from={path}", *words) == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        capfd.readouterr()
+        for name in ("run.pt", "run.prev.pt"):
+            assert train(path, f"--init-from={tmp_path / name}", text, "--num-steps=2") == 2
+            (line,) = capfd.readouterr().err.splitlines()
+            assert f"{name} is of the run that this one replaces" in line
+    assert train(path, f"--init-from={path}", text, "--num-steps=2") == 0
 
 
 def test_processes_with_other_weights_do_not_start(folder, text, tmp_path):

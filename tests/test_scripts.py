@@ -1,160 +1,18 @@
-"""The scripts work from what a run leaves behind. Their mistakes: test_bad_input.py."""
+"""What all tools share: they are listed, start by any name, and end in a line. What each of them
+does is tested by its name; here are the recipes and kept_tensors."""
 
 import os
-import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-from itertools import islice
 
 import pytest
-import torch
-from harness.runs import ROOT, TINY, run
+from harness.runs import ROOT, run
 
-from data.tokenizer import ToyTokenizer, load_tokenizer
-from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from scripts import generate, kept_tensors
-from train_minimal import main as train
+from model import RECOMPUTE_POLICIES
+from scripts import kept_tensors
 from trainer.flags import build_parser
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trained") / "run.pt"
-    assert train([*TINY, "--checkpoint-path", str(path), "--eval-interval", "5"]) == 0
-    return path
-
-
-def test_generate_needs_the_snapshot_only(trained, tmp_path, capsys, monkeypatch):
-    alone = tmp_path / "alone.pt"
-    shutil.copy(trained, alone)
-    monkeypatch.chdir(tmp_path)
-    flags = ["--checkpoint-path", str(alone), "--max-new-tokens", "7", "--prompt", "3 1 2"]
-    outputs = []
-    for seed in ("1", "1", "2"):
-        assert generate.main([*flags, "--seed", seed, "--num-samples", "2"]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1] != outputs[2]
-    first, second = outputs[0].removesuffix("\n").split("\n----------------\n")
-    assert all(re.fullmatch(r"\d+( \d+){9}", sample) for sample in (first, second))
-    assert first.startswith("3 1 2 ") and first != second
-
-
-class Scripted:
-    """A model that writes what it is told to: a column of ids for all samples at a time."""
-
-    config = MiniGPTConfig(max_position_embeddings=4)
-
-    def __init__(self, *samples) -> None:
-        self.columns = iter(torch.tensor([list(sample) for sample in samples]).t())
-
-    def stream(self, ids, max_new_tokens, **how):
-        return (column[:, None] for column in islice(self.columns, max_new_tokens))
-
-
-def written(model, *flags: str, tokenizer=None) -> list[str]:
-    args = generate.build_parser().parse_args([*flags])
-    tokenizer = tokenizer or load_tokenizer("byte")
-    pieces = generate.write(args, model, tokenizer, torch.device("cpu"))
-    return [piece for piece in pieces if piece]
-
-
-def test_text_comes_in_whole_characters():
-    euro = "a€😀é".encode()
-    pieces = written(Scripted(euro), "--max-new-tokens", str(len(euro)), "--prompt", "p")
-    assert pieces == ["p", "a", "€", "😀", "é", "\n"]
-    # What never becomes a character is shown all the same, and so is half of one at the end.
-    pieces = written(Scripted(b"a\xffb\xe2\x82"), "--max-new-tokens", "5")
-    assert pieces == ["a", "\ufffdb", "\ufffd", "\n"]
-
-
-def test_in_parts_or_as_a_whole_it_is_the_same_text():
-    letters = random.Random(0)
-    for _ in range(300):
-        sample = bytes(letters.choices(b"a\xe2\x82\xac\xf0\x9f\x98\x80\xc3\xff\xed\xa0", k=12))
-        text = "".join(written(Scripted(sample), "--max-new-tokens", "12"))
-        assert text == sample.decode(errors="replace") + "\n"
-
-
-def test_each_token_is_decoded_once_or_twice():
-    """And not the whole sample again for each: that is quadratic."""
-    tokenizer, decoded = load_tokenizer("byte"), []
-    decode = tokenizer.decode
-    tokenizer.decode = lambda ids: decoded.append(len(ids)) or decode(ids)
-    text = "a€ é" * 50
-    flags = ["--max-new-tokens", str(len(text.encode())), "--num-samples", "2", "--prompt", "pp"]
-    pieces = written(Scripted(text.encode(), text.encode()), *flags, tokenizer=tokenizer)
-    assert "".join(pieces) == f"pp{text}{generate.SEPARATOR}pp{text}\n"
-    assert sum(decoded) <= 2 * 2 * len(f"pp{text}".encode())
-
-
-def test_a_sample_ends_at_endoftext():
-    eot = 256
-    first, second = [*b"ab", eot, *b"cd"], [*b"vwxyz"]
-    separator = generate.SEPARATOR
-    flags = ["--max-new-tokens", "5", "--num-samples", "2"]
-    pieces = written(Scripted(first, second), *flags)
-    assert pieces == ["a", "b", separator, "vwx", "y", "z", "\n"]
-    assert "".join(written(Scripted(second, first), *flags)) == f"vwxyz{separator}ab\n"
-    pieces = written(Scripted(first, second), *flags, "--ignore-eot")
-    assert "".join(pieces) == f"ab<|endoftext|>cd{separator}vwxyz\n"
-    model = Scripted([*b"a", eot, *b"bcd"])
-    assert "".join(written(model, "--max-new-tokens", "5")) == "a\n"
-    assert len(list(model.columns)) == 3  # nothing is computed that nobody sees
-    toy = written(Scripted([1, 0, 2]), "--max-new-tokens", "3", tokenizer=ToyTokenizer(4))
-    assert "".join(toy) == "1 0 2\n"  # its numbers are numbers, 0 too
-
-
-def test_the_samples_are_those_of_one_batch():
-    """The same seed has always given the same text, whether it is streamed or not."""
-    torch.manual_seed(5)
-    tokenizer = load_tokenizer("byte")
-    model = MiniGPT(
-        MiniGPTConfig(tokenizer.vocab_size, 8, n_layers=1, n_heads=2, d_model=16, d_ff=32)
-    )
-    flags = ["--num-samples", "3", "--max-new-tokens", "30", "--prompt", "né", "--seed", "7"]
-    text = "".join(written(model.eval(), *flags, "--ignore-eot"))
-    start = torch.tensor([[256, *"né".encode()]] * 3)
-    torch.manual_seed(7)
-    rows = model.generate(start, 30, temperature=0.8, top_k=40)
-    samples = [tokenizer.decode(row[1:].tolist()) for row in rows]
-    assert text == generate.SEPARATOR.join(samples) + "\n"
-
-
-def test_a_prompt_that_is_cut_is_said(trained, capsys):
-    flags = ["--checkpoint-path", str(trained), "--max-new-tokens", "3", "--prompt"]
-    assert generate.main([*flags, "1 " * 16]) == 0
-    assert capsys.readouterr().err == ""
-    assert generate.main([*flags, "1 " * 17]) == 0
-    out, err = capsys.readouterr()
-    assert err.startswith("note: --prompt has 17 tokens; the model sees the last 16 of them")
-    assert len(err.splitlines()) == 1 and len(out.split()) == 20  # shown it is as a whole
-
-
-@pytest.mark.parametrize("samples", ["1", "2"])
-def test_out_of_memory(samples, trained, capsys, monkeypatch):
-    """As a CPU says it. It is no bug that comes with a traceback, and the line is a line."""
-    real, calls = MiniGPT.forward, []
-
-    def fail(*args, **how):
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't "
-                               "allocate memory: you tried to allocate 8 bytes.")  # fmt: skip
-        return real(*args, **how)
-
-    monkeypatch.setattr(MiniGPT, "forward", fail)
-    flags = ["--checkpoint-path", str(trained), "--prompt", "1 2", "--num-samples", samples]
-    assert generate.main(flags) == 4
-    out, err = capsys.readouterr()
-    assert re.fullmatch(r"1 2 \d+ \d+\n", out)  # what was written until then
-    words = f"--num-samples {samples} and --max-new-tokens 200"
-    assert err == f"error: out of memory with {words}: lower them\n"
-    monkeypatch.setattr(generate, "load_model", lambda *_: torch.ones(2) @ torch.ones(3))  # a bug
-    with pytest.raises(RuntimeError, match="size"):
-        generate.main(flags)
 
 
 def table(room: str) -> dict[str, list[str]]:
@@ -177,12 +35,6 @@ def test_a_rooms_table_is_the_room(room, most):
         assert "?" in question and takes
 
 
-def start(*words: str, cwd=ROOT, **env: str) -> subprocess.CompletedProcess:
-    """A Python of its own: no fork of one that has imported all."""
-    how = {"capture_output": True, "text": True, "timeout": 120, "env": os.environ | env}
-    return subprocess.run([sys.executable, *words], cwd=cwd, **how)
-
-
 def test_tools_start_by_their_path_too(tmp_path):
     """By the same lines in each, before anything else is imported; they work from any folder."""
     for tool in startable("scripts"):
@@ -196,7 +48,7 @@ if not __package__:  # python scripts/{tool}.py: the others lie one folder up
     import scripts  # noqa: F401
 """), tool
     for tool in ("memory_timeline", "plan_memory"):
-        result = start(str(ROOT / f"scripts/{tool}.py"), "--help", cwd=tmp_path)
+        result = run([sys.executable, str(ROOT / f"scripts/{tool}.py"), "--help"], cwd=tmp_path)
         assert result.returncode == 0 and result.stderr == "", result.stderr
         assert result.stdout.startswith("usage: ")
 
@@ -211,36 +63,32 @@ def test_ctrl_c_during_imports(tmp_path, words):
         "except KeyboardInterrupt:\n"
         "    raise ImportError('half of it is missing')\n"
     )
-    result = start(*words, PYTHONPATH=str(tmp_path))
+    how = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT}
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, *words], env=environment, **how)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
 
 
-def writing(trained) -> subprocess.Popen:
-    """generate, for hours, as soon as it writes."""
-    flags = ["--checkpoint-path", str(trained), "--max-new-tokens", "1000000", "--prompt", "1 2"]
-    command = [sys.executable, "-m", "scripts.generate", *flags]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdout.read(4) == "1 2 "
-    return process
+def tool(does: str) -> subprocess.Popen:
+    """As one that is started by -m, before it imports what takes seconds."""
+    code = f"import sys, time; sys.argv[0] = '-m'; import scripts; {does}"
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    words = [sys.executable, "-c", code]
+    return subprocess.Popen(words, text=True, cwd=ROOT, env=environment, **how)
 
 
-def test_ctrl_c_is_one_line(trained):
-    process = writing(trained)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "stopped\n")
-
-
-def test_a_reader_may_go(trained):
-    process = writing(trained)
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait(60) == 141
-    # A few lines leave the buffer at the very end.
-    command = f"{sys.executable} -m scripts.generate --help | true"
-    result = run(["bash", "-c", command], PYTHONUNBUFFERED="")
-    assert result.stderr == ""
+def test_ctrl_c_and_a_reader_who_goes_are_no_bugs():
+    writing = tool("print('begun', flush=True); time.sleep(60)")
+    assert writing.stdout.readline() == "begun\n"
+    writing.send_signal(signal.SIGINT)
+    assert (writing.communicate(timeout=60)[1], writing.returncode) == ("stopped\n", 130)
+    # Much is noticed when it is written; a few lines leave the buffer at the very end.
+    for does, code in (("print('much ' * 10**6)", 141), ("print('little')", 0)):
+        written = tool(f"sys.stdin.read(); {does}")
+        written.stdout.close()
+        written.stdin.close()
+        assert written.stderr.read() == "" and written.wait(60) == code, does
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor
 from data import DataError, Tokenizer
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import read_folder
-from model import MiniGPT, MiniGPTConfig
+from model import MiniGPTConfig
 
 from .snapshot import SaveError, SnapshotError, cannot_save
 
@@ -41,13 +41,16 @@ GPT2_ALONE: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
+# The first word of a tensor's name, there and here. (Their model's have "transformer." before it.)
+OURS = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
+THEIRS = {ours: theirs for theirs, ours in OURS.items()}
 MASKS = (".attn.bias", ".attn.masked_bias")  # GPT-2's older files hold each layer's causal mask
 
 
-def their_name(name: str) -> str:
-    """`blocks.3.ln_1.weight` -> `h.3.ln_1.weight`: transformers' name, without "transformer."."""
-    name = name.replace("token_embedding.", "wte.").replace("position_embedding.", "wpe.")
-    return name.replace("blocks.", "h.")
+def renamed(name: str, words: dict[str, str]) -> str:
+    """`h.3.ln_1.weight` -> `blocks.3.ln_1.weight`, or back."""
+    first, _, rest = name.partition(".")
+    return f"{words.get(first, first)}.{rest}"
 
 
 def turned(name: str, weight: Tensor) -> Tensor:
@@ -61,20 +64,11 @@ def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokeniz
     Raises SnapshotError.
     """
     config, found = read_config(folder), read_weights(folder)
-    found = {name.removeprefix("transformer."): tensor for name, tensor in found.items()}
-    if config.n_layers > len(found):  # as many blocks take their time, only to be missing
-        raise SnapshotError(f"{folder} holds {len(found)} tensors for {config.n_layers} layers")
-    weights = {}
-    for name in empty_weights(folder, config):
-        theirs = their_name(name)
-        if theirs not in found:
-            raise SnapshotError(f"{folder} holds no {theirs}: is it complete?")
-        weights[name] = turned(name, found.pop(theirs))
-    head = found.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(head, weights["token_embedding.weight"]):
+    found = {renamed(name.removeprefix("transformer."), OURS): found[name] for name in found}
+    weights = {name: turned(name, found[name]) for name in found if not name.endswith(MASKS)}
+    head = weights.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(head, weights.get("token_embedding.weight", head)):
         raise SnapshotError(f"{folder}: lm_head is not wte; MiniGPT has one weight for both")
-    if more := [name for name in found if not name.endswith(MASKS)]:
-        raise SnapshotError(f"{folder} holds {more[0]}, which its config.json has no place for")
     return config, weights, open_tokenizer(folder, config)
 
 
@@ -92,15 +86,6 @@ def open_tokenizer(folder: Path, config: MiniGPTConfig) -> Tokenizer:
             f"{config.vocab_size:,} ids it is not GPT-2's own either"
         )
     return tokenizer
-
-
-def empty_weights(path: Path, config: MiniGPTConfig) -> dict[str, Tensor]:
-    """What a model of that shape has, without memory. Raises SnapshotError if none can be."""
-    try:
-        with torch.device("meta"):
-            return MiniGPT(config).state_dict()
-    except (RuntimeError, TypeError, OverflowError):
-        raise SnapshotError(f"{path}: no model can have such sizes: is it damaged?") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -133,12 +118,14 @@ def read_config(folder: Path) -> MiniGPTConfig:
     for kind in content.get("architectures") or []:
         if kind not in ("GPT2LMHeadModel", "GPT2Model"):
             raise SnapshotError(f"{path}: a {kind}; MiniGPT is a GPT2LMHeadModel")
-    shape: dict[str, Any] = {ours: content.get(theirs, default) for theirs, ours, default in SIZES}
-    if shape["d_ff"] is None and isinstance(shape["d_model"], int):
-        shape["d_ff"] = 4 * shape["d_model"]
-    for (theirs, *_), size in zip(SIZES, shape.values(), strict=True):
+    shape: dict[str, Any] = {}
+    for theirs, ours, default in SIZES:
+        size = content.get(theirs, default)
+        if size is None and ours == "d_ff":
+            size = 4 * shape["d_model"]
         if type(size) is not int or not 0 < size < 2**31:
             raise SnapshotError(f"{path}: {theirs} is {size!r}")
+        shape[ours] = size
     try:
         return MiniGPTConfig(**shape, dropout=0.0)
     except ValueError as error:
@@ -159,11 +146,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
         raise SnapshotError(f"{index} is damaged: no weight_map")
-    shards = {name: read_tensors(folder / Path(name).name) for name in set(names.values())}
-    try:
-        return {name: shards[shard][name] for name, shard in names.items()}
-    except KeyError as error:
-        raise SnapshotError(f"{index} names {error}, which its shard does not hold") from None
+    shards = [read_tensors(folder / Path(name).name) for name in sorted(set(names.values()))]
+    return {name: tensor for shard in shards for name, tensor in shard.items()}
 
 
 def import_safetensors() -> ModuleType:
@@ -185,8 +169,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     library = import_safetensors()
     try:
         open(path, "rb").close()  # Python says more plainly than the library why that cannot be
-        with library.safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+        return library.torch.load_file(path)
     except (OSError, ValueError) as error:  # (ValueError: a name that no file can have)
         reason = getattr(error, "strerror", None) or error
         raise SnapshotError(f"cannot read {path}: {reason}") from None

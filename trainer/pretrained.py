@@ -16,7 +16,7 @@ from model import MiniGPT, MiniGPTConfig
 
 from .claim import files_of
 from .flags import UsageError
-from .hf import empty_weights, open_folder, read_config
+from .hf import open_folder, read_config
 from .resume import blamed
 from .snapshot import SnapshotError, peek, read_snapshot
 
@@ -67,10 +67,7 @@ def open_pretrained(path: Path) -> Pretrained:
             f"{tokenizer.vocab_size:,}; in transformers "
             f"model.resize_token_embeddings({tokenizer.vocab_size}) makes them fit"
         )
-    expected = empty_weights(path, config)
-    checksum = check_weights(path, expected, weights)
-    weights = {name: weights[name] for name in expected}
-    return Pretrained(path, config, tokenizer, weights, about, checksum)
+    return Pretrained(path, config, tokenizer, weights, about, check_weights(path, config, weights))
 
 
 def no_such(path: Path) -> str:
@@ -86,22 +83,30 @@ def no_such(path: Path) -> str:
     )
 
 
-def check_weights(path: Path, expected: dict[str, Tensor], weights: dict[str, Tensor]) -> int:
-    """Their checksum. Raises SnapshotError unless each is there, of its shape, and finite."""
+def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor]) -> int:
+    """Their checksum. Raises SnapshotError unless they are all of such a model, and finite."""
+    if config.n_layers > len(weights):  # as many blocks take their time, only to be missing
+        raise SnapshotError(f"{path} holds {len(weights)} tensors for {config.n_layers} layers")
+    try:
+        with torch.device("meta"):
+            expected = MiniGPT(config).state_dict()
+    except (RuntimeError, TypeError, OverflowError):
+        raise SnapshotError(f"{path}: no model can have such sizes: is it damaged?") from None
+    if more := [name for name in weights if name not in expected]:
+        raise SnapshotError(f"{path} holds {more[0]}, which its configuration has no place for")
     checksum = 0
     for name, like in expected.items():
-        try:
-            found = weights[name]
-            plain = found.layout == torch.strided and found.device.type == "cpu"
-            if not found.is_floating_point():
-                raise SnapshotError(f"{path} holds {name} in {found.dtype}: want floats")
-            if found.shape != like.shape or not plain:
-                raise SnapshotError(
-                    f"{path} holds {name} as {tuple(found.shape)}, its configuration says "
-                    f"{tuple(like.shape)}: is it damaged?"
-                )
-        except (LookupError, AttributeError):
-            raise SnapshotError(f"{path} holds no {name}: is it complete?") from None
+        found = weights.get(name)
+        if not isinstance(found, Tensor):
+            raise SnapshotError(f"{path} holds no {name}: is it complete?")
+        if not found.is_floating_point():
+            raise SnapshotError(f"{path} holds {name} in {found.dtype}: want floats")
+        plain = found.layout == torch.strided and found.device.type == "cpu"
+        if found.shape != like.shape or not plain:
+            raise SnapshotError(
+                f"{path} holds {name} as {tuple(found.shape)}, its configuration says "
+                f"{tuple(like.shape)}: is it damaged?"
+            )
         found = found.float()
         if not found.isfinite().all():
             raise SnapshotError(f"{path} holds NaN or infinite weights ({name}): take others")

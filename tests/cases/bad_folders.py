@@ -103,8 +103,10 @@ FOLDERS = {
     "a size that is a word": config("config.json: n_layer is 'two'", n_layer="two"),
     "a huge size": config("config.json: n_positions is 1", n_positions=10**30),
     "other sizes than the weights": config(r"as \(257, 16\), .*\(257, 768\)", n_embd="gone"),
-    "more layers than there are": config("holds no h.2.*: is it complete", n_layer=3),
-    "fewer layers than there are": config("holds h.1.*, which its config.json has no", n_layer=1),
+    "more layers than there are": config("holds no blocks.2.*: is it complete", n_layer=3),
+    "fewer layers than there are": config(
+        "holds blocks.1.*, which its configuration has no", n_layer=1
+    ),
     "a million layers": config("holds .* tensors for 1000000 layers", n_layer=10**6),
     "more ids than the tokenizer": config("300 ids, but a tokenizer .* of 257", vocab_size=300),
     "no weights": content("model.safetensors", None, "model.safetensors: No such file"),
@@ -120,7 +122,7 @@ FOLDERS = {
         {"weight_map": A | {"ln_f.bias": "b.safetensors"}}, "b.safetensors: No such file"
     ),
     "a shard without its tensor": index(
-        {"weight_map": A | {"ln_g.bias": "a.safetensors"}}, "names 'ln_g.bias', which its shard"
+        {"weight_map": dict.fromkeys(GOOD, "config.json")}, "config.json is no .safetensors file"
     ),
     "tokenizer is no JSON": content("tokenizer.json", "{", "tokenizer.json: no tokenizer"),
     "tokenizer is a list": content("tokenizer.json", "[]", "tokenizer.json: no tokenizer"),
