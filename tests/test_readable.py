@@ -13,8 +13,6 @@ from scripts import plot_metrics
 from scripts.style import COLORS
 from studies import block_picture
 from studies import memory_timeline as study
-from studies import timeline_pictures as pictures
-from studies.timeline_pictures import Choice, Subject, choose, flops_done
 
 PAGE, TEXT = 830, 16  # pixels: how wide a page shows a picture, and how high the text around it is
 
@@ -26,8 +24,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
 def subject(request):
-    args = study.parse(request.param.split())
-    return Subject(study.prepare(args), args.batch_size)
+    return study.prepare(study.parse(request.param.split()))
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +100,9 @@ def faults(plt, figure) -> list[str]:
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["predicted", "recorded"])
 def test_timeline(plt, subject, recorded):
-    steps = {name: subject.step(name) for name in pictures.PANELS}
-    records = {name: (flops_done(step), 1.1 * step.total) for name, step in steps.items()}
-    figure = pictures.draw_timeline(plt, subject, records if recorded else {})
+    steps = {name: subject.step(name) for name in study.PANELS}
+    records = {name: (study.flops_done(step), 1.1 * step.total) for name, step in steps.items()}
+    figure = study.draw_timeline(plt, subject, records if recorded else {})
     assert faults(plt, figure) == []
     for axis in figure.axes:  # no line leaves its panel
         (left, right), top = axis.get_xlim(), axis.get_ylim()[1]
@@ -115,7 +112,7 @@ def test_timeline(plt, subject, recorded):
 
 
 def test_made_of(plt, subject):
-    figure = pictures.draw_made_of(plt, subject)
+    figure = study.draw_made_of(plt, subject)
     assert faults(plt, figure) == []
     for axis in figure.axes:
         bars = [bar.get_window_extent() for bar in axis.patches]
@@ -125,8 +122,8 @@ def test_made_of(plt, subject):
 
 @pytest.mark.parametrize("budget", [None, 0.6, 0.01], ids=["free", "budget", "nothing fits"])
 def test_frontier(plt, subject, budget):
-    choice = choose(subject, budget and int(budget * subject.step("none").peak))
-    figure = pictures.draw_frontier(plt, subject, choice, None)
+    choice = study.choose(subject, budget and int(budget * subject.step("none").peak))
+    figure = study.draw_frontier(plt, subject, choice)
     assert faults(plt, figure) == []
     names_stand_in_order(figure)
 
@@ -141,8 +138,8 @@ def names_stand_in_order(figure):
 
 def test_frontier_that_was_measured(plt, subject):
     points = {"none": (0.5, 2**30), "full": (0.6, 2**29), "transformers full": (1.0, 2**28)}
-    measured = points, "measured on NVIDIA H100 80GB HBM3, torch 2.11.0+cu128, 2026-01-01"
-    figure = pictures.draw_frontier(plt, subject, Choice(None, ""), measured)
+    measured = points, "\nmeasured on NVIDIA H100 80GB HBM3, torch 2.11.0+cu128, 2026-01-01"
+    figure = study.draw_frontier(plt, subject, None, measured)
     assert faults(plt, figure) == []
     names_stand_in_order(figure)
 

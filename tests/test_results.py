@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 import pytest
 from harness.runs import ROOT
 
-from scripts.style import POLICIES
 from studies import ladder, make_results, memory_timeline
 
 FOLDER = ROOT / make_results.FOLDER
@@ -34,15 +33,11 @@ def test_the_pictures_numbers_are_what_the_planner_says():
     file = read("memory_timeline.json")
     _, _, _, *flags = shlex.split(file["command"])
     args = memory_timeline.parse([*flags, "--out", str(ROOT / "out")])
-    planner, card, rows = (
-        memory_timeline.prepare(args),
-        memory_timeline.asked_card(args),
-        file["rows"],
-    )
+    subject, rows = memory_timeline.prepare(args), file["rows"]
     assert {row["batch_size"] for row in rows} == {args.batch_size // 4, args.batch_size} == {2, 8}
     for name in CHEAP:
-        step = planner.step(2, **POLICIES[name])
-        wanted = json.loads(json.dumps(memory_timeline.row(step, card)))
+        step = subject.step(name, 2)
+        wanted = json.loads(json.dumps(memory_timeline.row(step, subject.card)))
         wanted["predicted_s"] = pytest.approx(wanted["predicted_s"], rel=1e-9)  # a sum of floats
         assert wanted in rows, f"{name}: made with torch {file['torch']}; {REMAKE}"
 
