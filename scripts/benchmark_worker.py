@@ -6,6 +6,7 @@ The process is `python -m scripts.benchmark ... --worker JOB`: flags mean the sa
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate, chain
@@ -99,12 +100,15 @@ class Transformers(nn.Module):
         return self.gpt2(input_ids, labels=labels, shift_labels=labels).loss
 
 
+PEERS: dict[str | None, Callable[[MiniGPTConfig], nn.Module]] = {"transformers": Transformers}
+
+
 def make_run(args: argparse.Namespace, job: Job, device: torch.device) -> Run:
     """What train_step needs of a run: no data, no files."""
     config, precision = config_of(args, job), choose_precision(args, device)
     set_matmul_precision(device, args.tf32)
     torch.manual_seed(args.seed)
-    model: Any = (Transformers if job.peer else MiniGPT)(config).to(device).train()
+    model: Any = PEERS.get(job.peer, MiniGPT)(config).to(device).train()
     if job.compiled:
         model.compile() if job.peer else model.compile_blocks()
     tokens: Any = RandomTokens(args.vocab_size, job.batch_size, args.seq_len, device)
@@ -186,7 +190,7 @@ def resident_set(field: str) -> int | None:
 def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     """Seconds of each timed step, and the peak in bytes."""
     device = choose_device(args.device)
-    if job.peer:
+    if job.peer == "transformers":
         import_module(GPT2)  # it should not count below
     before = resident_set("VmRSS")
     run = make_run(args, job, device)
