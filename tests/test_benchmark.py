@@ -148,7 +148,7 @@ def test_what_is_compiled(monkeypatch):
         model = benchmark_worker.make_run(arguments(), job, torch.device("cpu")).model
         return [type(m).__name__ for m in model.modules() if m._compiled_call_impl is not None]
 
-    monkeypatch.setattr(benchmark_worker, "Transformers", StandIn)
+    monkeypatch.setitem(benchmark_worker.PEERS, "transformers", StandIn)
     for peer in ("transformers", None):
         assert compiled(Job("none", 2, peer=peer)) == []
     assert compiled(Job("none", 2, compiled=True, peer="transformers")) == ["StandIn"]
