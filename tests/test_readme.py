@@ -1,11 +1,13 @@
-"""What the README and docs/ say is so."""
+"""What the READMEs and docs/ say is so; and README.zh-CN.md says what README.md says."""
 
 import inspect
 import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from model import MiniGPT
 from scripts import plan_memory
 from trainer.flags import build_parser
 
-README = (ROOT / "README.md").read_text("utf-8")
+README, CHINESE = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 TEXTS = [README, *DOCS.values()]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*.md")])
@@ -38,7 +40,7 @@ def test_the_two_commands():
         "pip install -r requirements.txt && python train_minimal.py --use-activation-checkpoint",
         "pip install -r requirements-dev.txt && python -m pytest -n 2",
     ]
-    for readme in (README, (ROOT / "README.zh-CN.md").read_text("utf-8")):
+    for readme in (README, CHINESE):
         assert readme.index("whl/cpu") < readme.index(lines[0])  # too late behind it
 
 
@@ -71,21 +73,81 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text("utf-8")):
+def test_links_lead_somewhere_and_no_line_is_wide(page):
+    """But for tables, commands and pictures. (The Chinese page has a line a paragraph.)"""
+    text = page.read_text("utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
         if target.startswith("https://"):
             continue
         there = page.parent / target if target else page
         assert there.exists(), target
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_line_is_wide(page):
-    """But for tables, commands and pictures. (The Chinese page has a line a paragraph.)"""
-    lines = without_blocks(page.read_text("utf-8")).splitlines()
+    lines = without_blocks(text).splitlines()
     wide = [line for line in lines if len(line) > 100 and not line.startswith(("|", "    ", "!"))]
     assert not wide or page.name in ("README.zh-CN.md", "CHANGELOG.md"), wide
+
+
+# ---- in both languages
+
+HAN = "[\u4e00-\u9fff]"
+CODE = re.compile(r"^```.*?^```$|^    .*?$", re.S | re.M)  # fenced or indented
+
+
+def facts(text: str) -> list[str]:
+    """What has no language: in backticks, where links lead, numbers. "1,000" equals "1000", and
+    "15 %" equals "15%". (A number in words is not seen: what is in digits has to be so in both.)"""
+    code = [" ".join(span.split()) for span in re.findall(r"`[^`]+`", text)]
+    text = re.sub(r"`[^`]+`", "", text)
+    links = re.sub(r"README[\w.-]*\.md", "the other language", "\n".join(re.findall(LINK, text)))
+    number = r"(?:(?<!\w)[-+])?\d+(?:[.,]\d+)*(?: ?(?:%|[KMG]i?B\b))?"
+    numbers = re.findall(number, re.sub(LINK, "]", text))
+    return [*code, *links.splitlines(), *(re.sub("[ ,]", "", found) for found in numbers)]
+
+
+LINK = r"\]\([^)]*\)"
+
+
+def things(section: str) -> Counter[str]:
+    """Code line by line, tables cell by cell; prose in any order, because Chinese has another."""
+    code = "\n".join(CODE.findall(section)).splitlines()
+    found = Counter(f"line {i} of the code, {line!r}" for i, line in enumerate(code, 1))
+    lines = CODE.sub("", section).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    for i, row in enumerate(rows, 1):
+        for j, cell in enumerate(row.strip("|").split("|"), 1):
+            where = f"row {i}, cell {j}"
+            found.update([where, *(f"{where}: {fact}" for fact in facts(cell))])
+    found.update(facts(" ".join(line for line in lines if not line.startswith("|"))))
+    found.update(re.findall("^##+ ", section))
+    return found
+
+
+def test_both_languages_say_the_same():
+    """Section by section: what needs no translation is equal."""
+    found = []
+    by_section = (re.split(r"^(?=##+ )", page, flags=re.M) for page in (README, CHINESE))
+    for one, other in zip_longest(*by_section, fillvalue="(none)"):
+        where = f"{one.partition(chr(10))[0]!r}, {other.partition(chr(10))[0]!r}"
+        found += [f"{where}: only English has {what}" for what in things(one) - things(other)]
+        found += [f"{where}: only Chinese has {what}" for what in things(other) - things(one)]
+    assert not found, f"{len(found)} differences\n" + "\n".join(found)
+
+
+def test_no_misprints():
+    """What makes Chinese text readable, on this page."""
+    found, lines = [], CODE.sub("", CHINESE).splitlines()
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        if line and after and not re.match(r"- |\d+\. |#|\|", after):
+            found.append(f"a line break is shown as a blank; one line a paragraph: {after}")
+        plain = re.sub(r"!?\[([^]]*)\]\([^)]*\)|\*\*", r"\1", line)
+        for what, pattern in {
+            "no blank between Chinese and Latin": rf"{HAN}[\w`](?<!{HAN})|[a-zA-Z0-9`%]{HAN}",
+            "half-width punctuation": rf"{HAN}[,;:!?()]|[,;:!?()]{HAN}",
+            "检查点 alone means both (激活检查点, 快照)": "(?<!激活)检查点",
+        }.items():
+            for hit in re.finditer(pattern, plain):
+                found.append(f"{what}: {plain[max(hit.start() - 10, 0) : hit.end() + 10]}")
+    assert not found, "\n".join(found)
 
 
 # ---- their commands, run one after the other in a fresh copy, made small by flags at their end
