@@ -1,23 +1,15 @@
 """Paths to tokens: each format is read whole, each split is clean, each bad flag costs one line.
 
-Also the data that need no file, and the cache: it is found again by what it was made from, built
-anew if it is damaged, once if processes race, and a builder that dies leaves nothing to be read.
-Bad files: test_bad_input.py. A run that goes on: test_data_resume.py.
+Also the data that need no file. The cache: test_data_cache.py; bad files: test_bad_input.py.
 """
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness.corpora import ids, load, texts
-from harness.rows import row
-from harness.runs import ROOT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
@@ -241,12 +233,6 @@ def test_the_built_in_corpus_is_python_source_and_a_second_start_reads_the_cache
 # ---- What test_bad_input.py does not ask through the trainer
 
 
-@pytest.fixture
-def text(tmp_path) -> Path:
-    (tmp_path / "x.txt").write_text("words and words\n" * 100)
-    return tmp_path / "x.txt"
-
-
 BAD = {
     "--vocab-size 300: .*gpt2": {"vocab_size": 300},
     "--vocab-size 256: must be 257 to": {"tokenizer_name": "bpe", "vocab_size": 256},
@@ -257,95 +243,8 @@ BAD = {
 
 
 @pytest.mark.parametrize(("message", "options"), BAD.items())
-def test_a_bad_option_is_named(cache, text, message: str, options: dict) -> None:
+def test_a_bad_option_is_named(cache, tmp_path, message: str, options: dict) -> None:
+    (tmp_path / "x.txt").write_text("text\n" * 100)
     with pytest.raises(DataError, match=message):
-        load(cache, text, **({"tokenizer_name": None} | options))
+        load(cache, tmp_path / "x.txt", **({"tokenizer_name": None} | options))
     assert not cache.exists()
-
-
-# ---- The cache
-
-
-def test_fingerprint_follows_content_tokenizer_and_split(cache, text, tmp_path) -> None:
-    moved = tmp_path / "elsewhere.txt"
-    moved.write_bytes(text.read_bytes())
-    first = load(cache, text).fingerprint
-    assert load(cache, moved).fingerprint == first
-    others = [load(cache, text, val_ratio=0.2), load(cache, text, tokenizer_name="bpe")]
-    others.append(load(cache, text, max_tokens=50))
-    text.write_text("words and swords\n" * 100)
-    others.append(load(cache, text))
-    assert len({first, *(other.fingerprint for other in others)}) == 5
-
-
-@pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.tiktoken"])
-def test_a_damaged_cache_is_built_anew(cache, text, name: str) -> None:
-    data = load(cache, text)
-    victim, before, lines = cache / data.fingerprint / name, ids(data.train), []
-    content = victim.read_bytes()
-    for damage in (content[:-3], content + b"1\n", None):
-        victim.unlink() if damage is None else victim.write_bytes(damage)
-        again = load(cache, text, say=lines.append)
-        assert ids(again.train) == before and "damaged" in lines.pop()
-        assert victim.stat().st_size == len(content)
-        load(cache, text, say=lines.remove)  # nothing to say
-
-
-CHILD = """
-import os, signal, sys, time
-from pathlib import Path
-from data import Tokenizer, find_dataset
-real, fate = Tokenizer.encode, sys.argv[3]
-def encode(self, text):
-    time.sleep(1)  # the others come meanwhile
-    if fate == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(self, text)
-Tokenizer.encode = encode
-data = find_dataset([sys.argv[1]], None, tokenizer_name="bpe", cache_dir=Path(sys.argv[2])).load()
-print(data.fingerprint, data.tokenizer.fingerprint)
-"""
-
-
-@row(
-    "several processes on an empty token cache; the builder killed half-way",
-    "built once, byte-identical, nothing poisonous left",
-)
-@pytest.mark.skipif(sys.platform == "win32", reason="the lock is POSIX's; there the rename decides")
-def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, tmp_path) -> None:
-    def child(fate: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", CHILD, str(text), str(cache), fate]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-    killed = child("die")
-    assert killed.wait(60) == -signal.SIGKILL
-    left = [path.name for path in cache.iterdir() if path.name != ".lock"]
-    assert len(left) == 1 and left[0].startswith(".tmp-")  # nothing that a reader would open
-    processes = [child("live") for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 2
-    for word in ("training a BPE", "encoding"):
-        assert sum(word in output for output in outputs) == 1
-    (names,) = {output.splitlines()[-1] for output in outputs}
-    assert sorted(os.listdir(cache)) == [".lock", names.split()[0]]
-    there, fresh = (load(where, text, tokenizer_name="bpe") for where in (cache, tmp_path / "new"))
-    assert ids(fresh.train) == ids(there.train) and fresh.fingerprint == names.split()[0]
-
-
-@pytest.mark.parametrize(
-    ("function", "error", "says"),
-    [
-        ("data.corpus.hash_files", PermissionError(13, "Permission denied", "x"), "x: Permission"),
-        ("data.tokenizer.Tokenizer.encode", OSError(28, "No space left"), "cache: No space left"),
-    ],
-)
-def test_what_cannot_be_read_or_written_is_one_line(
-    cache, text, monkeypatch, function, error, says
-) -> None:
-    def fail(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr(function, fail)
-    with pytest.raises(DataError, match=says):
-        load(cache, text)
-    assert not cache.exists() or os.listdir(cache) == [".lock"]

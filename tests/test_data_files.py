@@ -23,71 +23,68 @@ from data.tokenizer import format_ranks, load_tokenizer
 # ---- Which files are meant
 
 
-def write(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"this is {name}")
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-def find(folder: Path, *names: str) -> tuple[list[str], list[str]]:
+def write(*names: str) -> None:
+    for path in map(Path, names):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"this is {path}")
+
+
+def find(*names: str) -> tuple[list[str], list[str]]:
     """The files that are found, and what is said about the others."""
     lines: list[str] = []
-    found = find_files([str(folder / name) for name in names], "--train-data", lines.append)
-    return [path.relative_to(folder).as_posix() for path in found], lines
+    found = find_files(names, "--train-data", lines.append)
+    return [path.as_posix() for path in found], lines
 
 
-def test_folders_and_globs(tmp_path) -> None:
-    write(tmp_path, "b.txt", "a.md", "sub/c.py", "sub/.hidden.txt", ".git/d.txt", "e.png")
-    (tmp_path / "empty.txt").touch()
-    assert find(tmp_path, "")[0] == ["a.md", "b.txt", "sub/c.py"]
-    (tmp_path / "empty.txt").unlink()
-    assert find(tmp_path, "*.txt", "b.txt", "a.md")[0] == ["b.txt", "a.md"]
-    assert find(tmp_path, "**/*.py")[0] == ["sub/c.py"]
+def test_folders_and_globs() -> None:
+    write("b.txt", "a.md", "sub/c.py", "sub/.hidden.txt", ".git/d.txt", "e.png", "[x].txt")
+    Path("empty.txt").touch()
+    assert find(".")[0] == ["[x].txt", "a.md", "b.txt", "sub/c.py"]
+    assert find("b*.txt", "b.txt", "a.md")[0] == ["b.txt", "a.md"]
+    assert find("**/*.py")[0] == ["sub/c.py"]
+    assert find("[x].txt")[0] == ["[x].txt"]
     # Named on purpose: whether it is text, its bytes tell.
-    assert find(tmp_path, "e.png") == (["e.png"], [])
-    write(tmp_path, "[x].txt")
-    assert find(tmp_path, "[x].txt")[0] == ["[x].txt"]
+    assert find("e.png") == (["e.png"], [])
 
 
-def test_a_suffix_says_the_same_in_any_case(cache, tmp_path) -> None:
+def test_a_suffix_says_the_same_in_any_case(cache) -> None:
     rows = "".join(f'{{"text": "document {i}"}}\n' for i in range(20))
     tokens = np.arange(200, dtype=np.uint16).tobytes()
     for name, content in (("a.jsonl", rows.encode()), ("a.bin", tokens), ("a.txt", b"word\n" * 20)):
         found = []
-        for given in (name, name.upper()):
-            path = tmp_path / given[0] / name / given
+        for path in (Path(name, name), Path("capitals", name, name.upper())):
             path.parent.mkdir(parents=True)
             path.write_bytes(content)
             found += [load(cache, path), load(cache, path.parent)]
         assert len({data.fingerprint for data in found}) == 1, name
-    (tmp_path / "My.Tiktoken").write_text(format_ranks(load_tokenizer("byte").ranks))
-    assert load_tokenizer(str(tmp_path / "My.Tiktoken")).vocab_size == 257
+    Path("My.Tiktoken").write_text(format_ranks(load_tokenizer("byte").ranks))
+    assert load_tokenizer("My.Tiktoken").vocab_size == 257
 
 
-def test_what_a_folder_leaves_out_is_counted(tmp_path) -> None:
-    write(tmp_path, "docs/a.txt", "docs/b.md", "docs/1.pdf", "docs/2.PDF", "docs/sub/3.pdf")
-    write(tmp_path, "docs/x.docx", "docs/LICENSE", "other/y.md", "plain/z.txt")
-    (line,) = find(tmp_path, "docs")[1]
-    assert line.startswith(f"note     --train-data {tmp_path}/docs: 2 files taken, 5 skipped (.pdf")
-    assert "(.pdf 3, without suffix 1, .docx 1)" in line
+def test_what_a_folder_leaves_out_is_counted() -> None:
+    write("docs/a.txt", "docs/b.md", "docs/1.pdf", "docs/2.PDF", "docs/sub/3.pdf", "docs/x.docx")
+    write("docs/LICENSE", "other/y.md", "plain/z.txt", *(f"many/x.kind{i}" for i in range(6)))
+    (line,) = find("docs")[1]
+    assert line.startswith("note     --train-data docs: 2 files taken, 5 skipped (.pdf 3, without")
     # One line for all folders, in which a file that is named besides is not of the skipped.
-    found, (line,) = find(tmp_path, "docs", "other", "docs/x.docx", "plain/z.txt")
+    found, (line,) = find("docs", "other", "docs/x.docx", "plain/z.txt")
     assert len(found) == 5
     assert "docs and 1 more: 3 files taken, 4 skipped (.pdf 3, without suffix 1);" in line
-    for number in range(6):
-        write(tmp_path, *(f"many/{i}.kind{number}" for i in range(number + 1)), "many/x.txt")
-    (line,) = find(tmp_path, "many")[1]
-    assert "many: 1 file taken, 21 skipped (.kind5 6, .kind4 5, " in line and ", ...)" in line
-    # A pattern may match such a folder beside others.
-    write(tmp_path, "all/pictures/a.png", "all/texts/a.txt", "all/zoo/a.png")
-    found, (line,) = find(tmp_path, "all/[tpz]*")
-    assert found == ["all/texts/a.txt"] and "1 file taken, 2 skipped (.png 2)" in line
+    # A pattern may match a folder without any beside others.
+    found, (line,) = find("[mp][al]*")
+    assert found == ["plain/z.txt"] and "1 file taken, 6 skipped (.kind0 1, " in line
+    assert line.count(".kind") == 5 and ", ...);" in line
     # What nobody would train on is no news; nor is a run's own log beside its text.
-    write(tmp_path, "a/a.txt", "a/.DS_Store", "a/.git/config", "a/__pycache__/a.pyc")
-    write(tmp_path, "a/.cache/x.bin", "a/run.metrics.jsonl")
-    (tmp_path / "a/empty.pdf").touch()
-    os.symlink("nowhere", tmp_path / "a/broken.pdf")
-    assert find(tmp_path, "a") == (["a/a.txt"], [])
+    write("a/a.txt", "a/.DS_Store", "a/.git/config", "a/__pycache__/a.pyc", "a/.cache/x.bin")
+    write("a/run.metrics.jsonl")
+    Path("a/empty.pdf").touch()
+    os.symlink("nowhere", "a/broken.pdf")
+    assert find("a") == (["a/a.txt"], [])
 
 
 @pytest.mark.parametrize(
@@ -97,11 +94,8 @@ def test_what_a_folder_leaves_out_is_counted(tmp_path) -> None:
         (["[man]/cat", "[man]/dog"], "'[[]man]/**/*'"),
     ],
 )
-def test_a_folder_with_nothing_usable_says_what_reads_it(
-    names, pattern, cache, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, *names)
+def test_a_folder_with_nothing_usable_says_what_reads_it(names, pattern, cache) -> None:
+    write(*names)
     with pytest.raises(DataError) as error:
         find_files([Path(names[0]).parts[0]], "--train-data", print)
     assert "no text or token file in this folder (" in str(error.value)
@@ -110,32 +104,18 @@ def test_a_folder_with_nothing_usable_says_what_reads_it(
     assert len(texts(data.train)) == 2 and texts(data.train)[0].startswith(b"this is ")
 
 
+# ---- Validation that is trained on
+
+
 def said(cache: Path, *paths: str, val: list[str]) -> list[str]:
     lines: list[str] = []
     load(cache, *paths, val=val, say=lines.append)
     return [line for line in lines if not line.startswith("encoding")]
 
 
-def test_lines_are_said_once_and_only_of_data_that_are_taken(cache, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, *(f"docs/{i}.txt" for i in range(30)), "docs/x.docx")
-    for _ in range(2):  # when it is encoded, and when it has been
-        flags = [line.split()[1] for line in said(cache, "docs", val=["docs"])]
-        assert flags == ["--train-data", "--val-data", "--val-data"]
-    write(tmp_path, "docs/y.bin")
-    lines: list[str] = []
-    with pytest.raises(DataError, match="both text and token files"):
-        load(cache, "docs", say=lines.append)
-    assert lines == []
-
-
-# ---- Validation that is trained on
-
-
-def test_validation_that_is_trained_on_is_noticed(cache, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "docs/a.txt", "docs/b.txt", "other/c.txt")
-    os.symlink(tmp_path / "docs/a.txt", "link.txt")
+def test_validation_that_is_trained_on_is_noticed(cache) -> None:
+    write("docs/a.txt", "docs/b.txt", "other/c.txt", "docs/x.docx")
+    os.symlink("docs/a.txt", "link.txt")
     Path("copy.txt").write_bytes(Path("docs/b.txt").read_bytes())
     ids = np.random.default_rng(0).integers(0, 257, 10_000).astype(np.uint16)
     for name, last in (("train", 0), ("other", 1), ("val", 0)):  # a copy is one to its end
@@ -149,12 +129,16 @@ def test_validation_that_is_trained_on_is_noticed(cache, tmp_path, monkeypatch) 
         (["docs"], ["copy.txt"], "copy.txt", b),
         (["docs"], [a, "other/c.txt"], of_two.format(1), a),
         (["docs"], ["docs"], of_two.format(2), a),
+        (["docs"], ["docs"], of_two.format(2), a),  # not when it is encoded only
         (["other.bin", "train.bin"], ["val.bin"], "val.bin", "train.bin"),
     ]:
-        (line,) = said(cache, *train, val=val)
+        *notes, line = said(cache, *train, val=val)
         assert line.startswith(f"warning  --val-data {file}: the same as {twin} in --train-data: ")
+        flags = ["--train-data"] * (train == ["docs"]) + ["--val-data"] * (val == ["docs"])
+        assert [note.split()[1] for note in notes] == flags
     Path("other/c.txt").write_text("that is docs/a.txt")  # another text of the same length
-    assert said(cache, "docs", val=["other"]) == said(cache, "train.bin", val=["other.bin"]) == []
+    assert said(cache, "docs/a.txt", val=["other"]) == []
+    assert said(cache, "train.bin", val=["other.bin"]) == []
 
 
 # ---- What is no text
@@ -183,29 +167,30 @@ NO_TEXT = {
 
 
 @pytest.mark.parametrize(("file", "says"), NO_TEXT.items())
-def test_a_file_that_is_no_text_is_refused(file, says, cache, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_that_is_no_text_is_refused(file, says, cache) -> None:
     name, content = file
     Path(name).write_bytes(content)
-    with pytest.raises(
-        DataError, match=f"^{name}: {says.replace(', .*', ', not text; .*')}"
-    ) as error:
+    with pytest.raises(DataError, match=f"^{name}: {says}") as error:
         load(cache, name)
     assert "\n" not in str(error.value) and not cache.exists()
 
 
-def test_it_is_looked_for_before_anything_else(cache, tmp_path, monkeypatch) -> None:
+def test_it_is_looked_for_before_anything_else(cache, monkeypatch) -> None:
     """In folders and in --val-data, too; and a missing tokenizer is not what is wrong."""
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "docs/a.txt", "b.txt", "pdfs/z.pdf", "pdfs/a.x", "pdfs/y.pdf")
+    write("docs/a.txt", "b.txt", "pdfs/a.x", "pdfs/y.pdf", "both/a.txt", "both/b.bin", "both/c.md5")
     Path("docs/z.txt").write_bytes(PDF)
     Path("pdfs/z.pdf").write_bytes(PDF)
-    with pytest.raises(DataError, match=r"z.pdf: a PDF, not text; .*`pdftotext"):
-        find(tmp_path, "pdfs")  # a folder with nothing else
     monkeypatch.setattr("data.corpus.load_tokenizer", None)
-    for train, val in (("docs", None), ("b.txt", ["docs"]), ("docs/z.txt", None)):
+    a_pdf, both = "z.(pdf|txt): a PDF, not text; .*`pdftotext", "both text and token files"
+    for train, val, says in [
+        ("docs", None, a_pdf),
+        ("b.txt", ["docs"], a_pdf),
+        ("docs/z.txt", None, a_pdf),
+        ("pdfs", None, a_pdf),  # a folder with nothing else
+        ("both", None, both),
+    ]:
         lines: list[str] = []
-        with pytest.raises(DataError, match="docs/z.txt: a PDF, not text"):
+        with pytest.raises(DataError, match=says):
             load(cache, train, val=val, say=lines.append)
         assert lines == []
 
@@ -213,10 +198,9 @@ def test_it_is_looked_for_before_anything_else(cache, tmp_path, monkeypatch) -> 
 @pytest.mark.parametrize(
     "text", ["%PDF begins such a file, as %PDF-1.4", "PK\nand", "{\\rtfm}", "version https://a.org"]
 )
-def test_a_text_that_only_begins_so_is_read(text, cache, tmp_path) -> None:
-    path = tmp_path / "notes.weird"
-    path.write_text(text * 3)
-    data = load(cache, path)
+def test_a_text_that_only_begins_so_is_read(text, cache) -> None:
+    Path("notes.weird").write_text(text * 3)
+    data = load(cache, "notes.weird")
     assert b"".join(texts(data.train) + texts(data.val)).decode() == text * 3
 
 
@@ -228,10 +212,9 @@ def test_a_text_that_only_begins_so_is_read(text, cache, tmp_path) -> None:
         ("jq", "x.jsonl", b'{"id": "3", "the \'text\'": "hello "}\n', "hello "),
     ],
 )
-def test_the_command_makes_text_of_it(program, name, content, text, cache, tmp_path, monkeypatch):
+def test_the_command_makes_text_of_it(program, name, content, text, cache):
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}")
-    monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(content * 20)
     with pytest.raises(DataError) as error:
         load(cache, name)
