@@ -1,16 +1,108 @@
-"""The tables of cards in docs/planning.md are studies/results/cards.json, and that is true."""
+"""Cards: figures that fit each other, names that mean one card or none, and the documents' tables
+of what they train (studies/results/cards.json), which are true."""
 
 import json
 import shlex
 
 import pytest
+import torch
 from harness.runs import ROOT
 
+from planner import CARDS
+from planner.cards import APPLE, GIB, SAME, card_named, find_card, peak_flops, plain
 from scripts.plan_knobs import changed
 from studies import cards
 from studies.make_results import FOLDER
 from trainer.flags import SHAPES, build_parser, fill_in, model_config
 from trainer.plan import policy_of
+
+# What torch.cuda.get_device_name() says -> the card
+REPORTED = {
+    "NVIDIA GeForce RTX 3060": "RTX 3060 12GB",
+    "NVIDIA GeForce RTX 3080": "RTX 3080 10GB",
+    "GeForce RTX 3090": "RTX 3090",  # (drivers of 2020)
+    "NVIDIA GeForce RTX 4060 Ti": "RTX 4060 Ti 16GB",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA RTX A6000": "RTX A6000",
+    "Tesla V100-SXM2-16GB": "V100 16GB",
+    "Tesla V100-SXM2-32GB": "V100 32GB",
+    "Tesla T4": "T4",
+    "NVIDIA A100-SXM4-40GB": "A100 40GB",
+    "NVIDIA A100-PCIE-40GB": "A100 40GB",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA A100 80GB PCIe": "A100 PCIe",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+}
+
+
+def test_figures_are_of_the_right_size():
+    for name, card in CARDS.items():
+        assert card.name == name
+        float32, bfloat16, float16 = card.flops
+        assert 2e12 < float32 <= bfloat16 <= float16 < 3e15
+        assert bfloat16 in (float32, float16)  # (older ones have no unit for it)
+        assert 60e9 < card.bytes_per_s < 10e12
+        assert 7 * GIB < card.memory < 256 * GIB
+        assert 2 * 2**20 < card.cache <= 128 * 2**20
+        # FLOPs for each byte: tensor cores want some hundred, a GPU without them some ten.
+        low, high = (20, 50) if card in APPLE else (70, 410)
+        assert low < float16 / card.bytes_per_s < high
+
+
+def test_a_device_is_found_by_its_name():
+    for name, known in REPORTED.items():
+        card = CARDS[known]
+        assert find_card(name, card.memory) is card
+        assert find_card(name, round(1.1 * card.memory)) is card
+        assert find_card(name, 6 * 2**30) is None  # the same name on a smaller card
+        float32, bfloat16, float16 = card.flops  # and MFU is of the same peak
+        full = f"NVIDIA {name}" if name.startswith("GeForce") else name
+        assert peak_flops(full, torch.float16) == float16
+        assert peak_flops(full, torch.bfloat16) == (bfloat16 if bfloat16 > float32 else None)
+    for name in [
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A10"),
+        *(
+            "NVIDIA GeForce RTX 4070 Ti",
+            "Tesla V100-PCIE-16GB",
+            "AMD Instinct MI300X",
+            "NVIDIA",
+            "",
+        ),
+    ]:
+        assert all(find_card(name, card.memory) is None for card in CARDS.values())
+
+
+def test_a_person_may_be_brief():
+    brief = {
+        "RTX 4090": ("rtx-4090", "rtx4090", "4090", "Rtx_4090"),
+        "A100 40GB": ("a100-40gb", "A100_40GB", "NVIDIA A100-SXM4-40GB"),
+        "A100": ("a100", "a100-80gb"),
+        "T4": ("Tesla T4",),
+        "M4 Max 40-core": ("m4 max 40 core", "Apple M4 Max 40-core"),
+    }
+    for card in CARDS:
+        for name in (card, card.lower().replace(" ", "-"), *brief.get(card, ())):
+            assert card_named(name) is CARDS[card], name
+    assert len({plain(name) for name in (*CARDS, *SAME)}) == len(CARDS) + len(SAME)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("4070 ti", ""),  # there is an RTX 4070, another card
+        ("v100", "did you mean V100 16GB or V100 32GB? "),
+        ("rtx", ""),  # that says nothing
+        ("", ""),
+    ],
+)
+def test_but_not_unclear(name, near):
+    with pytest.raises(ValueError) as caught:
+        card_named(name)
+    assert str(caught.value) == f"unknown card {name!r}; {near}known: {', '.join(CARDS)}"
+
+
+# ---- what they train
 
 FILE = json.loads((ROOT / FOLDER / "cards.json").read_text())
 ROWS = {row["card"]: row for row in FILE["rows"]}

@@ -107,7 +107,7 @@ def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch, f
 
 @pytest.mark.parametrize(
     ("names", "float16", "bfloat16"),
-    [  # TFLOP/s of whatever forms a chip is sold in (and CARDS: test_planner_cards.py)
+    [  # TFLOP/s of whatever forms a chip is sold in (and CARDS: test_cards.py)
         ("H100 80GB HBM3|GH200 480GB|GH200 144G HBM3e|H200", 989, 989),
         ("H100 NVL|H200 NVL", 835, 835),
         ("A10", 125, 125),

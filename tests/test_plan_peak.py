@@ -175,8 +175,10 @@ def test_the_list_is_of_what_is_recommended():
 
 def test_nothing_changes_without_the_flag(monkeypatch, tmp_path):
     """What the table is about is left out of it, right or wrong; list and file cost one step."""
-    run, runs = Planner.run, []
-    monkeypatch.setattr(Planner, "run", lambda self, *args: runs.append(1) or run(self, *args))
+    log_step, runs = Planner.log_step, []
+    monkeypatch.setattr(
+        Planner, "log_step", lambda self, *args: runs.append(1) or log_step(self, *args)
+    )
     other = "--device cuda --n-layers 1 --d-model 24"  # what no other test has simulated
     plain = ask(f"{other} --recompute-layers=1")
     n = len(runs)
