@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,35 +10,34 @@ from typing import Any
 import pytest
 from harness.runs import Crash, crash_after, metrics, snapshot, torchrun, train, train_here
 
-import train_minimal
 from trainer.claim import replaced_runs
-from trainer.loggers import LOGGERS, NEEDS, Logger
+from trainer.loggers import LOGGERS, NEEDS
 from trainer.snapshot import beside
 
 TENSORBOARD = "--log-to=tensorboard"
 
 
-def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard would show: (step, value) of each curve."""
+def scalars(path: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard would show: each curve."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(beside(path, ".tensorboard")), size_guidance={"scalars": 0})
     events.Reload()
-    return {
-        name: [(event.step, event.value) for event in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
-    }
+    curves = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+    assert all(len({event.step for event in curve}) == len(curve) for curve in curves.values())
+    return {name: {event.step: event.value for event in curve} for name, curve in curves.items()}
 
 
-def logged(path: Path) -> dict[str, list[tuple[int, float]]]:
+def logged(path: Path) -> dict[str, Any]:
     """The same of metrics.jsonl, whose marks of resumes are no curve."""
-    curves = defaultdict(list)
+    curves: dict[str, dict[int, float]] = {}
     for record in metrics(path):
-        for name, value in record.items():
-            if name not in ("step", "resumed_from") and isinstance(value, int | float):
-                curves[name].append((record["step"], pytest.approx(value, rel=1e-6)))
-    return dict(curves)
+        step = record.pop("step")
+        for name in record.keys() - {"resumed_from", "peak_memory_kind"}:
+            if record[name] is not None:
+                curves.setdefault(name, {})[step] = pytest.approx(record[name], rel=1e-6)
+    return curves
 
 
 @pytest.fixture
@@ -48,48 +46,36 @@ def tensorboard():
 
 
 def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, monkeypatch, capsys):
-    """On the disk as soon as it is logged; and steps that are done again are shown once."""
+    """On the disk as soon as it is logged; steps that are done again are shown once; and another
+    run does not write into the curves of an older one."""
     path = tmp_path / "run.pt"
-    real, shown = train_minimal.train_step, []
-
-    def train_step(run):
-        if run.step == 4:
-            shown.extend(scalars(path)["train_loss"])
-            raise Crash
-        return real(run)
-
     with monkeypatch.context() as here, pytest.raises(Crash):
-        here.setattr(train_minimal, "train_step", train_step)
+        crash_after(3, here)
         train_here(path, TENSORBOARD, "--save-interval=2", "--eval-interval=2")
-    assert len(shown) == 3
+    assert [*scalars(path)["train_loss"]] == [1, 2, 3]
     assert f"run.tensorboard: tensorboard --logdir {tmp_path} shows it" in capsys.readouterr().out
     flushed: list[int] = []  # with each line of the log
-    monkeypatch.setattr(tensorboard.SummaryWriter, "flush", lambda writer: flushed.append(1))
-    assert train_here(path, "--resume", "--num-steps=5") == 0  # and the flag is taken over
+    with monkeypatch.context() as here:
+        here.setattr(tensorboard.SummaryWriter, "flush", lambda writer: flushed.append(1))
+        assert train_here(path, "--resume", "--num-steps=5") == 0  # and the flag is taken over
     assert len(flushed) == 3 and scalars(path) == logged(path)
-    assert [step for step, _ in scalars(path)["train_loss"]] == [*range(1, 6)]
-    assert [step for step, _ in scalars(path)["val_loss"]] == [2, 5]
+    assert [*scalars(path)["train_loss"]] == [*range(1, 6)] and [*scalars(path)["val_loss"]] == [
+        2,
+        5,
+    ]
     events = sorted(beside(path, ".tensorboard").iterdir())
     assert b"grad_clip_norm = 1.0" in events[0].read_bytes()
     assert train_here(path, "--resume", "--num-steps=6", "--log-to=none") == 0
     assert len(scalars(path)["train_loss"]) == 5 and len(metrics(path)) == 6
-
-
-def test_another_run_does_not_write_into_the_curves_of_an_older_one(
-    tmp_path, tensorboard, monkeypatch
-):
-    path = tmp_path / "run.pt"
-    assert train_here(path, TENSORBOARD, "--num-steps=5") == 0
-    with monkeypatch.context() as here, pytest.raises(Crash):  # one that saves nothing
+    with monkeypatch.context() as here, pytest.raises(Crash):  # another run, that saves nothing
         crash_after(3, here)
         train_here(path, TENSORBOARD)
-    assert train_here(path, TENSORBOARD, "--num-steps=2") == 0
+    assert train_here(path, TENSORBOARD, "--num-steps=2") == 0 and scalars(path) == logged(path)
     (old,) = replaced_runs(path)
-    assert len(scalars(old)["train_loss"]) == 5 and scalars(old) == logged(old)
-    assert len(scalars(path)["train_loss"]) == 2 and scalars(path) == logged(path)
+    assert len(scalars(old)["train_loss"]) == 5
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", NEEDS)
 def test_a_package_that_is_missing(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / "new" / "run.pt"
     monkeypatch.setitem(sys.modules, NEEDS[name], None)  # as if it were not there
@@ -100,52 +86,34 @@ def test_a_package_that_is_missing(name, tmp_path, monkeypatch, capsys):
     assert train_here(path, "--num-steps=1") == 0  # who does not ask for it needs it not
 
 
-# ---- Failures
+@pytest.mark.parametrize(("where", "got"), [("start", 0), (3, 2), ("close", 4), (None, 4)])
+def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
+    """And a logger gets numbers, and finite ones only."""
+    written: list[tuple[int, dict]] = []
 
-
-class Recorder:
-    """Stands in for TensorBoard: keeps what it gets, and fails where it is told to."""
-
-    def __init__(self, monkeypatch, fails: object = None):
-        self.fails, self.got, self.closed = fails, [], 0
-        monkeypatch.setitem(LOGGERS, "tensorboard", self.start)
-
-    def fail(self, where: object) -> None:
-        if where == self.fails:
+    def fail(here: object) -> None:
+        if here == where:
             raise OSError("no route\nto host")
 
-    def start(self, *about):
-        self.fail("start")
-        return self.write, self.close
+    def start(*about):
+        fail("start")
+        return write, lambda: fail("close")
 
-    def write(self, numbers: dict[str, float], step: int) -> None:
-        self.fail(step)
-        self.got.append((step, numbers))
+    def write(numbers: dict[str, float], step: int) -> None:
+        fail(step)
+        written.append((step, numbers))
 
-    def close(self) -> None:
-        self.fail("close")
-        self.closed += 1
-
-
-def test_a_logger_gets_finite_numbers_only(monkeypatch):
-    recorder = Recorder(monkeypatch)
-    args = SimpleNamespace(log_to="tensorboard", checkpoint_path=Path("x.pt"))
-    logger = Logger(args, {}, 0, print)  # type: ignore[arg-type]
-    nothing = {"val_loss": math.nan, "train_ppl": math.inf, "eta_s": None, "kind": "rss"}
-    logger.write({"step": 3, "loss": 1.5, "bytes": 7, **nothing})
-    logger.close()
-    assert recorder.got == [(3, {"loss": 1.5, "bytes": 7})] and recorder.closed == 1
-
-
-@pytest.mark.parametrize(("where", "got"), [("start", 0), (3, 2), ("close", 4)])
-def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
-    recorder = Recorder(monkeypatch, where)
+    monkeypatch.setitem(LOGGERS, "tensorboard", start)
+    monkeypatch.setattr("trainer.report.perplexity", lambda loss: math.inf)
     assert train_here(tmp_path / "run.pt", TENSORBOARD, "--num-steps=4") == 0
     said = capsys.readouterr().out
     line = "warning  --log-to tensorboard ended (OSError: no route to host); metrics.jsonl goes on"
-    assert said.count("--log-to") == said.count(line) == 1
-    assert len(recorder.got) == got and not recorder.closed
-    assert len(metrics(tmp_path / "run.pt")) == 4
+    assert said.count("--log-to") == said.count(line) == (where is not None)
+    records = metrics(tmp_path / "run.pt")
+    assert len(records) == 4 and len(written) == got
+    for (step, numbers), record in zip(written, records, strict=False):
+        assert step == record["step"] and "train_ppl" not in numbers and "loss" not in numbers
+        assert numbers["train_loss"] == record["train_loss"] and "peak_memory_kind" not in numbers
 
 
 # ---- Weights & Biases
@@ -159,60 +127,44 @@ class CommError(Exception):
     pass
 
 
-@pytest.fixture(
-    params=[None, UsageError("No API key configured"), CommError("retrying:\nconnection refused")],
-    ids=str,
+@pytest.mark.parametrize(
+    "fails", [None, UsageError("No API key"), CommError("retrying:\nrefused")], ids=str
 )
-def wandb(request, monkeypatch):
-    """A module of that name, whose `init` fails like that; `calls`: what that got, and for each run
-    that ended what was logged."""
-    calls: list = []
-    busy: list = []  # one that failed has not let go of the run's id
-    module: Any = ModuleType("wandb")
+def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, tmp_path, monkeypatch, capsys):
+    starts: list[dict] = []
+    logged: list[tuple[int, float]] = []
+    busy: list[int] = []  # one that failed has not let go of the run's id
 
     def init(**options):
-        calls.append(options)
-        offline = options.get("mode") == "offline"
+        starts.append(options)
         assert not busy, "run ID is in use"
-        if request.param and not offline:
+        if fails and "mode" not in options:
             busy.append(1)
-            raise request.param
-        logged: list = []
+            raise fails
         return SimpleNamespace(
-            offline=offline,
+            offline=options.get("mode") == "offline",
             url="https://wandb.example/run",
-            log=lambda numbers, step: logged.append((step, numbers)),
-            finish=lambda: calls.append(logged),
+            log=lambda numbers, step: logged.append((step, numbers["train_loss"])),
+            finish=lambda: logged.append((-1, 0.0)),
         )
 
+    module: Any = ModuleType("wandb")
     module.init, module.Settings, module.teardown = init, dict, busy.clear
     module.errors = SimpleNamespace(UsageError=UsageError, CommError=CommError)
-    module.calls, module.fails = calls, request.param
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    return module
-
-
-def test_wandb_goes_on_with_the_same_run_offline_if_need_be(wandb, tmp_path, capsys):
     path = tmp_path / "run.pt"
     assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
     assert train_here(path, "--resume", "--num-steps=5") == 0
-    starts = [call for call in wandb.calls if isinstance(call, dict)]
-    assert [start.get("mode") for start in starts] == (
-        [None, "offline"] * 2 if wandb.fails else [None] * 2
-    )
-    for start in starts:
-        assert start["id"] == snapshot(path)["run"] and start["resume"] == "allow"
-        assert (start["project"], start["name"], start["dir"]) == ("minigpt", "run", tmp_path)
-        assert start["config"]["n_layers"] == 2
-    logged = [line for call in wandb.calls if isinstance(call, list) for line in call]
-    assert [step for step, _ in logged] == [1, 2, 3, 4, 5]
-    assert [numbers["train_loss"] for _, numbers in logged] == [
-        record["train_loss"] for record in metrics(path)
-    ]
-    where, why = "https://wandb.example/run", " ".join(str(wandb.fails).split())
-    if wandb.fails:
-        folder = f"{tmp_path}/wandb/offline-run-*-{snapshot(path)['run']}"
+    assert [start.get("mode") for start in starts] == [None, "offline"][: 1 + bool(fails)] * 2
+    identity = {"id": snapshot(path)["run"], "resume": "allow", "project": "minigpt", "name": "run"}
+    assert all(identity.items() <= start.items() for start in starts)
+    assert all(s["dir"] == tmp_path and s["config"]["n_layers"] == 2 for s in starts)
+    losses = [(record["step"], record["train_loss"]) for record in metrics(path)]
+    assert logged == [*losses[:3], (-1, 0.0), *losses[3:], (-1, 0.0)]
+    where, why = "https://wandb.example/run", " ".join(str(fails).split())
+    if fails:
+        folder = f"{tmp_path}/wandb/offline-run-*-{identity['id']}"
         where = f"offline ({why}); wandb sync {folder} uploads it"
     assert capsys.readouterr().out.count(f"log      wandb, {where}\n") == 2
 
