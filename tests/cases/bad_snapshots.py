@@ -16,11 +16,7 @@ from harness.runs import snapshot
 
 TRAINED = Path()  # the folder of a finished run; set by the fixture
 
-# ---- Snapshots
-
-
-def resume(content: Write, *says: str, flags: str = "--resume") -> Case:
-    return Case("toy", flags, says, {"run.pt": content, "run.lock": b""})
+# ---- Files
 
 
 class Bomb:
@@ -30,6 +26,10 @@ class Bomb:
 
 def pipe(path: Path) -> None:
     os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    path.symlink_to("mine")
 
 
 def zipped(path: Path) -> None:
@@ -43,313 +43,235 @@ def torchscript(path: Path) -> None:
         torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.zeros(1, 1)), path)
 
 
+def cut_off(path: Path) -> None:
+    path.write_bytes((TRAINED / "run.pt").read_bytes()[:3000])
+
+
 def saved(value: Any, **options: Any) -> Callable[[Path], None]:
     return lambda path: torch.save(value, path, **options)
 
 
-def changed(**parts: Any) -> Callable[[Path], None]:
-    """The fixture's snapshot, with parts that no run has written."""
-    return lambda path: torch.save(snapshot(TRAINED / "run.pt") | parts, path)
+def altered(*keys: Any, to: Any) -> Callable[[Path], None]:
+    """The fixture's snapshot with another value there, or with what `to` makes of that value."""
 
-
-def changed_config(**parts: Any) -> Callable[[Path], None]:
     def write(path: Path) -> None:
-        state = snapshot(TRAINED / "run.pt")
-        torch.save(state | {"config": state["config"] | parts}, path)
-
-    return write
-
-
-def moments(path: Path) -> None:
-    state = snapshot(TRAINED / "run.pt")
-    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(2)
-    torch.save(state, path)
-
-
-def no_dictionary(path: Path) -> None:
-    state = snapshot(TRAINED / "run.pt")
-    state["optimizer"]["state"] = [state["optimizer"]["state"][0]]
-    torch.save(state, path)
-
-
-def sparse(path: Path) -> None:
-    state = snapshot(TRAINED / "run.pt")
-    moments = state["optimizer"]["state"][0]
-    moments["exp_avg"] = moments["exp_avg"].to_sparse()
-    torch.save(state, path)
-
-
-def strange_weight(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        state = snapshot(TRAINED / "run.pt")
-        state["model"]["ln_f.bias"] = make(state["model"]["ln_f.bias"])
+        state = part = snapshot(TRAINED / "run.pt")
+        *way, last = keys
+        for key in way:
+            part = part[key]
+        part[last] = to(part.get(last)) if callable(to) else to
         torch.save(state, path)
 
     return write
 
 
-def groups(path: Path) -> None:
-    state = snapshot(TRAINED / "run.pt")
-    state["optimizer"]["param_groups"][0]["params"].reverse()
-    torch.save(state, path)
+GOOD = altered("step", to=lambda step: step)
 
 
-def half(path: Path) -> None:
-    state = snapshot(TRAINED / "run.pt")
-    torch.save(state | {"model": {k: v.half() for k, v in state["model"].items()}}, path)
-
-
-def first_bytes(count: int) -> Callable[[Path], object]:
-    return lambda path: path.write_bytes((TRAINED / "run.pt").read_bytes()[:count])
+def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], dict]:
+    return lambda weights: {name: change(weight) for name, weight in weights.items()}
 
 
 NO_SNAPSHOT = "run.pt is no snapshot, or a damaged one"
+NO_MINIGPT = "run.pt is no MiniGPT snapshot"
 STRANGE = "run.pt .*(strange|damaged|was trained|no sequences)"
+PLAIN = "run.pt holds more than plain data: refused"
+RECORD = "run.pt .*strange record"
+CODE = saved({"model": Bomb()})
+FIRST = ("optimizer", "state", 0)  # the first parameter's moments
+BIAS = ("model", "ln_f.bias")
+OLD_FORMAT = saved({}, _use_new_zipfile_serialization=False)
+RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume says of it
+    "empty": (b"", NO_SNAPSHOT),
+    "text": (b"no snapshot at all", NO_SNAPSHOT),
+    "random bytes": (bytes(range(256)) * 8, NO_SNAPSHOT),
+    "cut off": (cut_off, NO_SNAPSHOT),
+    "a folder": (None, "run.pt"),
+    "another zip": (zipped, NO_SNAPSHOT),
+    "torch's old format": (OLD_FORMAT, NO_SNAPSHOT),
+    "TorchScript": (torchscript, NO_SNAPSHOT),
+    "a mere model": (saved({"weight": torch.zeros(3)}), NO_MINIGPT),
+    "a mere tensor": (saved(torch.zeros(3)), NO_MINIGPT),
+    "code": (CODE, PLAIN),
+    "step": (altered("step", to="5"), STRANGE),
+    "negative step": (altered("step", to=-5), STRANGE),
+    "best_val_loss": (altered("best_val_loss", to=None), STRANGE),
+    "config": (altered("config", to=[]), STRANGE),
+    "tokenizer": (altered("tokenizer", to="gpt2"), STRANGE),
+    "data": (altered("data", to={}), STRANGE),
+    "model": (altered("model", to={}), STRANGE),
+    "optimizer": (altered("optimizer", to={}), STRANGE),
+    "moments": (altered(*FIRST, "exp_avg", to=torch.zeros(2)), STRANGE),
+    "moments in a list": (altered("optimizer", "state", to=lambda s: [s[0]]), STRANGE),
+    "sparse moments": (altered(*FIRST, "exp_avg", to=torch.Tensor.to_sparse), STRANGE),
+    "groups": (altered("optimizer", "param_groups", 0, "params", to=lambda p: p[::-1]), STRANGE),
+    "dtype": (altered("model", to=each(torch.Tensor.half)), STRANGE),
+    "record": (altered("record", to={"lr": "y"}), RECORD),
+    "record in a list": (altered("record", to=[1]), RECORD),
+}
 SNAPSHOTS = {
     "none to resume": Case(
         "toy", "--resume", ("--resume: there is no snapshot run.pt; start without --resume",)
     ),
-    "empty": resume(b"", NO_SNAPSHOT),
-    "text": resume(b"no snapshot at all", NO_SNAPSHOT),
-    "random bytes": resume(bytes(range(256)) * 8, NO_SNAPSHOT),
-    "cut off": resume(first_bytes(3000), NO_SNAPSHOT),
-    "a folder": resume(None, "run.pt"),
-    "another zip": resume(zipped, NO_SNAPSHOT),
-    "torch's old format": resume(saved({}, _use_new_zipfile_serialization=False), NO_SNAPSHOT),
-    "TorchScript": resume(torchscript, "run.pt"),
-    "a mere model": resume(saved({"weight": torch.zeros(3)}), "run.pt is no MiniGPT snapshot"),
-    "a mere tensor": resume(saved(torch.zeros(3)), "run.pt is no MiniGPT snapshot"),
-    "code": resume(saved({"model": Bomb()}), "run.pt holds more than plain data: refused"),
-    "step": resume(changed(step="5"), STRANGE),
-    "negative step": resume(changed(step=-5), STRANGE),
-    "best_val_loss": resume(changed(best_val_loss=None), STRANGE),
-    "config": resume(changed(config=[]), STRANGE),
-    "tokenizer": resume(changed(tokenizer="gpt2"), STRANGE),
-    "data": resume(changed(data={}), STRANGE),
-    "model": resume(changed(model={}), STRANGE),
-    "optimizer": resume(changed(optimizer={}), STRANGE),
-    "moments": resume(moments, STRANGE),
-    "moments in a list": resume(no_dictionary, STRANGE),
-    "sparse moments": resume(sparse, STRANGE),
-    "groups": resume(groups, STRANGE),
-    "dtype": resume(half, STRANGE),
-    "record": resume(changed(record={"lr": "y"}), "run.pt .*strange record"),
-    "record in a list": resume(changed(record=[1]), "run.pt .*strange record"),
     "another trainer's": Case(
         "toy",
         "--resume --checkpoint-path=minigpt_fsdp.pt",
         ("no snapshot minigpt_fsdp.pt; .* name minigpt_ddp.pt, of another trainer",),
-        {"minigpt_ddp.pt": changed()},
+        {"minigpt_ddp.pt": GOOD},
     ),
+    **{
+        name: Case("toy", "--resume", (says,), {"run.pt": content, "run.lock": b""})
+        for name, (content, says) in RESUME.items()
+    },
 }
 
-
-def other(words: str, *says: str) -> Case:
-    """A run that goes on as another one gives a result that belongs to no command line."""
-    return resume(changed(), *says, flags=f"--resume {words}")
-
-
+# A run that goes on as another one gives a result that belongs to no command line.
+OTHER = {
+    "--n-layers=3": "--n-layers: .* was trained with 2, this run has 3",
+    "--d-model=32": "--d-model: .* was trained with 16, this run has 32",
+    "--vocab-size=32": "--vocab-size: .* was trained with 31, this run has 32",
+    "--seq-len=8 --max-position-embeddings=16": "--seq-len: .* 16, this run has 8",
+    "--seed=5": "--seed: .* was trained with 1337, this run has 5.*--init-from .*run.pt in",
+    "--data-seed=5": "--data-seed: .* was trained with 3, this run has 5",
+    "--dropout=0": "--dropout: .* was trained with 0.1, this run has 0",
+    "--max-tokens=100": "--train-data.*--init-from .*run.pt in place of --resume",
+    "--batch-size=1": "--batch-size: .* 2 sequences .* --grad-accum-steps 2 fits; or --init",
+}
 RESUMED = {
-    "layers": other("--n-layers=3", "--n-layers: .* was trained with 2, this run has 3"),
-    "channels": other("--d-model=32", "--d-model: .* was trained with 16, this run has 32"),
-    "vocabulary": other("--vocab-size=32", "--vocab-size: .* was trained with 31, this run has 32"),
-    "length": other("--seq-len=8 --max-position-embeddings=16", "--seq-len: .* 16, this run has 8"),
-    "seed": other(
-        "--seed=5", "--seed: .* was trained with 1337, this run has 5.*--init-from .*run.pt in"
-    ),
-    "data seed": other("--data-seed=5", "--data-seed: .* was trained with 3, this run has 5"),
-    "dropout": other("--dropout=0", "--dropout: .* was trained with 0.1, this run has 0"),
-    "data": other("--max-tokens=100", "--train-data.*--init-from .*run.pt in place of --resume"),
-    "batch": other(
-        "--batch-size=1", "--batch-size: .* 2 sequences .* --grad-accum-steps 2 fits; or --init"
-    ),
+    words: Case("toy", f"--resume {words}", (says,), {"run.pt": GOOD, "run.lock": b""})
+    for words, says in OTHER.items()
 }
 
+# ---- Places
 
-def place(words: str, *says: str, **files: Write) -> Case:
-    return Case("toy", words, says, files)
-
-
-PLACES = {
-    "in a file": place("--checkpoint-path=x/run.pt", "--checkpoint-path: .* x/run.pt", x=b""),
-    "a folder": place("--checkpoint-path=.", "--checkpoint-path: . is not a file"),
-    "the best one is a folder": place(
-        "", "--checkpoint-path: run.best.pt is not a file", **{"run.best.pt": None}
+LOG, LOCK = "run.metrics.jsonl", "run.lock"
+SECOND = "is the name of another run's second file"
+CHECKPOINT = "--checkpoint-path"
+TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, what lies there
+    "in a file": (f"{CHECKPOINT}=x/run.pt", f"{CHECKPOINT}: .* x/run.pt", {"x": b""}),
+    "a folder": (f"{CHECKPOINT}=.", f"{CHECKPOINT}: . is not a file", {}),
+    "the best one is a folder": ("", "run.best.pt is not a file", {"run.best.pt": None}),
+    "the log is a folder": ("", f"{LOG} is not a file", {LOG: None}),
+    "the lock is a folder": ("", f"{CHECKPOINT}: .*run.lock", {LOCK: None}),
+    "somebody's lock": ("", "run.lock is there and is no lock", {LOCK: b"poetry's"}),
+    "a lock that leads elsewhere": ("", "run.lock is a link", {"mine": b"work", LOCK: link}),
+    "somebody's log": ("", f"{LOG} is there and is no log", {LOG: b'{"step": 1}\n'}),
+    "somebody's log, to be gone on with": (
+        *("--resume", f"{LOG} is there and is no log"),
+        {"run.pt": GOOD, LOG: b"[]"},
     ),
-    "the log is a folder": place(
-        "", "--checkpoint-path: run.metrics.jsonl is not a file", **{"run.metrics.jsonl": None}
+    "a pipe": ("", "run.pt is not a file", {"run.pt": pipe}),
+    "a pipe to resume": ("--resume", "run.pt is not a file", {"run.pt": pipe}),
+    "a pipe for the log": ("", f"{LOG} is not a file", {LOG: pipe}),
+    "a pipe for the lock": ("", "run.lock is there and is no", {LOCK: pipe}),
+    "another's lock": (f"{CHECKPOINT}=r2.lock", "r2.lock is the name of", {"r2.lock": GOOD}),
+    "another's log": (f"{CHECKPOINT}=r2.metrics.jsonl", "r2.metrics.jsonl is the name of an", {}),
+    "the one before": (f"{CHECKPOINT}=run.prev.pt", SECOND, {"run.prev.pt": GOOD}),
+    "the best one": (f"{CHECKPOINT}=run.best.pt", SECOND, {"run.best.pt": GOOD}),
+    "the one before, to resume": (
+        *(f"--resume {CHECKPOINT}=run.prev.pt", "is the name of another run's .*copy it"),
+        {"run.prev.pt": GOOD},
     ),
-    "the lock is a folder": place("", "--checkpoint-path: .*run.lock", **{"run.lock": None}),
-    "somebody's lock": place("", "run.lock is there and is no lock", **{"run.lock": b"poetry's"}),
-    "a lock that leads elsewhere": place(
-        "", "run.lock is a link", mine=b"work", **{"run.lock": lambda p: p.symlink_to("mine")}
-    ),
-    "somebody's log": place(
-        "", "run.metrics.jsonl is there and is no log", **{"run.metrics.jsonl": b'{"step": 1}\n'}
-    ),
-    "somebody's log, to be gone on with": place(
-        "--resume",
-        "run.metrics.jsonl is there and is no log",
-        **{"run.pt": changed(), "run.metrics.jsonl": b"[]"},
-    ),
-    "a pipe": place("", "run.pt is not a file", **{"run.pt": pipe}),
-    "a pipe to resume": place("--resume", "run.pt is not a file", **{"run.pt": pipe}),
-    "a pipe for the log": place(
-        "", "run.metrics.jsonl is not a file", **{"run.metrics.jsonl": pipe}
-    ),
-    "a pipe for the lock": place("", "run.lock is there and is no", **{"run.lock": pipe}),
-    "another run's lock": place(
-        "--checkpoint-path=r2.lock", "r2.lock is the name of another", **{"r2.lock": changed()}
-    ),
-    "another run's log by name": place(
-        "--checkpoint-path=r2.metrics.jsonl", "r2.metrics.jsonl is the name of another run's"
-    ),
-    "the one before": place(
-        "--checkpoint-path=run.prev.pt",
-        "is the name of another run's second file",
-        **{"run.prev.pt": changed()},
-    ),
-    "the best one": place(
-        "--checkpoint-path=run.best.pt",
-        "is the name of another run's second file",
-        **{"run.best.pt": changed()},
-    ),
-    "no room for a date": place(f"--checkpoint-path={'n' * 230}.pt", "too long"),
-    "the one before, to resume": place(
-        "--resume --checkpoint-path=run.prev.pt",
-        "run.prev.pt is the name of another run's .*copy it",
-        **{"run.prev.pt": changed()},
-    ),
-    "a best one whose copy is another's": place(
-        "--resume --checkpoint-path=run.best.pt",
+    "a best one whose copy is another's": (
+        f"--resume {CHECKPOINT}=run.best.pt",
         "--resume: run-best.pt is there and does not go on from run.best.pt; copy that",
-        **{"run.best.pt": changed(), "run-best.pt": changed(run="other")},
+        {"run.best.pt": GOOD, "run-best.pt": altered("run", to="other")},
     ),
-    "another run's log": place(
-        "--checkpoint-path=run.ckpt", "share its log with run.pt", **{"run.pt": changed()}
+    "one log for two": (f"{CHECKPOINT}=run.ckpt", "share its log with run.pt", {"run.pt": GOOD}),
+    "no room for a date": (f"{CHECKPOINT}={'n' * 230}.pt", "too long", {}),
+    "a name too long": (f"{CHECKPOINT}={'n' * 300}.pt", f"{CHECKPOINT}: .*too long", {}),
+    "one to resume": (f"--resume {CHECKPOINT}={'n' * 300}.pt", "there is no snapshot n", {}),
+    "a text": (f"{CHECKPOINT}=x.txt", "x.txt is there and is no snapshot; name", {"x.txt": b"1"}),
+    "another zip": (f"{CHECKPOINT}=x.zip", "x.zip is there and is no snap", {"x.zip": zipped}),
+    "somebody else's weights": (
+        *("", "run.pt is there and is no .*snapshot; name another file"),
+        {"run.pt": saved({"model": {"weight": torch.zeros(3)}})},
     ),
-    "a name too long to resume": place(
-        f"--resume --checkpoint-path={'n' * 300}.pt", "--resume: there is no snapshot"
-    ),
-    "a name too long": place(f"--checkpoint-path={'n' * 300}.pt", "--checkpoint-path: .*too long"),
-    "a text": place(
-        "--checkpoint-path=novel.txt",
-        "--checkpoint-path: novel.txt is there and is no snapshot; name another file",
-        **{"novel.txt": b"my only copy"},
-    ),
-    "another zip": place(
-        "--checkpoint-path=novel.zip",
-        "--checkpoint-path: novel.zip is there and is no snapshot; name another file",
-        **{"novel.zip": zipped},
-    ),
-    "somebody else's weights": place(
-        "",
-        "--checkpoint-path: run.pt is there and is no .*snapshot; name another file",
-        **{"run.pt": saved({"model": {"weight": torch.zeros(3)}})},
-    ),
-    "the training text": Case(
-        "text",
-        "--tokenizer-name=byte --train-data=x.txt --checkpoint-path=x.txt",
-        ("--checkpoint-path: x.txt is there and is no snapshot",),
-        {"x.txt": b"word " * 400},
-    ),
-    "a read-only file system": place("--checkpoint-path=/proc/x/run.pt", "--checkpoint-path: "),
+    "a read-only file system": (f"{CHECKPOINT}=/proc/x/run.pt", f"{CHECKPOINT}: ", {}),
 }
+PLACES = {name: Case("toy", flags, (says,), files) for name, (flags, says, files) in TAKEN.items()}
 
 # ---- Scripts
 
-
-def writes(content: Write, *says: str, flags: str = "") -> Case:
-    return Case("generate", flags, says, {"run.pt": content})
-
-
-def plots(name: str, content: Write, *says: str, output: str = "x.png") -> Case:
-    return Case("plot", f"{name} --output={output}", says, {name: content})
-
-
-def nan(path: Path) -> None:
-    weights = snapshot(TRAINED / "run.pt")["model"]
-    changed(model={name: torch.full_like(w, torch.nan) for name, w in weights.items()})(path)
-
-
-def evaluates(words: str, *says: str, content: Write = None, **files: Write) -> Case:
-    """The fixture's snapshot, unless there is other `content`; files: x_txt is x.txt."""
-    named = {name.replace("_", "."): written for name, written in files.items()}
-    return Case("evaluate", words, says, {"run.pt": content or changed(), **named})
-
-
-RECORD = b'{"step": 1, "train_loss": 2.5}\n'
+NO_MODEL = "run.pt holds no model"
+NO_STEP = "x.jsonl (has no line with a step|holds a number too large)"
+GENERATE: dict[str, tuple[str, str, Write]] = {  # flags, what is said, run.pt
+    "a folder": ("", "run.pt is no folder of a transformers model", None),
+    "text": ("", NO_SNAPSHOT, b"text"),
+    "code": ("", PLAIN, CODE),
+    "a config without sense": ("", NO_MODEL, altered("config", "n_heads", to="2")),
+    "a config with more": ("", NO_MODEL, altered("config", "rope", to=True)),
+    "no tokenizer": ("", NO_MODEL, altered("tokenizer", to={})),
+    "sparse weights": ("", "strange", altered(*BIAS, to=torch.Tensor.to_sparse)),
+    "weights of no memory": ("", "damaged", altered(*BIAS, to=lambda w: w.to("meta"))),
+    "whole numbers": ("", "run.pt holds ln_f.bias", altered(*BIAS, to=torch.Tensor.int)),
+    "giant sizes": ("", "no model can have", altered("config", "d_ff", to=2**61)),
+    "sizes with a point": ("", "no model can have", altered("config", "d_ff", to=64.0)),
+    "NaN": ("", "run.pt .*NaN", altered("model", to=each(lambda w: w * torch.nan))),
+    "prompt": ("--prompt=words", "--prompt: the toy tokenizer reads numbers", GOOD),
+    "temperature": ("--temperature=-1", "--temperature: must be", GOOD),
+    "seed": (f"--seed={2**70}", "--seed: must be", GOOD),
+    "top p": ("--top-p=2", "--top-p: must be", GOOD),
+    "without .pt": ("--checkpoint-path=run", "; but there is run.pt$", b""),
+}
+EVALUATE: dict[str, tuple[str, str, dict[str, Write]]] = {  # ..., other files, or another run.pt
+    "text": ("", NO_SNAPSHOT, {"run.pt": b"text"}),
+    "NaN": ("", "run.pt .*NaN", {"run.pt": altered("model", to=each(lambda w: w * torch.nan))}),
+    "strange flags": (
+        *("", "run.pt is no MiniGPT snapshot .*--seq-len"),
+        {"run.pt": altered("args", to={"seq_len": "many"})},
+    ),
+    "a folder without data": ("", "--val-data is missing: the folder run.pt", {"run.pt": None}),
+    "a folder that is no model": ("--val-data=x", "run.pt is no folder of a", {"run.pt": None}),
+    "a name too long": (f"--checkpoint-path={'n' * 300}", "too long", {}),
+    "stride": ("--stride=17", "--stride 17: a window has 16 tokens", {}),
+    "no stride": ("--stride=0", "--stride: must be a whole number of at least", {}),
+    "seq_len": ("--seq-len=17", "--seq-len 17: the model sees 16 tokens", {}),
+    "no such data": ("--val-data=x.txt", "--val-data x.txt: no such file", {}),
+    "data of a long name": (f"--val-data={'n' * 5000}", "File name too long", {}),
+    "empty data": ("--val-data=x.bin", "x.bin: the file is empty", {"x.bin": b""}),
+    "one token": ("--val-data=x.bin", r"x.bin: 1 token\(s\)", {"x.bin": b"\1\0"}),
+    "half a token": ("--val-data=x.bin", "x.bin: 3 bytes is", {"x.bin": b"\1\0\2"}),
+    "an id beyond": ("--val-data=x.bin", "x.bin: holds id 31, .* 30", {"x.bin": b"\x1e\0\x1f\0"}),
+    "text for numbers": ("--val-data=x.txt", "x.txt: .*numbers, not text", {"x.txt": b"1 2 3"}),
+    "a PDF": ("--val-data=x.txt", "x.txt: a PDF, not text", {"x.txt": b"%PDF-1.4"}),
+    "nowhere to write": ("--json=no/x.json", "--json: there is no folder no", {}),
+}
+LINE = b'{"step": 1, "train_loss": 2.5}\n'
+PLOT: dict[str, tuple[str, str, dict[str, Write]]] = {
+    "a snapshot": ("run.pt --output=x.png", f"log is {LOG}", {"run.pt": GOOD, LOG: LINE}),
+    "no such file": ("x.jsonl", "cannot read x.jsonl: No such file", {}),
+    "a folder": ("x.jsonl", "cannot read x.jsonl", {"x.jsonl": None}),
+    "no picture format": ("x.jsonl --output=x.jsonl", "--output x.jsonl", {"x.jsonl": LINE}),
+    "no folder": ("x.jsonl --output=no/x.png", "--output no/x.png", {"x.jsonl": LINE}),
+    **{
+        name: ("x.jsonl --output=x.png", NO_STEP, {"x.jsonl": content})
+        for name, content in {
+            "nothing": b"",
+            "text": b"not json",
+            "a binary": b"\xff\x00\xfe" * 99,
+            "lists": b"[1, 2]",
+            "no step": b'{"loss": 3}',
+            "numbers too large": b'{"step": 1, "train_loss": 1' + b"0" * 999 + b"}",
+        }.items()
+    },
+}
 SCRIPTS = {
     "generate: no snapshot": Case("generate", "", ("there is no snapshot and no folder run.pt",)),
-    "generate: a folder": writes(None, "run.pt is no folder of a transformers model"),
-    "generate: text": writes(b"text", NO_SNAPSHOT),
-    "generate: code": writes(saved({"model": Bomb()}), "run.pt holds more than plain data"),
-    "generate: a config without sense": writes(changed_config(n_heads="2"), "run.pt holds no"),
-    "generate: a config with more": writes(changed_config(rope=True), "run.pt holds no model"),
-    "generate: no tokenizer": writes(changed(tokenizer={}), "run.pt holds no model"),
-    "generate: sparse weights": writes(strange_weight(torch.Tensor.to_sparse), "strange"),
-    "generate: weights of no memory": writes(strange_weight(lambda w: w.to("meta")), "damaged"),
-    "generate: whole numbers": writes(strange_weight(torch.Tensor.int), "run.pt holds ln_f.bias"),
-    "generate: giant sizes": writes(changed_config(d_model=2**40, d_ff=2**61), "no model can have"),
-    "generate: sizes with a point": writes(changed_config(d_ff=64.0), "no model can have"),
-    "generate: NaN": writes(nan, "run.pt .*NaN"),
-    "generate: temperature": Case("generate", "--temperature=-1", ("--temperature: must be",)),
-    "generate: seed": Case("generate", f"--seed={2**70}", ("--seed: must be",)),
-    "generate: top p": Case("generate", "--top-p=2", ("--top-p: must be",)),
-    "generate: prompt": writes(
-        changed(), "--prompt: the toy tokenizer reads numbers", flags="--prompt=words"
-    ),
     "evaluate: no snapshot": Case("evaluate", "", ("there is no snapshot and no folder run.pt",)),
-    "evaluate: a name too long": Case("evaluate", f"--checkpoint-path={'n' * 300}", ("too long",)),
-    "evaluate: text": evaluates("", NO_SNAPSHOT, content=b"text"),
-    "evaluate: NaN": evaluates("", "run.pt .*NaN", content=nan),
-    "evaluate: strange flags": evaluates(
-        "", "run.pt is no MiniGPT snapshot .*--seq-len", content=changed(args={"seq_len": "many"})
-    ),
-    "evaluate: a folder without data": Case(
-        "evaluate", "", ("--val-data is missing: the folder run.pt",), {"run.pt": None}
-    ),
-    "evaluate: a folder that is no model": Case(
-        "evaluate", "--val-data=x.bin", ("run.pt is no folder of a",), {"run.pt": None}
-    ),
-    "evaluate: stride": evaluates("--stride=17", "--stride 17: a window has 16 tokens"),
-    "evaluate: no stride": evaluates("--stride=0", "--stride: must be a whole number of at least"),
-    "evaluate: seq_len": evaluates("--seq-len=17", "--seq-len 17: the model sees 16 tokens"),
-    "evaluate: no such data": evaluates("--val-data=x.txt", "--val-data x.txt: no such file"),
-    "evaluate: data of a long name": evaluates(f"--val-data={'n' * 5000}", "File name too long"),
-    "evaluate: empty data": evaluates("--val-data=x.bin", "x.bin: the file is empty", x_bin=b""),
-    "evaluate: one token": evaluates("--val-data=x.bin", r"x.bin: 1 token\(s\)", x_bin=b"\1\0"),
-    "evaluate: half a token": evaluates("--val-data=x.bin", "x.bin: 3 bytes is", x_bin=b"\1\0\2"),
-    "evaluate: an id beyond": evaluates(
-        "--val-data=x.bin", "x.bin: holds id 31, but the model's end at 30", x_bin=b"\x1e\0\x1f\0"
-    ),
-    "evaluate: text for numbers": evaluates(
-        "--val-data=x.txt", "--val-data x.txt: .*numbers, not text", x_txt=b"1 2 3"
-    ),
-    "evaluate: a PDF": evaluates("--val-data=x.txt", "x.txt: a PDF, not text", x_txt=b"%PDF-1.4"),
-    "evaluate: nowhere to write": evaluates("--json=no/x.json", "--json: there is no folder no"),
-    "generate: without .pt": Case(
-        "generate", "--checkpoint-path=run", ("; but there is run.pt$",), {"run.pt": b""}
-    ),
-    "plot: a snapshot": Case(
-        "plot",
-        "run.pt --output=x.png",
-        ("its run's log is run.metrics.jsonl",),
-        {"run.pt": changed(), "run.metrics.jsonl": RECORD},
-    ),
-    "plot: nothing": plots("x.jsonl", b"", "x.jsonl has no line with a step"),
-    "plot: text": plots("x.jsonl", b"not json", "x.jsonl has no line with a step"),
-    "plot: a binary": plots("x.jsonl", b"\xff\x00\xfe" * 99, "x.jsonl has no line with a step"),
-    "plot: lists": plots("x.jsonl", b"[1, 2]", "x.jsonl has no line with a step"),
-    "plot: no step": plots("x.jsonl", b'{"loss": 3}', "x.jsonl has no line with a step"),
-    "plot: a folder": plots("x.jsonl", None, "cannot read x.jsonl"),
-    "plot: no such file": Case("plot", "x.jsonl", ("cannot read x.jsonl: No such file",)),
-    "plot: numbers too large": plots(
-        "x.jsonl", b'{"step": 1, "train_loss": 1' + b"0" * 999 + b"}", "x.jsonl"
-    ),
-    "plot: no picture format": plots("x.jsonl", RECORD, "--output x.jsonl", output="x.jsonl"),
-    "plot: no folder": plots("x.jsonl", RECORD, "--output no/x.png", output="no/x.png"),
     "kept_tensors: heads": Case("kept_tensors", "--d-model=50", ("--d-model, --n-heads: ",)),
     "ladder: no folder": Case("ladder", "--json=no/x.json", ("--json: there is no folder no",)),
     "ladder: a folder": Case("ladder", "--json=.", ("--json: . is a folder",)),
+    **{
+        f"generate: {name}": Case("generate", flags, (says,), {"run.pt": content})
+        for name, (flags, says, content) in GENERATE.items()
+    },
+    **{
+        f"evaluate: {name}": Case("evaluate", flags, (says,), {"run.pt": GOOD, **files})
+        for name, (flags, says, files) in EVALUATE.items()
+    },
+    **{
+        f"plot: {name}": Case("plot", flags, (says,), files)
+        for name, (flags, says, files) in PLOT.items()
+    },
 }
