@@ -48,13 +48,10 @@ TABLES = {
 }
 CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in table.items()}
 ROWS = {
-    "snapshot: code": row("a snapshot that carries code", "refused, nothing executed"),
+    "snapshot: code": row("a snapshot that"),
     **dict.fromkeys(
         (f"resumed with another: {name}" for name in RESUMED),
-        row(
-            "resume with other flags",
-            "shape, data, seed, batch: exit 2 with flag, old and new value, nothing touched",
-        ),
+        row("resume with other"),
     ),
 }
 
@@ -112,7 +109,7 @@ def check(code: object, stderr: str, case: Case) -> None:
         assert re.search(words, line), line
 
 
-@row("malformed input", "one line, exit 2, every file as it was, no traceback")
+@row("malformed input")
 @pytest.mark.filterwarnings("error::UserWarning")  # outside of pytest: more lines on stderr
 @pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ROWS.get(name, ())) for name in CASES])

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from harness import faults
 from harness.faults import broken, broken_together, history, weights_hash
-from harness.rows import row
+from harness.rows import ROWS, row
 from harness.runs import (
     DEADLINE,
     FAULTS,
@@ -81,14 +81,8 @@ def ends_as(whole: Path, path: Path) -> bool:
 # ---- Killed, and resumed
 
 
-KILLED = row(
-    "`kill -9` at random points of training",
-    "goes on to the weights of an undisturbed run, at most one save interval lost",
-)
-SHARD_KILLED = row(
-    "`train_fsdp.py`: `kill -9` of one of two processes, at random points of training",
-    "goes on to the weights of one undisturbed process, at most one save interval lost",
-)
+KILLED = row("`kill -9` at random")
+SHARD_KILLED = row("`train_fsdp.py`: `kill -9` of one")
 
 
 @only_linux
@@ -117,43 +111,32 @@ def test_killed_in_training(tmp_path, undisturbed, thorough, trainer):
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
-IN_A_SAVE = row(
-    "`kill -9` at each point inside a save", "the snapshot before it, or the new one; bit-identical"
-)
-IN_A_SHARDED_SAVE = row(
-    "`train_fsdp.py`: `kill -9` of process 0 at each point inside a save",
-    "the snapshot before it, or the new one; bit-identical in one process",
-)
-FAST = ("die-half-written", "die-moved-previous")
+IN_A_SAVE = row("`kill -9` at each")
+IN_A_SHARDED_SAVE = row("`train_fsdp.py`: `kill -9` of process")
+
+
+FAST = ("half-written", "rename")
 
 
 @only_linux
 @pytest.mark.parametrize(
-    ("trainer", "death"),
-    [case("train_minimal", death, marks=[IN_A_SAVE, *[slow] * (death not in FAST)])
-     for death in faults.SAVE_FAULTS]
-    + [case("train_fsdp", death, marks=[IN_A_SHARDED_SAVE, slow]) for death in faults.SAVE_FAULTS],
+    ("trainer", "call"),
+    [case("train_minimal", call, marks=[IN_A_SAVE, *[slow] * (call not in FAST)])
+     for call in faults.SAVE_FAULTS]
+    + [case("train_fsdp", call, marks=[IN_A_SHARDED_SAVE, slow]) for call in faults.SAVE_FAULTS],
 )  # fmt: skip
-def test_killed_in_a_save(tmp_path, undisturbed, trainer, death):
+def test_killed_in_a_save(tmp_path, undisturbed, trainer, call):
     """A snapshot that is overwritten in place is gone if the writer dies half-way. And what it
     writes may be gathered from all: the others must not wait for it for ever."""
     path = tmp_path / "run.pt"
-    assert start(path, trainer, FAULTS=f"{death}:0:10").end().returncode != 0
-    renamed = death in ("die-renamed", "die-after-save")
-    assert load_newest(path).state["step"] == (10 if renamed else 5)
+    assert start(path, trainer, FAULTS=f"{call}:0:10").end().returncode != 0
+    assert load_newest(path).state["step"] == (10 if call == "fsync-of-the-folder" else 5)
     assert ends_as(undisturbed(), path)
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-DDP = row(
-    "`torchrun --max-restarts`, a process raising or killed: before there is a snapshot, after it, "
-    "in the last step",
-    "goes on by itself, to the single process's weights",
-)
-FSDP = row(
-    "`train_fsdp.py` with `torchrun --max-restarts`, a process raising or killed",
-    "goes on by itself, to the single process's weights",
-)
+DDP = row("`torchrun --max-restarts`, a")
+FSDP = row("`train_fsdp.py` with `torchrun")
 
 
 @pytest.mark.parametrize(
@@ -186,15 +169,8 @@ def test_restarted_by_torchrun(tmp_path, undisturbed, script, fault):
 # ---- Stopped, all after the same step
 
 
-SIGNALS = row(
-    "Ctrl-C, SIGTERM, a closed terminal; to python, to torchrun, to one of two processes",
-    "step finished, one save, all stop at the same step, exit 130 / 143 / 129; a second signal "
-    "ends at once",
-)
-SHARDED = row(
-    "`train_fsdp.py`: SIGTERM and Ctrl-C, to torchrun, to one of two processes",
-    "step finished, one save, all stop at the same step; one process goes on, bit-identical",
-)
+SIGNALS = row("Ctrl-C, SIGTERM, a")
+SHARDED = row("`train_fsdp.py`: SIGTERM and")
 
 
 def check_stopped(path: Path, whole: Path) -> None:
@@ -246,10 +222,7 @@ def test_signal_to_torchrun(tmp_path, undisturbed, script, number):
 # ---- Something goes wrong with one of two
 
 
-BAD = row(
-    "NaN or Inf in loss or gradients of one of two processes",
-    "step skipped by both, with a warning; several in a row: exit 3, the last good snapshot intact",
-)
+BAD = row("NaN or Inf")
 
 
 @BAD
@@ -288,9 +261,7 @@ def test_all_processes_skip_or_none(tmp_path, script, flags, steps):
     [
         case(
             *("hang:1:7", 3, "rank 0 waited 20 s for the others in vain (MINIGPT_TIMEOUT_S): one "),
-            marks=row(
-                "a process that hangs", "the job ends within its timeout, with a line that says so"
-            ),
+            marks=row("a process that"),
         ),
         ("cuda-oom:1:7", 4, "out of memory with --batch-size 2"),
     ],
@@ -307,7 +278,7 @@ def test_one_line_ends_the_job(tmp_path, fault, code, says):
 
 @slow
 @only_linux
-@row("torchrun killed with -9 (Linux)", "no process of it lives on")
+@row("torchrun killed with")
 def test_nobody_outlives_torchrun(tmp_path):
     """It has no time to end those that it started. They would hold the GPU, and write to the files
     of the next run."""
@@ -331,20 +302,15 @@ def test_nobody_outlives_torchrun(tmp_path):
 # ---- Moved, to other processes and other trainers
 
 
-ACROSS = row(
-    "`train_minimal.py` -> `train_ddp.py` on 2 -> `train_fsdp.py` on 2, 1 -> `train_minimal.py`; "
-    "`train_fsdp.py` on 4",
-    "same micro-batches: bit-identical; on 4, which add up in another order: the same loss to 1e-4",
-)
+ACROSS = row("`train_minimal.py` -> `train_ddp.py`")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork")
 @pytest.mark.parametrize(
     "parts",
     [
         case(
             [("train_minimal", 1), ("train_ddp", 2)],
-            marks=row("1 -> 2 -> 1 processes across resumes", "bit-identical"),
+            marks=row("1 -> 2"),
         ),
         case(
             [("train_minimal", 1), ("train_ddp", 2), ("train_fsdp", 2), ("train_fsdp", 1)],
@@ -380,7 +346,7 @@ def test_on_four_processes(tmp_path):
 
 
 @slow
-@row("finished runs, both cores loaded", "exit code 0")
+@row("finished runs, both")
 def test_finished_runs_exit_0(tmp_path, thorough, monkeypatch):
     """A run that has finished can still abort while it takes its connections down."""
     monkeypatch.delenv("PYTHONPATH")  # start/sitecustomize.py has other ways to end
@@ -395,7 +361,7 @@ def test_finished_runs_exit_0(tmp_path, thorough, monkeypatch):
 
 @slow
 @only_linux
-@row("memory and file descriptors over 2,000 steps", "flat")
+@row("memory and file")
 def test_what_a_run_holds_stays_what_it_is(tmp_path, thorough, monkeypatch):
     """A little more at each step is nothing in a test, and the machine's memory in a week."""
     monkeypatch.delenv("PYTHONPATH")  # start/sitecustomize.py has other ways with memory
@@ -418,16 +384,13 @@ def test_what_a_run_holds_stays_what_it_is(tmp_path, thorough, monkeypatch):
 # ---- The table
 
 
-def test_the_table_is_in_the_documents():
-    """The same rows, in the same words."""
-    found = {
-        tuple(ast.literal_eval(word) for word in call.args)
+def test_each_row_of_the_table_has_its_tests():
+    begins = [
+        ast.literal_eval(call.args[0])
         for file in (ROOT / "tests").glob("test_*.py")
-        if "from harness.rows import row" in (text := file.read_text("utf-8"))
+        if "from harness.rows import" in (text := file.read_text("utf-8"))
         for call in ast.walk(ast.parse(text))
         if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "row"
-    }
-    page = (ROOT / "docs/reliability.md").read_text("utf-8")
-    lines = page.split("| what happens | what is wanted |\n|---|---|\n")[1].split("\n\n")[0]
-    rows = [tuple(line.strip("| ").split(" | ")) for line in lines.splitlines()]
-    assert set(rows) == found and len(rows) == len(found)
+    ]
+    assert len(ROWS) > 20
+    assert [what for what, _ in ROWS if not what.startswith(tuple(begins))] == []

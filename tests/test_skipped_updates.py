@@ -61,7 +61,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys
     assert [r["step"] for r in metrics(quiet)] == [20] == [snapshot(quiet)["step"]]
 
 
-@row("float16 overflows", "weights unchanged, scale halved, and as much when resumed meanwhile")
+@row("float16 overflows")
 def test_float16_finds_its_scale_and_resumes_while_it_does(tmp_path, capsys):
     """Overflows are its way to find the largest scale: they end no run and change no weight."""
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"

@@ -43,7 +43,7 @@ from trainer.torchrun import main_and_exit  # noqa: E402
 
 RANK = os.environ.get("RANK", "0")
 real_train_step, real_save_snapshot = train_minimal.train_step, snapshot.save_snapshot
-real_save, real_replace = torch.save, os.replace
+real_save = torch.save
 
 
 def faults_at(step: int, kinds: Container[str]) -> list[str]:
@@ -201,37 +201,23 @@ def save_half(state: Any, file: BinaryIO) -> None:
     die()
 
 
-def replace_and_die(survived: int) -> Callable[[Any, Any], None]:
-    """os.replace, which the process does not outlive: before the first, or after number n."""
-    left = [survived]
-
-    def replace(source: Any, target: Any) -> None:
-        if left[0] > 0:
-            real_replace(source, target)
-        left[0] -= 1
-        if left[0] <= 0:
-            die()
-
-    return replace
-
-
-SAVE_FAULTS: dict[str, Any] = {
-    "die-before-save": die,
-    "die-half-written": lambda: patch.object(torch, "save", save_half),
-    "die-written": lambda: patch.object(os, "replace", replace_and_die(0)),
-    "die-moved-previous": lambda: patch.object(os, "replace", replace_and_die(1)),
-    "die-renamed": lambda: patch.object(os, "replace", replace_and_die(2)),
-    "die-after-save": nullcontext,
-}
+# A save ends with these calls; the process dies before one of them.
+CALLS = ("fsync of the file", "rename to .prev.pt", "rename", "fsync of the folder")
+SAVE_FAULTS = ("half-written", *(call.replace(" ", "-") for call in CALLS))
 
 
 def save_snapshot(path: Path, state: snapshot.State, *args: Any, **options: Any) -> None:
     newest = not path.stem.endswith(".best")
     faults = faults_at(state["step"], SAVE_FAULTS) if newest else []
-    with SAVE_FAULTS[faults[0]]() if faults else nullcontext():
+    left = iter(SAVE_FAULTS[1:])
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: die() if next(left) in faults else real(*given)
+
+    save = save_half if "half-written" in faults else real_save
+    patched = patch.multiple(os, fsync=dying(os.fsync), replace=dying(os.replace))
+    with patch.object(torch, "save", save), patched if faults else nullcontext():
         real_save_snapshot(path, state, *args, **options)
-    if faults:
-        die()
 
 
 if __name__ == "__main__":

@@ -40,8 +40,7 @@ def run(
     command: list[str], timeout: float = DEADLINE, cwd: Path = ROOT, **env: str
 ) -> subprocess.CompletedProcess:
     python, *words = command
-    is_program = python == sys.executable and words[0] != "-c" and words[:2] != TORCHRUN[1:3]
-    if is_program and hasattr(os, "fork"):
+    if python == sys.executable and words[0] != "-c" and words[:2] != TORCHRUN[1:3]:
         return Forks([(words, env)], cwd).end(timeout)
     return subprocess.run(
         command,
@@ -137,13 +136,6 @@ def together(
     words: list[str], processes: int = 2, timeout: float = DEADLINE, **env: str
 ) -> subprocess.CompletedProcess:
     """A program in as many processes as torchrun would start, without torchrun."""
-    if not hasattr(os, "fork"):
-        command = [*TORCHRUN, f"--nproc-per-node={processes}", *words]
-        result = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True,
-                                text=True, timeout=timeout, stdin=subprocess.DEVNULL)  # fmt: skip
-        codes = re.findall(r"exitcode +: (-?\d+)", result.stderr)
-        result.returncode = int(codes[0]) if codes else result.returncode
-        return result
     return start_together(words, processes, **env).end(timeout)
 
 
