@@ -1,4 +1,5 @@
-"""A step's storages by name: all of them, to the byte, and what is said of them is so."""
+"""A step's storages by name: all of them, to the byte, and what is said of them is so. And what a
+step tells of blocks that were not simulated is what they do."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases.shapes import CONFIG, T
-from harness.planned import planner
+from cases.shapes import CONFIG, SETTINGS, T, mix
+from harness.planned import CARD, planner
 from harness.records import KINDS_OF_STEPS, WAYS, B, plan, record
 from torch.autograd.graph import saved_tensors_hooks
 
 from model import MiniGPT
-from planner import CARDS
+from planner import CARDS, Planner
 from planner.formulas import step_flops
-from planner.record import GRADIENTS, LINES, MADE, NEEDED, Record, any_block, code_of, group_of
+from planner.record import GRADIENTS, LINES, MADE, NEEDED, Record, any_block, code_of
 from planner.shards import GATHERED
 from planner.timeline import KINDS
 from scripts.memory_page import along_flops, along_seconds
@@ -116,16 +117,12 @@ GPU, SHARDS = ("cuda", {}), ("shards", {})
          "blocks.1.ln_2's backward needs the mean of its input", "native_layer_norm_backward"),
         ("none", GPU, "blocks.1.attn: attention", "F.scaled_dot_product_attention(",
          "attention's backward needs its output", "attention_backward"),
-        ("none", GPU, "blocks.1.attn.c_attn: output", "self.c_attn(x)",
-         "attention's backward needs q, k and v", "attention_backward"),
         ("none", GPU, "bfloat16 copy of blocks.1.mlp.c_proj.weight", "self.c_proj(",
          "the gradient of blocks.1.mlp.c_proj's input needs its weight", ""),
         ("none", GPU, "blocks.1.mlp: gelu", "F.gelu(",
          "the gradient of blocks.1.mlp.c_proj's weight needs its input", ""),
         ("none", GPU, "blocks.1.mlp.c_proj: output", "self.c_proj(", "on its way to add", ""),
         ("plain", FP32, "head: logits", "F.linear(", "on its way to _log_softmax", ""),
-        ("plain", FP32, "head: log-softmax", "F.cross_entropy(",
-         "log-softmax's backward needs its output", "_log_softmax_backward_data"),
         ("plain", FP32, "ln_f: output", "self.ln_f(x)",
          "the gradient of head's weight needs its input", "mm"),
         ("none", ACCUMULATE, "head: gradient of the weight", "torch.zeros_like(weight)",
@@ -134,8 +131,6 @@ GPU, SHARDS = ("cuda", {}), ("shards", {})
          "attention's backward needs its output", "attention_backward"),
         ("none", DROPOUT, "add.dropout: mask", "self.dropout(update)",
          "dropout's backward needs its mask", "mul"),
-        ("none", DROPOUT, "dropout: output", "self.dropout(x)",
-         "blocks.0.ln_1's backward needs its input", "native_layer_norm_backward"),
         ("selective", BF16, "blocks.1.mlp.c_proj: output", "self.c_proj(",
          "its policy keeps it, though backward does not read it", ""),
         ("full", SHARDS, "gathered weights", "", GATHERED, ""),
@@ -201,16 +196,6 @@ def test_what_is_replayed():
     assert not none.replays.any() and not any(s.replayed for s in none.storages)
 
 
-def test_equal_blocks_are_one_group():
-    """In the policies that call a block's parts themselves, too."""
-    for way in ("none", "cheap", "selective"):
-        step = record(way)
-        groups = Counter(group_of(s) for s in step.at_peak if s.kind == "activations")
-        assert groups[("blocks.*.attn.c_attn: output", "activations")] == 3
-        attention = [n for (name, _), n in groups.items() if name.endswith(": attention")]
-        assert attention == [3]
-
-
 def test_what_processes_send_has_names():
     for way in ("none", "full"):
         step = record(way, "shards")
@@ -218,3 +203,91 @@ def test_what_processes_send_has_names():
         assert all(name.removeprefix("bfloat16 copy of ") for name in copies)
         sent = {"gradients to be averaged", "whole gradient"}
         assert all("on the" in s.why or "on its" in s.why for s in step.storages if s.name in sent)
+
+
+# ---- of blocks, or chunks of the head, that do the same, three are simulated
+
+
+@pytest.mark.parametrize(
+    ("setting", "memory"),
+    [
+        ("cuda", {"recompute": "none"}),
+        ("accumulate", {"recompute": "full"}),
+        ("ddp", {"recompute": "cheap"}),
+        ("cuda", {"recompute": "full", "recompute_layers": 3}),
+        ("cpu", mix("full", 5, "selective")),
+        ("ddp", mix("attn", 1, "cheap")),
+        ("shards", mix("mlp", 4, "cheap")),
+    ],
+    ids=str,
+)
+def test_few_blocks_tell_what_all_do(setting, memory):
+    """To the byte, operator by operator; and the seconds, where no cache outlasts the blocks."""
+    settings = dict(SETTINGS[setting])
+    config = replace(CONFIG, n_layers=9, dropout=settings.pop("dropout", 0.0))
+    plan = planner(config, **settings)
+    every, few = plan.simulate(8, replace(config, **memory), few=False), plan.step(8, **memory)
+    assert few.config == every.config
+    np.testing.assert_array_equal(few.timeline, every.timeline)
+    assert few.places == every.places
+    assert few.kept == every.kept
+    assert few.kept_per_block == pytest.approx(every.kept_per_block, rel=1e-12)
+    for compiled in (False, True):
+        assert few.seconds(CARD, compiled) == pytest.approx(every.seconds(CARD, compiled), rel=2e-3)
+
+
+def test_few_are_simulated(monkeypatch):
+    layers = []
+    log_step = Planner.log_step
+
+    def note(self, batch_size, config):
+        layers.append(config.n_layers)
+        return log_step(self, batch_size, config)
+
+    monkeypatch.setattr(Planner, "log_step", note)
+    plan = planner(replace(CONFIG, n_layers=24))
+    plan.step(2)
+    plan.step(2, **mix("mlp", 7, "cheap"))
+    plan.step(2, **mix("mlp", 22, "cheap"))
+    assert layers == [3, 6, 5]
+    # Their copies and their replays go over more than one block.
+    plan.step(2, recompute="full", recompute_group=2)
+    plan.step(2, recompute="full", offload_activations=True)
+    assert layers[3:] == [24, 24]
+    assert len(plan.model.blocks) == 24
+
+
+@pytest.mark.parametrize(
+    ("chunks", "precision", "memory"),
+    [
+        (2, "fp32", {}),
+        (31, "bf16", {}),
+        (23, "bf16", {"recompute": "full", "offload_activations": True}),
+    ],
+)
+def test_of_many_chunks_a_few_tell(memory, chunks, precision, monkeypatch, everything_travels):
+    """Operator by operator, to the byte; also where the last one is smaller."""
+    config = replace(CONFIG, n_layers=2, loss_chunks=chunks)  # (all blocks are simulated)
+    few = planner(config, precision, device_type="cuda").step(3, **memory)
+    monkeypatch.setattr("planner.step.few_of", lambda n: [1] * n)
+    every = planner(config, precision, device_type="cuda").step(3, **memory)
+    np.testing.assert_array_equal(few.timeline, every.timeline)
+    assert (few.places, few.kept, few.config) == (every.places, every.kept, every.config)
+    for left, right in ((few.work, every.work), (few.compiled_work, every.compiled_work)):
+        assert (len(left.flops) < len(right.flops)) == (chunks > 3)
+        assert left.times.sum() == right.times.sum()
+        assert left.times @ left.flops == right.times @ right.flops
+        # (The cast of a chunk is fused with the end of the one before, and the last is smaller.)
+        moved = right.times @ right.moved()
+        assert left.times @ left.moved() == pytest.approx(moved, rel=5e-3)
+    for card in (CARDS["H100"], CARDS["RTX 4090"]):
+        for compiled in (False, True):
+            seconds = every.seconds(card, compiled)
+            assert few.seconds(card, compiled) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_a_giant_batch_is_simulated_with_few_operators():
+    giant, small = (planner(replace(CONFIG, loss_chunks=0)).step(n) for n in (10**6, 10**4))
+    assert max(len(giant.work.flops), len(small.work.flops)) < 1000
+    assert max(len(giant.timeline), len(small.timeline)) < 10_000
+    assert giant.peak == pytest.approx(100 * small.peak, rel=0.1)
