@@ -1,16 +1,18 @@
-"""Muon and moments in bfloat16: their arithmetic, what they store, and whole ones and shards.
-
-What runs with them promise: test_optimizer_runs.py.
-"""
+"""Muon and moments in bfloat16: their arithmetic, what they store, whole ones and shards; and runs
+with them promise what runs with AdamW do."""
 
 import math
+import re
+import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
-from harness.runs import same, torchrun
+from harness.runs import Crash, crash_after, metrics, same, snapshot, torchrun, train_here
 from torch import Tensor, nn
 
 from model import MiniGPT, MiniGPTConfig
+from scripts.generate import main as generate
 from trainer import optimizer as optimizer_file
 from trainer.flags import build_parser, fill_in
 from trainer.optimizer import (
@@ -28,6 +30,7 @@ CONFIG = MiniGPTConfig(31, 16, n_layers=3, n_heads=2, d_model=20, d_ff=56)
 MUON, SMALL = "--optimizer=muon", "--moments-dtype=bfloat16"
 MODES = {"muon": (MUON,), "bf16": (SMALL,), "muon bf16": (MUON, SMALL)}
 each_mode = pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
+each_device = pytest.mark.parametrize("device", [CPU, MPS], ids=["fused", "not fused"])
 
 
 def make(*flags: str, device: torch.device = CPU, precision: torch.dtype = torch.float32):
@@ -43,23 +46,27 @@ def draw_gradients(model: nn.Module, step: int) -> None:
         parameter.grad = 0.1 * torch.randn(parameter.shape)
 
 
-def drawn(steps: int) -> dict[str, list[Tensor]]:
-    """Each parameter's gradients, step by step."""
-    found: dict[str, list[Tensor]] = {}
-    model = make()[0]
-    for step in range(steps):
-        draw_gradients(model, step)
-        for name, parameter in model.named_parameters():
-            found.setdefault(name, []).append(parameter.grad)
-    return found
-
-
 def after(steps: int, *flags: str, **settings) -> tuple[dict[str, Tensor], LeanOptimizer]:
     model, optimizer = make(*flags, **settings)
     for step in range(steps):
         draw_gradients(model, step)
         optimizer.step()
     return dict(model.named_parameters()), optimizer
+
+
+def before(steps: int) -> dict[str, tuple[Tensor, list[Tensor]]]:
+    """Of each parameter what it begins with, and its gradients, step by step."""
+    model = make()[0]
+    found = {name: (p.detach(), list[Tensor]()) for name, p in model.named_parameters()}
+    for step in range(steps):
+        draw_gradients(model, step)
+        for name, parameter in model.named_parameters():
+            found[name][1].append(parameter.grad)
+    return found
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    return name.startswith("blocks") and parameter.dim() == 2
 
 
 # ---- Which parameter goes where
@@ -76,7 +83,7 @@ def test_muon_is_for_the_matrices_of_the_blocks_and_learns_faster():
     ]
     assert len(rules) == len(dict(rules)) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
-        rule = "muon" if name.startswith("blocks") and parameter.dim() == 2 else "adamw"
+        rule = "muon" if is_matrix(name, parameter) else "adamw"
         assert dict(rules)[parameter] == (rule, 0.1 if parameter.dim() == 2 else 0.0)
 
 
@@ -84,10 +91,9 @@ def test_muon_is_for_the_matrices_of_the_blocks_and_learns_faster():
 @pytest.mark.parametrize("optimizer", MOMENTS)
 def test_what_is_stored(optimizer, moments, size):
     parameters, made = after(1, f"--optimizer={optimizer}", f"--moments-dtype={moments}")
-    muon = set(matrices_of(parameters).values())
     expected = sum(
-        size * p.numel() if optimizer == "muon" and p in muon else 2 * size * p.numel() + 4
-        for p in parameters.values()
+        size * p.numel() if optimizer == "muon" and is_matrix(n, p) else 2 * size * p.numel() + 4
+        for n, p in parameters.items()
     )
     stored = [t for state in made.state.values() for t in state.values()]
     assert sum(t.untyped_storage().nbytes() for t in stored) == expected
@@ -112,63 +118,35 @@ def naive_muon(weight: Tensor, gradients: list[Tensor], rate: float, decay: floa
     return weight
 
 
-def matrices_of(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {n: p for n, p in parameters.items() if n.startswith("blocks") and p.dim() == 2}
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-PRECISIONS = [(torch.float32, 1e-5), (torch.float16, 1e-5), (torch.bfloat16, 0.02)]
-
-
-@pytest.mark.parametrize(("precision", "near"), PRECISIONS)
-def test_muon_is_that_of_the_papers(precision, near, monkeypatch):
-    """Stacks of at most 2 wide matrices; products that no digits are lost in, or bfloat16's."""
-    together, dtypes = [], set()
-
-    def watched(matrices: Tensor) -> Tensor:
-        together.append(len(matrices))
-        dtypes.add(matrices.dtype)
-        return orthogonalize(matrices)
-
-    monkeypatch.setattr(optimizer_file, "AT_A_TIME", 2 * 20 * 60)
-    monkeypatch.setattr(optimizer_file, "orthogonalize", watched)
-    start, steps = dict(make(MUON)[0].named_parameters()), drawn(4)
-    for name, weight in matrices_of(after(4, MUON, precision=precision)[0]).items():
-        expected = naive_muon(start[name].detach(), steps[name], 0.02, 0.1)
-        assert (weight - expected).norm() < near * (start[name] - expected).norm(), name
-    assert together == 4 * [2, 1, 3, 2, 1, 2, 1]  # of 60 x 20, 20 x 20, 56 x 20, 20 x 56
-    assert dtypes == {torch.bfloat16 if precision == torch.bfloat16 else torch.float32}
-
-
-@pytest.mark.parametrize(("digits", "squares"), [("highest", 1), ("high", 0)])
-def test_singular_values_end_near_one(digits, squares, monkeypatch):
-    """The shorter way is not for products in TF32, which have too few digits for it."""
-    asked: list[int] = []
+@pytest.mark.parametrize(
+    ("precision", "digits", "near"),
+    [(FP32, "highest", 1e-5), (FP32, "high", 1e-5), (FP16, "highest", 1e-5), (BF16, "high", 0.02)],
+)
+def test_muon_is_that_of_the_papers(precision, digits, near, monkeypatch):
+    """Stacks of at most 2 wide matrices; products that no digits are lost in, or bfloat16's. (The
+    shorter way is not for those, nor for products in TF32, which have too few digits for it.)"""
+    stacks: list[Tensor] = []
+    short: list[Tensor] = []
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: digits)
-    monkeypatch.setattr(
-        optimizer_file, "product_of_factors", lambda s: asked.append(1) or product_of_factors(s)
-    )
-    found = torch.linalg.svdvals(orthogonalize(torch.randn(3, 16, 24)))
-    assert 0.68 <= found.min() and found.max() <= 1.21 and len(asked) == squares
+    monkeypatch.setattr(optimizer_file, "AT_A_TIME", 2 * 20 * 60)
+    for calls, real in ((stacks, orthogonalize), (short, product_of_factors)):
+        spy = lambda some, calls=calls, real=real: calls.append(some) or real(some)  # noqa: E731
+        monkeypatch.setattr(optimizer_file, real.__name__, spy)
+    parameters, _ = after(4, MUON, precision=precision)
+    for name, (start, gradients) in before(4).items():
+        if is_matrix(name, start):
+            expected = naive_muon(start, gradients, 0.02, 0.1)
+            far = (parameters[name] - expected).norm()
+            assert far < near * (start - expected).norm(), name
+    # of 60 x 20, 20 x 20, 56 x 20, 20 x 56
+    assert [len(some) for some in stacks] == 4 * [2, 1, 3, 2, 1, 2, 1]
+    assert {some.dtype for some in stacks} == {BF16 if precision == BF16 else FP32}
+    assert bool(short) == (digits == "highest")
     zero = torch.zeros(1, 4, 4)
     assert torch.equal(orthogonalize(zero), zero)
-
-
-@each_mode
-def test_what_is_restored_is_a_copy(flags):
-    """A view of what was read would keep all of it alive; and what is no moment is refused."""
-    _, optimizer = after(2, *flags)
-    saved = optimizer.state_dict()
-    _, other = make(*flags)
-    restore_optimizer(other, saved)
-    for ours, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
-        for name in ours.keys() - {"step"}:
-            assert same(ours[name], theirs[name])
-            assert ours[name].data_ptr() != theirs[name].data_ptr()
-    moments = saved["state"][0]
-    name = next(name for name in moments if name != "step")
-    saved["state"][0] = moments | {name: moments[name].to(torch.complex64)}
-    with pytest.raises(ValueError, match="kind"):
-        restore_optimizer(other, saved)
 
 
 def naive_adamw(
@@ -185,20 +163,20 @@ def naive_adamw(
 
 
 @pytest.mark.parametrize("at_a_time", [2**22, 256])  # whole tensors, or slices
-@pytest.mark.parametrize("device", [CPU, MPS], ids=["fused", "not fused"])
+@each_device
 @pytest.mark.parametrize("flags", [*MODES.values(), ()], ids=[*MODES, "float32"])
 def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, monkeypatch):
     monkeypatch.setattr(optimizer_file, "AT_A_TIME", at_a_time)
     dtype = torch.bfloat16 if SMALL in flags else torch.float32
-    start, steps = dict(make()[0].named_parameters()), drawn(5)
     parameters, optimizer = after(5, *flags, device=device)
-    for name, weight in parameters.items():
-        if MUON in flags and name in matrices_of(parameters):
+    for name, (start, gradients) in before(5).items():
+        weight = parameters[name]
+        if MUON in flags and is_matrix(name, weight):
             continue
         decay = 0.1 if weight.dim() == 2 else 0.0
-        expected, *moments = naive_adamw(start[name].detach(), steps[name], 0.02, decay, dtype)
-        moved = (start[name] - expected).norm()
-        assert (weight - expected).norm() < 1e-5 * moved, name  # (a rounding may be on the verge)
+        expected, *moments = naive_adamw(start, gradients, 0.02, decay, dtype)
+        far = (weight - expected).norm()  # (a rounding may be on the verge)
+        assert far < 1e-5 * (start - expected).norm(), name
         state = optimizer.state[weight]
         assert float(state["step"]) == 5
         for kept, moment in zip((state["exp_avg"], state["exp_avg_sq"]), moments, strict=True):
@@ -206,10 +184,7 @@ def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, 
             torch.testing.assert_close(kept, moment, rtol=2**-7, atol=1e-8)
 
 
-# ---- A step that is skipped
-
-
-@pytest.mark.parametrize("device", [CPU, MPS], ids=["fused", "not fused"])
+@each_device
 @each_mode
 def test_an_update_that_is_skipped_leaves_no_trace(flags, device):
     def steps(*sizes: float):
@@ -222,16 +197,23 @@ def test_an_update_that_is_skipped_leaves_no_trace(flags, device):
             update_if_finite(optimizer, norm)
         return model.state_dict(), optimizer.state_dict()["state"]
 
-    before = steps(1, 1)
-    assert not same(before, steps(1, 1, 1))
+    two = steps(1, 1)
+    assert not same(two, steps(1, 1, 1))
     for bad in (torch.nan, torch.inf, 1e30):
         now = steps(1, 1, bad, bad)
-        assert same(before, now)
-        for a, b in zip(before[0].values(), now[0].values(), strict=True):
+        assert same(two, now)
+        for a, b in zip(two[0].values(), now[0].values(), strict=True):
             assert torch.equal(a.signbit(), b.signbit())
 
 
-# ---- Shards
+def test_what_is_restored_is_a_copy():
+    """A view of what was read would keep all of it alive."""
+    _, optimizer = after(2, MUON)
+    other = make(MUON)[1]
+    restore_optimizer(other, optimizer.state_dict())
+    for ours, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
+        assert same(ours, theirs)
+        assert all(ours[n].data_ptr() != theirs[n].data_ptr() for n in ours.keys() - {"step"})
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -239,3 +221,104 @@ def test_sharded_parameters_are_updated_as_whole_ones(tmp_path, processes):
     script = "tests/harness/sharded_optimizer.py"
     result = torchrun(tmp_path / "unused.pt", script=script, processes=processes)
     assert result.stdout.count("6 optimizers equal") == processes
+
+
+# ---- Runs
+
+
+def state(path) -> tuple[dict, dict]:
+    return snapshot(path)["model"], snapshot(path)["optimizer"]["state"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Of each optimizer, two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    for optimizer in MOMENTS:
+        flags = (f"--optimizer={optimizer}", "--num-steps=2", "--lr-scheduler=constant")
+        assert train_here(folder / f"{optimizer}.pt", *flags, "--warmup-steps=1") == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of that of Muon, and how it goes on."""
+    return shutil.copy(trained / "muon.pt", tmp_path / "run.pt")
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("precision", ["--no-amp", slow("--amp-dtype=float16")])
+@pytest.mark.parametrize("flags", [slow([MUON]), slow([SMALL]), [MUON, SMALL]])
+def test_resumed_to_the_bit(tmp_path, monkeypatch, flags, precision):
+    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
+    assert train_here(whole, *flags, precision) == 0
+    with monkeypatch.context() as here, pytest.raises(Crash):
+        crash_after(9, here)
+        train_here(path, *flags, precision, "--save-interval=9")
+    assert train_here(path, precision, "--resume") == 0  # the optimizer is the snapshot's
+    assert same(state(whole), state(path))
+    losses = [r["train_loss"] for r in metrics(path)]
+    assert losses == [r["train_loss"] for r in metrics(whole)] and losses[-1] < losses[0]
+
+
+def test_the_moments_dtype_may_change(run, capsys):
+    """They are cast, and there and back they are what they were; a snapshot of them is plain."""
+    for steps, dtype, other in ((3, "bfloat16", "float32"), (4, "float32", "bfloat16")):
+        flags = ("--resume", f"--moments-dtype={dtype}", f"--num-steps={steps}")
+        assert train_here(run, *flags) == 0
+        (line,) = re.findall("resume   changed.*", capsys.readouterr().out)
+        assert f"--moments-dtype {other} -> {dtype}" in line
+        _, moments = state(run)
+        assert sorted(moments) == list(range(28))  # 12 of each block, 2 tables, ln_f's 2
+        names = {tuple(sorted(of_one)) for of_one in moments.values()}
+        assert names == {("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)}
+        kept = {t.dtype for s in moments.values() for n, t in s.items() if n != "step"}
+        assert kept == {getattr(torch, dtype)}
+    assert generate([f"--checkpoint-path={run}", "--prompt=1 2 3", "--max-new-tokens=4"]) == 0
+
+
+def refused(path, capsys, *flags: str) -> str:
+    content = path.read_bytes()
+    assert train_here(path, "--resume", *flags) == 2 and path.read_bytes() == content
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(("old", "now"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_other_optimizer_is_refused(trained, run, capsys, old, now):
+    saved = snapshot(trained / f"{old}.pt")
+    if old == "adamw":  # as older snapshots are, which do not say so
+        for name in ("optimizer", "moments_dtype"):
+            del saved["args"][name]
+    torch.save(saved, run)
+    line = refused(run, capsys, f"--optimizer={now}")
+    assert f"was trained with {old}, this run has {now}; pass the old value" in line
+    if old == "adamw":
+        assert train_here(run, "--resume", "--num-steps=3") == 0
+
+
+def change_momentum(saved: dict, change: Callable[[Tensor], Tensor]) -> None:
+    saved["state"][27]["momentum_buffer"] = change(saved["state"][27]["momentum_buffer"])
+
+
+DAMAGE = {
+    "no momentum": lambda saved: saved["state"][27].pop("momentum_buffer"),
+    "nothing of one": lambda saved: saved["state"].pop(0),
+    "another shape": lambda saved: change_momentum(saved, lambda whole: whole[1:]),
+    "another kind": lambda saved: change_momentum(saved, Tensor.cfloat),
+    "two counts": lambda saved: saved["state"][0].update(step=torch.ones(2)),
+    "of the other block": lambda saved: saved["param_groups"][2]["params"].reverse(),
+    "flags say muon, moments are AdamW's": lambda saved: saved["param_groups"].pop(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_snapshot_that_was_tampered_with(run, capsys, damage):
+    saved = snapshot(run)
+    damage(saved["optimizer"])
+    torch.save(saved, run)
+    assert "does not fit this model: is it damaged?" in refused(run, capsys, "--num-steps=4")
