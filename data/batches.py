@@ -93,7 +93,10 @@ class TokenFile:
         return cls(path, array.dtype.name, array.offset, array.shape[0])
 
 
-def slice_files(files: Sequence[TokenFile], start: int, stop: int) -> list[TokenFile]:
+Files = Sequence[TokenFile]
+
+
+def slice_files(files: Files, start: int, stop: int) -> list[TokenFile]:
     """Tokens start to stop of the files taken as one row."""
     firsts = accumulate((file.count for file in files), initial=0)
     parts = [
@@ -102,7 +105,7 @@ def slice_files(files: Sequence[TokenFile], start: int, stop: int) -> list[Token
     return [part for part in parts if part.count]
 
 
-def hash_ids(files: Sequence[TokenFile], tokenizer: Tokenizer) -> str:
+def hash_ids(files: Files, tokenizer: Tokenizer) -> str:
     """Hash of all tokens. Raises DataError on an id that the tokenizer does not have."""
     digest = hashlib.sha256()
     for file in files:
@@ -120,25 +123,26 @@ def hash_ids(files: Sequence[TokenFile], tokenizer: Tokenizer) -> str:
 class Windows:
     """The windows of several files, numbered through from the first file to the last."""
 
-    def __init__(self, files: Sequence[TokenFile], seq_len: int, kind: str, more: str) -> None:
-        """Raises DataError, which names `kind` and ends in `more`, when there is none."""
-        self.files, self.seq_len = files, seq_len
+    too_short: tuple[str, str]  # what the error calls the tokens, and how it ends
+
+    def __init__(self, files: Files, batch_size: int, seq_len: int, device: torch.device) -> None:
+        """Raises DataError when no file holds seq_len + 1 tokens."""
+        self.files, self.batch_size, self.seq_len, self.device = files, batch_size, seq_len, device
         counts = [max(0, (file.count - 1) // seq_len) for file in files]
         self.first = np.cumsum([0, *counts])  # number of each file's first window, then the total
-        if not len(self):
+        self.n_windows = int(self.first[-1])
+        if not self.n_windows:
+            kind, more = self.too_short
             raise DataError(
                 f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
                 f"has {max((file.count for file in files), default=0)}: lower --seq-len{more}"
             )
 
-    def __len__(self) -> int:
-        return int(self.first[-1])
-
-    def read(self, numbers: np.ndarray) -> torch.Tensor:
-        """Windows `numbers` (n,), as int64 (n, T + 1)."""
-        rows = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
+    def read(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows `numbers` (n,) as inputs and labels (n, T)."""
+        array = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
         shards = np.searchsorted(self.first, numbers, side="right") - 1
-        for row, number, shard in zip(rows, numbers.tolist(), shards.tolist(), strict=True):
+        for row, number, shard in zip(array, numbers.tolist(), shards.tolist(), strict=True):
             file = self.files[shard]
             start = (number - int(self.first[shard])) * self.seq_len
             try:
@@ -148,14 +152,10 @@ class Windows:
             if len(block) < row.size:
                 raise DataError(f"{file.path} has become shorter; put back what it was")
             row[:] = block
-        return torch.from_numpy(rows)
-
-    def batch(self, numbers: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows `numbers` (n,) as inputs and labels (n, T)."""
-        rows = self.read(numbers)
-        if device.type == "cuda":  # only from pinned memory can Python go on while the copy runs
+        rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"
+        if on_gpu:  # only from pinned memory can Python go on while the copy runs
             rows = rows.pin_memory()
-        rows = rows.to(device, non_blocking=device.type == "cuda")
+        rows = rows.to(self.device, non_blocking=on_gpu)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
@@ -165,21 +165,17 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(np.arange(size, dtype=np.uint32))
 
 
-class TrainBatches:
+class TrainBatches(Windows):
     """Endless shuffled epochs: every window once an epoch, in a new order each epoch."""
 
+    too_short = ("training", " or give more text to --train-data")
+
     def __init__(
-        self,
-        files: Sequence[TokenFile],
-        batch_size: int,
-        seq_len: int,
-        seed: int,
-        device: torch.device,
+        self, files: Files, batch_size: int, seq_len: int, seed: int, device: torch.device
     ) -> None:
         """Raises DataError when no file holds seq_len + 1 tokens."""
-        self.windows = Windows(files, seq_len, "training", " or give more text to --train-data")
-        self.n_windows = len(self.windows)
-        self.batch_size, self.seed, self.device = batch_size, seed, device
+        super().__init__(files, batch_size, seq_len, device)
+        self.seed = seed
 
     def epoch(self, index: int) -> float:
         """Epochs completed before micro-batch `index`."""
@@ -192,25 +188,20 @@ class TrainBatches:
             permutation(self.seed, sample // size, size)[sample % size]
             for sample in range(first, first + self.batch_size)
         ]
-        return self.windows.batch(np.array(numbers), self.device)
+        return self.read(np.array(numbers))
 
 
-class ValBatches:
+class ValBatches(Windows):
     """A fixed set of windows in a fixed order; if limited, evenly spread over the whole split."""
 
+    too_short = ("validation", ", raise --val-ratio or give more text to --val-data")
+
     def __init__(
-        self,
-        files: Sequence[TokenFile],
-        batch_size: int,
-        seq_len: int,
-        max_batches: int,
-        device: torch.device,
+        self, files: Files, batch_size: int, seq_len: int, max_batches: int, device: torch.device
     ) -> None:
         """max_batches: 0 = all. Raises DataError when no file holds seq_len + 1 tokens."""
-        more = ", raise --val-ratio or give more text to --val-data"
-        self.windows = Windows(files, seq_len, "validation", more)
-        self.batch_size, self.device = batch_size, device
-        total = len(self.windows)
+        super().__init__(files, batch_size, seq_len, device)
+        total = self.n_windows
         count = min(total, max_batches * batch_size) if max_batches else total
         self.numbers = np.arange(count) * total // count
 
@@ -222,4 +213,4 @@ class ValBatches:
         if not 0 <= index < len(self):
             raise IndexError(f"validation batch {index} of {len(self)}")
         start = index * self.batch_size
-        return self.windows.batch(self.numbers[start : start + self.batch_size], self.device)
+        return self.read(self.numbers[start : start + self.batch_size])

@@ -38,7 +38,7 @@ from .store import (
 )
 from .suffixes import TOKEN_SUFFIXES, suffix_of
 from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
-from .toy import TOY_SUCCESSORS, load_toy
+from .toy import TOY_SUCCESSORS, find_toy
 
 BPE_TRAINING_CHARS = 10_000_000
 ENCODING_THREADS = min(4, os.cpu_count() or 1)
@@ -131,8 +131,7 @@ def find_dataset(
     if vocab_size is not None:
         _check_vocab_size(vocab_size, name)
     if toy:
-        size = vocab_size or 256
-        return FoundData(size, lambda: load_toy(size, max_tokens, seed, cache_dir, say), cache_dir)
+        return find_toy(vocab_size or 256, max_tokens, seed, cache_dir, say)
     with one_line(cache_dir):
         train, val = _find(train_data, val_data, say)
         is_tokens = suffix_of(train[0]) in TOKEN_SUFFIXES
@@ -146,7 +145,7 @@ def find_dataset(
             known = load_tokenizer(name)
         if is_tokens and known:
             data = _read_tokens(train, val, val_ratio, max_tokens, known)
-            return FoundData(known.vocab_size, lambda: data, cache_dir)
+            return FoundData(known.vocab_size, lambda: data)
         stdlib = f"Python {platform.python_version()} standard library"
         about = label(train_data) if train_data else stdlib
         source = Source(about, train, val, val_ratio, max_tokens)
@@ -248,6 +247,7 @@ def _find_text(
             **_encode(source, tokenizer, temporary),
         }
 
+    @one_line(cache_dir)
     def load() -> Dataset:
         made = meta or build_cache(folder, build, say)
         saved = folder / RANKS
@@ -260,7 +260,7 @@ def _find_text(
     if meta is None:
         source.documents  # noqa: B018  (looks whether all text is good)
     size = meta["vocab_size"] if meta else known.vocab_size if known else vocab_size
-    return FoundData(size, load, cache_dir, is_most=meta is None and known is None)
+    return FoundData(size, load, is_most=meta is None and known is None)
 
 
 def _tail(path: Path, size: int, ratio: float) -> int:

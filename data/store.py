@@ -46,20 +46,14 @@ class FoundData:
     """Data that were found to be good. Nothing is encoded yet, and nothing written."""
 
     vocab_size: int
-    get: Callable[[], Dataset]
-    cache_dir: Path
+    # From the cache, or into it. Raises DataError (DiskFull, if that has no room).
+    load: Callable[[], Dataset]
     is_most: bool = False  # a bpe is still to be trained: that many ids, or fewer
-
-    def load(self) -> Dataset:
-        """From the cache, or into it. Raises DataError if that cannot be written
-        (DiskFull, if it has no room)."""
-        with one_line(self.cache_dir):
-            return self.get()
 
 
 @contextmanager
 def one_line(cache_dir: Path) -> Iterator[None]:
-    """An OSError as a DataError; where it names no file, it is one in `cache_dir`."""
+    """Makes a DataError of an OSError; where that names no file, it is one in `cache_dir`."""
     try:
         yield
     except OSError as error:

@@ -6,26 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from .store import Dataset, Say, build_cache, cached_dataset, key, read_meta
+from .store import Dataset, FoundData, Say, build_cache, cached_dataset, key, one_line, read_meta
 from .tokenizer import ToyTokenizer
 
 TOY_SUCCESSORS = 4
 TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
 
 
-def load_toy(
+def find_toy(
     vocab_size: int, max_tokens: int | None, seed: int, cache_dir: Path, say: Say
-) -> Dataset:
+) -> FoundData:
     """A random walk in which every id has 4 equally likely successors, fixed by `seed`.
 
     No model can beat ln 4 = 1.386 nats, and a bigram table reaches it; every id is equally
     common, so a model that learned nothing stays at ln(vocab_size).
     """
     counts = [min(count, max_tokens or count) for count in (TOY_TRAIN, TOY_VAL)]
-    tokenizer = ToyTokenizer(vocab_size)
+    folder = cache_dir / key("toy", vocab_size, counts, seed)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
 
-    def build(folder: Path) -> dict[str, Any]:
+    def build(temporary: Path) -> dict[str, Any]:
         rng = random.Random(seed)
         order = rng.sample(range(vocab_size), vocab_size)
         steps = rng.sample(range(vocab_size), TOY_SUCCESSORS)  # distinct, so successors are too
@@ -34,8 +34,8 @@ def load_toy(
             ids.append(order[(ids[-1] + step) % vocab_size])
         walk = np.array(ids, dtype=dtype)
         # (Not numpy's tofile: if the disk is full, it does not say so.)
-        (folder / "train.bin").write_bytes(walk[: counts[0]].tobytes())
-        (folder / "val.bin").write_bytes(walk[counts[0] :].tobytes())
+        (temporary / "train.bin").write_bytes(walk[: counts[0]].tobytes())
+        (temporary / "val.bin").write_bytes(walk[counts[0] :].tobytes())
         return {
             "tokenizer": "toy",
             "vocab_size": vocab_size,
@@ -45,7 +45,10 @@ def load_toy(
             "val_tokens": counts[1],
         }
 
-    folder = cache_dir / key("toy", vocab_size, counts, seed)
-    meta = read_meta(folder) or build_cache(folder, build, say)
-    about = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
-    return cached_dataset(folder, meta, tokenizer, about)
+    @one_line(cache_dir)
+    def load() -> Dataset:
+        meta = read_meta(folder) or build_cache(folder, build, say)
+        about = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
+        return cached_dataset(folder, meta, ToyTokenizer(vocab_size), about)
+
+    return FoundData(vocab_size, load)
