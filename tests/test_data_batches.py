@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from harness import oracle
 from harness.corpora import ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,26 +39,13 @@ def row(tmp_path_factory):
     return make
 
 
-def starts(batches) -> list[int]:
-    """The first id of each row, which names the window: the labels follow it one by one."""
-    found = []
-    for inputs, labels in batches:
-        assert inputs.dtype == labels.dtype == torch.int64
-        assert inputs.is_contiguous() and labels.is_contiguous()
-        assert torch.equal(labels, inputs + 1)
-        assert torch.equal(inputs, inputs[:, :1] + torch.arange(inputs.size(1)))
-        found += inputs[:, 0].tolist()
-    return found
-
-
 @law
 @given(lengths, st.integers(1, 5), st.integers(1, 6), st.integers(0, 3), st.integers(0, 4))
-def test_every_window_once_an_epoch_and_validation_in_order(row, lengths, B, T, seed, limit):
+def test_batches_are_those_of_a_plain_sampler(row, lengths, B, T, seed, limit):
+    """Which windows, in which order, and their labels, over three epochs; and a fixed validation,
+    evenly spread if it is limited."""
     files = row(lengths)
-    first = [end - n for n, end in zip(lengths, accumulate(lengths), strict=True)]
-    windows = [
-        start + i * T for start, n in zip(first, lengths, strict=True) for i in range((n - 1) // T)
-    ]
+    windows = oracle.windows([ids([file]) for file in files], T)
     n, longest = len(windows), max(lengths)
     if not windows:
         for make, kind in ((TrainBatches, "training"), (ValBatches, "validation")):
@@ -65,28 +53,27 @@ def test_every_window_once_an_epoch_and_validation_in_order(row, lengths, B, T, 
             with pytest.raises(DataError, match=f"{says}{longest}: lower --seq-len"):
                 make(files, B, T, 0, CPU)
         return
-    train = TrainBatches(files, B, T, seed, CPU)
-    found = starts(train[i] for i in range(-(-3 * n // B)))  # batches straddle epochs
-    assert [sorted(found[i : i + n]) for i in (0, n, 2 * n)] == [windows] * 3
+    train, found = TrainBatches(files, B, T, seed, CPU), []
+    numbers = [*range(-(-3 * n // B)), 0]  # epochs end inside of batches; of its number alone
+    for number in numbers:
+        wanted = oracle.training_batch(windows, B, seed, number)
+        for tensor, other in zip(train[number], wanted, strict=True):
+            assert tensor.dtype == torch.int64 and tensor.is_contiguous()
+            assert torch.equal(tensor, other)
+        found += train[number][0][:, 0].tolist()
+    firsts = [window[0] for window in windows]
+    assert [sorted(found[i : i + n]) for i in (0, n, 2 * n)] == [firsts] * 3
     assert train.epoch(n) == B and train.n_windows == n
-    again = TrainBatches(files, B, T, seed, CPU)
-    assert starts(again[i] for i in (2, 0)) == starts(train[i] for i in (2, 0))
-    # The sample order does not depend on the batch size.
-    twice = TrainBatches(files, 2 * B, T, seed, CPU)
-    assert starts([twice[1]]) == starts([train[2], train[3]])
 
     val = ValBatches(files, B, T, limit, CPU)
     count = min(n, limit * B) or n
-    assert starts(val) == [windows[i * n // count] for i in range(count)]  # ends by IndexError
-    assert len(val) == -(-count // B)
+    rows = [windows[i * n // count] for i in range(count)]
+    parts = [oracle.shifted(rows[i : i + B]) for i in range(0, count, B)]
+    assert len(val) == len(parts)
+    for batch, part in zip(val, parts, strict=True):  # ends by IndexError
+        assert all(map(torch.equal, batch, part))
     with pytest.raises(IndexError):
         val[-1]
-
-
-def test_each_epoch_and_each_seed_has_an_order_of_its_own(row):
-    files = row([97])
-    orders = [starts([TrainBatches(files, 24, 4, seed, CPU)[i]]) for seed in (0, 1) for i in (0, 1)]
-    assert len({*map(tuple, orders), tuple(range(0, 96, 4))}) == 5
 
 
 @law

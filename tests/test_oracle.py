@@ -15,7 +15,6 @@ import torch
 from harness import oracle
 from harness.runs import TINY as RUN
 
-from data import TokenFile, TrainBatches, ValBatches
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from train_minimal import evaluate, learning_rate, seed_of, train_step
 from trainer.flags import build_parser, fill_in
@@ -164,55 +163,6 @@ def test_transformers_gpt2(memory, dtype, loss_chunks):
     }
     # (Its loss is computed in float32 whatever the model is in.)
     assert_close(ours(model, batches), (losses, gradients), max(TOLERANCE[dtype], 5e-7))
-
-
-# ---- the data
-
-
-def token_files(folder, *counts: int) -> tuple[list[list[int]], list[TokenFile]]:
-    """Tokens that tell where they are from: no two of them are the same."""
-    lists, files, first = [], [], 0
-    for i, count in enumerate(counts):
-        lists.append(list(range(first, first + count)))
-        first += count
-        np.array(lists[-1], dtype=np.uint16).tofile(folder / f"{i}.bin")
-        files.append(TokenFile.open(folder / f"{i}.bin"))
-    return lists, files
-
-
-def test_training_batches_are_a_plain_samplers(tmp_path):
-    """Which windows, in which order, and their labels; over three epochs, whose ends lie inside of
-    batches; files that end in the middle of a window, at its end, and before the first."""
-    lists, files = token_files(tmp_path, 40, 8, 0, 7, 1, 43, 36)
-    windows = oracle.windows(lists, 7)
-    assert len(windows) == 5 + 1 + 0 + 0 + 0 + 6 + 5
-    batches = TrainBatches(files, 3, 7, 5, CPU)
-    seen = []
-    for number in range(17):
-        for found, expected in zip(
-            batches[number], oracle.training_batch(windows, 3, 5, number), strict=True
-        ):
-            assert found.dtype == torch.int64 and torch.equal(found, expected)
-        assert torch.equal(batches[number][1], batches[number][0] + 1)
-        seen += [row[0].item() for row in batches[number][0]]
-        assert batches.epoch(number + 1) == len(seen) / 17
-    for epoch in range(3):  # each window once, and in a new order
-        assert sorted(seen[17 * epoch : 17 * (epoch + 1)]) == [window[0] for window in windows]
-    assert seen[:17] != seen[17:34] != seen[34:]
-    assert all(map(torch.equal, batches[2], batches[2]))  # of its number alone
-
-
-def test_validation_batches_are_a_plain_samplers(tmp_path):
-    lists, files = token_files(tmp_path, 50, 30)
-    windows = oracle.windows(lists, 7)
-    assert len(windows) == 7 + 4
-    for limit, expected in ((0, range(11)), (9, range(11)), (2, [0, 1, 3, 5, 7, 9])):
-        batches = ValBatches(files, 3, 7, limit, CPU)
-        rows = [windows[i] for i in expected]
-        parts = [oracle.shifted(rows[i : i + 3]) for i in range(0, len(rows), 3)]
-        assert len(batches) == len(parts)
-        for i, (ids, labels) in enumerate(parts):
-            assert torch.equal(batches[i][0], ids) and torch.equal(batches[i][1], labels)
 
 
 # ---- the step
