@@ -112,11 +112,3 @@ def chromium():
         pytest.skip(str(error))
     yield entered
     browser.__exit__(None, None, None)
-
-
-@pytest.fixture(scope="session")
-def made_page(tmp_path_factory):
-    """What scripts.memory_page makes of a small model, and what the planner says about it."""
-    from harness.pages import FLAGS, Made
-
-    return Made(FLAGS, tmp_path_factory.mktemp("page"))
