@@ -305,13 +305,18 @@ def change_momentum(saved: dict, change: Callable[[Tensor], Tensor]) -> None:
     saved["state"][27]["momentum_buffer"] = change(saved["state"][27]["momentum_buffer"])
 
 
+def swap_blocks(saved: dict) -> None:
+    matrices = saved["param_groups"][2]["params"]  # four of each
+    matrices[:] = matrices[4:] + matrices[:4]
+
+
 DAMAGE = {
     "no momentum": lambda saved: saved["state"][27].pop("momentum_buffer"),
     "nothing of one": lambda saved: saved["state"].pop(0),
-    "another shape": lambda saved: change_momentum(saved, lambda whole: whole[1:]),
+    "another shape": lambda saved: change_momentum(saved, lambda whole: whole[:1]),
     "another kind": lambda saved: change_momentum(saved, Tensor.cfloat),
     "two counts": lambda saved: saved["state"][0].update(step=torch.ones(2)),
-    "of the other block": lambda saved: saved["param_groups"][2]["params"].reverse(),
+    "of the other block": swap_blocks,
     "flags say muon, moments are AdamW's": lambda saved: saved["param_groups"].pop(),
 }
 
