@@ -1,70 +1,76 @@
-"""What a record of the log says of memory, and what the clock of a run says of time."""
+"""What a run asks of its device and says of it: memory, time, rounding, the first lines."""
 
 import gc
+import itertools
+import warnings
 from collections import defaultdict
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.runs import Crash, train_here
+from harness.runs import TINY, Crash, same, snapshot, train_here
 
 import train_minimal
+from planner import CARDS
+from planner.cards import peak_flops
+from scripts import benchmark, benchmark_worker
+from scripts.benchmark_worker import Job
 from trainer import start
+from trainer.device import set_matmul_precision
+from trainer.flags import build_parser, fill_in
 from trainer.metrics import StepClock
-from trainer.report import measure
+from trainer.process import OneProcess
+from trainer.report import describe_run, measure
+from trainer.setup import set_up
 
-STATS = {
-    "allocated_bytes.all.peak": 100,
-    "active_bytes.all.peak": 150,
-    "active_bytes.all.current": 7,
-    "reserved_bytes.all.peak": 200,
-}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PEAKS = {"allocated_bytes.all.peak": 100, "active_bytes.all.peak": 150}
+STATS = PEAKS | {"active_bytes.all.current": 7, "reserved_bytes.all.peak": 200}
 
 
-def record_on(device: str) -> dict:
-    """What is logged after one step there."""
+@pytest.mark.parametrize(
+    ("stats", "peaks"),
+    [
+        (STATS, {"memory": 100, "active": 150, "reserved": 200}),
+        ({}, {"memory": 0, "active": 0, "reserved": 0}),  # nothing ran there yet
+    ],
+)
+def test_a_gpu_tells_what_its_allocator_took(stats, peaks, monkeypatch):
+    for module in (torch.cuda, torch.cuda.memory):
+        monkeypatch.setattr(module, "memory_stats", lambda device: stats)
     clock = StepClock()
     clock.end_step()
     run = SimpleNamespace(
         args=SimpleNamespace(batch_size=1, seq_len=8, num_steps=2),
-        process=SimpleNamespace(device=torch.device(device), sum=lambda numbers: numbers),
+        process=SimpleNamespace(device=torch.device("cuda"), sum=lambda numbers: numbers),
         clock=clock,
         step=1,
         micro_batches=1,
         optimizer=SimpleNamespace(param_groups=[defaultdict(float)]),
         train_batches=SimpleNamespace(epoch=lambda n: 0.5),
     )
-    return measure(run, torch.ones(1), torch.ones(()))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("stats", [STATS, {}])  # {}: nothing ran there yet
-def test_a_gpu_tells_what_its_allocator_took(stats, monkeypatch):
-    for module in (torch.cuda, torch.cuda.memory):
-        monkeypatch.setattr(module, "memory_stats", lambda device: stats)
-    record = record_on("cuda")
+    record = measure(run, torch.ones(1), torch.ones(()))  # type: ignore[arg-type]
     memory = {key: value for key, value in record.items() if key.startswith("peak")}
-    assert memory == {
-        "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
-        "peak_memory_kind": "cuda",
-        "peak_active_bytes": stats.get("active_bytes.all.peak", 0),
-        "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
-    }
+    expected = {f"peak_{name}_bytes": peak for name, peak in peaks.items()}
+    assert memory == expected | {"peak_memory_kind": "cuda"}
 
 
-def test_a_cpu_has_no_such_allocator():
-    memory = [key for key in record_on("cpu") if key.startswith("peak")]
-    assert memory == ["peak_memory_bytes", "peak_memory_kind"]
+# ---- Time
 
 
-def clock_with_a_hand(monkeypatch) -> tuple[StepClock, SimpleNamespace]:
-    """A clock whose time is what the test says it is: `now.s` seconds."""
+@pytest.fixture
+def now(monkeypatch):
+    """The time is what the test says it is: `now.s` seconds."""
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: now.s)
-    return StepClock(), now
+    return now
 
 
-def test_a_clock_books_to_the_phase_that_began(monkeypatch):
-    clock, now = clock_with_a_hand(monkeypatch)
+def test_a_clock_books_to_the_phase_that_began(now):
+    clock = StepClock()
+    assert clock.steps_per_second() == 0 and clock.overhead() == 1  # without a step
     now.s = 100  # setting up does not count
     for phase, seconds in [("data", 1), ("forward", 2), ("backward", 4), ("optimizer", 8)]:
         clock.begin(phase)
@@ -81,13 +87,8 @@ def test_a_clock_books_to_the_phase_that_began(monkeypatch):
     assert clock.end_interval() == 4  # a step, of two
 
 
-def test_a_run_without_a_step_has_no_speed():
+def test_what_is_done_in_a_pause_does_not_count(now):
     clock = StepClock()
-    assert clock.steps_per_second() == 0 and clock.overhead() == 1
-
-
-def test_what_is_done_in_a_pause_does_not_count(monkeypatch):
-    clock, now = clock_with_a_hand(monkeypatch)
     with clock:
         clock.begin("data")
         now.s += 1
@@ -113,3 +114,131 @@ def test_python_looks_for_garbage_again_when_training_begins(tmp_path, monkeypat
             train_here(tmp_path / "run.pt")
     finally:
         gc.set_threshold(*usual)
+
+
+# ---- How matmuls round, and how fast they can be then
+
+
+@pytest.fixture
+def settings():
+    """Read them: (float32 matmuls, cuBLAS's, oneDNN's, may sums be rounded?)."""
+    cublas = torch.backends.cuda.matmul
+    sums = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+
+    def read() -> tuple:
+        onednn = torch.backends.mkldnn.matmul.fp32_precision
+        exact = not any(getattr(cublas, name) for name in sums)
+        return torch.get_float32_matmul_precision(), cublas.allow_tf32, onednn, exact
+
+    before = torch.get_float32_matmul_precision(), [getattr(cublas, name) for name in sums]
+    yield read
+    torch.set_float32_matmul_precision(before[0])
+    for name, value in zip(sums, before[1], strict=True):
+        setattr(cublas, name, value)
+
+
+def test_tf32_is_a_setting_of_a_gpu(settings, monkeypatch):
+    cuda, cpu, mps = map(torch.device, ("cuda:1", "cpu", "mps"))
+    for tf32 in (False, True, False):  # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have set it
+        set_matmul_precision(cuda, tf32)
+        assert settings()[:2] == (("high", True) if tf32 else ("highest", False))
+        assert settings()[3]
+    there = settings()
+    for device in (cpu, mps):
+        set_matmul_precision(device, tf32=True)
+        assert settings() == there
+    warn = partial(warnings.warn, "Please use the new API settings to control ...")
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: warn(stacklevel=1))
+    with warnings.catch_warnings():  # what torch 2.9 says of the setting is no user's business
+        warnings.simplefilter("error")
+        set_matmul_precision(cuda, tf32=True)
+
+
+def test_the_trainer_asks_for_it_and_a_cpu_does_not_care(tmp_path, monkeypatch, settings, capsys):
+    asked, before = [], settings()
+
+    def spy(device: torch.device, tf32: bool) -> None:
+        asked.append((device.type, tf32))
+        set_matmul_precision(device, tf32)
+
+    monkeypatch.setattr("trainer.setup.set_matmul_precision", spy)
+    plain, rounded = tmp_path / "plain.pt", tmp_path / "rounded.pt"
+    for path, flags in ((plain, ()), (rounded, ("--tf32",))):
+        assert train_here(path, "--no-amp", "--num-steps=3", *flags) == 0
+    assert asked == [("cpu", False), ("cpu", True)] and settings() == before
+    assert same(snapshot(plain)["model"], snapshot(rounded)["model"])
+    assert "TF32" not in capsys.readouterr().out
+    assert train_here(rounded, "--resume", "--no-tf32", "--num-steps=4") == 0
+    assert "--tf32 True -> False" in capsys.readouterr().out
+
+
+def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
+    """A GPU that is not found, to whoever asked for none in particular and has a PyTorch that is
+    for one; GPT-2's vocabulary on a CPU, to whoever did not name it."""
+    args = fill_in(build_parser("test", "x.pt").parse_args([*TINY, "--checkpoint-path=x.pt"]))
+    args.checkpoint_path = tmp_path / "run.pt"
+    run = set_up(args, OneProcess(torch.device("cpu")))
+    for args.device, cuda in itertools.product(("auto", "cpu"), ("13.0", None)):
+        monkeypatch.setattr("torch.version.cuda", cuda)
+        noted = "note     PyTorch, built for CUDA 13.0, finds no GPU" in describe_run(run, "", None)
+        assert noted == (args.device == "auto" and cuda is not None)
+    for size, args.tokenizer_name in ((50257, None), (50257, "gpt2"), (31, None)):
+        run.model.config = replace(run.model.config, vocab_size=size)
+        noted = "note     GPT-2's vocabulary makes" in describe_run(run, "", None)
+        assert noted == (size == 50257 and args.tokenizer_name is None)
+    run.process.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    in_tf32 = {(FP32, False): "", (FP32, True): ", matmuls in TF32", (BF16, True): ""}
+    for (run.precision, args.tf32), more in in_tf32.items():
+        words = f"{str(run.precision).removeprefix('torch.')}{more}"
+        assert f"device   1 x cuda (a card), {words}\n" in describe_run(run, "", None)
+    run.held_lock.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "float16", "bfloat16"),
+    [  # TFLOP/s of whatever forms a chip is sold in (and CARDS: test_cards.py)
+        ("H100 80GB HBM3|GH200 480GB|GH200 144G HBM3e|H200", 989, 989),
+        ("H100 NVL|H200 NVL", 835, 835),
+        ("A10", 125, 125),
+        ("L40", 181, 181),
+        ("GeForce RTX 4070 Ti SUPER", 88.2, 88.2),
+        ("GeForce RTX 4090 D", 147, 147),
+        ("Tesla V100-SXM2-16GB|Tesla V100-SXM3-32GB", 125, None),  # before Ampere
+        ("Tesla V100-PCIE-16GB", 112, None),
+        ("Tesla V100S-PCIE-32GB", 130, None),
+        # a part of one, another chip, and what nobody knows
+        ("A100-SXM4-40GB MIG 1g.5gb|GeForce RTX 4090 Laptop GPU|GeForce RTX 4070 Ti D", None, None),
+        ("A10-24Q|A1000|H1000|L40S2||GeForce RTX 3060 ", None, None),
+    ],
+)
+def test_peak_of_a_card(names, float16, bfloat16):
+    for name in names.split("|"):
+        name = name if name.startswith("Tesla") else f"NVIDIA {name}"
+        found = peak_flops(name, FP16), peak_flops(name, BF16), peak_flops(name, FP32, tf32=True)
+        rates = float16, bfloat16, bfloat16 and bfloat16 / 2
+        assert found == tuple(rate and rate * 1e12 for rate in rates), name
+        assert peak_flops(name, FP32) is None
+
+
+def test_the_benchmark_takes_the_peak_of_its_precision(monkeypatch):
+    """On a GPU; --no-amp has a known one with --tf32 only."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    monkeypatch.setattr(benchmark, "choose_device", lambda name: torch.device("cuda"))
+    asked: list[bool] = []
+    monkeypatch.setattr(benchmark_worker, "set_matmul_precision", lambda *a: asked.append(a[1]))
+    result = defaultdict(lambda: None, step_s_all=[1.0])
+    shares, job = {}, Job("none", 8)
+    shape = "--device=cpu --vocab-size=31 --d-model=16 --n-heads=2 --n-layers=1"
+    for flags, precision in (("", BF16), ("--tf32", FP32), ("", FP32)):
+        args = benchmark.build_parser().parse_args(f"{shape} {flags}".split())
+        benchmark.check(args)
+        benchmark_worker.make_run(args, job, torch.device("cpu"))
+        config = benchmark_worker.config_of(args, job)
+        step = SimpleNamespace(peak=1, config=config, seconds=lambda *_: 1.0)
+        planner = SimpleNamespace(precision=precision, step=lambda *_, step=step, **__: step)
+        row = benchmark.make_row(args, job, [result], planner, CARDS["H100 PCIe"])
+        shares[precision, args.tf32] = row["mfu"]
+    assert asked == [False, True, False] and shares[FP32, False] is None
+    assert shares[FP32, True] == pytest.approx(2 * shares[BF16, False])
