@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from harness.faults import Injected, broken
+from harness.faults import broken
 from harness.rows import row
 from harness.runs import (
     FAULTS,
@@ -38,37 +38,6 @@ slow = pytest.mark.slow
 
 def steps_of(*paths) -> list[int]:
     return [snapshot(path)["step"] for path in paths if path.exists()]
-
-
-# ---- Save first, then evaluate
-
-
-@pytest.mark.parametrize("step", [10, 20])
-def test_an_evaluation_that_dies_is_made_up_for(tmp_path, monkeypatch, step):
-    """The step it was for is saved; the resumed run evaluates first: log and best are complete."""
-    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
-    flags = (FP32, "--save-interval=5", "--eval-interval=5")
-    assert train_here(whole, *flags) == 0
-    real = train_minimal.evaluate
-
-    def evaluate(run):
-        if run.step == step:
-            raise Injected
-        return real(run)
-
-    monkeypatch.setattr(train_minimal, "evaluate", evaluate)
-    with pytest.raises(Injected):
-        train_here(path, *flags)
-    assert snapshot(path)["step"] == step and metrics(path)[-1]["step"] == step - 1
-    monkeypatch.undo()
-    assert train_here(path, *flags, "--resume") == 0
-    results = [[(r["step"], r["train_loss"], r.get("val_loss")) for r in metrics(p)]
-               for p in (path, whole)]  # fmt: skip
-    assert results[0] == results[1]
-    for suffix in (".pt", ".prev.pt", ".best.pt"):
-        a, b = (snapshot(p.with_suffix(suffix)) for p in (path, whole))
-        assert same(a["optimizer"]["state"], b["optimizer"]["state"])
-        assert all(same(a[key], b[key]) for key in ("model", "step", "best_val_loss"))
 
 
 def test_what_was_evaluated_after_the_save_still_counts(tmp_path, monkeypatch):

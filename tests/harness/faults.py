@@ -6,9 +6,9 @@ FAULTS="nan:1:7" torchrun --nproc-per-node=2 tests/harness/faults.py train_ddp [
 A fault is kind:rank:step, a kind of STEP_FAULTS (it strikes before that step) or of SAVE_FAULTS
 (while the snapshot of that step is saved). Faults strike in the first attempt only: what torchrun
 starts again may show that it gets through. PAUSE makes each step last that many seconds longer.
-Each process writes what it has after each step (the hash of its weights, the loss scale) into
-RUN.rankR.jsonl beside its snapshot RUN.pt (`history`). All of it stands here, none of it in the
-trainers.
+Each process writes what it has after each step (hashes of weights and moments, the loss scale; with
+COLLECTIVES, what those carried) into RUN.rankR.jsonl beside its snapshot RUN.pt (`history`). All of
+it stands here, none of it in the trainers.
 """
 
 import importlib
@@ -33,6 +33,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from harness.runs import FAULTS, torchrun, train_here  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 import train_minimal  # noqa: E402
@@ -99,6 +100,11 @@ def error(run: Run) -> None:
     raise Injected
 
 
+def no_evaluation(run: Run) -> None:
+    """The next one dies."""
+    run.model.eval = lambda: error(run)  # type: ignore[method-assign]
+
+
 def silence(run: Run) -> None:
     """A minute without a line of the log."""
     run.last_line -= 60
@@ -126,6 +132,7 @@ STEP_FAULTS: dict[str, Act] = {
     "huge": bad_gradient(1e30),  # finite in each number, and in no sum of their squares
     "infinite-loss": infinite_loss,
     "error": error,
+    "evaluation": no_evaluation,
     "kill": lambda run: die(),
     **{name: send(f"SIG{name.upper()}") for name in ("term", "hup", "usr1")},
     "again": send("SIGTERM"),
@@ -136,11 +143,30 @@ STEP_FAULTS: dict[str, Act] = {
 }
 
 
+class Collectives(TorchDispatchMode):
+    """[name, bytes] of each: of the largest tensor in it, the one that is put together or dealt
+    out. (On a CPU backward runs in the thread that calls it, DDP's averages among it.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensor will be seen
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.seen.append((func._opname, max(tensor.nbytes for tensor in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
 def train_step(run: Run, *others: Act) -> Any:
     time.sleep(float(os.environ.get("PAUSE", "0")))
     acts = [STEP_FAULTS[kind] for kind in faults_at(run.step, STEP_FAULTS)]
     undo = [act(run) for act in (*acts, *others)]
-    result = real_train_step(run)
+    collectives = Collectives()
+    with collectives if "COLLECTIVES" in os.environ else nullcontext():
+        result = real_train_step(run)
     for remove in filter(callable, undo):
         remove()
     state = run.model.state_dict(), run.optimizer.state_dict()["state"]
@@ -150,6 +176,7 @@ def train_step(run: Run, *others: Act) -> Any:
         "weights": weights_hash(weights),
         "moments": weights_hash(moments),
         "scale": run.scaler.get_scale() if run.scaler.is_enabled() else None,
+        "collectives": sorted(collectives.seen),
     }
     with open(snapshot.beside(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
         file.write(json.dumps(record) + "\n")
