@@ -17,7 +17,7 @@ root=$(dirname "$0")/..
 [[ $text == /* || . -ef $root ]] || text=$PWD/$text  # named from where we were started
 cd "$root"
 [[ " $*" == *" --num-"* ]] || set -- --num-steps 10000 "$@"  # one of three flags says how long
-exec python train_minimal.py --train-data "$text" --tokenizer-name gpt2 \
+exec ${MINIGPT_TRAINER:-python train_minimal.py} --train-data "$text" --tokenizer-name gpt2 \
     --n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072 --seq-len 1024 \
     --batch-size 16 --grad-accum-steps 30 --use-activation-checkpoint auto --compile \
     --warmup-steps 700 --lr 6e-4 --min-lr 6e-5 --weight-decay 0.1 \

@@ -9,16 +9,7 @@
 # see the first lines of train_ddp.py for torchrun's own flags.
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: scripts/gpt2_small_ddp.sh TEXT_OR_TOKENS [flags of train_ddp.py]" >&2; exit 2; }
-text=$1
-shift
-root=$(dirname "$0")/..
-[[ $text == /* || . -ef $root ]] || text=$PWD/$text  # named from where we were started
-cd "$root"
-[[ " $*" == *" --num-"* ]] || set -- --num-steps 10000 "$@"  # one of three flags says how long
 gpus=${GPUS:-$(python -c 'import torch; print(max(torch.cuda.device_count(), 1))')}
-exec torchrun --nproc-per-node="$gpus" train_ddp.py --train-data "$text" --tokenizer-name gpt2 \
-    --n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072 --seq-len 1024 \
-    --batch-size 16 --grad-accum-steps $(((30 + gpus - 1) / gpus)) --use-activation-checkpoint auto --compile \
-    --warmup-steps 700 --lr 6e-4 --min-lr 6e-5 --weight-decay 0.1 \
-    --log-interval 10 --eval-interval 250 --save-interval 250 \
-    --checkpoint-path checkpoints/gpt2_small_ddp.pt "$@"
+export MINIGPT_TRAINER="torchrun --nproc-per-node=$gpus train_ddp.py"
+exec "$(dirname "$0")/gpt2_small.sh" "$1" --grad-accum-steps $(((30 + gpus - 1) / gpus)) \
+    --checkpoint-path checkpoints/gpt2_small_ddp.pt "${@:2}"
