@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from memory import POLICIES, HostMemory, Past, TiedEmbedding, check_memory, schedule
+from memory import POLICIES, HostMemory, Past, Recompute, TiedEmbedding, expand, schedule, write
 from memory import RECOMPUTE_POLICIES as RECOMPUTE_POLICIES  # for whoever imports the model
 
 
@@ -41,12 +41,8 @@ class MiniGPTConfig:
     d_ff: int = 3072
     dropout: float = 0.1
     # The memory side. None of these changes a result, only what is kept for backward.
-    recompute: str = "none"  # "full": an activation checkpoint around each block; or a name of
-    # memory/policies.py: cheap, selective, mlp, attn, sdpa
-    recompute_layers: int | None = None  # only the first N blocks; None = all
-    recompute_rest: str = "none"  # the policy of the blocks after those
-    recompute_group: int = 1  # with "full": one checkpoint for every K consecutive blocks
-    offload_activations: bool = False  # what the policy keeps waits in CPU memory
+    recompute: str = "none"  # "full": an activation checkpoint around each block. Or "cheap",
+    # "mlp:7,cheap", "full/2", "full+offload", ...: see `expand` in memory/policies.py
     loss_chunks: int = 0  # head and loss in n chunks of tokens; 0 = choose n, 1 = all at once
 
     def __post_init__(self) -> None:
@@ -58,14 +54,15 @@ class MiniGPTConfig:
             raise ValueError(f"d_model ({C}) must be divisible by n_heads ({H})")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
-        check_memory(self)
+        if self.loss_chunks < 0:
+            raise ValueError(f"loss_chunks must be at least 0, not {self.loss_chunks}")
+        # What is the same is spelled the same: "mlp:12,cheap" of 12 blocks is "mlp".
+        object.__setattr__(self, "recompute", write(self.expanded))
 
     @property
-    def n_recomputed(self) -> int:
-        """How many blocks, from the first one on, the policy `recompute` applies to."""
-        if self.recompute == "none":
-            return 0
-        return self.n_layers if self.recompute_layers is None else self.recompute_layers
+    def expanded(self) -> Recompute:
+        """What `recompute` says of each block."""
+        return expand(self.recompute, self.n_layers)
 
 
 class Attention(nn.Module):
@@ -168,7 +165,7 @@ class MiniGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.add = Residual(config.dropout)
         self.ln_f = nn.LayerNorm(config.d_model)
-        self.host_memory = HostMemory()  # for offload_activations
+        self.host_memory = HostMemory()  # for +offload
         self.past: Past | None = None  # for `stream`
         self.init_weights()
 

@@ -35,11 +35,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from memory import write
 from model import MiniGPT
 from train_ddp import DDPProcess
 from train_minimal import train
 from trainer.endings import run_safely
-from trainer.flags import UsageError, build_parser
+from trainer.flags import UsageError, build_parser, recompute_of
 from trainer.torchrun import complain_once, main_and_exit
 
 
@@ -55,9 +56,11 @@ class FSDPProcess(DDPProcess):
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
         self.shards = self.world_size
-        if args.recompute_group > 1 and self.world_size > 1:  # (alone it has nothing to gather)
-            group = f"--recompute-group {args.recompute_group}"
-            raise UsageError(f"{group}: train_fsdp.py gathers block by block; 1 fits")
+        policy = recompute_of(args)
+        if policy.group > 1 and self.world_size > 1:  # (alone it has nothing to gather)
+            flag = f"--use-activation-checkpoint {args.use_activation_checkpoint}"
+            alone = write(policy._replace(group=1))
+            raise UsageError(f"{flag}: train_fsdp.py gathers block by block; {alone} fits")
         if args.compress_gradients:
             raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
         if self.device.type == "cuda" and not dist.is_nccl_available():

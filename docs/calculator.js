@@ -377,8 +377,8 @@ function advice(state) { // null: nothing fits
 }
 
 function how({policy, blocks, layers}) { // it recomputes
-  const some = blocks < layers && policy !== "auto" ? ["--recompute-layers", blocks] : [];
-  return policy === "none" ? [] : ["--use-activation-checkpoint", policy, ...some];
+  const some = blocks < layers && policy !== "auto" ? `:${blocks}` : "";
+  return policy === "none" ? [] : ["--use-activation-checkpoint", policy + some];
 }
 
 function runCommand(state) {

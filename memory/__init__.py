@@ -9,14 +9,16 @@ past.py       the other way round: keys and values that are kept while a text is
 from .head import TiedEmbedding
 from .offload import HostMemory
 from .past import Past
-from .policies import POLICIES, RECOMPUTE_POLICIES, check_memory, schedule
+from .policies import POLICIES, RECOMPUTE_POLICIES, Recompute, expand, schedule, write
 
 __all__ = [
     "POLICIES",
     "RECOMPUTE_POLICIES",
     "HostMemory",
     "Past",
+    "Recompute",
     "TiedEmbedding",
-    "check_memory",
+    "expand",
     "schedule",
+    "write",
 ]

@@ -65,7 +65,7 @@ class HostMemory:
             if not pinned or "out of memory" not in str(error):
                 raise
             raise MemoryError(
-                f"offload_activations found no {like.nbytes / 2**20:,.0f} MiB more of pinned CPU "
+                f"offload found no {like.nbytes / 2**20:,.0f} MiB more of pinned CPU "
                 "memory: use smaller batches, or do without it"
             ) from error
         return blocks

@@ -32,9 +32,11 @@ C for mean and deviation of the LayerNorms, where those are kept):
     full        4  x                                           all              those, and attention
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -194,28 +196,89 @@ POLICIES: dict[str, Callable[[Any, Tensor], Halves]] = {
 RECOMPUTE_POLICIES = ("none", *POLICIES, "full")
 
 
+# ---- the policy string: which block has which
+
+
+GRAMMAR = "POLICY[:N][,POLICY][/K][+offload]"
+STRING = re.compile(r"(\w+)(?::(\d{1,9})(?:,(\w+))?)?(?:/(\d{1,9}))?(\+offload)?", re.ASCII)
+
+
+class Recompute(NamedTuple):
+    """What a policy string says of each block of a model: `expand` makes it, `write` goes back."""
+
+    policies: tuple[str, ...]  # of each block
+    group: int = 1  # so many of the first blocks, which are `full` then, share a checkpoint
+    offload: bool = False  # what the policies keep waits in CPU memory
+
+    @property
+    def calls(self) -> list[tuple[str, int]]:
+        """(policy, blocks) of each call in MiniGPT.forward: a group of blocks is called as one."""
+        whole = takewhile(lambda policy: policy == "full" and self.group > 1, self.policies)
+        n = len(list(whole))
+        groups = [("full", min(self.group, n - i)) for i in range(0, n, self.group)]
+        return groups + [(policy, 1) for policy in self.policies[n:]]
+
+
+@cache
+def expand(text: str, n_layers: int) -> Recompute:
+    """What a policy string says of `n_layers` blocks.
+
+    `full`       the policy of all blocks
+    `mlp:7`      of the first 7; the others have none
+    `mlp:7,full` and another one of the others
+    `full/2`     one checkpoint around every 2 of the `full` blocks that come first
+    `+offload`   what the policies keep waits in CPU memory
+
+    Raises ValueError, one line with the grammar, if it cannot be.
+    """
+    match = STRING.fullmatch(text)
+    first, n, rest, group, offload = match.groups() if match else [""] * 5
+    n, group, rest = n_layers if n is None else int(n or 0), int(group or 1), rest or "none"
+    wrong = ""
+    if first not in RECOMPUTE_POLICIES or rest not in RECOMPUTE_POLICIES:
+        wrong = f"a POLICY is one of {', '.join(RECOMPUTE_POLICIES)}"
+    elif n > n_layers:
+        wrong = f"N must be in 0..{n_layers}"
+    elif first == "none" and text != "none":
+        wrong = "none stands alone"
+    elif group < 1 or group > 1 and first != "full":
+        wrong = "only blocks that are full can share a checkpoint, one or more of them"
+    if wrong:
+        raise ValueError(f"recompute must be {GRAMMAR}, not {text[:40]!r}: {wrong}")
+    policies = (first,) * n + (rest,) * (n_layers - n)
+    nothing = set(policies) == {"none"}
+    return Recompute(policies, group if n else 1, bool(offload) and not nothing)
+
+
+def write(recompute: Recompute) -> str:
+    """The shortest policy string that says it. Raises ValueError if none does."""
+    policies, group, offload = recompute
+    first, rest = policies[0], policies[-1]
+    n = policies.index(rest) if rest != first else len(policies)
+    if policies != (first,) * n + (rest,) * (len(policies) - n) or first == "none" != rest:
+        raise ValueError(f"no policy string says {policies}")
+    text = first if n == len(policies) else f"{first}:{n}"
+    text += f",{rest}" if rest not in (first, "none") else ""
+    text += f"/{group}" if group > 1 else ""
+    return text + "+offload" * offload
+
+
 Call = tuple[Callable[..., Halves], str]  # (block, policy), for `block(x, policy)`
 
 
 def schedule(
     blocks: Iterable[Any], config: Any, training: bool, host: HostMemory
 ) -> Iterator[Call]:
-    """What MiniGPT.forward calls, one after the other.
-
-    Each block, by the policy of `config` (a model.MiniGPTConfig), unless other fields of it say:
-    only the first `recompute_layers`, and by `recompute_rest` those after them; `recompute_group`
-    of the first ones as if they were one; with `offload_activations`, what the policies keep in CPU
-    memory. Evaluation recomputes nothing.
-    """
+    """What MiniGPT.forward calls, one after the other: each block, or group of them, as the policy
+    string of `config` (a model.MiniGPTConfig) says. Evaluation recomputes nothing."""
     if not training:
         return iter([(block, "none") for block in blocks])
-    blocks, calls = list(blocks), list[Call]()
-    n_recomputed = config.n_recomputed
-    for i in range(0, n_recomputed, config.recompute_group):
-        group = blocks[i : min(i + config.recompute_group, n_recomputed)]
-        calls.append((group[0] if len(group) == 1 else one_by_one(group), config.recompute))
-    calls += [(block, config.recompute_rest) for block in blocks[n_recomputed:]]
-    if config.offload_activations:
+    blocks, how = list(blocks), expand(config.recompute, config.n_layers)
+    left, calls = iter(blocks), list[Call]()
+    for policy, size in how.calls:
+        group = list(islice(left, size))
+        calls.append((group[0] if size == 1 else one_by_one(group), policy))
+    if how.offload:
         return offloaded(calls, Offload(host, blocks), random=config.dropout > 0)
     if config.dropout > 0 and forgets_numbers(next(blocks[0].parameters()).device):
         # (The finer policies call our `checkpoint`, which sees to it; `full` calls torch's.)
@@ -249,24 +312,3 @@ def one_by_one(blocks: list) -> Callable[..., Halves]:
         return blocks[-1](x, policy)
 
     return run
-
-
-def check_memory(config: Any) -> None:
-    """Raises ValueError, with a message that names the field, if a value of `config` (a
-    model.MiniGPTConfig) that says how memory is spent is impossible."""
-    for name, least in {"recompute_group": 1, "loss_chunks": 0}.items():
-        if getattr(config, name) < least:
-            raise ValueError(f"{name} must be at least {least}, not {getattr(config, name)}")
-    policy, rest, layers = config.recompute, config.recompute_rest, config.recompute_layers
-    for name, word in (("recompute", policy), ("recompute_rest", rest)):
-        if word not in RECOMPUTE_POLICIES:
-            raise ValueError(f"{name} must be one of {', '.join(RECOMPUTE_POLICIES)}, not {word!r}")
-    if layers is not None and not 0 <= layers <= config.n_layers:
-        raise ValueError(f"recompute_layers must be in 0..{config.n_layers}, not {layers}")
-    if rest != "none" and (policy == "none" or layers is None):
-        raise ValueError("recompute_rest needs recompute and recompute_layers for the first blocks")
-    if config.recompute_group > 1 and policy != "full":
-        needs = f"recompute_group {config.recompute_group} needs recompute full, not {policy}"
-        raise ValueError(f"{needs}: only whole blocks can share a checkpoint")
-    if config.offload_activations and policy == "none":
-        raise ValueError("offload_activations needs a recompute policy: full is the usual one")

@@ -1,29 +1,29 @@
-"""Choose by prediction: the fastest way to recompute that fits, and what it is called."""
+"""Choose by prediction: the fastest way to recompute that fits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES, expand, write
+from model import MiniGPTConfig
 
 from .clock import Card
 from .formulas import recompute_cost
 from .step import Planner
 from .timeline import StepMemory, parts
 
-RUNGS: list[dict[str, Any]] = [
-    {"recompute": "none", "offload_activations": False},  # (there is nothing to offload)
-    *({"recompute": policy} for policy in RECOMPUTE_POLICIES[1:]),
-    {"recompute": "full", "recompute_group": 2},
-]
-# Beside a rung these give all blocks the same policy, whatever the config had before.
-ALL_ALIKE = {"recompute_layers": None, "recompute_rest": "none", "recompute_group": 1}
+RUNGS = (*RECOMPUTE_POLICIES, "full/2")  # all blocks alike
 
 
 def pick_recompute(
-    planner: Planner, batch_size: int, budget: int, card: Card | None = None, compiled: bool = False
+    planner: Planner,
+    batch_size: int,
+    budget: int,
+    card: Card | None = None,
+    compiled: bool = False,
+    offload: bool = False,
 ) -> StepMemory:
     """The fastest way to recompute whose peak stays within `budget` bytes.
 
@@ -31,20 +31,21 @@ def pick_recompute(
     one in the rest, for every N. On a `card` the fastest takes the least seconds (`compiled`: with
     --compile). Without one it does the fewest matrix products' FLOPs twice, then replays the least.
     Of equals it has the smallest peak. If nothing fits, the smallest peak of all is returned.
+    `offload`: whatever is taken, what it keeps waits in CPU memory.
 
     Only the rungs are simulated (the rest follows: `peaks_of`), and what is taken.
     """
-    none = planner.step(batch_size, **ALL_ALIKE | RUNGS[0])
+    none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    ways = all_ways(all_alike(planner, batch_size), card, compiled)
+    ways = all_ways(all_alike(planner, batch_size, offload), card, compiled)
     for way in ways:
         if way.peak <= budget:
-            step = planner.step(batch_size, **vars(way.config))
+            step = planner.step(batch_size, recompute=way.config.recompute)
             if step.peak <= budget:  # (what is offloaded may take more than was thought)
                 return step
     least = min(ways, key=lambda way: way.peak)
-    return planner.step(batch_size, **vars(least.config))
+    return planner.step(batch_size, recompute=least.config.recompute)
 
 
 class Way(NamedTuple):
@@ -62,7 +63,7 @@ def all_ways(
 
     `alike`: a step of each rung, all blocks alike. No other is simulated.
     """
-    mixes = all_mixes(alike[0].config.n_layers, [vars(step.config) for step in alike])
+    mixes = all_mixes(alike[0].config.n_layers, [step.config.recompute for step in alike])
     configs = [config_of(alike, mix) for mix in mixes]
     if card is None:
         costs = [recompute_cost(config, alike[0].seq_len) for config in configs]
@@ -82,27 +83,31 @@ def frontier(ways: list[Way]) -> list[Way]:
     return found
 
 
-def all_alike(planner: Planner, batch_size: int) -> list[StepMemory]:
+def all_alike(planner: Planner, batch_size: int, offload: bool = False) -> list[StepMemory]:
     """A step of each rung that this planner knows, in all blocks."""
-    return [planner.step(batch_size, **ALL_ALIKE | rung) for rung in rungs(planner)]
+    more = "+offload" * offload
+    return [
+        planner.step(batch_size, recompute=rung + more * (rung != "none"))
+        for rung in rungs(planner)
+    ]
 
 
-def rungs(planner: Planner) -> list[dict[str, Any]]:
+def rungs(planner: Planner) -> list[str]:
     """RUNGS; under shards, which are gathered block by block, no group of blocks; without fused
     attention, nothing that keeps the result of its operator."""
-    found = [rung for rung in RUNGS if planner.shards == 1 or "recompute_group" not in rung]
+    found = [rung for rung in RUNGS if planner.shards == 1 or "/" not in rung]
     of_attention = () if planner.fused else ("selective", "sdpa")
-    return [rung for rung in found if rung["recompute"] not in of_attention]
+    return [rung for rung in found if rung not in of_attention]
 
 
-def all_mixes(n_layers: int, rungs: Sequence[dict[str, Any]] = RUNGS) -> np.ndarray:
+def all_mixes(n_layers: int, rungs: Sequence[str] = RUNGS) -> np.ndarray:
     """(mixes, n_layers): the rung of each block, its place in `rungs`. One for all, or one for the
     first N and another one for the rest. (A group is for the first ones, and whole.)"""
     block, mixes = np.arange(n_layers), []
-    groups = [rung.get("recompute_group", 1) for rung in rungs]
+    groups = [expand(rung, n_layers).group for rung in rungs]
     for first, (rung, group) in enumerate(zip(rungs, groups, strict=True)):
         mixes.append(np.full(n_layers, first))
-        if rung["recompute"] != "none":
+        if rung != "none":
             for rest in range(len(rungs)):
                 if rest != first and groups[rest] == 1:
                     mixes += [
@@ -113,11 +118,9 @@ def all_mixes(n_layers: int, rungs: Sequence[dict[str, Any]] = RUNGS) -> np.ndar
 
 def config_of(alike: list[StepMemory], mix: np.ndarray) -> MiniGPTConfig:
     """`alike`: a step of each rung, all blocks alike."""
-    first, rest = alike[mix[0]].config, alike[mix[-1]].config
-    n = int((mix == mix[0]).sum())
-    if n == len(mix):
-        return first
-    return replace(first, recompute_layers=n, recompute_rest=rest.recompute)
+    of_each = [alike[rung].config.expanded for rung in mix]
+    policies = tuple(rung.policies[0] for rung in of_each)
+    return replace(alike[mix[0]].config, recompute=write(of_each[0]._replace(policies=policies)))
 
 
 def mean_seconds(
@@ -147,7 +150,7 @@ def peaks_of(alike: list[StepMemory], mixes: np.ndarray) -> np.ndarray:
     added = net[rung, segment]
     # What a block returns is there until the next block ends, or longer if its policy keeps it: by
     # so much a first block, before which there is none, adds more than a second one.
-    names = [step.config.recompute for step in alike]
+    names = [step.config.expanded.policies[0] for step in alike]
     left = (net[:, 1] - net[:, 2])[[names.index(name) for name in names]]
     added[:, 2 : 1 + mixes.shape[1]] += np.diff(left[mixes], axis=1)
     end = added.cumsum(axis=1)
@@ -169,32 +172,3 @@ def segments(step: StepMemory) -> np.ndarray:
     level = step.total[[*last, -1]]
     before = np.concatenate([[0], level[:-1]])
     return np.stack([np.maximum.reduceat(step.total, begin) - before, level - before], axis=1)
-
-
-def describe_recompute(config: MiniGPTConfig) -> str:
-    """ "mlp in 7 of 12 blocks, cheap in the rest" """
-    words = config.recompute
-    if config.recompute_group > 1:
-        words += f" in groups of {config.recompute_group}"
-    if has_rest(config):
-        words += f" in {config.n_recomputed} of {config.n_layers} blocks"
-        if config.recompute_rest != "none":
-            words += f", {config.recompute_rest} in the rest"
-    return words + (", offloaded" if config.offload_activations else "")
-
-
-def has_rest(config: MiniGPTConfig) -> bool:
-    """Are there blocks that its policy does not apply to?"""
-    return config.recompute != "none" and config.n_recomputed < config.n_layers
-
-
-def recompute_flags(config: MiniGPTConfig) -> list[str]:
-    """What to pass to a trainer to get the same."""
-    flags = ["--use-activation-checkpoint", config.recompute]
-    if has_rest(config):
-        flags += ["--recompute-layers", str(config.n_recomputed)]
-        if config.recompute_rest != "none":
-            flags += ["--recompute-rest", config.recompute_rest]
-    if config.recompute_group > 1:
-        flags += ["--recompute-group", str(config.recompute_group)]
-    return flags + ["--offload-activations"] * config.offload_activations

@@ -52,7 +52,7 @@ def closed_form(
     2020, section 3.1, has the 16 P; Liu et al., 2025 (arXiv 2502.16982), section 2.3, that Muon
     stores half of what AdamW does.
     """
-    C, F, H, L = config.d_model, config.d_ff, config.n_heads, config.n_layers
+    C, F, H = config.d_model, config.d_ff, config.n_heads
     N, amp = batch_size * seq_len, precision != torch.float32
     a = 2 if amp else 4
     P = count_parameters(config)
@@ -72,9 +72,7 @@ def closed_form(
         "sdpa": x + attended + normaliser + masks,
         "full": x + masks,
     }
-    n = config.n_recomputed
-    kept = policies[config.recompute] * math.ceil(n / config.recompute_group)
-    kept += policies[config.recompute_rest] * (L - n)
+    kept = sum(policies[policy] for policy, _ in config.expanded.calls)
     return {
         "parameters": 4 * P,
         "gradients": 4 * P,
@@ -135,25 +133,25 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
     Wherever this project speaks of FLOPs, it is of these: a whole step's matrix products,
     attention's included, in units of `needed`. `full` at GPT-2 small, T = 1,024: 1.17.
     """
-    C, F, n = config.d_model, config.d_ff, config.n_recomputed
+    C, F = config.d_model, config.d_ff
     c_attn, c_proj, linear, attention = 6 * C * C, 2 * C * C, 2 * C * F, 2 * seq_len * C
     block = c_attn + attention + c_proj + 2 * linear
-    again = dict.fromkeys(("none", "cheap", "selective"), 0) | {
+    again = {
+        **dict.fromkeys(("none", "cheap", "selective"), 0),
         "attn": c_attn + attention,
         "mlp": linear,
         "sdpa": c_attn + c_proj + linear,
         "full": block if compiled else block - linear,
     }
-    first, rest = config.recompute, config.recompute_rest
-    replayed = again[first] * n + again[rest] * (config.n_layers - n)
+    calls = config.expanded.calls
+    replayed = sum(again[policy] * blocks for policy, blocks in calls)
     if not compiled:  # blocks that are not the last of their group run to their end
-        replayed += linear * (n - math.ceil(n / config.recompute_group))
+        replayed += linear * (config.n_layers - len(calls))
     needed = 3 * (config.n_layers * block + 2 * config.vocab_size * C)
     return needed, replayed
 
 
 def recompute_cost(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
     """Orders ways to recompute: by FLOPs replayed, then by blocks that replay and how much."""
-    first, rest = map(RECOMPUTE_POLICIES.index, (config.recompute, config.recompute_rest))
-    n = config.n_recomputed
-    return step_flops(config, seq_len)[1], n * first + (config.n_layers - n) * rest
+    replays = sum(map(RECOMPUTE_POLICIES.index, config.expanded.policies))
+    return step_flops(config, seq_len)[1], replays

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memory import HostMemory, head
+from memory import HostMemory, Recompute, head, write
 from memory.offload import SMALL, bytes_of_blocks
 from model import MiniGPT, MiniGPTConfig
 
@@ -104,7 +105,7 @@ class Planner:
         `host`: bytes of CPU memory that offload may have; None: nobody knows.
         """
         first, other, moves = batch_size, 1 if batch_size > 1 else 2, 0
-        if replace(self.config, **memory).offload_activations:
+        if replace(self.config, **memory).expanded.offload:
             # Of fewer sequences the residual stream is too small to be moved: what they take, and
             # what more of them take, are two things.
             moves = math.ceil(SMALL / (4 * self.seq_len * self.config.d_model))
@@ -269,12 +270,12 @@ def few_blocks(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[int]]:
 
     Not with offload, whose copies of a block wait for another, nor with groups.
     """
-    if config.offload_activations or config.recompute_group > 1:
+    policies, group, offload = config.expanded
+    if offload or group > 1:
         return config, [1] * config.n_layers
-    n_first = config.n_recomputed
-    first, rest = few_of(n_first), few_of(config.n_layers - n_first)
-    layers = None if config.recompute_layers is None else len(first)
-    return replace(config, n_layers=len(first + rest), recompute_layers=layers), first + rest
+    found = [(policy, n) for policy, run in groupby(policies) for n in few_of(len(list(run)))]
+    few, times = zip(*found, strict=True)
+    return replace(config, n_layers=len(few), recompute=write(Recompute(few))), list(times)
 
 
 def few_of(n: int) -> list[int]:

@@ -48,16 +48,16 @@ from data import DataError
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import Card
 from planner.cards import peak_flops
-from planner.choose import describe_recompute
 from planner.formulas import step_flops
 from planner.step import Planner
 from scripts import say_stopped
 from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
 from scripts.plan_table import Clock
+from scripts.style import policy_fields
 from trainer.card import clock_card, measured_card
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.endings import is_out_of_memory
-from trainer.flags import UsageError, fill_in, number, output_file, print_error
+from trainer.flags import UsageError, fill_in, number, output_file, policy_string, print_error
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
 from trainer.plan import make_planner, vocabulary
@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     count = number(int, 1, 10**6)
     add = parser.add_argument_group("benchmark").add_argument
     # fmt: off
-    add("--policies", nargs="+", choices=RECOMPUTE_POLICIES, default=list(RECOMPUTE_POLICIES),
+    add("--policies", nargs="+", type=policy_string, default=list(RECOMPUTE_POLICIES),
         metavar="POLICY", help=f"(default: {' '.join(RECOMPUTE_POLICIES)})")
     add("--repeats", type=count, default=3, metavar="N",
         help="processes for each measurement, which take turns (default: %(default)s)")
@@ -226,10 +226,8 @@ def make_row(
         peak = peak_flops(torch.cuda.get_device_name(), planner.precision, args.tf32)
     row = {
         **vars(job),
-        "name": describe_recompute(config) + (", compiled" if job.compiled else ""),
-        "layers": config.recompute_layers,
-        "rest": config.recompute_rest,
-        "group": config.recompute_group,
+        **policy_fields(config),
+        "name": config.recompute + (", compiled" if job.compiled else ""),
         "seq_len": args.seq_len,
         "step_s": step_s,
         "predicted_s": predicted_seconds(args, job, planner, card),

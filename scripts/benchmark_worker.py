@@ -44,12 +44,9 @@ class Job:
 
 def config_of(args: argparse.Namespace, job: Job) -> MiniGPTConfig:
     """Raises UsageError if the flags do not go with the policy."""
-    memory: dict[str, Any] = {"use_activation_checkpoint": job.policy}
-    if job.policy == "none":  # the others' settings are not for it
-        memory |= {"recompute_layers": None, "recompute_rest": None}
-        memory |= {"recompute_group": 1, "offload_activations": False}
+    memory = {"use_activation_checkpoint": job.policy}
     try:
-        return model_config(argparse.Namespace(**{**vars(args), **memory}), args.vocab_size)
+        return model_config(argparse.Namespace(**vars(args) | memory), args.vocab_size)
     except UsageError as error:
         message = str(error).replace("--use-activation-checkpoint", "--policies")
         raise UsageError(message) from None
@@ -144,7 +141,7 @@ def cpu_allocator_peak(run: Run) -> int:
     """The most bytes that tensors on a CPU take at a time, in one more step."""
     there: list[Tensor] = list(run.model.parameters())
     there += chain(*(state.values() for state in run.optimizer.state.values()))
-    if isinstance(run.model, MiniGPT):  # the blocks of --offload-activations
+    if isinstance(run.model, MiniGPT):  # the blocks of +offload
         there += run.model.host_memory.made
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         timed_step(run)

@@ -374,7 +374,7 @@ def the_head() -> Measured:
 
 def groups() -> Measured:
     """8: with gradients there all the time, so that the start of backward is the peak."""
-    rows = {str(k): {"recompute": "full", "recompute_group": k} for k in (1, 2, 3, 4, 6, 12)}
+    rows = {str(k): {"recompute": f"full/{k}"} for k in (1, 2, 3, 4, 6, 12)}
     steps = ways(planner(accumulate=True), rows)
     lines = ["K   by formula   peak of a step whose gradients are there all the time"]
     for name, step in steps.items():

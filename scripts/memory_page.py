@@ -41,10 +41,8 @@ from planner import Card, Planner
 from planner.choose import (
     Way,
     all_ways,
-    describe_recompute,
     frontier,
     pick_recompute,
-    recompute_flags,
     rungs,
 )
 from planner.clock import seconds_of_each
@@ -55,16 +53,9 @@ from planner.timeline import parts
 from scripts import tool
 from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend, relative_flops
 from trainer import flags
-from trainer.flags import UsageError, model_config, output_file
+from trainer.flags import AUTO, UsageError, model_config, output_file
 from trainer.metrics import format_bytes
-from trainer.plan import (
-    NO_RECOMPUTE,
-    asked_card,
-    make_planner,
-    policy_of,
-    target,
-    vocabulary,
-)
+from trainer.plan import asked_card, make_planner, target, vocabulary
 from trainer.pretrained import open_init_from
 
 SOURCE = Path(__file__).parent / "page"
@@ -81,7 +72,7 @@ WORDS = {
     "attn": "the attention half of each block is done again in backward",
     "sdpa": "of each block only its input and attention's result are kept",
     "full": "an activation checkpoint around each block: only its input is kept",
-    "full in groups of 2": "an activation checkpoint around every two blocks",
+    "full/2": "an activation checkpoint around every two blocks",
 }
 
 
@@ -98,7 +89,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     open_init_from(args)
     budget, card = args.memory_budget, args.card
-    if args.use_activation_checkpoint != "auto":  # for the trainers, only that goes with them
+    if args.use_activation_checkpoint not in AUTO:  # for the trainers, only that goes with them
         args.memory_budget = args.card = None
     flags.fill_in(args)
     args.memory_budget, args.card = budget, card
@@ -172,7 +163,7 @@ def stretches(flags: np.ndarray) -> list[list[int]]:
 def trainer_flags(config: MiniGPTConfig) -> list[str]:
     """What a trainer is told to get such a step."""
     chunks = ["--loss-chunks", str(config.loss_chunks)] if config.loss_chunks else []
-    return recompute_flags(config) + chunks
+    return ["--use-activation-checkpoint", config.recompute, *chunks]
 
 
 def step_data(
@@ -206,26 +197,26 @@ def step_data(
 def way_data(way: Way, args: argparse.Namespace, card: Card | None) -> list:
     """One of those that `auto` would take, as page.js has it: peak, cost, name, flags."""
     cost = way.cost[0] if card else relative_flops(way.config, args.seq_len, args.compile)
-    return [way.peak, cost, describe_recompute(way.config), shlex.join(trainer_flags(way.config))]
+    return [way.peak, cost, way.config.recompute, shlex.join(trainer_flags(way.config))]
 
 
 def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:
     """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
     config = planner.config
-    if args.use_activation_checkpoint == "auto":
-        budget = target(args)[2].safe or sys.maxsize
-        card = asked_card(args)
-        config = pick_recompute(planner, args.batch_size, budget, card, args.compile).config
-    asked = policy_of(config) | {"loss_chunks": config.loss_chunks}
+    if args.use_activation_checkpoint in AUTO:
+        budget, card = target(args)[2].safe or sys.maxsize, asked_card(args)
+        asked = planner, args.batch_size, budget, card, args.compile, config.expanded.offload
+        config = pick_recompute(*asked).config
     found = dict(POLICIES)
     if args.loss_chunks:  # then all have the head that was asked for
         found = {name: memory for name, memory in found.items() if name != "plain"}
     if config.n_layers == 1:  # no group of 2
-        found = {n: memory for n, memory in found.items() if memory.get("recompute_group", 1) == 1}
+        del found["full/2"]
     for name, memory in found.items():
-        if replace(planner.config, **NO_RECOMPUTE | memory) == config:
+        if replace(planner.config, **memory) == config:
             return found, name
-    return found | {describe_recompute(config): asked}, describe_recompute(config)
+    asked_for = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
+    return found | {config.recompute: asked_for}, config.recompute
 
 
 def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
@@ -239,9 +230,9 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     steps, alike = [], []
     for name, memory in found.items():
         bar.set_description(name)
-        record = planner.record(args.batch_size, **NO_RECOMPUTE | memory)
+        record = planner.record(args.batch_size, **memory)
         steps.append(step_data(record, name, labels, card, args))
-        if memory in rungs(planner):
+        if name in rungs(planner):
             alike.append(record.step)
         bar.update()
     about = [describe(planner, f"batch of {args.batch_size} x ")]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner import Planner, StepMemory
-from planner.choose import describe_recompute, pick_recompute, recompute_flags
+from planner.choose import pick_recompute
 from scripts.plan_table import Clock, Row, align, digits, format_seconds
 from trainer.metrics import format_bytes
-from trainer.plan import NO_RECOMPUTE, Plans, policy_of
+from trainer.plan import Plans
 
 STEP = 64  # tokens; lengths are multiples of it
 LONGEST = 10**6  # tokens, as --seq-len allows
@@ -44,14 +44,13 @@ def longest_possible(args: argparse.Namespace) -> int:
 def longest_sequence(row: Row, args: argparse.Namespace, plans: Plans) -> int:
     """Tokens of the longest sequence that fits safely with this row's policy, or STEP less; 0: none
     does."""
-    memory = policy_of(row.step.config)
     safe = row.room.safe or 0
 
     def peak(n: int) -> int:
         if n == 0:
             return plans.state(args)
         there = changed(args, with_length(args, n * STEP))
-        return plans.planner(there).step(args.batch_size, **memory).peak
+        return plans.planner(there).step(args.batch_size, recompute=row.name).peak
 
     # Where attention is fused, tokens take as much in one sequence as in another.
     guess = (row.safe_batch or 0) * args.seq_len // (args.batch_size * STEP)
@@ -93,7 +92,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return describe_recompute(self.step.config)
+        return self.step.config.recompute
 
     def wanted(self, args: argparse.Namespace) -> dict[str, int]:
         """What is changed of the flags, besides those that recompute."""
@@ -104,7 +103,8 @@ class Setting:
 
     def flags(self, args: argparse.Namespace) -> list[str]:
         """What is to be typed instead of what was."""
-        return length_words(args, self.wanted(args)) + recompute_flags(self.step.config)
+        words = length_words(args, self.wanted(args))
+        return [*words, "--use-activation-checkpoint", self.name]
 
     def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
         return {
@@ -119,10 +119,9 @@ class Setting:
         }
 
 
-def least(planner: Planner) -> list[dict[str, Any]]:
+def least(planner: Planner) -> list[str]:
     """Two ways that take the least memory, one of them in any model; shards know no groups."""
-    groups = (1, 2) if planner.shards == 1 else (1,)
-    return [NO_RECOMPUTE | {"recompute": "full", "recompute_group": k} for k in groups]
+    return ["full", "full/2"] if planner.shards == 1 else ["full"]
 
 
 def length_words(args: argparse.Namespace, wanted: dict[str, Any]) -> list[str]:
@@ -162,7 +161,7 @@ class Search:
 
     def without(self, size: int) -> Setting:
         """Without recompute, whether that fits or not: no way is faster."""
-        return self.setting(self.planner(size).step(size, **NO_RECOMPUTE))
+        return self.setting(self.planner(size).step(size, recompute="none"))
 
     def fastest(self, size: int) -> Setting | None:
         """The fastest way to recompute with micro-batches of `size`; None if none fits."""
@@ -176,7 +175,7 @@ class Search:
         if self.without(whole).step.peak <= self.safe:
             return whole
         planner, asked = self.planner(1), self.args.batch_size
-        most = planner.largest_batch(self.safe, asked, **NO_RECOMPUTE)
+        most = planner.largest_batch(self.safe, asked, recompute="none")
         return max([n for n in self.sizes[:-1] if n <= most], default=1)
 
     def settings(self) -> list[Setting]:
@@ -213,7 +212,7 @@ def longest_for_all(args: argparse.Namespace, plans: Plans, safe: int) -> argpar
 
     def too_long(seq_len: int) -> bool:
         planner = plans.planner(flags(seq_len))
-        return all(planner.step(1, **way).peak > safe for way in least(planner))
+        return all(planner.step(1, recompute=way).peak > safe for way in least(planner))
 
     n = bisect_left(lengths, True, key=too_long)
     return flags(lengths[n - 1]) if n else args

@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 from data import DataError
 from model import MiniGPTConfig
-from planner.choose import describe_recompute
 from planner.formulas import closed_form, count_parameters
 from planner.operators import PRECISIONS
 from planner.record import Record
@@ -41,6 +40,7 @@ from trainer import flags
 from trainer.card import THIS_MACHINE
 from trainer.flags import UsageError, model_config
 from trainer.metrics import format_bytes
+from trainer.older import OLDER
 from trainer.optimizer import optimizer_name
 from trainer.plan import SMALLER, Plans, asked_card, target, vocabulary
 from trainer.pretrained import open_init_from
@@ -57,9 +57,8 @@ PASSED_ON = (
 # Those that a command does not have as they were typed: this tool's own, and what it answers.
 ANSWERED = (
     "--json --nproc-per-node --memory-budget --card --longest-sequence --all-knobs --fsdp "
-    "--at-peak --memory-viz --use-activation-checkpoint --recompute-layers --recompute-rest "
-    "--recompute-group --offload-activations"
-).split()
+    "--at-peak --memory-viz --use-activation-checkpoint"
+).split() + [*map(flags.flag, OLDER)]
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     open_init_from(args)
     args.typed_policy = plan_peak.typed_policy(args) if wants_record(args) else None
     # The rows are changes of a run without recompute, and the least of them is what auto takes.
-    args.recompute_layers, args.recompute_rest = None, None
-    args.recompute_group, args.offload_activations = 1, False
     args.use_activation_checkpoint = "auto"
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
@@ -128,10 +125,10 @@ def check_fsdp(args: argparse.Namespace) -> None:
     """Raises UsageError where a flag does not go with --fsdp."""
     if args.nproc_per_node is None:
         raise UsageError("--fsdp: over how many processes? --nproc-per-node tells")
-    if args.recompute_group > 1:
+    if flags.recompute_of(args).group > 1:
         raise UsageError(
-            f"--recompute-group {args.recompute_group}: with --fsdp weights are gathered block by "
-            "block; leave it out"
+            f"--use-activation-checkpoint {args.use_activation_checkpoint}: with --fsdp weights "
+            "are gathered block by block; leave it out"
         )
     if args.compress_gradients:
         raise UsageError("--compress-gradients is for train_ddp.py: leave it or --fsdp out")
@@ -252,7 +249,7 @@ def verdict(asked: Asked, table: list[Row]) -> str:
         return command_line(argv, args, taken.flags)
     why, knob = plans.way_out(args, room.safe)
     if taken:  # offloaded; there may be something cheaper than that
-        if knob and "offload_activations" not in knob.flags:
+        if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
             lines = [f"or, instead of offloading, {knob.command(args)} ({knob.words})"]
         return "\n".join([*lines, command_line(argv, args, taken.flags)])
     nothing = "nothing fits"
@@ -318,7 +315,7 @@ def as_json(
         "rows": [row.as_json() for row in table],
         "all_knobs": [setting.as_json(args) for setting in settings],
         "alive_at_peak": alive,
-        "alive_at_peak_of": record and describe_recompute(record.step.config),
+        "alive_at_peak_of": record and record.step.config.recompute,
     }
     return json.dumps(result, indent=1) + "\n"
 

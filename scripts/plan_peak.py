@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
 
-from planner.choose import describe_recompute
+from memory import write
 from planner.log import Storage
 from planner.record import ALIKE, Record, code_of, group_of
 from scripts.plan_knobs import Setting, changed
 from scripts.plan_table import Row, align, recommend
-from trainer.flags import fill_in, model_config
+from trainer.flags import AUTO, recompute_of
 from trainer.metrics import format_bytes
-from trainer.plan import NO_RECOMPUTE, Plans, policy_of
+from trainer.plan import Plans
 
 LINES = 10
 COLUMNS = 120  # where there is no terminal
@@ -31,16 +31,14 @@ SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64
 # ---- which step
 
 
-def typed_policy(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The way to recompute that was typed, as changes of a config; None: none was, or auto.
+def typed_policy(args: argparse.Namespace) -> str | None:
+    """The way to recompute that was typed; None: none was, or auto.
 
     Raises UsageError if there is no such way.
     """
-    flags = args.typed & {"use_activation_checkpoint", *NO_RECOMPUTE}
-    if not flags or args.use_activation_checkpoint == "auto":
+    if "use_activation_checkpoint" not in args.typed or args.use_activation_checkpoint in AUTO:
         return None
-    asked = changed(args, {"memory_budget": None, "card": None})  # (a trainer's are auto's)
-    return policy_of(model_config(fill_in(asked), vocab_size=1))
+    return write(recompute_of(args))
 
 
 def record_step(
@@ -52,10 +50,10 @@ def record_step(
     if args.typed_policy is not None:
         policy = args.typed_policy
     elif settings:
-        args, policy = changed(args, settings[0].wanted(args)), policy_of(settings[0].step.config)
+        args, policy = changed(args, settings[0].wanted(args)), settings[0].name
     else:
-        policy = policy_of(taken.step.config) if taken else NO_RECOMPUTE
-    return plans.planner(args).record(args.batch_size, **policy)
+        policy = taken.name if taken else "none"
+    return plans.planner(args).record(args.batch_size, recompute=policy)
 
 
 # ---- what is alive
@@ -151,7 +149,7 @@ def format_peak(record: Record) -> str:
         columns[4] = [with_code(line, room - of_why) for line in columns[4]]
     of_what = max(LEAST_WHAT, widths[2] - 2 - max(LEAST_WHY - room, 0))
     columns[2] = [cut(name, of_what) for name in columns[2]]
-    name = describe_recompute(record.step.config)
+    name = record.step.config.recompute
     head = f"alive at the peak of {name}: {format_bytes(peak)}, {record.step.where}"
     return "\n".join([head, "", *(cut(line, width) for line in align(columns).splitlines())])
 

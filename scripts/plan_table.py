@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner import Card, Planner, StepMemory
-from planner.choose import describe_recompute, pick_recompute, recompute_flags, rungs
+from planner.choose import pick_recompute, rungs
 from planner.formulas import count_parameters, recompute_cost, step_flops
+from scripts.style import policy_fields
 from trainer.length import format_tokens, tokens_per_step
 from trainer.metrics import format_bytes
 from trainer.room import Room
 
-OFFLOADED: dict[str, Any] = {"recompute": "full", "offload_activations": True}
-MIX = ("recompute", "recompute_group", "recompute_layers", "recompute_rest")
+OFFLOADED = "full+offload"
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Row:
 
     @property
     def name(self) -> str:
-        return describe_recompute(self.step.config)
+        return self.step.config.recompute
 
     @property
     def flags(self) -> list[str]:
-        return recompute_flags(self.step.config)
+        return ["--use-activation-checkpoint", self.name]
 
     @property
     def offloaded(self) -> bool:
-        return self.step.config.offload_activations
+        return self.step.config.expanded.offload
 
     @property
     def fits(self) -> bool | None:
@@ -96,14 +96,9 @@ class Row:
         return self.seconds, self.step.peak
 
     def as_json(self) -> dict[str, Any]:
-        config, step = self.step.config, self.step
+        step = self.step
         return {
-            "name": self.name,
-            "policy": config.recompute,
-            "layers": config.n_recomputed,
-            "rest": config.recompute_rest,
-            "group": config.recompute_group,
-            "offload": config.offload_activations,
+            **policy_fields(step.config),
             "flags": self.flags,
             "peak_bytes": step.peak,
             "at_peak": step.at_peak,
@@ -130,15 +125,14 @@ def rows(
     safe = sys.maxsize if room.safe is None else room.safe
     card = clock.card if clock else None
     taken = pick_recompute(planner, asked, safe, card, args.compile).config
-    if taken.recompute_layers is not None:
-        before = [way["recompute"] for way in ways].index(taken.recompute)
-        ways.insert(before, {name: getattr(taken, name) for name in MIX})
+    if taken.recompute not in ways:  # a mix stands before the policy that it begins with
+        ways.insert(ways.index(taken.expanded.policies[0]), taken.recompute)
     needed, _ = step_flops(planner.config, planner.seq_len)
     table = []
     for way in ways:
-        step = planner.step(asked, **way)
+        step = planner.step(asked, recompute=way)
         largest, safe_batch = (
-            None if limit is None else planner.largest_batch(limit, asked, room.host, **way)
+            None if limit is None else planner.largest_batch(limit, asked, room.host, recompute=way)
             for limit in (room.budget, room.safe)
         )
         replayed = step_flops(step.config, planner.seq_len, args.compile)[1] / needed

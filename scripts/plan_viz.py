@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from planner.choose import describe_recompute
 from planner.clock import seconds_of_each
 from planner.log import Storage
 from planner.record import Record
@@ -114,7 +113,7 @@ def changes(record: Record) -> Iterator[tuple[int, bool, Storage]]:
 
 def snapshot(record: Record, clock: Clock | None = None) -> dict[str, Any]:
     """As torch.cuda.memory._snapshot() documents it."""
-    times, policy = clock_times(record, clock), describe_recompute(record.step.config)
+    times, policy = clock_times(record, clock), record.step.config.recompute
     allocator, trace = FirstFit(), []
     alive: dict[Storage, dict[str, Any]] = {}
 

@@ -16,8 +16,7 @@ from trainer.flags import UsageError
 # As pictures and the page name them -> what `Planner.step` is told.
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {"recompute": "none", "loss_chunks": 1},  # what every tutorial does
-    **{rung["recompute"]: rung for rung in RUNGS if "recompute_group" not in rung},
-    "full in groups of 2": {"recompute": "full", "recompute_group": 2},
+    **{rung: {"recompute": rung} for rung in RUNGS},
 }
 # Bottom up, what is always there first: the same order everywhere. Okabe and Ito's hues, cold ones
 # for the training state; some lighter or darker, for as they are a colour-blind reader takes the
@@ -88,6 +87,20 @@ def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) 
     """Of a step's matrix products, in units of those without recompute."""
     needed, replayed = step_flops(config, seq_len, compiled)
     return (needed + replayed) / needed
+
+
+def policy_fields(config: MiniGPTConfig) -> dict[str, Any]:
+    """How a config recomputes, for a JSON file: as the policy string, and in its parts."""
+    policies, group, offload = config.expanded
+    first, rest = policies[0], policies[-1]
+    return {
+        "name": config.recompute,
+        "policy": config.recompute,
+        "layers": 0 if first == "none" else policies.count(first),
+        "rest": "none" if rest == first else rest,
+        "group": group,
+        "offload": offload,
+    }
 
 
 def load_pyplot(program: str, otherwise: str = "") -> Any:

@@ -51,7 +51,6 @@ DRY = (
     "--vocab-size 64 --device cpu --amp-dtype bfloat16"
 )
 SETTINGS = {
-    "offload": "--offload-activations",
     "accumulated": "--grad-accum-steps 2",
     "dropout": "--dropout 0.1",
     "gpt2-medium": "--model gpt2-medium",
@@ -135,7 +134,8 @@ def steps(bench: Bench) -> Jobs:
     for peer in bench.peers:
         jobs[f"{peer}, {size} sequences"] = "", Job("none", size, peer=peer)
         jobs[f"{peer}, {size} sequences, compiled"] = "", Job("none", size, True, peer)
-    for name, flags in bench.pick(SETTINGS, dict(list(SETTINGS.items())[:3])).items():
+    jobs["full, 4 sequences, offload"] = "", Job("full+offload", 4)
+    for name, flags in bench.pick(SETTINGS, dict(list(SETTINGS.items())[:2])).items():
         jobs[f"full, 4 sequences, {name}"] = flags, Job("full", 4)
     for turn in range(1, bench.pick(4, 2)):
         for name, (flags, job) in jobs.items():

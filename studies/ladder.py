@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
 from planner import CARDS, Planner
+from planner.choose import RUNGS as ALL_ALIKE
 from studies.common import about, add_json, describe, study_parser, table, tool, write_json
 from trainer.measured import LiveStorages
 
@@ -39,14 +40,7 @@ TIMED = CONFIGURATIONS["124M, B=12"]
 RUNGS: dict[str, dict[str, Any]] = {
     "plain": {"recompute": "none", "loss_chunks": 1},  # what every tutorial does: whole logits
     "full, head at once": {"recompute": "full", "loss_chunks": 1},
-    "none": {"recompute": "none"},
-    "cheap": {"recompute": "cheap"},
-    "selective": {"recompute": "selective"},
-    "attn": {"recompute": "attn"},
-    "mlp": {"recompute": "mlp"},
-    "sdpa": {"recompute": "sdpa"},
-    "full": {"recompute": "full"},
-    "full, groups of 2": {"recompute": "full", "recompute_group": 2},
+    **{rung: {"recompute": rung} for rung in ALL_ALIKE},
 }
 # What FlopCounterMode sees of attention on a CPU -> dropout that has it seen that way.
 FLOPS = {"FLOPs, attention not counted": 0.0, "FLOPs, attention in full square": 0.1}

@@ -28,7 +28,7 @@ from torch.profiler import profile, record_function
 from tqdm import tqdm
 
 from planner import Card, Planner, StepMemory
-from planner.choose import describe_recompute, pick_recompute
+from planner.choose import pick_recompute
 from planner.formulas import step_flops
 from planner.step import follow
 from planner.timeline import KINDS
@@ -51,6 +51,7 @@ from scripts.style import (
     in_legend,
     load_pyplot,
     n_parameters,
+    policy_fields,
     relative_flops,
     save_picture,
 )
@@ -280,7 +281,7 @@ class Choice(NamedTuple):
 
     @property
     def name(self) -> str:
-        return describe_recompute(self.step.config) if self.step else ""
+        return self.step.config.recompute if self.step else ""
 
 
 def choose(subject: Subject, budget: int | None) -> Choice:
@@ -348,8 +349,8 @@ def draw_mixes(axis: Any, subject: Subject, unit: Unit) -> None:
     """Policies in only a part of the blocks: from `none` to all of them, by quarters."""
     quarters = {subject.planner.config.n_layers * i // 4 for i in (1, 2, 3)} - {0}
     for name in MIXED:
-        parts = [{"recompute": name, "recompute_layers": n} for n in sorted(quarters)]
-        mixes = (subject.planner.step(subject.batch_size, **memory) for memory in parts)
+        parts = [f"{name}:{n}" for n in sorted(quarters)]
+        mixes = (subject.planner.step(subject.batch_size, recompute=part) for part in parts)
         steps = [subject.step("none"), *mixes, subject.step(name)]
         x, y = [subject.cost(step) for step in steps], [step.peak / unit.size for step in steps]
         words = "a policy in only a part of the blocks"
@@ -480,8 +481,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     # fmt: on
     args = parser.parse_args(argv)
     args.use_activation_checkpoint = "auto"  # --memory-budget may stand beside it
-    args.recompute_layers, args.recompute_rest = None, None
-    args.recompute_group, args.offload_activations = 1, False
     open_init_from(args)
     flags.fill_in(args)
     args.use_activation_checkpoint = "none"
@@ -504,11 +503,7 @@ def row(step: StepMemory, card: Card | None = None, compiled: bool = False) -> d
     """For the JSON file; what a benchmark's file has, too, has the same name there."""
     config = step.config
     return {
-        "name": describe_recompute(config),
-        "policy": config.recompute,
-        "layers": config.recompute_layers,
-        "rest": config.recompute_rest,
-        "group": config.recompute_group,
+        **policy_fields(config),
         "loss_chunks": config.loss_chunks,
         "batch_size": step.batch_size,
         "seq_len": step.seq_len,

@@ -31,7 +31,6 @@ from planner.choose import (
     all_alike,
     all_mixes,
     config_of,
-    describe_recompute,
     mean_seconds,
     peaks_of,
 )
@@ -71,7 +70,7 @@ def between_rungs(steps: list[StepMemory]) -> list[dict[str, Any]]:
     mixes = all_mixes(steps[0].config.n_layers)
     configs = [config_of(steps, mix) for mix in mixes]
     flops = [recompute_cost(config, SEQ_LEN) for config in configs]
-    one_policy = np.array([config.recompute_rest == "none" for config in configs])
+    one_policy = np.array(["," not in config.recompute for config in configs])
     peaks, found = peaks_of(steps, mixes), []
     for btc in BETWEEN:
         less = (36 - btc) * BATCH * SEQ_LEN * steps[0].config.d_model * steps[0].config.n_layers
@@ -85,7 +84,7 @@ def between_rungs(steps: list[StepMemory]) -> list[dict[str, Any]]:
             taken[f"pair, time on {clock_name(*clock)}"] = fits[fastest]
         for rule, i in taken.items():
             needed, twice = step_flops(configs[i], SEQ_LEN)
-            row = {"btc": btc, "rule": rule, "takes": describe_recompute(configs[i])}
+            row = {"btc": btc, "rule": rule, "takes": configs[i].recompute}
             row |= {"flops_twice": twice / needed, "peak_bytes": int(peaks[i])}
             times = {
                 clock_name(*clock): float(over_none(steps, mixes[[i]], *clock)[0])

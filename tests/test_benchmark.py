@@ -109,9 +109,9 @@ def test_measured_in_processes_of_their_own(tmp_path, capsys, monkeypatch):
     [
         ("cheap", []),
         ("none", ["--grad-accum-steps", "2"]),
-        ("full", ["--recompute-layers", "1"]),
-        ("full", ["--recompute-layers", "1", "--recompute-rest", "mlp"]),
-        ("full", ["--offload-activations"]),
+        ("full:1", []),
+        ("full:1,mlp", []),
+        ("full+offload", []),
     ],
 )
 def test_the_allocators_record_agrees_with_the_planner(policy, flags):
@@ -276,14 +276,14 @@ def test_the_estimate_grows_with_the_work(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--policies", "none", "half"], "--policies: invalid choice: 'half'"),
+        (["--policies", "none", "half"], "--policies: must be auto or POLICY"),
         (["--peer", "nanoGPT"], "--peer: invalid choice"),
         (["--json", "nowhere/rows.json"], "there is no folder nowhere"),
         (["--card", "H100"], "--card: the device that is here is measured: leave it out"),
         (["--memory-budget", "8GiB"], "--memory-budget is for --largest-batch"),
         (["--repeats", "0"], "--repeats: must be"),
         (["--use-activation-checkpoint"], "--policies names what is measured"),
-        (["--recompute-group", "2"], "--recompute-group 2 needs --policies full"),
+        (["--policies", "mlp:9"], "--policies must be POLICY"),
         (["--tokenizer-name", "none.tiktoken"], "--tokenizer-name none.tiktoken: no such file"),
         (["--peer", "transformers"], "is not installed: pip install transformers"),
     ],

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness.calculator import LETTERS, PAGE, SCRIPT, as_page, evaluate, random_shapes
+from harness.calculator import LETTERS, PAGE, SCRIPT, as_page, evaluate, policy_of, random_shapes
 from harness.runs import ROOT
 
 from model import MiniGPTConfig
@@ -118,13 +118,13 @@ def states(n: int) -> list[dict]:
         if i % 3 == 0:
             name = list(SHAPES)[i % 4]
             config = replace(config, **SHAPES[name], d_ff=4 * SHAPES[name]["d_model"],
-                             recompute_layers=None)  # fmt: skip
+                             recompute=policy_of(config)["policy"])  # fmt: skip
         shards, ddp = shape.get("shards", 1), shape.get("ddp", False)
         state = {
             "layers": config.n_layers, "width": config.d_model, "heads": config.n_heads,
             "mlp": config.d_ff, "length": shape["seq_len"], "batch": shape["batch_size"],
-            "vocabulary": max(257, config.vocab_size), "policy": config.recompute,
-            "blocks": config.n_recomputed, "optimizer": shape["optimizer"],
+            "vocabulary": max(257, config.vocab_size), "policy": policy_of(config)["policy"],
+            "blocks": policy_of(config)["layers"], "optimizer": shape["optimizer"],
             "precision": str(shape["precision"])[6:], "moments": str(shape["moments"])[6:],
             "dropout": "on" if config.dropout else "off",
             "head": "once" if config.loss_chunks == 1 else "chunks",
@@ -140,7 +140,7 @@ def check_means(args, shape: dict) -> None:
     config = model_config(args, vocabulary(args))
     its = {LETTERS[f.name]: getattr(config, f.name) for f in fields(config) if f.name in LETTERS}
     assert its.items() <= shape.items()
-    assert config.n_recomputed == (shape["layers"] if shape["policy"] != "none" else 0)
+    assert policy_of(config).items() <= shape.items()
     assert (config.dropout > 0) == shape["dropout"]
     assert (args.batch_size, args.seq_len) == (shape["B"], shape["T"])
     assert (args.optimizer, args.moments_dtype) == (shape["optimizer"], shape["moments"])
@@ -164,12 +164,10 @@ def test_commands_are_what_the_trainers_take(request):
         args = fill_in(build_parser(trainer, "x.pt").parse_args(words[2:]))
         check_means(args, shape)
 
-        words = shlex.split(plan)
+        policy, words = args.use_activation_checkpoint, shlex.split(plan)
         assert words[:3] == ["python", "-m", "scripts.plan_memory"]
         args = plan_memory.parse(words[3:])
-        args.use_activation_checkpoint, args.recompute_layers = shape["policy"], shape["layers"]
-        if shape["policy"] == "none":
-            args.recompute_layers = None
+        args.use_activation_checkpoint = policy
         check_means(args, shape)
         assert args.card == state["card"] and args.fsdp == (shape["shards"] > 1)
         assert (args.nproc_per_node or 1) == state["processes"]

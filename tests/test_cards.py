@@ -14,7 +14,6 @@ from scripts.plan_knobs import changed
 from studies import cards
 from studies.make_results import FOLDER
 from trainer.flags import SHAPES, build_parser, fill_in, model_config
-from trainer.plan import policy_of
 
 # What torch.cuda.get_device_name() says -> the card
 REPORTED = {
@@ -138,7 +137,7 @@ def test_the_step_of_a_row(plan):
     flags = fill_in(build_parser("test", "x.pt").parse_args(words))
     batch = {name: best[name] for name in ("batch_size", "grad_accum_steps")}
     planner = asked.plans.planner(changed(asked.args, batch))
-    step = planner.step(best["batch_size"], **policy_of(model_config(flags, vocab_size=1)))
+    step = planner.step(best["batch_size"], recompute=model_config(flags, vocab_size=1).recompute)
     clock = cards.replace(asked.clock, micro_batches=best["grad_accum_steps"])
     assert step.peak == best["peak_bytes"] <= asked.room.safe, REMAKE
     assert clock.seconds(step) == pytest.approx(best["seconds"], rel=1e-9), REMAKE

@@ -15,11 +15,9 @@ from planner.choose import (
     all_alike,
     all_mixes,
     config_of,
-    describe_recompute,
     mean_seconds,
     peaks_of,
     pick_recompute,
-    recompute_flags,
     rungs,
 )
 from planner.formulas import recompute_cost
@@ -51,23 +49,23 @@ def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():
     plan = planner(WIDE, device_type="mps")
     full, sdpa = (plan.step(24, recompute=policy) for policy in ("full", "sdpa"))
     assert full.kept == sdpa.kept
-    offered = {rung["recompute"] for rung in rungs(plan)}
-    assert offered == {"none", "cheap", "mlp", "attn", "full"}
+    offered = set(rungs(plan))
+    assert offered == {"none", "cheap", "mlp", "attn", "full", "full/2"}
     most, least = (plan.step(24, recompute=policy).peak for policy in ("none", "full"))
     for budget in np.linspace(least, most, 5).astype(int).tolist():
         taken = pick_recompute(plan, 24, budget)
         assert taken.peak <= budget
-        assert {taken.config.recompute, taken.config.recompute_rest} <= offered
+        assert set(taken.config.expanded.policies) <= offered
 
 
 def test_all_mixes_are_all():
     """By names, as a person would write them down."""
     found = {tuple(mix) for mix in all_mixes(4)}
     assert len(found) == len(all_mixes(4))
-    names = [*RECOMPUTE_POLICIES, "full in groups of 2"]
+    names = [*RECOMPUTE_POLICIES, "full/2"]
     wanted = {(name,) * 4 for name in names}
     for first, rest, n in itertools.product(names[1:], names[:-1], range(1, 4)):
-        if first != rest and (n == 2 or "groups" not in first):
+        if first != rest and (n == 2 or "/" not in first):
             wanted.add((first,) * n + (rest,) * (4 - n))
     assert {tuple(names[i] for i in mix) for mix in found} == wanted
 
@@ -91,7 +89,7 @@ def test_the_peak_of_a_mix_is_known_without_its_simulation(device_type, precisio
     for mix, peak in list(zip(mixes, peaks_of(steps, mixes), strict=True))[::31]:
         way = config_of(steps, mix)
         simulated = plan.simulate(8, way).peak
-        assert simulated == peak, describe_recompute(way)
+        assert simulated == peak, way.recompute
 
 
 def test_the_seconds_of_a_mix_are_the_mean_of_its_blocks():
@@ -155,11 +153,3 @@ def test_few_steps_are_simulated(monkeypatch):
     assert len(simulated) == 1
     pick_recompute(plan, 16, int(0.8 * most), CARD)
     assert len(simulated) <= len(RUNGS) + 1
-
-
-def test_names_and_flags_of_a_choice():
-    config = replace(CONFIG, recompute="full", recompute_group=2, recompute_layers=3)
-    assert describe_recompute(config) == "full in groups of 2 in 3 of 4 blocks"
-    assert recompute_flags(config) == (
-        "--use-activation-checkpoint full --recompute-layers 3 --recompute-group 2".split()
-    )

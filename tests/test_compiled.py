@@ -10,15 +10,15 @@ from planner.formulas import step_flops
 
 
 def mix(first: str, n: int, rest: str) -> dict:
-    return {"recompute": first, "recompute_layers": n, "recompute_rest": rest}
+    return {"recompute": f"{first}:{n},{rest}"}
 
 
 @pytest.mark.parametrize(
     ("memory", "n_full"),
     [
         ({"recompute": "full"}, 3),
-        ({"recompute": "full", "recompute_group": 3}, 3),
-        ({"recompute": "full", "recompute_group": 2}, 3),
+        ({"recompute": "full/3"}, 3),
+        ({"recompute": "full/2"}, 3),
         (mix("full", 1, "full"), 3),
         (mix("full", 2, "mlp"), 2),
         (mix("mlp", 1, "full"), 2),
@@ -76,10 +76,11 @@ def test_compiled_policies_have_the_same_losses_and_offload_changes_no_bit(memor
             optimizer.zero_grad()
             losses[-1].backward()
             optimizer.step()
-        assert bool(model.host_memory.made) == ("offload_activations" in memory)
+        assert bool(model.host_memory.made) == ("offload" in model.config.recompute)
         return [torch.stack(losses).detach(), *(p.detach() for p in model.parameters())]
 
     found = steps(**memory)
     assert found[0].tolist() == pytest.approx(steps()[0].tolist(), rel=1e-5)
     if memory["recompute"] != "selective":  # (which says that it does not go with offload)
-        assert all(map(torch.equal, steps(**memory, offload_activations=True), found))
+        moved = memory | {"recompute": memory["recompute"] + "+offload"}
+        assert all(map(torch.equal, steps(**moved), found))

@@ -82,8 +82,8 @@ def test_policies_give_the_same_bits():
     plain = weights("none")
     assert not same(weights("none", "--seed 2"), plain)
     for policy in RECOMPUTE_POLICIES[1:]:
-        for flags in ("", "--offload-activations"):
-            assert same(weights(policy, flags), plain), f"{policy} {flags}"
+        for way in (policy, f"{policy}+offload"):
+            assert same(weights(way), plain), way
 
 
 @pytest.mark.gpu
@@ -173,9 +173,9 @@ def test_python_does_not_wait_in_a_step(flags, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("everything_travels")
 def test_offload_pins_what_was_planned():
-    run = after(2, flags := "--offload-activations")
-    made, config = run.model.host_memory.made, config_of(run.args, Job("full", 2))
-    assert sum(b.nbytes for b in made) == plan_of(flags).step(2, **asdict(config)).host > 0
+    run = after(2, "", "full+offload")
+    made, config = run.model.host_memory.made, config_of(run.args, Job("full+offload", 2))
+    assert sum(b.nbytes for b in made) == plan_of("").step(2, **asdict(config)).host > 0
     assert all(block.is_pinned() == ON_GPU for block in made)
 
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import MiniGPTConfig
 from planner import Planner
 from planner.formulas import state_bytes
 from planner.shards import share_of
@@ -46,10 +45,8 @@ def everything(flags: str, device_type: str) -> list[str]:
 
 def test_a_command_that_recomputes_fully_in_the_rest_can_be_typed():
     args = parse("--n-layers 4")
-    config = MiniGPTConfig(n_layers=4, recompute="sdpa", recompute_layers=3, recompute_rest="full")
-    words = Knob({}, "").with_policy(args, config).command(args)
-    typed = parse(words)
-    assert (typed.recompute_layers, typed.recompute_rest) == (3, "full")
+    words = Knob({}, "").with_policy(args, "sdpa:3,full").command(args)
+    assert words == "--use-activation-checkpoint sdpa:3,full" and parse(f"--n-layers 4 {words}")
     assert (
         Knob({"use_activation_checkpoint": "full"}, "").command(args)
         == "--use-activation-checkpoint"
@@ -57,9 +54,9 @@ def test_a_command_that_recomputes_fully_in_the_rest_can_be_typed():
 
 
 PLAIN = "--loss-chunks 0 --use-activation-checkpoint"
-TYPED = "--use-activation-checkpoint --recompute-layers 1 --batch-size 2 --seq-len 8"
-FULL, WITHOUT = "--use-activation-checkpoint full", " without --recompute-layers"
-DONE = "--use-activation-checkpoint --offload-activations --batch-size 2 --grad-accum-steps 3"
+TYPED = "--use-activation-checkpoint full:1 --batch-size 2 --seq-len 8"
+FULL = "--use-activation-checkpoint full"
+DONE = "--use-activation-checkpoint full+offload --batch-size 2 --grad-accum-steps 3"
 AUTO = "--use-activation-checkpoint auto --card H100 --memory-budget 1GiB --batch-size 1"
 
 
@@ -84,12 +81,12 @@ AUTO = "--use-activation-checkpoint auto --card H100 --memory-budget 1GiB --batc
             TYPED,
             "cuda",
             [
-                FULL + WITHOUT,
-                f"{FULL} --batch-size 1 --grad-accum-steps 2{WITHOUT}",
-                f"{FULL} --offload-activations{WITHOUT}",
-                f"{FULL} --offload-activations --batch-size 1 --grad-accum-steps 2{WITHOUT}",
-                f"{FULL} --batch-size 1{WITHOUT}",
-                f"{FULL} --offload-activations --batch-size 1{WITHOUT}",
+                FULL,
+                f"{FULL} --batch-size 1 --grad-accum-steps 2",
+                f"{FULL}+offload",
+                f"{FULL}+offload --batch-size 1 --grad-accum-steps 2",
+                f"{FULL} --batch-size 1",
+                f"{FULL}+offload --batch-size 1",
             ],
         ),
         # what is there is not asked for again, and what belongs to auto goes with it
@@ -129,12 +126,9 @@ class MadeUp:
 
     def peak(self, args) -> int:
         config, n = model_config(args, 1000), args.batch_size * args.seq_len
-        rest = config.n_layers - config.n_recomputed
-        kept = config.n_recomputed * self.KEPT[config.recompute]
-        kept += rest * self.KEPT[config.recompute_rest]
-        kept *= (0.8 if config.recompute_group > 1 else 1) * (
-            0.3 if config.offload_activations else 1
-        )
+        policies, group, offload = config.expanded
+        kept = sum(self.KEPT[policy] for policy in policies)
+        kept *= (0.8 if group > 1 else 1) * (0.3 if offload else 1)
         gradients = 48 * config.n_layers * config.d_model**2 * (args.grad_accum_steps > 1)
         head = n * 1000 * (4 if args.loss_chunks == 1 else 1)
         return self.state(args) + int(n * config.d_model * kept) + head + gradients
@@ -156,9 +150,9 @@ FLAGS = st.tuples(
     either("", "--seq-len 8", "--seq-len 100"),
     either("", "--grad-accum-steps 4"),
     either("", "--loss-chunks 1"),
-    either("", FULL, f"{FULL} --recompute-group 2", "--use-activation-checkpoint auto",
-           f"{FULL} --offload-activations", f"{FULL} --recompute-layers 1",
-           "--use-activation-checkpoint mlp --recompute-layers 1 --recompute-rest cheap"),
+    either("", FULL, f"{FULL}/2", "--use-activation-checkpoint auto", f"{FULL}+offload",
+           f"{FULL}:1", f"{FULL}:1/2+offload", "--use-activation-checkpoint auto+offload",
+           "--use-activation-checkpoint mlp:1,cheap"),
     either("", "--optimizer muon", "--moments-dtype bfloat16", "--resume"),
     either("", "--compress-gradients"),
 ).map(" ".join)  # fmt: skip
@@ -185,7 +179,10 @@ def test_the_first_that_fits_is_taken(flags, device, share, groups, sharded):
         then = knob.change(args)
         assert (shards if knob.trainer else plans).peak(then) <= budget
         assert knob.trainer or knob.flags.keys() & STATE and plans.state(then) < plans.state(args)
-        assert not (knob.trainer and then.compress_gradients) and then.recompute_group < 3
+        assert (
+            not (knob.trainer and then.compress_gradients)
+            and "/3" not in then.use_activation_checkpoint
+        )
 
 
 def test_the_planner_is_asked():
@@ -212,7 +209,7 @@ def test_a_state_that_is_too_large_asks_for_a_smaller_model_at_once():
     plans = SimpleNamespace(state=real.state, most=most)
     args = parse("--model gpt2-xl --batch-size 8")
     knob = nearest(args, "cuda", 7 * GIB, plans)
-    full = {"use_activation_checkpoint": "full", "recompute_layers": None, "recompute_rest": None}
+    full = {"use_activation_checkpoint": "full"}
     assert knob.flags == {"model": "gpt2-medium"} | full | {"batch_size": 4, "grad_accum_steps": 2}
     assert set(asked) == {24}
 
@@ -302,7 +299,7 @@ def test_the_process_itself_counts_and_so_do_others(
 
 def test_too_little_is_one_line_with_the_knob(machine):
     """A warning where it is too little just now; the end where there is no more in all."""
-    mix = "--use-activation-checkpoint cheap --recompute-layers 1"  # the least that fits
+    mix = "--use-activation-checkpoint cheap:1"  # the least that fits
     way_out = f"; try {mix} (same results, some more time)"
     machine(2 * peak(), peak() - 1)
     _, line = words().splitlines()
@@ -319,14 +316,14 @@ def test_too_little_is_one_line_with_the_knob(machine):
 
 def test_a_mix_is_planned_as_what_it_is(machine):
     mlp = "--use-activation-checkpoint mlp"
-    mix = f"{mlp} --recompute-layers 1 --recompute-rest cheap"
+    mix = f"{mlp}:1,cheap"
     assert peak("--use-activation-checkpoint") < peak(mix) < peak(mlp)
     machine(2 * peak(), peak(mix))
     (line,) = words(mix).splitlines()
-    assert line.startswith("mlp in 1 of 2 blocks, cheap in the rest: peak ")
+    assert line.startswith("mlp:1,cheap: peak ")
     assert f"; without recompute: peak {format_bytes(peak())}, " in line
     machine(2 * peak(), peak(mix) - 1)
-    knob = "--use-activation-checkpoint sdpa"  # in the first block; the rest stays as it is
+    knob = "--use-activation-checkpoint sdpa:1,cheap"
     assert f"; try {knob} (same results, some more time), which fits" in words(mix)
 
 

@@ -128,9 +128,9 @@ def test_the_ladder_is_what_was_predicted():
     small, large = figures_of("124M, B=12"), figures_of("1.5B, B=4")
     for name, _, of_small, of_large, flops, *times in rows:
         policy, *group = re.findall(r"`([^`]*)`", name)
-        rung = "full, groups of 2" if group else policy
+        rung = "full/2" if group else policy
         assert (of_small, of_large) == (f"{small[rung]:,.0f}", f"{large[rung]:,.0f}")
-        assert flops == relative_flops(recompute=policy, recompute_group=2 if group else 1)
+        assert flops == relative_flops(recompute=rung)
         assert times == [f"{figures_of(column)[rung]:.2f}" for column in ladder.TIMES]
 
 

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.usefixtures("everything_travels")
 
 MEMORY = [
     *({"recompute": policy} for policy in RECOMPUTE_POLICIES[1:]),
-    *({"recompute": policy, "offload_activations": True} for policy in RECOMPUTE_POLICIES[1:]),
-    {"recompute": "selective", "recompute_layers": 1, "recompute_rest": "sdpa"},
-    {"recompute": "full", "recompute_layers": 1, "recompute_rest": "attn"},
-    {"recompute": "full", "recompute_group": 2},
-    {"recompute": "full", "recompute_group": 2, "offload_activations": True},
+    *({"recompute": f"{policy}+offload"} for policy in RECOMPUTE_POLICIES[1:]),
+    {"recompute": "selective:1,sdpa"},
+    {"recompute": "full:1,attn"},
+    {"recompute": "full/2"},
+    {"recompute": "full/2+offload"},
 ]
 
 

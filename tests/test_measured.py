@@ -48,7 +48,7 @@ def test_so_do_two_processes(tmp_path):
     assert measured == predicted != plain
 
 
-@pytest.mark.parametrize("flags", [("--dropout=0.1", FULL, "mlp"), (FULL, "--offload-activations")])
+@pytest.mark.parametrize("flags", [("--dropout=0.1", FULL, "mlp"), (FULL, "full+offload")])
 def test_it_changes_no_bit(flags, tmp_path, monkeypatch, capsys):
     ways = tmp_path / "measured.pt", tmp_path / "not.pt"
     assert train_here(ways[0], *LARGER, *flags) == 0

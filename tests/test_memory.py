@@ -219,7 +219,7 @@ def test_what_cublas_works_in(capability, mib, monkeypatch):
 
 
 def test_offloaded_activations_leave_a_gpu():
-    memory = FULL | {"offload_activations": True}
+    memory = {"recompute": "full+offload"}
     gpu = planner(WIDE, device_type="cuda")
     x = 24 * T * WIDE.d_model * 4
     assert gpu.step(24, **FULL).kept - gpu.step(24, **memory).kept == 3 * x  # of 4 blocks
@@ -229,7 +229,7 @@ def test_offloaded_activations_leave_a_gpu():
 def on_the_gpu(phase: str, policy: str = "full", n_layers: int = 8) -> int:
     """The most bytes beside weights, gradients and moments, with offload."""
     plan = planner(replace(WIDE, n_layers=n_layers), device_type="cuda")
-    step = plan.step(24, recompute=policy, offload_activations=True)
+    step = plan.step(24, recompute=f"{policy}+offload")
     assert KINDS[:3] == ("parameters", "gradients", "optimizer")
     return step.timeline[step.phase(phase), 3:].sum(axis=1).max()
 
@@ -291,9 +291,7 @@ def test_flops_equal_those_that_torch_counts(memory):
         model(ids, ids).backward()
     needed, replayed = (2 * T * flops for flops in step_flops(config, T))
     attention = 2 * T * 2 * T * config.d_model  # of one block: needed thrice, replayed once
-    n, replay_it = config.n_recomputed, ("attn", "full")
-    again = n * (config.recompute in replay_it)
-    again += (config.n_layers - n) * (config.recompute_rest in replay_it)
+    again = sum(policy in ("attn", "full") for policy in config.expanded.policies)
     expected = needed + replayed - attention * (3 * config.n_layers + again)
     # Nor a product that adds in place to what is there: the head's weight gradient.
     expected -= 2 * 2 * T * config.vocab_size * config.d_model
@@ -332,7 +330,7 @@ def test_largest_batch_with_offload(policy, sends_from, asked, monkeypatch):
     that is asked for nothing may be large enough to move (`sends_from`: so many sequences)."""
     for room in ("memory.offload", "planner.step"):
         monkeypatch.setattr(f"{room}.SMALL", sends_from * T * CONFIG.d_model * 4)
-    memory = {"recompute": policy, "offload_activations": True}
+    memory = {"recompute": f"{policy}+offload"}
     plan, budget = planner(device_type="cuda"), 2**23 + workspaces()
     most = plan.largest_batch(budget, asked, **memory)
     more = most + 1 if policy == "full" else round(1.2 * most)

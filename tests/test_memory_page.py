@@ -15,12 +15,12 @@ import torch
 from tqdm import tqdm
 
 from planner.cards import CARDS, card_named
-from planner.choose import RUNGS, describe_recompute, pick_recompute
+from planner.choose import pick_recompute
 from planner.clock import seconds
 from planner.record import Record, code_of
 from scripts import memory_page
 from scripts.style import COLORS, POLICIES, in_legend
-from trainer.plan import NO_RECOMPUTE, make_planner
+from trainer.plan import make_planner
 from trainer.room import for_tensors
 
 browser = pytest.mark.browser
@@ -45,8 +45,7 @@ class Made:
             patch.setattr(memory_page, "make_planner", lambda *_: self.planner)
             assert memory_page.main([*flags, "--out", str(self.file)]) == 0
         self.records: dict[str, Record] = {
-            name: record(args.batch_size, **NO_RECOMPUTE | memory)
-            for name, memory in POLICIES.items()
+            name: record(args.batch_size, **memory) for name, memory in POLICIES.items()
         }
 
     def verdict(self, budget: float) -> str:
@@ -54,7 +53,7 @@ class Made:
         step = pick_recompute(self.planner, self.batch_size, int(budget))
         if step.peak > budget:
             return "nothing fits"
-        return f"cheapest that fits: {describe_recompute(step.config)} ("
+        return f"cheapest that fits: {step.config.recompute} ("
 
 
 @pytest.fixture(scope="module")
@@ -659,10 +658,10 @@ def test_along_seconds(made, compiled):
     [
         ("", "none", 9),
         ("--use-activation-checkpoint", "full", 9),
-        ("--use-activation-checkpoint mlp --recompute-layers 2", "mlp in 2 of 4 blocks", 10),
+        ("--use-activation-checkpoint mlp:2", "mlp:2", 10),
         (
-            "--use-activation-checkpoint full --offload-activations --card A100",
-            "full, offloaded",
+            "--use-activation-checkpoint full+offload --card A100",
+            "full+offload",
             10,
         ),
         ("--use-activation-checkpoint auto --memory-budget 1GiB", "none", 9),
@@ -699,7 +698,7 @@ def test_a_budget_is_what_auto_would_take():
 
 
 def test_a_head_of_many_chunks_is_said_to_be_shortened(monkeypatch):
-    monkeypatch.setattr(memory_page, "POLICIES", {"none": RUNGS[0]})  # no others
+    monkeypatch.setattr(memory_page, "POLICIES", {"none": {"recompute": "none"}})  # no others
     for chunks, said in (("30", False), ("128", True)):
         args = memory_page.parse([*FLAGS, "--loss-chunks", chunks])
         with tqdm(disable=True) as bar:

@@ -168,7 +168,7 @@ def test_frontier_has_a_point_for_each_policy(plt, subject, card):
     lines = [line.get_xydata() for line in axis.lines if len(line.get_xydata()) > 1]
     for name, line in zip(study.MIXED, lines, strict=True):
         assert tuple(line[0]) == named["none"] and tuple(line[-1]) == named[name]
-        half = subject.planner.step(8, recompute=name, recompute_layers=1)
+        half = subject.planner.step(8, recompute=f"{name}:1")
         assert line[1:-1].tolist() == [[subject.cost(half), half.peak / 2**20]]
 
 
@@ -339,7 +339,7 @@ def test_the_trainers_have_the_model_that_is_drawn(tmp_path, monkeypatch):
     assert train_minimal.main([*words, "--checkpoint-path", "run.pt"]) == 2
     ((config, args, device, precision),) = asked
     wanted = make_planner(args, config, device, precision)
-    mix = "--use-activation-checkpoint mlp --recompute-layers 1 --recompute-rest cheap"
+    mix = "--use-activation-checkpoint mlp:1,cheap"
     for policy in ("", mix, "--memory-budget 1GiB"):
         drawn = study.prepare(study.parse([*words, *policy.split()])).planner
         assert (drawn.config, drawn.precision, drawn.seq_len) == (config, precision, args.seq_len)

@@ -125,7 +125,7 @@ def gpu(monkeypatch, everything_travels) -> Gpu:
 
 def make(policy: str = "full", offloaded: bool = True, **changes):
     changes = {"n_layers": 4, "dropout": 0.1, "loss_chunks": 1} | changes
-    return tiny(recompute=policy, offload_activations=offloaded, **changes).train()
+    return tiny(recompute=policy + "+offload" * offloaded, **changes).train()
 
 
 def backward_of(model, seed: int = 0) -> list[Tensor]:
@@ -140,8 +140,8 @@ def backward_of(model, seed: int = 0) -> list[Tensor]:
 MODELS: list[dict[str, Any]] = [
     *({"policy": policy} for policy in ("cheap", "selective", "mlp", "full")),
     {"policy": "mlp", "dropout": 0.0},  # (fused attention)
-    {"policy": "mlp", "recompute_layers": 2},
-    {"policy": "full", "recompute_group": 2},
+    {"policy": "mlp:2"},
+    {"policy": "full/2"},
     {"policy": "full", "n_layers": 1},
 ]
 
@@ -336,7 +336,7 @@ def test_copies_of_a_gpu_are_queued(monkeypatch):
     ("message", "error", "says"),
     [
         ("CUDA error: out of memory\nCUDA kernel", MemoryError,
-         "^offload_activations found no 4 MiB more of pinned CPU memory"),
+         "^offload found no 4 MiB more of pinned CPU memory"),
         ("device assert", RuntimeError, "device assert"),
     ],
 )  # fmt: skip

@@ -52,8 +52,7 @@ def draw(number: int, policy: str) -> Case:
         d_model=d_model,
         d_ff=choose((2, 3, 4)) * d_model,
         dropout=number % 2 / 10,
-        recompute=policy,
-        offload_activations=True,
+        recompute=f"{policy}+offload",
     )
     batch_size = max(1, choose((8, 1000, 1500, 2000)) // seq_len)
     return Case(config, batch_size, seq_len, [*PRECISIONS][number // 2 % 2])
@@ -127,7 +126,7 @@ def test_largest_batch_in_the_memory_of_a_cpu(device_type, monkeypatch):
     """Where it is the device, blocks are in the peak; beside a GPU they have room of their own."""
     for room in (offload, step_of_planner):
         monkeypatch.setattr(room, "SMALL", 2**14)
-    memory, limit = {"recompute": "mlp", "offload_activations": True}, 2**23
+    memory, limit = {"recompute": "mlp+offload"}, 2**23
     plan = planner(CONFIG, device_type=device_type)
     if device_type == "cpu":
         most = plan.largest_batch(limit, 9, **memory)
@@ -142,10 +141,10 @@ def test_largest_batch_in_the_memory_of_a_cpu(device_type, monkeypatch):
 
 # ---- does it fit
 
-FULL = {"recompute": "full", "offload_activations": True}
+FULL = {"recompute": "full+offload"}
 FLAGS = (
     "--use-toy-data --vocab-size 61 --n-layers 4 --n-heads 2 --d-model 16 --seq-len 32 "
-    "--batch-size 8 --device {} --use-activation-checkpoint full --offload-activations"
+    "--batch-size 8 --device {} --use-activation-checkpoint full+offload"
 )
 X = 8 * 32 * 16 * 4  # bytes of the residual stream: of four blocks, three are moved
 
@@ -166,16 +165,18 @@ def test_the_memory_of_a_cpu_is_part_of_the_room(left, processes, monkeypatch, e
         monkeypatch.setattr(f"trainer.{room}", lambda d, n=there: n if d.type == "cpu" else 2**40)
     words = partial(plan_memory, args, process, model_config(args, 61), torch.float32)
 
-    way_out = "; try --recompute-group 2 (same results, some more time), which fits"
+    way_out = "; try --use-activation-checkpoint full/2+offload (same results, some more time)"
     each = "3 processes, each " * (processes > 1)
-    said = f"{each}{need / 1024:.1f} KiB of CPU memory for --offload-activations, "
+    said = f"{each}{need / 1024:.1f} KiB of CPU memory for +offload, "
     if left == "never":
         with pytest.raises(TooLarge, match=re.escape(said + "the machine has ")) as raised:
             words()
-        assert str(raised.value).endswith(way_out)
+        assert str(raised.value).endswith(f"{way_out}, which fits")
     elif left == "little":
         _, line = words().words.splitlines()
-        assert line.startswith(f"warning  {said}but tensors may take ") and line.endswith(way_out)
+        assert line.startswith(f"warning  {said}but tensors may take ") and line.endswith(
+            f"{way_out}, which fits"
+        )
     else:
         assert "\n" not in words().words
 

@@ -12,7 +12,7 @@ from harness.calculator import evaluate
 from tqdm import tqdm
 
 from planner import CARDS, Planner
-from planner.choose import all_alike, describe_recompute
+from planner.choose import all_alike
 from scripts import memory_page, plan_memory
 from trainer import plan
 from trainer.flags import UsageError, build_parser, fill_in, model_config
@@ -84,8 +84,8 @@ def of_auto(question: Question, monkeypatch) -> str | None:
         config, words, _ = plan.plan_memory(args, process, model_config(args, 4096), torch.bfloat16)
     except UsageError:
         return None
-    assert words.startswith(f"auto takes {describe_recompute(config)}: ")
-    return describe_recompute(config)
+    assert words.startswith(f"auto takes {config.recompute}: ")
+    return config.recompute
 
 
 @cache
@@ -128,7 +128,7 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
     question = Question(model, share)
     ask = partial(of_plan_memory, folder=tmp_path)
     takes = ask(question.flags)
-    answer = None if takes and "offloaded" in takes else takes
+    answer = None if takes and "offload" in takes else takes
     assert (answer is None) == (share < 0) and (answer == "none") == (share == 1)
     assert of_auto(question, monkeypatch) == answer
     assert of_the_page(question) == answer
@@ -145,6 +145,6 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
         args = question.args
         args.use_activation_checkpoint = "none"
         _, knob = plans_of(model).way_out(args, question.safe)
-        told = describe_recompute(model_config(knob.change(args), 4096))
+        told = model_config(knob.change(args), 4096).recompute
         assert told == ask([*question.flags, *knob.typed()])  # asked with what is to be changed
         assert (told == answer) == (answer is not None)

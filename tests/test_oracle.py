@@ -29,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("everything_travels")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 MEMORY = [
     *({"recompute": policy} for policy in RECOMPUTE_POLICIES),
-    {"recompute": "mlp", "recompute_layers": 1},
-    {"recompute": "full", "recompute_group": 2},
-    {"recompute": "full", "offload_activations": True},
+    {"recompute": "mlp:1"},
+    {"recompute": "full/2"},
+    {"recompute": "full+offload"},
 ]
 
 

@@ -32,9 +32,9 @@ def test_the_fastest_that_fits_is_recommended_and_offload_last():
         return Row(step, 0, Room(10, "cpu"), None, None, clock)
 
     slow = row(5, 3.0, recompute="full")
-    slower = row(4, 4.0, recompute="full", recompute_group=2)
+    slower = row(4, 4.0, recompute="full/2")
     mlp = row(4, 5.0, recompute="mlp")
-    offloaded = row(3, 1.0, recompute="full", offload_activations=True)
+    offloaded = row(3, 1.0, recompute="full+offload")
     too_large = row(11, 0.5)
     assert recommend([too_large, slower, mlp, offloaded, slow]) is slow
     assert recommend([too_large, offloaded]) is offloaded
@@ -79,9 +79,9 @@ def choose(monkeypatch, flags: str, process: OneProcess) -> tuple[Card | None, s
     seen: list = []
     pick = trainer.plan.pick_recompute
 
-    def watch(planner, batch_size, budget, card=None, compiled=False):
+    def watch(planner, batch_size, budget, card, compiled, offload):
         seen.append((card, compiled))
-        return pick(planner, batch_size, budget, card, compiled)
+        return pick(planner, batch_size, budget, card, compiled, offload)
 
     monkeypatch.setattr("trainer.plan.pick_recompute", watch)
     args = parse(f"{SHAPE} --use-activation-checkpoint auto {flags}")

@@ -73,14 +73,10 @@ def test_the_longest_sequence_of_each_row():
     limit, lengths = answer.json["safe_bytes"], []
     for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
         longest = row["longest_sequence_safely"]
-        memory = {"recompute": row["policy"], "offload_activations": row["offload"]}
-        memory |= {"recompute_group": row["group"]}
-        if row["layers"] < 2 and row["policy"] != "none":
-            memory |= {"recompute_layers": row["layers"]}
         peaks = []
         for length in (longest, longest + 2 * STEP):
             args.seq_len = args.max_position_embeddings = length
-            peaks.append(plans.planner(args).step(4, **memory).peak)
+            peaks.append(plans.planner(args).step(4, recompute=row["name"]).peak)
         assert peaks[0] <= limit < peaks[1] and longest % STEP == 0 and longest > 0
         assert line.endswith(f"  {longest:,}")
         lengths.append(longest)
@@ -214,7 +210,7 @@ def test_few_steps_are_simulated(monkeypatch, peaks):
 @pytest.mark.parametrize("asked", ["--all-knobs", "--longest-sequence"])
 def test_where_nothing_fits_there_is_still_a_way_out(asked, peaks):
     answer = answers.ask(f"{TYPED} {budget_for(peaks[0] - 9)} {asked}")
-    assert "full in groups of 2" in answer.out and "nothing fits" in answer.out  # the whole table
+    assert "full/2" in answer.out and "nothing fits" in answer.out  # the whole table
     assert "--seq-len" in answer.command
 
 
@@ -229,7 +225,7 @@ def test_with_the_longest_sequence_the_tokens_of_a_step_stay(peaks):
         parts = {"batch_size": 1, "grad_accum_steps": tokens // length, "seq_len": length}
         there = type(args)(**vars(args) | parts | {"max_position_embeddings": length})
         there.use_activation_checkpoint = "full"
-        groups = type(args)(**vars(there) | {"recompute_group": 2})
+        groups = type(args)(**vars(there) | {"use_activation_checkpoint": "full/2"})
         if min(plans.peak(there), plans.peak(groups)) <= limit:
             fits.append(length)
     assert longer.seq_len == max(fits) < 384

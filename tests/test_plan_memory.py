@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from planner import CARDS, Planner
 from scripts import plan_memory
 from scripts.plan_table import digits, format_hours, format_seconds
-from trainer.flags import build_parser, byte_count, model_config
+from trainer.flags import build_parser, byte_count, flag, model_config
+from trainer.older import OLDER
 from trainer.plan import Plans, card_target
 from trainer.room import Room, for_tensors
 
@@ -38,14 +39,15 @@ def tight():
 
 def test_a_row_for_each_policy_says_what_the_planner_says(tight):
     roomy = ask()
-    assert list(roomy.rows) == [*POLICIES, "full in groups of 2", "full, offloaded"]
+    assert list(roomy.rows) == [*POLICIES, "full/2", "full+offload"]
     assert roomy.json["takes"] == "none" and all(row["fits"] for row in roomy.rows.values())
     of_gpu, args = plans("--device cuda --memory-budget 1GiB")
     for name, row in (roomy.rows | tight.rows).items():
-        memory = {"recompute_group": row["group"], "offload_activations": row["offload"]}
-        if "blocks" in name:
-            memory |= {"recompute_layers": row["layers"], "recompute_rest": row["rest"]}
-        step = of_gpu.planner(args).step(64, recompute=row["policy"], **memory)
+        step = of_gpu.planner(args).step(64, recompute=name)
+        policies, group, offload = step.config.expanded
+        assert row["policy"] == name and (row["group"], row["offload"]) == (group, offload)
+        named = [] if name == "none" else [policies[0]] * row["layers"]
+        assert [*policies] == named + [row["rest"]] * (len(policies) - len(named))
         assert (row["peak_bytes"], row["at_peak"]) == (step.peak, step.at_peak)
         assert (row["kept_bytes"], row["host_bytes"]) == (step.kept, step.host)
         assert sum(row["at_peak"].values()) == row["peak_bytes"]
@@ -133,7 +135,7 @@ def test_help_lists_what_changes_a_plan(capsys, monkeypatch):
     assert err == "" and re.match("usage: ", out)
     listed = set(re.findall(r"--[\w-]+", out))
     flags = {flag for action in build_parser("", "")._actions for flag in action.option_strings[:1]}
-    others = sorted(flags - listed - {"-h"})
+    others = sorted(flags - listed - {"-h"} - {flag(name) for name in OLDER})
     values = {"--lr-scheduler": "=linear", "--log-to": "=wandb", "--num-epochs": "=0.3"}
     values |= dict.fromkeys(("--lr", "--min-lr", "--val-ratio"), "=0.03")
     values |= dict.fromkeys(("--resume", "--detect-anomaly"), "")
@@ -156,14 +158,14 @@ def test_nothing_fits():
 def test_offload_is_taken_if_nothing_else_fits_and_what_else_there_is_is_said():
     flags = "--n-layers=4"
     peaks = ask(f"{flags} --device cuda").peaks
-    budget = budget_for((peaks["full"] + peaks["full, offloaded"]) / 2)
+    budget = budget_for((peaks["full"] + peaks["full+offload"]) / 2)
     answer = ask(f"{flags} {budget}")
     *_, instead, command = answer.out.splitlines()
     takes = answer.json["takes"]
-    assert takes == "full, offloaded" and command.endswith("full --offload-activations")
+    assert takes == "full+offload" and command.endswith("checkpoint full+offload")
     said = re.fullmatch(r"or, instead of offloading, (--use-.*) \(the same sequences\)", instead)
     again = ask(f"{flags} {said[1]} {budget}").json
-    assert again["takes"] and "offloaded" not in again["takes"] and again["batch_size"] < 64
+    assert again["takes"] and "offload" not in again["takes"] and again["batch_size"] < 64
 
 
 def test_what_the_state_settles_is_answered_at_once(capsys, monkeypatch):
@@ -279,8 +281,7 @@ def test_seconds_are_the_clocks(h100, more, tokens):
     of_card, args = plans(f"--card H100 {more}")
     clock = plan_memory.aim([*SHAPE.split(), "--card=H100", *more.split()]).clock
     for row in answer.json["rows"]:
-        memory = {"recompute": row["policy"], "recompute_group": row["group"]}
-        step = of_card.planner(args).step(64, **memory, offload_activations=row["offload"])
+        step = of_card.planner(args).step(64, recompute=row["name"])
         assert row["seconds"] == clock.seconds(step) > 0
         assert row["tokens_per_s"] == pytest.approx(tokens / row["seconds"])
         if not more:
@@ -404,9 +405,7 @@ def test_figures_in_words(form, value, words):
         ("--card=this-machine --nproc-per-node=2", "--card this-machine .* leave out --nproc"),
         ("--all-knobs", "--all-knobs compares times: name a --card, or --card this-machine"),
         ("--longest-sequence --device=cuda", "--longest-sequence: within what"),
-        ("--at-peak --recompute-layers 1", "--recompute-layers 1 needs --use-activation-checkp"),
-        ("--at-peak --offload-activations", "--offload-activations"),
-        ("--at-peak --use-activation-checkpoint mlp --recompute-group 2", "--recompute-group"),
+        ("--at-peak --use-activation-checkpoint mlp:9", "--use-activation-checkpoint must be POL"),
     ],
 )
 def test_bad_input_gets_one_line(flags, message, capsys, monkeypatch):

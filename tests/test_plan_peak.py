@@ -30,7 +30,6 @@ from scripts.plan_peak import COLUMNS, LINES, at_peak, format_peak, record_step
 from scripts.plan_table import Clock
 from scripts.plan_viz import ALIGNMENT, BASE, FirstFit, snapshot
 from trainer.metrics import format_bytes
-from trainer.plan import NO_RECOMPUTE
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -138,9 +137,8 @@ def test_the_document_shows_what_is_listed():
     [
         ("", "none"),
         ("--use-activation-checkpoint auto", "none"),
-        ("--use-activation-checkpoint full --offload-activations", "full, offloaded"),
-        ("--use-activation-checkpoint mlp --recompute-layers 1 --recompute-rest cheap",
-         "mlp in 1 of 2 blocks, cheap in the rest"),
+        ("--use-activation-checkpoint full+offload", "full+offload"),
+        ("--use-activation-checkpoint mlp:1,cheap", "mlp:1,cheap"),
         ("--use-activation-checkpoint sdpa --memory-budget 8GiB", "sdpa"),
     ],
 )  # fmt: skip
@@ -180,7 +178,7 @@ def test_nothing_changes_without_the_flag(monkeypatch, tmp_path):
         Planner, "log_step", lambda self, *args: runs.append(1) or log_step(self, *args)
     )
     other = "--device cuda --n-layers 1 --d-model 24"  # what no other test has simulated
-    plain = ask(f"{other} --recompute-layers=1")
+    plain = ask(f"{other} --use-activation-checkpoint=mlp:9")
     n = len(runs)
     more = ask(f"{other} --at-peak --memory-viz {tmp_path}/step.pickle")
     assert plain.json["alive_at_peak"] is plain.json["alive_at_peak_of"] is None
@@ -193,7 +191,7 @@ def test_with_all_knobs_it_is_the_fastest_setting():
     """Its micro-batch, length and policy."""
     flags = "--card=H100 --device cuda --batch-size=4 --grad-accum-steps=2"
     asked = plan_memory.aim(f"{SHAPE} {flags}".split())
-    step = asked.plans.planner(asked.args).step(1, **NO_RECOMPUTE | {"recompute": "full"})
+    step = asked.plans.planner(asked.args).step(1, recompute="full")
     clock = Clock(CARDS["H100"], False, 8, 1)
     plain, found, longer = (
         listed(flags, settings=[Setting(one, clock)] if one else [])
@@ -335,7 +333,7 @@ def test_frames_name_the_tensor_its_line_and_the_policy():
     found = snapshot(record("mix"))
     stacks = [_memory_viz._frames_fmt(e["frames"], full_filename=True) for e in allocations(found)]
     assert {len(stack) for stack in stacks} == {4}  # none is filtered out
-    policy = "policy:0:mlp in 1 of 3 blocks, cheap in the rest"
+    policy = "policy:0:mlp:1,cheap"
     (wide,) = [s for s in stacks if "blocks.0.mlp.c_fc: output" in s[0] and "replay" in s[2]]
     shape = f"{3 * CONFIG.max_position_embeddings}x{CONFIG.d_ff} bfloat16"
     assert re.fullmatch(rf"model\.py:\d+:blocks\.0\.mlp\.c_fc: output, {shape}", wide[0])

@@ -24,7 +24,7 @@ N = 2  # recorded steps
 SHORT = ("--num-steps=6", f"--profile={N}")
 PHASES = ("data", "forward", "backward", "optimizer", "log", "save", "evaluate")
 FULL = "--use-activation-checkpoint"
-MIX = (FULL, "--recompute-layers=1", "--recompute-rest=cheap")
+MIX = (FULL, "full:1,cheap")
 
 
 def trace_of(path: Path) -> list[dict]:
@@ -62,9 +62,9 @@ def profiled(tmp_path: Path, *flags: str) -> dict[str, list[dict]]:
     ("flags", "replays"),  # of each of two blocks, in a step
     [
         ("", (0, 0)),
-        (f"{FULL} --recompute-group=2", (1, 1)),
-        (f"{FULL} --offload-activations", (1, 1)),
-        (f"{FULL} cheap --offload-activations", (3, 3)),  # each half's LayerNorm, and the GELU
+        (f"{FULL} full/2", (1, 1)),
+        (f"{FULL} full+offload", (1, 1)),
+        (f"{FULL} cheap+offload", (3, 3)),  # each half's LayerNorm, and the GELU
         (f"{FULL} selective", (1, 1)),
         (" ".join(MIX), (1, 3)),
         (f"{FULL} --grad-accum-steps=2", (2, 2)),

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.usefixtures("everything_travels")
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 CHANGES = [
-    {},
-    {"recompute_layers": 1},
-    {"offload_activations": True},
-    {"recompute_group": 2},
-    {"recompute_group": 3},
-    {"recompute_group": 2, "recompute_layers": 3, "offload_activations": True},
+    "",
+    ":1",
+    "+offload",
+    "/2",
+    "/3",
+    ":3/2+offload",
 ]
 
 
@@ -55,8 +55,8 @@ def test_every_policy_equals_none(policy, dropout, precision):
     settings = dict(precision=precision, steps=3, accumulate=2, dropout=dropout, loss_chunks=4)
     none = train("none", **settings)
     for changes in CHANGES:
-        if policy == "full" or "recompute_group" not in changes:
-            same = train(policy, **settings, **changes)
+        if policy == "full" or "/" not in changes:
+            same = train(policy + changes, **settings)
             assert same[0] == none[0], changes
             assert all(map(torch.equal, same[1] + same[2], none[1] + none[2])), changes
 
@@ -173,15 +173,15 @@ def test_fake_count_equals_what_autograd_really_saves(precision):
         del loss
 
 
-def test_recompute_layers_is_in_between():
-    none, one, two = total("none"), *(total("full", recompute_layers=n) for n in (1, 2))
+def test_a_policy_of_some_blocks_is_in_between():
+    none, one, two = total("none"), *(total(f"full:{n}") for n in (1, 2))
     assert none - one == one - two > 0
-    assert total("full", recompute_layers=0) == none
-    assert total("full", recompute_layers=3) == total("full")
+    assert total("full:0") == none
+    assert total("full:3") == total("full")
 
 
 def test_groups_keep_one_input_each():
-    one, two, three = (total("full", recompute_group=k) for k in (1, 2, 3))
+    one, two, three = (total(f"full/{k}") for k in (1, 2, 3))
     assert one - two == two - three == 4 * BTC
 
 
@@ -209,7 +209,7 @@ def test_listing_names_module_operator_and_line():
 
 
 def run_offloaded(policy: str = "full", steps: int = 3):
-    model = tiny(recompute=policy, offload_activations=True, n_layers=4).train()
+    model = tiny(recompute=f"{policy}+offload", n_layers=4).train()
     counts = []
     for _ in range(steps):
         ids = random_ids(3, 16)  # 48 tokens: no weight has a shape like that
@@ -277,7 +277,7 @@ def test_offloaded_copy_is_what_backward_gets(monkeypatch):
     from memory import offload
 
     def gradients():
-        model = tiny(recompute="full", offload_activations=True).train()
+        model = tiny(recompute="full+offload").train()
         ids = torch.arange(32).view(2, 16)
         loss = model(ids, ids)
         for ticket in tickets:

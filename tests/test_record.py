@@ -214,7 +214,7 @@ def test_what_processes_send_has_names():
         ("cuda", {"recompute": "none"}),
         ("accumulate", {"recompute": "full"}),
         ("ddp", {"recompute": "cheap"}),
-        ("cuda", {"recompute": "full", "recompute_layers": 3}),
+        ("cuda", {"recompute": "full:3"}),
         ("cpu", mix("full", 5, "selective")),
         ("ddp", mix("attn", 1, "cheap")),
         ("shards", mix("mlp", 4, "cheap")),
@@ -251,8 +251,8 @@ def test_few_are_simulated(monkeypatch):
     plan.step(2, **mix("mlp", 22, "cheap"))
     assert layers == [3, 6, 5]
     # Their copies and their replays go over more than one block.
-    plan.step(2, recompute="full", recompute_group=2)
-    plan.step(2, recompute="full", offload_activations=True)
+    plan.step(2, recompute="full/2")
+    plan.step(2, recompute="full+offload")
     assert layers[3:] == [24, 24]
     assert len(plan.model.blocks) == 24
 
@@ -262,7 +262,7 @@ def test_few_are_simulated(monkeypatch):
     [
         (2, "fp32", {}),
         (31, "bf16", {}),
-        (23, "bf16", {"recompute": "full", "offload_activations": True}),
+        (23, "bf16", {"recompute": "full+offload"}),
     ],
 )
 def test_of_many_chunks_a_few_tell(memory, chunks, precision, monkeypatch, everything_travels):

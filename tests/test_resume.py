@@ -60,8 +60,8 @@ kinds = st.sampled_from(
     [(FP32,), (BF16,), ("--amp-dtype=float16", "--grad-accum-steps=2"), (BF16, "--optimizer=muon")]
 )
 memory = st.sampled_from(
-    [f"{FULL}={words}" for words in ("none", "full", "mlp", "cheap --offload-activations",
-                                     "full --recompute-group=2 --offload-activations")]
+    [f"{FULL}={words}" for words in ("none", "full", "mlp", "cheap+offload",
+                                     "full/2+offload")]
 )  # fmt: skip
 faults = st.sampled_from(["error", "term", "evaluation"])
 stops = st.tuples(st.integers(1, 19), faults, memory)

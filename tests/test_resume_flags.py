@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 import train_ddp
 import train_minimal
 from data import find_dataset
+from trainer import older
 from trainer.flags import UsageError, build_parser, fill_in
 from trainer.process import OneProcess
 from trainer.resume import flag, keep_batch, same_batch, take_flags
-from trainer.snapshot import Resumed, SnapshotError
+from trainer.snapshot import Resumed, SnapshotError, peek
 
 OWN_TEXT = [word for word in TINY if word != "--use-toy-data"]
 
@@ -30,7 +31,7 @@ def resume_alone(path, *flags: str) -> int:
     return train_minimal.main(["--resume", "--checkpoint-path", str(path), *flags])
 
 
-FLAGS = "--use-activation-checkpoint=cheap --recompute-layers=1 --recompute-rest=mlp"
+FLAGS = "--use-activation-checkpoint=cheap:1,mlp"
 FLAGS += " --grad-accum-steps=2 --lr=0.01"
 
 
@@ -52,19 +53,55 @@ def test_no_other_flag_is_needed(tmp_path, monkeypatch, capsys):
     assert [r["step"] for r in metrics(path)] == [r["step"] for r in metrics(whole)]
 
 
-def test_a_snapshot_from_before_there_was_a_rest(tmp_path):
+# ---- snapshots from before the policy string
+
+# The keys and values that the code of then wrote into a snapshot of such a run: `args`, `config`.
+OLD = {"recompute_layers": None, "recompute_rest": None, "recompute_group": 1}
+OLD |= {"offload_activations": False}
+MIX = {"recompute_layers": 1, "recompute_rest": "mlp"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "now"),
+    [
+        ("none", {}, "none"),
+        ("cheap", MIX, "cheap:1,mlp"),
+        ("full", {"recompute_layers": 0}, "full:0"),
+        ("full", {"recompute_group": 2, "offload_activations": True}, "full/2+offload"),
+        ("auto", {"offload_activations": True}, "auto+offload"),
+    ],
+)
+def test_older_flags_and_fields_are_one_string_now(policy, fields, now):
+    rest = {"recompute_rest": fields.get("recompute_rest", "none")}  # (of a config; of args None)
+    state = {
+        "args": {"use_activation_checkpoint": policy, **OLD, **fields, "lr": 1.0},
+        "config": {"recompute": policy, **OLD, **fields, **rest, "dropout": 0.0},
+    }
+    older.translate(state)
+    config = {"recompute": now, "dropout": 0.0}
+    assert state == {"args": {"use_activation_checkpoint": now, "lr": 1.0}, "config": config}
+    older.translate(state)
+    assert state["config"] == config  # what has no such field stays as it is
+
+
+def test_a_snapshot_of_then_goes_on(tmp_path):
+    """The oldest ones had no rest."""
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
-    flags = "--use-activation-checkpoint=cheap --recompute-layers=1 --dropout=0.1".split()
-    flags += ["--warmup-steps=2", "--lr-scheduler=constant"]
+    flags = ["--dropout=0.1", "--warmup-steps=2", "--lr-scheduler=constant"]
     assert train_here(whole, *flags, "--num-steps=6") == 0
     assert train_here(path, *flags, "--num-steps=2") == 0
     state = snapshot(path)
-    del state["args"]["recompute_rest"], state["config"]["recompute_rest"]
+    fields = OLD | {"recompute_layers": 1}
+    del fields["recompute_rest"]
+    state["args"] |= fields | {"use_activation_checkpoint": "cheap"}
+    state["config"] |= fields | {"recompute": "cheap"}
     torch.save(state, path)
+    assert peek(path)["config"]["recompute"] == "cheap:1"
     assert resume_alone(path, "--num-steps=4") == 0
-    assert snapshot(path)["config"]["recompute_rest"] == "none"
+    assert snapshot(path)["config"]["recompute"] == "cheap:1"
     assert resume_alone(path, "--num-steps=6", "--recompute-rest=mlp") == 0
-    assert snapshot(path)["config"]["recompute_rest"] == "mlp"
+    assert snapshot(path)["config"]["recompute"] == "cheap:1,mlp"
+    assert not OLD.keys() & snapshot(path)["args"].keys()
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
@@ -144,29 +181,29 @@ def test_all_flags_come_back(drawn):
             {"use_activation_checkpoint": "mlp", "card": None},
         ),
         (
-            "--use-activation-checkpoint --recompute-layers 2 --offload-activations",
+            "--use-activation-checkpoint full:2+offload",
             "--use-activation-checkpoint none",
-            {"recompute_layers": None, "offload_activations": False},
+            {"use_activation_checkpoint": "none"},
         ),
         (
-            "--use-activation-checkpoint --recompute-layers 2",
-            "--recompute-layers 1",
-            {"use_activation_checkpoint": "full", "recompute_layers": 1},
+            "--use-activation-checkpoint full:2/2",
+            "--recompute-layers 1 --offload-activations",
+            {"use_activation_checkpoint": "full:1/2+offload"},
         ),
         (
-            "--use-activation-checkpoint --recompute-layers 2 --recompute-rest mlp",
-            "--recompute-layers 1",
-            {"recompute_layers": 1, "recompute_rest": "mlp"},
+            "--use-activation-checkpoint full:2,mlp+offload",
+            "--recompute-layers 0 --no-offload-activations",
+            {"use_activation_checkpoint": "full:0,mlp"},
         ),
         (
-            "--use-activation-checkpoint --recompute-layers 2 --recompute-rest mlp",
+            "--use-activation-checkpoint full:2,mlp",
             "--recompute-rest none",
-            {"use_activation_checkpoint": "full", "recompute_layers": 2, "recompute_rest": "none"},
+            {"use_activation_checkpoint": "full:2"},
         ),
         (
             "--use-activation-checkpoint --recompute-layers 2 --recompute-rest mlp",
-            "--use-activation-checkpoint mlp",
-            {"recompute_layers": None, "recompute_rest": None},
+            "--use-activation-checkpoint --recompute-group 2",
+            {"use_activation_checkpoint": "full/2"},
         ),
     ],
 )

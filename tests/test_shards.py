@@ -143,9 +143,9 @@ def test_auto_is_never_over_and_never_takes_a_group():
     assert len(peaks) == 7
     for budget in np.linspace(min(peaks), max(peaks), 4).astype(int).tolist():
         step = pick_recompute(plan, 16, budget)
-        assert step.peak <= budget and step.config.recompute_group == 1
-    assert pick_recompute(plan, 16, 1).config.recompute_group == 1  # nothing fits
-    assert [way["recompute_group"] for way in least(plan)] == [1]
+        assert step.peak <= budget and step.config.expanded.group == 1
+    assert pick_recompute(plan, 16, 1).config.expanded.group == 1  # nothing fits
+    assert least(plan) == ["full"]
 
 
 # ---- asked by flags
@@ -174,7 +174,7 @@ def test_plan_memory_plans_shards(tmp_path, capsys):
     four = asked("--nproc-per-node 4 --fsdp --lr 1e-3")
     assert four["shards"] == 4 and four["state_bytes"] < alone["state_bytes"]
     assert [row["name"] for row in four["rows"]] == [
-        *("none", "cheap", "selective", "mlp", "attn", "sdpa", "full", "full, offloaded")
+        *("none", "cheap", "selective", "mlp", "attn", "sdpa", "full", "full+offload")
     ]
     precision = getattr(torch, four["precision"])
     plan = Plans(64, CPU, precision, shards=4).planner(parse(""))
@@ -213,8 +213,9 @@ def test_what_processes_send_each_other_takes_no_time_here(flags, is_said):
     ("flags", "message"),
     [
         ("--fsdp", "--fsdp: over how many processes? --nproc-per-node tells"),
-        ("--fsdp --nproc-per-node 2 --use-activation-checkpoint --recompute-group 2",
-         "--recompute-group 2: with --fsdp weights are gathered block by block; leave it out"),
+        ("--fsdp --nproc-per-node 2 --use-activation-checkpoint full/2",
+         "--use-activation-checkpoint full/2: with --fsdp weights are gathered block by block; "
+         "leave it out"),
         ("--fsdp --nproc-per-node 2 --compress-gradients",
          "--compress-gradients is for train_ddp.py: leave it or --fsdp out"),
     ],
@@ -236,13 +237,15 @@ def test_where_the_state_is_too_large_for_ddp_shards_are_named(capsys):
 
 def test_the_way_to_shards_is_the_shortest():
     """With what else it takes, no more; and not at all where shards do not help."""
-    args = parse(f"--use-activation-checkpoint full --recompute-group 2 {DEEP}")
+    args = parse(f"--use-activation-checkpoint full/2 {DEEP}")
     ddp = Plans(64, CPU, torch.float32, ddp=True, processes=4)
     state = ddp.state(args)
     _, knob = ddp.way_out(args, state)
     none = "--use-activation-checkpoint none"  # there is so much room then
-    assert knob.command(args) == f"train_fsdp.py {none} --recompute-group 1"
-    with pytest.raises(UsageError, match=r"train_fsdp.py --recompute-group 1 fits \(the proc"):
+    assert knob.command(args) == f"train_fsdp.py {none}"
+    with pytest.raises(
+        UsageError, match=r"train_fsdp.py --use-activation-checkpoint full fits \(the proc"
+    ):
         choose_recompute(ddp, args, Room(state, "cpu"))
     for budget, plans in [(2**16, ddp), (state, replace(ddp, processes=1))]:
         _, knob = plans.way_out(args, budget)
@@ -250,7 +253,7 @@ def test_the_way_to_shards_is_the_shortest():
 
     sharded, none = replace(ddp, ddp=False, shards=4, made={}), parse(DEEP)
     full = argparse.Namespace(**vars(none) | {"use_activation_checkpoint": "full"})
-    for budget, more in [(sharded.peak(none), ""), (sharded.peak(full), "full")]:
+    for budget, more in [(sharded.peak(none), ""), (sharded.peak(full), "full:4,cheap")]:
         assert sharded.peak(full) < sharded.peak(none) < state
         _, knob = ddp.way_out(none, budget)
         assert knob.trainer and knob.flags.get("use_activation_checkpoint", "") == more

@@ -11,10 +11,9 @@ import torch
 
 from data import Dataset
 
-from .flags import UsageError
+from .flags import UsageError, flag
 from .pretrained import Pretrained
 from .process import OneProcess
-from .resume import flag
 from .snapshot import Resumed
 
 # Of these flags each process may have its own; all others decide what is trained, or when processes

@@ -15,8 +15,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memory import Recompute, expand
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
+from . import older
 from .card import card_name
 from .length import LENGTHS, token_count, tokens_per_step
 
@@ -37,6 +39,8 @@ SHAPES: dict[str, dict[str, int]] = {
 
 # The upper ends are far above sense: they catch a slipped finger before it fills the machine.
 MOST = 10**9
+MOST_LAYERS = 10**4
+AUTO = ("auto", "auto+offload")  # a run finds its policy by itself
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -64,6 +68,9 @@ class TrainerParser(OneLineParser):
         untyped = object()
         names = [action.dest for action in self._actions if action.dest != "help"]
         parsed = super().parse_args(args, argparse.Namespace(**dict.fromkeys(names, untyped)))
+        found = {name: vars(parsed).pop(name, untyped) for name in older.OLDER}
+        before = {name: value for name, value in found.items() if value is not untyped}
+        names = [name for name in names if name not in found]
         typed = {name for name in names if getattr(parsed, name) is not untyped}
         for name in set(names) - typed:
             setattr(parsed, name, self.get_default(name))
@@ -76,7 +83,23 @@ class TrainerParser(OneLineParser):
                 setattr(parsed, name, (shape | others)[name])
             typed |= shape.keys()
         parsed.typed = typed
+        if before:
+            self.take_older(parsed, before)
         return parsed
+
+    def take_older(self, parsed: argparse.Namespace, before: dict[str, object]) -> None:
+        """Spell flags of before as they are spelled now."""
+        if parsed.resume and "use_activation_checkpoint" not in parsed.typed:
+            parsed.older = before  # they change the snapshot's policy: see resume.take_flags
+            return
+        if wrong := older.check_older(parsed.use_activation_checkpoint, before):
+            self.error(wrong)
+        parsed.use_activation_checkpoint = older.join(parsed.use_activation_checkpoint, before)
+        parsed.typed.add("use_activation_checkpoint")
+        try:
+            policy_string(parsed.use_activation_checkpoint)
+        except argparse.ArgumentTypeError as error:
+            self.error(f"{', '.join(map(flag, before))}: --use-activation-checkpoint {error}")
 
 
 def print_error(message: object) -> None:
@@ -102,6 +125,37 @@ def number(kind: type, low: float, high: float = math.inf, *, open: bool = False
         return value
 
     return parse
+
+
+def flag(name: str) -> str:
+    """`n_layers` -> `--n-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def policy_string(text: str) -> str:
+    """An argparse type: as `memory.expand` says, or auto; of how many layers is not known yet."""
+    if text not in AUTO:
+        try:
+            expand(text, MOST_LAYERS)
+        except ValueError as error:
+            message = str(error).removeprefix("recompute must be ")
+            raise argparse.ArgumentTypeError(f"must be auto or {message}") from None
+    return text
+
+
+def recompute_of(args: argparse.Namespace) -> Recompute:
+    """What the flags say of each block; for `auto`, as if it were `full`. Raises UsageError."""
+    try:
+        return expand(args.use_activation_checkpoint.replace("auto", "full"), args.n_layers)
+    except ValueError as error:
+        raise UsageError(flags_for_fields(str(error))) from None
+
+
+def flags_for_fields(message: str) -> str:
+    """The config names a field, d_model; the user knows a flag, --d-model."""
+    names = "|".join(field.name for field in fields(MiniGPTConfig))
+    message = re.sub(rf"\b({names})\b", lambda name: flag(name[0]), message)
+    return message.replace("--recompute", "--use-activation-checkpoint")
 
 
 def byte_count(text: str) -> int:
@@ -148,7 +202,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     count, count_or_zero = number(int, 1, MOST), number(int, 0, MOST)
-    layers, size = number(int, 1, 10**4), number(int, 1, 10**6)
+    layers, size = number(int, 1, MOST_LAYERS), number(int, 1, 10**6)
     seed = number(int, 0, 2**63 - 1)
     positive, positive_or_zero = number(float, 0, open=True), number(float, 0)
 
@@ -189,10 +243,12 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("memory").add_argument
     add("--use-activation-checkpoint", nargs="?", const="full", default="none", metavar="POLICY",
-        choices=(*RECOMPUTE_POLICIES, "auto"),
+        type=policy_string,
         help="what backward recomputes instead of keeping, from least to most: "
-        f"{' '.join(RECOMPUTE_POLICIES)}; auto = the least that fits in memory "
-        "(default: none; the bare flag means full)")
+        f"{' '.join(RECOMPUTE_POLICIES)}; mlp:7 = in the first 7 blocks; mlp:7,cheap = and cheap "
+        "in the others; full/2 = keep one input for every 2 blocks; full+offload = what is kept "
+        "waits in CPU memory (of selective and sdpa, without --compile, each block's input only); "
+        "auto = the least that fits in memory (default: none; the bare flag means full)")
     add("--memory-budget", type=byte_count, metavar="SIZE",
         help="for auto: how much memory there is, 8GiB (default: what is free); of it stays free a "
         "tenth, on a GPU at least 1 GiB (of less than 4 GiB a quarter)")
@@ -200,15 +256,6 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="for auto: take what is predicted to be fastest on it: H100, \"RTX 4090\", ..., or "
         "this-machine, measured (default: a CUDA GPU by its own name; if that is unknown, and "
         "elsewhere, auto takes the fewest FLOPs)")
-    add("--recompute-layers", type=count_or_zero, metavar="N",
-        help="only in the first N blocks (default: all)")
-    add("--recompute-rest", choices=RECOMPUTE_POLICIES, metavar="POLICY",
-        help="in the blocks after those (default: none)")
-    add("--recompute-group", type=count, default=1, metavar="K",
-        help="with full: keep one input for every K blocks (default: %(default)s)")
-    add("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
-        help="what the policy keeps waits in CPU memory (of selective and sdpa, without "
-        "--compile, each block's input only)")
     add("--loss-chunks", type=count_or_zero, default=0, metavar="N",
         help="compute head and loss in N chunks of tokens; 1 = at once, 0 = choose (default: 0)")
 
@@ -285,6 +332,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--detect-anomaly", action=argparse.BooleanOptionalAction, default=False,
         help="find the operation that made a NaN in backward (slow)")
     # fmt: on
+    older.add_flags(parser)
     return parser
 
 
@@ -315,23 +363,11 @@ def fill_in(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
         )
     if args.no_amp and args.amp_dtype != "auto":
         raise UsageError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
-    if args.use_activation_checkpoint == "auto":
-        chosen = {"--recompute-group": 1, "--recompute-layers": None, "--recompute-rest": None}
-        for flag, default in chosen.items():
-            if getattr(args, flag[2:].replace("-", "_")) != default:
-                raise UsageError(
-                    f"{flag}: --use-activation-checkpoint auto chooses it: leave it out"
-                )
-    else:
-        for flag, value in {"--memory-budget": args.memory_budget, "--card": args.card}.items():
-            if value is not None:
-                raise UsageError(f"{flag} is for --use-activation-checkpoint auto")
+    if args.use_activation_checkpoint not in AUTO:
+        for name in ("memory_budget", "card"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"{flag(name)} is for --use-activation-checkpoint auto")
     model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
-    if args.use_activation_checkpoint == "none" and args.recompute_layers is not None:
-        raise UsageError(
-            f"--recompute-layers {args.recompute_layers} needs --use-activation-checkpoint: "
-            "full is the usual policy"
-        )
     return args
 
 
@@ -369,7 +405,6 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
             f"--seq-len {args.seq_len} is above --max-position-embeddings "
             f"{args.max_position_embeddings}: raise the latter, or leave it out"
         )
-    recompute = args.use_activation_checkpoint
     try:
         return MiniGPTConfig(
             vocab_size=vocab_size,
@@ -379,15 +414,8 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
             d_model=args.d_model,
             d_ff=args.d_ff,
             dropout=args.dropout,
-            recompute="full" if recompute == "auto" else recompute,
-            recompute_layers=args.recompute_layers,
-            recompute_rest=args.recompute_rest or "none",
-            recompute_group=args.recompute_group,
-            offload_activations=args.offload_activations,
+            recompute=args.use_activation_checkpoint.replace("auto", "full"),
             loss_chunks=args.loss_chunks,
         )
-    except ValueError as error:  # it names a field, d_model; the user knows a flag, --d-model
-        names = "|".join(field.name for field in fields(MiniGPTConfig))
-        message = re.sub(rf"\b({names})\b", lambda m: "--" + m[0].replace("_", "-"), str(error))
-        message = re.sub(r"--recompute(?!-)", "--use-activation-checkpoint", message)
-        raise UsageError(message) from None
+    except ValueError as error:
+        raise UsageError(flags_for_fields(str(error))) from None

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from model import MiniGPTConfig
+from memory import write
 
-from .flags import SHAPES
+from .flags import AUTO, SHAPES, recompute_of
 
 USUAL = ("use_activation_checkpoint", "full")  # which needs no word after the flag
 Flags = argparse.Namespace
@@ -64,13 +64,11 @@ class Knob:
                 words += ["--" + name.replace("_", "-")] + [str(value)] * (value is not True)
         return words
 
-    def with_policy(self, args: Flags, config: MiniGPTConfig) -> "Knob":
-        """The same, but for the way to recompute, which is that of `config`."""
-        rest = None if config.recompute_rest == "none" else config.recompute_rest
-        policy = policy_flags(args, config.recompute, config.recompute_layers, rest)
-        policy["recompute_group"] = config.recompute_group
-        changed = {name: value for name, value in policy.items() if value != getattr(args, name)}
-        others = {name: value for name, value in self.flags.items() if name not in policy}
+    def with_policy(self, args: Flags, policy: str) -> "Knob":
+        """The same, but for the way to recompute."""
+        found = policy_flags(args, policy)
+        changed = {name: value for name, value in found.items() if value != getattr(args, name)}
+        others = {name: value for name, value in self.flags.items() if name not in found}
         return replace(self, flags=changed | others)
 
     def change(self, args: Flags) -> Flags:
@@ -84,15 +82,10 @@ class Knob:
         return changed
 
 
-def policy_flags(
-    args: Flags, policy: str, layers: int | None = None, rest: str | None = None
-) -> dict[str, Any]:
-    """The flags that ask for a policy."""
-    flags: dict[str, Any] = {"use_activation_checkpoint": policy}
-    flags |= {"recompute_layers": layers, "recompute_rest": rest}
-    if args.use_activation_checkpoint == "auto":
-        flags |= {"memory_budget": None, "card": None}  # they are for auto
-    return flags
+def policy_flags(args: Flags, policy: str) -> dict[str, Any]:
+    """The flags that ask for it."""
+    for_auto = dict.fromkeys(("memory_budget", "card") * (args.use_activation_checkpoint in AUTO))
+    return {"use_activation_checkpoint": policy, **for_auto}
 
 
 def candidates(
@@ -104,20 +97,22 @@ def candidates(
     the training what it is. `groups`: of two blocks as well, which take less in some models.
     """
     size, steps, kept = args.batch_size, args.grad_accum_steps, dict[str, Any]()
+    asked = recompute_of(args)
+    full = asked._replace(policies=("full",) * args.n_layers)
     cuts = [n for n in range(2, size + 1) if size % n == 0]
     smaller = [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in cuts]
     if args.loss_chunks == 1:
         kept = {"loss_chunks": 0}
         yield Knob(kept, "never holds all logits, at about the same speed")
-    if args.use_activation_checkpoint != "full" or args.recompute_layers is not None:
-        kept = kept | policy_flags(args, "full")
+    if asked != full or args.use_activation_checkpoint in AUTO:
+        kept = kept | policy_flags(args, write(full))
         yield Knob(kept, SLOWER)
-    if groups and args.recompute_group == 1:
-        yield Knob(kept | {"recompute_group": 2}, SLOWER)
+    if groups and full.group == 1:
+        yield Knob(kept | policy_flags(args, write(full._replace(group=2))), SLOWER)
     yield from (Knob(kept | batch, SAME) for batch in smaller)
     ways = [kept]
-    if device_type == "cuda" and not args.offload_activations:
-        kept = kept | {"offload_activations": True}
+    if device_type == "cuda" and not full.offload:
+        kept = kept | policy_flags(args, write(full._replace(offload=True)))
         ways.append(kept)
         yield Knob(kept, MOVED)
         yield from (Knob(kept | batch, f"{SAME}, {MOVED}") for batch in smaller)
@@ -212,7 +207,9 @@ def shards(args: Flags) -> Iterator[Knob]:
 
     It is no knob like the others: it only helps where there are several processes.
     """
-    kept: dict[str, Any] = {"recompute_group": 1} if args.recompute_group > 1 else {}
+    policy, kept = recompute_of(args), dict[str, Any]()
+    if policy.group > 1:
+        kept |= policy_flags(args, write(policy._replace(group=1)))
     kept |= {"compress_gradients": False} if args.compress_gradients else {}
     dealt = "the processes hold the model between them"
     yield Knob(kept, dealt, "train_fsdp.py")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,13 +17,13 @@ from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
 from planner.cards import card_named
-from planner.choose import ALL_ALIKE, RUNGS, describe_recompute, pick_recompute
+from planner.choose import pick_recompute
 from planner.formulas import state_bytes
 from planner.shards import share_of
 
 from .card import THIS_MACHINE, clock_card, device_type
 from .device import choose_device, choose_precision, set_matmul_precision
-from .flags import UsageError, model_config
+from .flags import AUTO, UsageError, model_config, recompute_of
 from .knobs import Knob, nearest, settings
 from .knobs import next_knob as next_knob  # endings.py takes it from here
 from .measured import Predicted
@@ -34,7 +34,6 @@ from .process import OneProcess
 from .room import Room, host_room, own_memory, room_on, total_memory
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
-NO_RECOMPUTE: dict[str, Any] = RUNGS[0] | ALL_ALIKE
 
 
 class Plan(NamedTuple):
@@ -158,7 +157,7 @@ class Plans:
         """The same one for all flags that differ in batch size and recompute only."""
         config = model_config(args, self.vocab_size)
         state = args.optimizer, args.moments_dtype
-        key = replace(config, **NO_RECOMPUTE), args.seq_len, args.grad_accum_steps > 1, state
+        key = replace(config, recompute="none"), args.seq_len, args.grad_accum_steps > 1, state
         if key not in self.made:
             self.watch()
             planner = make_planner(args, config, self.device, self.precision, self.ddp, self.shards)
@@ -173,8 +172,8 @@ class Plans:
     def peak(self, args: argparse.Namespace) -> int:
         """Bytes at the peak of a step; for `auto`, of the most that it recomputes. (No device has
         as many as one takes for whose offload the CPU's memory is too small.)"""
-        memory = policy_of(model_config(args, self.vocab_size))
-        step = self.planner(args).step(args.batch_size, **memory)
+        recompute = model_config(args, self.vocab_size).recompute
+        step = self.planner(args).step(args.batch_size, recompute=recompute)
         return step.peak if self.host is None or step.host <= self.host else sys.maxsize
 
     def most(self, args: argparse.Namespace, budget: int) -> int:
@@ -185,14 +184,15 @@ class Plans:
         config, planner = model_config(args, self.vocab_size), self.planner(args)
         key = planner, config, budget
         if key not in self.largest:
-            memory, asked = policy_of(config), args.batch_size
-            self.largest[key] = planner.largest_batch(budget, asked, self.host, **memory)
+            self.largest[key] = planner.largest_batch(
+                budget, args.batch_size, self.host, recompute=config.recompute
+            )
         return self.largest[key]
 
     def pick(self, args: argparse.Namespace, budget: int) -> StepMemory:
         """The fastest way to recompute that fits in `budget` bytes, else the smallest peak."""
-        planner = self.planner(args)
-        return pick_recompute(planner, args.batch_size, budget, self.card, args.compile)
+        ask, offload = self.planner(args), recompute_of(args).offload
+        return pick_recompute(ask, args.batch_size, budget, self.card, args.compile, offload)
 
     def way_out(
         self, args: argparse.Namespace, budget: int, is_auto: bool = False
@@ -213,15 +213,10 @@ class Plans:
         knob = nearest(args, self.device.type, budget, self, shards, groups)
         if knob and not is_auto:
             then = knob.change(args)
-            if not then.offload_activations:
+            if not recompute_of(then).offload:
                 of_whom = shards if shards and knob.trainer else self
-                knob = knob.with_policy(args, of_whom.pick(then, budget).config)
+                knob = knob.with_policy(args, of_whom.pick(then, budget).config.recompute)
         return why, knob
-
-
-def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
-    """How it recomputes, as changes of another config."""
-    return {name: getattr(config, name) for name in NO_RECOMPUTE}
 
 
 def choose_recompute(plans: Plans, args: argparse.Namespace, room: Room) -> StepMemory:
@@ -232,9 +227,11 @@ def choose_recompute(plans: Plans, args: argparse.Namespace, room: Room) -> Step
         step = plans.pick(args, budget)
         if step.peak <= budget:
             return step
-        smallest = f"{format_bytes(step.peak)} ({describe_recompute(step.config)})"
-    flag = "--use-activation-checkpoint auto" if room.is_free else "--memory-budget"
-    most = argparse.Namespace(**vars(args) | {"use_activation_checkpoint": "full"})
+        smallest = f"{format_bytes(step.peak)} ({step.config.recompute})"
+    asked = args.use_activation_checkpoint
+    flag = f"--use-activation-checkpoint {asked}" if room.is_free else "--memory-budget"
+    most = asked.replace("auto", "full")
+    most = argparse.Namespace(**vars(args) | {"use_activation_checkpoint": most})
     why, knob = plans.way_out(most, budget, is_auto=True)
     fits = f"{knob.command(most)} fits ({knob.words})" if knob else SMALLER
     raise UsageError(
@@ -277,7 +274,7 @@ def check_host(
     if plans.host is None or step.host <= plans.host:
         return ""
     total, own = total_memory(cpu), own_memory() - held
-    need = f"{of_each(processes)}{format_bytes(step.host)} of CPU memory for --offload-activations"
+    need = f"{of_each(processes)}{format_bytes(step.host)} of CPU memory for +offload"
     on_device = room_on(process.device, None, process.processes_on_device).safe or 0
     if total is not None and processes * (step.host + own) > total:
         has = f"the machine has {format_bytes(total)}"
@@ -305,9 +302,9 @@ def what_to_try(plans: Plans, args: argparse.Namespace, budget: int) -> str:
 
 def describe_plan(planner: Planner, chosen: MiniGPTConfig, batch_size: int) -> str:
     """Predicted memory of a step as chosen, beside that without recompute."""
-    steps = {"without recompute": planner.step(batch_size, **NO_RECOMPUTE)}
+    steps = {"without recompute": planner.step(batch_size, recompute="none")}
     if chosen.recompute != "none":
-        steps = {describe_recompute(chosen): planner.step(batch_size, **asdict(chosen))} | steps
+        steps = {chosen.recompute: planner.step(batch_size, **asdict(chosen))} | steps
     words = [
         f"{name}: peak {format_bytes(step.peak)}, backward keeps {format_bytes(step.kept)}"
         for name, step in steps.items()
@@ -340,12 +337,12 @@ def plan_memory(
         card,
     )
     words = ""
-    if args.use_activation_checkpoint == "auto":
+    if args.use_activation_checkpoint in AUTO:
         mine = room_on(process.device, args.memory_budget, process.processes_on_device, held)
         room = replace(mine, budget=min(process.exchange(mine.budget or 0)))
         config = choose_recompute(plans, args, room).config
         least = f"the least time (predicted for {card.name})" if card else "the least"
-        words = f"auto takes {describe_recompute(config)}: {least} that fits in "
+        words = f"auto takes {config.recompute}: {least} that fits in "
         words += f"{room}\nmemory   "
     told = process.by_first(lambda: predict(plans, args, process, config, held))
     said, peaks = told or ("", None)
@@ -363,7 +360,7 @@ def predict(
         step = planner.step(args.batch_size, **asdict(config))
         words += check_room(plans, args, process, step.peak, held)
         words += check_host(plans, args, process, step, held)
-        plain = planner.step(args.batch_size, **NO_RECOMPUTE).peak
+        plain = planner.step(args.batch_size, recompute="none").peak
         return words, Predicted(step.peak, plain)
     except TooLarge:
         raise

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .claim import replaced_runs
-from .flags import SHAPES, build_parser
+from .flags import SHAPES, build_parser, flag
 from .length import LENGTHS
 from .metrics import format_line
+from .older import join
 from .optimizer import restore_optimizer
 from .snapshot import Resumed, SnapshotError, State, beside, peek, read_snapshot
 
@@ -27,9 +28,7 @@ FIXED = (
 DATA = "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
 # A flag that is typed also decides these: they are not taken from the snapshot then.
 DECIDES = {
-    "use_activation_checkpoint": (
-        "recompute_layers recompute_rest recompute_group offload_activations memory_budget card"
-    ).split(),
+    "use_activation_checkpoint": ["memory_budget", "card"],
     "amp_dtype": ["no_amp"],
     "no_amp": ["amp_dtype"],
     **{name: [other for other in LENGTHS if other != name] for name in LENGTHS},
@@ -128,6 +127,8 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
     old = parse_again(saved, resumed.path)
     for name in (vars(args).keys() & saved.keys()) - moot:
         setattr(args, name, getattr(old, name))
+    if changed := vars(args).pop("older", None):
+        args.use_activation_checkpoint = join(args.use_activation_checkpoint, changed)
 
 
 def keep_batch(args: argparse.Namespace, saved: State, world_size: int) -> None:
@@ -269,11 +270,6 @@ def changes(saved: State, now: State) -> list[str]:
     if all(isinstance(number, int) for number in threads) and threads[0] != threads[1]:
         rows.append(f"threads {threads[0]} -> {threads[1]}: sums are rounded otherwise")
     return rows
-
-
-def flag(name: str) -> str:
-    """`n_layers` -> `--n-layers`."""
-    return "--" + name.replace("_", "-")
 
 
 def blamed(args: argparse.Namespace, name: str) -> str:

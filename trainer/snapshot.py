@@ -31,6 +31,8 @@ import torch
 from torch.serialization import skip_data
 from torch.utils._pytree import tree_leaves
 
+from . import older
+
 State = dict[str, Any]
 
 # What a run needs to go on. `config`, `args` and `tokenizer` also let scripts/generate.py work
@@ -160,7 +162,7 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
     if strange := what_is_strange(state):
         raise SnapshotError(f"{path} is no MiniGPT snapshot ({strange})")
-    return state
+    return older.translate(state)
 
 
 def load(file: Path | BinaryIO, device: str) -> Any:
@@ -188,7 +190,7 @@ def peek(path: Path) -> State:
         if path.is_file():
             with open(path, "rb") as file, skip_data():
                 state = load(file, "meta")
-            return {} if what_is_strange(state) else state
+            return {} if what_is_strange(state) else older.translate(state)
     except Exception:  # as in `read_snapshot`
         pass
     return {}

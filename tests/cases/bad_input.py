@@ -84,14 +84,19 @@ REFUSED = {  # words: what the line must say
     "--seq-lens": "--seq-lens; did you mean --seq-len?",
     "--qqq": "--qqq; .*--help lists all flags",
     "stray": "stray; .*--help lists all flags",
-    "--recompute-layers=0": "--recompute-layers 0 needs --use-activation",
-    "--use-activation-checkpoint=some": "--use-activation-checkpoint: invalid choice: 'some'",
+    "--recompute-layers=0": "--recompute-layers: --use-activation.* not 'none:0': none stands",
+    "--use-activation-checkpoint=some": "-checkpoint: must be auto or POLICY.*none, cheap, sel",
     "--device=gpu": "--device: invalid choice: 'gpu'.*cuda",
     "--n-heads=3": r"--d-model \(16\) must be divisible by --n-heads \(3\)",
     "--max-position-embeddings=8": "--seq-len 16 is above --max-position-embeddings 8: raise",
-    "--recompute-layers=9": "--recompute-layers must be in 0..2, not 9",
-    "--recompute-rest=some": "--recompute-rest: invalid choice: 'some'",
-    "--use-activation-checkpoint --recompute-rest=mlp": "--recompute-rest needs .* and --recompute",
+    "--use-activation-checkpoint=mlp:3": "--use-activation-checkpoint must be POLICY.* in 0..2",
+    "--use-activation-checkpoint=mlp/2": "must be auto or POLICY.* only blocks that are full can",
+    "--use-activation-checkpoint=none+offload": "not 'none.offload': none stands alone",
+    "--use-activation-checkpoint=auto:3": "must be auto or .* not 'auto:3': a POLICY is one of",
+    "--use-activation-checkpoint --recompute-layers=9": "not 'full:9': N must be in 0..2",
+    "--use-activation-checkpoint --recompute-rest=mlp": "--recompute-rest: .* not 'full,mlp'",
+    "--use-activation-checkpoint=mlp:1 --recompute-layers=1": "--recompute-layers: .*mlp:1 says it",
+    "--use-activation-checkpoint=full+offload --no-offload-activations": "says it, too: leave one",
     "--card=Voodoo2": "--card: .*Voodoo2.*H100.*M4 Max.*; or this-machine",
     "--use-activation-checkpoint --card=H100": "--card is for --use-activation-checkpoint auto",
     "--min-lr=1": "--min-lr 1 is above --lr",
@@ -102,8 +107,7 @@ REFUSED = {  # words: what the line must say
     "--n-layers=1000000000": "--n-layers: must be a whole number",
     "--seed=1" + "0" * 400: "--seed: must be a whole number",
     "--no\nsuch": "unrecognized arguments: --no such",
-    "--use-activation-checkpoint=mlp --recompute-group=2": "--recompute-group 2",
-    "--offload-activations": "--offload-activations needs",
+    "--offload-activations": "--offload-activations: .* not 'none.offload': none stands alone",
     "--train-data=x.txt": "--use-toy-data .* drop --train-data",
     "--tokenizer-name=byte": "--tokenizer-name byte",
     "--vocab-size=7": "--vocab-size 7: must be 8 to",
@@ -300,7 +304,7 @@ ENVIRONMENTS = {
         "fsdp", "", ("torchrun --nproc-per-node=2 train_fsdp.py",), {}, dict.fromkeys(ALONE)
     ),
     "groups of blocks in shards": sharded(
-        "--use-activation-checkpoint --recompute-group=2", "--recompute-group 2: train_fsdp.py"
+        "--use-activation-checkpoint=full/2", "full/2: train_fsdp.py gathers .*; full fits"
     ),
     "compressed gradients of shards": sharded(
         "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"

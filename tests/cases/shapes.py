@@ -23,27 +23,26 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 MEMORY = [
     *({"recompute": policy} for policy in RECOMPUTE_POLICIES),
-    {"recompute": "mlp", "recompute_layers": 2},
-    {"recompute": "full", "recompute_group": 2},
-    {"recompute": "full", "recompute_group": 2, "recompute_layers": 3},
-    {"recompute": "full", "offload_activations": True},
+    {"recompute": "mlp:2"},
+    {"recompute": "full/2"},
+    {"recompute": "full:3/2"},
+    {"recompute": "full+offload"},
     {"recompute": "none", "loss_chunks": 1},
 ]
 
 
 def mix(first: str, n: int, rest: str, **changes) -> dict:
     """`first` in n blocks, `rest` in those after them."""
-    return {"recompute": first, "recompute_layers": n, "recompute_rest": rest, **changes}
+    return {"recompute": f"{first}:{n},{rest}", **changes}
 
 
 MIXES = [
     mix("mlp", 2, "cheap"),
     mix("full", 1, "sdpa"),
     mix("cheap", 3, "full"),
-    mix("full", 2, "full", recompute_group=2),
-    mix("full", 3, "attn", recompute_group=2),
+    mix("full", 3, "attn/2"),
     mix("full", 3, "selective"),
-    mix("full", 2, "cheap", offload_activations=True),
+    mix("full", 2, "cheap+offload"),
 ]
 # What a planner is told of the run, beside the model (`dropout` is the model's)
 SETTINGS = {

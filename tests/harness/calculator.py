@@ -17,7 +17,7 @@ PAGE, SCRIPT = ROOT / "docs/calculator.html", ROOT / "docs/calculator.js"
 # How the page calls a config's fields.
 LETTERS = {
     "vocab_size": "V", "max_position_embeddings": "positions", "n_layers": "L", "n_heads": "H",
-    "d_model": "C", "d_ff": "F", "recompute": "policy", "loss_chunks": "chunks",
+    "d_model": "C", "d_ff": "F", "loss_chunks": "chunks",
 }  # fmt: skip
 
 
@@ -57,8 +57,7 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
             d_model=width,
             d_ff=pick(4 * width, 4 * width, 2 * width, 3 * width + 8, width),
             dropout=pick(0.0, 0.1),
-            recompute=policy,
-            recompute_layers=some,
+            recompute=policy if some is None else f"{policy}:{some}",
             loss_chunks=pick(0, 0, 1, 4),
         )
         processes = pick({}, {}, {"ddp": True}, {"shards": draw.randint(2, 16)})
@@ -76,11 +75,17 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
     return found
 
 
+def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
+    """As the page has it: a policy, and in how many blocks, from the first one on."""
+    policies = config.expanded.policies
+    return {"policy": policies[0], "layers": policies.count(policies[0])}
+
+
 def as_page(shape: dict[str, Any]) -> dict[str, Any]:
     """The same, as the page's functions want it."""
     config = shape["config"]
     same = {LETTERS[name]: getattr(config, name) for name in LETTERS}
     same |= {"B": shape["batch_size"], "T": shape["seq_len"], "dropout": config.dropout > 0}
     same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}
-    same |= {"layers": config.n_recomputed, "optimizer": shape["optimizer"]}
+    same |= policy_of(config) | {"optimizer": shape["optimizer"]}
     return same | {"ddp": shape.get("ddp", False), "shards": shape.get("shards", 1)}

@@ -58,7 +58,7 @@ CASES = {
     "full, accumulated": Case(FULL, 4, micro_batches=2),
     "little but weights": Case(FULL, 1),
     "dropout": Case(replace(WIDE, dropout=0.1), 8),
-    "offloaded": Case(replace(FULL, offload_activations=True), 24),
+    "offloaded": Case(replace(FULL, recompute="full+offload"), 24),
     "Muon": Case(WIDE, 8, optimizer="muon"),
     "bfloat16 moments": Case(WIDE, 8, moments="bfloat16"),
     "one block": Case(replace(WIDE, n_layers=1), 16),

@@ -35,10 +35,10 @@ SHAPE = MiniGPTConfig(
 )  # fmt: skip
 VARIANTS: list[dict] = [{"recompute": policy} for policy in RECOMPUTE_POLICIES]
 VARIANTS += [
-    {"recompute": "mlp", "recompute_layers": 1, "recompute_rest": "full"},
-    {"recompute": "full", "offload_activations": True},
-    {"recompute": "full", "recompute_group": 2, "offload_activations": True},
-    {"recompute": "cheap", "offload_activations": True},
+    {"recompute": "mlp:1,full"},
+    {"recompute": "full+offload"},
+    {"recompute": "full/2+offload"},
+    {"recompute": "cheap+offload"},
     {"loss_chunks": 1},
 ]
 
@@ -97,7 +97,7 @@ def main() -> int:
             config = replace(SHAPE, **variant)
             ddp.buckets_are_final = False
             expected = learn(ddp, config, dtype)
-            if config.recompute_group == 1:  # (FSDP gathers block by block)
+            if config.expanded.group == 1:  # (FSDP gathers block by block)
                 found = learn(fsdp, config, dtype)
                 if ddp.rank == 0 and not same(expected, found):
                     sys.exit(f"{variant} differs in {dtype}")

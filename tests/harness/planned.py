@@ -37,7 +37,7 @@ def shared(key: tuple, make: Any) -> Planner:
 def make_once(args, config, device, precision, *way) -> Planner:
     """Instead of trainer.plan.make_planner: who recomputes otherwise, or asks for other batches,
     has the same planner."""
-    plain = MiniGPTConfig(**vars(config) | plan.NO_RECOMPUTE)
+    plain = MiniGPTConfig(**vars(config) | {"recompute": "none"})
     state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.compress_gradients
     key = plain, args.seq_len, device.type, precision, state, way
     planner = copy(shared(key, lambda: MAKE_PLANNER(args, plain, device, precision, *way)))

@@ -15,9 +15,9 @@ B = 3
 WAYS = {
     **{policy: {"recompute": policy} for policy in ("none", *POLICIES, "full")},
     "plain": {"loss_chunks": 1},
-    "groups": {"recompute": "full", "recompute_group": 2},
-    "mix": {"recompute": "mlp", "recompute_layers": 1, "recompute_rest": "cheap"},
-    "offload": {"recompute": "full", "offload_activations": True},
+    "groups": {"recompute": "full/2"},
+    "mix": {"recompute": "mlp:1,cheap"},
+    "offload": {"recompute": "full+offload"},
 }
 KINDS_OF_STEPS = [
     *((way, "cuda") for way in ("none", "full", "mix", "offload")),
