@@ -72,6 +72,7 @@ class Source(NamedTuple):
 
 
 Place = tuple[int, str, int | None]  # (from this operator on, phase, block that is at work)
+Repeat = tuple[int, int, int]  # operators from .. to (without that one) run so often, in a row
 
 
 class Op(NamedTuple):
@@ -88,11 +89,14 @@ class Op(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a log: what other steps do just so, on storages of the same names."""
+    """A part of a step that is the same in others, but for where its tensors are."""
 
     begin: int  # operators before it
     ops: list[Op]
+    repeats: list[Repeat]
+    given: list[Storage]
     made: list[Storage]
+    results: list[Storage]  # of `made`
 
 
 class Log(TorchDispatchMode):
@@ -117,8 +121,8 @@ class Log(TorchDispatchMode):
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
         self.stand_ins: list[Tensor] = []
         self.places: list[Place] = [(0, "", None)]
-        # Operators from .. to (without that one) stand for so many runs of theirs, in a row.
-        self.repeats: list[tuple[int, int, int]] = []
+        self.repeats: list[Repeat] = []
+        self.is_idle = False  # what runs is nothing that a step would do
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -149,6 +153,8 @@ class Log(TorchDispatchMode):
         result = given.get(its.changed)
         if not isinstance(result, FakeTensor):  # (else nothing is to be done, as it has no numbers)
             result = func(*args, **kwargs)
+        if self.is_idle:
+            return result
         results = result if isinstance(result, tuple | list) else (result,)
         self.note(func, given, [tensor for tensor in results if isinstance(tensor, Tensor)])
         if self.inside is not None and (size := self.inside(func, args)):
@@ -195,23 +201,37 @@ class Log(TorchDispatchMode):
         different = min(extent, size * n)  # (an expanded row is there once)
         return Touch(self.find(tensor), start, start + extent, different, False)
 
-    def part(self, begin: int) -> Part:
-        """From the operator after `begin` on."""
-        return Part(begin, self.ops[begin:], [s for s in self.storages if s.born > begin])
-
-    def repeat(self, part: Part) -> None:
-        """Note a part of another log, as if it had run here."""
-        later = self.now - part.begin
-        here = {(s.kind, s.name): s for s in self.alive()}
-        made = {s: replace(s, born=s.born + later, died=s.died + later) for s in part.made}
-        self.storages += made.values()
+    def once(
+        self, parts: dict[Any, Part], key: Any, run: Callable[[], Any], given: list[Tensor]
+    ) -> list[Tensor]:
+        """`run()`, which returns tensors, and knows none but those that it is given or makes. If
+        `parts` has it by this key, from another log, it does not run, but is copied from there."""
+        storages = [self.find(tensor) for tensor in given]
+        begin, n_repeats = self.now, len(self.repeats)
+        if self.sources is not None:  # each operator has one of its own
+            return list(run())
+        if key not in parts:
+            results = list(run())
+            made = [storage for storage in self.storages if storage.born > begin]
+            found = [self.find(tensor) for tensor in results]
+            ops, repeats = self.ops[begin:], self.repeats[n_repeats:]
+            parts[key] = Part(begin, ops, repeats, storages, made, found)
+            return results
+        part = parts[key]
+        later = begin - part.begin
+        results = [self.stand_in_for(storage, later) for storage in part.results]
+        here = dict(zip(part.given, storages, strict=True))
+        here |= dict(zip(part.results, map(self.find, results), strict=True))
+        for storage in part.made:
+            if storage not in here:
+                born, died = storage.born + later, storage.died + later
+                here[storage] = replace(storage, born=born, died=died)
+            self.storages.append(here[storage])
+        self.repeats += [(begin + later, end + later, n) for begin, end, n in part.repeats]
         for op in part.ops:
-            touches = (
-                t._replace(storage=made.get(t.storage) or here[t.storage.kind, t.storage.name])
-                for t in op.touches
-            )
-            moved = op._replace(at=op.at + later, place=self.places[-1], touches=tuple(touches))
-            self.ops.append(moved)
+            touches = tuple(touch._replace(storage=here[touch.storage]) for touch in op.touches)
+            self.ops.append(op._replace(at=op.at + later, place=self.places[-1], touches=touches))
+        return results
 
     # ---- storages
 
@@ -219,8 +239,7 @@ class Log(TorchDispatchMode):
         self, tensor: Tensor, operator: str = "", at: int = 0, source: Source | None = None
     ) -> Storage:
         """The storage of `tensor`: known (the tensor is a view, or changed in place) or new."""
-        memory = tensor.untyped_storage()
-        address = memory._cdata
+        address = tensor.untyped_storage()._cdata
         if address in self.known:
             return self.known[address][1]
         storage = new_storage(tensor, at or self.now)
@@ -231,15 +250,29 @@ class Log(TorchDispatchMode):
             storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
         if source is not None:
             storage.module, storage.line = source.module, source.line
+        if storage.bytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
+            self.storages.append(storage)
+        return self.watch(tensor, storage)
+
+    def watch(self, tensor: Tensor, storage: Storage) -> Storage:
+        """The storage of `tensor` is this one; note when it dies."""
+        memory = tensor.untyped_storage()
+        address = memory._cdata
 
         def gone(_: weakref.ref) -> None:
             del self.known[address]  # the next storage at this address is another one
             storage.died = self.now
 
         self.known[address] = weakref.ref(memory, gone), storage
-        if storage.bytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
-            self.storages.append(storage)
         return storage
+
+    def stand_in_for(self, storage: Storage, later: int) -> Tensor:
+        """A tensor like one in another log."""
+        self.is_idle = True
+        tensor = torch.empty(storage.shape, dtype=storage.dtype)
+        self.is_idle = False
+        self.watch(tensor, replace(storage, born=storage.born + later, died=math.inf))
+        return tensor
 
     def add_scratch(self, size: int, device: torch.device) -> None:
         """Bytes that are there while the operator that was just seen runs."""

@@ -71,7 +71,7 @@ class Planner:
         self.compress, self.shards = compress, shards
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.updated: Part | None = None  # the optimizer's part of a step
+        self.parts: dict[Any, Part] = {}  # of steps, that are the same in others
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
@@ -175,7 +175,7 @@ class Planner:
             log,
             without_blocks(model, config.n_layers),
             follow(model, log),
-            few_chunks(log, MOST_RUNS if sources else 0),
+            short_head(log, MOST_RUNS if sources else 0, self.parts),
             sources or nullcontext(),
             gather(model, self.held, self.shards, log, gloo=self.on_cpu) as gathering,
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
@@ -208,15 +208,17 @@ class Planner:
         return log, forward_end, model.host_memory.moved
 
     def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
-        """The same in all steps, whatever they recompute: it runs in the first of them."""
-        if self.updated is not None and log.sources is None:
-            log.repeat(self.updated)
-            return
-        begin = log.now
-        # (A GPU takes all tensors at a time; torch would not for the CPU's.)
-        self.clip(parameters, 1.0, not self.on_cpu)
-        self.optimizer.step()
-        self.updated = log.part(begin)
+        """The same in all steps, whatever they recompute."""
+
+        def run() -> tuple[()]:
+            # (A GPU takes all tensors at a time; torch would not for the CPU's.)
+            self.clip(parameters, 1.0, not self.on_cpu)
+            self.optimizer.step()
+            return ()
+
+        state = [tensor for its in self.optimizer.state.values() for tensor in its.values()]
+        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+        log.once(self.parts, "optimizer", run, [*parameters, *gradients, *state])
 
     def name_what_is_there(self, log: Log) -> None:
         """Weights, gradients as far as there are any, and the optimizer's state."""
@@ -294,9 +296,10 @@ def without_blocks(model: MiniGPT, begin: int) -> Iterator[None]:
 
 
 @contextmanager
-def few_chunks(log: Log, few: int) -> Iterator[None]:
+def short_head(log: Log, few: int, parts: dict[Any, Part]) -> Iterator[None]:
     """Of the head's chunks, of which there may be millions, only the first, one more and the last
-    run: those in between do the same, operator by operator. Up to `few`, all of them."""
+    run: those in between do the same, operator by operator. Up to `few`, all of them. And they run
+    once, as no policy changes anything there."""
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
         n_chunks, chunk = math.ceil(n_tokens / n), 0
@@ -307,11 +310,20 @@ def few_chunks(log: Log, few: int) -> Iterator[None]:
                 log.repeats.append((begin, log.now + 1, times))
             chunk += times
 
-    starts, head.starts_of_chunks = head.starts_of_chunks, starts_of_few
+    def once(
+        x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Any, gradients: Any = ()
+    ) -> Any:
+        def run() -> tuple[Tensor, Tensor]:
+            return by_chunks(x, weight, labels, n_chunks, softmax, gradients)
+
+        return log.once(parts, ("head", len(x), n_chunks), run, [x, weight, labels, *gradients])
+
+    starts, by_chunks = head.starts_of_chunks, head.loss_by_chunks
+    head.starts_of_chunks, head.loss_by_chunks = starts_of_few, once
     try:
         yield
     finally:
-        head.starts_of_chunks = starts
+        head.starts_of_chunks, head.loss_by_chunks = starts, by_chunks
 
 
 @contextmanager

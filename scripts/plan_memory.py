@@ -17,6 +17,9 @@ if not __package__:  # python scripts/plan_memory.py: the others lie one folder 
     sys.path[0] += "/.."
     import scripts  # noqa: F401
 
+import trainer.start  # noqa: F401  # before torch: then garbage is looked for rarely
+
+# isort: split
 import argparse
 import json
 import shlex
