@@ -1,4 +1,4 @@
-"""Started by torchrun in test_optimizer.py: sharded parameters are updated as whole ones are.
+"""Started in test_optimizer.py: sharded parameters are updated as whole ones are.
 
 No gradient comes from a model here: all are drawn, so that nothing but the optimizer can differ.
 """
@@ -11,12 +11,16 @@ sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
+from harness.runs import TINY, same  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
 
 from model import MiniGPT, MiniGPTConfig  # noqa: E402
+from train_fsdp import FSDPProcess  # noqa: E402
+from trainer.flags import build_parser, fill_in  # noqa: E402
 from trainer.optimizer import make_optimizer, restore_optimizer, update_if_finite  # noqa: E402
+from trainer.process import OneProcess  # noqa: E402
+from trainer.torchrun import main_and_exit  # noqa: E402
 
 # Nothing divides evenly: rows over processes (one table has a single row), elements over a CPU's
 # vectors. But torch's own AdamW has no way to round all elements alike: its whole tensors do.
@@ -31,65 +35,41 @@ MODES = [
 ]
 
 
-def part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if not isinstance(like, DTensor):
-        return whole.clone()
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-class Side:
-    """A model, whole or sharded, and its optimizer."""
-
-    def __init__(self, mode: tuple, shards: bool):
-        optimizer, moments, products = mode
-        args = argparse.Namespace(
-            optimizer=optimizer, moments_dtype=moments, lr=0.01, weight_decay=0.1
-        )
-        torch.manual_seed(0)
-        self.model = MiniGPT(EVEN if (optimizer, moments) == ("adamw", "float32") else UNEVEN)
-        for module in (*self.model.blocks, self.model) if shards else ():
-            fully_shard(module, mesh=MESH)
-        self.make = lambda: make_optimizer(self.model, args, torch.device("cpu"), products)
-        self.optimizer = self.make()
-
-    def step(self, gradients: list[torch.Tensor], norm: float) -> None:
-        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-            parameter.grad = part(gradient, parameter)
-        update_if_finite(self.optimizer, torch.tensor(norm))
-
-    def state(self) -> dict:
-        """Whole, as in a snapshot."""
-        state = self.optimizer.state_dict()
-        for moments in state["state"].values():
-            moments |= {name: full(tensor) for name, tensor in moments.items()}
-        return state
-
-    def everything(self) -> list[torch.Tensor]:
-        moments = [t for state in self.state()["state"].values() for t in state.values()]
-        return [full(p) for p in self.model.parameters()] + moments
-
-
-dist.init_process_group("gloo")
-MESH = init_device_mesh("cpu", (dist.get_world_size(),))
-for mode in MODES:
-    whole, sharded = (Side(mode, shards) for shards in (False, True))
-    assert isinstance(sharded.model.blocks[0].mlp.c_fc.weight, DTensor)
+def learn(process: OneProcess, optimizer: str, moments: str, products: torch.dtype) -> tuple:
+    """Weights and moments, whole, after six steps."""
+    args = argparse.Namespace(optimizer=optimizer, moments_dtype=moments, lr=0.01, weight_decay=0.1)
+    with torch.device("meta"):
+        model = MiniGPT(EVEN if (optimizer, moments) == ("adamw", "float32") else UNEVEN)
+    process.place(model)
+    torch.manual_seed(0)
+    model.init_weights(process.part)
+    assert process.shards == 1 or isinstance(model.blocks[0].mlp.c_fc.weight, DTensor)
+    make = lambda: make_optimizer(model, args, process.device, products)  # noqa: E731
+    updated = make()
     for step in range(6):
         torch.manual_seed(step)
-        gradients = [0.1 * torch.randn(p.shape) for p in whole.model.parameters()]
-        for side in (whole, sharded):
-            side.step(gradients, norm=torch.inf if step == 3 else 1.0)
+        for parameter in model.parameters():
+            parameter.grad = process.part(0.1 * torch.randn(parameter.shape), parameter)
+        update_if_finite(updated, torch.tensor(torch.inf if step == 3 else 1.0))
+        state = model.state_dict(), updated.state_dict()
+        whole = tree_map_only(DTensor, DTensor.full_tensor, state)
         if step == 4:  # as a snapshot goes on
-            saved, sharded.optimizer = sharded.state(), sharded.make()
-            restore_optimizer(sharded.optimizer, saved, part)
-    both = list(zip(whole.everything(), sharded.everything(), strict=True))
-    different = sum(not torch.equal(a, b) or a.dtype != b.dtype for a, b in both)
-    if different:
-        sys.exit(f"{mode}: {different} of {len(both)} tensors differ")
-print(f"rank {dist.get_rank()}: {len(MODES)} optimizers equal")
-dist.barrier()  # nobody leaves while another still gathers
-dist.destroy_process_group()
+            updated = make()
+            restore_optimizer(updated, whole[1], process.part)
+    return whole[0], whole[1]["state"]
+
+
+def main() -> int:
+    fsdp = FSDPProcess(fill_in(build_parser("test", "x.pt").parse_args(TINY)))
+    fsdp.start()
+    for mode in MODES:
+        if not same(learn(OneProcess(fsdp.device), *mode), learn(fsdp, *mode)):
+            sys.exit(f"{mode} differs")
+    print(f"rank {fsdp.rank}: {len(MODES)} optimizers equal\n", end="")
+    dist.barrier()  # nobody leaves while another still gathers
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    main_and_exit(main)
