@@ -128,25 +128,22 @@ class Signals:
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
             number = getattr(signal, name, None)  # Windows has the first two
             if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
-                handler = self.save if name == "SIGUSR1" else self.stop
-                self.before[number] = signal.signal(number, handler)
+                self.before[number] = signal.signal(number, self.take_note)
         return self
 
-    def stop(self, number: int, frame: object) -> None:
-        self.number = number
-        is_hangup = signal.Signals(number).name == "SIGHUP"  # shell and system may both send it
-        signal.signal(number, signal.SIG_IGN if is_hangup else signal.SIG_DFL)
-        again = "" if is_hangup else "; again to stop at once"
-        clock = self.run.clock
-        seconds = 1 / clock.steps_per_second() if clock.steps else 0
-        about = f" (about {seconds:.0f} s)" if seconds > 2 else ""
-        self.say(f"stopping finishing this step{about} and saving{again}")
-
-    def save(self, number: int, frame: object) -> None:
-        self.run.save_asked = True
-        self.say("saving   after this step, and going on")
-
-    def say(self, line: str) -> None:
+    def take_note(self, number: int, frame: object) -> None:
+        name, clock = signal.Signals(number).name, self.run.clock
+        if name == "SIGUSR1":
+            self.run.save_asked = True
+            line = "saving   after this step, and going on"
+        else:
+            self.number = number
+            is_hangup = name == "SIGHUP"  # shell and system may both send it
+            signal.signal(number, signal.SIG_IGN if is_hangup else signal.SIG_DFL)
+            seconds = 1 / clock.steps_per_second() if clock.steps else 0
+            about = f" (about {seconds:.0f} s)" if seconds > 2 else ""
+            again = "" if is_hangup else "; again to stop at once"
+            line = f"stopping finishing this step{about} and saving{again}"
         if self.run.process.rank == 0:
             with suppress(OSError):  # not print: the signal may have come in the middle of one
                 os.write(2, f"\n{line}\n".encode())
@@ -194,36 +191,31 @@ class SkippedUpdates:
     def read_last(self) -> int:
         """How many in a row, the step just done included; waits for it. Says of each one, once,
         that it was skipped. Raises NotFinite after too many.
+
+        A single bad batch is no reason to stop. Nor is float16, whose GradScaler looks for the
+        largest scale that just does not overflow, by overflowing now and then; but from 65,536
+        down to 1 it needs 16 halvings, so a longer series has another reason.
         """
-        if self.unread is not None:
-            self.copied.synchronize()
-            (step, norm), self.unread = self.unread, None
-            self.in_a_row = 0 if norm.isfinite() else self.in_a_row + 1
-            if self.in_a_row:
-                note_skipped(self.run, step, self.in_a_row)
+        if self.unread is None:
+            return self.in_a_row
+        self.copied.synchronize()
+        (step, norm), self.unread = self.unread, None
+        self.in_a_row = 0 if norm.isfinite() else self.in_a_row + 1
+        run, float16 = self.run, self.run.scaler.is_enabled()
+        limit = 20 if float16 else 3
+        if self.in_a_row >= limit:
+            lower = f"a lower --lr than {run.args.lr:.2g}"
+            flags = "--amp-dtype bfloat16 or --no-amp" if float16 else lower
+            raise NotFinite(
+                f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} "
+                f"to {step}; {way_back(run)}, and try {flags}; --detect-anomaly finds the operation"
+            )
+        if self.in_a_row:
+            what = "loss or gradients are not finite, update skipped"
+            if float16:
+                what += f" (float16: the loss scale is now {run.scaler.get_scale():g})"
+            run.process.say(f"warning  step {step}: {what}")
         return self.in_a_row
-
-
-def note_skipped(run: Run, step: int, in_a_row: int) -> None:
-    """Say that this step changed nothing. Raises NotFinite after too many of them in a row.
-
-    A single bad batch is no reason to stop. Nor is float16, whose GradScaler looks for the largest
-    scale that just does not overflow, by overflowing now and then; but from 65,536 down to 1 it
-    needs 16 halvings, so a longer series has another reason.
-    """
-    args, float16 = run.args, run.scaler.is_enabled()
-    limit = 20 if float16 else 3
-    if in_a_row < limit:
-        scale = f" (float16: the loss scale is now {run.scaler.get_scale():g})" if float16 else ""
-        run.process.say(
-            f"warning  step {step}: loss or gradients are not finite, update skipped{scale}"
-        )
-        return
-    flags = "--amp-dtype bfloat16 or --no-amp" if float16 else f"a lower --lr than {args.lr:.2g}"
-    raise NotFinite(
-        f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} to "
-        f"{step}; {way_back(run)}, and try {flags}; --detect-anomaly finds the operation"
-    )
 
 
 def way_back(run: Run | None) -> str:
