@@ -87,19 +87,6 @@ def test_muon_is_for_the_matrices_of_the_blocks_and_learns_faster():
         assert dict(rules)[parameter] == (rule, 0.1 if parameter.dim() == 2 else 0.0)
 
 
-@pytest.mark.parametrize(("moments", "size"), [("float32", 4), ("bfloat16", 2)])
-@pytest.mark.parametrize("optimizer", MOMENTS)
-def test_what_is_stored(optimizer, moments, size):
-    parameters, made = after(1, f"--optimizer={optimizer}", f"--moments-dtype={moments}")
-    expected = sum(
-        size * p.numel() if optimizer == "muon" and is_matrix(n, p) else 2 * size * p.numel() + 4
-        for n, p in parameters.items()
-    )
-    stored = [t for state in made.state.values() for t in state.values()]
-    assert sum(t.untyped_storage().nbytes() for t in stored) == expected
-    assert all(p.dtype == torch.float32 for p in parameters.values())
-
-
 # ---- Its arithmetic, beside some that shares no line
 
 

@@ -68,19 +68,25 @@ def profiled(tmp_path: Path, *flags: str) -> dict[str, list[dict]]:
         (f"{FULL} selective", (1, 1)),
         (" ".join(MIX), (1, 3)),
         (f"{FULL} --grad-accum-steps=2", (2, 2)),
+        ("--save-interval=4 --eval-interval=4 --log-interval=4", (0, 0)),
     ],
 )
 def test_ranges(flags, replays, tmp_path):
     named = profiled(tmp_path, *flags.split())
     micro_batches = 2 * N if "accum" in flags else N
-    for name in ("data", "forward", "backward", "block 0", "block 1", "head"):
-        assert len(named[name]) == micro_batches, name
+    evaluations = named.get("evaluate", [])
+    batches = 6 * len(evaluations)  # of validation
+    assert len(evaluations) == len(named.get("save", [])) == ("eval" in flags)
+    for name, more in dict(data=0, forward=0, backward=0, head=batches).items():
+        assert len(named[name]) == micro_batches + more, name
+    assert len(named["block 0"]) == len(named["block 1"]) == micro_batches + batches
     assert len(named["optimizer"]) == N
     of_each = [len(named.get(f"recompute of block {i}", [])) for i in (0, 1)]
     assert of_each == [N * n for n in replays]
     for name in named.keys() - PHASES:
         phase = "backward" if "recompute" in name else "forward"
-        assert all(any(inside(e, other) for other in named[phase]) for e in named[name]), name
+        around = named[phase] + evaluations
+        assert all(any(inside(e, other) for other in around) for e in named[name]), name
     # What a replay does is inside of its range: `cheap` replays a GELU without calling a module.
     gelus = [event for event in trace_of(tmp_path / "run.pt") if event["name"] == "aten::gelu"]
     for name in (f"recompute of block {i}" for i in (0, 1) if replays[i] == 3):
@@ -90,14 +96,6 @@ def test_ranges(flags, replays, tmp_path):
     for event, later in zip(flat, flat[1:], strict=False):
         nested = inside(later, event) and later["name"] not in PHASES
         assert nested or later["ts"] >= end(event)
-
-
-def test_a_log_a_save_and_an_evaluation_have_ranges(tmp_path):
-    named = profiled(tmp_path, "--save-interval=4", "--eval-interval=4", "--log-interval=4")
-    assert len(named["save"]) == len(named["evaluate"]) == 1
-    (evaluation,) = named["evaluate"]
-    blocks = [event for event in named["block 0"] if inside(event, evaluation)]
-    assert len(blocks) == 6 and len(named["block 0"]) == N + 6  # of the validation batches
 
 
 def in_place() -> list[bool]:
@@ -235,15 +233,16 @@ def test_nsight_gets_the_same_ranges(tmp_path, monkeypatch, capsys):
     """On a GPU that is not there: what is called of torch.cuda is written down."""
     calls: list[str] = []
 
-    def note(owner: object, name: str, what: str) -> None:
-        monkeypatch.setattr(owner, name, lambda *names: calls.append(" ".join([what, *names])))
-
-    note(torch.cuda.nvtx, "range_push", "push")
-    note(torch.cuda.nvtx, "range_pop", "pop")
-    note(torch.cuda.profiler, "start", "start")
-    note(torch.cuda.profiler, "stop", "stop")
-    note(torch.cuda, "synchronize", "wait")
-    note(torch.accelerator, "synchronize", "wait")
+    for what, name in {
+        "push": "cuda.nvtx.range_push",
+        "pop": "cuda.nvtx.range_pop",
+        "start": "cuda.profiler.start",
+        "stop": "cuda.profiler.stop",
+        "wait": "cuda.synchronize",
+        "WAIT": "accelerator.synchronize",
+    }.items():
+        note = lambda *names, what=what: calls.append(" ".join([what, *names]))  # noqa: E731
+        monkeypatch.setattr(f"torch.{name}", note)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     model = MiniGPT(MiniGPTConfig(31, 16, n_layers=1, n_heads=2, d_model=16, d_ff=64, dropout=0))
     args = SimpleNamespace(profile=1, compile=False, checkpoint_path=tmp_path / "run.pt")
@@ -259,7 +258,7 @@ def test_nsight_gets_the_same_ranges(tmp_path, monkeypatch, capsys):
             clock.begin("optimizer")
             clock.end_step()
     assert " ".join(calls) == (
-        "wait start push log pop push data pop push forward push block 0 pop push head pop pop "
+        "WAIT start push log pop push data pop push forward push block 0 pop push head pop pop "
         "push backward pop push optimizer pop push log pop push profile pop wait stop"
     )
     assert "in the report that nsys writes" in capsys.readouterr().out
