@@ -5,12 +5,11 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
 from cases.shapes import CONFIG, PRECISIONS
-from harness.planned import adamw, planner
+from harness.planned import measured_peak, planner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,26 +19,15 @@ from planner import StepMemory
 from planner import step as step_of_planner
 from scripts import plan_memory as plan_tool
 from trainer.flags import build_parser, fill_in, model_config
-from trainer.measured import LiveStorages
 from trainer.metrics import format_bytes
 from trainer.plan import Plans, TooLarge, plan_memory
 from trainer.process import OneProcess
 
 POLICIES = RECOMPUTE_POLICIES[1:]
+Drawn = tuple[StepMemory, str]  # and its precision
 
 
-class Case(NamedTuple):
-    config: MiniGPTConfig
-    batch_size: int
-    seq_len: int
-    precision: str
-
-    def plan(self, device_type: str = "cpu") -> StepMemory:
-        settings = {"seq_len": self.seq_len, "device_type": device_type}
-        return planner(self.config, self.precision, **settings).step(self.batch_size)
-
-
-def draw(number: int, policy: str) -> Case:
+def draw(number: int, policy: str, device_type: str = "cpu", **changes) -> Drawn:
     """A tiny shape, of whose tensors some are large enough to travel; and some shapes have none."""
     choose = random.Random(number).choice
     n_heads, seq_len = choose((1, 2, 4)), choose((8, 31, 64, 96, 128, 200))
@@ -55,27 +43,9 @@ def draw(number: int, policy: str) -> Case:
         recompute=f"{policy}+offload",
     )
     batch_size = max(1, choose((8, 1000, 1500, 2000)) // seq_len)
-    return Case(config, batch_size, seq_len, [*PRECISIONS][number // 2 % 2])
-
-
-def measured_peak(case: Case) -> int:
-    """The most bytes that are alive at once in the second of two real steps."""
-    dtype = PRECISIONS[case.precision]
-    with LiveStorages() as storages:
-        model = MiniGPT(case.config).train()
-        optimizer = adamw(model)
-        for _ in range(2):
-            storages.peak = storages.now
-            ids, labels = torch.zeros(2, case.batch_size, case.seq_len, dtype=torch.int64)
-            in_bf16 = dtype != torch.float32
-            with torch.autocast("cpu", dtype, enabled=in_bf16, cache_enabled=False):
-                loss = model(ids, labels)
-            loss.backward()
-            del ids, labels, loss
-            OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return storages.peak
+    precision, config = [*PRECISIONS][number // 2 % 2], replace(config, **changes)
+    plan = planner(config, precision, seq_len=seq_len, device_type=device_type)
+    return plan.step(batch_size), precision
 
 
 SOME = [(n, [policy]) for n, policy in zip((12, 17, 10, 37, 34, 35), POLICIES, strict=True)]
@@ -85,9 +55,11 @@ MORE = [pytest.param(number, POLICIES, marks=pytest.mark.slow) for number in ran
 @pytest.mark.parametrize(("number", "policies"), [*SOME, *MORE])
 def test_predicted_peak_is_that_of_a_real_offloaded_step(number, policies):
     for policy in policies:
-        case = draw(number, policy)
-        predicted, measured = case.plan().peak, measured_peak(case)
-        assert predicted == pytest.approx(measured, rel=1e-3 if measured > 1e6 else 3e-3), policy
+        step, precision = draw(number, policy)
+        shape = {"config": step.config, "batch_size": step.batch_size, "seq_len": step.seq_len}
+        measured = measured_peak(**shape, precision=precision, by_ours=True)
+        exact = 1e-3 if measured > 1e6 else 3e-3
+        assert step.peak == pytest.approx(measured, rel=exact), policy
 
 
 # ---- pinned memory
@@ -99,13 +71,14 @@ def test_what_is_pinned_is_what_was_predicted_and_hardly_more_than_what_travels(
 ):
     """Of a GPU's memory, that is; all else is the same."""
     monkeypatch.setattr(offload, "SMALL", 2**14)
-    config, *_, precision = case = draw(number, POLICIES[-number])
-    case = case._replace(config=replace(config, n_layers=3))
-    step, dtype = case.plan(), PRECISIONS[precision]
-    assert step.moved and case.plan("cuda").moved == step.moved
-    model, ids = MiniGPT(case.config).train(), torch.zeros(case[1:3], dtype=torch.int64)
+    (step, precision), (on_gpu, _) = (
+        draw(number, POLICIES[-number], kind, n_layers=3) for kind in ("cpu", "cuda")
+    )
+    assert step.moved and on_gpu.moved == step.moved
+    model = MiniGPT(step.config).train()
+    ids = torch.zeros(step.batch_size, step.seq_len, dtype=torch.int64)
     for _ in range(3):
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with torch.autocast("cpu", PRECISIONS[precision], enabled=precision != "fp32"):
             loss = model(ids, ids)
         loss.backward()
     pinned = sum(block.nbytes for block in model.host_memory.made)

@@ -1,5 +1,6 @@
 """Planners of the models in cases/shapes.py, and what a real step of them takes."""
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -11,6 +12,7 @@ from memory import head, offload
 from model import MiniGPT, MiniGPTConfig
 from planner import Card, Planner, step
 from trainer import optimizer, plan
+from trainer.measured import LiveStorages
 from trainer.process import OneProcess
 
 # Of these shapes both matter to it, FLOPs and bytes.
@@ -65,27 +67,40 @@ def measured_peak(
     accumulate: int = 1,
     make_optimizer=adamw,
     seq_len: int = T,
+    by_ours: bool = False,
 ) -> int:
-    """Of the second of two real steps, by a tracker that is not ours."""
+    """Of the second of two real steps, by a tracker that is not ours (or the ladder's, which also
+    knows of CPU memory that offload makes larger than a tensor)."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     dtype = PRECISIONS[precision]
+
+    def step(before_each: Callable[[], object] = int) -> None:
+        for _ in range(accumulate):
+            before_each()
+            ids = torch.randint(config.vocab_size, (batch_size, seq_len))
+            in_low = dtype != torch.float32
+            with torch.autocast("cpu", dtype, enabled=in_low, cache_enabled=False):
+                loss = model(ids, ids)
+            loss.backward()
+            del loss, ids
+        OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if by_ours:
+        with LiveStorages() as storages:
+            model = MiniGPT(config).train()
+            optimizer = make_optimizer(model)
+            step()
+            storages.peak = storages.now
+            step()
+        return storages.peak
     model = MiniGPT(config).train()
     optimizer = make_optimizer(model)
     tracker = MemTracker()
     tracker.track_external(model, optimizer)
     for _ in range(2):
         with tracker:
-            for _ in range(accumulate):
-                tracker.reset_mod_stats()
-                ids = torch.randint(config.vocab_size, (batch_size, seq_len))
-                with torch.autocast(
-                    "cpu", dtype, enabled=dtype != torch.float32, cache_enabled=False
-                ):
-                    loss = model(ids, ids)
-                loss.backward()
-                del loss, ids
-            OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(tracker.reset_mod_stats)
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
