@@ -51,6 +51,12 @@ case = pytest.param
 SAVING = ("--no-amp", "--save-interval=5")
 
 
+def trainers(first: str, what: str, sharded: str):
+    """Two cases of a test: one trainer, and train_fsdp.py, which is slow; and the row of each."""
+    cases = [case(first, marks=row(what)), case("train_fsdp", marks=[row(sharded), slow])]
+    return pytest.mark.parametrize("trainer", cases)
+
+
 def start(path: Path, trainer: str, *flags: str, processes: int = 2, **env: str) -> Forks:
     words = [FAULTS, trainer, *TINY, *SAVING, f"--checkpoint-path={path}", *flags]
     if trainer == "train_minimal":
@@ -81,15 +87,8 @@ def ends_as(whole: Path, path: Path) -> bool:
 # ---- Killed, and resumed
 
 
-KILLED = row("`kill -9` at random")
-SHARD_KILLED = row("`train_fsdp.py`: `kill -9` of one")
-
-
 @only_linux
-@pytest.mark.parametrize(
-    "trainer",
-    [case("train_minimal", marks=KILLED), case("train_fsdp", marks=[SHARD_KILLED, slow])],
-)
+@trainers("train_minimal", "`kill -9` at random", "`train_fsdp.py`: `kill -9` of one")
 def test_killed_in_training(tmp_path, undisturbed, thorough, trainer):
     """A scheduler's or the kernel's kill leaves no time to save: what lies there must do."""
     kills, steps = (20, 160) if thorough else (1, 20)
@@ -111,20 +110,14 @@ def test_killed_in_training(tmp_path, undisturbed, thorough, trainer):
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
-IN_A_SAVE = row("`kill -9` at each")
-IN_A_SHARDED_SAVE = row("`train_fsdp.py`: `kill -9` of process")
-
-
 FAST = ("half-written", "rename")
 
 
 @only_linux
 @pytest.mark.parametrize(
-    ("trainer", "call"),
-    [case("train_minimal", call, marks=[IN_A_SAVE, *[slow] * (call not in FAST)])
-     for call in faults.SAVE_FAULTS]
-    + [case("train_fsdp", call, marks=[IN_A_SHARDED_SAVE, slow]) for call in faults.SAVE_FAULTS],
-)  # fmt: skip
+    "call", [case(call, marks=[slow] * (call not in FAST)) for call in faults.SAVE_FAULTS]
+)
+@trainers("train_minimal", "`kill -9` at each", "`train_fsdp.py`: `kill -9` of process")
 def test_killed_in_a_save(tmp_path, undisturbed, trainer, call):
     """A snapshot that is overwritten in place is gone if the writer dies half-way. And what it
     writes may be gathered from all: the others must not wait for it for ever."""
@@ -135,26 +128,16 @@ def test_killed_in_a_save(tmp_path, undisturbed, trainer, call):
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-DDP = row("`torchrun --max-restarts`, a")
-FSDP = row("`train_fsdp.py` with `torchrun")
-
-
 @pytest.mark.parametrize(
-    ("script", "fault"),
-    [
-        case("train_ddp", "kill:0:9", marks=DDP),
-        case("train_ddp", "error:1:3", marks=[DDP, slow]),
-        case("train_ddp", "kill:1:20", marks=[DDP, slow]),
-        case("train_fsdp", "kill:1:9", marks=[FSDP, slow]),
-        case("train_fsdp", "error:0:3", marks=[FSDP, slow]),
-    ],
+    "fault", ["kill:0:9", case("error:1:3", marks=slow), case("kill:1:20", marks=slow)]
 )
-def test_restarted_by_torchrun(tmp_path, undisturbed, script, fault):
+@trainers("train_ddp", "`torchrun --max-restarts`, a", "`train_fsdp.py` with `torchrun")
+def test_restarted_by_torchrun(tmp_path, undisturbed, trainer, fault):
     """Though nobody said --resume. Not from the snapshot of another run that it was about to
     replace, and that is further on."""
     path = tmp_path / "run.pt"
     assert train_here(path, *SAVING, "--grad-accum-steps=2", "--lr=0.001") == 0
-    how = {"script": f"{FAULTS} {script}", "launch": "--max-restarts=1"}
+    how = {"script": f"{FAULTS} {trainer}", "launch": "--max-restarts=1"}
     result = run(by_torchrun(path, *SAVING, **how), timeout=400, FAULTS=fault)
     assert result.returncode == 0, result.stderr
     assert same(snapshot(path)["model"], snapshot(undisturbed())["model"])
@@ -169,10 +152,6 @@ def test_restarted_by_torchrun(tmp_path, undisturbed, script, fault):
 # ---- Stopped, all after the same step
 
 
-SIGNALS = row("Ctrl-C, SIGTERM, a")
-SHARDED = row("`train_fsdp.py`: SIGTERM and")
-
-
 def check_stopped(path: Path, whole: Path) -> None:
     """Both processes after the same step, which was saved; one process can go on."""
     step = snapshot(path)["step"]
@@ -182,34 +161,29 @@ def check_stopped(path: Path, whole: Path) -> None:
     assert ends_as(whole, path)
 
 
-@pytest.mark.parametrize(
-    "script", [case("train_ddp", marks=SIGNALS), case("train_fsdp", marks=[SHARDED, slow])]
-)
-def test_all_log_save_and_stop_after_the_same_step(tmp_path, undisturbed, script):
+stopped = trainers("train_ddp", "Ctrl-C, SIGTERM, a", "`train_fsdp.py`: SIGTERM and")
+
+
+@stopped
+def test_all_log_save_and_stop_after_the_same_step(tmp_path, undisturbed, trainer):
     """Whichever of them is asked to; a line is due by the clock of process 0 alone. And what is
     logged or saved takes all of them: else this hangs."""
     path = tmp_path / "run.pt"
     asked = "silence:1:2 silence:0:3 usr1:1:5 term:1:8"
     flags = ("--no-amp", "--log-interval=50")
-    broken_together(path, asked, *flags, script=script, expect=143, MINIGPT_TIMEOUT_S="60")
+    broken_together(path, asked, *flags, script=trainer, expect=143, MINIGPT_TIMEOUT_S="60")
     assert [record["step"] for record in metrics(path)] == [3, 5, 8]
     assert (snapshot(path)["step"], snapshot(beside(path, ".prev.pt"))["step"]) == (8, 5)
     check_stopped(path, undisturbed())
 
 
 @slow
-@pytest.mark.parametrize(
-    ("script", "number"),
-    [
-        case("train_ddp", signal.SIGINT, marks=SIGNALS),
-        case("train_fsdp", signal.SIGTERM, marks=SHARDED),
-        case("train_fsdp", signal.SIGINT, marks=SHARDED),
-    ],
-)
-def test_signal_to_torchrun(tmp_path, undisturbed, script, number):
+@stopped
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_torchrun(tmp_path, undisturbed, trainer, number):
     """It passes them on, and exits with 1 whatever its processes do."""
     path = tmp_path / "run.pt"
-    command = by_torchrun(path, "--no-amp", script=f"{FAULTS} {script}")
+    command = by_torchrun(path, "--no-amp", script=f"{FAULTS} {trainer}")
     pipe, env = subprocess.PIPE, os.environ | {"PAUSE": "0.1", "PYTHONUNBUFFERED": "1"}
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
     assert any(line.startswith("step  3/") for line in launcher.stdout)
@@ -222,10 +196,7 @@ def test_signal_to_torchrun(tmp_path, undisturbed, script, number):
 # ---- Something goes wrong with one of two
 
 
-BAD = row("NaN or Inf")
-
-
-@BAD
+@row("NaN or Inf")
 @pytest.mark.parametrize(
     ("script", "flags", "steps"),
     [("train_ddp", "--no-amp", "nan:1:11 infinite-loss:0:12 nan:1:13"),
@@ -386,11 +357,13 @@ def test_what_a_run_holds_stays_what_it_is(tmp_path, thorough, monkeypatch):
 
 def test_each_row_of_the_table_has_its_tests():
     begins = [
-        ast.literal_eval(call.args[0])
+        word.value
         for file in (ROOT / "tests").glob("test_*.py")
         if "from harness.rows import" in (text := file.read_text("utf-8"))
         for call in ast.walk(ast.parse(text))
-        if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "row"
+        if isinstance(call, ast.Call) and getattr(call.func, "id", None) in ("row", "trainers")
+        for word in call.args
+        if isinstance(word, ast.Constant)
     ]
     assert len(ROWS) > 20
     assert [what for what, _ in ROWS if not what.startswith(tuple(begins))] == []
