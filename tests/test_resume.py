@@ -25,7 +25,7 @@ from trainer.claim import replaced_runs
 from trainer.flags import build_parser, fill_in
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
-from trainer.resume import load_newest, restore
+from trainer.resume import load_newest, newest_first, restore
 from trainer.setup import set_up
 from trainer.snapshot import beside
 
@@ -138,7 +138,7 @@ def test_other_flags_may_be_typed_and_are_said(tmp_path, capsys):
 # ---- resuming from what is not the newest
 
 
-def damages(content: bytes, weights: bytes) -> dict[str, bytes]:
+def damages(content: bytes, weights: bytes) -> dict[str, bytes | None]:
     """What can become of a file with these weights in it."""
     here = content.index(weights)
     return {
@@ -147,49 +147,42 @@ def damages(content: bytes, weights: bytes) -> dict[str, bytes]:
         "empty": b"",
         "zeroed block": content[:here] + bytes(4096) + content[here + 4096 :],
         "no snapshot": b"It was a dark and stormy night.\n" * 99,
+        "not there": None,
     }
 
 
 @row("newest snapshot damaged")
-def test_damaged_newest_is_replaced_by_the_one_before(tmp_path, capsys):
-    """And not kept in its place at the next save."""
-    whole, previous = tmp_path / "whole.pt", tmp_path / "whole.prev.pt"
-    assert train_here(whole, "--save-interval=15") == 0
+def test_damaged_snapshots_are_replaced_by_the_next_best(tmp_path, capsys):
+    """And not kept in their place at the next save."""
+    whole, flags = tmp_path / "whole.pt", ("--save-interval=15", "--eval-interval=4", *CONSTANT)
+    assert train_here(whole, *flags) == 0
+    files, taking = newest_first(whole), ("the one before", "the one with the lowest val loss")
     weights = snapshot(whole)["model"]["token_embedding.weight"].numpy().tobytes()
     for damage, damaged in damages(whole.read_bytes(), weights).items():
-        path, before, alone = (tmp_path / f"{damage}{ending}.pt" for ending in ("", ".prev", "!"))
-        for file in (path, alone, beside(alone, ".prev.pt")):
-            file.write_bytes(damaged)
-        before.write_bytes(previous.read_bytes())
-        (tmp_path / f"{damage}.damaged.pt").write_text("a run of that name")
-        capsys.readouterr()
-        assert train_here(path, "--resume", "--save-interval=15") == 0
-        said = capsys.readouterr().out
-        (line,) = (line for line in said.splitlines() if "taking the one before" in line)
-        assert re.match(rf"resume   {path} is (damaged|no snapshot)", line)
-        assert f"resume   {before}, step 15\n" in said
-        assert (tmp_path / f"{damage}.damaged.pt").read_text() == "a run of that name"
-        # (It might be the disk's fault.)
-        assert (tmp_path / f"{damage}.damaged-2.pt").read_bytes() == damaged
-        assert same(snapshot(path)["model"], snapshot(whole)["model"])
-        assert (snapshot(path)["step"], snapshot(before)["step"]) == (20, 15)
-        assert train_here(alone, "--resume") == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: --resume: {alone} is ") and "!.prev.pt is " in line
-
-
-def test_the_lowest_loss_alone_is_gone_on_from(tmp_path, capsys, uninterrupted):
-    """As after a kill between the first evaluation and the first save."""
-    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
-    assert train_here(path, "--eval-interval=4", "--num-steps=4", *CONSTANT) == 0
-    path.unlink()
-    flags = ("--resume", "--eval-interval=4", "--num-steps=20", *CONSTANT)
-    assert train_here(path, *flags) == 0
-    note = f"resume   there is no snapshot {path}; taking the one with the lowest val loss"
-    assert f"{note}\nresume   {best}, step 4\n" in capsys.readouterr().out
-    whole, whole_log = uninterrupted("--eval-interval=4", *CONSTANT)
-    assert same(snapshot(path)["model"], whole["model"])
-    assert [row[0] for row in logged(path)] == [row[0] for row in whole_log]
+        for lost in (1, 2, 3):  # of the newest, the one before, the best
+            path = tmp_path / f"{damage} {lost}.pt"
+            contents = [damaged] * lost + [file.read_bytes() for file in files[lost:]]
+            for name, content in zip(newest_first(path), contents, strict=True):
+                if content is not None:
+                    name.write_bytes(content)
+            aside, kept = (beside(path, f".damaged{ending}.pt") for ending in ("", "-2"))
+            aside.write_text("a run of that name")
+            capsys.readouterr()
+            code, (said, error) = train_here(path, "--resume", *flags), capsys.readouterr()
+            why = f"{path} is " if damaged is not None else f"there is no snapshot {path}"
+            if lost == 3:
+                assert code == 2 and error.startswith(f"error: --resume: {why}")
+                assert error.count("\n") == 1
+                assert damaged is None or error.count(".pt is ") == 3
+                continue
+            taken, step = newest_first(path)[lost], snapshot(files[lost])["step"]
+            resumed = f"taking {taking[lost - 1]}\nresume   {taken}, step {step}\n"
+            assert code == 0 and re.search(f"resume   {why}.*; {resumed}", said)
+            assert aside.read_text() == "a run of that name"
+            if damaged is not None:  # (It might be the disk's fault.)
+                assert kept.read_bytes() == damaged
+            assert same(snapshot(path)["model"], snapshot(whole)["model"])
+            assert lost == 2 or snapshot(newest_first(path)[1])["step"] == 15
 
 
 def test_another_run_s_best_is_gone_on_from_as_a_copy_would(tmp_path, capsys, uninterrupted):
