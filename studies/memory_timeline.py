@@ -28,7 +28,7 @@ from torch.profiler import profile, record_function
 from tqdm import tqdm
 
 from planner import Card, Planner, StepMemory
-from planner.choose import pick_recompute
+from planner.choose import Way, all_alike, all_ways, frontier, pick_recompute
 from planner.formulas import step_flops
 from planner.step import follow
 from planner.timeline import KINDS
@@ -70,7 +70,6 @@ PANELS = {  # of the timeline; --measure records these
     "cheap": "pointwise ops recomputed",
     "full": "blocks recomputed",
 }
-MIXED = ("cheap", "mlp", "full")  # the frontier has them in a part of the blocks, too
 BARS = ("plain", "none", "cheap", "mlp", "full")
 POINT, BEST, SHADE = "#D55E00", "#007A59", "#EEEEEE"
 
@@ -101,12 +100,13 @@ class Subject:
     def bytes_each(self) -> str:
         return f"{self.state / n_parameters(self.planner):.3g} bytes a parameter"
 
-    def cost(self, step: StepMemory) -> float:
+    def cost(self, way: StepMemory | Way) -> float:
         """In units of the step without recompute."""
         if self.card is None:
-            return relative_flops(step.config, step.seq_len)
+            return relative_flops(way.config, self.planner.seq_len)
         none = self.step("none").seconds(self.card, self.compiled)
-        return step.seconds(self.card, self.compiled) / none
+        seconds = way.cost[0] if isinstance(way, Way) else way.seconds(self.card, self.compiled)
+        return seconds / none
 
     def head(self, figure: Any, words: str, batch: str = "", source: str = ", predicted") -> None:
         """Over the picture: its title, and what it is of."""
@@ -238,7 +238,7 @@ def draw_made_of(plt: Any, subject: Subject) -> Any:
     batches = sorted({max(1, subject.batch_size // 4), subject.batch_size})
     size, unit = (WIDTH, 2.4 + 1.6 * len(batches)), Unit.of(subject.step("plain").peak)
     figure, grid = plt.subplots(len(batches), 1, figsize=size, sharex=True, squeeze=False)
-    state, words = subject.state / unit.size, f"{subject.bytes_each}, whatever the policy"
+    state = subject.state / unit.size
     for axis, sequences in zip(grid[:, 0], batches, strict=True):
         steps = {name: subject.step(name, sequences) for name in BARS}
         left = np.zeros(len(steps))
@@ -247,13 +247,15 @@ def draw_made_of(plt: Any, subject: Subject) -> Any:
             axis.barh(range(len(steps)), widths, left=left, color=color, height=0.7)
             left += widths
         for row, step in enumerate(steps.values()):
-            text = unit.text(step.peak) + compare(step.peak, steps["plain"].peak) * (row > 0)
+            words = unit.text(step.peak)
+            words += f", {step.peak / steps['plain'].peak - 1:+.0%}" * (row > 0)
             beside = {"textcoords": "offset points", "va": "center", "weight": "bold"}
-            axis.annotate(text, (max(left[row], state), row), (5, 0), **beside)
+            axis.annotate(words, (max(left[row], state), row), (5, 0), **beside)
         dashed = axis.axvline(state, color="black", linewidth=1, linestyle="--")
         axis.set_yticks(range(len(steps)), steps)
         axis.invert_yaxis()
         axis.set_title(f"batch of {sequences} sequence" + "s" * (sequences > 1))
+    words = f"{subject.bytes_each}, whatever the policy"
     dashed.set_label(f"parameters, moments, all gradients:\n{words}")
     # room for the words
     axis.set_xlim(0, 1.6 * max(axis.dataLim.x1 for axis in grid[:, 0]))
@@ -261,12 +263,6 @@ def draw_made_of(plt: Any, subject: Subject) -> Any:
     subject.head(figure, "What the peak of a training step is made of", "sequences of ")
     legend(plt, figure, dashed)
     return figure
-
-
-def compare(peak: int, plain: int) -> str:
-    """ ", 53% less" """
-    share = f"{abs(peak / plain - 1):.0%}"
-    return ", the same" if share == "0%" else f", {share} {'less' if peak < plain else 'more'}"
 
 
 # ---- What each policy saves, and what it costs
@@ -323,8 +319,6 @@ def draw_frontier(
     words = f"parameters, moments, gradients: {subject.bytes_each}, which no policy frees"
     band = {"color": COLORS["optimizer"], "alpha": 0.3, "linewidth": 0, "label": words}
     axis.axhspan(0, subject.state / unit.size, **band)
-    if choice:
-        draw_mixes(axis, subject, unit)
     words = "FLOPs" if choice and subject.card is None else "time"
     words = f"hollow: another needs no more memory and no more {words}"
     for cost, peak in points.values():
@@ -345,20 +339,13 @@ def draw_frontier(
     return figure
 
 
-def draw_mixes(axis: Any, subject: Subject, unit: Unit) -> None:
-    """Policies in only a part of the blocks: from `none` to all of them, by quarters."""
-    quarters = {subject.planner.config.n_layers * i // 4 for i in (1, 2, 3)} - {0}
-    for name in MIXED:
-        parts = [f"{name}:{n}" for n in sorted(quarters)]
-        mixes = (subject.planner.step(subject.batch_size, recompute=part) for part in parts)
-        steps = [subject.step("none"), *mixes, subject.step(name)]
-        x, y = [subject.cost(step) for step in steps], [step.peak / unit.size for step in steps]
-        words = "a policy in only a part of the blocks"
-        axis.plot(x, y, color="#999999", linewidth=1.2, zorder=1, label=words)
-
-
 def mark(axis: Any, subject: Subject, choice: Choice, unit: Unit) -> None:
-    """The axis of what is predicted, the budget, and a ring around the choice."""
+    """What is predicted: the axis, the best mixes, the budget, and a ring around the choice."""
+    alike = all_alike(subject.planner, subject.batch_size)
+    ways = frontier(all_ways(alike, subject.card, subject.compiled))
+    x, y = [subject.cost(way) for way in ways], [way.peak / unit.size for way in ways]
+    words = "the best mixes of two policies, some blocks each"
+    axis.plot(x, y, color="#999999", linewidth=1.2, zorder=1, label=words)
     cost = "FLOPs of a step, against none"
     if subject.card is not None:
         compiled = ", compiled" * subject.compiled
@@ -447,11 +434,8 @@ def load_measured(file: Path, batch_size: int) -> tuple[Points, str]:
             if row["batch_size"] == batch_size and row["peak_bytes"] is not None:
                 name = " ".join(filter(None, [row.get("peer"), row.get("name", row["policy"])]))
                 points[name] = float(row["step_s"]), int(row["peak_bytes"])
-    except OSError as error:
-        raise UsageError(f"--measured {file}: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"--measured {file} is not scripts.benchmark's JSON ({reason})") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(f"--measured {file} is not scripts.benchmark's JSON: {error!r}") from None
     if not points:
         raise UsageError(f"--measured {file} has no row with --batch-size {batch_size}")
     return points, source
@@ -530,11 +514,11 @@ def main(argv: list[str]) -> None:
         recorded = PANELS if args.measure else ()
         records = {name: record_step(subject.step(name), args) for name in recorded}
         choice = choose(subject, args.memory_budget and target(args)[2].safe)
-        frontier = (None, measured) if measured else (choice,)
+        costs = (None, measured) if measured else (choice,)
         args.out.mkdir(parents=True, exist_ok=True)
         for name, draw, more in (
             ("timeline", draw_timeline, (records,)),
-            ("frontier", draw_frontier, frontier),
+            ("frontier", draw_frontier, costs),
             ("made_of", draw_made_of, ()),
         ):
             file = args.out / f"memory_{name}.{args.format}"

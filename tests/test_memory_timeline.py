@@ -106,7 +106,7 @@ def test_what_is_the_same_says_so(plt):
     assert shown[1].startswith("none: here the same as plain\n")
     assert shown[3].startswith("full: blocks recomputed\n")
     bars = study.draw_made_of(plt, subject)
-    assert bars.axes[0].texts[1].get_text().endswith(" MiB, the same")
+    assert bars.axes[0].texts[1].get_text().endswith(" MiB, +0%")
 
 
 def test_units_that_a_reader_can_tell_apart():
@@ -132,7 +132,7 @@ def test_bars_add_up_to_the_peak(plt, subject, batch_size):
         counters = 4 * len(list(subject.planner.model.parameters()))
         assert state.get_xdata()[0] * 2**20 == 16 * n_parameters(subject.planner) + counters
     full, plain = (subject.step(name).peak for name in ("full", "plain"))
-    assert axis.texts[-1].get_text().endswith(f", {1 - full / plain:.0%} less")
+    assert axis.texts[-1].get_text().endswith(f", {full / plain - 1:+.0%}")
 
 
 # ---- the frontier
@@ -165,11 +165,10 @@ def test_frontier_has_a_point_for_each_policy(plt, subject, card):
     }
     assert hollow == worse
     assert card or points[0] in worse  # plain
-    lines = [line.get_xydata() for line in axis.lines if len(line.get_xydata()) > 1]
-    for name, line in zip(study.MIXED, lines, strict=True):
-        assert tuple(line[0]) == named["none"] and tuple(line[-1]) == named[name]
-        half = subject.planner.step(8, recompute=f"{name}:1")
-        assert line[1:-1].tolist() == [[subject.cost(half), half.peak / 2**20]]
+    (mixes,) = (line.get_xydata() for line in axis.lines if len(line.get_xydata()) > 1)
+    assert tuple(mixes[0]) == named["none"] and (np.diff(mixes, axis=0) * [1, -1] >= 0).all()
+    for cost, peak in wanted:  # none is better than all mixes
+        assert any(c <= cost * 1.001 and p <= peak * 1.001 for c, p in mixes)
 
 
 def test_the_best_choice_is_marked(plt, subject):
@@ -182,7 +181,7 @@ def test_the_best_choice_is_marked(plt, subject):
     assert name in ("cheap", "selective")
     assert free.words.startswith("the least memory with no matmul twice")
     assert free.step.peak <= 1.01 * min(cheap.peak, selective.peak)
-    budgets = {none.peak * 3: "none", (none.peak + cheap.peak) // 2: "in 1 of 2 blocks"}
+    budgets = {none.peak * 3: "none", (none.peak + cheap.peak) // 2: ":1"}
     for budget, name in budgets.items():
         choice = choose(subject, budget)
         assert choice.step.peak <= budget and name in choice.name
@@ -274,7 +273,7 @@ def test_pictures_and_numbers(subject, tmp_path, capsys, monkeypatch):
     ("flags", "message"),
     [
         (["--out", "words.json"], "--out: words.json is a file"),
-        (["--measured", "nowhere.json"], "--measured nowhere.json: No such file"),
+        (["--measured", "nowhere.json"], "--measured nowhere.json is not"),
         (["--measured", "words.json"], "--measured words.json is not"),
         (["--measured", "list.json"], "--measured list.json is not"),
         (["--measured", "good.json", "--batch-size", "5"], "no row with --batch-size 5"),
