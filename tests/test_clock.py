@@ -75,16 +75,12 @@ LOG = 2 * 3 * 8  # a number a row
         (torch.mm, [(3, 5), (5, 7)], 2 * 3 * 5 * 7, 15 + 35 + 21),
         (lambda a, b, c: torch.mm(a, b, out=c), [(3, 5), (5, 7), (3, 7)], 210, 15 + 35 + 21),
         (lambda a, b, c: c.addmm_(a, b), [(3, 5), (5, 7), (3, 7)], 210, 15 + 35 + 2 * 21),
-        (torch.bmm, [(2, 3, 5), (2, 5, 7)], 2 * 210, 2 * (15 + 35 + 21)),
         (F.linear, [(3, 5), (7, 5), (7,)], 210, 15 + 35 + 7 + 21),
         (attend, [HEADS] * 3, 2 * SCORES, 4 * ONE + LOG),
-        (lambda q, k, v: attend(q, k, v, False), [HEADS] * 3, 4 * SCORES, 4 * ONE + LOG),
         (attend_backward, [*[HEADS] * 4, HEADS[:3]], 5 * SCORES, 7 * ONE + LOG),
         (torch.add, [(3, 7), (3, 7)], 0, 3 * 21),
-        (lambda a, b: a.add_(b), [(3, 7), (3, 7)], 0, 3 * 21),
         (lambda a: a.mul_(2), [(3, 7)], 0, 2 * 21),
         (lambda a, b: a.copy_(b), [(3, 7), (3, 7)], 0, 2 * 21),
-        (lambda a: torch.zeros(3, 7), [(3, 7)], 0, 21),
         (lambda a: torch.empty(3, 7), [(3, 7)], 0, 0),
         (lambda a: a.view(21).detach().unsqueeze(0).expand(5, 21), [(3, 7)], 0, 0),
         (lambda a, b: a.expand(3, 7) + b, [(1, 7), (3, 7)], 0, 7 + 2 * 21),
@@ -151,10 +147,6 @@ def test_flops_of_a_step_are_those_of_the_formula(i):
 SLOW = replace(SIMPLE, flops=(1e10, 1e9, 1), reached_flops=0.5, reached_bytes=0.5)
 
 
-def normalize(x, weight, bias):
-    return F.layer_norm(x, (768,), weight, bias)
-
-
 @pytest.mark.parametrize(
     ("card", "run", "shapes", "dtype", "microseconds"),
     [
@@ -163,18 +155,13 @@ def normalize(x, weight, bias):
         # and shorter than these at half of 10 GFLOP/s, or in bfloat16 of 1
         (SLOW, torch.mm, [(1000, 1000)] * 2, torch.float32, 4e5),
         (SLOW, torch.mm, [(1000, 1000)] * 2, torch.bfloat16, 4e6),
-        # 2 x 2 MB at half of 1 GB/s
-        (SLOW, torch.exp, [(500, 1000)], torch.float32, 8e3),
         # what is over in a launch
         (SIMPLE, torch.exp, [(10,)], torch.float32, 1.0),
         (CARDS["A100"], torch.add, [(10,)] * 2, torch.float32, 3.0),
         # 3 x 64 MiB over 85 % of 1,008 GB/s
         (CARDS["RTX 4090"], torch.add, [(4096, 4096)] * 2, torch.float32, 234.97501),
-        # 2 x 24 MiB of rows, 2 x 3 KiB of weights, 2 x 32 KiB of means and deviations; 2,039 GB/s
-        (CARDS["A100"], normalize, [(8192, 768), (768,), (768,)], torch.float32, 29.081919),
-        # 2 x 4,096^3 FLOPs at 70 % of 312 TFLOP/s in bfloat16, of 19.5 in float32
+        # 2 x 4,096^3 FLOPs at 70 % of 312 TFLOP/s in bfloat16
         (CARDS["A100"], torch.mm, [(4096, 4096)] * 2, torch.bfloat16, 629.2993),
-        (CARDS["A100"], torch.mm, [(4096, 4096)] * 2, torch.float32, 10068.7878),
     ],
 )
 def test_a_roofline_by_hand(card, run, shapes, dtype, microseconds):
@@ -354,11 +341,11 @@ def test_what_a_policy_costs_is_compared_within_a_round():
     assert rows[1]["step_s"] == 2.0
 
 
-@pytest.mark.parametrize("flags", ["--card H100", "--use-activation-checkpoint mlp"])
-def test_what_has_no_effect_is_refused(flags, capsys):
-    assert clock_check.main([*SHAPE, *flags.split()]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {flags.split()[0]}: ") and "leave it out" in line
+def test_what_has_no_effect_is_refused(capsys):
+    for flags in ("--card H100", "--use-activation-checkpoint mlp"):
+        assert clock_check.main([*SHAPE, *flags.split()]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {flags.split()[0]}: ") and "leave it out" in line
 
 
 def test_the_clocks_table_is_what_was_measured():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases.shapes import CONFIG, WIDE, T
+from cases.shapes import WIDE, T
 from harness.fsdp_memory import CASES
 from harness.planned import planner
 from harness.runs import together
@@ -128,12 +128,11 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
 
 
 def test_the_share_is_the_least_that_a_step_takes():
-    for config in (WIDE, CONFIG):
-        plan = planner(config, shards=2)
-        share = share_of(state_bytes(config), config, 2)
-        held = sum(p.nbytes for p in plan.held.parameters())
-        assert share == pytest.approx(4 * held + of(plan)[1], rel=0.01)
-        assert share < plan.step(1, recompute="full").peak
+    plan = planner(WIDE, shards=2)
+    share = share_of(state_bytes(WIDE), WIDE, 2)
+    held = sum(p.nbytes for p in plan.held.parameters())
+    assert share == pytest.approx(4 * held + of(plan)[1], rel=0.01)
+    assert share < plan.step(1, recompute="full").peak
     assert share_of(100, WIDE, 1) == 100
 
 
@@ -195,18 +194,15 @@ def test_an_update_of_shards_is_a_part_of_one():
     assert update == pytest.approx(2 * part) and part > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "is_said"),
-    [
-        ("--card A100 --nproc-per-node 2 --fsdp", True),
-        ("--card A100 --nproc-per-node 2", True),
-        ("--card A100 --nproc-per-node 1", False),
-        ("--nproc-per-node 2", False),  # no times
-    ],
-)
-def test_what_processes_send_each_other_takes_no_time_here(flags, is_said):
-    said = plan_memory.describe_target(plan_memory.aim(f"{SHAPE} {flags}".split()))
-    assert ("\nnote     the times are without what processes send each other" in said) == is_said
+def test_what_processes_send_each_other_takes_no_time_here():
+    for flags, is_said in {
+        "--card A100 --nproc-per-node 2 --fsdp": True,
+        "--card A100 --nproc-per-node 2": True,
+        "--card A100 --nproc-per-node 1": False,
+        "--nproc-per-node 2": False,  # no times
+    }.items():
+        said = plan_memory.describe_target(plan_memory.aim(f"{SHAPE} {flags}".split()))
+        assert ("\nnote     the times are without what processes send" in said) == is_said
 
 
 @pytest.mark.parametrize(
