@@ -33,10 +33,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from model import MLP, RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from model import MLP, RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import Planner, StepMemory
 from planner.formulas import head_bytes, recompute_cost
 from scripts import tool
+from scripts.checkpoint_from_scratch import run_step
 from scripts.kept_tensors import kept_by_one_block, table
 from scripts.style import relative_flops
 from trainer.flags import OneLineParser, UsageError, byte_count, number
@@ -106,10 +107,7 @@ EXERCISES: dict[int, Exercise] = {
         "gradient, what went in or what came out?",
         mistakes=(
             (4, "One of them is only handed on: whose gradient has it in its formula?"),
-            (
-                2,
-                "Weights want their gradients, too; and GELU has no weights, but a slope.",
-            ),
+            (2, "Weights want their gradients, too; and GELU has no weights, but a slope."),
         ),
     ),
     2: Exercise(
@@ -298,35 +296,23 @@ def cost_of_full() -> Measured:
 
 def other_dice() -> Measured:
     """6: one step with dropout; without a checkpoint, with one, and with one that forgets."""
-    small = MiniGPTConfig(
-        vocab_size=64, max_position_embeddings=32, n_layers=2, n_heads=4, d_model=64, d_ff=256
-    )
-
-    def step(policy: str) -> tuple[Tensor, list[Tensor]]:
-        torch.manual_seed(0)
-        model = MiniGPT(replace(small, recompute=policy)).train()
-        ids = torch.randint(0, small.vocab_size, (4, 33))
-        loss = model(ids[:, :-1], ids[:, 1:])
-        return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
-
-    loss, gradients = step("none")
-    lines, answer = [f"no checkpoint             loss {loss:.6f}"], "a"
+    none = run_step("none")
+    lines, answer = [f"no checkpoint             loss {none.loss:.6f}"], "a"
     for name, remembers in (("checkpoint", True), ("preserve_rng_state=False", False)):
 
         def other(*args: Any, remembers: bool = remembers, **options: Any) -> Any:
             return checkpoint(*args, **options | {"preserve_rng_state": remembers})
 
         try:
-            with mock.patch("model.checkpoint", other):
-                other_loss, other_gradients = step("full")
+            step = run_step("full", partial(mock.patch, "model.checkpoint", other))
         except RuntimeError as error:
             lines.append(f"{name:<24}  {error}")
             continue
-        pairs = list(zip(gradients, other_gradients, strict=True))
+        pairs = [(gradient, step.gradients[n]) for n, gradient in none.gradients.items()]
         n_other = sum(not torch.equal(one, two) for one, two in pairs)
-        same = torch.equal(loss, other_loss)
+        same = torch.equal(none.loss, step.loss)
         answer = "b" if not same else "c" if n_other else "d"
-        how = "equal to the bit" if same else f"{other_loss:.6f}"
+        how = "equal to the bit" if same else f"{step.loss:.6f}"
         lines.append(f"{name:<24}  loss {how}, {n_other} of {len(pairs)} gradients differ")
     return Measured(answer, "\n".join(lines))
 
