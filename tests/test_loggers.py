@@ -119,28 +119,19 @@ def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
 # ---- Weights & Biases
 
 
-class UsageError(Exception):
-    pass
-
-
-class CommError(Exception):
-    pass
-
-
-@pytest.mark.parametrize(
-    "fails", [None, UsageError("No API key"), CommError("retrying:\nrefused")], ids=str
-)
+@pytest.mark.parametrize("fails", ["", "no key:\nrefused"])
 def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, tmp_path, monkeypatch, capsys):
+    """With a stand-in. (How the package itself fails: the next test.)"""
     starts: list[dict] = []
     logged: list[tuple[int, float]] = []
-    busy: list[int] = []  # one that failed has not let go of the run's id
+    wandb: Any = ModuleType("wandb")
+    wandb.errors = SimpleNamespace(UsageError=LookupError, CommError=LookupError)
+    wandb.Settings, wandb.teardown = dict, lambda: logged.append((0, 0.0))
 
     def init(**options):
         starts.append(options)
-        assert not busy, "run ID is in use"
         if fails and "mode" not in options:
-            busy.append(1)
-            raise fails
+            raise LookupError(fails)
         return SimpleNamespace(
             offline=options.get("mode") == "offline",
             url="https://wandb.example/run",
@@ -148,10 +139,8 @@ def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, tmp_path, mon
             finish=lambda: logged.append((-1, 0.0)),
         )
 
-    module: Any = ModuleType("wandb")
-    module.init, module.Settings, module.teardown = init, dict, busy.clear
-    module.errors = SimpleNamespace(UsageError=UsageError, CommError=CommError)
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    wandb.init = init
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     path = tmp_path / "run.pt"
     assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
@@ -161,11 +150,12 @@ def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, tmp_path, mon
     assert all(identity.items() <= start.items() for start in starts)
     assert all(s["dir"] == tmp_path and s["config"]["n_layers"] == 2 for s in starts)
     losses = [(record["step"], record["train_loss"]) for record in metrics(path)]
-    assert logged == [*losses[:3], (-1, 0.0), *losses[3:], (-1, 0.0)]
-    where, why = "https://wandb.example/run", " ".join(str(fails).split())
+    let_go = [(0, 0.0)] * bool(fails)  # of the run's id
+    assert logged == [*let_go, *losses[:3], (-1, 0.0), *let_go, *losses[3:], (-1, 0.0)]
+    where = "https://wandb.example/run"
     if fails:
         folder = f"{tmp_path}/wandb/offline-run-*-{identity['id']}"
-        where = f"offline ({why}); wandb sync {folder} uploads it"
+        where = f"offline (no key: refused); wandb sync {folder} uploads it"
     assert capsys.readouterr().out.count(f"log      wandb, {where}\n") == 2
 
 
