@@ -78,13 +78,6 @@ def evaluated(path: Path, *flags: str) -> dict:
     return json.loads(file.read_text())
 
 
-def tokens_file(folder: Path, n: int) -> str:
-    """A flag for `n` tokens."""
-    with open(folder / "TOKENS.NPY", "wb") as file:
-        np.save(file, np.random.default_rng(n).integers(0, 256, n).astype(np.uint16))
-    return f"--val-data={folder}/TOKENS.NPY"
-
-
 def test_the_trainers_own_number(run, toy, capfd):
     """By default: the validation part of the run's own data, in its windows."""
     found, last = evaluated(run, "--max-tokens=161"), metrics(run)[-1]
@@ -131,34 +124,24 @@ def test_every_token_once_with_as_much_context_as_fits(model, n, seq_len, stride
     assert not model.training
 
 
-def test_a_folder_of_transformers_and_the_models_own_precision(run, tmp_path):
-    """The same weights, the same number; its windows are all positions, which it was made for."""
-    assert export_hf.main([f"--checkpoint-path={run}", f"--out={tmp_path}/hf"]) == 0
-    flag = tokens_file(tmp_path, 50)
-    of_folder = evaluated(tmp_path / "hf", flag)
-    assert (of_folder["seq_len"], of_folder["step"]) == (17, None)
-    exact = evaluated(run, flag, "--seq-len=17")["loss"]
-    assert of_folder["loss"] == exact
-    rounded = evaluated(run, flag, "--seq-len=17", "--amp-dtype=bfloat16")
-    assert rounded["precision"] == "bfloat16 on cpu"
-    assert exact != rounded["loss"] == pytest.approx(exact, rel=0.02)
-
-
 def test_whatever_the_files_are(run, tmp_path):
-    """Texts, documents and ids give one row of ids, and bytes are those of the text."""
+    """Texts, documents and ids give one row of ids, and bytes are those of the text; in a folder
+    of transformers' the model is the same, whose windows are all the positions it was made for."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "a.txt").write_text("für Elise", encoding="utf-8")
     (tmp_path / "a" / "b.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
     ids = [256, *"für Elise".encode(), 256, *b"one", 256, 256, *b"two"]
     np.array(ids, np.uint16).tofile(tmp_path / "all.bin")
-    np.save(tmp_path / "part.npy", np.array(ids[5:], np.uint32))
+    with open(tmp_path / "PART.NPY", "wb") as file:
+        np.save(file, np.array(ids[5:], np.uint32))
     (tmp_path / "start.txt").write_text("für", encoding="utf-8")  # 256 and 4 bytes
-    parts = [str(tmp_path / name) for name in ("start.txt", "part.npy")]
-    losses, names = set(), ([str(tmp_path / "a")], [str(tmp_path / "all.bin")], parts)
-    for found in (evaluated(run, "--val-data", *some) for some in names):
-        losses.add(found["loss"])
+    folder, whole, *parts = (
+        str(tmp_path / name) for name in "a all.bin start.txt PART.NPY".split()
+    )
+    all_found = [evaluated(run, "--val-data", *some) for some in ([folder], [whole], parts)]
+    assert len({found["loss"] for found in all_found}) == 1
+    for found in all_found:
         assert (found["tokens"], found["bytes"]) == (19, 16)
-    assert len(losses) == 1
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * 19 / math.log(2) / 16)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert found["data"] == ", ".join(parts)
@@ -166,6 +149,14 @@ def test_whatever_the_files_are(run, tmp_path):
     assert (rest["tokens"], rest["bytes"]) == (14, 11)  # its first one is a byte, not counted
     first = evaluated(run, "--val-data", *parts, "--max-tokens=7")
     assert (first["tokens"], first["bytes"]) == (6, 6)
+
+    assert export_hf.main([f"--checkpoint-path={run}", f"--out={tmp_path}/hf"]) == 0
+    of_folder = evaluated(tmp_path / "hf", "--val-data", whole)
+    assert (of_folder["seq_len"], of_folder["step"]) == (17, None)
+    exact = evaluated(run, "--val-data", whole, "--seq-len=17")["loss"]
+    rounded = evaluated(run, "--val-data", whole, "--seq-len=17", "--amp-dtype=bfloat16")
+    assert rounded["precision"] == "bfloat16 on cpu"
+    assert of_folder["loss"] == exact != rounded["loss"] == pytest.approx(exact, rel=0.02)
 
 
 def test_data_that_changed_or_went(run, tmp_path, capsys):
@@ -193,7 +184,7 @@ def test_data_that_changed_or_went(run, tmp_path, capsys):
 def test_what_ends_it_costs_one_line_and_no_number(run, tmp_path, monkeypatch, capsys):
     """Out of memory, out of range, a disk that is full, and a reader who goes."""
     found = tmp_path / "x.json"
-    command = [f"--checkpoint-path={run}", tokens_file(tmp_path, 20), f"--json={found}"]
+    command = [f"--checkpoint-path={run}", "--max-tokens=20", f"--json={found}"]
 
     def ends(code: int, says: str, **changes) -> str:
         with monkeypatch.context() as patch:
@@ -220,18 +211,6 @@ def test_what_ends_it_costs_one_line_and_no_number(run, tmp_path, monkeypatch, c
     assert "tokens        19\n" in ends(3, f"--json {found}: No space left on device")
 
 
-N = 2**23  # tokens: 8 times what is read at a time
-
-
-def peak_of(act):
-    """What `act` returns, and how many bytes it took at most."""
-    tracemalloc.start()
-    try:
-        return act(), tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def read(path: Path, tokenizer: Tokenizer, max_tokens: int | None = None) -> np.ndarray:
     args = SimpleNamespace(val_data=[str(path)], max_tokens=max_tokens)
     return evaluate.read_data(args, {}, tokenizer, SimpleNamespace(say=print))[1]
@@ -240,16 +219,24 @@ def read(path: Path, tokenizer: Tokenizer, max_tokens: int | None = None) -> np.
 def test_a_long_text_takes_two_bytes_a_token(tmp_path):
     """Of a vocabulary that fits; not what the file takes (4), and not twice. The first ones do not
     cost the others."""
-    path = tmp_path / "long.npy"
-    np.save(path, (np.arange(N, dtype=np.uint32) % 256))
+
+    def peak_of(act):
+        """What `act` returns, and how many bytes it took at most."""
+        tracemalloc.start()
+        try:
+            return act(), tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    path, n = tmp_path / "long.npy", 2**23  # tokens: 8 times what is read at a time
+    np.save(path, (np.arange(n, dtype=np.uint32) % 256))
     tokens, peak = peak_of(lambda: read(path, BYTE))
-    assert tokens.dtype == np.uint16 and len(tokens) == N
+    assert tokens.dtype == np.uint16 and len(tokens) == n and peak < 1.9 * 2 * n
     assert (tokens[:1000] == np.arange(1000) % 256).all() and tokens[-1] == 255
-    assert peak < 1.9 * 2 * N
     n_bytes, peak = peak_of(lambda: evaluate.count_bytes(tokens, BYTE))
-    assert n_bytes == N and peak < 2 * N
+    assert n_bytes == n and peak < 2 * n
     tokens, peak = peak_of(lambda: read(path, BYTE, 1000))
-    assert tokens.tolist() == [i % 256 for i in range(1000)] and peak < 2 * N
+    assert tokens.tolist() == [i % 256 for i in range(1000)] and peak < 2 * n
     # Ids beyond two bytes are not cut: of a small vocabulary they are a mistake.
     np.save(path, np.array([1, 65536 + 2, 3], np.uint32))
     with pytest.raises(DataError, match=r"long\.npy: holds id 65538, but the model's end at 256"):

@@ -31,7 +31,7 @@ from trainer.agree import check_alike, facts
 from trainer.flags import UsageError, build_parser
 from trainer.hf import THEIRS, read_config, read_tensors, renamed, turned
 from trainer.plan import vocabulary
-from trainer.pretrained import load_model, open_init_from, open_pretrained
+from trainer.pretrained import load_model, open_pretrained
 from trainer.process import OneProcess
 from trainer.setup import start_run
 from trainer.snapshot import SnapshotError
@@ -156,7 +156,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
         assert (parameter.grad - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
 
 
-def test_the_card_tells_what_was_trained(run, exported):
+def test_the_card_tells_what_was_trained(run, exported, tmp_path):
     card = (exported / "README.md").read_text(encoding="utf-8")
     state, source = snapshot(run), open_pretrained(run)
     assert card.startswith("---\nlibrary_name: transformers\n")
@@ -180,36 +180,23 @@ def test_the_card_tells_what_was_trained(run, exported):
     about = "; 1,024 training and 99 validation tokens"
     found = data_line(f"00.bin and 11 more{about}", *(f"/srv/{i:02}.bin" for i in range(12)))
     assert found.startswith("00.bin, 01.bin, ") and found.endswith(f", 09.bin and 2 more{about}.")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are Unicode")
-def test_names_that_are_no_text(run, tmp_path):
-    state = snapshot(run)
-    state["args"]["train_data"] = [os.fsdecode(b"/home/w\xf6rter.txt")]
-    state["data"]["description"] = "w and 1 more: 1 document"
-    out = Path(os.fsdecode(bytes(tmp_path) + b"/w\xf6rter"))
-    export_hf.export(open_pretrained(run), state, out)
-    assert "on: w?rter.txt: 1 document." in (out / "README.md").read_text(encoding="utf-8")
+    if sys.platform == "linux":  # names need not be text
+        state["args"]["train_data"] = [os.fsdecode(b"/home/w\xf6rter.txt")]
+        out = Path(os.fsdecode(bytes(tmp_path) + b"/w\xf6rter"))
+        export_hf.export(source, state, out)
+        assert f"on: w?rter.txt{about}." in (out / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_cards_example(exported, monkeypatch, capsys):
     """It runs as it stands there, and its prompt begins as documents do."""
-    transformers = pytest.importorskip("transformers")
-    seen = []
-    real = transformers.GPT2LMHeadModel.generate
-
-    def generate(self, **options):
-        seen.append(options["input_ids"][0].tolist())
-        return real(self, **options)
-
-    monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", generate)
+    pytest.importorskip("transformers")
     monkeypatch.chdir(exported.parent)
     code = (exported / "README.md").read_text(encoding="utf-8").split("```python\n")[1]
-    exec(code.split("```")[0], {})
+    exec(code.split("```")[0], names := {})
+    assert capsys.readouterr().out.startswith("<|endoftext|>Once upon a time")
     _, tokenizer = load_model(exported, CPU)
-    prompt = "Once upon a time"
-    assert seen == [[tokenizer.eot_id, *tokenizer.encode(prompt).tolist()]]
-    assert capsys.readouterr().out.startswith(f"<|endoftext|>{prompt}")
+    found = names["write"].tokenizer(names["prompt"], **names["special"]).input_ids
+    assert found == [tokenizer.eot_id, *tokenizer.encode("Once upon a time").tolist()]
 
 
 def test_toy_data_have_no_tokenizer_there_and_go_on_with_toy_data(tmp_path, capfd):
@@ -254,40 +241,37 @@ def test_mistakes_cost_one_line(run, exported, tmp_path, monkeypatch, capfd):
     assert [path.name for path in tmp_path.rglob("*")] == ["full", "letters.txt"]
 
 
-@pytest.mark.parametrize("out", ["empty", "none/.."])
-def test_an_empty_folder_is_filled(run, out, tmp_path, monkeypatch, capsys):
-    """However it is named: it stays the folder that it was, with somebody in it or a mount."""
+@pytest.mark.parametrize("out", ["empty", "none/..", "new"])
+def test_a_folder_is_filled_or_stays_what_it_was(run, out, tmp_path, monkeypatch, capfd):
+    """However it is named, with somebody in it or a mount. And what it is recognized by comes
+    last: a process may be killed between two files."""
     folder = tmp_path / "a" / "my model"
     folder.mkdir(parents=True)
     (tmp_path / "a" / "empty").symlink_to(folder)
-    monkeypatch.chdir(folder.parent if out == "empty" else folder)
-    inode = folder.stat().st_ino
-    assert export(run, out) == 0
-    assert folder.stat().st_ino == inode
-    assert {path.name for path in folder.iterdir()} == FILES
-    assert {path.name for path in folder.parent.iterdir()} == {"my model", "empty"}
-    card = (folder / "README.md").read_text()
-    assert '"text-generation", "my model")' in card and "--init-from 'my model'" in card
-    line = f"next     python train_minimal.py --init-from {shlex.quote(out)}\n"
-    assert capsys.readouterr().out.endswith(line)
-
-
-def test_a_folder_is_filled_or_stays_empty(run, tmp_path, monkeypatch, capfd):
-    """And what it is recognized by comes last: a process may be killed between two files."""
+    monkeypatch.chdir(folder if out == "none/.." else folder.parent)
+    before, there = sorted(tmp_path.rglob("*")), folder.stat().st_ino
     resource = pytest.importorskip("resource")
-    before, moved, rename = resource.getrlimit(resource.RLIMIT_FSIZE), [], Path.rename
-    for out in (tmp_path, tmp_path / "hf"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # as on a full disk
-        try:
-            assert export(run, out) == 3
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        (line,) = capfd.readouterr().err.splitlines()
-        wanted = "error: cannot save .*model.safetensors: disk full .*; it needs 0.0 MB"
-        assert re.match(wanted, line) and list(tmp_path.iterdir()) == []
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))  # as on a full disk
+    try:
+        assert export(run, out) == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.match("error: cannot save .*model.safetensors: disk full .*; it needs 0.0 MB", line)
+    assert sorted(tmp_path.rglob("*")) == before
+
+    moved, rename = [], Path.rename
     monkeypatch.setattr(Path, "rename", lambda a, b: moved.append(a.name) or rename(a, b))
-    assert export(run, tmp_path) == 0
-    assert set(moved) == FILES and moved[-1] == "config.json"
+    assert export(run, out) == 0
+    assert set(os.listdir(os.path.realpath(out))) == FILES
+    line = f"next     python train_minimal.py --init-from {shlex.quote(out)}\n"
+    assert capfd.readouterr().out.endswith(line)
+    if out != "new":
+        assert folder.stat().st_ino == there and len(list(tmp_path.rglob("*"))) == 3 + len(FILES)
+        assert set(moved) == FILES and moved[-1] == "config.json"
+        card = (folder / "README.md").read_text()
+        assert '"text-generation", "my model")' in card and "--init-from 'my model'" in card
 
 
 # ---- Folders of others
@@ -341,7 +325,7 @@ def test_any_damage_to_a_file_is_one_line_or_harmless(tmp_path_factory, bit, len
 # ---- Runs that start from weights
 
 
-def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
+def test_a_run_starts_from_a_folder(folder, text, tmp_path, monkeypatch, capsys):
     run = start(tmp_path, f"--init-from={folder}", text)
     assert same(run.model.state_dict(), load_model(folder, CPU)[0].state_dict())
     assert (run.step, run.args.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
@@ -349,6 +333,8 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     assert run.args.lr == pytest.approx(0.04 / 16)
     assert not run.optimizer.state
     assert f"weights  {folder}, as transformers writes them" in capsys.readouterr().out
+    monkeypatch.setattr("trainer.plan.load_tokenizer", None)  # the planner need not know it
+    assert vocabulary(run.args) == 257
 
 
 def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
@@ -362,7 +348,7 @@ def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
     assert same(started.model.state_dict(), snapshot(first)["model"])
     assert started.data.tokenizer.fingerprint == open_pretrained(first).tokenizer.fingerprint
     assert started.step == 0 and not started.optimizer.state
-    assert started.best_val_loss == float("inf")
+    assert started.best_val_loss == float("inf") and vocabulary(started.args) == 290
     del started
 
     assert train(path, *words, "--save-interval=3") == 0
@@ -381,15 +367,6 @@ def test_it_says_how_good_the_weights_are(run, text, tmp_path, capsys):
     assert train(tmp_path / "run.pt", f"--init-from={run}", text, *words) == 0
     (loss,) = (record["val_loss"] for record in metrics(run) if record["step"] == 3)
     assert f"before   val {loss:.4f} ppl " in capsys.readouterr().out
-
-
-def test_the_planner_asks_for_the_shape_and_the_vocabulary_alone(folder, run, monkeypatch):
-    monkeypatch.setattr("trainer.plan.load_tokenizer", None)
-    for path, seq_len, vocab_size in ((folder, 32, 257), (run, 64, 290)):
-        args = build_parser("test", "x.pt").parse_args([f"--init-from={path}"])
-        open_init_from(args)
-        assert (args.n_layers, args.n_heads, args.d_model) == (2, 2, 16)
-        assert (args.seq_len, vocabulary(args)) == (seq_len, vocab_size)
 
 
 def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch, capfd):

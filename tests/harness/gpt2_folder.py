@@ -17,9 +17,9 @@ TOKENIZER = to_json(load_tokenizer("byte"))
 Tensors = dict[str, np.ndarray]
 
 
-def gpt2_tensors(config: dict[str, Any] = CONFIG, seed: int = 0, prefix: str = "") -> Tensors:
+def gpt2_tensors(config: dict[str, Any] = CONFIG) -> Tensors:
     """Random weights by the names of the model on the hub, which have no prefix."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     C = config["n_embd"]
     wide = config["n_inner"] or 4 * C
     shapes = {"wte.weight": (config["vocab_size"], C), "wpe.weight": (config["n_positions"], C)}
@@ -32,7 +32,7 @@ def gpt2_tensors(config: dict[str, Any] = CONFIG, seed: int = 0, prefix: str = "
             shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[1:]}
     shapes |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
     return {
-        prefix + name: random.normal(size=shape, scale=0.2).astype(np.float32)
+        name: random.normal(size=shape, scale=0.2).astype(np.float32)
         for name, shape in shapes.items()
     }
 
