@@ -133,8 +133,8 @@ class Block(nn.Module):
         self.add = Residual(config.dropout)
 
     def forward(self, x: Tensor, policy: str = "none") -> tuple[Tensor, Tensor]:
-        if policy != "none":
-            return POLICIES[policy](self, x)  # the same, and keeps less: memory/policies.py
+        if run := POLICIES[policy].run:
+            return run(self, x)  # the same, and keeps less: memory/policies.py
         x = self.add(x, self.attn(self.ln_1(x)))
         return x, self.mlp(self.ln_2(x))
 

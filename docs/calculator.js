@@ -42,13 +42,11 @@ function headBytes(s) {
 }
 
 function stepFlops(s) { // of the matrix products, per token: [needed, replayed]
-  const {V, L, C, F, T} = s, cAttn = 6 * C * C, cProj = 2 * C * C;
-  const linear = 2 * C * F, attention = 2 * T * C, block = cAttn + attention + cProj + 2 * linear;
-  const again = {
-    none: 0, cheap: 0, selective: 0, attn: cAttn + attention, mlp: linear,
-    sdpa: cAttn + cProj + linear, full: block - linear,
-  };
-  return [3 * (L * block + 2 * V * C), again[s.policy] * recomputed(s)];
+  const {V, L, C, F, T} = s, linear = 2 * C * F;
+  const flops = {c_attn: 6 * C * C, attention: 2 * T * C, c_proj: 2 * C * C, c_fc: linear};
+  const sum = (names) => names.reduce((total, name) => total + flops[name], 0);
+  const block = sum(Object.keys(flops)) + linear;
+  return [3 * (L * block + 2 * V * C), sum(twice(s.policy)) * recomputed(s)];
 }
 
 // ---- A step, as what is born and what dies, at the instants at which most is alive: in the head,
@@ -57,13 +55,6 @@ function stepFlops(s) { // of the matrix products, per token: [needed, replayed]
 const KINDS = ["parameters", "optimizer", "gradients", "activations", "recomputed", "head",
   "temporaries"];
 const WORKSPACES = 2 * 8320 * 1024; // of cuBLAS: planner/kernels.py
-const ATTENTION = ["ln_1", "qkv", "attended", "proj", "mask"], MLP = ["x2", "ln_2", "wide", "gelu"];
-const KEPT = { // of each block, beside x and a mask; the rest is made again, in this order
-  none: [...ATTENTION, ...MLP], cheap: ["qkv", "attended", "proj", "mask", "x2", "wide"],
-  selective: ["qkv", "attended", "wide"], mlp: [...ATTENTION, "x2"], attn: ["mask", ...MLP],
-  sdpa: ["attended"], full: [],
-};
-
 function peak(s) { // {where, bytes, parts: {kind: bytes}}
   const walk = new Walk(s), policy = (i) => (i < recomputed(s) ? s.policy : "none");
   walk.state();
@@ -101,10 +92,10 @@ class Walk {
     // linear layer's input comes with a copy of its weight.
     this.sizes = {
       ln_1: a * NC + 8 * N + copies * 3 * C * C, // c_attn; with mean and deviation
-      qkv: 3 * a * NC, attended: a * NC + 4 * N * H, // attention; with the softmax's normaliser
-      proj: copies * C * C, mask: NC * dropout, // c_proj, whose input is `attended`
+      x: 4 * NC, qkv: 3 * a * NC, attention: a * NC + 4 * N * H, // with the softmax's normaliser
+      c_proj: copies * C * C, results: 2 * a * NC, mask: NC * dropout, // of both c_proj
       x2: 4 * NC, ln_2: a * NC + 8 * N + copies * C * F, // ln_2; c_fc
-      wide: a * N * F, gelu: a * N * F + copies * C * F, // GELU; mlp.c_proj
+      c_fc: a * N * F, gelu: a * N * F + copies * C * F, // GELU; mlp.c_proj
     };
     // As attention's kernel rounds up T and a head's size
     this.inAttention = amp * 4 * B * H * 128 * ceil(T / 128) * (32 * ceil(C / H / 32) + 1);
@@ -135,9 +126,8 @@ class Walk {
     if (n > 1) this.add("parameters", 4 * this.outside(1) + 4 * n * this.inABlock(n));
   }
 
-  kept(policy) { // of a block; `selective` keeps the results of both c_proj, too
-    const size = KEPT[policy].reduce((sum, name) => sum + this.sizes[name], 0);
-    return size + 4 * this.NC + this.sizes.mask + (policy === "selective") * 2 * this.a * this.NC;
+  kept(policy) { // of a block
+    return kept(policy).reduce((sum, name) => sum + this.sizes[name], this.sizes.mask);
   }
 
   head(policy) { // forward and backward; the policy of the last block
@@ -164,15 +154,15 @@ class Walk {
   block(i, policy) { // its backward, from its end; the gradient of what it returned is there, 4 N C
     const {N, C, F, NC, a, inAttention} = this, ofWide = a * N * F;
     Object.assign(this, {place: `backward, block ${i}`, policy});
-    this.there = Object.fromEntries(KEPT[policy].map((name) => [name, "activations"]));
+    this.there = Object.fromEntries(kept(policy).map((name) => [name, "activations"]));
 
     let ofUpdate = this.enterHalf();
     this.add("activations", -this.sizes.mask);
     this.gather(i);
-    this.need("wide", "gelu");
+    this.need("c_fc", "gelu");
     this.linear(F, C, ofUpdate, "gelu"); // mlp.c_proj
     this.weight(C * F);
-    this.add("temporaries", ofWide, this.there.wide, -this.sizes.wide, "temporaries", -ofWide);
+    this.add("temporaries", ofWide, this.there.c_fc, -this.sizes.c_fc, "temporaries", -ofWide);
     this.need("ln_2");
     this.linear(C, F, ofWide, "ln_2"); // c_fc
     this.layerNorm(C * F);
@@ -180,11 +170,11 @@ class Walk {
 
     ofUpdate = this.enterHalf();
     this.add(this.there.mask, -this.sizes.mask);
-    this.need("qkv", "attended");
-    this.linear(C, C, ofUpdate, "proj"); // attn.c_proj
+    this.need("qkv", "attention");
+    this.linear(C, C, ofUpdate, "c_proj"); // attn.c_proj
     this.weight(C * C);
     this.add("temporaries", 3 * a * NC + inAttention); // of q, k and v
-    this.add(this.there.qkv, -this.sizes.qkv, this.there.attended, -this.sizes.attended);
+    this.add(this.there.qkv, -this.sizes.qkv, this.there.attention, -this.sizes.attention);
     this.add("temporaries", -a * NC - inAttention);
     this.add("temporaries", 3 * a * NC, "temporaries", -3 * a * NC); // of all three, side by side
     this.need("ln_1");
@@ -239,7 +229,7 @@ class Walk {
   }
 
   need(...names) { // replay, if one of them is not there: all that is not; `cheap` just that
-    let missing = [...ATTENTION, ...MLP].filter((name) => !(name in this.there));
+    let missing = kept("none").filter((name) => !(name in this.there));
     if (this.policy === "cheap") missing = missing.filter((name) => names.includes(name));
     if (!missing.some((name) => names.includes(name))) return;
     if (this.policy === "selective") this.add("activations", -this.a * this.NC); // x2 is made of it
@@ -300,7 +290,18 @@ class Walk {
 
 // ---- Tables, written by `python -m studies.calculator_tables`
 const CHUNK = 83886080, SLICE = 4194304, PAD = 64, ROWS = 4, AT_A_TIME = 4194304, LANES = 64;
-const POLICIES = ["none", "cheap", "selective", "mlp", "attn", "sdpa", "full"];
+const RECOMPUTE = { // policy: what it keeps of a block beside a mask, what it multiplies twice
+  "none": ["x ln_1 qkv attention c_proj mask x2 ln_2 c_fc gelu", ""],
+  "cheap": ["x qkv attention c_proj mask x2 c_fc", ""],
+  "selective": ["x qkv attention c_fc results", ""],
+  "mlp": ["x ln_1 qkv attention c_proj mask x2", "c_fc"],
+  "attn": ["x mask x2 ln_2 c_fc gelu", "c_attn attention"],
+  "sdpa": ["x attention", "c_attn c_proj c_fc"],
+  "full": ["x", "c_attn attention c_proj c_fc"]
+};
+const POLICIES = Object.keys(RECOMPUTE), words = (text) => text.match(/\w+/g) ?? [];
+const kept = (policy) => words(RECOMPUTE[policy][0]);
+const twice = (policy) => words(RECOMPUTE[policy][1]);
 const SHAPES = {
   "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
   "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
@@ -308,11 +309,10 @@ const SHAPES = {
   "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600}
 };
 const CARDS = { // GiB. (Not Apple's: no formula here has the scores that attention keeps there.)
-  "RTX 3060 12GB": 11.6, "RTX 3070": 7.6, "RTX 3080 10GB": 9.6, "RTX 3090": 23.5,
-  "RTX 4060": 7.6, "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6, "RTX 4080": 15.4,
-  "RTX 4090": 23.4, "RTX 5080": 15.4, "RTX 5090": 31.3, "V100 16GB": 15.7,
-  "V100 32GB": 31.7, "T4": 14.5, "L4": 22.0, "A10G": 21.9,
-  "RTX A6000": 47.4, "A100 40GB": 39.3, "A100": 79.1, "A100 PCIe": 79.1,
+  "RTX 3060 12GB": 11.6, "RTX 3070": 7.6, "RTX 3080 10GB": 9.6, "RTX 3090": 23.5, "RTX 4060": 7.6,
+  "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6, "RTX 4080": 15.4, "RTX 4090": 23.4, "RTX 5080": 15.4,
+  "RTX 5090": 31.3, "V100 16GB": 15.7, "V100 32GB": 31.7, "T4": 14.5, "L4": 22.0,
+  "A10G": 21.9, "RTX A6000": 47.4, "A100 40GB": 39.3, "A100": 79.1, "A100 PCIe": 79.1,
   "H100": 79.1, "H100 PCIe": 79.1, "H200": 139.7, "B200": 178.3
 };
 

@@ -19,17 +19,8 @@ bytes under bfloat16 autocast (where the residual stream stays float32), with d_
     x  4     ln_1  2     qkv  6     attention  2     x2  4     ln_2  2     c_fc  8     gelu  8
 
 x goes in, x2 is x after attention's half, the others are results of the layers of that name. With
-fused attention and no dropout a block keeps of them (and 4 H / C for the softmax's normaliser, 16 /
-C for mean and deviation of the LayerNorms, where those are kept):
-
-    policy     keeps                                           replays          matmuls done twice
-    none       36  all of them                                 nothing          none
-    cheap      24  x, qkv, attention, x2, c_fc                 LayerNorms, GELU none
-    selective  24  x, qkv, attention, both c_proj (2 each), c_fc   the same     none
-    attn       26  x, x2, ln_2, c_fc, gelu                     attention's half c_attn, attention
-    mlp        18  x, ln_1, qkv, attention, x2                 MLP's half       c_fc
-    sdpa        6  x, attention                                the rest         c_attn, c_proj, c_fc
-    full        4  x                                           all              those, and attention
+fused attention and no dropout `none` keeps all of them, 36 (and 4 H / C for the softmax's
+normaliser, 16 / C for mean and deviation of the LayerNorms). What the others keep: `POLICIES`.
 """
 
 import re
@@ -185,15 +176,41 @@ def has_dropout(block: Any) -> bool:
     return block.add.dropout.p > 0
 
 
-POLICIES: dict[str, Callable[[Any, Tensor], Halves]] = {
-    "cheap": cheap,
-    "selective": keep_results_of(ATTENTION_OPS + MATMUL_OPS),  # torchtitan, JAX dots_saveable
-    "mlp": replay_mlp,
-    "attn": replay_attention,
-    "sdpa": keep_results_of(ATTENTION_OPS),  # axolotl: what costs most at long T is kept
-}
-# `full` is not among them: it is the line in MiniGPT.forward (offloaded, the one in `offloaded`).
-RECOMPUTE_POLICIES = ("none", *POLICIES, "full")
+class Policy(NamedTuple):
+    """All that formulas, tables and pages know of a policy.
+
+    Tensors have the names above, and with each goes what comes along: statistics with ln_1, under
+    autocast a copy of its weight with what a linear layer is given. (That of attention's c_proj is
+    `c_proj`. `mask` is the first dropout's; the second one's is always kept.)
+    """
+
+    keeps: str  # tensors of a block; `results` are those of both c_proj
+    twice: str  # what is multiplied once more in backward
+    words: str
+    run: Callable[[Any, Tensor], Halves] | None = None  # (block, x); None: model.py has it
+    by_operator: bool = False  # keeps attention's result where one operator makes it
+
+
+OF_ATTENTION, OF_MLP = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
+POLICIES = {  # the comments: B * T * C bytes a block, and where else it is found
+    "none": Policy(f"{OF_ATTENTION} {OF_MLP}", "",  # 36
+        "every intermediate is kept; the head runs in chunks of tokens"),
+    "cheap": Policy("x qkv attention c_proj mask x2 c_fc", "",  # 24
+        "LayerNorms and GELU are done again in backward, no matrix product is", cheap),
+    "selective": Policy("x qkv attention c_fc results", "",  # 24; torchtitan, JAX dots_saveable
+        "what matrix products and attention made is kept, the rest is done again",
+        keep_results_of(ATTENTION_OPS + MATMUL_OPS), by_operator=True),
+    "mlp": Policy(f"{OF_ATTENTION} x2", "c_fc",  # 18
+        "the MLP half of each block is done again in backward", replay_mlp),
+    "attn": Policy(f"x mask {OF_MLP}", "c_attn attention",  # 26
+        "the attention half of each block is done again in backward", replay_attention),
+    "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl: what costs most at long T
+        "of each block only its input and attention's result are kept",
+        keep_results_of(ATTENTION_OPS), by_operator=True),
+    "full": Policy("x", "c_attn attention c_proj c_fc",  # 4; the line in MiniGPT.forward
+        "an activation checkpoint around each block: only its input is kept"),
+}  # fmt: skip
+RECOMPUTE_POLICIES = tuple(POLICIES)
 
 
 # ---- the policy string: which block has which

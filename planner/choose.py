@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memory import RECOMPUTE_POLICIES, expand, write
+from memory import POLICIES, RECOMPUTE_POLICIES, expand, write
 from model import MiniGPTConfig
 
 from .clock import Card
@@ -96,8 +96,9 @@ def rungs(planner: Planner) -> list[str]:
     """RUNGS; under shards, which are gathered block by block, no group of blocks; without fused
     attention, nothing that keeps the result of its operator."""
     found = [rung for rung in RUNGS if planner.shards == 1 or "/" not in rung]
-    of_attention = () if planner.fused else ("selective", "sdpa")
-    return [rung for rung in found if rung not in of_attention]
+    return [
+        rung for rung in found if planner.fused or not POLICIES[rung.partition("/")[0]].by_operator
+    ]
 
 
 def all_mixes(n_layers: int, rungs: Sequence[str] = RUNGS) -> np.ndarray:

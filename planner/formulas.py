@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from memory import POLICIES
 from memory.head import PAD, count_chunks, rows_of_product, rows_of_slice
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
@@ -57,22 +58,23 @@ def closed_form(
     a = 2 if amp else 4
     P = count_parameters(config)
 
-    masks = N * C if config.dropout else 0
-    statistics, normaliser = 8 * N, 4 * N * H
-    x, qkv, attended, wide = 4 * N * C, 3 * a * N * C, a * N * C, a * N * F
-    attention_half = x + a * N * C + statistics + qkv + attended + normaliser
-    mlp_half = x + a * N * C + statistics + 2 * wide
-    copies = 2 * amp  # bytes of a weight's copy
-    policies = {
-        "none": attention_half + mlp_half + copies * (4 * C * C + 2 * C * F) + 2 * masks,
-        "cheap": x + qkv + attended + normaliser + x + wide + copies * C * C + 2 * masks,
-        "selective": x + qkv + attended + normaliser + 2 * a * N * C + wide + masks,
-        "attn": x + mlp_half + copies * 2 * C * F + 2 * masks,
-        "mlp": attention_half + x + copies * 4 * C * C + 2 * masks,
-        "sdpa": x + attended + normaliser + masks,
-        "full": x + masks,
+    mask, copies = N * C * bool(config.dropout), 2 * amp  # bytes; of an element of a weight's copy
+    sizes = {
+        "x": 4 * N * C,
+        "ln_1": a * N * C + 8 * N + copies * 3 * C * C,
+        "qkv": 3 * a * N * C,
+        "attention": a * N * C + 4 * N * H,
+        "c_proj": copies * C * C,
+        "mask": mask,
+        "x2": 4 * N * C,
+        "ln_2": a * N * C + 8 * N + copies * C * F,
+        "c_fc": a * N * F,
+        "gelu": a * N * F + copies * C * F,
+        "results": 2 * a * N * C,
     }
-    kept = sum(policies[policy] for policy, _ in config.expanded.calls)
+    kept = 0
+    for policy, _ in config.expanded.calls:
+        kept += sum(sizes[name] for name in POLICIES[policy].keeps.split()) + mask
     return {
         "parameters": 4 * P,
         "gradients": 4 * P,
@@ -134,19 +136,15 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
     attention's included, in units of `needed`. `full` at GPT-2 small, T = 1,024: 1.17.
     """
     C, F = config.d_model, config.d_ff
-    c_attn, c_proj, linear, attention = 6 * C * C, 2 * C * C, 2 * C * F, 2 * seq_len * C
-    block = c_attn + attention + c_proj + 2 * linear
-    again = {
-        **dict.fromkeys(("none", "cheap", "selective"), 0),
-        "attn": c_attn + attention,
-        "mlp": linear,
-        "sdpa": c_attn + c_proj + linear,
-        "full": block if compiled else block - linear,
-    }
-    calls = config.expanded.calls
-    replayed = sum(again[policy] * blocks for policy, blocks in calls)
-    if not compiled:  # blocks that are not the last of their group run to their end
-        replayed += linear * (config.n_layers - len(calls))
+    linear = 2 * C * F  # c_fc, and the MLP's c_proj
+    flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
+    block = sum(flops.values()) + linear
+    replayed = 0
+    for policy, blocks in config.expanded.calls:
+        again = sum(flops[name] for name in POLICIES[policy].twice.split())
+        # Compiled, a block runs to its end; and in a group all do but the last one.
+        to_the_end = policy == "full" and (blocks if compiled else blocks - 1)
+        replayed += again * blocks + linear * to_the_end
     needed = 3 * (config.n_layers * block + 2 * config.vocab_size * C)
     return needed, replayed
 

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from memory import POLICIES as RECOMPUTE
 from model import MiniGPTConfig
 from planner import Card, Planner
 from planner.choose import (
@@ -65,13 +66,7 @@ SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
 NARROW, UPDATE = 1 / 400, 1 / 50
 WORDS = {
     "plain": "every intermediate is kept, and all logits at once, as in most tutorials",
-    "none": "every intermediate is kept; the head runs in chunks of tokens",
-    "cheap": "LayerNorms and GELU are done again in backward, no matrix product is",
-    "selective": "what matrix products and attention made is kept, the rest is done again",
-    "mlp": "the MLP half of each block is done again in backward",
-    "attn": "the attention half of each block is done again in backward",
-    "sdpa": "of each block only its input and attention's result are kept",
-    "full": "an activation checkpoint around each block: only its input is kept",
+    **{name: policy.words for name, policy in RECOMPUTE.items()},
     "full/2": "an activation checkpoint around every two blocks",
 }
 

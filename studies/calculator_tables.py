@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from memory import head
-from model import RECOMPUTE_POLICIES
+from memory.policies import POLICIES
 from planner.cards import CARDS, GIB
 from trainer import optimizer
 from trainer.card import device_type
@@ -28,12 +28,17 @@ def tables() -> str:
     }
     return f"""{BEGIN}, written by `python -m studies.calculator_tables`
 const {", ".join(f"{name} = {value}" for name, value in constants.items())};
-const POLICIES = {json.dumps(RECOMPUTE_POLICIES)};
+const RECOMPUTE = {{ // policy: what it keeps of a block beside a mask, what it multiplies twice
+{entries({name: [policy.keeps, policy.twice] for name, policy in POLICIES.items()}, 1)}
+}};
+const POLICIES = Object.keys(RECOMPUTE), words = (text) => text.match(/\\w+/g) ?? [];
+const kept = (policy) => words(RECOMPUTE[policy][0]);
+const twice = (policy) => words(RECOMPUTE[policy][1]);
 const SHAPES = {{
 {entries(SHAPES, 1)}
 }};
 const CARDS = {{ // GiB. (Not Apple's: no formula here has the scores that attention keeps there.)
-{entries(memory, 4)}
+{entries(memory, 5)}
 }};
 
 """

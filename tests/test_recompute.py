@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_model import random_ids, tiny
 
-from memory.policies import one_by_one
+from memory.policies import POLICIES, one_by_one
 from model import RECOMPUTE_POLICIES
 from planner.log import Storage, kept_for_backward
 
@@ -100,55 +100,36 @@ def total(*args, **kwargs) -> int:
 
 
 # One block under bfloat16 autocast with fused attention, tensor by tensor: (B, T, C) is 4 BTC bytes
-# in float32 and 2 in bfloat16.
+# in float32 and 2 in bfloat16. With a layer's input a copy of its weight is kept.
+STATISTICS = [4 * B * T] * 2  # of a LayerNorm: mean and deviation
 TENSORS = {
-    "x": 4 * BTC,
-    "ln_1 out": 2 * BTC,
-    "ln_1 stats": 8 * B * T,
-    "qkv": 6 * BTC,
-    "attention": 2 * BTC,
-    "normaliser": 4 * B * T * H,
-    "x2": 4 * BTC,
-    "ln_2 out": 2 * BTC,
-    "ln_2 stats": 8 * B * T,
-    "wide": 8 * BTC,
-    "gelu": 8 * BTC,
-    "c_proj out": 4 * BTC,  # of attention and of the MLP
-}
-WEIGHTS = {"c_attn": 6 * C * C, "c_proj": 2 * C * C, "c_fc": 8 * C * C, "mlp c_proj": 8 * C * C}
-HALF_A = ["x", "ln_1 out", "ln_1 stats", "qkv", "attention", "normaliser"]
-HALF_M = ["x2", "ln_2 out", "ln_2 stats", "wide", "gelu"]
-KEPT = {
-    "none": ([*HALF_A, *HALF_M], list(WEIGHTS)),
-    "cheap": (["x", "qkv", "attention", "normaliser", "x2", "wide"], ["c_proj"]),
-    "selective": (["x", "qkv", "attention", "normaliser", "c_proj out", "wide"], []),
-    "mlp": ([*HALF_A, "x2"], ["c_attn", "c_proj"]),
-    "attn": (["x", *HALF_M], ["c_fc", "mlp c_proj"]),
-    "sdpa": (["x", "attention", "normaliser"], []),
-    "full": (["x"], []),
+    "x": [4 * BTC],
+    "ln_1": [2 * BTC, *STATISTICS, 6 * C * C],
+    "qkv": [6 * BTC],
+    "attention": [2 * BTC, 4 * B * T * H],  # with the softmax's normaliser
+    "c_proj": [2 * C * C],
+    "mask": [],  # without dropout
+    "x2": [4 * BTC],
+    "ln_2": [2 * BTC, *STATISTICS, 8 * C * C],
+    "c_fc": [8 * BTC],
+    "gelu": [8 * BTC, 8 * C * C],
+    "results": [2 * BTC] * 2,
 }
 
 
 @pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
-def test_kept_bytes_are_the_closed_form(policy):
+def test_a_policy_keeps_what_its_entry_says(policy):
     """What a third block adds, tensor by tensor."""
     three, two = (sorted(k.bytes for k in keep(policy, n_layers=n)) for n in (3, 2))
     for size in two:
         three.remove(size)
-    tensors, copies = KEPT[policy]
-    sizes = [TENSORS[name] for name in tensors] + [WEIGHTS[name] for name in copies]
-    halves = {"ln_1 stats", "ln_2 stats"}  # mean and deviation are two tensors
-    halves |= {"c_proj out"} if policy == "selective" else set()
-    for name in halves.intersection(tensors):
-        sizes += [TENSORS[name] // 2] * 2
-        sizes.remove(TENSORS[name])
-    assert three == sorted(sizes)
+    assert three == sorted(sum((TENSORS[name] for name in POLICIES[policy].keeps.split()), []))
 
 
-def test_closed_form_is_that_of_the_literature():
+def test_without_recompute_it_is_that_of_the_literature():
     """36 bsh + 4 bsa + 16 bs (Korthikanti et al., 2022: 34 bsh, with masks, without autocast)."""
-    none = sum(TENSORS[name] for name in KEPT["none"][0])
-    assert none == 36 * BTC + 4 * B * T * H + 16 * B * T
+    none, weights = sum(map(sum, TENSORS.values())) - 4 * BTC, 24 * C * C
+    assert none - weights == 36 * BTC + 4 * B * T * H + 16 * B * T
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
