@@ -40,19 +40,6 @@ def steps_of(*paths) -> list[int]:
     return [snapshot(path)["step"] for path in paths if path.exists()]
 
 
-def test_what_was_evaluated_after_the_save_still_counts(tmp_path, monkeypatch):
-    """The snapshot knows the lowest loss of the steps before its own; the log knows the rest."""
-    path = tmp_path / "run.pt"
-    flags = (FP32, "--save-interval=10", "--eval-interval=10", "--num-steps=30")
-    losses = iter([3.0, 1.0, 2.0])
-    evaluate = lambda run: dict(val_loss=next(losses), val_ppl=1.0, val_bits_per_byte=None)  # noqa: E731
-    monkeypatch.setattr(train_minimal, "evaluate", evaluate)
-    assert broken(path, "error:0:22", *flags) is None
-    assert train_here(path, *flags, "--resume") == 0
-    best = snapshot(tmp_path / "run.best.pt")
-    assert (best["step"], best["best_val_loss"]) == (20, 1.0)
-
-
 # ---- Data that go
 
 

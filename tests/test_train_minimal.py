@@ -130,17 +130,6 @@ def test_what_the_silence_is_about(flags, tmp_path, monkeypatch, capsys):
     assert ("\ncompile  the first step waits for the compiler" in before) == bool(flags)
 
 
-def test_snapshots_beside_each_other(tmp_path):
-    path = tmp_path / "run.pt"
-    assert train_here(path, "--save-interval=5", "--eval-interval=5") == 0
-    names = {p.name for p in tmp_path.iterdir()}
-    assert names == {"run.pt", "run.prev.pt", "run.best.pt", "run.metrics.jsonl", "run.lock"}
-    assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [20, 15]
-    best = snapshot(tmp_path / "run.best.pt")
-    losses = {r["step"]: r["val_loss"] for r in metrics(path) if "val_loss" in r}
-    assert best["best_val_loss"] == min(losses.values()) == losses[best["step"]]
-
-
 # ---- What is planned
 
 
