@@ -77,30 +77,18 @@ def theirs(kinds) -> dict:
 
 def naive_bpe(text: str, merges: int) -> list[bytes]:
     """The definition, with no index and no heap: count all, merge the best, begin again."""
-    words = Counter(
-        tuple(bytes([b]) for b in w.encode()) for w in regex.findall(GPT2_PATTERN, text)
-    )
     order = [bytes([b]) for b in range(256)]
+    words = [[bytes([b]) for b in w.encode()] for w in regex.findall(GPT2_PATTERN, text)]
     for _ in range(merges):
-        counts: Counter[tuple[bytes, bytes]] = Counter()
-        for word, n in words.items():
-            for pair in pairwise(word):
-                counts[pair] += n
-        if not counts or max(counts.values()) < 2:
+        counts = Counter(pair for word in words for pair in pairwise(word))
+        if max(counts.values(), default=0) < 2:
             break
-        best = min(counts, key=lambda p: (-counts[p], order.index(p[0]), order.index(p[1])))
-        order.append(best[0] + best[1])
-        merged: Counter[tuple[bytes, ...]] = Counter()
-        for word, n in words.items():
-            out: list[bytes] = []
-            for piece in word:
-                # `out` may end in a piece that was merged just now: that one is not `best[0]`.
-                if out and piece == best[1] and out[-1] == best[0]:
-                    out[-1] = best[0] + best[1]
-                else:
-                    out.append(piece)
-            merged[tuple(out)] += n
-        words = merged
+        left, right = min(counts, key=lambda p: (-counts[p], order.index(p[0]), order.index(p[1])))
+        order.append(left + right)
+        for word in words:
+            for i in range(len(word)):  # (it becomes shorter meanwhile)
+                if word[i : i + 2] == [left, right]:
+                    word[i : i + 2] = [left + right]
     return order
 
 

@@ -398,14 +398,12 @@ def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch, c
 def test_processes_with_other_weights_do_not_start(folder, text, tmp_path):
     tensors = gpt2_tensors()
     tensors["ln_f.bias"][3] += 1e-6
-    (tmp_path / "b").mkdir()
-    other = write_folder(tmp_path / "b" / "gpt2", CONFIG, weights=safetensors(tensors))
-    of_each = []
-    for path in (folder, folder, other):
-        source = open_pretrained(path)
-        run = start(tmp_path, f"--init-from={path}", text)
-        of_each.append(facts(run.args, run.process, run.precision, None, source))
-        del run
+    other = write_folder(tmp_path / "other", CONFIG, weights=safetensors(tensors))
+    run = start(tmp_path, f"--init-from={folder}", text)
+    of_each = [
+        facts(run.args, run.process, run.precision, None, open_pretrained(path))
+        for path in (folder, folder, other)
+    ]
     check_alike(of_each[:2])
     with pytest.raises(UsageError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
         check_alike(of_each)
