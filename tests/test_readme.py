@@ -16,7 +16,6 @@ from harness.runs import ROOT, run
 from torch.distributed.run import get_args_parser
 
 from model import MiniGPT
-from scripts import plan_memory
 from trainer.flags import build_parser
 from trainer.older import OLDER
 
@@ -24,11 +23,6 @@ README, CHINESE = ((ROOT / name).read_text("utf-8") for name in ("README.md", "R
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 TEXTS = [README, *DOCS.values()]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*.md")])
-
-
-def commands(pattern: str) -> list[str]:
-    joined = "\n".join(TEXTS).replace("\\\n", " ")
-    return list(dict.fromkeys(re.findall(pattern, joined)))
 
 
 def without_blocks(text: str) -> str:
@@ -200,14 +194,13 @@ def program(command: str) -> str:
 TORCHRUNS = [command for command in runnable() if command.startswith("torchrun ")]
 
 
-def test_commands_are_valid():
-    for text in commands(r"train_\w+\.py (--[^\n`#]*)"):
-        build_parser("test", "x.pt").parse_args(text.split())
-    for text in commands(r"\n    python -m scripts\.plan_memory ([^\n#]*)"):
-        plan_memory.parse(text.split())
+def test_flags_are_known():
+    """Of trainers, in sentences, too; the slow test below runs the commands."""
+    joined = "\n".join(TEXTS).replace("\\\n", " ")
+    for flags in re.findall(r"train_\w+\.py (--[^\n`#]*)", joined):
+        build_parser("test", "x.pt").parse_args(flags.split())
     for command in TORCHRUNS:
-        args = get_args_parser().parse_args(shlex.split(command)[1:])
-        build_parser(args.training_script, "x.pt").parse_args(args.training_script_args)
+        get_args_parser().parse_args(shlex.split(command)[1:])
 
 
 def made_small(command: str) -> str:
