@@ -52,7 +52,6 @@ from planner.formulas import step_flops
 from planner.step import Planner
 from scripts import say_stopped
 from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
-from scripts.plan_table import Clock
 from scripts.style import policy_fields
 from trainer.card import clock_card, measured_card
 from trainer.device import choose_device, choose_precision, set_matmul_precision
@@ -60,7 +59,7 @@ from trainer.endings import is_out_of_memory
 from trainer.flags import UsageError, fill_in, number, output_file, policy_string, print_error
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
-from trainer.plan import make_planner, vocabulary
+from trainer.plan import make_planner, step_seconds, vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 from trainer.room import room_on
@@ -104,11 +103,8 @@ def check(args: argparse.Namespace) -> None:
     if args.peer and find_spec(args.peer) is None:
         raise UsageError(f"--peer {args.peer} is not installed: pip install {args.peer}")
     open_init_from(args)
-    # The trainers' check knows one policy, and a budget for auto alone.
-    budget, args.memory_budget = args.memory_budget, None
-    args.use_activation_checkpoint = "full"
-    fill_in(args)
-    args.memory_budget, args.vocab_size = budget, vocabulary(args)
+    fill_in(args, is_run=False)
+    args.vocab_size = vocabulary(args)
     for policy in args.policies:
         config_of(args, Job(policy, args.batch_size))
 
@@ -120,7 +116,7 @@ def plan(args: argparse.Namespace, device: torch.device, precision: torch.dtype)
 
 def predicted_seconds(args: argparse.Namespace, job: Job, planner: Planner, card: Card) -> float:
     step = planner.step(job.batch_size, **asdict(config_of(args, job)))
-    return Clock(card, job.compiled, args.grad_accum_steps, 1).seconds(step)
+    return step_seconds(step, card, args.grad_accum_steps, job.compiled)
 
 
 def choose_jobs(args: argparse.Namespace, planner: Planner) -> list[Job]:

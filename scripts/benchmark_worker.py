@@ -25,6 +25,7 @@ from trainer.flags import UsageError, model_config
 from trainer.metrics import StepClock
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
+from trainer.room import own_memory
 from trainer.run import Run
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"  # an optional dependency
@@ -172,24 +173,12 @@ def allocations(events: list[dict[str, Any]], device_type: str) -> list[tuple[fl
     ]
 
 
-def resident_set(field: str) -> int | None:
-    """Bytes of "VmRSS", now, or of its peak, "VmHWM"; None where there is no /proc.
-
-    Not getrusage: its ru_maxrss begins with the peak of the process that started this one.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field + ":"))
-
-
 def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     """Seconds of each timed step, and the peak in bytes."""
     device = choose_device(args.device)
     if job.peer == "transformers":
         import_module(GPT2)  # it should not count below
-    before = resident_set("VmRSS")
+    before = own_memory()
     run = make_run(args, job, device)
     for _ in range(WARM_UP):
         timed_step(run)
@@ -202,8 +191,7 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
         result["reserved_bytes"] = torch.cuda.max_memory_reserved(device)  # with the cache's gaps
         result["peak_kind"] = "cuda"
     elif device.type == "cpu":
-        after = resident_set("VmHWM")  # before the profiler takes memory of its own
-        if before is not None and after is not None:
-            result["rss_bytes"] = after - before
+        if before:  # (now, as the profiler takes memory of its own)
+            result["rss_bytes"] = own_memory("VmHWM") - before
         result["peak_bytes"], result["peak_kind"] = cpu_allocator_peak(run), "cpu allocator"
     return result

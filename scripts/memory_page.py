@@ -33,17 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from memory import POLICIES as RECOMPUTE
 from model import MiniGPTConfig
-from planner import Card, Planner
+from planner import Card
 from planner.choose import (
     Way,
     all_ways,
     frontier,
-    pick_recompute,
     rungs,
 )
 from planner.clock import seconds_of_each
@@ -54,9 +52,9 @@ from planner.timeline import parts
 from scripts import tool
 from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend, relative_flops
 from trainer import flags
-from trainer.flags import AUTO, UsageError, model_config, output_file
+from trainer.flags import AUTO, UsageError, output_file
 from trainer.metrics import format_bytes
-from trainer.plan import asked_card, make_planner, target, vocabulary
+from trainer.plan import Question, ask
 from trainer.pretrained import open_init_from
 
 SOURCE = Path(__file__).parent / "page"
@@ -83,12 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="the page (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     open_init_from(args)
-    budget, card = args.memory_budget, args.card
-    if args.use_activation_checkpoint not in AUTO:  # for the trainers, only that goes with them
-        args.memory_budget = args.card = None
-    flags.fill_in(args)
-    args.memory_budget, args.card = budget, card
-    return args
+    return flags.fill_in(args, is_run=False)
 
 
 class Table:
@@ -195,20 +188,17 @@ def way_data(way: Way, args: argparse.Namespace, card: Card | None) -> list:
     return [way.peak, cost, way.config.recompute, shlex.join(trainer_flags(way.config))]
 
 
-def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:
+def ways(asked: Question) -> tuple[dict[str, dict[str, Any]], str]:
     """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
-    config = planner.config
-    if args.use_activation_checkpoint in AUTO:
-        budget, card = target(args)[2].safe or sys.maxsize, asked_card(args)
-        asked = planner, args.batch_size, budget, card, args.compile, config.expanded.offload
-        config = pick_recompute(*asked).config
-    found = dict(POLICIES)
-    if args.loss_chunks:  # then all have the head that was asked for
+    config, found = asked.config, dict(POLICIES)
+    if asked.args.use_activation_checkpoint in AUTO:
+        config = asked.pick().config
+    if config.loss_chunks:  # then all have the head that was asked for
         found = {name: memory for name, memory in found.items() if name != "plain"}
     if config.n_layers == 1:  # no group of 2
         del found["full/2"]
     for name, memory in found.items():
-        if replace(planner.config, **memory) == config:
+        if replace(asked.config, **memory) == config:
             return found, name
     asked_for = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
     return found | {config.recompute: asked_for}, config.recompute
@@ -216,11 +206,9 @@ def ways(planner: Planner, args: argparse.Namespace) -> tuple[dict[str, dict[str
 
 def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
-    kind, precision, room = target(args)
-    config = model_config(args, vocabulary(args))
-    planner = make_planner(args, config, torch.device(kind), precision)
-    card, labels = asked_card(args), Labels()
-    found, first = ways(planner, args)
+    asked, labels = ask(args), Labels()
+    planner, room, card = asked.planner, asked.room, asked.card
+    found, first = ways(asked)
     bar.reset(len(found))
     steps, alike = [], []
     for name, memory in found.items():

@@ -6,14 +6,14 @@ Peaks grow nearly along lines and times have one valley, so that few steps need 
 import argparse
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from planner import Planner, StepMemory
-from planner.choose import pick_recompute
-from scripts.plan_table import Clock, Row, align, digits, format_seconds
+from scripts.plan_table import Row, align, digits, format_seconds
+from trainer.flags import changed, words_of
 from trainer.metrics import format_bytes
-from trainer.plan import Plans
+from trainer.plan import Question
 
 STEP = 64  # tokens; lengths are multiples of it
 LONGEST = 10**6  # tokens, as --seq-len allows
@@ -32,8 +32,10 @@ def with_length(args: argparse.Namespace, seq_len: int) -> dict[str, int]:
     return flags
 
 
-def changed(args: argparse.Namespace, flags: dict[str, Any]) -> argparse.Namespace:
-    return argparse.Namespace(**vars(args) | flags)
+def to_type(args: argparse.Namespace, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Of those flags, what is to be typed: positions follow --seq-len by themselves."""
+    follows = None if args.model else "max_position_embeddings"
+    return {n: value for n, value in wanted.items() if value != getattr(args, n) and n != follows}
 
 
 def longest_possible(args: argparse.Namespace) -> int:
@@ -41,20 +43,20 @@ def longest_possible(args: argparse.Namespace) -> int:
     return min(LONGEST, args.max_position_embeddings) if typed else LONGEST
 
 
-def longest_sequence(row: Row, args: argparse.Namespace, plans: Plans) -> int:
-    """Tokens of the longest sequence that fits safely with this row's policy, or STEP less; 0: none
-    does."""
-    safe = row.room.safe or 0
+def longest_sequence(row: Row) -> int:
+    """Tokens of the longest sequence that fits with this row's policy and leaves the margin, or
+    STEP less; 0: none does."""
+    asked, args, batch_size = row.asked, row.asked.args, row.step.batch_size
 
     def peak(n: int) -> int:
         if n == 0:
-            return plans.state(args)
-        there = changed(args, with_length(args, n * STEP))
-        return plans.planner(there).step(args.batch_size, recompute=row.name).peak
+            return asked.state
+        there = asked.about(changed(args, **with_length(args, n * STEP)))
+        return there.planner.step(batch_size, recompute=row.name).peak
 
     # Where attention is fused, tokens take as much in one sequence as in another.
-    guess = (row.safe_batch or 0) * args.seq_len // (args.batch_size * STEP)
-    return STEP * most_that_fit(peak, safe, guess, longest_possible(args) // STEP)
+    guess = (row.largest_batch or 0) * args.seq_len // (batch_size * STEP)
+    return STEP * most_that_fit(peak, asked.budget, guess, longest_possible(args) // STEP)
 
 
 def most_that_fit(peak: Callable[[int], int], budget: int, guess: int, most: int) -> int:
@@ -84,39 +86,64 @@ class Setting:
     """A way to run the same training: the same sequences a step, and policies change no result."""
 
     step: StepMemory
-    clock: Clock
+    asked: Question  # with its micro-batch and accumulation
 
     @property
     def seconds(self) -> float:
-        return self.clock.seconds(self.step)
+        return self.asked.seconds(self.step)
 
     @property
     def name(self) -> str:
         return self.step.config.recompute
 
-    def wanted(self, args: argparse.Namespace) -> dict[str, int]:
-        """What is changed of the flags, besides those that recompute."""
-        wanted = {"batch_size": self.step.batch_size, "grad_accum_steps": self.clock.micro_batches}
-        if self.step.seq_len != args.seq_len:
-            wanted |= with_length(args, self.step.seq_len)
-        return wanted
-
-    def flags(self, args: argparse.Namespace) -> list[str]:
+    def changes(self, args: argparse.Namespace) -> dict[str, Any]:
         """What is to be typed instead of what was."""
-        words = length_words(args, self.wanted(args))
-        return [*words, "--use-activation-checkpoint", self.name]
+        own = self.asked.args
+        wanted = {"batch_size": own.batch_size, "grad_accum_steps": own.grad_accum_steps}
+        lengths = with_length(args, own.seq_len)
+        return to_type(args, wanted | lengths) | {"use_activation_checkpoint": self.name}
 
     def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
         return {
             "name": self.name,
             "batch_size": self.step.batch_size,
-            "grad_accum_steps": self.clock.micro_batches,
+            "grad_accum_steps": self.asked.args.grad_accum_steps,
             "seq_len": self.step.seq_len,
-            "flags": self.flags(args),
+            "flags": words_of(self.changes(args)),
             "peak_bytes": self.step.peak,
             "seconds": self.seconds,
-            "tokens_per_s": self.clock.tokens_per_s(self.step),
+            "tokens_per_s": self.asked.tokens_per_s(self.step),
         }
+
+
+def turn_all_knobs(asked: Question) -> list[Setting]:
+    """The fastest ways to run the sequences of a step, the best first; none if none fits."""
+    if asked.args.longest_sequence:
+        asked = longest_for_all(asked)
+    args = changed(asked.args, use_activation_checkpoint="none")
+    sequences = args.batch_size * args.grad_accum_steps
+    sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+
+    def dealt(size: int) -> Question:
+        parts = {"batch_size": size, "grad_accum_steps": sequences // size}
+        return asked.about(changed(args, **parts))
+
+    found = {}
+    # From the largest micro-batch that fits without recompute on, larger ones (which replay) and
+    # smaller ones (which use the card less) for as long as it pays. Then the one that was asked
+    # for, to compare with.
+    start = sizes.index(max((size for size in sizes if dealt(size).fits), default=1))
+    for way in (sizes[start:], sizes[start::-1], [args.batch_size]):
+        best = float("inf")
+        for size in way:
+            here = dealt(size)
+            if here.seconds(here.planner.step(size, recompute="none")) >= best:
+                break  # no way is faster than without recompute
+            step = here.pick()
+            if step.peak > here.budget or here.seconds(step) > best:
+                break
+            best, found[size] = here.seconds(step), Setting(step, here)
+    return sorted(found.values(), key=lambda setting: (setting.seconds, setting.step.peak))
 
 
 def least(planner: Planner) -> list[str]:
@@ -124,108 +151,34 @@ def least(planner: Planner) -> list[str]:
     return ["full", "full/2"] if planner.shards == 1 else ["full"]
 
 
-def length_words(args: argparse.Namespace, wanted: dict[str, Any]) -> list[str]:
-    """Those flags that differ from what was asked, as words."""
-    words = []
-    for name, value in wanted.items():
-        follows = name == "max_position_embeddings" and not args.model  # --seq-len
-        if value != getattr(args, name) and not follows:
-            words += ["--" + name.replace("_", "-"), str(value)]
-    return words
-
-
-def turn_all_knobs(
-    args: argparse.Namespace, plans: Plans, safe: int, clock: Clock
-) -> list[Setting]:
-    """The fastest ways to run a step within `safe` bytes, the best first; none if none fits."""
-    if args.longest_sequence:
-        args = longest_for_all(args, plans, safe)
-    return Search(args, plans, safe, clock).settings()
-
-
-class Search:
-    """For the fastest way to run the sequences of a step on a card, within `safe` bytes."""
-
-    def __init__(self, args: argparse.Namespace, plans: Plans, safe: int, clock: Clock):
-        self.args, self.plans, self.safe, self.clock = args, plans, safe, clock
-        self.sequences = args.batch_size * args.grad_accum_steps
-        self.sizes = [n for n in range(1, self.sequences + 1) if self.sequences % n == 0]
-
-    def planner(self, size: int) -> Planner:
-        flags = {"batch_size": size, "grad_accum_steps": self.sequences // size}
-        return self.plans.planner(changed(self.args, flags))
-
-    def setting(self, step: StepMemory) -> Setting:
-        clock = replace(self.clock, micro_batches=self.sequences // step.batch_size)
-        return Setting(step, clock)
-
-    def without(self, size: int) -> Setting:
-        """Without recompute, whether that fits or not: no way is faster."""
-        return self.setting(self.planner(size).step(size, recompute="none"))
-
-    def fastest(self, size: int) -> Setting | None:
-        """The fastest way to recompute with micro-batches of `size`; None if none fits."""
-        clock = self.clock
-        step = pick_recompute(self.planner(size), size, self.safe, clock.card, clock.compiled)
-        return self.setting(step) if step.peak <= self.safe else None
-
-    def largest_without(self) -> int:
-        """The largest micro-batch that fits without recompute; else the smallest there is."""
-        whole = self.sizes[-1]
-        if self.without(whole).step.peak <= self.safe:
-            return whole
-        planner, asked = self.planner(1), self.args.batch_size
-        most = planner.largest_batch(self.safe, asked, recompute="none")
-        return max([n for n in self.sizes[:-1] if n <= most], default=1)
-
-    def settings(self) -> list[Setting]:
-        """The fastest first. From the largest micro-batch without recompute on, larger ones (which
-        replay) are tried, and smaller ones (which use the card less), for as long as it pays."""
-        start, asked = self.sizes.index(self.largest_without()), self.args.batch_size
-        found = {asked: self.fastest(asked)}  # to compare with
-        for way in (self.sizes[start:], self.sizes[start::-1]):
-            best = float("inf")
-            for size in way:
-                plain = self.without(size)
-                if plain.step.peak <= self.safe:
-                    found[size] = plain
-                if plain.seconds >= best:
-                    break
-                here = found[size] = found.get(size) or self.fastest(size)
-                if here is None or here.seconds > best:
-                    break
-                best = here.seconds
-        fitting = [setting for setting in found.values() if setting is not None]
-        return sorted(fitting, key=lambda setting: (setting.seconds, setting.step.peak))
-
-
-def longest_for_all(args: argparse.Namespace, plans: Plans, safe: int) -> argparse.Namespace:
-    """The flags with the longest sequences that the tokens of a step can be cut into and that fit,
-    one at a time; as they are if none of them does."""
+def longest_for_all(asked: Question) -> Question:
+    """With the longest sequences that the tokens of a step can be cut into and that fit, one at a
+    time; as it is if none of them does."""
+    args = asked.args
     tokens = args.batch_size * args.grad_accum_steps * args.seq_len
     most = min(tokens, longest_possible(args))
     lengths = [n for n in range(STEP, most + 1, STEP) if tokens % n == 0]
 
-    def flags(seq_len: int) -> argparse.Namespace:
+    def cut(seq_len: int) -> Question:
         parts = {"batch_size": 1, "grad_accum_steps": tokens // seq_len}
-        return changed(args, with_length(args, seq_len) | parts)
+        return asked.about(changed(args, **with_length(args, seq_len), **parts))
 
     def too_long(seq_len: int) -> bool:
-        planner = plans.planner(flags(seq_len))
-        return all(planner.step(1, recompute=way).peak > safe for way in least(planner))
+        planner = cut(seq_len).planner
+        return all(planner.step(1, recompute=way).peak > asked.budget for way in least(planner))
 
     n = bisect_left(lengths, True, key=too_long)
-    return flags(lengths[n - 1]) if n else args
+    return cut(lengths[n - 1]) if n else asked
 
 
 def format_settings(settings: list[Setting]) -> str:
     """The best few, the first one marked."""
     few = settings[:SHOWN]
-    speeds = [setting.clock.tokens_per_s(setting.step) for setting in few]
+    speeds = [setting.asked.tokens_per_s(setting.step) for setting in few]
     return align(
         [
             [" <", *(">" * (setting is few[0]) for setting in few)],
-            ["a step is<", *(batch_words(setting) for setting in few)],
+            ["a step is<", *(batch_words(setting.asked.args) for setting in few)],
             ["policy<", *(setting.name for setting in few)],
             ["peak>", *(format_bytes(setting.step.peak) for setting in few)],
             ["time>", *(f"~{format_seconds(setting.seconds)}" for setting in few)],
@@ -234,6 +187,5 @@ def format_settings(settings: list[Setting]) -> str:
     )
 
 
-def batch_words(setting: Setting) -> str:
-    step = setting.step
-    return f"{setting.clock.micro_batches} x {step.batch_size} x {step.seq_len:,} tokens"
+def batch_words(args: argparse.Namespace) -> str:
+    return f"{args.grad_accum_steps} x {args.batch_size} x {args.seq_len:,} tokens"

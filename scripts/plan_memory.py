@@ -24,31 +24,28 @@ import argparse
 import json
 import shlex
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from data import DataError
-from model import MiniGPTConfig
 from planner.formulas import closed_form, count_parameters
 from planner.operators import PRECISIONS
 from planner.record import Record
 from planner.shards import share_of
-from scripts import plan_knobs, plan_peak, plan_table, say_stopped
+from scripts import plan_knobs, plan_peak, plan_table, tool
 from scripts.plan_knobs import STEP, Setting
-from scripts.plan_table import Clock, Row, WholeRun, digits, recommend
+from scripts.plan_table import Row, WholeRun, digits, recommend
 from scripts.plan_viz import write_viz
 from trainer import flags
 from trainer.card import THIS_MACHINE
-from trainer.flags import UsageError, model_config
+from trainer.flags import UsageError, as_argv
 from trainer.metrics import format_bytes
-from trainer.older import OLDER
 from trainer.optimizer import optimizer_name
-from trainer.plan import SMALLER, Plans, asked_card, target, vocabulary
+from trainer.plan import SMALLER, Question, ask
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
-from trainer.room import Room
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
 # The trainers' flags that change no plan.
@@ -57,23 +54,8 @@ PASSED_ON = (
     "weight_decay grad_clip_norm log_interval eval_interval save_interval save_minutes log_to "
     "eval_batches checkpoint_path resume sample_tokens profile detect_anomaly"
 ).split()
-# Those that a command does not have as they were typed: this tool's own, and what it answers.
-ANSWERED = (
-    "--json --nproc-per-node --memory-budget --card --longest-sequence --all-knobs --fsdp "
-    "--at-peak --memory-viz --use-activation-checkpoint"
-).split() + [*map(flags.flag, OLDER)]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is asked, and for which device."""
-
-    argv: list[str]
-    args: argparse.Namespace
-    plans: Plans
-    room: Room
-    clock: Clock | None  # None: no --card
-    measured: float | None  # seconds that measuring this machine took
+# What a command has as it was found, and not as it was typed.
+ANSWERED = {"memory_budget", "card", "use_activation_checkpoint"}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -109,14 +91,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         check_fsdp(args)
     if args.json and args.json == args.memory_viz:
         raise UsageError(f"--json and --memory-viz: both are to be written to {args.json}")
+    typed = set(args.typed)
     open_init_from(args)
+    args.implied = dict.fromkeys(args.typed - typed)  # what the weights say, nobody needs to type
     args.typed_policy = plan_peak.typed_policy(args) if wants_record(args) else None
-    # The rows are changes of a run without recompute, and the least of them is what auto takes.
-    args.use_activation_checkpoint = "auto"
+    args.use_activation_checkpoint = "none"  # the rows are changes of a run without recompute
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
-    args = flags.fill_in(args, args.nproc_per_node or 1)
-    args.use_activation_checkpoint = "none"
+    flags.fill_in(args, args.nproc_per_node or 1, is_run=False)
+    args.typed -= ANSWERED | ({"compress_gradients"} if args.fsdp else set())
     return args
 
 
@@ -137,80 +120,65 @@ def check_fsdp(args: argparse.Namespace) -> None:
         raise UsageError("--compress-gradients is for train_ddp.py: leave it or --fsdp out")
 
 
-def aim(argv: list[str]) -> Asked:
-    """Raises UsageError or DataError."""
-    args = parse(argv)
-    processes = args.nproc_per_node or 1
-    kind, precision, room = target(args, processes)
-    if args.card == THIS_MACHINE and kind == "cpu" and processes > 1:
-        raise UsageError(
-            f"--card {THIS_MACHINE} measures one process, and {processes} would share the CPU: "
-            "leave out --nproc-per-node"
-        )
-    if args.longest_sequence and room.budget is None:
+def aim(argv: list[str]) -> tuple[Question, float]:
+    """What is asked; and in how many seconds the machine was measured, if it was. Raises UsageError
+    or DataError."""
+    args, start = parse(argv), time.perf_counter()
+    asked = ask(args, args.nproc_per_node, args.fsdp)
+    if args.longest_sequence and asked.room.budget is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
-    start, card = time.perf_counter(), asked_card(args)
-    measured = time.perf_counter() - start if args.card == THIS_MACHINE else None
-    ddp, shards = args.nproc_per_node is not None and not args.fsdp, processes if args.fsdp else 1
-    device = torch.device(kind)
-    plans = Plans(vocabulary(args), device, precision, ddp, processes, shards, room.host, card)
-    clock = None
-    if card:
-        clock = Clock(card, args.compile, args.grad_accum_steps, processes, shards)
-    return Asked(argv, args, plans, room, clock, measured)
+    return asked, time.perf_counter() - start
 
 
-def describe_target(asked: Asked) -> str:
+def describe_target(asked: Question, seconds: float) -> str:
     """What the table below is about."""
-    args, plans, room = asked.args, asked.plans, asked.room
-    config, kind = model_config(args, plans.vocab_size), plans.device.type
-    precision = str(plans.precision).removeprefix("torch.")
+    args, room, kind, card = asked.args, asked.room, asked.device.type, asked.card
+    precision = str(asked.precision).removeprefix("torch.")
     if room.budget is None:
         limit = f"no {kind} here and no --memory-budget: what fits cannot be told"
     else:
         limit = f"tensors may take {room}"
     lines = [
-        f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
+        f"model    {count_parameters(asked.config):,} parameters: {describe_model(asked.config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
-        f"device   {kind}, {precision}{parallel_words(plans)}",
+        f"device   {kind}, {precision}{parallel_words(asked)}",
     ]
-    if asked.clock:
-        card = asked.clock.card
-        flops = digits(3, card.flops[PRECISIONS.index(plans.precision)] / 1e12)
+    if card:
+        flops = digits(3, card.flops[PRECISIONS.index(asked.precision)] / 1e12)
         speed = f"{flops} TFLOP/s in {precision}, {digits(3, card.bytes_per_s / 1e9)} GB/s"
-        how = f", measured in {asked.measured:.1f} s" if asked.measured else " at most"
+        how = f", measured in {seconds:.1f} s" if args.card == THIS_MACHINE else " at most"
         lines.append(f"card     {card.name}: {speed}{how}; times are estimates")
-    lines += [
-        f"budget   {limit}",
-        f"always   {format_bytes(plans.state(args))}: {state_words(args, plans, config)}",
-    ]
-    if assumed := assumptions(args, config.vocab_size):
+    lines.append(f"budget   {limit}")
+    lines.append(f"always   {format_bytes(asked.state)}: {state_words(asked)}")
+    if assumed := assumptions(asked):
         lines.append(f"note     assumed, as nothing else was asked: {', '.join(assumed)}")
     if args.compile:
         lines.append("note     eager code is simulated; the compiler may keep less, or more")
-    if asked.clock and plans.processes > 1:
+    if card and asked.processes > 1:
         lines.append("note     the times are without what processes send each other")
     return "\n".join(lines)
 
 
-def parallel_words(plans: Plans) -> str:
-    if plans.shards > 1:
-        return f", fully_shard: {plans.shards} processes hold the model between them"
-    return ", DistributedDataParallel" if plans.ddp else ""
+def parallel_words(asked: Question) -> str:
+    if asked.shards > 1:
+        return f", fully_shard: {asked.shards} processes hold the model between them"
+    return ", DistributedDataParallel" if asked.ddp else ""
 
 
-def state_words(args: argparse.Namespace, plans: Plans, config: MiniGPTConfig) -> str:
-    size = replace(plans, shards=1).state(args) / count_parameters(config)
+def state_words(asked: Question) -> str:
+    args, config, shards = asked.args, asked.config, asked.shards
+    size = replace(asked, shards=1).state / count_parameters(config)
     dtype = "" if args.moments_dtype == "float32" else f" in {args.moments_dtype}"
     state = f"weights, gradients, {optimizer_name(args)}{dtype} ({size:.3g} bytes a parameter)"
-    if plans.shards == 1:
+    if shards == 1:
         return state
-    gathered = format_bytes(share_of(0, config, plans.shards))
-    return f"1/{plans.shards} of {state}; and gathered embeddings, {gathered}"
+    gathered = format_bytes(share_of(0, config, shards))
+    return f"1/{shards} of {state}; and gathered embeddings, {gathered}"
 
 
-def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
+def assumptions(asked: Question) -> list[str]:
     """What stands for flags that were left out by someone who asked for a model of their own."""
+    args = asked.args
     shape = {"n_layers": "layers", "d_model": "channels", "n_heads": "heads"}
     if args.model or args.init_from:
         return []
@@ -220,62 +188,54 @@ def assumptions(args: argparse.Namespace, vocab_size: int) -> list[str]:
         f"{getattr(args, name)} {noun}" for name, noun in shape.items() if name not in args.typed
     ]
     if not args.typed & {"tokenizer_name", "vocab_size", "train_data"}:
-        words = f"a vocabulary of {vocab_size:,}"
+        words = f"a vocabulary of {asked.vocab_size:,}"
         assumed.append(words + ("" if args.use_toy_data else " (--tokenizer-name gpt2: 50,257)"))
     if "seq_len" not in args.typed:
         assumed.append(f"{args.seq_len} tokens (--seq-len)")
     return assumed
 
 
-def command_line(argv: list[str], args: argparse.Namespace, flags: list[str]) -> str:
+def command_line(args: argparse.Namespace, trainer: str = "", **found: Any) -> str:
     """The trainer's command: what was asked, with what was found."""
-    left_out = {*ANSWERED, *flags, *["--compress-gradients"] * args.fsdp}
-    kept, keep = [], True
-    for word in argv:
-        if word.startswith("-"):  # else it is a value of the flag before it
-            keep = word.partition("=")[0] not in left_out
-        kept += [word] * keep
     start = ["python", "train_minimal.py"]
     if args.nproc_per_node:
-        trainer = "train_fsdp.py" if args.fsdp else "train_ddp.py"
+        trainer = trainer or ("train_fsdp.py" if args.fsdp else "train_ddp.py")
         start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer]
-    return shlex.join([*start, *kept, *flags])
+    found = {name: None if value is False else value for name, value in found.items()}
+    return shlex.join([*start, *as_argv(args, **args.implied | found)])
 
 
-def verdict(asked: Asked, table: list[Row]) -> str:
+def verdict(asked: Question, table: list[Row]) -> list[str]:
     """What to run; or why nothing fits, and what would."""
-    argv, args, plans, room = asked.argv, asked.args, asked.plans, asked.room
-    if room.safe is None:
-        return "--memory-budget 8GiB, say, tells what fits, and which of them to take"
-    lines, taken = [], recommend(table)
+    args, room, taken = asked.args, asked.room, recommend(table)
+    if room.budget is None:
+        return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]
     if taken and not taken.offloaded:
-        return command_line(argv, args, taken.flags)
-    why, knob = plans.way_out(args, room.safe)
+        return [command_line(args, **taken.changes)]
+    lines, (why, knob) = [], asked.way_out()
     if taken:  # offloaded; there may be something cheaper than that
         if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
             lines = [f"or, instead of offloading, {knob.command(args)} ({knob.words})"]
-        return "\n".join([*lines, command_line(argv, args, taken.flags)])
+        return [*lines, command_line(args, **taken.changes)]
     nothing = "nothing fits"
     if tight := [row for row in table if row.fits]:
         row = min(tight, key=lambda row: row.step.peak)
-        left = format_bytes((room.budget or 0) - row.step.peak)
+        left = format_bytes(room.budget - row.step.peak)
         lines.append(f"tight    {row.name} leaves {left} to kernels, the CUDA context and gaps")
         nothing += " with a margin"
     if knob is None:
-        return "\n".join([*lines, f"{nothing}; {why}{SMALLER}"])
+        return [*lines, f"{nothing}; {why}{SMALLER}"]
     lines.append(f"{nothing}; {why}{knob.command(args)} fits ({knob.words})")
-    if knob.trainer:
-        args = argparse.Namespace(**vars(args) | {"fsdp": True})
-    return "\n".join([*lines, command_line(argv, args, knob.typed())])
+    return [*lines, command_line(args, knob.trainer, **knob.flags)]
 
 
-def longest_verdict(asked: Asked, table: list[Row]) -> str:
+def longest_verdict(asked: Question, table: list[Row]) -> list[str]:
     """The command for the longest sequence of all rows, or what is said where none fits."""
+    args = asked.args
 
     def command(row: Row) -> str:
-        wanted = plan_knobs.with_length(asked.args, row.longest or 0)
-        words = plan_knobs.length_words(asked.args, wanted)
-        return command_line(asked.argv, asked.args, words + row.flags)
+        length = plan_knobs.to_type(args, plan_knobs.with_length(args, row.longest or 0))
+        return command_line(args, **length, **row.changes)
 
     # Of as long ones the cheapest, offloaded last.
     table = sorted(table, key=lambda row: (-(row.longest or 0), row.offloaded, row.cost))
@@ -283,31 +243,28 @@ def longest_verdict(asked: Asked, table: list[Row]) -> str:
         return verdict(asked, table)
     here = next(row for row in table if not row.offloaded)
     if here is table[0]:
-        return command(here)
+        return [command(here)]
     instead = f"or, without offloading, {here.longest or 0:,} tokens: {command(here)}"
-    return f"{instead}\n{command(table[0])}"
+    return [instead, command(table[0])]
 
 
 def as_json(
-    asked: Asked, table: list[Row], settings: list[Setting], run: WholeRun, record: Record | None
-) -> str:
-    args, plans, taken = asked.args, asked.plans, recommend(table)
-    shape = args.batch_size, args.seq_len, plans.precision
+    asked: Question, table: list[Row], settings: list[Setting], run: WholeRun, record: Record | None
+) -> dict[str, Any]:
+    args, taken = asked.args, recommend(table)
+    shape = args.batch_size, args.seq_len, asked.precision
     moments = args.optimizer, getattr(torch, args.moments_dtype)
     config = (taken or min(table, key=lambda row: row.step.peak)).step.config
     alive = [group.as_json() for group in plan_peak.at_peak(record)] if record else None
-    result = {
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", "-m", "scripts.plan_memory", *asked.argv]),
-        "config": asdict(model_config(args, plans.vocab_size)),
+    return {
+        "config": asdict(asked.config),
         "batch_size": args.batch_size,
         "seq_len": args.seq_len,
-        "device": plans.device.type,
-        "precision": str(plans.precision).removeprefix("torch."),
-        "shards": plans.shards,
-        "state_bytes": plans.state(args),
-        "card": asked.clock and asked.clock.card.name,
+        "device": asked.device.type,
+        "precision": str(asked.precision).removeprefix("torch."),
+        "shards": asked.shards,
+        "state_bytes": asked.state,
+        "card": asked.card and asked.card.name,
         "budget_bytes": asked.room.budget,
         "safe_bytes": asked.room.safe,
         "takes": taken and taken.name,
@@ -320,66 +277,61 @@ def as_json(
         "alive_at_peak": alive,
         "alive_at_peak_of": record and record.step.config.recompute,
     }
-    return json.dumps(result, indent=1) + "\n"
 
 
-def make_table(asked: Asked) -> list[Row]:
-    args, plans = asked.args, asked.plans
-    table = plan_table.rows(plans.planner(args), args, asked.room, asked.clock)
-    if not args.longest_sequence or args.all_knobs:
+def make_table(asked: Question) -> list[Row]:
+    table = plan_table.rows(asked)
+    if not asked.args.longest_sequence or asked.args.all_knobs:
         return table
-    return [replace(row, longest=plan_knobs.longest_sequence(row, args, plans)) for row in table]
+    return [replace(row, longest=plan_knobs.longest_sequence(row)) for row in table]
 
 
-def plan(asked: Asked, bar: tqdm) -> int:
-    """Print the plan. Raises UsageError or DataError."""
-    args, plans, room, clock = asked.args, asked.plans, asked.room, asked.clock
-    bar.write(describe_target(asked) + "\n")
+def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
+    """Print the plan; returns what goes into the JSON file. Raises UsageError or DataError."""
+    args = asked.args
     table: list[Row] = []
     settings: list[Setting] = []
-    if room.budget is None or plans.state(args) < room.budget:
-        if args.all_knobs and clock:
-            settings = plan_knobs.turn_all_knobs(args, plans, room.safe or 0, clock)
+    if asked.room.budget is None or asked.state < asked.room.budget:
+        if args.all_knobs:
+            settings = plan_knobs.turn_all_knobs(asked)
         if settings:
             bar.write(plan_knobs.format_settings(settings) + "\n")
         else:
             table = make_table(asked)
             bar.write(plan_table.format_table(table, recommend(table)) + "\n")
-            if host := plan_table.describe_host(table, plans.processes, plans.device.type):
+            if host := plan_table.describe_host(table):
                 bar.write(host + "\n")
     record = None
     if wants_record(args):
-        record = plan_peak.record_step(args, plans, table, settings)
+        record = plan_peak.record_step(asked, table, settings)
         if args.at_peak:
             bar.write(plan_peak.format_peak(record) + "\n")
         if args.memory_viz:
-            write_viz(args.memory_viz, record, clock)
-    fastest = settings[0].seconds if settings else None
-    run = plan_table.whole_run(args, plans.processes, table, fastest)
-    for line in plan_table.describe_whole(run, args):
-        bar.write(line)
+            write_viz(args.memory_viz, record, asked.card, args.compile)
+    run = plan_table.whole_run(asked, table, settings[0].seconds if settings else None)
+    lines = plan_table.describe_whole(run, args)
     if settings:
-        bar.write(command_line(asked.argv, args, settings[0].flags(args)))
+        lines.append(command_line(args, **settings[0].changes(args)))
     elif args.longest_sequence and table and table[0].longest is not None:
-        bar.write(longest_verdict(asked, table))
+        lines += longest_verdict(asked, table)
     else:
-        bar.write(verdict(asked, table))
-    if args.json:
-        args.json.write_text(as_json(asked, table or make_table(asked), settings, run, record))
-    return 0
+        lines += verdict(asked, table)
+    bar.write("\n".join(lines))
+    if not args.json:
+        return {}
+    return as_json(asked, table or make_table(asked), settings, run, record)
 
 
-def main(argv: list[str] | None = None) -> int:
-    try:
-        asked = aim(sys.argv[1:] if argv is None else argv)  # --help and errors want no bar yet
-        with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
-            return plan(replace(asked, plans=replace(asked.plans, watch=bar.update)), bar)
-    except (UsageError, DataError) as error:
-        flags.print_error(error)
-        return 2
-    except KeyboardInterrupt:
-        say_stopped()
-        return 130
+@tool
+def main(argv: list[str]) -> None:
+    asked, seconds = aim(argv)  # --help and errors want no bar yet
+    with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
+        bar.write(describe_target(asked, seconds) + "\n")
+        result = plan(replace(asked, watch=bar.update), bar)
+    if asked.args.json:
+        command = {"command": shlex.join(["python", "-m", "scripts.plan_memory", *argv])}
+        about = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+        asked.args.json.write_text(json.dumps(about | command | result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from typing import Any
 from memory import write
 from planner.log import Storage
 from planner.record import ALIKE, Record, code_of, group_of
-from scripts.plan_knobs import Setting, changed
+from scripts.plan_knobs import Setting
 from scripts.plan_table import Row, align, recommend
 from trainer.flags import AUTO, recompute_of
 from trainer.metrics import format_bytes
-from trainer.plan import Plans
+from trainer.plan import Question
 
 LINES = 10
 COLUMNS = 120  # where there is no terminal
@@ -41,19 +41,15 @@ def typed_policy(args: argparse.Namespace) -> str | None:
     return write(recompute_of(args))
 
 
-def record_step(
-    args: argparse.Namespace, plans: Plans, table: list[Row], settings: list[Setting]
-) -> Record:
+def record_step(asked: Question, table: list[Row], settings: list[Setting]) -> Record:
     """Of the way that was typed, else of the recommended one, else (nobody knows) without
     recompute."""
-    taken = recommend(table)
-    if args.typed_policy is not None:
-        policy = args.typed_policy
-    elif settings:
-        args, policy = changed(args, settings[0].wanted(args)), settings[0].name
-    else:
+    taken, policy = recommend(table), asked.args.typed_policy
+    if policy is None and settings:
+        asked, policy = settings[0].asked, settings[0].name
+    elif policy is None:
         policy = taken.name if taken else "none"
-    return plans.planner(args).record(args.batch_size, recompute=policy)
+    return asked.planner.record(asked.args.batch_size, recompute=policy)
 
 
 # ---- what is alive

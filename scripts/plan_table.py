@@ -5,44 +5,19 @@ And how long the whole run takes then.
 
 import argparse
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-from planner import Card, Planner, StepMemory
-from planner.choose import pick_recompute, rungs
-from planner.formulas import count_parameters, recompute_cost, step_flops
+from planner import StepMemory
+from planner.choose import rungs
+from planner.formulas import recompute_cost, step_flops
 from scripts.style import policy_fields
+from trainer.flags import words_of
 from trainer.length import format_tokens, tokens_per_step
 from trainer.metrics import format_bytes
-from trainer.room import Room
+from trainer.plan import Question
 
 OFFLOADED = "full+offload"
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Predicts how long a training step takes on a card, with all its micro-batches."""
-
-    card: Card
-    compiled: bool
-    micro_batches: int
-    processes: int
-    shards: int = 1  # processes that hold the model between them; gathering is not in the time
-
-    def seconds(self, step: StepMemory) -> float:
-        """`step`: one micro-batch and the update of the weights, which all of them share."""
-        one = step.seconds(self.card, self.compiled)
-        # Clipping reads the gradients twice and writes them; AdamW reads weights, gradients and two
-        # moments, and writes all but the gradients: ten times 4 bytes a parameter.
-        moved = 40 * count_parameters(step.config) / self.shards
-        update = moved / (self.card.reached_bytes * self.card.bytes_per_s)
-        return self.micro_batches * one - (self.micro_batches - 1) * min(update, one)
-
-    def tokens_per_s(self, step: StepMemory) -> float:
-        """Of all processes."""
-        sequences = self.processes * self.micro_batches * step.batch_size
-        return sequences * step.seq_len / self.seconds(step)
 
 
 @dataclass(frozen=True)
@@ -51,19 +26,18 @@ class Row:
 
     step: StepMemory
     replayed: float  # FLOPs done twice, in units of what the step needs
-    room: Room
-    largest_batch: int | None  # in the budget
-    safe_batch: int | None  # in the safe part of it
-    clock: Clock | None
-    longest: int | None = None  # sequence in the safe part, in tokens; None: nobody asked
+    asked: Question
+    largest_batch: int | None  # that fits with the margin; None: nobody knows
+    longest: int | None = None  # sequence, in tokens, as well; None: nobody asked
 
     @property
     def name(self) -> str:
         return self.step.config.recompute
 
     @property
-    def flags(self) -> list[str]:
-        return ["--use-activation-checkpoint", self.name]
+    def changes(self) -> dict[str, Any]:
+        """What is to be typed for it."""
+        return {"use_activation_checkpoint": self.name}
 
     @property
     def offloaded(self) -> bool:
@@ -71,22 +45,20 @@ class Row:
 
     @property
     def fits(self) -> bool | None:
-        if self.room.budget is None:
+        """With or without the margin. (And the CPU has room for what is offloaded, as far as
+        anybody knows.)"""
+        room, step = self.asked.room, self.step
+        if room.budget is None:
             return None
-        return self.step.peak <= self.room.budget and self.finds_host
+        return step.peak <= room.budget and (room.host is None or step.host <= room.host)
 
     @property
     def safe(self) -> bool:
-        return bool(self.fits) and self.step.peak <= (self.room.safe or 0)
-
-    @property
-    def finds_host(self) -> bool:
-        """Has the CPU room for what it offloads, as far as anybody knows?"""
-        return self.room.host is None or self.step.host <= self.room.host
+        return bool(self.fits) and self.step.peak <= self.asked.budget
 
     @property
     def seconds(self) -> float | None:
-        return self.clock.seconds(self.step) if self.clock else None
+        return self.asked.seconds(self.step) if self.asked.card else None
 
     @property
     def cost(self) -> tuple[float, float]:
@@ -99,7 +71,7 @@ class Row:
         step = self.step
         return {
             **policy_fields(step.config),
-            "flags": self.flags,
+            "flags": words_of(self.changes),
             "peak_bytes": step.peak,
             "at_peak": step.at_peak,
             "where": step.where,
@@ -110,33 +82,27 @@ class Row:
             "fits": self.fits,
             "fits_safely": None if self.fits is None else self.safe,
             "largest_batch": self.largest_batch,
-            "largest_batch_safely": self.safe_batch,
+            "largest_batch_safely": self.largest_batch,  # (as it was called)
             "seconds": self.seconds,
-            "tokens_per_s": self.clock and self.clock.tokens_per_s(step),
+            "tokens_per_s": self.asked.tokens_per_s(step) if self.asked.card else None,
             "longest_sequence_safely": self.longest,
         }
 
 
-def rows(
-    planner: Planner, args: argparse.Namespace, room: Room, clock: Clock | None = None
-) -> list[Row]:
+def rows(asked: Question) -> list[Row]:
     """Every policy, and the cheapest way that fits (a row of its own if it is a mix)."""
-    ways, asked = [*rungs(planner), OFFLOADED], args.batch_size
-    safe = sys.maxsize if room.safe is None else room.safe
-    card = clock.card if clock else None
-    taken = pick_recompute(planner, asked, safe, card, args.compile).config
-    if taken.recompute not in ways:  # a mix stands before the policy that it begins with
+    planner, room, batch_size = asked.planner, asked.room, asked.args.batch_size
+    ways, taken = [*rungs(planner), OFFLOADED], asked.pick().config
+    if taken.recompute not in ways:
         ways.insert(ways.index(taken.expanded.policies[0]), taken.recompute)
     needed, _ = step_flops(planner.config, planner.seq_len)
     table = []
     for way in ways:
-        step = planner.step(asked, recompute=way)
-        largest, safe_batch = (
-            None if limit is None else planner.largest_batch(limit, asked, room.host, recompute=way)
-            for limit in (room.budget, room.safe)
-        )
-        replayed = step_flops(step.config, planner.seq_len, args.compile)[1] / needed
-        table.append(Row(step, replayed, room, largest, safe_batch, clock))
+        step, largest = planner.step(batch_size, recompute=way), None
+        if room.safe is not None:
+            largest = planner.largest_batch(room.safe, batch_size, room.host, recompute=way)
+        replayed = step_flops(step.config, planner.seq_len, asked.args.compile)[1] / needed
+        table.append(Row(step, replayed, asked, largest))
     return table
 
 
@@ -155,8 +121,8 @@ def format_table(table: list[Row], taken: Row | None) -> str:
         ["policy<", *(row.name for row in table)],
         ["peak>", *(format_bytes(row.step.peak) for row in table)],
     ]
-    if table[0].clock:
-        columns += time_columns(table, table[0].clock)
+    if table[0].asked.card:
+        columns += time_columns(table)
     else:
         columns += [
             ["where<", *(row.step.where for row in table)],
@@ -165,35 +131,36 @@ def format_table(table: list[Row], taken: Row | None) -> str:
         ]
     columns += [
         ["fits<", *("yes" if row.safe else fits[row.fits] for row in table)],
-        ["largest batch>", *(format_count(row.safe_batch) for row in table)],
+        ["up to a batch of>", *(format_count(row.largest_batch) for row in table)],
     ]
     if table[0].longest is not None:
         columns += [["longest sequence>", *(format_count(row.longest) for row in table)]]
     return align(columns)
 
 
-def describe_host(table: list[Row], processes: int, device_type: str) -> str:
+def describe_host(table: list[Row]) -> str:
     """What the offloaded row takes of a machine's CPU memory, beside its GPUs; "": nothing."""
     row = table[-1]
-    asked, largest = row.step.batch_size, row.safe_batch or 0
-    if device_type == "cpu" or not row.offloaded or not row.step.host:
+    asked, step, largest = row.asked, row.step, row.largest_batch or 0
+    if asked.device.type == "cpu" or not row.offloaded or not step.host:
         return ""
-    words = f"offload  pins {format_bytes(processes * row.step.host)} of CPU memory"
-    words += f" in {processes} processes" * (processes > 1)
-    if largest > asked:  # (it grows by the sequence, from some sequences on)
-        words += f", about {format_bytes(processes * row.step.host * largest / asked)}"
-        words += f" for {largest} sequences" + " in each" * (processes > 1)
+    pinned, several = asked.processes * step.host, asked.processes > 1
+    words = f"offload  pins {format_bytes(pinned)} of CPU memory"
+    words += f" in {asked.processes} processes" * several
+    if largest > step.batch_size:  # (it grows by the sequence, from some sequences on)
+        words += f", about {format_bytes(pinned * largest / step.batch_size)}"
+        words += f" for {largest} sequences" + " in each" * several
     return words
 
 
-def time_columns(table: list[Row], clock: Clock) -> list[list[str]]:
+def time_columns(table: list[Row]) -> list[list[str]]:
     """Estimates, shown as such. Of offloaded rows the clock knows all but the copies."""
-    none = clock.seconds(table[0].step)
-    times, speeds = [], []
+    asked, times, speeds = table[0].asked, [], []
+    none = asked.seconds(table[0].step)
     for i, row in enumerate(table):
-        more = f"{clock.seconds(row.step) / none - 1:+.0%}"
+        more = f"{asked.seconds(row.step) / none - 1:+.0%}"
         times.append(f"{'> ' * row.offloaded}{more}" if i else f"~{format_seconds(none)}")
-        speed = digits(3, clock.tokens_per_s(row.step))
+        speed = digits(3, asked.tokens_per_s(row.step))
         speeds.append(f"{'<' if row.offloaded else '~'}{speed}")
     return [["time>", *times], ["tokens/s>", *speeds]]
 
@@ -215,23 +182,21 @@ class WholeRun:
         return {"tokens": self.tokens, "steps": self.steps, "seconds": self.seconds}
 
 
-def whole_run(
-    args: argparse.Namespace, processes: int, table: list[Row], fastest: float | None
-) -> WholeRun:
+def whole_run(asked: Question, table: list[Row], fastest: float | None) -> WholeRun:
     """With the step that is recommended. `fastest`: seconds of that of --all-knobs, if there is."""
-    of_step = tokens_per_step(args, processes)
+    args, of_step = asked.args, tokens_per_step(asked.args, asked.processes)
     seconds, offloaded = fastest, False
     if fastest is None and (taken := recommend(table)) and taken.longest is None:
         # (The command of --longest-sequence has other steps than the rows.)
         seconds, offloaded = taken.seconds, taken.offloaded
     if "num_steps" in args.typed:
         steps = args.num_steps
-        tokens, asked = steps * of_step, f"{steps:,} steps"
+        tokens, words = steps * of_step, f"{steps:,} steps"
     else:
         tokens = args.num_tokens or 10**9
         steps = math.ceil(tokens / of_step)
-        asked = f"{format_tokens(tokens)} tokens, {steps:,} steps"
-    return WholeRun(tokens, steps, asked, seconds and steps * seconds, offloaded)
+        words = f"{format_tokens(tokens)} tokens, {steps:,} steps"
+    return WholeRun(tokens, steps, words, seconds and steps * seconds, offloaded)
 
 
 def describe_whole(run: WholeRun, args: argparse.Namespace) -> list[str]:

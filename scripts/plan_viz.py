@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from planner import Card
 from planner.clock import seconds_of_each
 from planner.log import Storage
 from planner.record import Record
 from planner.timeline import KINDS
-from scripts.plan_table import Clock
 
 BASE = 0x7F0000000000  # where memory begins; as a GPU's may
 ALIGNMENT, SEGMENT = 512, 2**21  # bytes: of addresses, and of what is taken from CUDA at a time
@@ -57,19 +57,19 @@ def rounded(size: int, unit: int = ALIGNMENT) -> int:
     return -(-size // unit) * unit
 
 
-def clock_times(record: Record, clock: Clock | None) -> np.ndarray:
+def clock_times(record: Record, card: Card | None, compiled: bool) -> np.ndarray:
     """(operators + 2,) int64: microseconds at which each one begins, and at which the step ends.
 
-    Without a clock an operator takes 1.
+    Without a card an operator takes 1.
     """
     n = len(record.operators)
-    if clock is None:
+    if card is None:
         return np.arange(n + 1)
     step = record.step
     work, begun = step.work, record.begun
-    if clock.compiled:
+    if compiled:
         work, begun = step.compiled_work, record.compiled_begun
-    passed = np.append(0, np.cumsum(seconds_of_each(work, clock.card) * work.times))
+    passed = np.append(0, np.cumsum(seconds_of_each(work, card) * work.times))
     return np.rint(1e6 * passed[np.searchsorted(begun, np.arange(n + 1))]).astype(np.int64)
 
 
@@ -111,9 +111,9 @@ def changes(record: Record) -> Iterator[tuple[int, bool, Storage]]:
         yield at, comes, record.storages[i]
 
 
-def snapshot(record: Record, clock: Clock | None = None) -> dict[str, Any]:
+def snapshot(record: Record, card: Card | None = None, compiled: bool = False) -> dict[str, Any]:
     """As torch.cuda.memory._snapshot() documents it."""
-    times, policy = clock_times(record, clock), record.step.config.recompute
+    times, policy = clock_times(record, card, compiled), record.step.config.recompute
     allocator, trace = FirstFit(), []
     alive: dict[Storage, dict[str, Any]] = {}
 
@@ -178,5 +178,5 @@ def make_segment(size: int, alive: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def write_viz(path: Path, record: Record, clock: Clock | None) -> None:
-    path.write_bytes(pickle.dumps(snapshot(record, clock), protocol=PROTOCOL))
+def write_viz(path: Path, record: Record, card: Card | None, compiled: bool) -> None:
+    path.write_bytes(pickle.dumps(snapshot(record, card, compiled), protocol=PROTOCOL))

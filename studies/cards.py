@@ -23,12 +23,13 @@ from tqdm import tqdm
 
 from planner import CARDS
 from scripts.plan_knobs import Setting, turn_all_knobs
-from scripts.plan_memory import PROGRESS, Asked, aim
+from scripts.plan_memory import PROGRESS, aim
 from scripts.plan_table import digits, format_hours
 from studies.common import about, add_json, table, tool, write_json
 from trainer.card import card_name, device_type
 from trainer.flags import SHAPES, OneLineParser, UsageError
 from trainer.metrics import format_bytes
+from trainer.plan import Question
 
 WAYS: dict[str, dict[str, Any]] = {
     "as in most tutorials": {"loss_chunks": 1},
@@ -50,27 +51,23 @@ class Plan:
     def __init__(self, watch: Callable[[], object] = lambda: None):
         self.watch, self.made = watch, dict[torch.dtype, dict]()
 
-    def ask(self, card: str, model: str, flags: str) -> Asked:
-        asked = aim(["--model", model, "--card", card, *flags.split()])
-        made = self.made.setdefault(asked.plans.precision, {})
-        return replace(asked, plans=replace(asked.plans, made=made, watch=self.watch))
+    def ask(self, card: str, model: str, flags: str) -> Question:
+        asked, _ = aim(["--model", model, "--card", card, *flags.split()])
+        made = self.made.setdefault(asked.precision, {})
+        return replace(asked, made=made, watch=self.watch)
 
     def largest_batches(self, card: str, model: str) -> dict[str, int]:
         """For each way to spend memory, the largest micro-batch; 0 = not one sequence."""
         asked = self.ask(card, model, ONE_SEQUENCE)
-        assert asked.room.safe is not None
-        if asked.plans.state(asked.args) >= asked.room.safe:
+        if asked.state >= asked.budget:
             return dict.fromkeys(WAYS, 0)
-        planner = asked.plans.planner(asked.args)
-        return {
-            name: planner.largest_batch(asked.room.safe, 1, **way) for name, way in WAYS.items()
-        }
+        most = asked.planner.largest_batch
+        return {name: most(asked.budget, 1, **way) for name, way in WAYS.items()}
 
-    def fastest(self, card: str, model: str) -> tuple[Asked, Setting] | None:
+    def fastest(self, card: str, model: str) -> tuple[Question, Setting] | None:
         """The fastest way to run 512 sequences a step; None if none fits."""
         asked = self.ask(card, model, STEP)
-        assert asked.clock
-        settings = turn_all_knobs(asked.args, asked.plans, asked.room.safe or 0, asked.clock)
+        settings = turn_all_knobs(asked)
         return (asked, settings[0]) if settings else None
 
     def row(self, card: str) -> dict[str, Any]:
@@ -84,7 +81,7 @@ class Plan:
         for model in reversed(SHAPES):
             if batches[model]["full"] and (found := self.fastest(card, model)):
                 asked, setting = found
-                row["precision"] = str(asked.plans.precision).removeprefix("torch.")
+                row["precision"] = str(asked.precision).removeprefix("torch.")
                 row["fastest"] = {"model": model, **setting.as_json(asked.args)}
                 break
         return row

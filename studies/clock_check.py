@@ -16,21 +16,22 @@ if not __package__:  # python studies/clock_check.py: the others lie one folder 
     import studies  # noqa: F401
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from model import RECOMPUTE_POLICIES
-from planner import Planner
+from planner import StepMemory
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
-from scripts.plan_table import Clock
 from studies.common import about, add_json, describe, table, tool, write_json
 from trainer.card import clock_card, measured_card
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.flags import UsageError, build_parser, fill_in, number
-from trainer.plan import make_planner, vocabulary
+from trainer.plan import make_planner, step_seconds, vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
@@ -70,11 +71,11 @@ def measure(args: argparse.Namespace, policies: list[str]) -> np.ndarray:
 
 
 def compare(
-    planner: Planner, batch_size: int, clock: Clock, policies: list[str], measured: np.ndarray
+    steps: list[StepMemory], seconds: Callable[[StepMemory], float], measured: np.ndarray
 ) -> list[dict[str, Any]]:
-    """A row for each policy. `measured`: (rounds, policies) seconds, `none` in the first column."""
-    steps = [planner.step(batch_size, recompute=policy) for policy in policies]
-    predicted = np.array([clock.seconds(step) for step in steps])
+    """A row for each step. `seconds`: predicted; `measured`: (rounds, steps) seconds. The first
+    one is without recompute."""
+    predicted = np.array([seconds(step) for step in steps])
     columns = {
         "step_s": np.median(measured, axis=0),
         "predicted_s": predicted,
@@ -82,9 +83,12 @@ def compare(
         "predicted_over_none": predicted / predicted[0] - 1,
     }
     return [
-        {"policy": policy, **{name: float(column[i]) for name, column in columns.items()}}
+        {
+            "policy": step.config.recompute,
+            **{name: float(column[i]) for name, column in columns.items()},
+        }
         | {"step_s_all": measured[:, i].tolist()}
-        for i, policy in enumerate(policies)
+        for i, step in enumerate(steps)
     ]
 
 
@@ -114,8 +118,9 @@ def main(argv: list[str]) -> None:
     )
     planner = make_planner(args, config, device, precision)
     policies = list(RECOMPUTE_POLICIES)
-    clock = Clock(card, compiled=False, micro_batches=args.grad_accum_steps, processes=1)
-    found = compare(planner, args.batch_size, clock, policies, measure(args, policies))
+    steps = [planner.step(args.batch_size, recompute=policy) for policy in policies]
+    seconds = partial(step_seconds, card=card, micro_batches=args.grad_accum_steps)
+    found = compare(steps, seconds, measure(args, policies))
     told = about("studies.clock_check", argv, device) | {
         "model": describe_model(config),
         "precision": str(precision).removeprefix("torch."),

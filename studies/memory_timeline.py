@@ -58,8 +58,8 @@ from scripts.style import (
 from studies.common import about, add_json, tool, write_json
 from trainer import flags
 from trainer.device import choose_device
-from trainer.flags import UsageError, model_config, output_folder
-from trainer.plan import asked_card, make_planner, target, vocabulary
+from trainer.flags import UsageError, output_folder
+from trainer.plan import ask
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
@@ -464,23 +464,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="from scripts.benchmark --json: the frontier shows its times, none predicted")
     # fmt: on
     args = parser.parse_args(argv)
-    args.use_activation_checkpoint = "auto"  # --memory-budget may stand beside it
-    open_init_from(args)
-    flags.fill_in(args)
     args.use_activation_checkpoint = "none"
-    return args
+    open_init_from(args)
+    return flags.fill_in(args, is_run=False)
 
 
 def prepare(args: argparse.Namespace) -> Subject:
     """With the planner that the trainers would have. Raises UsageError, DataError."""
-    kind, precision, _ = target(args)
+    asked = ask(args)
+    kind = asked.device.type
     if args.measure:
         choose_device(kind)  # a device that is not there can be planned for, not trained on
         if kind not in DEVICE_TYPES:
             raise UsageError(f"--measure: nothing records {kind}'s allocator: try --device cpu")
-    config = model_config(args, vocabulary(args))
-    planner = make_planner(args, config, torch.device(kind), precision)
-    return Subject(planner, args.batch_size, asked_card(args), args.compile)
+    return Subject(asked.planner, args.batch_size, asked.card, args.compile)
 
 
 def row(step: StepMemory, card: Card | None = None, compiled: bool = False) -> dict[str, Any]:
@@ -513,7 +510,7 @@ def main(argv: list[str]) -> None:
         planner.watch = bar.update
         recorded = PANELS if args.measure else ()
         records = {name: record_step(subject.step(name), args) for name in recorded}
-        choice = choose(subject, args.memory_budget and target(args)[2].safe)
+        choice = choose(subject, args.memory_budget and ask(args).budget)
         costs = (None, measured) if measured else (choice,)
         args.out.mkdir(parents=True, exist_ok=True)
         for name, draw, more in (

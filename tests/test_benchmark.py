@@ -23,8 +23,8 @@ from planner.cards import peak_flops
 from planner.formulas import step_flops
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
-from scripts.plan_table import Clock
 from trainer import card
+from trainer.plan import step_seconds
 
 SHAPE = (
     "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
@@ -363,7 +363,7 @@ def test_predicted_times_stand_beside_measured_ones(bench):
     # Three micro-batches share one update, as they do in what is measured.
     three = bench(*flags, "--grad-accum-steps", "3").rows[0]
     planner.accumulate, planner.steps = True, {}
-    assert three["predicted_s"] == Clock(CARD, False, 3, 1).seconds(planner.step(8))
+    assert three["predicted_s"] == step_seconds(planner.step(8), CARD, 3)
     assert 2 * none["predicted_s"] < three["predicted_s"] < 3 * none["predicted_s"]
     assert (done.json["card"]["name"], done.json["card"]["bytes_per_s"]) == ("a card", 1e9)
 

@@ -81,8 +81,8 @@ def test_on_a_gpu(monkeypatch):
 
 
 def test_own_memory_and_a_tenth_that_stays_free(machine):
-    machine({"/proc/self/statm": "900 30 5 1 0 100 0\n", "/proc/meminfo": MEMINFO})
-    assert own_memory() == 30 * os.sysconf("SC_PAGE_SIZE")
+    machine({"/proc/self/status": "VmHWM:\t 40 kB\nVmRSS:\t 30 kB\n", "/proc/meminfo": MEMINFO})
+    assert (own_memory(), own_memory("VmHWM")) == (30 << 10, 40 << 10)
     assert room_on(CPU).safe == 1_843_200
     assert room_on(CPU, processes=2).safe == 921_600  # they share
     assert room_on(CPU, processes=2, held=1000).safe == 922_500

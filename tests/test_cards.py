@@ -10,10 +10,9 @@ from harness.runs import ROOT
 
 from planner import CARDS
 from planner.cards import APPLE, GIB, SAME, card_named, find_card, peak_flops, plain
-from scripts.plan_knobs import changed
 from studies import cards
 from studies.make_results import FOLDER
-from trainer.flags import SHAPES, build_parser, fill_in, model_config
+from trainer.flags import SHAPES, build_parser, fill_in
 
 # What torch.cuda.get_device_name() says -> the card
 REPORTED = {
@@ -134,14 +133,10 @@ def test_the_step_of_a_row(plan):
     best = ROWS["RTX 3060 12GB"]["fastest"]
     asked = plan.ask("RTX 3060 12GB", best["model"], cards.STEP)
     words = ["--model", best["model"], *best["flags"]]
-    flags = fill_in(build_parser("test", "x.pt").parse_args(words))
-    batch = {name: best[name] for name in ("batch_size", "grad_accum_steps")}
-    planner = asked.plans.planner(changed(asked.args, batch))
-    step = planner.step(best["batch_size"], recompute=model_config(flags, vocab_size=1).recompute)
-    clock = cards.replace(asked.clock, micro_batches=best["grad_accum_steps"])
-    assert step.peak == best["peak_bytes"] <= asked.room.safe, REMAKE
-    assert clock.seconds(step) == pytest.approx(best["seconds"], rel=1e-9), REMAKE
-    assert clock.tokens_per_s(step) == pytest.approx(best["tokens_per_s"], rel=1e-9)
+    asked = asked.about(fill_in(build_parser("test", "x.pt").parse_args(words)))
+    assert asked.step.peak == best["peak_bytes"] <= asked.budget, REMAKE
+    assert asked.seconds(asked.step) == pytest.approx(best["seconds"], rel=1e-9), REMAKE
+    assert asked.tokens_per_s(asked.step) == pytest.approx(best["tokens_per_s"], rel=1e-9)
 
 
 @pytest.mark.slow

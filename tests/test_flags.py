@@ -1,14 +1,116 @@
-"""The command line: shapes by name, what was typed, near misses, and files to write to."""
+"""The command line: what was typed, and back to words; shapes by name; how long a run is."""
 
 import argparse
+import re
 
 import pytest
+from harness.runs import TINY, same, snapshot
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 
-from trainer.flags import SHAPES, build_parser, fill_in, model_config, output_folder
+import train_minimal
+from trainer.flags import (
+    UsageError,
+    as_argv,
+    build_parser,
+    fill_in,
+    model_config,
+    output_folder,
+    settle_length,
+)
+from trainer.length import format_tokens
+from trainer.older import OLDER
+from trainer.resume import take_flags
+from trainer.snapshot import Resumed
 
 
-def parse(*argv):
-    return build_parser("test", "x.pt").parse_args(argv)
+def parse(flags: str = ""):
+    return build_parser("test", "x.pt").parse_args(flags.split())
+
+
+# ---- back to words
+
+LIKELY = (
+    "mlp:7,full+offload",
+    "auto",
+    "7",
+    "12",
+    "0.03",
+    "1e-05",
+    "1.5B",
+    "8GiB",
+    "500 MB",
+    "RTX 4090",
+    "a b*.txt",
+    "-x",
+)
+
+
+def ways_to_type(action: argparse.Action) -> list[list[str]]:
+    """What the command line takes for a flag: one of its choices, or of LIKELY."""
+
+    def is_taken(word: str) -> bool:
+        try:
+            return bool(action.type is None or [action.type(word)])
+        except (argparse.ArgumentTypeError, ValueError):
+            return False
+
+    name = action.option_strings[0]
+    if action.nargs == 0:
+        return [[word] for word in action.option_strings]
+    if action.nargs == "+":
+        return [[name, "x", "a b*.txt"], [name, "."]]
+    words = [word for word in action.choices or LIKELY if action.choices or is_taken(word)]
+    return [[f"{name}={word}"] for word in words]
+
+
+MOOT = {"help", *OLDER}
+ACTIONS = [action for action in build_parser("", "")._actions if action.dest not in MOOT]
+TYPED = st.lists(st.sampled_from([way for a in ACTIONS for way in ways_to_type(a)]), max_size=6)
+
+
+def parse_all(typed: list[list[str]]):
+    return build_parser("test", "x.pt").parse_args([word for words in typed for word in words])
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@given(TYPED, TYPED)
+def test_words_and_flags_are_the_same(typed, later):
+    """In the order in which they were typed; and a change is as if it had been typed last."""
+    args, new, both = (parse_all(words) for words in (typed, later, typed + later))
+    assert parse_all([as_argv(args)]) == args
+    order = [name for name in vars(args) if name in args.typed]
+    assert args.model or order == [
+        name for name in vars(parse_all([as_argv(args)])) if name in order
+    ]
+    changes = {name: getattr(new, name) for name in new.typed}
+    assert new.model or parse_all([as_argv(args, **changes)]) == both
+    assert as_argv(args, **dict.fromkeys(args.typed)) == []
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@given(TYPED)
+def test_all_flags_come_back(typed):
+    """From a snapshot, of those that were typed and of all others."""
+    try:
+        before = fill_in(parse_all(typed))
+    except UsageError:
+        reject()
+    saved = {"args": vars(before), "tokenizer": {"name": before.tokenizer_name or "bpe"}}
+    after = parse("--resume")
+    own = {name: getattr(after, name) for name in ("resume", "checkpoint_path", "typed")}
+    take_flags(after, Resumed(saved, after.checkpoint_path))
+    assert vars(fill_in(after)) == vars(before) | own
+
+
+def test_typed_flags_are_known_even_where_they_say_the_default():
+    assert parse().typed == set()
+    assert parse("--batch-size 12 --no-compile").typed == {"batch_size", "compile"}
+    assert parse("--model gpt2").typed == {"model", "n_layers", "n_heads", "d_model"}
+    assert parse("--compile").compile and not parse().compile and not parse("--no-compile").compile
+
+
+# ---- shapes by name
 
 
 # Hugging Face's model cards of gpt2, gpt2-medium, gpt2-large, gpt2-xl: 124M, 355M, 774M, 1.5B.
@@ -17,29 +119,20 @@ def parse(*argv):
     [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6)],
 )
 def test_a_name_stands_for_a_shape(name, millions):
-    args = fill_in(parse("--model", name))
+    args = fill_in(parse(f"--model {name}"))
     config = model_config(args, 50257)
     C, L = config.d_model, config.n_layers
     count = (50257 + 1024) * C + L * (12 * C * C + 13 * C) + 2 * C
     assert round(count / 1e6, 1) == millions and C // config.n_heads == 64
     assert (args.seq_len, args.max_position_embeddings, args.d_ff) == (1024, 1024, 4 * C)
     assert args.tokenizer_name == "gpt2"
-    assert SHAPES.keys() == {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
 
 
 def test_a_single_flag_overrides_a_name():
-    flags = "--seq-len 256 --n-layers 2 --model gpt2 --tokenizer-name byte --batch-size 3"
-    args = parse(*flags.split())
+    args = parse("--seq-len 256 --n-layers 2 --model gpt2 --tokenizer-name byte --batch-size 3")
     assert (args.seq_len, args.n_layers, args.tokenizer_name) == (256, 2, "byte")
     assert (args.d_model, args.n_heads, args.max_position_embeddings) == (768, 12, 1024)
-    assert parse("--model", "gpt2", "--use-toy-data").tokenizer_name is None
-
-
-def test_typed_flags_are_known_even_where_they_say_the_default():
-    assert parse().typed == set()
-    assert parse("--batch-size", "12", "--no-compile").typed == {"batch_size", "compile"}
-    assert parse("--model", "gpt2").typed == {"model", "n_layers", "n_heads", "d_model"}
-    assert parse("--compile").compile and not parse().compile and not parse("--no-compile").compile
+    assert parse("--model gpt2 --use-toy-data").tokenizer_name is None
 
 
 def test_a_folder_to_write_to_may_be_a_new_one(tmp_path):
@@ -48,3 +141,107 @@ def test_a_folder_to_write_to_may_be_a_new_one(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(argparse.ArgumentTypeError, match="file is a file, no folder"):
         output_folder(str(tmp_path / "file" / "new"))
+
+
+# ---- how long a run is
+
+
+@pytest.mark.parametrize(
+    ("word", "tokens", "again"),
+    [
+        ("1B", 10**9, "1B"),
+        ("1.5b", 1_500_000_000, "1.5B"),
+        ("2T", 2 * 10**12, "2T"),
+        ("10k", 10_000, "10K"),
+        ("768", 768, "768"),
+        ("1e9", 10**9, "1B"),
+        ("1.234567M", 1_234_567, "1,234,567"),
+        ("12345678901", 12_345_678_901, "12,345,678,901"),
+        (".5B", None, ""),
+        ("0", None, ""),
+        ("1.5", None, ""),
+        ("-1B", None, ""),
+        ("1GB", None, ""),
+        ("1e99", None, ""),
+    ],
+)
+def test_tokens_as_people_write_them(word, tokens, again, capsys):
+    if tokens is None:
+        with pytest.raises(SystemExit):
+            parse(f"--num-tokens={word}")
+        assert "--num-tokens: must be a whole number of tokens" in capsys.readouterr().err
+    else:
+        assert parse(f"--num-tokens {word}").num_tokens == tokens
+        assert format_tokens(tokens) == again
+
+
+BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a process
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "steps", "warm_up"),
+    [
+        ("", 1, 1000, 50),  # the default
+        ("--num-steps 40", 1, 40, 2),
+        ("--num-tokens 10K", 4, 25, 1),
+        ("--num-tokens 9801", 1, 99, 4),  # whole steps, rounded up
+        ("--num-epochs 20", 1, 220, 11),  # 110 sequences, 10 a step
+        ("--num-epochs 20", 2, 110, 5),
+        ("--num-epochs 0.1 --warmup-steps 7", 1, 2, 7),
+        ("--num-epochs 1.1 --batch-size 1 --grad-accum-steps 1", 1, 121, 6),  # not as floats are
+    ],
+)
+def test_in_steps(flags, processes, steps, warm_up):
+    args = fill_in(parse(f"{BATCH} {flags}"), processes)
+    if args.num_epochs is None:  # then nothing has to wait for the data
+        assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
+    settle_length(args, processes, windows=110)
+    assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
+
+
+# 2 x 16 tokens a step, 12 sequences an epoch; without --num-steps.
+FREE = [word for i, word in enumerate(TINY) if "--num-steps" not in TINY[max(i - 1, 0) : i + 1]]
+
+
+def train(path, *flags: str) -> int:
+    return train_minimal.main([*FREE, f"--checkpoint-path={path}", *flags])
+
+
+def test_a_run_of_tokens_or_epochs_is_one_of_steps(tmp_path, capsys):
+    steps, tokens, epochs = (tmp_path / f"{name}.pt" for name in ("steps", "tokens", "epochs"))
+    assert train(steps, "--num-steps=21", "--dropout=0.1") == 0
+    assert train(tokens, "--num-tokens=641") == 0
+    assert "2 sequences of 16 tokens a step, 21 steps, 672 tokens, 3.50 " in capsys.readouterr().out
+    assert train(epochs, "--num-epochs=3.5") == 0
+    for path in (tokens, epochs):
+        assert snapshot(path)["args"]["num_steps"] == 21
+        assert snapshot(path)["args"]["warmup_steps"] == 1
+        assert same(snapshot(path)["model"], snapshot(steps)["model"])
+        # A run goes on to its own end; or to another one, however that is said.
+        assert train_minimal.main(["--resume", f"--checkpoint-path={path}"]) == 0
+        assert "already at step 21" in capsys.readouterr().out
+    resume = "--resume", f"--checkpoint-path={tokens}"
+    for longer, end in (("--num-epochs=4", 24), ("--num-steps=25", 25), ("--num-tokens=832", 26)):
+        before = snapshot(tokens)["step"]
+        assert train_minimal.main([*resume, longer]) == 0
+        said = capsys.readouterr().out
+        assert f"changed, from here on: --num-steps {before} -> {end}\n" in said
+        args = snapshot(tokens)["args"]
+        assert snapshot(tokens)["step"] == args["num_steps"] == end
+        given = {name: args[name] for name in ("num_tokens", "num_epochs") if args[name]}
+        assert len(given) == (longer != "--num-steps=25")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--num-tokens=1000T", "steps of .* at most 1,000,000,000 can be run"),
+        ("--num-epochs=999999 --batch-size=1 --max-tokens=99999", "steps of .* at most 1,000,000"),
+        ("--num-tokens=192 --profile=4", "needs --num-steps 7 at least, not 6"),
+        ("--num-epochs=1 --profile=4", "needs --num-steps 7 at least, not 6"),
+    ],
+)
+def test_too_long_for_any_run_and_too_short_to_profile(flags, says, tmp_path, capsys):
+    assert train(tmp_path / "new" / "run.pt", *flags.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(says, line) and not list(tmp_path.iterdir())

@@ -1,24 +1,21 @@
 """What to change when memory is little: one list, the least cost first; and who asks for it."""
 
 import argparse
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.answers import room_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import Planner
-from planner.formulas import state_bytes
-from planner.shards import share_of
-from trainer.flags import UsageError, build_parser, fill_in, model_config
-from trainer.knobs import FEWER, Knob, candidates, nearest, next_knob
+from trainer.flags import UsageError, build_parser, changed, fill_in, model_config
+from trainer.knobs import FEWER, Knob, candidates, next_knob
 from trainer.metrics import format_bytes
-from trainer.plan import Plans, TooLarge, plan_memory
+from trainer.plan import Question, TooLarge, nearest, plan_memory
 from trainer.process import OneProcess
-from trainer.room import for_tensors
 from trainer.setup import held
 from trainer.snapshot import Resumed
 
@@ -34,109 +31,89 @@ def parse(flags: str) -> argparse.Namespace:
     return fill_in(build_parser("test", "x.pt").parse_args(flags.split()))
 
 
-def everything(flags: str, device_type: str) -> list[str]:
-    args = parse(flags)
-    knobs = candidates(args, device_type, most=lambda args: args.batch_size)
-    return [knob.command(args) for knob in knobs]
-
-
 # ---- the list
 
-
-def test_a_command_that_recomputes_fully_in_the_rest_can_be_typed():
-    args = parse("--n-layers 4")
-    words = Knob({}, "").with_policy(args, "sdpa:3,full").command(args)
-    assert words == "--use-activation-checkpoint sdpa:3,full" and parse(f"--n-layers 4 {words}")
-    assert (
-        Knob({"use_activation_checkpoint": "full"}, "").command(args)
-        == "--use-activation-checkpoint"
-    )
-
-
-PLAIN = "--loss-chunks 0 --use-activation-checkpoint"
-TYPED = "--use-activation-checkpoint full:1 --batch-size 2 --seq-len 8"
 FULL = "--use-activation-checkpoint full"
-DONE = "--use-activation-checkpoint full+offload --batch-size 2 --grad-accum-steps 3"
+PLAIN = f"--loss-chunks 0 {FULL}"
+OFFLOAD = "--use-activation-checkpoint full+offload"
 AUTO = "--use-activation-checkpoint auto --card H100 --memory-budget 1GiB --batch-size 1"
+LISTS = [
+    (
+        "--loss-chunks 1 --batch-size 6 --seq-len 32",
+        "cpu",
+        [
+            "--loss-chunks 0",
+            PLAIN,
+            f"{PLAIN} --batch-size 3 --grad-accum-steps 2",
+            f"{PLAIN} --batch-size 2 --grad-accum-steps 3",
+            f"{PLAIN} --batch-size 1 --grad-accum-steps 6",
+            f"{PLAIN} --batch-size 5",
+            f"{PLAIN} --batch-size 1 --grad-accum-steps 6 --seq-len 16",
+            f"{PLAIN} --batch-size 1 --grad-accum-steps 6 --seq-len 8",
+        ],
+    ),
+    (  # a GPU can offload, too
+        "--use-activation-checkpoint full:1 --batch-size 2 --seq-len 8",
+        "cuda",
+        [
+            FULL,
+            f"{FULL} --batch-size 1 --grad-accum-steps 2",
+            OFFLOAD,
+            f"{OFFLOAD} --batch-size 1 --grad-accum-steps 2",
+            f"{FULL} --batch-size 1",
+            f"{OFFLOAD} --batch-size 1",
+        ],
+    ),
+    # what is there is not asked for again, and what belongs to auto goes with it
+    (f"{OFFLOAD} --batch-size 2 --grad-accum-steps 3 --seq-len 8", "cuda",
+     ["--batch-size 1 --grad-accum-steps 6"]),
+    (f"{AUTO} --seq-len 8", "cpu", [f"{FULL} without --memory-budget --card"]),
+    (f"{FULL} --batch-size 1 --seq-len 8", "cpu", []),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "device", "knobs"),
-    [
-        (
-            "--loss-chunks 1 --batch-size 6 --seq-len 32",
-            "cpu",
-            [
-                "--loss-chunks 0",
-                PLAIN,
-                f"{PLAIN} --batch-size 3 --grad-accum-steps 2",
-                f"{PLAIN} --batch-size 2 --grad-accum-steps 3",
-                f"{PLAIN} --batch-size 1 --grad-accum-steps 6",
-                f"{PLAIN} --batch-size 5",
-                f"{PLAIN} --batch-size 1 --grad-accum-steps 6 --seq-len 16",
-                f"{PLAIN} --batch-size 1 --grad-accum-steps 6 --seq-len 8",
-            ],
-        ),
-        (  # a GPU can offload, too
-            TYPED,
-            "cuda",
-            [
-                FULL,
-                f"{FULL} --batch-size 1 --grad-accum-steps 2",
-                f"{FULL}+offload",
-                f"{FULL}+offload --batch-size 1 --grad-accum-steps 2",
-                f"{FULL} --batch-size 1",
-                f"{FULL}+offload --batch-size 1",
-            ],
-        ),
-        # what is there is not asked for again, and what belongs to auto goes with it
-        (f"{DONE} --seq-len 8", "cuda", ["--batch-size 1 --grad-accum-steps 6"]),
-        (f"{AUTO} --seq-len 8", "cpu", [f"{FULL} without --memory-budget --card"]),
-        ("--use-activation-checkpoint --batch-size 1 --seq-len 8", "cpu", []),
-    ],
-)
+@pytest.mark.parametrize(("flags", "device", "knobs"), LISTS)
 def test_the_list_begins_with_what_costs_least(flags, device, knobs):
-    assert everything(flags, device) == knobs
-
-
-@pytest.mark.parametrize("flags", ["", "--loss-chunks 1", "--use-activation-checkpoint full"])
-def test_a_run_that_ran_out_takes_the_first(flags):
+    """A run that ran out takes the first."""
     args, back = parse(flags), "go on with --resume"
-    said = next_knob(args, CPU, back)
-    assert f"; try {everything(flags, 'cpu')[0]} (" in said and said.endswith(f"; {back}")
-    last = parse("--use-activation-checkpoint --batch-size 1")
-    assert next_knob(last, CPU, back).endswith("; try a shorter --seq-len or a smaller model")
+    found = candidates(args, device, most=lambda args: args.batch_size)
+    assert [knob.command(args) for knob in found] == knobs
+    said = next_knob(args, torch.device(device), back)
+    first = f"{knobs[0]} (" if knobs else "a shorter --seq-len or a smaller model"
+    assert f"; try {first}" in said and said.endswith(f"; {back}" * bool(knobs))
     assert "a smaller model (--n-layers, --d-model)" in next_knob(args, None, None)
 
 
 # ---- a prediction
 
 
-class MadeUp:
-    """What plans would say, by a formula; grows with everything that a step's memory grows with."""
+@dataclass(frozen=True)
+class MadeUp(Question):
+    """What a planner would say, by a formula that grows with all that a step's memory grows with;
+    notes how many layers it was asked about."""
 
     KEPT = {"none": 34, "cheap": 24, "selective": 20, "mlp": 16, "attn": 14, "sdpa": 6, "full": 2}
 
-    def __init__(self, shards: int = 1):
-        self.shards = shards
-
-    def state(self, args) -> int:
-        config, moments = model_config(args, 1000), getattr(torch, args.moments_dtype)
-        return share_of(state_bytes(config, args.optimizer, moments), config, self.shards)
-
-    def peak(self, args) -> int:
-        config, n = model_config(args, 1000), args.batch_size * args.seq_len
-        policies, group, offload = config.expanded
-        kept = sum(self.KEPT[policy] for policy in policies)
+    @property
+    def peak(self) -> int:
+        args, (policies, group, offload) = self.args, self.config.expanded
+        n = args.batch_size * args.seq_len
+        kept = sum(map(self.KEPT.get, policies))
         kept *= (0.8 if group > 1 else 1) * (0.3 if offload else 1)
-        gradients = 48 * config.n_layers * config.d_model**2 * (args.grad_accum_steps > 1)
+        gradients = 48 * args.n_layers * args.d_model**2 * (args.grad_accum_steps > 1)
         head = n * 1000 * (4 if args.loss_chunks == 1 else 1)
-        return self.state(args) + int(n * config.d_model * kept) + head + gradients
+        return self.state + int(n * args.d_model * kept) + head + gradients
 
-    def most(self, args, budget: int) -> int:
-        sizes = range(1, 18)
-        peaks = (self.peak(argparse.Namespace(**vars(args) | {"batch_size": n})) for n in sizes)
-        return sum(peak <= budget for peak in peaks)
+    @property
+    def largest_batch(self) -> int:
+        if self.state >= self.budget:
+            return 0
+        self.made.setdefault("asked", set()).add(self.args.n_layers)
+        sizes = (self.about(changed(self.args, batch_size=n)) for n in range(1, 18))
+        return sum(one.peak <= self.budget for one in sizes)
+
+    def pick(self):
+        pytest.fail("there is nothing to simulate")
 
 
 def either(*words: str):
@@ -144,102 +121,96 @@ def either(*words: str):
 
 
 FLAGS = st.tuples(
-    either("--n-layers 2", "--n-layers 12 --d-model 768", "--n-layers 1 --d-model 1600 --d-ff 64",
-           "--model gpt2-xl", "--model gpt2 --n-layers 24"),
+    either(
+        "--n-layers 2",
+        "--n-layers 12 --d-model 768",
+        "--n-layers 1 --d-model 1600 --d-ff 64",
+        "--model gpt2-xl",
+        "--model gpt2 --n-layers 24",
+    ),
     either("--batch-size 1", "--batch-size 6", "--batch-size 17"),
     either("", "--seq-len 8", "--seq-len 100"),
     either("", "--grad-accum-steps 4"),
     either("", "--loss-chunks 1"),
-    either("", FULL, f"{FULL}/2", "--use-activation-checkpoint auto", f"{FULL}+offload",
-           f"{FULL}:1", f"{FULL}:1/2+offload", "--use-activation-checkpoint auto+offload",
-           "--use-activation-checkpoint mlp:1,cheap"),
+    either("none", "full", "full/2", "auto", "full+offload", "full:1", "mlp:1,cheap"),
     either("", "--optimizer muon", "--moments-dtype bfloat16", "--resume"),
     either("", "--compress-gradients"),
-).map(" ".join)  # fmt: skip
+).map("{0[0]} {0[1]} {0[2]} {0[3]} {0[4]} --use-activation-checkpoint {0[5]} {0[6]} {0[7]}".format)
 STATE = {"moments_dtype", "optimizer", "model", "n_layers"}
 
 
 @settings(deadline=None, derandomize=True, max_examples=150)
-@given(FLAGS, either("cpu", "cuda"), st.floats(0.01, 0.99), st.booleans(), st.booleans())
-def test_the_first_that_fits_is_taken(flags, device, share, groups, sharded):
-    """Against all, one by one; else less state, which fits too, and is the first that does."""
-    args, plans, shards = parse(flags), MadeUp(), MadeUp(4) if sharded else None
-    budget = int(share * plans.peak(args))
-    knob = nearest(args, device, budget, plans, shards, groups)
+@given(FLAGS, either("cpu", "cuda"), st.floats(0.01, 0.99), st.integers(1, 4))
+def test_the_first_that_fits_is_taken(flags, device, share, processes):
+    """Nothing that is cheaper fits: tried one by one. Else less state, which is the first that
+    does."""
+    args = parse(flags)
+    asked = MadeUp(args, 1000, torch.device(device), torch.bfloat16, ddp=True, processes=processes)
+    asked = MadeUp(**vars(asked) | {"room": room_for(share * asked.peak)})
+    knob = nearest(asked)
     fitting = []
-    for other in candidates(args, device, lambda args: args.batch_size, groups):
+    for other in candidates(args, device, lambda args: args.batch_size, args.n_layers > 1):
         sizes = range(args.batch_size - 1, 0, -1) if other.words == FEWER else [None]
         for n in sizes:
             one = Knob(other.flags | ({"batch_size": n} if n else {}), other.words)
-            if plans.state(args) < budget and plans.peak(one.change(args)) <= budget:
+            then = asked.about(one.change(args))
+            if asked.state < asked.budget and then.peak <= asked.budget:
                 fitting.append(one)
     if fitting:
         assert knob == fitting[0]
     elif knob:
-        then = knob.change(args)
-        assert (shards if knob.trainer else plans).peak(then) <= budget
-        assert knob.trainer or knob.flags.keys() & STATE and plans.state(then) < plans.state(args)
-        assert (
-            not (knob.trainer and then.compress_gradients)
-            and "/3" not in then.use_activation_checkpoint
-        )
+        whom = asked.sharded() if knob.trainer else asked
+        then = whom.about(knob.change(args))
+        assert then.peak <= asked.budget and then.config.expanded.group < 3
+        assert knob.trainer or knob.flags.keys() & STATE and then.state < asked.state
+        assert not (knob.trainer and then.args.compress_gradients)
+
+
+def told(flags: str, gib: float, policy: str = "full") -> tuple[str, MadeUp]:
+    args = parse(f"{flags} --use-activation-checkpoint {policy}")
+    asked = MadeUp(args, 50257, GPU, torch.bfloat16, room_for(gib * GIB))
+    knob = nearest(asked)
+    return knob.command(args) if knob else "", asked
+
+
+def test_a_smaller_state_before_a_smaller_model():
+    """By how much they change the training; and a run that is half done keeps its optimizer. The
+    planner is asked about no model that cannot be."""
+    muon, half, one = "--optimizer muon", "--moments-dtype bfloat16", "--batch-size 1 --seq-len 8"
+    for flags, gib, knob in (
+        ("", 20, half),
+        ("--resume", 20, half),
+        ("", 17, f"{muon} {half}"),
+        (half, 15, muon),
+        (muon, 15, half),
+        ("", 14, "--model gpt2-large"),
+        ("--resume", 15, "--model gpt2-large"),
+    ):
+        found, asked = told(f"--model gpt2-xl {one} {flags}", gib)
+        assert found == knob and asked.made["asked"] == {36 if "large" in knob else 48}
+    typed = f"--n-layers 48 --d-model 1600 --n-heads 25 --d-ff 6400 {one}"
+    small = "--n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072"
+    assert told(typed, 3)[0] == small and told(typed, 1)[0] == ""
 
 
 def test_the_planner_is_asked():
     """How many sequences fit, one by one; and what is told in the end is the fastest then."""
-    args, plans = parse(SHAPE + " --loss-chunks 1 --batch-size 4"), Plans(61, GPU, torch.float32)
-    full = Knob({"loss_chunks": 0, "use_activation_checkpoint": "full"}, "").change(args)
-    peaks = [plans.peak(argparse.Namespace(**vars(full) | {"batch_size": n})) for n in range(1, 5)]
+    args = parse(f"{SHAPE} --loss-chunks 1 --batch-size 4")
+    asked = Question(args, 61, GPU, torch.float32)
+    full = Knob({"loss_chunks": 0, "use_activation_checkpoint": "full"}).change(args)
+    peaks = [asked.about(changed(full, batch_size=n)).step.peak for n in range(1, 5)]
     for fitting, budget in enumerate((peaks[0] - 1, peaks[0], peaks[1], peaks[3] - 1)):
-        assert plans.most(full, budget) == fitting
-    why, told = plans.way_out(args, budget)
-    then = told.change(args)
-    assert why == "" and plans.pick(then, budget).peak == plans.peak(then) <= budget
-
-
-def test_a_state_that_is_too_large_asks_for_a_smaller_model_at_once():
-    """The largest of those that fit; a planner is asked about no model that cannot."""
-    asked = []
-
-    def most(flags: argparse.Namespace, budget: int) -> int:
-        asked.append(flags.n_layers)
-        return (budget - 6 * GIB * flags.n_layers // 24) * 4 // GIB
-
-    real = Plans(50257, GPU, torch.bfloat16)
-    plans = SimpleNamespace(state=real.state, most=most)
-    args = parse("--model gpt2-xl --batch-size 8")
-    knob = nearest(args, "cuda", 7 * GIB, plans)
-    full = {"use_activation_checkpoint": "full"}
-    assert knob.flags == {"model": "gpt2-medium"} | full | {"batch_size": 4, "grad_accum_steps": 2}
-    assert set(asked) == {24}
-
-    plans.most = lambda flags, budget: flags.batch_size
-    typed = parse("--n-layers 48 --d-model 1600 --n-heads 25 --d-ff 6400 --seq-len 64")
-    knob = nearest(typed, "cuda", 3 * GIB, plans)
-    assert knob.command(typed) == "--n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072"
-    assert nearest(typed, "cuda", GIB, plans) is None
-
-
-def test_a_smaller_state_before_a_smaller_model():
-    """By how much they change the training; and a run that is half done keeps its optimizer."""
-    state = Plans(50257, GPU, torch.bfloat16).state
-    plans = SimpleNamespace(state=state, most=lambda args, budget: args.batch_size)
-
-    def told(flags: str, budget: float) -> str:
-        args = parse(f"--model gpt2-xl --batch-size 1 --use-activation-checkpoint {flags}")
-        return nearest(args, "cuda", int(budget * GIB), plans).command(args)
-
-    muon, half = "--optimizer muon", "--moments-dtype bfloat16"
-    assert told("", 20) == told("--resume", 20) == half
-    assert told("", 17) == f"{muon} {half}"
-    assert told(half, 15) == muon and told(muon, 15) == half
-    assert told("", 14) == told("--resume", 15) == "--model gpt2-large"
+        there = Question(**vars(asked) | {"room": room_for(budget)})
+        assert there.about(full).largest_batch == fitting
+    why, knob = there.way_out()
+    then = there.about(knob.change(args))
+    assert why == "" and then.pick().peak == then.step.peak <= budget
 
 
 def test_a_shorter_sequence_needs_fewer_positions():
     for flags, positions in (("", 2048), ("--max-position-embeddings 5000", 5000)):
         args = parse(f"--seq-len 4096 {flags}")
-        assert Knob({"seq_len": 2048}, "").change(args).max_position_embeddings == positions
+        assert Knob({"seq_len": 2048}).change(args).max_position_embeddings == positions
     muon, adamw = (parse(f"--seq-len 8 --optimizer {name}").lr for name in ("muon", "adamw"))
     assert muon == 2 * adamw  # another flag that stands for more than itself
 
@@ -254,8 +225,7 @@ def machine(monkeypatch):
     def make(total: int | None, free: int, own: int = 0) -> None:
         monkeypatch.setattr("trainer.plan.total_memory", lambda device: total)
         monkeypatch.setattr("trainer.plan.own_memory", lambda: own)
-        room = next(n for n in count(free) if for_tensors(n, "cpu") >= free)
-        monkeypatch.setattr("trainer.room.free_memory", lambda device: room)
+        monkeypatch.setattr("trainer.room.free_memory", lambda device: room_for(free).budget)
 
     return make
 
@@ -267,7 +237,7 @@ def words(flags: str = "", processes: int = 1, snapshot: int = 0) -> str:
 
 
 def peak(flags: str = "") -> int:
-    return Plans(61, CPU, torch.float32).peak(parse(f"{SHAPE} {flags}"))
+    return Question(parse(f"{SHAPE} {flags}"), 61, CPU, torch.float32).step.peak
 
 
 @pytest.mark.parametrize(
@@ -299,8 +269,7 @@ def test_the_process_itself_counts_and_so_do_others(
 
 def test_too_little_is_one_line_with_the_knob(machine):
     """A warning where it is too little just now; the end where there is no more in all."""
-    mix = "--use-activation-checkpoint cheap:1"  # the least that fits
-    way_out = f"; try {mix} (same results, some more time)"
+    way_out = "; try --use-activation-checkpoint cheap:1 (same results, some more time)"
     machine(2 * peak(), peak() - 1)
     _, line = words().splitlines()
     assert line.startswith("warning  ") and " free, less a margin of a tenth); the machine" in line
@@ -316,32 +285,27 @@ def test_too_little_is_one_line_with_the_knob(machine):
 
 def test_a_mix_is_planned_as_what_it_is(machine):
     mlp = "--use-activation-checkpoint mlp"
-    mix = f"{mlp}:1,cheap"
-    assert peak("--use-activation-checkpoint") < peak(mix) < peak(mlp)
-    machine(2 * peak(), peak(mix))
-    (line,) = words(mix).splitlines()
+    assert peak(FULL) < peak(f"{mlp}:1,cheap") < peak(mlp)
+    machine(2 * peak(), peak(f"{mlp}:1,cheap"))
+    (line,) = words(f"{mlp}:1,cheap").splitlines()
     assert line.startswith("mlp:1,cheap: peak ")
     assert f"; without recompute: peak {format_bytes(peak())}, " in line
-    machine(2 * peak(), peak(mix) - 1)
+    machine(2 * peak(), peak(f"{mlp}:1,cheap") - 1)
     knob = "--use-activation-checkpoint sdpa:1,cheap"
-    assert f"; try {knob} (same results, some more time), which fits" in words(mix)
+    assert f"; try {knob} (same results, some more time), which fits" in words(f"{mlp}:1,cheap")
 
 
 def test_auto_has_what_a_snapshot_takes_and_is_checked_as_well(machine):
-    full, auto = peak("--use-activation-checkpoint"), "--use-activation-checkpoint auto"
-    machine(10 * full, 9 * full // 10)
+    auto = "--use-activation-checkpoint auto"
+    machine(10 * peak(FULL), 9 * peak(FULL) // 10)
     with pytest.raises(UsageError, match="free, less a margin"):
         words(auto)
-    assert "auto takes" in words(auto, snapshot=full // 4)
-    machine(full // 2, full // 2)
+    assert "auto takes" in words(auto, snapshot=peak(FULL) // 4)
+    machine(peak(FULL) // 2, peak(FULL) // 2)
     with pytest.raises(TooLarge, match="recompute auto; try .*--batch-size"):
-        words(f"{auto} --memory-budget {2 * full}b")
-
-
-def test_how_much_a_snapshot_holds():
+        words(f"{auto} --memory-budget {2 * peak(FULL)}b")
     state = {"model": {"w": torch.zeros(3, 4)}, "optimizer": {"state": [torch.zeros(5)]}, "step": 1}
-    resumed = Resumed(state, Path("x.pt"))
-    assert held(resumed) == 4 * (12 + 5) and held(None) == 0
+    assert held(Resumed(state, Path("x.pt"))) == 4 * (12 + 5) and held(None) == 0
 
 
 def test_what_the_state_settles_is_not_simulated(machine, monkeypatch):

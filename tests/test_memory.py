@@ -377,8 +377,8 @@ def test_products_of_the_optimizer_take_time():
 def test_plan_memory_says_what_is_stored(mode, words):
     flags = "--n-layers 1 --d-model 64 --vocab-size 97 --card RTX-4090 --memory-budget 8GiB"
     argv = [*flags.split(), f"--optimizer={mode[0]}", f"--moments-dtype={mode[1]}"]
-    asked = plan_memory.aim(argv)
-    said = plan_memory.describe_target(asked)
+    asked, seconds = plan_memory.aim(argv)
+    said = plan_memory.describe_target(asked, seconds)
     assert f"weights, gradients, {words} (1" in said and "bytes a parameter)" in said
-    command = plan_memory.command_line(argv, asked.args, [])
-    assert f"--optimizer={mode[0]}" in command and f"--moments-dtype={mode[1]}" in command
+    command = plan_memory.command_line(asked.args)
+    assert f"--optimizer {mode[0]}" in command and f"--moments-dtype {mode[1]}" in command

@@ -35,14 +35,13 @@ class Made:
     def __init__(self, flags: list[str], folder):
         self.file = folder / "page.html"
         args = memory_page.parse(flags)
-        config = memory_page.model_config(args, memory_page.vocabulary(args))
-        kind, precision, _ = memory_page.target(args)
-        self.planner = make_planner(args, config, torch.device(kind), precision)
+        asked = memory_page.ask(args)
+        self.planner = asked.planner
         self.batch_size = args.batch_size
         record = cache(self.planner.record)  # the page's are those that are compared with it
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.planner, "record", record)
-            patch.setattr(memory_page, "make_planner", lambda *_: self.planner)
+            patch.setattr(memory_page, "ask", lambda _: asked)
             assert memory_page.main([*flags, "--out", str(self.file)]) == 0
         self.records: dict[str, Record] = {
             name: record(args.batch_size, **memory) for name, memory in POLICIES.items()
@@ -693,7 +692,7 @@ def test_a_budget_is_what_auto_would_take():
         (["--device", "cpu"], None),
     ):
         args = memory_page.parse([*FLAGS[:-2], *words])
-        found = memory_page.target(args)[2].safe
+        found = memory_page.ask(args).room.safe
         assert found == budget if budget else found is None or found > 0
 
 

@@ -162,7 +162,7 @@ def test_out_of_memory_on_a_cpu(tmp_path):
     ("flags", "knob"),
     {
         "--loss-chunks=1": "--loss-chunks 0 ",
-        "": "--use-activation-checkpoint (same results",
+        "": "--use-activation-checkpoint full (same results",
         "--use-activation-checkpoint=mlp": "--use-activation-checkpoint full",
         "--use-activation-checkpoint=mlp:1,cheap": "--use-activation-checkpoint full (same",
         "--use-activation-checkpoint --batch-size=6": "--batch-size 3 --grad-accum-steps 2",

@@ -20,7 +20,7 @@ from planner import step as step_of_planner
 from scripts import plan_memory as plan_tool
 from trainer.flags import build_parser, fill_in, model_config
 from trainer.metrics import format_bytes
-from trainer.plan import Plans, TooLarge, plan_memory
+from trainer.plan import Question, TooLarge, plan_memory
 from trainer.process import OneProcess
 
 POLICIES = RECOMPUTE_POLICIES[1:]
@@ -127,7 +127,7 @@ def test_the_memory_of_a_cpu_is_part_of_the_room(left, processes, monkeypatch, e
     process = OneProcess(torch.device("cuda"))
     process.processes_here = processes
     args = fill_in(build_parser("test", "x.pt").parse_args(FLAGS.format("auto").split()))
-    need = Plans(61, process.device, torch.float32).planner(args).step(8, **FULL).host
+    need = Question(args, 61, process.device, torch.float32).planner.step(8, **FULL).host
     assert need == 3 * X
     free = need - (left != "enough")
     total = processes * (need - (left == "never"))
@@ -171,8 +171,8 @@ def test_plan_memory_says_what_offload_takes_of_a_cpu(tmp_path, capsys, monkeypa
         f"about {format_bytes(about)} for {row['largest_batch_safely']} sequences in each\n"
     ) in capsys.readouterr().out
     # A GPU that is here is in a machine whose memory is known.
-    target = plan_tool.target
-    here = replace(target(plan_tool.parse(flags), 2)[2], host=row["host_bytes"] - 1)
-    monkeypatch.setattr(plan_tool, "target", lambda *args: (*target(*args)[:2], here))
+    asked = plan_tool.ask(plan_tool.parse(flags), 2)
+    here = replace(asked.room, host=row["host_bytes"] - 1)
+    monkeypatch.setattr(plan_tool, "ask", lambda *args: replace(asked, args=args[0], room=here))
     less = planned()
     assert not less["fits"] and less["largest_batch"] < 8 <= row["largest_batch"]

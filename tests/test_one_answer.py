@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -15,9 +15,9 @@ from planner import CARDS, Planner
 from planner.choose import all_alike
 from scripts import memory_page, plan_memory
 from trainer import plan
-from trainer.flags import UsageError, build_parser, fill_in, model_config
+from trainer.flags import UsageError, build_parser, changed, fill_in, model_config, words_of
 from trainer.process import OneProcess
-from trainer.room import for_tensors
+from trainer.room import Room
 
 # name: (card, layers, channels, heads, sequences)
 MODELS = {"flat": ("RTX 3060 12GB", 3, 512, 8, 48), "deep": ("H100", 8, 128, 4, 64)}
@@ -51,20 +51,18 @@ class Question:
         flags = [*self.flags, "--use-activation-checkpoint", "auto"]
         return fill_in(build_parser("test", "x.pt").parse_args(flags))
 
-    @property
-    def safe(self) -> int:
-        return for_tensors(budget_of(self.model, self.share), "cuda")
 
-
-def plans_of(model: str) -> plan.Plans:
-    return plan.Plans(4096, torch.device("cuda"), torch.bfloat16, card=CARDS[MODELS[model][0]])
+def of_card(model: str, args) -> plan.Question:
+    """To the planner itself."""
+    card, gpu = CARDS[MODELS[model][0]], torch.device("cuda")
+    return plan.Question(args, 4096, gpu, torch.bfloat16, card=card)
 
 
 @cache
 def budget_of(model: str, share: float) -> int:
     """What has this room for tensors."""
     args = fill_in(build_parser("test", "x.pt").parse_args(flags_of(model).split()))
-    peaks = [step.peak for step in all_alike(plans_of(model).planner(args), args.batch_size)]
+    peaks = [step.peak for step in all_alike(of_card(model, args).planner, args.batch_size)]
     safe = min(peaks) + share * (peaks[0] - min(peaks))
     return int(safe / 0.75) + 2
 
@@ -103,7 +101,7 @@ def ways_on_the_page(model: str) -> list:
 
 
 def of_the_page(question: Question) -> str | None:
-    *_, room = memory_page.target(memory_page.parse(question.flags))
+    room = memory_page.ask(memory_page.parse(question.flags)).room
     fitting = [name for peak, _, name, _ in ways_on_the_page(question.model) if peak <= room.safe]
     return fitting[0] if fitting else None
 
@@ -142,9 +140,9 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
             assert getattr(run, flag) == getattr(question.args, flag)
 
     if answer != "none":
-        args = question.args
-        args.use_activation_checkpoint = "none"
-        _, knob = plans_of(model).way_out(args, question.safe)
+        args = changed(question.args, use_activation_checkpoint="none")
+        room = Room(budget_of(model, share), "cuda")
+        _, knob = replace(of_card(model, args), room=room).way_out()
         told = model_config(knob.change(args), 4096).recompute
-        assert told == ask([*question.flags, *knob.typed()])  # asked with what is to be changed
+        assert told == ask([*question.flags, *words_of(knob.flags)])
         assert (told == answer) == (answer is not None)

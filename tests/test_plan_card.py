@@ -12,34 +12,36 @@ import trainer.card
 import trainer.plan
 from model import MiniGPTConfig
 from planner import CARDS, Card, Planner
-from scripts.plan_table import Clock, Row, recommend
+from scripts.plan_table import Row, recommend
 from trainer.card import clock_card
-from trainer.flags import model_config
+from trainer.flags import changed, model_config
+from trainer.plan import Question
 from trainer.process import OneProcess
 from trainer.room import Room
 
 GIB = 2**30
 H100 = CARDS["H100"]
-CLOCK = Clock(H100, compiled=False, micro_batches=1, processes=1)
 
 
 def test_the_fastest_that_fits_is_recommended_and_offload_last():
     """By time on a card, else by FLOPs; no clock knows what offload's copies take."""
 
-    def row(peak: int, seconds: float, clock=CLOCK, **memory) -> Row:
-        step = SimpleNamespace(config=MiniGPTConfig(**memory), peak=peak, seq_len=8)
-        step.seconds = lambda card, compiled: seconds
-        return Row(step, 0, Room(10, "cpu"), None, None, clock)
+    args = parse(SHAPE)
+    asked = Question(args, 61, torch.device("cpu"), torch.float32, Room(10, "cpu"), H100)
 
-    slow = row(5, 3.0, recompute="full")
-    slower = row(4, 4.0, recompute="full/2")
-    mlp = row(4, 5.0, recompute="mlp")
-    offloaded = row(3, 1.0, recompute="full+offload")
+    def row(peak: int, seconds: float, recompute: str = "none") -> Row:
+        step = SimpleNamespace(config=MiniGPTConfig(recompute=recompute), peak=peak, seq_len=8)
+        step.seconds = lambda card, compiled: seconds
+        return Row(step, 0, asked, None)
+
+    slow, slower = row(5, 3.0, "full"), row(4, 4.0, "full/2")
+    mlp, offloaded = row(4, 5.0, "mlp"), row(3, 1.0, "full+offload")
     too_large = row(11, 0.5)
     assert recommend([too_large, slower, mlp, offloaded, slow]) is slow
     assert recommend([too_large, offloaded]) is offloaded
     assert recommend([too_large]) is None
-    assert recommend([replace(row, clock=None) for row in (slow, mlp)]).step is mlp.step
+    by_flops = [replace(one, asked=replace(asked, card=None)) for one in (slow, mlp)]
+    assert recommend(by_flops).step is mlp.step
 
 
 class Idle(torch.optim.Optimizer):
@@ -65,10 +67,11 @@ def test_micro_batches_share_one_update():
     one = steps[0].seconds(card)
     update = (one - steps[1].seconds(card)) * 40 / 28
     for n in (1, 2, 10):
-        clock = Clock(card, compiled=False, micro_batches=n, processes=3)
-        assert clock.seconds(steps[0]) == pytest.approx(n * one - (n - 1) * update, rel=1e-3)
+        args = changed(parse(SHAPE), grad_accum_steps=n)
+        asked = Question(args, 61, torch.device("cuda"), torch.bfloat16, card=card, processes=3)
+        assert asked.seconds(steps[0]) == pytest.approx(n * one - (n - 1) * update, rel=1e-3)
         tokens = 3 * n * 2 * 64
-        assert clock.tokens_per_s(steps[0]) == pytest.approx(tokens / clock.seconds(steps[0]))
+        assert asked.tokens_per_s(steps[0]) == pytest.approx(tokens / asked.seconds(steps[0]))
 
 
 # ---- in the trainers

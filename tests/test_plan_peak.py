@@ -5,7 +5,6 @@ import pickletools
 import re
 import shlex
 from collections import Counter
-from dataclasses import replace
 from inspect import signature
 from itertools import count
 from pathlib import Path
@@ -27,8 +26,8 @@ from planner.record import Record, code_of
 from scripts import plan_memory
 from scripts.plan_knobs import Setting
 from scripts.plan_peak import COLUMNS, LINES, at_peak, format_peak, record_step
-from scripts.plan_table import Clock
 from scripts.plan_viz import ALIGNMENT, BASE, FirstFit, snapshot
+from trainer.flags import changed
 from trainer.metrics import format_bytes
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -119,10 +118,10 @@ def test_the_largest_groups_in_a_few_lines_of_any_terminal(columns, most):
 SHAPE = f"{answers.SHAPE} --batch-size 8 --device cpu"
 
 
-def listed(flags: str, table=(), settings=(), shape: str = SHAPE) -> Record:
-    """What --at-peak would list below that table, or below what --all-knobs found."""
-    asked = plan_memory.aim(f"{shape} --at-peak {flags}".split())
-    return record_step(asked.args, asked.plans, list(table), list(settings))
+def listed(flags: str, settings=(), shape: str = SHAPE) -> Record:
+    """What --at-peak would list below what --all-knobs found."""
+    asked, _ = plan_memory.aim(f"{shape} --at-peak {flags}".split())
+    return record_step(asked, [], list(settings))
 
 
 def test_the_document_shows_what_is_listed():
@@ -150,8 +149,7 @@ def test_typed_flags_say_which_step(flags, of):
 def test_the_list_is_of_what_is_recommended():
     """And adds up to its peak in the table."""
     flags = "--grad-accum-steps=2 --nproc-per-node=2 --fsdp"
-    asked = plan_memory.aim(f"{answers.SHAPE} --batch-size 64 --device cuda {flags}".split())
-    planner = asked.plans.planner(asked.args)
+    planner = answers.question(f"--device cuda {flags}").planner
     none, full = (planner.step(64, recompute=policy).peak for policy in ("none", "full"))
     answer = ask(f"{flags} --at-peak {budget_for((none + full) / 2)}")
     takes, found = answer.json["takes"], answer.json["alive_at_peak"]
@@ -190,16 +188,14 @@ def test_nothing_changes_without_the_flag(monkeypatch, tmp_path):
 def test_with_all_knobs_it_is_the_fastest_setting():
     """Its micro-batch, length and policy."""
     flags = "--card=H100 --device cuda --batch-size=4 --grad-accum-steps=2"
-    asked = plan_memory.aim(f"{SHAPE} {flags}".split())
-    step = asked.plans.planner(asked.args).step(1, recompute="full")
-    clock = Clock(CARDS["H100"], False, 8, 1)
-    plain, found, longer = (
-        listed(flags, settings=[Setting(one, clock)] if one else [])
-        for one in (None, step, replace(step, seq_len=64))
-    )
+    asked, _ = plan_memory.aim(f"{SHAPE} {flags}".split())
+    way = {"batch_size": 1, "grad_accum_steps": 4, "seq_len": 64, "max_position_embeddings": 64}
+    longer = asked.about(changed(asked.args, **way))
+    step = longer.planner.step(1, recompute="full")
+    plain, found = listed(flags), listed(flags, [Setting(step, longer)])
     assert (plain.step.batch_size, plain.step.config.recompute) == (4, "none")
     assert (found.step.batch_size, found.step.peak) == (1, step.peak)
-    assert longer.step.seq_len == longer.step.config.max_position_embeddings == 64
+    assert found.step.seq_len == found.step.config.max_position_embeddings == 64
     assert any(storage.kind == "gradients" for storage in found.alive(0))  # it accumulates
 
 
@@ -316,7 +312,7 @@ def test_the_first_gap_that_is_large_enough(changes):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_times_are_the_clocks(gpu, compiled):
     card = CARDS["H100"]
-    found = snapshot(gpu, Clock(card, compiled, 1, 1))
+    found = snapshot(gpu, card, compiled)
     times = [event["time_us"] for event in found["device_traces"][0]]
     assert times == sorted(times) and times[0] == 0 and len(set(times)) > 100
     assert times[-1] == round(1e6 * gpu.step.seconds(card, compiled))
@@ -371,8 +367,8 @@ def data(path) -> dict:
 def test_torch_opens_it(data):
     assert {event["frames"][-1]["name"] for event in changes(data)} == {"full"}
     most = max(sum(e["size"] for e in alive.values()) for _, alive in replay(changes(data)))
-    asked = plan_memory.aim([*answers.SHAPE.split(), *WIDER])
-    assert most == asked.plans.planner(asked.args).step(8, recompute="full").peak  # as typed
+    asked, _ = plan_memory.aim([*answers.SHAPE.split(), *WIDER])
+    assert most == asked.planner.step(8, recompute="full").peak  # as typed
 
     assert "segments: 1\n" in _memory_viz.segsum(data)
     text = _memory_viz.trace(data)

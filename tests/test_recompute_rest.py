@@ -267,4 +267,4 @@ def test_the_plan_is_about_all_policies_whatever_was_asked():
     argv = "--use-activation-checkpoint mlp --recompute-layers 2 --recompute-rest cheap".split()
     args = parse_plan([*argv, "--lr=1"])
     assert args.use_activation_checkpoint == "none"
-    assert command_line([*argv, "--lr=1"], args, []) == "python train_minimal.py --lr=1"
+    assert command_line(args) == "python train_minimal.py --lr 1"

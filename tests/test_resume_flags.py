@@ -1,6 +1,6 @@
 """--resume needs nothing else: the snapshot has the flags; what is typed wins, or is refused.
 
-What a resumed run computes: test_resume.py.
+What a resumed run computes: test_resume.py. That flags come back as they were: test_flags.py.
 """
 
 import math
@@ -12,27 +12,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.runs import TINY, Crash, crash_after, metrics, same, snapshot, train_here
-from hypothesis import given, reject, settings
-from hypothesis import strategies as st
 
 import train_ddp
 import train_minimal
 from data import find_dataset
 from trainer import older
-from trainer.flags import UsageError, build_parser, fill_in
+from trainer.flags import build_parser, fill_in, flag
 from trainer.process import OneProcess
-from trainer.resume import flag, keep_batch, same_batch, take_flags
+from trainer.resume import keep_batch, same_batch, take_flags
 from trainer.snapshot import Resumed, SnapshotError, peek
 
 OWN_TEXT = [word for word in TINY if word != "--use-toy-data"]
+FLAGS = "--use-activation-checkpoint=cheap:1,mlp --grad-accum-steps=2 --lr=0.01"
 
 
 def resume_alone(path, *flags: str) -> int:
     return train_minimal.main(["--resume", "--checkpoint-path", str(path), *flags])
-
-
-FLAGS = "--use-activation-checkpoint=cheap:1,mlp"
-FLAGS += " --grad-accum-steps=2 --lr=0.01"
 
 
 def test_no_other_flag_is_needed(tmp_path, monkeypatch, capsys):
@@ -48,8 +43,7 @@ def test_no_other_flag_is_needed(tmp_path, monkeypatch, capsys):
     assert "changed" not in capsys.readouterr().out
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
     ours, theirs = (snapshot(file)["args"] for file in (path, whole))
-    own = {"resume": True, "checkpoint_path": str(path)}
-    assert ours == theirs | own
+    assert ours == theirs | {"resume": True, "checkpoint_path": str(path)}
     assert [r["step"] for r in metrics(path)] == [r["step"] for r in metrics(whole)]
 
 
@@ -105,12 +99,9 @@ def test_a_snapshot_of_then_goes_on(tmp_path):
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
-def parse(words: list[str]):
-    return build_parser("test", "x.pt").parse_args(words)
-
-
-def taken(before: str | dict, typed: str):
+def taken(before: str | dict, typed: str = ""):
     """The flags of a run of `before` that is resumed with `typed`."""
+    parse = build_parser("test", "x.pt").parse_args
     saved = before if isinstance(before, dict) else vars(fill_in(parse(before.split())))
     args = parse(["--resume", *typed.split()])
     state = {"args": saved, "tokenizer": {"name": saved.get("tokenizer_name") or "bpe"}}
@@ -118,119 +109,55 @@ def taken(before: str | dict, typed: str):
     return fill_in(args)
 
 
-some = st.floats(1e-9, 1e-3)
-DRAWN = {
-    "--num-steps": st.integers(1, 10**9),
-    "--lr": some,
-    "--weight-decay": some | st.just(0),
-    "--grad-clip-norm": some | st.just(0),
-    "--val-ratio": st.floats(0.01, 0.99),
-    "--seed": st.integers(0, 2**63 - 1),
-    "--eval-interval": st.integers(0, 10**9),
-    "--seq-len": st.integers(1, 10**6),
-    "--memory-budget": st.integers(1, 2**50).map("{}b".format),
-    "--use-activation-checkpoint": st.sampled_from(["none", "mlp", "full", "auto"]),
-    "--optimizer": st.sampled_from(["adamw", "muon"]),
-    "--train-data": st.lists(st.text("ab*- ", min_size=1).filter(lambda s: s[0] != "-")),
-    **dict.fromkeys(["--compile", "--tf32", "--no-amp", "--use-toy-data"], st.none()),
-}
-
-
-@settings(deadline=None, derandomize=True, database=None)
-@given(st.fixed_dictionaries({}, optional=DRAWN))
-def test_all_flags_come_back(drawn):
-    words: list[str] = []
-    for flag_, value in drawn.items():
-        values = value if isinstance(value, list) else [value]
-        words += [flag_, *(str(one) for one in values if one is not None)] if values else []
-    try:
-        before = fill_in(parse(words))
-    except UsageError:
-        reject()
-    saved = {"args": vars(before), "tokenizer": {"name": "bpe"}}
-    after = parse(["--resume"])
-    take_flags(after, Resumed(saved, after.checkpoint_path))
-    assert vars(fill_in(after)) == vars(before) | {"resume": True, "typed": {"resume"}}
+FULL = "--use-activation-checkpoint full"
+MLP = "--use-activation-checkpoint mlp"
+AUTO = "--use-activation-checkpoint auto"
 
 
 @pytest.mark.parametrize(
-    ("before", "typed", "expected"),
+    ("before", "typed", "as_if"),
     [
-        ("--num-steps 77", "--num-steps 1000", {"num_steps": 1000, "warmup_steps": 3}),
-        ("--num-tokens 7680", "", {"num_tokens": 7680, "num_steps": 10}),
-        ("--num-tokens 7680", "--num-steps 9", {"num_tokens": None, "num_steps": 9}),
-        ("--num-steps 9", "--num-tokens 7680", {"num_tokens": 7680, "num_steps": 10}),
-        ("--num-epochs 2", "--num-tokens 7680", {"num_epochs": None, "num_steps": 10}),
-        ("--model gpt2 --seq-len 64", "", {"d_model": 768, "seq_len": 64, "n_heads": 12}),
-        ("--model gpt2 --seq-len 64", "--model gpt2", {"d_model": 768, "seq_len": 64}),
-        ("--compile", "--no-compile", {"compile": False}),
-        ("--tf32", "--no-tf32", {"tf32": False}),
-        ("--lr 0.01", "--lr 0.001", {"min_lr": 0.0001}),  # it was a tenth of the rate, and is
-        ("--lr 0.01 --min-lr 0.0005", "--lr 0.001", {"min_lr": 0.0005}),
-        ("--no-amp", "--amp-dtype bfloat16", {"no_amp": False, "amp_dtype": "bfloat16"}),
-        ("--amp-dtype bfloat16", "--no-amp", {"no_amp": True, "amp_dtype": "auto"}),
-        (
-            "--use-activation-checkpoint auto --memory-budget 1GiB",
-            "--use-activation-checkpoint mlp",
-            {"use_activation_checkpoint": "mlp", "memory_budget": None},
-        ),
-        ("--use-activation-checkpoint auto --card h100", "", {"card": "H100"}),
-        (
-            "--use-activation-checkpoint auto --card this-machine",
-            "--use-activation-checkpoint mlp",
-            {"use_activation_checkpoint": "mlp", "card": None},
-        ),
-        (
-            "--use-activation-checkpoint full:2+offload",
-            "--use-activation-checkpoint none",
-            {"use_activation_checkpoint": "none"},
-        ),
-        (
-            "--use-activation-checkpoint full:2/2",
-            "--recompute-layers 1 --offload-activations",
-            {"use_activation_checkpoint": "full:1/2+offload"},
-        ),
-        (
-            "--use-activation-checkpoint full:2,mlp+offload",
-            "--recompute-layers 0 --no-offload-activations",
-            {"use_activation_checkpoint": "full:0,mlp"},
-        ),
-        (
-            "--use-activation-checkpoint full:2,mlp",
-            "--recompute-rest none",
-            {"use_activation_checkpoint": "full:2"},
-        ),
-        (
-            "--use-activation-checkpoint --recompute-layers 2 --recompute-rest mlp",
-            "--use-activation-checkpoint --recompute-group 2",
-            {"use_activation_checkpoint": "full/2"},
-        ),
+        ("--num-steps 77", "--num-steps 1000", "--num-steps 1000 --warmup-steps 3"),
+        ("--num-tokens 7680", "", "--num-tokens 7680"),
+        ("--num-tokens 7680", "--num-steps 9", "--num-steps 9"),
+        ("--num-steps 9", "--num-tokens 7680", "--num-tokens 7680"),
+        ("--num-epochs 2", "--num-tokens 7680", "--num-tokens 7680"),
+        ("--model gpt2 --seq-len 64", "", "--model gpt2 --seq-len 64"),
+        ("--model gpt2 --seq-len 64", "--model gpt2", "--model gpt2 --seq-len 64"),
+        ("--compile --tf32", "--no-compile", "--tf32"),
+        ("--lr 0.01", "--lr 0.001", "--lr 0.001"),  # --min-lr was a tenth of the rate, and is
+        ("--lr 0.01 --min-lr 0.0005", "--lr 0.001", "--lr 0.001 --min-lr 0.0005"),
+        ("--no-amp", "--amp-dtype bfloat16", "--amp-dtype bfloat16"),
+        ("--amp-dtype bfloat16", "--no-amp", "--no-amp"),
+        (f"{AUTO} --memory-budget 1GiB", MLP, MLP),
+        (f"{AUTO} --card this-machine", MLP, MLP),
+        (f"{AUTO} --card h100", "", f"{AUTO} --card H100"),
+        (f"{FULL}:2+offload", "--use-activation-checkpoint none", ""),
+        (f"{FULL}:2,mlp", MLP, MLP),
+        # The older flags change what they are about.
+        (f"{FULL}:2/2", "--recompute-layers 1 --offload-activations", f"{FULL}:1/2+offload"),
+        (f"{FULL}:2,mlp+offload", "--recompute-layers 0 --no-offload-activations", f"{FULL}:0,mlp"),
+        (f"{FULL}:2,mlp", "--recompute-rest none", f"{FULL}:2"),
+        (f"{FULL}:2,mlp", "--use-activation-checkpoint --recompute-group 2", f"{FULL}/2"),
+        # What the run cannot change; the flag that was typed is blamed.
+        ("", "--seq-len 128", "error: --seq-len: x.pt was trained with 64, this run has 128"),
+        ("", "--model gpt2", "error: --model gpt2, --n-layers: x.pt was trained with 3, this run"),
+        ("--model gpt2", "--d-model 96", "error: --d-model: x.pt was trained with 768"),
+        ("--seed 4", "--seed 5", "error: --seed: x.pt was trained with 4, this run has 5"),
+        ("", "--tokenizer-name byte", "error: --tokenizer-name: x.pt was trained with bpe, this"),
+        ("", "--use-toy-data", "error: --use-toy-data: x.pt was trained with text, this run has"),
+        ("--use-toy-data --vocab-size 31", "--train-data x.txt",
+         "error: --train-data: x.pt was trained with toy data, this run has text"),
     ],
-)
-def test_what_is_typed_wins(before, typed, expected):
-    args = taken(before, typed)
-    assert {name: getattr(args, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("before", "typed", "named"),
-    [
-        ("", "--seq-len 128", "--seq-len: x.pt was trained with 64, this run has 128"),
-        ("", "--model gpt2", "--model gpt2, --n-layers: x.pt was trained with 3, this run has 12"),
-        ("--model gpt2", "--d-model 96", "--d-model: x.pt was trained with 768"),
-        ("--seed 4", "--seed 5", "--seed: x.pt was trained with 4, this run has 5"),
-        ("", "--tokenizer-name byte", "--tokenizer-name: x.pt was trained with bpe, this run has"),
-        ("", "--use-toy-data", "--use-toy-data: x.pt was trained with text, this run has toy data"),
-        (
-            "--use-toy-data --vocab-size 31",
-            "--train-data x.txt",
-            "--train-data: x.pt was trained with toy data, this run has text",
-        ),
-    ],
-)
-def test_the_flag_that_was_typed_is_blamed(before, typed, named):
-    with pytest.raises(SnapshotError, match=named):
-        taken(before, typed)
+)  # fmt: skip
+def test_what_is_typed_wins_or_is_refused(before, typed, as_if):
+    if as_if.startswith("error: "):
+        with pytest.raises(SnapshotError, match=as_if.removeprefix("error: ")):
+            taken(before, typed)
+        return
+    now, wanted = vars(taken(before, typed)), taken({}, as_if)
+    same_in_all = {"typed": wanted.typed}
+    assert now | same_in_all == vars(wanted) | same_in_all
 
 
 @pytest.mark.parametrize(
@@ -242,81 +169,15 @@ def test_the_flag_that_was_typed_is_blamed(before, typed, named):
         {"batch_size": 0},
         {"num_steps": True},
         {"lr_scheduler": "steps"},
-        {"device": "gpu"},
-        {"seq_len": 64.0},
+        {"model": {}},
+        {"seq_len": 64.5},
     ],
     ids=str,
 )
 def test_a_strange_flag_in_a_snapshot(strange):
     """Nothing gets in by a file that the command line would refuse."""
-    with pytest.raises(SnapshotError, match="of its flags, --" + flag(*strange)[2:]):
-        taken(strange, "")
-
-
-def test_a_path_with_a_space_can_be_pasted(tmp_path, monkeypatch, capfd):
-    """From stopped, note and next, through a shell's eyes."""
-    folder = tmp_path / "my runs"
-    path = folder / "it's.pt"
-    real = train_minimal.train_step
-
-    def train_step(run):
-        if run.step == 3:
-            signal.raise_signal(signal.SIGTERM)
-        return real(run)
-
-    with monkeypatch.context() as here:
-        here.setattr(train_minimal, "train_step", train_step)
-        assert train_here(path) == 143
-    out, err = capfd.readouterr()
-    assert "finishing this step and saving; again to stop at once" in err
-    (command,) = re.findall("^stopped .*with --resume: (.*)", out, re.M)
-    words = ["python", "train_minimal.py", "--resume", "--checkpoint-path", str(path)]
-    assert shlex.split(command) == words
-    assert train_minimal.main(shlex.split(command)[2:]) == 0
-    (command,) = re.findall("^next     (.*)", capfd.readouterr().out, re.M)
-    assert shlex.split(command)[1:] == ["-m", "scripts.generate", "--checkpoint-path", str(path)]
-    assert train_here(path, "--num-steps=2") == 0
-    (command,) = re.findall("to go on with that one: (.*)", capfd.readouterr().out)
-    assert train_minimal.main([*shlex.split(command)[2:], "--num-steps=21"]) == 0
-    assert "step 20\n" in capfd.readouterr().out
-
-
-def test_the_end_names_the_command_that_goes_on(tmp_path, capsys):
-    """And of a run that does not go on nothing is said to have changed "from here on"."""
-    path = tmp_path / "run.pt"
-    assert train_here(path) == 0
-    before = path.read_bytes()
-    capsys.readouterr()
-    assert resume_alone(path, "--log-interval=7") == 0
-    assert path.read_bytes() == before
-    out = capsys.readouterr().out
-    assert "already at step 20; raise --num-steps" in out and "changed" not in out
-    (command,) = re.findall("to go on: (.*)", out)
-    assert train_minimal.main(shlex.split(command)[2:]) == 0
-    assert snapshot(path)["step"] == 40
-
-
-def test_a_jump_of_the_learning_rate_is_said(tmp_path, capsys):
-    path = tmp_path / "run.pt"
-    assert train_here(path) == 0
-    assert resume_alone(path, "--num-steps=30") == 0
-    records = metrics(path)
-    said = f"was {records[19]['lr']:.2e} at step 20 and is {records[20]['lr']:.2e} at the next"
-    assert said in capsys.readouterr().out and records[20]["lr"] > 1.5 * records[19]["lr"]
-    assert resume_alone(path, "--num-steps=31", "--lr-scheduler=constant", "--lr=2e-9") == 0
-    capsys.readouterr()
-    assert resume_alone(path, "--num-steps=32") == 0  # another schedule, but the same rate
-    assert "learning rate was" not in capsys.readouterr().out
-
-
-def test_the_first_step_is_said_at_once(tmp_path, capsys):
-    """But not recorded: the log's intervals stay what they are."""
-    path = tmp_path / "run.pt"
-    assert train_here(path, "--log-interval=10") == 0
-    out = capsys.readouterr().out
-    (line,) = re.findall(r"^first    step +1/20 \| .*loss .*", out, re.M)
-    assert "eta" not in line  # the first step warms up: it would be a lie
-    assert [r["step"] for r in metrics(path)] == [10, 20]
+    with pytest.raises(SnapshotError, match="of its flags, " + flag(*strange)):
+        taken(strange)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +203,6 @@ def test_the_old_batch_on_another_number_of_processes(before, processes, size, s
         ("", 3, 2),  # and three cannot: check_resumable says so
         ("--batch-size 24", 1, 1),
         ("--grad-accum-steps 2", 2, 2),
-        ("--grad-accum-steps 3", 2, 3),
     ],
 )
 def test_accumulation_goes_where_processes_come(typed, world_size, steps):
@@ -351,98 +211,137 @@ def test_accumulation_goes_where_processes_come(typed, world_size, steps):
     assert args.grad_accum_steps == steps
 
 
-def test_commands_of_several_processes(monkeypatch):
+# ---- what is said, and can be pasted
+
+
+def test_a_path_with_a_space_can_be_pasted(tmp_path, monkeypatch, capfd):
+    """From stopped, next and note, through a shell's eyes; and each goes on where it says."""
+    path = tmp_path / "my runs" / "it's.pt"
+    real = train_minimal.train_step
+
+    def train_step(run):
+        if run.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return real(run)
+
+    def pasted(pattern: str) -> list[str]:
+        (command,) = re.findall(pattern, capfd.readouterr().out, re.M)
+        return shlex.split(command)
+
+    with monkeypatch.context() as here:
+        here.setattr(train_minimal, "train_step", train_step)
+        assert train_here(path, "--log-interval=10") == 143
+    resume = pasted("^stopped .*with --resume: (.*)")
+    named = ["--checkpoint-path", str(path)]
+    assert resume == ["python", "train_minimal.py", "--resume", *named]
+    assert train_minimal.main(resume[2:]) == 0
+    assert pasted("^next     (.*)")[1:] == ["-m", "scripts.generate", *named]
+    assert [r["step"] for r in metrics(path)] == [3, 10, 20]
+
+    before = path.read_bytes()
+    assert train_minimal.main(resume[2:]) == 0  # nothing is left to do
+    assert path.read_bytes() == before
+    longer = pasted(r"already at step 20; raise --num-steps to go on: (.*)")
+    assert train_here(path, "--num-steps=2") == 0
+    older = pasted("to go on with that one: (.*)")
+    assert train_minimal.main([*older[2:], *longer[5:]]) == 0
+    assert "step 20\n" in capfd.readouterr().out and snapshot(older[-1])["step"] == 40
+
+
+def test_what_is_said_first(tmp_path, capsys):
+    """A jump of the learning rate; and the first step at once, though it is not recorded."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--log-interval=10") == 0
+    (line,) = re.findall(r"^first    step +1/20 \| .*loss .*", capsys.readouterr().out, re.M)
+    assert "eta" not in line  # the first step warms up: it would be a lie
+    assert [r["step"] for r in metrics(path)] == [10, 20]
+    assert resume_alone(path, "--num-steps=30", "--log-interval=1") == 0
+    before, after = metrics(path)[1:3]
+    said = f"was {before['lr']:.2e} at step 20 and is {after['lr']:.2e} at the next"
+    assert said in capsys.readouterr().out and after["lr"] > 1.5 * before["lr"]
+    assert resume_alone(path, "--num-steps=31", "--lr-scheduler=constant", "--lr=2e-9") == 0
+    capsys.readouterr()
+    assert resume_alone(path, "--num-steps=32") == 0  # another schedule, but the same rate
+    assert "learning rate was" not in capsys.readouterr().out
+
+
+def test_commands_as_they_were_typed(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["../minigpt/train_minimal.py", "--resume"])
+    assert OneProcess(torch.device("cpu")).command == ("python", "../minigpt/train_minimal.py")
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    assert OneProcess(torch.device("cpu")).command == ("python", "train_minimal.py")
+
     monkeypatch.setattr("trainer.torchrun.end_with_torchrun", lambda: None)
     world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     world |= {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "MINIGPT_TIMEOUT_S": "9"}
-    for name, value in world.items():
-        monkeypatch.setenv(name, value)
-    args = SimpleNamespace(device="cpu")
-    assert train_ddp.DDPProcess(args).command == ("torchrun", "--nproc-per-node=2", "train_ddp.py")
-    for name, value in {"WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "3", "GROUP_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert shlex.join(train_ddp.DDPProcess(args).command) == (
-        "torchrun --nproc-per-node=2 --nnodes=3 --node-rank=0 --master-addr=host "
-        "--master-port=29500 train_ddp.py"
-    )
+    several = {"WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "3", "GROUP_RANK": "0"}
+    where = "--nnodes=3 --node-rank=0 --master-addr=host --master-port=29500"
+    for now, words in ((world, ""), (world | several, f"{where} ")):
+        for name, value in now.items():
+            monkeypatch.setenv(name, value)
+        process = train_ddp.DDPProcess(SimpleNamespace(device="cpu"))
+        assert shlex.join(process.command) == f"torchrun --nproc-per-node=2 {words}train_ddp.py"
 
+
+# ---- its data
 
 TEXT = "--tokenizer-name=bpe --vocab-size=300 --num-steps=4 --seq-len=8 --max-position-embeddings=8"
 
 
 @pytest.fixture
 def text_run(tmp_path, monkeypatch, capsys):
-    """A finished run on a text: (its snapshot, the text)."""
+    """A finished run, from another folder, on a text: (its snapshot, the text)."""
     monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
-    text, path = tmp_path / "my text.txt", tmp_path / "run.pt"
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+    text, path = here / "my text.txt", tmp_path / "run.pt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
-    flags = [*OWN_TEXT, f"--train-data={text}", *TEXT.split(), f"--checkpoint-path={path}"]
+    monkeypatch.chdir(here)
+    flags = [*OWN_TEXT, *TEXT.split(), f"--checkpoint-path={path}", "--train-data", text.name]
     assert train_minimal.main(flags) == 0
+    monkeypatch.chdir(elsewhere)
     capsys.readouterr()
     return path, text
 
 
-def test_a_text_that_was_edited_is_gone_on_with(text_run, capsys):
+def test_other_data_is_refused(text_run, capsys):
+    """A text of the same name, which lies where one goes on, is not taken for it either."""
+    path, text = text_run
+    for name in ("other.txt", text.name):
+        with open(name, "w") as file:
+            file.write(text.read_text() + "another one\n")
+    before = path.read_bytes()
+    must_stay = r"\); the data must stay the same"
+    for asked, blamed in {
+        "--val-ratio=0.3": rf"--train-data: .* \(--val-ratio{must_stay}",
+        "--max-tokens=100": rf"--train-data: .* \(--max-tokens{must_stay}",
+        "--train-data=other.txt": rf"--train-data: .* \(--train-data{must_stay}",
+        f"--train-data={text.name}": "--train-data: ",
+        "--vocab-size=290": "--vocab-size: .*run.pt was trained with 289, this run has 290",
+    }.items():
+        assert resume_alone(path, "--num-steps=6", asked) == 2
+        error = capsys.readouterr().err
+        assert re.match(f"error: {blamed}", error) and path.read_bytes() == before, asked
+
+
+def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(text_run, capsys):
     """One more line forbids nothing. It is encoded as before, and what changed is said."""
     path, text = text_run
     tokenizer = snapshot(path)["tokenizer"]
-    text.write_text(text.read_text() + "zebras quarrel with quiet quetzals, one line more\n" * 9)
-    assert resume_alone(path, "--num-steps=6") == 0
-    out = capsys.readouterr().out
-    said = re.search(r"resume   the data changed, it was .*my text.txt.* 1.76 kB; .*: .*", out)
-    assert said and "validation losses of before do not compare" in said[0]
-    assert snapshot(path)["step"] == 6 and snapshot(path)["tokenizer"] == tokenizer
+
+    def said(*flags: str) -> str:
+        assert resume_alone(path, *flags) == 0
+        return capsys.readouterr().out
+
+    assert "data changed" not in said("--num-steps=5")  # found where it was
+    moved = text.rename(text.with_name("moved.txt"))
+    out = said("--num-steps=6", f"--train-data={moved}")
+    assert f"--train-data {text} -> {moved}" in out and "data changed" not in out
+    moved.write_text(moved.read_text() + "zebras quarrel with quiet quetzals, one line more\n" * 9)
+    out = said("--num-steps=7")
+    changed = re.search(r"resume   the data changed, it was .*moved.txt.* 1.76 kB; .*: .*", out)
+    assert changed and "validation losses of before do not compare" in changed[0]
+    assert snapshot(path)["step"] == 7 and snapshot(path)["tokenizer"] == tokenizer
     assert "training a BPE" not in out
-    assert resume_alone(path, "--num-steps=8") == 0  # and that is its data from now on
-    assert "data changed" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("asked", ["--val-ratio=0.3", "--max-tokens=100", "--train-data={other}"])
-def test_other_data_is_refused(text_run, tmp_path, capsys, asked):
-    path, text = text_run
-    other = tmp_path / "other.txt"
-    other.write_text(text.read_text() + "another one\n")
-    assert resume_alone(path, "--num-steps=6", asked.format(other=other)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --train-data: ") and snapshot(path)["step"] == 4
-    assert f"({asked.partition('=')[0]}); the data must stay the same" in error
-
-
-def test_the_data_is_found_from_another_folder(text_run, tmp_path, monkeypatch, capsys):
-    """And a text of the same name, which lies there by chance, is not taken for it."""
-    path, text = text_run
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    for folder in (here, elsewhere):
-        folder.mkdir()
-    (here / "t.txt").write_bytes(text.read_bytes())
-    monkeypatch.chdir(here)
-    words = [*OWN_TEXT, *TEXT.split(), f"--checkpoint-path={path}", "--train-data=t.txt"]
-    assert train_minimal.main(words) == 0
-    (elsewhere / "t.txt").write_text("something else\n" * 40)
-    monkeypatch.chdir(elsewhere)
-    assert resume_alone(path, "--num-steps=6") == 0
-    assert "data changed" not in capsys.readouterr().out
-    assert resume_alone(path, "--num-steps=8", "--train-data=t.txt") == 2
-    assert "error: --train-data: " in capsys.readouterr().err
-
-
-def test_the_same_text_may_have_moved(text_run, tmp_path, capsys):
-    path, text = text_run
-    other = tmp_path / "other.txt"
-    text.rename(other)
-    assert resume_alone(path, "--num-steps=6", f"--train-data={other}") == 0
-    out = capsys.readouterr().out
-    assert f"--train-data {text} -> {other}" in out and "data changed" not in out
-
-
-def test_another_vocabulary_is_refused(text_run, capsys):
-    path, _ = text_run
-    assert resume_alone(path, "--num-steps=6", "--vocab-size=290") == 2
-    assert "--vocab-size: " in capsys.readouterr().err
-
-
-def test_the_command_is_as_it_was_typed(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["../minigpt/train_minimal.py", "--resume"])
-    assert OneProcess(torch.device("cpu")).command == ("python", "../minigpt/train_minimal.py")
-    monkeypatch.setattr("sys.argv", ["pytest"])
-    assert OneProcess(torch.device("cpu")).command == ("python", "train_minimal.py")
+    assert "data changed" not in said("--num-steps=8")  # that is its data from now on

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases.shapes import WIDE, T
+from harness.answers import room_for
 from harness.fsdp_memory import CASES
 from harness.planned import planner
 from harness.runs import together
@@ -22,10 +23,9 @@ from planner.step import Planner
 from planner.timeline import KINDS, StepMemory, parts
 from scripts import plan_memory
 from scripts.plan_knobs import least
-from scripts.plan_table import Clock
-from trainer.flags import UsageError, build_parser, fill_in, model_config
+from trainer.flags import UsageError, build_parser, changed, fill_in, model_config
 from trainer.optimizer import make_optimizer
-from trainer.plan import Plans, choose_recompute
+from trainer.plan import Question, choose_recompute, step_seconds
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
 from trainer.room import Room
@@ -176,21 +176,19 @@ def test_plan_memory_plans_shards(tmp_path, capsys):
         *("none", "cheap", "selective", "mlp", "attn", "sdpa", "full", "full+offload")
     ]
     precision = getattr(torch, four["precision"])
-    plan = Plans(64, CPU, precision, shards=4).planner(parse(""))
+    plan = Question(parse(""), 64, CPU, precision, shards=4).planner
     assert four["rows"][6]["peak_bytes"] == plan.step(8, recompute="full").peak
     out = capsys.readouterr().out
     assert "fully_shard: 4 processes hold the model between them" in out
     assert "1/4 of weights, gradients, AdamW" in out and "gathered embeddings, 6.1 KiB" in out
     command = out.splitlines()[-1]
-    assert command.startswith("torchrun --nproc-per-node=4 train_fsdp.py --use-toy-data")
-    assert "--fsdp" not in command and "--lr 1e-3" in command
+    assert command.startswith("torchrun --nproc-per-node=4 train_fsdp.py --")
+    assert "--fsdp" not in command and "--lr 0.001" in command
 
 
 def test_an_update_of_shards_is_a_part_of_one():
     step, card = planner(WIDE, shards=2).step(1), CARDS["A100"]
-    update, part = (
-        step.seconds(card) - Clock(card, False, 2, 2, n).seconds(step) / 2 for n in (1, 2)
-    )
+    update, part = (step.seconds(card) - step_seconds(step, card, 2, shards=n) / 2 for n in (1, 2))
     assert update == pytest.approx(2 * part) and part > 0
 
 
@@ -201,7 +199,7 @@ def test_what_processes_send_each_other_takes_no_time_here():
         "--card A100 --nproc-per-node 1": False,
         "--nproc-per-node 2": False,  # no times
     }.items():
-        said = plan_memory.describe_target(plan_memory.aim(f"{SHAPE} {flags}".split()))
+        said = plan_memory.describe_target(*plan_memory.aim(f"{SHAPE} {flags}".split()))
         assert ("\nnote     the times are without what processes send" in said) == is_said
 
 
@@ -228,31 +226,35 @@ def test_where_the_state_is_too_large_for_ddp_shards_are_named(capsys):
     assert "AdamW's state alone take 6.2 MiB, more than the 4.5 MiB" in why
     fits = "train_fsdp.py --no-compress-gradients fits"
     assert why.endswith(f": {fits} (the processes hold the model between them)")
-    assert command == f"torchrun --nproc-per-node=4 train_fsdp.py {SHAPE} {DEEP}"
+    *torchrun, trainer = command.split()[:3]
+    assert (torchrun, trainer) == (["torchrun", "--nproc-per-node=4"], "train_fsdp.py")
+    assert parse(" ".join(command.split()[3:])) == parse(DEEP)
 
 
 def test_the_way_to_shards_is_the_shortest():
     """With what else it takes, no more; and not at all where shards do not help."""
     args = parse(f"--use-activation-checkpoint full/2 {DEEP}")
-    ddp = Plans(64, CPU, torch.float32, ddp=True, processes=4)
-    state = ddp.state(args)
-    _, knob = ddp.way_out(args, state)
+    ddp = Question(args, 64, CPU, torch.float32, ddp=True, processes=4)
+    state = ddp.state
+    at_state = replace(ddp, room=room_for(state))
+    _, knob = at_state.way_out()
     none = "--use-activation-checkpoint none"  # there is so much room then
     assert knob.command(args) == f"train_fsdp.py {none}"
     with pytest.raises(
         UsageError, match=r"train_fsdp.py --use-activation-checkpoint full fits \(the proc"
     ):
-        choose_recompute(ddp, args, Room(state, "cpu"))
-    for budget, plans in [(2**16, ddp), (state, replace(ddp, processes=1))]:
-        _, knob = plans.way_out(args, budget)
+        choose_recompute(replace(ddp, room=Room(state, "cpu")))
+    for asked in (replace(ddp, room=room_for(2**16)), replace(at_state, processes=1)):
+        _, knob = asked.way_out()
         assert knob is None or not knob.trainer
 
-    sharded, none = replace(ddp, ddp=False, shards=4, made={}), parse(DEEP)
-    full = argparse.Namespace(**vars(none) | {"use_activation_checkpoint": "full"})
-    for budget, more in [(sharded.peak(none), ""), (sharded.peak(full), "full:4,cheap")]:
-        assert sharded.peak(full) < sharded.peak(none) < state
-        _, knob = ddp.way_out(none, budget)
-        assert knob.trainer and knob.flags.get("use_activation_checkpoint", "") == more
+    none, sharded = ddp.about(parse(DEEP)), ddp.sharded()
+    plain = sharded.about(none.args).step.peak
+    full = sharded.about(changed(none.args, use_activation_checkpoint="full")).step.peak
+    assert full < plain < state
+    for budget, more in [(plain, False), (full, True)]:
+        _, knob = replace(none, room=room_for(budget)).way_out()
+        assert knob.trainer and ("use_activation_checkpoint" in knob.flags) == more
 
 
 def test_a_run_knows_its_shards():
@@ -260,5 +262,5 @@ def test_a_run_knows_its_shards():
     args, process = parse("--use-activation-checkpoint full"), OneProcess(CPU)
     process.shards = process.world_size = 2
     words = plan_run(args, process, model_config(args, 64), torch.float32).words
-    sharded, whole = (Plans(64, CPU, torch.float32, shards=n).peak(args) for n in (2, 1))
+    sharded, whole = (Question(args, 64, CPU, torch.float32, shards=n).step.peak for n in (2, 1))
     assert sharded != whole and words.startswith(f"full: peak {sharded / 1024:.1f} KiB")

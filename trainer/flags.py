@@ -20,7 +20,7 @@ from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
 from . import older
 from .card import card_name
-from .length import LENGTHS, token_count, tokens_per_step
+from .length import LENGTHS, format_tokens, token_count, tokens_per_step
 
 
 class UsageError(ValueError):
@@ -60,28 +60,36 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed
 
 
+class InOrder(argparse.Namespace):
+    """What was set last is the last one."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self).pop(name, None)
+        super().__setattr__(name, value)
+
+
 class TrainerParser(OneLineParser):
     """Also notes which flags were `typed`: what --resume takes from a snapshot gives way to them,
-    and so does what --model stands for."""
+    and so does what --model stands for. They come first, in the order in which they were typed."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         untyped = object()
         names = [action.dest for action in self._actions if action.dest != "help"]
-        parsed = super().parse_args(args, argparse.Namespace(**dict.fromkeys(names, untyped)))
+        parsed = super().parse_args(args, InOrder(**dict.fromkeys(names, untyped)))
         found = {name: vars(parsed).pop(name, untyped) for name in older.OLDER}
         before = {name: value for name, value in found.items() if value is not untyped}
         names = [name for name in names if name not in found]
         typed = {name for name in names if getattr(parsed, name) is not untyped}
-        for name in set(names) - typed:
-            setattr(parsed, name, self.get_default(name))
-        if parsed.model is not None:
+        defaults = {name: self.get_default(name) for name in names if name not in typed}
+        if parsed.model in SHAPES:
             shape = SHAPES[parsed.model]
-            others: dict[str, Any] = {"seq_len": 1024, "max_position_embeddings": 1024}
-            if not parsed.use_toy_data:
-                others["tokenizer_name"] = "gpt2"
-            for name in (shape | others).keys() - typed:
-                setattr(parsed, name, (shape | others)[name])
+            named: dict[str, Any] = {"seq_len": 1024, "max_position_embeddings": 1024, **shape}
+            if parsed.use_toy_data is untyped:
+                named["tokenizer_name"] = "gpt2"
+            defaults |= {name: named[name] for name in named.keys() & defaults.keys()}
             typed |= shape.keys()
+        for name, value in defaults.items():
+            setattr(parsed, name, value)
         parsed.typed = typed
         if before:
             self.take_older(parsed, before)
@@ -100,6 +108,47 @@ class TrainerParser(OneLineParser):
             policy_string(parsed.use_activation_checkpoint)
         except argparse.ArgumentTypeError as error:
             self.error(f"{', '.join(map(flag, before))}: --use-activation-checkpoint {error}")
+
+
+def changed(args: argparse.Namespace, **flags: Any) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | flags)
+
+
+def flag(name: str) -> str:
+    """`n_layers` -> `--n-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def as_argv(args: argparse.Namespace, **changes: Any) -> list[str]:
+    """The words that ask a trainer for the same: the flags that were typed, in their order, then
+    `changes`, of which None leaves a flag out. parse_args(as_argv(args)) == args."""
+    shape = SHAPES.get(args.model, {})
+    kept = {
+        name: value
+        for name, value in vars(args).items()
+        if name in args.typed and name not in changes and value != shape.get(name)
+    }
+    return words_of(kept | changes)
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """Flags by their names in `args`, as they are typed; no word for None, nor for what is another
+    tool's."""
+    actions, words = {action.dest: action for action in build_parser("", "")._actions}, []
+    for name, value in flags.items():
+        if value is None or name not in actions:
+            continue
+        flag, *off = actions[name].option_strings
+        if isinstance(value, bool):
+            words += [flag] if value else off
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            if isinstance(value, int) and actions[name].type in UNITS:
+                value = UNITS[actions[name].type](value)
+            word = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+            words += [f"{flag}={word}"] if word.startswith("-") else [flag, word]
+    return words
 
 
 def print_error(message: object) -> None:
@@ -125,11 +174,6 @@ def number(kind: type, low: float, high: float = math.inf, *, open: bool = False
         return value
 
     return parse
-
-
-def flag(name: str) -> str:
-    """`n_layers` -> `--n-layers`."""
-    return "--" + name.replace("_", "-")
 
 
 def policy_string(text: str) -> str:
@@ -169,6 +213,13 @@ def byte_count(text: str) -> int:
             f"in 8GiB, not {text[:40]!r}"
         )
     return int(count)
+
+
+# How a number is written that has a unit.
+UNITS: dict[Any, Callable[[int], str]] = {
+    byte_count: "{}b".format,
+    token_count: lambda count: format_tokens(count).replace(",", ""),
+}
 
 
 def output_file(text: str) -> Path:
@@ -336,9 +387,14 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     return parser
 
 
-def fill_in(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
-    """The defaults that depend on other flags. Raises UsageError for contradictions."""
-    lengths = ["--" + name.replace("_", "-") for name in LENGTHS if name in args.typed]
+def fill_in(
+    args: argparse.Namespace, processes: int = 1, is_run: bool = True
+) -> argparse.Namespace:
+    """The defaults that depend on other flags. Raises UsageError for contradictions.
+
+    `is_run`: not a tool, which may be asked about a budget and a card whatever the policy is.
+    """
+    lengths = [flag(name) for name in LENGTHS if name in args.typed]
     if len(lengths) > 1:
         raise UsageError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
     fresh = 1.0 if args.init_from is None else 0.1  # trained weights are soon unlearned
@@ -363,7 +419,7 @@ def fill_in(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
         )
     if args.no_amp and args.amp_dtype != "auto":
         raise UsageError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
-    if args.use_activation_checkpoint not in AUTO:
+    if is_run and args.use_activation_checkpoint not in AUTO:
         for name in ("memory_budget", "card"):
             if getattr(args, name) is not None:
                 raise UsageError(f"{flag(name)} is for --use-activation-checkpoint auto")

@@ -1,36 +1,24 @@
 """Out of memory, or about to be: what to change. One list, the least cost first.
 
 A run that did run out takes the first of it (`next_knob`); a prediction can ask the planner, and
-takes the first that fits (`nearest`).
+takes the first that fits (`nearest` in plan.py).
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from memory import write
 
-from .flags import AUTO, SHAPES, recompute_of
+from .flags import AUTO, SHAPES, changed, flag, recompute_of, words_of
 
-USUAL = ("use_activation_checkpoint", "full")  # which needs no word after the flag
 Flags = argparse.Namespace
 SLOWER = "same results, some more time"
 SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
 FEWER = "fewer sequences a step: to accumulate them, gradients would have to wait"
-
-
-class Counts(Protocol):
-    """Bytes and sequences, for any flags (`Plans` in plan.py)."""
-
-    def state(self, args: Flags) -> int:
-        """Bytes of weights, gradients and optimizer; at once."""
-
-    def most(self, args: Flags, budget: int) -> int:
-        """Sequences of the largest micro-batch that fits; the planner is asked."""
 
 
 @dataclass(frozen=True)
@@ -38,54 +26,45 @@ class Knob:
     """Flags to change, all at a time."""
 
     flags: dict[str, Any]  # by their names in args; None = leave it out
-    words: str  # what it costs
+    words: str = ""  # what it costs
     trainer: str = ""  # another one to start, if it takes that
 
     def command(self, args: Flags) -> str:
         """ "--batch-size 3 --grad-accum-steps 4" """
-        words, without = [self.trainer] * bool(self.trainer), []
-        for name, value in self.flags.items():
-            flag = "--" + name.replace("_", "-")
-            if value is None:
-                without += [flag] * (getattr(args, name) is not None)
-            elif value is False:
-                words.append(f"--no-{flag[2:]}")
-            elif value is True or (name, value) == USUAL and getattr(args, name) == "none":
-                words.append(flag)
-            else:
-                words.append(f"{flag} {value}")
+        without = [
+            flag(name)
+            for name, value in self.flags.items()
+            if value is None and getattr(args, name) is not None
+        ]
+        words = [self.trainer] * bool(self.trainer) + words_of(self.flags)
         return " ".join(words) + (f" without {' '.join(without)}" if without else "")
 
-    def typed(self) -> list[str]:
-        """Its flags, for a command that has none of them yet."""
-        words = []
-        for name, value in self.flags.items():
-            if value is not None and value is not False:  # (off is the default)
-                words += ["--" + name.replace("_", "-")] + [str(value)] * (value is not True)
-        return words
+    def beside(self, other: "Knob") -> "Knob":
+        """Both, at the cost of this one."""
+        return replace(self, flags=self.flags | other.flags, words=self.words or other.words)
 
     def with_policy(self, args: Flags, policy: str) -> "Knob":
         """The same, but for the way to recompute."""
         found = policy_flags(args, policy)
-        changed = {name: value for name, value in found.items() if value != getattr(args, name)}
+        new = {name: value for name, value in found.items() if value != getattr(args, name)}
         others = {name: value for name, value in self.flags.items() if name not in found}
-        return replace(self, flags=changed | others)
+        return replace(self, flags=new | others)
 
     def change(self, args: Flags) -> Flags:
         """The flags with this change, and with the defaults that follow from it."""
         shape = SHAPES[self.flags["model"]] if "model" in self.flags else {}
-        changed = argparse.Namespace(**vars(args) | shape | self.flags)
+        then = changed(args, **shape | self.flags)
         if "max_position_embeddings" not in args.typed and args.model is None:
-            changed.max_position_embeddings = changed.seq_len
+            then.max_position_embeddings = then.seq_len
         if "d_ff" not in args.typed:
-            changed.d_ff = 4 * changed.d_model
-        return changed
+            then.d_ff = 4 * then.d_model
+        return then
 
 
 def policy_flags(args: Flags, policy: str) -> dict[str, Any]:
-    """The flags that ask for it."""
-    for_auto = dict.fromkeys(("memory_budget", "card") * (args.use_activation_checkpoint in AUTO))
-    return {"use_activation_checkpoint": policy, **for_auto}
+    """The flags that ask for it, and no more for `auto`."""
+    for_auto = ("memory_budget", "card") * (args.use_activation_checkpoint in AUTO)
+    return {"use_activation_checkpoint": policy, **dict.fromkeys(for_auto)}
 
 
 def candidates(
@@ -120,68 +99,12 @@ def candidates(
         return
     if steps == 1 and size > 1:  # of several steps gradients are there during forward already
         for way in ways:
-            fewer = Knob(way | {"batch_size": size - 1}, FEWER)
-            if n := min(size - 1, most(fewer.change(args))):
+            fewer = Knob(way | {"batch_size": size - 1}).change(args)
+            if n := min(size - 1, most(fewer)):
                 yield Knob(way | {"batch_size": n}, FEWER)
     kept = kept | (smaller[-1] if smaller else {})
     for n in range(1, args.seq_len.bit_length() - 3):  # down to 8 tokens
         yield Knob(kept | {"seq_len": args.seq_len >> n}, "the model sees less at a time")
-
-
-def next_knob(args: Flags, device: torch.device | None, way_back: str | None) -> str:
-    """The settings that memory ran out with, and the next change: what helps most at least cost.
-
-    `device`: None if the run was not even set up. `way_back`: how to go on from what was saved; all
-    changes but the last leave a run that can: the same sequences make the same step.
-    """
-    now, back = settings(args), f"; {way_back}" if way_back else ""
-    if device is None:
-        return f"{now}; try a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
-    for knob in candidates(args, device.type):
-        return f"{now}; try {knob.command(args)} ({knob.words}){back}"
-    return f"{now}; try a shorter --seq-len or a smaller model"
-
-
-def settings(args: Flags) -> str:
-    """Of the flags, those that a step's memory depends on most."""
-    policy = args.use_activation_checkpoint
-    return f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}"
-
-
-def nearest(
-    args: Flags,
-    device_type: str,
-    budget: int,
-    plans: Counts,
-    of_shards: Counts | None = None,
-    groups: bool = False,
-) -> Knob | None:
-    """The least change to these flags with which a step fits in `budget` bytes, if there is one.
-
-    `of_shards`: of one of the processes that could hold the model between them.
-    """
-
-    def first_that_fits(base: Knob, plans: Counts, knobs: Iterable[Knob]) -> Knob | None:
-        """`base`, with the first of those beside it."""
-        if plans.state(base.change(args)) >= budget:  # then none of them helps
-            return None
-        for knob in knobs:
-            both = replace(base, flags=base.flags | knob.flags, words=base.words or knob.words)
-            then = both.change(args)
-            if then.batch_size <= plans.most(then, budget):
-                return both
-        return None
-
-    most, nothing = partial(plans.most, budget=budget), Knob({}, "")
-    knob = first_that_fits(nothing, plans, candidates(args, device_type, most, groups))
-    others = [(base, of_shards) for base in shards(args) if of_shards]
-    for base in (*less_moments(args), *smaller_models(args)):
-        if plans.state(base.change(args)) < plans.state(args):
-            others.append((base, plans))
-    for base, of_whom in others:
-        same_training = candidates(base.change(args), device_type)
-        knob = knob or first_that_fits(base, of_whom, [nothing, *same_training])
-    return knob
 
 
 def less_moments(args: Flags) -> Iterator[Knob]:
@@ -203,15 +126,32 @@ def smaller_models(args: Flags) -> Iterator[Knob]:
 
 
 def shards(args: Flags) -> Iterator[Knob]:
-    """train_fsdp.py, alone or with less moments.
-
-    It is no knob like the others: it only helps where there are several processes.
-    """
+    """train_fsdp.py, alone or with less moments."""
     policy, kept = recompute_of(args), dict[str, Any]()
-    if policy.group > 1:
+    if policy.group > 1:  # they are gathered block by block
         kept |= policy_flags(args, write(policy._replace(group=1)))
     kept |= {"compress_gradients": False} if args.compress_gradients else {}
-    dealt = "the processes hold the model between them"
-    yield Knob(kept, dealt, "train_fsdp.py")
+    dealt = Knob(kept, "the processes hold the model between them", "train_fsdp.py")
+    yield dealt
     for knob in less_moments(args):
-        yield Knob(kept | knob.flags, f"{dealt}; {knob.words}", "train_fsdp.py")
+        yield replace(dealt.beside(knob), words=f"{dealt.words}; {knob.words}")
+
+
+def next_knob(args: Flags, device: torch.device | None, way_back: str | None) -> str:
+    """The settings that memory ran out with, and the next change: what helps most at least cost.
+
+    `device`: None if the run was not even set up. `way_back`: how to go on from what was saved; all
+    changes but the last leave a run that can: the same sequences make the same step.
+    """
+    now, back = settings(args), f"; {way_back}" if way_back else ""
+    if device is None:
+        return f"{now}; try a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
+    for knob in candidates(args, device.type):
+        return f"{now}; try {knob.command(args)} ({knob.words}){back}"
+    return f"{now}; try a shorter --seq-len or a smaller model"
+
+
+def settings(args: Flags) -> str:
+    """Of the flags, those that a step's memory depends on most."""
+    policy = args.use_activation_checkpoint
+    return f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}"

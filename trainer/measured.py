@@ -35,8 +35,7 @@ class LiveStorages(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         self.look_at(args, kwargs, result)
         return result
 
@@ -78,8 +77,7 @@ class MeasuringClock(StepClock):
 
     def begin(self, phase: str) -> None:
         super().begin(phase)
-        due = phase == "forward" and self.steps == STEP - 1 and not self.looking
-        if due and self.predicted and self.process.device.type == "cpu" and self.sees_all():
+        if phase == "forward" and self.steps == STEP - 1 and self.sees_all():
             weights = [*self.model.parameters()]
             there = [weight.grad for weight in weights], [*self.optimizer.state.values()]
             self.storages.look_at(weights, there)
@@ -88,32 +86,30 @@ class MeasuringClock(StepClock):
 
     def sees_all(self) -> bool:
         """Not of compiled blocks, which would not run as such under a mode; nor of shards, which
-        are gathered where no mode looks."""
-        return self.process.shards == 1 and not self.model.token_embedding.compiled
+        are gathered where no mode looks. (Once a step, and only where there is what to compare.)"""
+        on_cpu, whole = self.process.device.type == "cpu", self.process.shards == 1
+        compiled = self.model.token_embedding.compiled
+        return bool(self.predicted) and on_cpu and whole and not compiled and not self.looking
 
     def end_step(self) -> None:
         super().end_step()
-        if self.steps == STEP and self.predicted:
-            if self.looking:
-                self.stop_looking()
-                self.say(self.storages.peak, "of tensors", self.predicted)
-            elif self.process.device.type == "cuda":
-                self.say(
-                    memory_used(self.process.device)["peak_memory_bytes"] or 0,
-                    "allocated",
-                    self.predicted,
-                )
+        if self.looking:
+            self.stop_looking()
+            self.say(self.storages.peak, "of tensors")
+        elif self.steps == STEP and self.process.device.type == "cuda":
+            self.say(memory_used(self.process.device)["peak_memory_bytes"] or 0, "allocated")
 
     def stop_looking(self) -> None:
         self.looking = False
         self.storages.__exit__(None, None, None)
 
-    def say(self, peak: int, what: str, predicted: Predicted) -> None:
-        words = f"measured peak {format_bytes(peak)} {what}; "
-        words += f"predicted {format_bytes(predicted.peak)}"
-        if predicted.plain != predicted.peak:
-            words += f", without recompute {format_bytes(predicted.plain)}"
-        self.process.say(words)
+    def say(self, peak: int, what: str) -> None:
+        if self.predicted:
+            words = f"measured peak {format_bytes(peak)} {what}; "
+            words += f"predicted {format_bytes(self.predicted.peak)}"
+            if self.predicted.plain != self.predicted.peak:
+                words += f", without recompute {format_bytes(self.predicted.plain)}"
+            self.process.say(words)
 
     def __exit__(self, *exception: object) -> None:
         if self.looking:  # something went wrong in that step

@@ -1,117 +1,41 @@
 """The planner, asked by flags: what `auto` takes, what a run will need, what would fit.
 
 planner/ tells what a step takes and which way to recompute is the cheapest; here are the flags that
-ask, and the sentences for the user. room.py knows the device, knobs.py what to change.
+ask (`Question`), and the sentences for the user. room.py knows the device, knobs.py what to change.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
-from planner.cards import card_named
 from planner.choose import pick_recompute
-from planner.formulas import state_bytes
+from planner.formulas import count_parameters, state_bytes
 from planner.shards import share_of
 
-from .card import THIS_MACHINE, clock_card, device_type
+from .card import THIS_MACHINE, clock_card, device_type, measured_card
 from .device import choose_device, choose_precision, set_matmul_precision
-from .flags import AUTO, UsageError, model_config, recompute_of
-from .knobs import Knob, nearest, settings
+from .flags import AUTO, UsageError, changed, model_config, recompute_of
+from .knobs import Knob, candidates, less_moments, settings, shards, smaller_models
 from .knobs import next_knob as next_knob  # endings.py takes it from here
 from .measured import Predicted
 from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
 from .process import OneProcess
-from .room import Room, host_room, own_memory, room_on, total_memory
+from .room import Room, own_memory, room_on, total_memory
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
 
 
-class Plan(NamedTuple):
-    """Of a run."""
-
-    config: MiniGPTConfig  # with what `auto` takes
-    words: str
-    peaks: Predicted | None  # None: they could not be predicted
-
-
-class TooLarge(MemoryError):
-    """A step is predicted to take more than the device has in all: one line, with what would fit.
-
-    Nothing has run out yet. It would; on a CPU the system then ends the process without a word.
-    """
-
-
-def target(args: argparse.Namespace, processes: int = 1) -> tuple[str, torch.dtype, Room]:
-    """What is planned for: (kind of device, precision, memory).
-
-    A device that is not there can be planned for as well, only not be asked how much it has free;
-    a card of the table has all of its memory. `processes`: on one machine.
-    """
-    if args.card not in (None, THIS_MACHINE):
-        return card_target(args, card_named(args.card))
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if there.get(args.device, True):
-        device = choose_device(args.device)
-        share = processes if device.type == "cpu" else 1
-        room = room_on(device, args.memory_budget, share)
-        room = replace(room, host=host_room(device, processes))
-        return device.type, choose_precision(args, device), room
-    precision = choose_precision(args, torch.device(args.device), native=True)
-    return args.device, precision, Room(args.memory_budget, args.device)
-
-
-def card_target(args: argparse.Namespace, card: Card) -> tuple[str, torch.dtype, Room]:
-    """What is planned for on a card of the table, which need not be there: as `target` says.
-
-    Raises UsageError where --device or --memory-budget contradict the card.
-    """
-    kind, budget = device_type(card), args.memory_budget or card.memory
-    if args.device not in ("auto", kind):
-        raise UsageError(f"--device {args.device}: {card.name} is {kind}; leave --device out")
-    if budget > card.memory and kind == "cuda":  # (Apple sells each chip with more memory, too)
-        raise UsageError(
-            f"--memory-budget {format_bytes(budget)} is more than the {format_bytes(card.memory)} "
-            f"of {card.name}: leave it out, or name another --card"
-        )
-    _, bfloat16, float16 = card.flops  # before Ampere there is no bfloat16
-    precision = choose_precision(args, torch.device(kind), native=bfloat16 >= float16)
-    return kind, precision, Room(budget, kind)
-
-
-def asked_card(args: argparse.Namespace) -> Card | None:
-    """The card that --card asks about, measured if that is this machine; None: nobody asked."""
-    if args.card is None:
-        return None
-    device = torch.device("cpu")  # (a card of the table is known by its name, wherever this runs)
-    if args.card == THIS_MACHINE:
-        device = choose_device(args.device)
-        set_matmul_precision(device, args.tf32)
-    return clock_card(args, device)
-
-
-def vocabulary(args: argparse.Namespace) -> int:
-    """Ids of the tokenizer that the run would have, without its data. Raises DataError.
-
-    With --init-from: after `open_init_from`, which looks whether all is well there.
-    """
-    if args.init_from is not None:
-        return vocabulary_of(args.init_from)
-    if args.use_toy_data:
-        return args.vocab_size or 256
-    name = args.tokenizer_name or ("gpt2" if args.train_data else "bpe")
-    if name == "bpe":
-        return args.vocab_size or 1024  # if the text is long enough to train as many
-    return 50257 if name == "gpt2" else load_tokenizer(name).vocab_size
+# ---- the question
 
 
 def make_planner(
@@ -138,178 +62,241 @@ def make_planner(
 
 
 @dataclass(frozen=True)
-class Plans:
-    """What steps take on one device with one vocabulary, for whatever other flags."""
+class Question:
+    """What does a step take, and what fits? For these flags, on that device."""
 
+    args: argparse.Namespace
     vocab_size: int
-    device: torch.device
+    device: torch.device  # it need not be there
     precision: torch.dtype
+    room: Room = Room(None, "cpu")
+    card: Card | None = None  # whose clock tells what is fastest; None: the fewest FLOPs are
     ddp: bool = False
     processes: int = 1  # with `ddp`, that hold the whole model each
     shards: int = 1  # processes that hold one between them
-    host: int | None = None  # bytes of CPU memory that offload may have; None: nobody knows
-    card: Card | None = None  # whose clock tells what is fastest; None: the fewest FLOPs are
     watch: Callable[[], object] = lambda: None  # called before each step that is simulated
-    made: dict[tuple, Planner] = field(default_factory=dict)
-    largest: dict[tuple, int] = field(default_factory=dict)  # micro-batches
+    made: dict[tuple, Any] = field(default_factory=dict)  # what other flags asked for, too
 
-    def planner(self, args: argparse.Namespace) -> Planner:
+    def about(self, args: argparse.Namespace) -> "Question":
+        """The same of other flags."""
+        return replace(self, args=args)
+
+    def sharded(self) -> "Question":
+        """Of one of the processes, if they held one model between them."""
+        return replace(self, ddp=False, shards=self.processes, made={})
+
+    @property
+    def config(self) -> MiniGPTConfig:
+        return model_config(self.args, self.vocab_size)
+
+    @property
+    def planner(self) -> Planner:
         """The same one for all flags that differ in batch size and recompute only."""
-        config = model_config(args, self.vocab_size)
-        state = args.optimizer, args.moments_dtype
-        key = replace(config, recompute="none"), args.seq_len, args.grad_accum_steps > 1, state
+        args, config = self.args, self.config
+        state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1
+        key = replace(config, recompute="none"), args.seq_len, state
         if key not in self.made:
             self.watch()
             planner = make_planner(args, config, self.device, self.precision, self.ddp, self.shards)
             planner.watch, self.made[key] = self.watch, planner
         return self.made[key]
 
-    def state(self, args: argparse.Namespace) -> int:
+    @property
+    def state(self) -> int:
         """Bytes of weights, gradients and moments; nothing is simulated for that."""
-        config, moments = model_config(args, self.vocab_size), getattr(torch, args.moments_dtype)
-        return share_of(state_bytes(config, args.optimizer, moments), config, self.shards)
+        args, moments = self.args, getattr(torch, self.args.moments_dtype)
+        whole = state_bytes(self.config, args.optimizer, moments)
+        return share_of(whole, self.config, self.shards)
 
-    def peak(self, args: argparse.Namespace) -> int:
-        """Bytes at the peak of a step; for `auto`, of the most that it recomputes. (No device has
-        as many as one takes for whose offload the CPU's memory is too small.)"""
-        recompute = model_config(args, self.vocab_size).recompute
-        step = self.planner(args).step(args.batch_size, recompute=recompute)
-        return step.peak if self.host is None or step.host <= self.host else sys.maxsize
+    @property
+    def step(self) -> StepMemory:
+        """As asked for; for `auto`, with full."""
+        return self.planner.step(self.args.batch_size, recompute=self.config.recompute)
 
-    def most(self, args: argparse.Namespace, budget: int) -> int:
-        """Sequences of the largest micro-batch that fits in `budget` bytes with these flags."""
-        one = argparse.Namespace(**vars(args) | {"batch_size": 1})
-        if self.peak(one) > budget:
+    @property
+    def budget(self) -> int:
+        """Bytes that tensors may take; as many as they like, where nobody knows."""
+        return sys.maxsize if self.room.safe is None else self.room.safe
+
+    @property
+    def largest_batch(self) -> int:
+        """Sequences of the largest micro-batch that fits; 0: not even one does."""
+        if self.state >= self.budget:  # then nothing needs to be simulated
             return 0
-        config, planner = model_config(args, self.vocab_size), self.planner(args)
-        key = planner, config, budget
-        if key not in self.largest:
-            self.largest[key] = planner.largest_batch(
-                budget, args.batch_size, self.host, recompute=config.recompute
-            )
-        return self.largest[key]
+        planner, recompute = self.planner, self.config.recompute
+        if planner.step(1, recompute=recompute).peak > self.budget:
+            return 0
+        key = planner, recompute, self.budget
+        if key not in self.made:
+            asked, host = self.args.batch_size, self.room.host
+            self.made[key] = planner.largest_batch(self.budget, asked, host, recompute=recompute)
+        return self.made[key]
 
-    def pick(self, args: argparse.Namespace, budget: int) -> StepMemory:
-        """The fastest way to recompute that fits in `budget` bytes, else the smallest peak."""
-        ask, offload = self.planner(args), recompute_of(args).offload
-        return pick_recompute(ask, args.batch_size, budget, self.card, args.compile, offload)
+    @property
+    def fits(self) -> bool:
+        return self.args.batch_size <= self.largest_batch
 
-    def way_out(
-        self, args: argparse.Namespace, budget: int, is_auto: bool = False
-    ) -> tuple[str, Knob | None]:
-        """The least change that makes a step fit in `budget` bytes, with the fastest policy then;
-        first why, if that is plain. `is_auto`: the run will choose its policy by itself."""
-        why, state, shards = "", self.state(args), None
-        if state >= budget:
+    def pick(self) -> StepMemory:
+        """The fastest way to recompute that fits, else the smallest peak."""
+        args, offload = self.args, recompute_of(self.args).offload
+        return pick_recompute(
+            self.planner, args.batch_size, self.budget, self.card, args.compile, offload
+        )
+
+    def way_out(self, is_auto: bool = False) -> tuple[str, Knob | None]:
+        """The least change that makes a step fit, with the fastest policy then; first why, if that
+        is plain. `is_auto`: the run will choose its policy by itself."""
+        why = ""
+        if self.state >= self.budget:
             each = f" in each of {self.shards} processes" if self.shards > 1 else ""
             why = (
-                f"weights, gradients and {optimizer_name(args)}'s state alone take "
-                f"{format_bytes(state)}{each}, more than the {format_bytes(budget)} that tensors "
-                "may take: "
+                f"weights, gradients and {optimizer_name(self.args)}'s state alone take "
+                f"{format_bytes(self.state)}{each}, more than the {format_bytes(self.budget)} "
+                "that tensors may take: "
             )
-        if self.ddp and self.processes > 1:
-            shards = replace(self, ddp=False, shards=self.processes, made={}, largest={})
-        groups = self.shards == 1 and args.n_layers > 1
-        knob = nearest(args, self.device.type, budget, self, shards, groups)
+        knob = nearest(self)
         if knob and not is_auto:
-            then = knob.change(args)
+            then = knob.change(self.args)
             if not recompute_of(then).offload:
-                of_whom = shards if shards and knob.trainer else self
-                knob = knob.with_policy(args, of_whom.pick(then, budget).config.recompute)
+                of_whom = self.sharded() if knob.trainer else self
+                found = of_whom.about(then).pick().config.recompute
+                knob = knob.with_policy(self.args, found)
         return why, knob
 
+    def seconds(self, step: StepMemory) -> float:
+        """Predicted for a training step with all its micro-batches, of which `step` is one."""
+        assert self.card
+        return step_seconds(
+            step, self.card, self.args.grad_accum_steps, self.args.compile, self.shards
+        )
 
-def choose_recompute(plans: Plans, args: argparse.Namespace, room: Room) -> StepMemory:
-    """What `auto` takes. Raises UsageError, with what would fit, if nothing does."""
-    state, budget = plans.state(args), room.safe or 0
-    smallest = f"above {format_bytes(state)}"
-    if state < budget:
-        step = plans.pick(args, budget)
-        if step.peak <= budget:
-            return step
-        smallest = f"{format_bytes(step.peak)} ({step.config.recompute})"
-    asked = args.use_activation_checkpoint
-    flag = f"--use-activation-checkpoint {asked}" if room.is_free else "--memory-budget"
-    most = asked.replace("auto", "full")
-    most = argparse.Namespace(**vars(args) | {"use_activation_checkpoint": most})
-    why, knob = plans.way_out(most, budget, is_auto=True)
-    fits = f"{knob.command(most)} fits ({knob.words})" if knob else SMALLER
-    raise UsageError(
-        f"{flag}: tensors may take {room}, but the smallest peak is {smallest}; {why}{fits}"
-    )
+    def tokens_per_s(self, step: StepMemory) -> float:
+        """Of all processes."""
+        sequences = self.processes * self.args.grad_accum_steps * step.batch_size
+        return sequences * step.seq_len / self.seconds(step)
 
 
-def check_room(
-    plans: Plans, args: argparse.Namespace, process: OneProcess, peak: int, held: int
-) -> str:
-    """A line of warning if `peak` bytes are more than tensors may take of what is free now; else
-    nothing.
+def nearest(question: Question) -> Knob | None:
+    """The least change to its flags with which a step fits, if there is one."""
+    for knob, whom in changes(question):
+        if whom.about(knob.change(question.args)).fits:
+            return knob
+    return None
 
-    Raises TooLarge if they are more than the device has in all.
+
+def changes(question: Question) -> Iterator[tuple[Knob, Question]]:
+    """First what leaves the training what it is; then that as well where several processes share
+    one model, with less moments, or in a smaller model. Each beside whom to ask."""
+    args, kind = question.args, question.device.type
+    groups = question.shards == 1 and args.n_layers > 1
+    for knob in candidates(args, kind, lambda then: question.about(then).largest_batch, groups):
+        yield knob, question
+    bases = []
+    if question.ddp and question.processes > 1:
+        bases = [(base, question.sharded()) for base in shards(args)]
+    for base in (*less_moments(args), *smaller_models(args)):
+        if question.about(base.change(args)).state < question.state:
+            bases.append((base, question))
+    for base, whom in bases:
+        for knob in (Knob({}), *candidates(base.change(args), kind)):
+            yield base.beside(knob), whom
+
+
+def step_seconds(
+    step: StepMemory, card: Card, micro_batches: int, compiled: bool = False, shards: int = 1
+) -> float:
+    """Predicted for a training step. `step`: one of its micro-batches and the update of the
+    weights, which all of them share. (Gathering shards takes no time here.)"""
+    one = step.seconds(card, compiled)
+    # Clipping reads the gradients twice and writes them; AdamW reads weights, gradients and two
+    # moments, and writes all but the gradients: ten times 4 bytes a parameter.
+    moved = 40 * count_parameters(step.config) / shards
+    update = moved / (card.reached_bytes * card.bytes_per_s)
+    return micro_batches * one - (micro_batches - 1) * min(update, one)
+
+
+def ask(args: argparse.Namespace, processes: int | None = None, sharded: bool = False) -> Question:
+    """What the tools ask, about a device that need not be there.
+
+    A card of the table has all of its memory; a device that is not here cannot be asked how much it
+    has free. `processes`: of train_ddp.py, or `sharded`, of train_fsdp.py, on one machine.
+    Raises UsageError or DataError.
     """
-    device, processes = process.device, process.processes_on_device
-    total, own = total_memory(device), own_memory() - held if device.type == "cpu" else 0
-    try:
-        room = room_on(device, None, processes, held)
-    except UsageError:  # nobody knows
-        return ""
-    budget = room.safe or 0
-    need = f"{of_each(processes)}{format_bytes(peak)} predicted"
-    has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or 0)}"
-    if total is not None and processes * (peak + own) > total:
-        beside = f" beside the {format_bytes(own)} that Python, PyTorch and data take"
-        raise too_large(plans, args, budget, need + beside * bool(own), has)
-    if peak <= budget:
-        return ""
-    in_all = f"; {has} in all" if total else ""
-    advice = what_to_try(plans, args, budget)
-    return f"\nwarning  {need}, but tensors may take {room}{in_all}; {advice}"
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    card, n = None, processes or 1
+    if args.card not in (None, THIS_MACHINE):
+        card = clock_card(args, torch.device("cpu"))  # (known by its name, wherever this runs)
+        assert card
+        room = card_room(args, card)
+        device = torch.device(room.device_type)
+        _, bfloat16, float16 = card.flops  # before Ampere there is no bfloat16
+        precision = choose_precision(args, device, native=bfloat16 >= float16)
+    elif there.get(args.device, True):
+        device = choose_device(args.device)
+        precision = choose_precision(args, device)
+        room = room_on(device, args.memory_budget, n if device.type == "cpu" else 1, here=n)
+    else:
+        device = torch.device(args.device)
+        precision = choose_precision(args, device, native=True)
+        room = Room(args.memory_budget, device.type)
+    if args.card == THIS_MACHINE:
+        device = choose_device(args.device)
+        if device.type == "cpu" and n > 1:
+            raise UsageError(
+                f"--card {THIS_MACHINE} measures one process, and {n} would share the CPU: leave "
+                "out --nproc-per-node"
+            )
+        set_matmul_precision(device, args.tf32)
+        card = measured_card(args, device)
+    ddp, shards = processes is not None and not sharded, n if sharded else 1
+    return Question(args, vocabulary(args), device, precision, room, card, ddp, n, shards)
 
 
-def check_host(
-    plans: Plans, args: argparse.Namespace, process: OneProcess, step: StepMemory, held: int
-) -> str:
-    """As `check_room`, of what offload takes of the CPU's memory, if that is not the device."""
-    cpu, processes = torch.device("cpu"), process.processes_here
-    if plans.host is None or step.host <= plans.host:
-        return ""
-    total, own = total_memory(cpu), own_memory() - held
-    need = f"{of_each(processes)}{format_bytes(step.host)} of CPU memory for +offload"
-    on_device = room_on(process.device, None, process.processes_on_device).safe or 0
-    if total is not None and processes * (step.host + own) > total:
-        has = f"the machine has {format_bytes(total)}"
-        raise too_large(plans, args, on_device, need, has)
-    room = room_on(cpu, None, processes, held)
-    advice = what_to_try(plans, args, on_device)
-    return f"\nwarning  {need}, but tensors may take {room}; {advice}"
+def card_room(args: argparse.Namespace, card: Card) -> Room:
+    """The memory of a card of the table. Raises UsageError where --device or --memory-budget
+    contradict it."""
+    kind, budget = device_type(card), args.memory_budget or card.memory
+    if args.device not in ("auto", kind):
+        raise UsageError(f"--device {args.device}: {card.name} is {kind}; leave --device out")
+    if budget > card.memory and kind == "cuda":  # (Apple sells each chip with more memory, too)
+        raise UsageError(
+            f"--memory-budget {format_bytes(budget)} is more than the {format_bytes(card.memory)} "
+            f"of {card.name}: leave it out, or name another --card"
+        )
+    return Room(budget, kind)
 
 
-def of_each(processes: int) -> str:
-    return f"{processes} processes, each " if processes > 1 else ""
+def vocabulary(args: argparse.Namespace) -> int:
+    """Ids of the tokenizer that the run would have, without its data. Raises DataError.
+
+    With --init-from: after `open_init_from`, which looks whether all is well there.
+    """
+    if args.init_from is not None:
+        return vocabulary_of(args.init_from)
+    if args.use_toy_data:
+        return args.vocab_size or 256
+    name = args.tokenizer_name or ("gpt2" if args.train_data else "bpe")
+    if name == "bpe":
+        return args.vocab_size or 1024  # if the text is long enough to train as many
+    return 50257 if name == "gpt2" else load_tokenizer(name).vocab_size
 
 
-def too_large(plans: Plans, args: argparse.Namespace, budget: int, need: str, has: str) -> TooLarge:
-    now = f"out of memory before the first step: {need}, {has}; with {settings(args)}"
-    return TooLarge(f"{now}; {what_to_try(plans, args, budget)}")
+# ---- of a run
 
 
-def what_to_try(plans: Plans, args: argparse.Namespace, budget: int) -> str:
-    """With which a step fits in `budget` bytes."""
-    why, knob = plans.way_out(args, budget)
-    way_out = f"{knob.command(args)} ({knob.words}), which fits" if knob else SMALLER
-    return f"{why}try {way_out}"
+class Plan(NamedTuple):
+    """Of a run."""
+
+    config: MiniGPTConfig  # with what `auto` takes
+    words: str
+    peaks: Predicted | None  # None: they could not be predicted
 
 
-def describe_plan(planner: Planner, chosen: MiniGPTConfig, batch_size: int) -> str:
-    """Predicted memory of a step as chosen, beside that without recompute."""
-    steps = {"without recompute": planner.step(batch_size, recompute="none")}
-    if chosen.recompute != "none":
-        steps = {chosen.recompute: planner.step(batch_size, **asdict(chosen))} | steps
-    words = [
-        f"{name}: peak {format_bytes(step.peak)}, backward keeps {format_bytes(step.kept)}"
-        for name, step in steps.items()
-    ]
-    return "; ".join(words) + " (predicted)"
+class TooLarge(MemoryError):
+    """A step is predicted to take more than the device has in all: one line, with what would fit.
+
+    Nothing has run out yet. It would; on a CPU the system then ends the process without a word.
+    """
 
 
 def plan_memory(
@@ -326,43 +313,121 @@ def plan_memory(
     """
     # All go by one clock, that of process 0; and by the memory of the one that has least of it.
     card = process.exchange(process.by_first(lambda: clock_card(args, process.device)))[0]
-    plans = Plans(
+    processes = process.processes_on_device, held, process.processes_here
+    try:
+        free = room_on(process.device, None, *processes)
+    except UsageError:  # nobody knows
+        free = Room(None, process.device.type)
+    question = Question(
+        args,
         config.vocab_size,
         process.device,
         precision,
+        free,
+        card,
         process.keeps_gradients,
         process.world_size,
         process.shards,
-        host_room(process.device, process.processes_here, held),
-        card,
     )
     words = ""
     if args.use_activation_checkpoint in AUTO:
-        mine = room_on(process.device, args.memory_budget, process.processes_on_device, held)
-        room = replace(mine, budget=min(process.exchange(mine.budget or 0)))
-        config = choose_recompute(plans, args, room).config
+        mine = room_on(process.device, args.memory_budget, *processes)
+        asked = replace(mine, budget=min(process.exchange(mine.budget or 0)))
+        config = choose_recompute(replace(question, room=asked)).config
         least = f"the least time (predicted for {card.name})" if card else "the least"
         words = f"auto takes {config.recompute}: {least} that fits in "
-        words += f"{room}\nmemory   "
-    told = process.by_first(lambda: predict(plans, args, process, config, held))
+        words += f"{asked}\nmemory   "
+    told = process.by_first(lambda: predict(question, process, config, held))
     said, peaks = told or ("", None)
     return Plan(config, words + said, peaks)
 
 
+def choose_recompute(question: Question) -> StepMemory:
+    """What `auto` takes. Raises UsageError, with what would fit, if nothing does."""
+    room, smallest = question.room, f"above {format_bytes(question.state)}"
+    if question.state < question.budget:
+        step = question.pick()
+        if step.peak <= question.budget:
+            return step
+        smallest = f"{format_bytes(step.peak)} ({step.config.recompute})"
+    policy = question.args.use_activation_checkpoint
+    flag = f"--use-activation-checkpoint {policy}" if room.is_free else "--memory-budget"
+    most_of_it = changed(question.args, use_activation_checkpoint=policy.replace("auto", "full"))
+    most = question.about(most_of_it)
+    why, knob = most.way_out(is_auto=True)
+    fits = f"{knob.command(most.args)} fits ({knob.words})" if knob else SMALLER
+    raise UsageError(
+        f"{flag}: tensors may take {room}, but the smallest peak is {smallest}; {why}{fits}"
+    )
+
+
 def predict(
-    plans: Plans, args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, held: int
+    question: Question, process: OneProcess, config: MiniGPTConfig, held: int
 ) -> tuple[str, Predicted | None]:
     """What a step will need; a warning if that is more than is free. Raises TooLarge."""
     try:
-        check_room(plans, args, process, plans.state(args), held)  # before anything is simulated
-        planner = plans.planner(args)
-        words = describe_plan(planner, config, args.batch_size)
-        step = planner.step(args.batch_size, **asdict(config))
-        words += check_room(plans, args, process, step.peak, held)
-        words += check_host(plans, args, process, step, held)
-        plain = planner.step(args.batch_size, recompute="none").peak
-        return words, Predicted(step.peak, plain)
+        check_room(question, process, question.state, held)  # before anything is simulated
+        step, plain = (
+            question.planner.step(question.args.batch_size, recompute=policy)
+            for policy in (config.recompute, "none")
+        )
+        words = describe_plan(step, plain)
+        words += check_room(question, process, step.peak, held)
+        if question.room.host is not None:
+            words += check_room(question, process, step.host, held, of_cpu=True)
+        return words, Predicted(step.peak, plain.peak)
     except TooLarge:
         raise
     except Exception as error:  # an aside: where fake tensors do not work, train anyway
         return f"the peak could not be predicted ({type(error).__name__})", None
+
+
+def describe_plan(step: StepMemory, plain: StepMemory) -> str:
+    """Predicted memory of a step as chosen, beside that without recompute."""
+    steps = {"without recompute": plain}
+    if step.config.recompute != "none":
+        steps = {step.config.recompute: step} | steps
+    words = [
+        f"{name}: peak {format_bytes(step.peak)}, backward keeps {format_bytes(step.kept)}"
+        for name, step in steps.items()
+    ]
+    return "; ".join(words) + " (predicted)"
+
+
+def check_room(
+    question: Question, process: OneProcess, needed: int, held: int, of_cpu: bool = False
+) -> str:
+    """A line of warning if `needed` bytes are more than tensors may take of what is free now; else
+    nothing. `of_cpu`: that offload has beside the device.
+
+    Raises TooLarge if they are more than there are in all.
+    """
+    device, room, what = process.device, question.room, "predicted"
+    processes = process.processes_on_device
+    if of_cpu:
+        device, processes = torch.device("cpu"), process.processes_here
+        room, what = room_on(device, None, processes, held), "of CPU memory for +offload"
+    if room.budget is None or room.safe is None or of_cpu and needed <= room.safe:
+        return ""
+    total, own = total_memory(device), own_memory() - held if device.type == "cpu" else 0
+    need = f"{processes} processes, each " if processes > 1 else ""
+    need += f"{format_bytes(needed)} {what}"
+    has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or 0)}"
+    if total is not None and processes * (needed + own) > total:
+        beside = f" beside the {format_bytes(own)} that Python, PyTorch and data take" * bool(own)
+        raise TooLarge(
+            f"out of memory before the first step: {need}{beside}, {has}; with "
+            f"{settings(question.args)}; {what_to_try(question)}"
+        )
+    if needed <= room.safe:
+        return ""
+    in_all = f"; {has} in all" * (total is not None)
+    return f"\nwarning  {need}, but tensors may take {room}{in_all}; {what_to_try(question)}"
+
+
+def what_to_try(question: Question) -> str:
+    """With which a step fits in what is free."""
+    why, knob = question.way_out()
+    if knob is None:
+        return f"{why}try {SMALLER}"
+    return f"{why}try {knob.command(question.args)} ({knob.words}), which fits"

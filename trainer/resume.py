@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .claim import replaced_runs
-from .flags import SHAPES, build_parser, flag
+from .flags import SHAPES, as_argv, build_parser, flag
 from .length import LENGTHS
 from .metrics import format_line
 from .older import join
@@ -149,19 +149,9 @@ def parse_again(saved: State, path: Path) -> argparse.Namespace:
 
     parser = build_parser("resume", "unused.pt")
     parser.error = refuse  # type: ignore[method-assign]
-    known = vars(parser.parse_args([])).keys() - {"typed", "resume", "checkpoint_path"}
-    words: list[str] = []
-    for name in known & saved.keys():
-        value = saved[name]
-        if isinstance(value, list):
-            words += [flag(name), *map(str, value)]
-        elif value is True:
-            words.append(flag(name))
-        elif name == "memory_budget" and isinstance(value, int):
-            words.append(f"{flag(name)}={value}b")
-        elif value is not None and value is not False:
-            words.append(f"{flag(name)}={value}")
-    return parser.parse_args(words)
+    nothing = parser.parse_args([])
+    known = vars(nothing).keys() - {"typed", "resume", "checkpoint_path"}
+    return parser.parse_args(as_argv(nothing, **{n: saved[n] for n in saved if n in known}))
 
 
 def check_same(name: str, before: object, after: object, path: Path) -> None:

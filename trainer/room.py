@@ -1,6 +1,7 @@
 """What memory a device has: in all, free now, and what of that tensors may take."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +14,10 @@ GIB = 2**30
 
 # A container may have less than the machine. Its limit, what it has taken, and what of that is
 # cached files, which give way: in cgroups version 2, then version 1.
+V2, V1 = "/sys/fs/cgroup/memory.", "/sys/fs/cgroup/memory/memory."
 CGROUPS = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
+    (f"{V2}max", f"{V2}current", f"{V2}stat", "inactive_file"),
+    (f"{V1}limit_in_bytes", f"{V1}usage_in_bytes", f"{V1}stat", "total_inactive_file"),
 )
 
 
@@ -36,9 +33,9 @@ def free_memory(device: torch.device) -> int:
     if free is None:
         raise UsageError("--memory-budget: this system does not tell what is free")
     for limit_file, used_file, statistics, cached in CGROUPS:
-        limit, used = number_in(cgroup(limit_file)), number_in(cgroup(used_file))
+        limit, used = number_in(limit_file), number_in(used_file)
         if limit is not None and used is not None:
-            free = min(free, limit - used + (number_in(cgroup(statistics), cached) or 0))
+            free = min(free, limit - used + (number_in(statistics, cached) or 0))
     return free
 
 
@@ -51,17 +48,17 @@ def total_memory(device: torch.device) -> int | None:
     total = number_in("/proc/meminfo", "MemTotal:")
     swap = number_in("/proc/meminfo", "SwapTotal:") or 0  # slow, but no reason to refuse a run
     limits = [built_in_memory() if total is None else 1024 * (total + swap)]
-    limits += [number_in(cgroup(limit_file)) for limit_file, *_ in CGROUPS]
+    limits += [number_in(limit_file) for limit_file, *_ in CGROUPS]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def own_memory() -> int:
-    """Bytes of CPU memory that this process holds now: Python, PyTorch, data. 0: unknown."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def own_memory(field: str = "VmRSS") -> int:
+    """Bytes of CPU memory that this process holds now: Python, PyTorch, data. 0: unknown.
+
+    `field`: "VmHWM", the most that it has held. (Not getrusage: its ru_maxrss begins with the peak
+    of the process that started this one.)
+    """
+    return 1024 * (number_in("/proc/self/status", f"{field}:") or 0)  # (not Linux: 0)
 
 
 @dataclass(frozen=True)
@@ -106,35 +103,29 @@ def for_tensors(room: float, device_type: str) -> int:
 
 
 def room_on(
-    device: torch.device, budget: int | None = None, processes: int = 1, held: int = 0
+    device: torch.device,
+    budget: int | None = None,
+    processes: int = 1,
+    held: int = 0,
+    here: int = 1,
 ) -> Room:
     """`budget` bytes; if nobody says, what is free, shared by `processes`, and the `held` bytes of
-    CPU memory that each of them is about to give back. Raises UsageError if nobody knows."""
+    CPU memory that each of them is about to give back. Beside them, if they are a GPU's, what of
+    its machine's each of the processes `here` may have. Raises UsageError if nobody knows."""
+    host = None
+    if device.type != "cpu":
+        with suppress(UsageError):
+            host = room_on(torch.device("cpu"), None, here, held).safe
     if budget is not None:
-        return Room(budget, device.type)
+        return Room(budget, device.type, host=host)
     free = free_memory(device) / processes + held * (device.type == "cpu")
-    return Room(int(free), device.type, is_free=True)
-
-
-def host_room(device: torch.device, processes: int, held: int = 0) -> int | None:
-    """CPU memory that each of a machine's `processes` may have beside its device; None: it is the
-    device, or nobody knows."""
-    if device.type == "cpu":
-        return None
-    try:
-        return room_on(torch.device("cpu"), None, processes, held).safe
-    except UsageError:
-        return None
+    return Room(int(free), device.type, is_free=True, host=host)
 
 
 def built_in_memory() -> int | None:
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def cgroup(name: str) -> str:
-    return f"/sys/fs/cgroup/{name}"
 
 
 def number_in(file: str, name: str = "") -> int | None:

@@ -6,6 +6,7 @@ import tempfile
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import pytest
 
 from scripts import plan_memory
 from trainer.flags import build_parser, fill_in
+from trainer.plan import Question
+from trainer.room import Room, for_tensors
 
 SHAPE = "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32"
 BATCH = 64
@@ -46,7 +49,6 @@ class Answer(NamedTuple):
 def ask(flags: str = "--device cuda --memory-budget 1GiB") -> Answer:
     """Of SHAPE, with BATCH sequences, on a machine without a GPU; offload has no tensor that is too
     small for it (see everything_travels)."""
-    shape = f"{SHAPE} --batch-size {BATCH}".split()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
         patch.delenv("COLUMNS", raising=False)
@@ -54,13 +56,28 @@ def ask(flags: str = "--device cuda --memory-budget 1GiB") -> Answer:
         patch.setattr("planner.step.SMALL", 1)
         path, out = Path(folder, "plan.json"), StringIO()
         with redirect_stdout(out):
-            assert plan_memory.main([*shape, *flags.split(), "--json", str(path)]) == 0
+            assert plan_memory.main([*words(flags), "--json", str(path)]) == 0
         return Answer(json.loads(path.read_text()), out.getvalue())
+
+
+def words(flags: str) -> list[str]:
+    return f"{SHAPE} --batch-size {BATCH} {flags}".split()
+
+
+def question(flags: str) -> Question:
+    """The same, for the planner itself."""
+    return plan_memory.aim(words(flags))[0]
 
 
 def budget_for(tensors: float) -> str:
     """A flag: a GPU, less than 4 GiB, on which tensors may take so many bytes."""
     return f"--device cuda --memory-budget {int(tensors / 0.75) + 2}b"
+
+
+def room_for(tensors: float) -> Room:
+    """A CPU's, that leaves so many bytes to tensors."""
+    about = count(int(tensors / 0.9) - 1)
+    return Room(next(n for n in about if for_tensors(n, "cpu") >= tensors), "cpu")
 
 
 def run(words: list[str]) -> argparse.Namespace:
