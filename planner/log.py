@@ -122,6 +122,8 @@ class Log(TorchDispatchMode):
         self.stand_ins: list[Tensor] = []
         self.places: list[Place] = [(0, "", None)]
         self.repeats: list[Repeat] = []
+        self.forward_end = 0  # the operator with which forward ended
+        self.moved: list[int] = []  # the bytes of each tensor that offload sends away
         self.is_idle = False  # what runs is nothing that a step would do
 
     @classmethod
@@ -299,13 +301,6 @@ class Log(TorchDispatchMode):
 
     def alive(self) -> list[Storage]:
         return [storage for storage in self.storages if storage.died == math.inf]
-
-    def restart(self) -> None:
-        """Count from here; what is alive was there before."""
-        self.storages = self.alive()
-        self.ops, self.places, self.repeats = [], [(0, "", None)], []
-        for storage in self.storages:
-            storage.born = 0
 
 
 def new_storage(tensor: Tensor, born: int) -> Storage:

@@ -133,9 +133,8 @@ class Planner:
         """A step of `config`. `few`: of blocks that do the same only the first, one more, and the
         last are simulated, and stand for all."""
         shown, times = few_blocks(config) if few else (config, [1] * config.n_layers)
-        log, forward_end, moved = self.log_step(batch_size, shown)
-        shape = batch_size, self.seq_len
-        step = summarize(log, config, *shape, forward_end, moved, times)
+        log = self.log_step(batch_size, shown)
+        step = summarize(log, config, batch_size, self.seq_len, times)
         # The other blocks' gradients: backward makes them, block by block.
         left_out = set(self.held.blocks[shown.n_layers :].parameters()) - self.waiting
         step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
@@ -148,24 +147,26 @@ class Planner:
         """
         self.watch()
         config, sources = replace(self.config, **memory), Sources(self.model)
-        log, forward_end, moved = self.log_step(batch_size, config, sources)
-        shape = batch_size, self.seq_len
-        step = summarize(log, config, *shape, forward_end, moved, most_runs=1)
-        return record_of(log, step)
+        log = self.log_step(batch_size, config, sources)
+        return record_of(log, summarize(log, config, batch_size, self.seq_len, most_runs=1))
 
     def log_step(
         self, batch_size: int, config: MiniGPTConfig, sources: Sources | None = None
-    ) -> tuple[Log, int, list[int]]:
+    ) -> Log:
         """What train_minimal.train_step does, without its data and its numbers: through the first
         `config.n_layers` blocks; all that the planner's model has are updated.
 
-        Returns its log, the operator with which forward ended, and the bytes of each tensor that
-        offload sends away. `sources`: the log is to name who asks for each operator.
+        `sources`: the log is to name who asks for each operator.
         """
         model, parameters = self.model, list(self.held.parameters())
         in_low = self.precision != torch.float32
         # Gradients from an earlier micro-batch, or of blocks that are left out of this step.
         made_before = self.waiting.union(self.held.blocks[config.n_layers :].parameters())
+        with self.fake:
+            for parameter in made_before:
+                parameter.grad = torch.empty_like(parameter)
+            batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
+            ids, labels = batch
         log = Log(sources, inside=inside if self.kernels else None)
         model.config, model.host_memory = config, WholeBlocks()
         if not self.on_cpu:
@@ -181,19 +182,15 @@ class Planner:
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):
-            for parameter in made_before:
-                parameter.grad = torch.empty_like(parameter)
             self.name_what_is_there(log)
-            ids, labels = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
-            log.name(ids, "activations", "token ids and labels")  # backward will want them
-            log.restart()
+            log.name(batch, "activations", "token ids and labels")  # backward will want them
             if self.kernels:
                 log.storages.append(cublas(workspaces()))
 
             log.enter("forward")
             with torch.autocast("cpu", self.precision, enabled=in_low, cache_enabled=False):
                 loss = model(ids, labels)
-            forward_end = log.now
+            log.forward_end = log.now
             loss.backward()
             gathering.end_backward()
             self.name_what_is_there(log)
@@ -205,7 +202,8 @@ class Planner:
         for buffer in model.host_memory.made:  # in the first step; all others find them there
             log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
             log.find(buffer).born = 0
-        return log, forward_end, model.host_memory.moved
+        log.moved = model.host_memory.moved
+        return log
 
     def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
         """The same in all steps, whatever they recompute."""

@@ -92,8 +92,6 @@ def summarize(
     config: MiniGPTConfig,
     batch_size: int,
     seq_len: int,
-    forward_end: int,
-    moved: list[int],
     times: list[int] | None = None,
     most_runs: int = MOST_RUNS,
 ) -> StepMemory:
@@ -112,7 +110,9 @@ def summarize(
     for storage in log.storages:
         if storage.device.type != "cpu":
             continue  # offloaded
-        is_kept = 0 < storage.born <= forward_end < storage.died and storage.kind != "parameters"
+        is_kept = (
+            0 < storage.born <= log.forward_end < storage.died and storage.kind != "parameters"
+        )
         storage.kind = storage.kind or kind_of(storage, is_kept)
         kind = KINDS.index(storage.kind)
         changes[storage.born, kind] += storage.bytes
@@ -132,7 +132,7 @@ def summarize(
         places=places_of(log, order, times),
         kept=kept,
         kept_per_block=kept_by_blocks / config.n_layers,
-        moved=moved,
+        moved=log.moved,
         work=summarize_work(ops, repeats),
         compiled_work=summarize_work(fuse(ops), repeats),
     )

@@ -34,11 +34,13 @@ ALIVE: list = []  # results: what dies is counted as dead
 
 def note(run, *shapes, dtype=torch.float32, place="") -> list[Op]:
     """What `run` of fake tensors of these shapes does."""
-    with FakeTensorMode(), Log() as log:
+    with FakeTensorMode():
         tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
-        log.restart()
-        log.enter(place, 0 if place else None)
-        ALIVE.append(run(*tensors))
+        with Log() as log:
+            for tensor in tensors:
+                log.add(tensor)
+            log.enter(place, 0 if place else None)
+            ALIVE.append(run(*tensors))
     return what_moves(log.ops)
 
 
