@@ -23,6 +23,7 @@ from trainer.setup import set_up
 
 CPU, NAN = torch.device("cpu"), torch.tensor(torch.nan)
 FP32, FP16 = "--no-amp", "--amp-dtype=float16"
+LEAN = "--optimizer=muon --moments-dtype=bfloat16"
 
 
 def warned(capsys) -> list[int]:
@@ -35,7 +36,7 @@ def warned(capsys) -> list[int]:
 
 @pytest.mark.parametrize(
     ("flags", "kernel"),
-    [(FP32, "cpu"), (FP32, "mps"), (FP16, "cpu"), ("--optimizer=muon", "cpu")],
+    [(FP32, "cpu"), (FP32, "mps"), (FP16, "cpu"), (LEAN, "cpu"), (LEAN, "mps")],
 )
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys, flags, kernel):
     """Neither weights nor moments, with a kernel that can skip and with one that cannot (MPS's);
@@ -47,7 +48,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys
     faults = "nan:0:4 nan:0:5 overflow:0:9 huge:0:12 infinite-loss:0:19 nan:0:20"
     bad = [4, 5, 9, 12, 19, 20]
     for path, interval in ((quiet, 0), (logged, 1)):
-        how = (flags, f"--log-interval={interval}", "--grad-accum-steps=2")
+        how = (*flags.split(), f"--log-interval={interval}", "--grad-accum-steps=2")
         assert broken(path, faults, *how) == 0
         assert warned(capsys) == bad
     after = history(quiet)
