@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness.runs import Crash, crash_after, metrics, same, snapshot, torchrun, train_here
+from harness.runs import same, snapshot, torchrun, train_here
 from torch import Tensor, nn
 
 from model import MiniGPT, MiniGPTConfig
@@ -188,10 +188,6 @@ def test_sharded_parameters_are_updated_as_whole_ones(tmp_path, processes):
 # ---- Runs
 
 
-def state(path) -> tuple[dict, dict]:
-    return snapshot(path)["model"], snapshot(path)["optimizer"]["state"]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Of each optimizer, two steps."""
@@ -208,24 +204,6 @@ def run(trained, tmp_path):
     return shutil.copy(trained / "muon.pt", tmp_path / "run.pt")
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("precision", ["--no-amp", slow("--amp-dtype=float16")])
-@pytest.mark.parametrize("flags", [slow([MUON]), slow([SMALL]), [MUON, SMALL]])
-def test_resumed_to_the_bit(tmp_path, monkeypatch, flags, precision):
-    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
-    assert train_here(whole, *flags, precision) == 0
-    with monkeypatch.context() as here, pytest.raises(Crash):
-        crash_after(9, here)
-        train_here(path, *flags, precision, "--save-interval=9")
-    assert train_here(path, precision, "--resume") == 0  # the optimizer is the snapshot's
-    assert same(state(whole), state(path))
-    losses = [r["train_loss"] for r in metrics(path)]
-    assert losses == [r["train_loss"] for r in metrics(whole)] and losses[-1] < losses[0]
-
-
 def test_the_moments_dtype_may_change(run, capsys):
     """They are cast, and there and back they are what they were; a snapshot of them is plain."""
     for steps, dtype, other in ((3, "bfloat16", "float32"), (4, "float32", "bfloat16")):
@@ -233,7 +211,7 @@ def test_the_moments_dtype_may_change(run, capsys):
         assert train_here(run, *flags) == 0
         (line,) = re.findall("resume   changed.*", capsys.readouterr().out)
         assert f"--moments-dtype {other} -> {dtype}" in line
-        _, moments = state(run)
+        moments = snapshot(run)["optimizer"]["state"]
         assert sorted(moments) == list(range(28))  # 12 of each block, 2 tables, ln_f's 2
         names = {tuple(sorted(of_one)) for of_one in moments.values()}
         assert names == {("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)}
