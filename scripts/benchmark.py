@@ -44,19 +44,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data import DataError
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import Card
 from planner.cards import peak_flops
 from planner.formulas import step_flops
 from planner.step import Planner
-from scripts import say_stopped
+from scripts import say_stopped, tool
 from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
 from scripts.style import policy_fields
 from trainer.card import clock_card, measured_card
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.endings import is_out_of_memory
-from trainer.flags import UsageError, fill_in, number, output_file, policy_string, print_error
+from trainer.flags import UsageError, fill_in, number, output_file, policy_string
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
 from trainer.plan import make_planner, step_seconds, vocabulary
@@ -353,19 +352,16 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     return 130 if interrupted else 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+@tool
+def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
+    check(args)
+    if args.worker is None:
+        return measure_all(args, argv)
     try:
-        check(args)
-        if args.worker is None:
-            return measure_all(args, argv)
         print(json.dumps(measure(args, Job(**json.loads(args.worker)))))
-    except (UsageError, DataError) as error:
-        print_error(error)
-        return 2
     except (RuntimeError, MemoryError) as error:
-        if not (args.worker and is_out_of_memory(error)):
+        if not is_out_of_memory(error):
             raise
         print("null")
     return 0

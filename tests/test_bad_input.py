@@ -23,6 +23,7 @@ from cases.bad_input import (
     TEXTS,
     TOKEN_FILES,
     TOKENIZERS,
+    TOOLS,
     Case,
 )
 from cases.bad_snapshots import PLACES, RESUMED, SCRIPTS, SNAPSHOTS
@@ -35,6 +36,7 @@ from data import find_dataset
 TRAINER = ["train_minimal.py", *TINY]
 TABLES = {
     "flags": FLAGS,
+    "tool": TOOLS,
     "text": TEXTS,
     "tokens": TOKEN_FILES,
     "tokenizer": TOKENIZERS,

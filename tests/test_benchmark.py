@@ -228,7 +228,7 @@ def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):
         benchmark.run_worker([], Job("none", 8))
 
 
-@pytest.mark.parametrize("n_done", [0, 1, 3])
+@pytest.mark.parametrize("n_done", [0, 3])
 def test_ctrl_c_keeps_what_was_measured(bench, n_done):
     left = iter(range(n_done))
 
@@ -241,7 +241,7 @@ def test_ctrl_c_keeps_what_was_measured(bench, n_done):
     when = f"after {n_done} of 4 runs"
     assert done.err.splitlines()[-1] == f"stopped {when}"
     assert [row["policy"] for row in done.rows] == ["none", "full"][:n_done]
-    assert [len(row["step_s_all"]) for row in done.rows] == {0: [], 1: [2], 3: [4, 2]}[n_done]
+    assert [len(row["step_s_all"]) for row in done.rows] == {0: [], 3: [4, 2]}[n_done]
     assert (done.out == "") == (n_done == 0) == ("interrupted" not in done.json)
     if n_done:
         assert done.json["interrupted"] == when
@@ -273,33 +273,10 @@ def test_the_estimate_grows_with_the_work(monkeypatch):
     assert benchmark.expected_seconds(args, [2.0, 4.0]) == 3 * (2 * 7 + 6 * 10)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--policies", "none", "half"], "--policies: must be auto or POLICY"),
-        (["--peer", "nanoGPT"], "--peer: invalid choice"),
-        (["--json", "nowhere/rows.json"], "there is no folder nowhere"),
-        (["--card", "H100"], "--card: the device that is here is measured: leave it out"),
-        (["--memory-budget", "8GiB"], "--memory-budget is for --largest-batch"),
-        (["--repeats", "0"], "--repeats: must be"),
-        (["--use-activation-checkpoint"], "--policies names what is measured"),
-        (["--policies", "mlp:9"], "--policies must be POLICY"),
-        (["--tokenizer-name", "none.tiktoken"], "--tokenizer-name none.tiktoken: no such file"),
-        (["--peer", "transformers"], "is not installed: pip install transformers"),
-    ],
-)
-def test_mistakes(capsys, monkeypatch, flags, message):
-    monkeypatch.setattr(benchmark, "run_worker", None)  # nothing is measured
+def test_the_peer_is_measured_beside_ours(bench, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
-    try:
-        code = benchmark.main([*SHAPE, *flags])
-    except SystemExit as stop:
-        code = stop.code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert code == 2 and line.startswith("error: ") and message in line
-
-
-def test_the_peer_is_measured_beside_ours(bench, monkeypatch):
+    assert benchmark.main([*SHAPE, "--peer", "transformers"]) == 2
+    assert "is not installed: pip install transformers" in capsys.readouterr().err
     monkeypatch.setattr(benchmark, "find_spec", lambda name: True)
     monkeypatch.setattr(benchmark, "version", lambda name: "5.0")
     done = bench(*"--policies cheap --repeats 1 --compile --peer transformers".split())

@@ -16,7 +16,7 @@ import train_ddp
 import train_fsdp
 import train_minimal
 from data.tokenizer import format_ranks, load_tokenizer
-from scripts import evaluate, generate, kept_tensors, plot_metrics
+from scripts import benchmark, evaluate, generate, kept_tensors, plan_memory, plot_metrics
 from studies import ladder
 
 Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
@@ -33,6 +33,8 @@ PROGRAMS: Programs = {
     "generate": (generate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "evaluate": (evaluate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "plot": (plot_metrics.main, []),
+    "plan_memory": (plan_memory.main, []),
+    "benchmark": (benchmark.main, ["--device=cpu"]),
     "kept_tensors": (kept_tensors.main, []),
     "ladder": (ladder.main, []),
 }
@@ -113,6 +115,47 @@ REFUSED = {  # words: what the line must say
     "--vocab-size=7": "--vocab-size 7: must be 8 to",
 }
 FLAGS = {words[:80]: Case("toy", words, (says,)) for words, says in REFUSED.items()}
+
+# ---- Flags of what plans and measures
+
+
+REFUSED_BY = {
+    "plan_memory": {
+        "--json=nowhere/plan.json": "--json: there is no folder nowhere",
+        "--memory-viz=.": "--memory-viz: . is a folder",
+        "--json=x --memory-viz=x": "--json and --memory-viz: both are to be written to x",
+        "--nproc-per-node=0": "--nproc-per-node: must be a whole number",
+        "--fsdp": "--fsdp: over how many processes",
+        "--card=Voodoo2": "--card: .*Voodoo2.*RTX 3060 12GB, .*M4 Max.*; or this-machine, "
+        "measured; of any other, --device cuda --memory-budget 16GiB tells",
+        "--card=H100 --memory-budget=81GiB": "--memory-budget 81.0 GiB is more than the 79.1 GiB",
+        "--card=H100 --device=cpu": "--device cpu: H100 is cuda; leave --device out",
+        "--card=M1 --device=cuda": "--device cuda: M1 is mps; leave --device out",
+        "--card=M1 --amp-dtype=float16": "--amp-dtype float16",
+        "--card=this-machine --device=cuda": "--device cuda: .* finds none",
+        "--card=this-machine --nproc-per-node=2": "--card this-machine .* leave out --nproc",
+        "--all-knobs": "--all-knobs compares times: name a --card, or --card this-machine",
+        "--longest-sequence --device=cuda": "--longest-sequence: within what",
+        "--at-peak --recompute-layers=1": "--recompute-layers: --use-activation-checkpoint",
+        "--at-peak --use-activation-checkpoint=mlp/2": "--use-activation-checkpoint: must be",
+    },
+    "benchmark": {
+        "--policies none half": "--policies: must be .*'half'",
+        "--peer=nanoGPT": "--peer: invalid choice",
+        "--json=nowhere/rows.json": "there is no folder nowhere",
+        "--card=H100": "--card: the device that is here is measured: leave it out",
+        "--memory-budget=8GiB": "--memory-budget is for --largest-batch",
+        "--repeats=0": "--repeats: must be",
+        "--use-activation-checkpoint": "--policies names what is measured",
+        "--policies full:9": "--policies .*full:9",
+        "--tokenizer-name=none.tiktoken": "--tokenizer-name none.tiktoken: no such file",
+    },
+}
+TOOLS = {
+    f"{tool}: {words}": Case(tool, words, (says,))
+    for tool, refused in REFUSED_BY.items()
+    for words, says in refused.items()
+}
 
 # ---- Text
 
