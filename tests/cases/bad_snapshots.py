@@ -72,6 +72,11 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], dic
     return lambda weights: {name: change(weight) for name, weight in weights.items()}
 
 
+def swapped(parameters: list[int]) -> list[int]:
+    """Two tables, and four matrices of each of two blocks: the blocks' in the other order."""
+    return parameters[:2] + parameters[6:] + parameters[2:6]
+
+
 NO_SNAPSHOT = "run.pt is no snapshot, or a damaged one"
 NO_MINIGPT = "run.pt is no MiniGPT snapshot"
 STRANGE = "run.pt .*(strange|damaged|was trained|no sequences)"
@@ -101,10 +106,14 @@ RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume s
     "data": (altered("data", to={}), STRANGE),
     "model": (altered("model", to={}), STRANGE),
     "optimizer": (altered("optimizer", to={}), STRANGE),
-    "moments": (altered(*FIRST, "exp_avg", to=torch.zeros(2)), STRANGE),
+    "moments": (altered(*FIRST, "exp_avg", to=lambda whole: whole[:1]), STRANGE),
+    "complex moments": (altered(*FIRST, "exp_avg", to=torch.Tensor.cfloat), STRANGE),
+    "one moment": (altered(*FIRST, to=lambda moments: {"step": moments["step"]}), STRANGE),
+    "two counts": (altered(*FIRST, "step", to=torch.ones(2)), STRANGE),
     "moments in a list": (altered("optimizer", "state", to=lambda s: [s[0]]), STRANGE),
     "sparse moments": (altered(*FIRST, "exp_avg", to=torch.Tensor.to_sparse), STRANGE),
-    "groups": (altered("optimizer", "param_groups", 0, "params", to=lambda p: p[::-1]), STRANGE),
+    "one group": (altered("optimizer", "param_groups", to=lambda groups: groups[:1]), STRANGE),
+    "swapped blocks": (altered("optimizer", "param_groups", 0, "params", to=swapped), STRANGE),
     "dtype": (altered("model", to=each(torch.Tensor.half)), STRANGE),
     "record": (altered("record", to={"lr": "y"}), RECORD),
     "record in a list": (altered("record", to=[1]), RECORD),
