@@ -6,6 +6,7 @@ their meaning: a text that has changed since is encoded with the BPE that the ru
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from harness.corpora import ids, load
 from harness.rows import row
-from harness.runs import ROOT
+from harness.runs import Forks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -165,6 +166,7 @@ def test_a_state_that_no_run_has_saved_is_one_line(cache, text) -> None:
 
 CHILD = """
 import os, signal, sys, time
+sys.path.insert(0, os.getcwd())
 from pathlib import Path
 from data import Tokenizer, find_dataset
 real, fate = Tokenizer.encode, sys.argv[3]
@@ -175,30 +177,28 @@ def encode(self, text):
     return real(self, text)
 Tokenizer.encode = encode
 data = find_dataset([sys.argv[1]], None, tokenizer_name="bpe", cache_dir=Path(sys.argv[2])).load()
-print(data.fingerprint, data.tokenizer.fingerprint)
+print("made", data.fingerprint, data.tokenizer.fingerprint, flush=True)
 """
 
 
 @row("several processes on")
 @pytest.mark.skipif(sys.platform == "win32", reason="the lock is POSIX's; there the rename decides")
 def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, tmp_path) -> None:
-    def child(fate: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", CHILD, str(text), str(cache), fate]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    def children(*fates: str) -> subprocess.CompletedProcess:
+        words = [str(tmp_path / "child.py"), str(text), str(cache)]
+        return Forks([([*words, fate], {}) for fate in fates]).end()
 
-    killed = child("die")
-    assert killed.wait(60) == -signal.SIGKILL
+    (tmp_path / "child.py").write_text(CHILD)
+    assert children("die").returncode == -signal.SIGKILL
     left = [path.name for path in cache.iterdir() if path.name != ".lock"]
     assert len(left) == 1 and left[0].startswith(".tmp-")  # nothing that a reader would open
-    processes = [child("live") for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 2
-    for word in ("training a BPE", "encoding"):
-        assert sum(word in output for output in outputs) == 1
-    (names,) = {output.splitlines()[-1] for output in outputs}
-    assert sorted(os.listdir(cache)) == [".lock", names.split()[0]]
+    both = children("live", "live")
+    assert both.returncode == 0, both.stderr
+    assert both.stdout.count("training a BPE") == both.stdout.count("encoding") == 1
+    first, second = re.findall("^made (.*) (.*)$", both.stdout, re.M)
+    assert first == second and sorted(os.listdir(cache)) == [".lock", first[0]]
     there, fresh = (load(where, text, tokenizer_name="bpe") for where in (cache, tmp_path / "new"))
-    assert ids(fresh.train) == ids(there.train) and fresh.fingerprint == names.split()[0]
+    assert ids(fresh.train) == ids(there.train) and fresh.fingerprint == first[0]
 
 
 @pytest.mark.parametrize(
