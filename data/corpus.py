@@ -112,8 +112,9 @@ def find_dataset(
 ) -> FoundData:
     """What is behind the `data:` flags; loaded, it comes from the cache if it is there already.
 
-    train_data None is the built-in corpus, Python's standard library. max_tokens caps training
-    and validation, each. seed is for toy data alone. Safe to call from many processes at once.
+    train_data None is the built-in corpus, Python's standard library. val_ratio lies between 0 and
+    1. max_tokens, 1 at least, caps training and validation, each. seed is for toy data alone. Safe
+    to call from many processes at once.
     A run that goes on brings the tokenizer and the fingerprint that its Dataset had: its ids keep
     their meaning even if the text that a bpe was trained on has changed, and data that have not
     changed have that fingerprint again. A tokenizer of another name is left aside.
@@ -124,10 +125,6 @@ def find_dataset(
         raise DataError("--use-toy-data makes its own data: drop --train-data and --val-data")
     if toy != (name == "toy"):
         raise DataError(f"--tokenizer-name {name}: toy belongs to --use-toy-data, and it alone")
-    if not val_data and not 0 < val_ratio < 1:
-        raise DataError(f"--val-ratio {val_ratio}: must lie between 0 and 1, for example 0.1")
-    if max_tokens is not None and max_tokens < 1:
-        raise DataError(f"--max-tokens {max_tokens}: must be at least 1")
     if vocab_size is not None:
         _check_vocab_size(vocab_size, name)
     if toy:

@@ -218,23 +218,3 @@ def test_the_built_in_corpus_is_python_source(cache, monkeypatch, tmp_path) -> N
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match="--train-data"):  # a Python without its library
         load(cache, **options)
-
-
-# ---- What test_bad_input.py does not ask through the trainer
-
-
-BAD = {
-    "--vocab-size 300: .*gpt2": {"vocab_size": 300},
-    "--vocab-size 256: must be 257 to": {"tokenizer_name": "bpe", "vocab_size": 256},
-    "--val-ratio 0.0": {"val_ratio": 0.0},
-    "--val-ratio nan": {"val_ratio": math.nan},
-    "--max-tokens 0": {"max_tokens": 0},
-}
-
-
-@pytest.mark.parametrize(("message", "options"), BAD.items())
-def test_a_bad_option_is_named(cache, tmp_path, message: str, options: dict) -> None:
-    (tmp_path / "x.txt").write_text("text\n" * 100)
-    with pytest.raises(DataError, match=message):
-        load(cache, tmp_path / "x.txt", **({"tokenizer_name": None} | options))
-    assert not cache.exists()

@@ -232,6 +232,12 @@ TEXTS = {
         "--vocab-size 300: .* byte is fixed; drop the flag",
         **{"x.txt": b"text"},
     ),
+    "vocabulary of too few ids": Case(
+        "text",
+        "--train-data=x.txt --tokenizer-name=bpe --vocab-size=256",
+        ("--vocab-size 256: must be 257 to",),
+        {"x.txt": b"text"},
+    ),
     "text and tokens": data(
         "--train-data x.txt y.bin",
         "--train-data, --val-data: found both text and token files",
