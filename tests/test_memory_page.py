@@ -14,14 +14,13 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from planner.cards import CARDS, card_named
+from planner.cards import card_named
 from planner.choose import pick_recompute
 from planner.clock import seconds
 from planner.record import Record, code_of
 from scripts import memory_page
 from scripts.style import COLORS, POLICIES, in_legend
 from trainer.plan import make_planner
-from trainer.room import for_tensors
 
 browser = pytest.mark.browser
 FLAGS = ["--n-layers", "4", "--n-heads", "4", "--d-model", "64", "--seq-len", "64",
@@ -682,18 +681,6 @@ def test_nothing_ends_the_script():
     assert "<" not in inside
     assert json.loads(inside)["lines"][0][1] == "x = '</script>' // <!--"
     assert not re.search(r"(src|href)=\"(?!data:)", page) and "http" not in page
-
-
-def test_a_budget_is_what_auto_would_take():
-    """What was typed; of a card, what is left of it beside the margin."""
-    for words, budget in (
-        (["--card", "RTX 3060 12GB"], for_tensors(CARDS["RTX 3060 12GB"].memory, "cuda")),
-        (["--card", "RTX 3060 12GB", "--memory-budget", "3GiB"], for_tensors(3 * 2**30, "cuda")),
-        (["--device", "cpu"], None),
-    ):
-        args = memory_page.parse([*FLAGS[:-2], *words])
-        found = memory_page.ask(args).room.safe
-        assert found == budget if budget else found is None or found > 0
 
 
 def test_a_head_of_many_chunks_is_said_to_be_shortened(monkeypatch):
