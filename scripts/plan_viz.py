@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from planner import Card
-from planner.clock import seconds_of_each
 from planner.log import Storage
 from planner.record import Record
 from planner.timeline import KINDS
+from scripts.memory_page import along_seconds
 
 BASE = 0x7F0000000000  # where memory begins; as a GPU's may
 ALIGNMENT, SEGMENT = 512, 2**21  # bytes: of addresses, and of what is taken from CUDA at a time
@@ -62,15 +62,11 @@ def clock_times(record: Record, card: Card | None, compiled: bool) -> np.ndarray
 
     Without a card an operator takes 1.
     """
-    n = len(record.operators)
+    at = np.arange(len(record.operators) + 1)
     if card is None:
-        return np.arange(n + 1)
-    step = record.step
-    work, begun = step.work, record.begun
-    if compiled:
-        work, begun = step.compiled_work, record.compiled_begun
-    passed = np.append(0, np.cumsum(seconds_of_each(work, card) * work.times))
-    return np.rint(1e6 * passed[np.searchsorted(begun, np.arange(n + 1))]).astype(np.int64)
+        return at
+    starts, x = along_seconds(record, card, compiled)
+    return np.rint(1e6 * np.array(x)[np.searchsorted(starts, at)]).astype(np.int64)
 
 
 def frames(storage: Storage, policy: str) -> list[dict[str, Any]]:

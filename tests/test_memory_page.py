@@ -7,11 +7,9 @@ import random
 import re
 from collections import defaultdict
 from contextlib import contextmanager
-from functools import cache
 
 import numpy as np
 import pytest
-import torch
 from tqdm import tqdm
 
 from planner.cards import card_named
@@ -19,8 +17,7 @@ from planner.choose import pick_recompute
 from planner.clock import seconds
 from planner.record import Record, code_of
 from scripts import memory_page
-from scripts.style import COLORS, POLICIES, in_legend
-from trainer.plan import make_planner
+from scripts.style import COLORS, in_legend
 
 browser = pytest.mark.browser
 FLAGS = ["--n-layers", "4", "--n-heads", "4", "--d-model", "64", "--seq-len", "64",
@@ -32,23 +29,21 @@ class Made:
     """A page, and what the planner says about the same flags."""
 
     def __init__(self, flags: list[str], folder):
-        self.file = folder / "page.html"
-        args = memory_page.parse(flags)
-        asked = memory_page.ask(args)
-        self.planner = asked.planner
-        self.batch_size = args.batch_size
-        record = cache(self.planner.record)  # the page's are those that are compared with it
+        self.file, self.records = folder / "page.html", {}
+        step_data = memory_page.step_data
+
+        def note(record: Record, name: str, *more):
+            self.records[name] = record
+            return step_data(record, name, *more)
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.planner, "record", record)
-            patch.setattr(memory_page, "ask", lambda _: asked)
+            patch.setattr(memory_page, "step_data", note)
             assert memory_page.main([*flags, "--out", str(self.file)]) == 0
-        self.records: dict[str, Record] = {
-            name: record(args.batch_size, **memory) for name, memory in POLICIES.items()
-        }
+        self.asked = memory_page.ask(memory_page.parse(flags))
 
     def verdict(self, budget: float) -> str:
         """How the page's verdict begins: with what `auto` takes."""
-        step = pick_recompute(self.planner, self.batch_size, int(budget))
+        step = pick_recompute(self.asked.planner, self.asked.args.batch_size, int(budget))
         if step.peak > budget:
             return "nothing fits"
         return f"cheapest that fits: {step.config.recompute} ("
@@ -657,20 +652,13 @@ def test_along_seconds(made, compiled):
         ("", "none", 9),
         ("--use-activation-checkpoint", "full", 9),
         ("--use-activation-checkpoint mlp:2", "mlp:2", 10),
-        (
-            "--use-activation-checkpoint full+offload --card A100",
-            "full+offload",
-            10,
-        ),
+        ("--use-activation-checkpoint full+offload --card A100", "full+offload", 10),
         ("--use-activation-checkpoint auto --memory-budget 1GiB", "none", 9),
         ("--loss-chunks 3", "none", 8),
     ],
 )
 def test_what_was_asked_is_shown_first(flags, first, n):
-    args = memory_page.parse([*FLAGS, *flags.split()])
-    config = memory_page.model_config(args, 512)
-    planner = make_planner(args, config, torch.device("cuda"), torch.bfloat16)
-    found, name = memory_page.ways(planner, args)
+    found, name = memory_page.ways(memory_page.ask(memory_page.parse([*FLAGS, *flags.split()])))
     assert (name, len(found)) == (first, n)
 
 
