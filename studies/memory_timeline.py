@@ -289,7 +289,7 @@ def choose(subject: Subject, budget: int | None) -> Choice:
         free = [step for step in steps if relative_flops(step.config, step.seq_len) == 1]
         least = min(step.peak for step in free)
         step = next(step for step in free if step.peak <= 1.01 * least)
-        return Choice(step, "the least memory with no matmul twice (or ask with --memory-budget)")
+        return Choice(step, " the least memory with no matmul twice (or ask with --memory-budget)")
     limit = f"the {Unit.of(budget).text(budget)} that --memory-budget leaves tensors"
     if subject.state < budget:  # else no recompute helps
         asked = subject.planner, subject.batch_size, budget, subject.card, subject.compiled
@@ -314,28 +314,27 @@ def draw_frontier(
     was measured."""
     figure, axis = plt.subplots(figsize=(WIDTH, 5.3))
     points, source = (predicted(subject, choice), ", predicted") if choice else measured
-    unit = Unit.of(max(peak for _, peak in points.values()))
-    top = 1.12 * max(peak for _, peak in points.values()) / unit.size
+    costs, peaks = zip(*points.values(), strict=True)
+    unit, y = Unit.of(max(peaks)), np.array(peaks) / Unit.of(max(peaks)).size
     words = f"parameters, moments, gradients: {subject.bytes_each}, which no policy frees"
     band = {"color": COLORS["optimizer"], "alpha": 0.3, "linewidth": 0, "label": words}
     axis.axhspan(0, subject.state / unit.size, **band)
-    words = "FLOPs" if choice and subject.card is None else "time"
-    words = f"hollow: another needs no more memory and no more {words}"
-    for cost, peak in points.values():
-        others = [other for other in points.values() if other != (cost, peak)]
-        hollow = any(cheaper <= cost and less <= peak for cheaper, less in others)
-        fill = {"markerfacecolor": "white", "label": words} if hollow else {}
-        axis.plot(cost, peak / unit.size, "o", color=POINT, **fill)
-    axis.set(ylabel=f"peak memory of a step ({unit.name})", ylim=(0, top))
+    axis.plot(costs, y, "o", color=POINT)
+    axis.set(ylabel=f"peak memory of a step ({unit.name})", ylim=(0, 1.12 * y.max()))
     if choice:
         mark(axis, subject, choice, unit)
     else:
         axis.set_xlabel("time of a step (s)")
     subject.head(figure, "What each policy saves, and what it costs (best: lower left)", "", source)
-    handles, labels = axis.get_legend_handles_labels()
-    once = dict(zip(labels, handles, strict=True))
-    figure.legend(once.values(), once, loc="outside lower center", frameon=False)
-    name_points(axis, points, unit, choice.name if choice else "")
+    figure.legend(loc="outside lower center", frameon=False)
+    # Names in a column beside the frame, in the order of their heights; a thin line leads from each
+    # to its point.
+    line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.6, "shrinkB": 4, "relpos": (0, 0.5)}
+    beside = {"textcoords": "axes fraction", "va": "center", "zorder": 0.5, "arrowprops": line}
+    by_height = sorted(zip(y, [-cost for cost in costs], points, strict=True))
+    for (peak, cost, name), height in zip(by_height, np.linspace(0.2, 0.9, len(y)), strict=True):
+        weight = "bold" if choice and name == choice.name else "normal"
+        axis.annotate(name, (-cost, peak), (1.03, height), weight=weight, **beside)
     return figure
 
 
@@ -360,19 +359,7 @@ def mark(axis: Any, subject: Subject, choice: Choice, unit: Unit) -> None:
         return
     ring = {"color": BEST, "markerfacecolor": "none", "markersize": 13, "markeredgewidth": 2.5}
     place = subject.cost(choice.step), choice.step.peak / unit.size
-    axis.plot(*place, "o", **ring, label=f"{choice.name}: {choice.words}".replace(": \n", ":\n"))
-
-
-def name_points(axis: Any, points: Points, unit: Unit, bold: str) -> None:
-    """In a column beside the frame, in the order of their heights; a thin line leads from each name
-    to its point."""
-    names = sorted(points, key=lambda name: (points[name][1], -points[name][0]))
-    line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.6, "shrinkB": 4, "relpos": (0, 0.5)}
-    beside = {"textcoords": "axes fraction", "va": "center", "zorder": 0.5, "arrowprops": line}
-    for name, height in zip(names, np.linspace(0.2, 0.9, len(names)), strict=True):
-        cost, peak = points[name]
-        weight = "bold" if name == bold else "normal"
-        axis.annotate(name, (cost, peak / unit.size), (1.03, height), weight=weight, **beside)
+    axis.plot(*place, "o", **ring, label=f"{choice.name}:{choice.words}")
 
 
 # ---- What was measured
