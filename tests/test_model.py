@@ -132,33 +132,6 @@ def test_what_is_compiled(monkeypatch):
 # ---- sampling
 
 
-def test_generate_extends_beyond_the_context_and_restores_the_mode():
-    model = tiny(dropout=0.5).train()
-    out = model.generate(random_ids(2, 3), max_new_tokens=20)
-    assert out.shape == (2, 23)
-    assert model.training
-
-
-def test_generate_is_greedy_at_temperature_zero():
-    model, ids = tiny(), random_ids(1, 4)
-    out = model.generate(ids, max_new_tokens=1, temperature=0.0)
-    assert out[0, -1] == model.eval()(ids)[0, -1].argmax()
-
-
-def test_top_k_and_top_p_only_draw_what_they_may():
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-
-    def drawn(**limits):
-        settings = {"temperature": 1.0, "top_k": None, "top_p": None} | limits
-        return {sample(logits, **settings).item() for _ in range(300)}
-
-    assert drawn() == {0, 1, 2, 3}
-    assert drawn(top_k=2) == {0, 1}
-    assert drawn(top_p=0.7) == {0, 1}  # 0.5 is not yet 0.7: the second is in, the third is not
-    assert drawn(top_p=0.4) == {0}
-    assert drawn(top_k=99) == {0, 1, 2, 3}
-
-
 def probabilities(logits, monkeypatch, temperature=1.0, top_k=None, top_p=None) -> list:
     """What `sample` draws from."""
     seen = []
@@ -182,24 +155,3 @@ def test_temperature_top_k_and_top_p_by_hand(monkeypatch):
     assert sorted(probabilities([[0.0, 0.0]], monkeypatch, top_p=0.51)[0]) == [0.5, 0.5]
     assert probabilities([[0.0, 1.0]], monkeypatch, top_p=0.0)[0] == [0, 1]  # never none
     assert sample(torch.tensor([[0.0, 1.0]]), 1e-7, None, None).tolist() == [[1]]
-
-
-def test_generate_asks_with_the_last_tokens_that_fit_and_draws_at_the_last_one(monkeypatch):
-    model, seen = tiny(dropout=0.5).train(), []
-
-    def likeliest(logits, **how):
-        assert not model.training and not logits.requires_grad
-        seen.append((logits, how))
-        return logits.argmax(-1, keepdim=True)
-
-    monkeypatch.setattr("model.sample", likeliest)
-    start = random_ids(2, 15)
-    out = model.generate(start, 3, temperature=0.7, top_k=5, top_p=0.9)
-    assert out.shape == (2, 18) and torch.equal(out[:, :15], start) and model.training
-    model.eval()
-    for i, (logits, how) in enumerate(seen):
-        expected = model(out[:, max(0, 15 + i - 16) : 15 + i])[:, -1]
-        torch.testing.assert_close(logits, expected)
-        assert how == dict(temperature=0.7, top_k=5, top_p=0.9)
-    model.generate(start, 1)
-    assert seen[-1][1] == {}  # sample's own defaults

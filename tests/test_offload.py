@@ -297,18 +297,6 @@ def test_views_of_one_storage_travel_once(everything_travels):
     assert torch.equal(bits, whole.view(torch.int32)) and bits.dtype == torch.int32
 
 
-def test_few_tensors_are_on_their_way_out_and_none_when_forward_is_over(everything_travels):
-    sender, alive = Offload(HostMemory(), []), []
-    for _ in range(5):
-        tensor = torch.randn(8)
-        alive.append(ref(tensor.untyped_storage()))
-        sender.pack(Tickets(), tensor)
-        del tensor
-    assert [storage() is not None for storage in alive] == [False] * 3 + [True] * 2
-    sender.settle()
-    assert not any(storage() for storage in alive)
-
-
 # ---- what only a GPU does
 
 

@@ -1,42 +1,41 @@
-"""Recompute changes what is kept, and nothing else: not one bit of the result."""
+"""Recompute changes what is kept, and nothing else: not one bit of the result.
+
+How policies are spelled: test_policy_string.py. Masks that a GPU draws: test_masks.py.
+"""
 
 import gc
 import weakref
+from functools import cache
 
 import pytest
 import torch
+from cases.shapes import PRECISIONS, WIDE, ways
+from harness.planned import planner
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as some
 from test_model import random_ids, tiny
 
-from memory.policies import POLICIES, one_by_one
+from memory.policies import POLICIES, expand, one_by_one, schedule
 from model import RECOMPUTE_POLICIES
 from planner.log import Storage, kept_for_backward
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
-CHANGES = [
-    "",
-    ":1",
-    "+offload",
-    "/2",
-    "/3",
-    ":3/2+offload",
-]
-
 
 def autocast(precision: str):
     dtype = PRECISIONS[precision]
-    return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
+    return torch.autocast("cpu", dtype, enabled=precision == "bf16", cache_enabled=False)
 
 
-def train(policy: str, precision: str, steps: int, accumulate: int, **changes):
-    """Losses, gradients of the last step, and weights after training."""
-    model = tiny(recompute=policy, n_layers=4, **changes).train()
+@cache
+def train(way: str, dropout: float, precision: str):
+    """Losses, gradients of the last of two steps, and the weights then."""
+    model = tiny(recompute=way, n_layers=4, dropout=dropout, loss_chunks=4).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
-    for step in range(steps):
+    for step in range(2):
         optimizer.zero_grad()
-        for micro_batch in range(accumulate):
+        for micro_batch in range(2):
             torch.manual_seed(100 * step + micro_batch)
             ids = random_ids(2, 16)
             with autocast(precision):
@@ -45,20 +44,23 @@ def train(policy: str, precision: str, steps: int, accumulate: int, **changes):
             losses.append(loss.item())
         optimizer.step()
     gradients = [p.grad for p in model.parameters()]
-    return losses, gradients, list(model.parameters())
+    return losses, [*gradients, *model.parameters()]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES[1:])
-def test_every_policy_equals_none(policy, dropout, precision):
-    settings = dict(precision=precision, steps=3, accumulate=2, dropout=dropout, loss_chunks=4)
-    none = train("none", **settings)
-    for changes in CHANGES:
-        if policy == "full" or "/" not in changes:
-            same = train(policy + changes, **settings)
-            assert same[0] == none[0], changes
-            assert all(map(torch.equal, same[1] + same[2], none[1] + none[2])), changes
+def laws(n: int):
+    fixture = [HealthCheck.function_scoped_fixture]
+    return settings(max_examples=n, deadline=None, derandomize=True, suppress_health_check=fixture)
+
+
+@pytest.mark.parametrize("first", RECOMPUTE_POLICIES[1:])
+@laws(8)
+@given(some.data(), some.sampled_from([0.0, 0.1]), some.sampled_from([*PRECISIONS]))
+def test_every_way_equals_none(first, data, dropout, precision):
+    way = data.draw(ways(4, first))
+    losses, tensors = train(way, dropout, precision)
+    none, expected = train("none", dropout, precision)
+    assert losses == none
+    assert all(map(torch.equal, tensors, expected))
 
 
 @pytest.mark.parametrize(
@@ -154,21 +156,41 @@ def test_fake_count_equals_what_autograd_really_saves(precision):
         del loss
 
 
-def test_a_policy_of_some_blocks_is_in_between():
-    none, one, two = total("none"), *(total(f"full:{n}") for n in (1, 2))
-    assert none - one == one - two > 0
-    assert total("full:0") == none
-    assert total("full:3") == total("full")
+@laws(20)
+@example("full/3")
+@example("full:3,mlp/2")
+@given(ways(5, ends=("",)))
+def test_a_way_keeps_what_its_policies_keep(way):
+    """One after the other; a group of blocks what one of them does. And nothing in evaluation."""
+    policies = [policy for policy, _ in expand(way, 5).calls]
+    last = of_blocks(policies[-1], 1)
+    others = sum(of_blocks(policy, 2) - of_blocks(policy, 1) for policy in policies[:-1])
+    assert total(way, n_layers=5) == others + last
+    assert total(way, n_layers=5, mode="eval") == of_blocks("none", 5, mode="eval")
 
 
-def test_groups_keep_one_input_each():
-    one, two, three = (total(f"full/{k}") for k in (1, 2, 3))
-    assert one - two == two - three == 4 * BTC
+@cache
+def of_blocks(policy: str, n_layers: int, **how) -> int:
+    return total(policy, n_layers=n_layers, **how)
 
 
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
-def test_only_active_in_training(policy):
-    assert total(policy, mode="eval") == total("none", mode="eval")
+def test_who_does_what():
+    def calls(way: str, training: bool = True) -> list[str]:
+        model = tiny(n_layers=5, recompute=way)
+        return [policy for _, policy in schedule(model.blocks, model.config, training, None)]
+
+    assert calls("mlp:2,cheap") == ["mlp"] * 2 + ["cheap"] * 3
+    assert calls("full:3,mlp/2") == ["full"] * 2 + ["mlp"] * 2  # two and one; each alone
+    assert calls("mlp:2,cheap+offload", training=False) == ["none"] * 5
+
+
+@pytest.mark.parametrize(("less", "more"), [("full", "cheap"), ("mlp", "cheap")])
+def test_the_policy_that_keeps_less_comes_first(less, more):
+    """Backward of the last block works with all of its tensors, whatever it kept of them, beside
+    what the others keep: that should be little."""
+    plan = planner(WIDE)
+    right, wrong = (plan.step(24, recompute=f"{a}:2,{b}") for a, b in ((less, more), (more, less)))
+    assert right.kept == wrong.kept and right.peak < wrong.peak
 
 
 def test_counting_takes_no_memory():
@@ -189,21 +211,15 @@ def test_listing_names_module_operator_and_line():
 # ---- offload
 
 
-def run_offloaded(policy: str = "full", steps: int = 3):
-    model = tiny(recompute=f"{policy}+offload", n_layers=4).train()
-    counts = []
+def run_offloaded(way: str, steps: int = 1, n_layers: int = 4):
+    """The model, and the bytes that wait in CPU memory."""
+    model = tiny(recompute=f"{way}+offload", n_layers=n_layers).train()
     for _ in range(steps):
         ids = random_ids(3, 16)  # 48 tokens: no weight has a shape like that
         model(ids, ids).backward()
         gc.collect()
-        counts.append(sum(map(len, model.host_memory.unused.values())))
-    return model, counts
-
-
-def test_offload_sends_inputs_of_all_blocks_but_the_last():
-    model, counts = run_offloaded()
-    assert counts == [6, 6, 6]  # the same blocks, step after step
-    assert sorted(block.nbytes for block in model.host_memory.made) == [2048] * 3 + [4096] * 3
+    assert sum(map(len, model.host_memory.unused.values())) == len(model.host_memory.made)
+    return model, sum(block.nbytes for block in model.host_memory.made)
 
 
 @pytest.mark.parametrize("policy", RECOMPUTE_POLICIES[1:])
@@ -229,11 +245,22 @@ def test_what_travels_is_what_the_policy_keeps(policy):
         del loss
         return sum(sizes.values())
 
-    model, _ = run_offloaded(policy, steps=1)
-    travelled = sum(block.nbytes for block in model.host_memory.made)
+    _, travelled = run_offloaded(policy, steps=2)  # the same blocks, step after step
     assert travelled == saved(4) - saved(1)
     if policy in ("sdpa", "selective", "full"):
         assert travelled == 3 * 3 * 16 * 32 * 4
+
+
+@pytest.mark.parametrize(("first", "rest"), [("full", "cheap"), ("mlp", "full"), ("attn", "mlp")])
+def test_offload_takes_what_both_keep(first, rest):
+    """Of all blocks but the last."""
+
+    def travelled(way: str) -> int:
+        return run_offloaded(way, n_layers=5)[1]
+
+    of_first, of_rest = travelled(first) // 4, travelled(rest) // 4
+    assert travelled(f"{first}:3,{rest}") == 3 * of_first + of_rest
+    assert travelled(f"{first}:3") == 3 * of_first
 
 
 def test_a_group_holds_no_update_beside_its_next_block():

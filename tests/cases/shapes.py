@@ -4,6 +4,7 @@ is planned for. Tests that ask about the same step share its simulation: see har
 from dataclasses import replace
 
 import torch
+from hypothesis import strategies as some
 
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
@@ -34,6 +35,20 @@ MEMORY = [
 def mix(first: str, n: int, rest: str, **changes) -> dict:
     """`first` in n blocks, `rest` in those after them."""
     return {"recompute": f"{first}:{n},{rest}", **changes}
+
+
+def ways(n_layers: int, first: str = "", ends: tuple[str, ...] = ("", "+offload")):
+    """Policy strings for that many blocks; those that begin with `first`, or any."""
+
+    def spell(first: str, n: str, group: str, end: str) -> str:
+        return first + n + group * (first == "full") + end
+
+    rest = some.sampled_from(["", *(f",{policy}" for policy in RECOMPUTE_POLICIES)])
+    n = some.just("") | some.builds(":{}{}".format, some.integers(1, n_layers), rest)
+    firsts = some.just(first) if first else some.sampled_from(RECOMPUTE_POLICIES[1:])
+    return some.builds(
+        spell, firsts, n, some.sampled_from(["", "/2", "/3"]), some.sampled_from(ends)
+    )
 
 
 MIXES = [
