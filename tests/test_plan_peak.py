@@ -63,21 +63,18 @@ def test_what_differs_in_its_block_only_is_one_line(gpu):
     groups = {group.what: group for group in at_peak(gpu)}
     for what in ("mlp.c_fc: output", "attn: attention", "ln_1: mean", "add: x + update"):
         group = groups[f"3 x blocks.*.{what}"]
-        assert [storage.block for storage in group.storages] == [0, 1, 2]
         assert [storage.name for storage in group.storages] == [
             f"blocks.{i}.{what}" for i in range(3)
         ]
     assert groups["40 x weight"].line == groups["40 x weight"].shape == ""
     assert groups["120 x optimizer state"].why == "what the optimizer keeps from step to step"
     wide = groups["3 x blocks.*.mlp.c_fc: output"]
-    storage = wide.storages[0]
-    assert wide.shape == f"{storage.shape[0]}x{storage.shape[1]} bf16"
-    assert "self.c_fc(x)" in code_of(wide.line)
+    rows, columns = wide.storages[0].shape
+    assert wide.shape == f"{rows}x{columns} bf16" and "self.c_fc(x)" in code_of(wide.line)
     assert wide.why == "GELU's backward needs its input"
-    stream = groups["3 x add: x + update"]  # two of them wait for the next block, one for ln_f
-    assert stream.why == "ln_1's backward needs its input"
-    (alone,) = [group for group in groups.values() if group.storages[0].name == "ln_f: mean"]
-    assert alone.what == "ln_f: mean"
+    # Two of them wait for the next block, one for ln_f.
+    assert groups["3 x add: x + update"].why == "ln_1's backward needs its input"
+    assert "ln_f: mean" in groups
     whats = [group.what for group in at_peak(record("full"))]  # one block alone has its number
     assert "blocks.0.attn.c_attn: output" in whats and not any("*" in what for what in whats)
 
@@ -136,9 +133,8 @@ def test_the_document_shows_what_is_listed():
     [
         ("", "none"),
         ("--use-activation-checkpoint auto", "none"),
-        ("--use-activation-checkpoint full+offload", "full+offload"),
-        ("--use-activation-checkpoint mlp:1,cheap", "mlp:1,cheap"),
-        ("--use-activation-checkpoint sdpa --memory-budget 8GiB", "sdpa"),
+        ("--use-activation-checkpoint mlp:1,cheap+offload --memory-budget 8GiB",
+         "mlp:1,cheap+offload"),
     ],
 )  # fmt: skip
 def test_typed_flags_say_which_step(flags, of):
@@ -158,12 +154,10 @@ def test_the_list_is_of_what_is_recommended():
     *_, title, lines, verdict = answer.out.split("\n\n")
     assert title.startswith(f"alive at the peak of {takes}: ")
     assert len(lines.splitlines()) == 1 + LINES < len(found)
-    of_head = sum(group["bytes"] for group in found if group["kind"] == "head")
-    assert of_head == answer.rows[takes]["at_peak"]["head"]
     (wide,) = [g for g in found if g["name"].endswith("ln_1: output") and g["count"] == 2]
     assert (wide["kind"], wide["shape"]) == ("activations", [64, 32, 16])
-    assert wide["dtype"] == "bfloat16"
-    assert wide["bytes"] == 2 * 64 * 32 * 16 * 2 and "self.c_attn(x)" in wide["code"]
+    assert (wide["dtype"], wide["bytes"]) == ("bfloat16", 2 * 64 * 32 * 16 * 2)
+    assert "self.c_attn(x)" in wide["code"]
     assert wide["line"].split(":")[0] in ("model.py", "memory/policies.py")
     taken = shlex.join(answer.rows[takes]["flags"])
     assert verdict.strip().endswith(taken) and "--at-peak" not in verdict
@@ -347,6 +341,7 @@ def test_frames_name_the_tensor_its_line_and_the_policy():
 # ---- the file
 
 
+PLOTS = (_memory_viz.trace_plot, _memory_viz.segment_plot)
 WIDER = ("--d-model=256", "--batch-size=8", "--device=cpu")
 
 
@@ -359,36 +354,31 @@ def path(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def data(path) -> dict:
-    return pickle.loads(path.read_bytes())
-
-
-def test_torch_opens_it(data):
+def test_torch_opens_it(path):
+    data = pickle.loads(path.read_bytes())
     assert {event["frames"][-1]["name"] for event in changes(data)} == {"full"}
     most = max(sum(e["size"] for e in alive.values()) for _, alive in replay(changes(data)))
     asked, _ = plan_memory.aim([*answers.SHAPE.split(), *WIDER])
     assert most == asked.planner.step(8, recompute="full").peak  # as typed
 
-    assert "segments: 1\n" in _memory_viz.segsum(data)
     text = _memory_viz.trace(data)
+    assert "segments: 1\n" in _memory_viz.segsum(data)
     assert f"{len(data['device_traces'][0])} entries" in text
     assert " = cudaMalloc(" in text and "MEM[" not in text
-    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
-        page = plot(data)
-        assert "<script" in page and len(page) > 10_000
+    assert all("<script" in plot(data) for plot in PLOTS)
     if "filter_freed" in signature(_memory_viz.trace_plot).parameters:  # torch 2.9 has it not
-        left = pickle.loads(pickle.dumps(data))
-        assert _memory_viz.trace_plot(left, filter_freed=True).count("<script") == 1
+        left = pickle.loads(path.read_bytes())
+        assert "<script" in _memory_viz.trace_plot(left, filter_freed=True)
         (few,) = left["device_traces"]
         assert {event["action"] for event in few} == {"segment_alloc", "alloc", "snapshot"}
     flames = _memory_viz.memory(data, format_flamegraph=lambda lines: lines)
     assert "stream_0;active_allocated;policy:0:full;where:0:before the step;" in flames
 
 
-def test_its_page_can_read_it(path, data):
+def test_its_page_can_read_it(path):
     """It knows some of pickle only, colours by category only where one is unknown, and shows
     the segments that have a device."""
+    data = pickle.loads(path.read_bytes())
     opcodes = {opcode.name for opcode, _, _ in pickletools.genops(path.read_bytes())}
     assert opcodes <= set(READABLE) and pickletools.optimize(path.read_bytes())
     assert path.read_bytes()[:2] == b"\x80\x04"
