@@ -36,7 +36,7 @@ from planner.record import Record
 from planner.shards import share_of
 from scripts import plan_knobs, plan_peak, plan_table, tool
 from scripts.plan_knobs import STEP, Setting
-from scripts.plan_table import Row, WholeRun, digits, recommend
+from scripts.plan_table import Row, digits, recommend
 from scripts.plan_viz import write_viz
 from trainer import flags
 from trainer.card import THIS_MACHINE
@@ -249,7 +249,11 @@ def longest_verdict(asked: Question, table: list[Row]) -> list[str]:
 
 
 def as_json(
-    asked: Question, table: list[Row], settings: list[Setting], run: WholeRun, record: Record | None
+    asked: Question,
+    table: list[Row],
+    settings: list[Setting],
+    run: dict[str, Any],
+    record: Record | None,
 ) -> dict[str, Any]:
     args, taken = asked.args, recommend(table)
     shape = args.batch_size, args.seq_len, asked.precision
@@ -268,7 +272,7 @@ def as_json(
         "budget_bytes": asked.room.budget,
         "safe_bytes": asked.room.safe,
         "takes": taken and taken.name,
-        "run": run.as_json(),
+        "run": run,
         "optimizer": args.optimizer,
         "moments_dtype": args.moments_dtype,
         "closed_form": closed_form(config, *shape, *moments),
@@ -308,8 +312,8 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
             bar.write(plan_peak.format_peak(record) + "\n")
         if args.memory_viz:
             write_viz(args.memory_viz, record, asked.card, args.compile)
-    run = plan_table.whole_run(asked, table, settings[0].seconds if settings else None)
-    lines = plan_table.describe_whole(run, args)
+    fastest = settings[0].seconds if settings else None
+    run, lines = plan_table.whole_run(asked, table, fastest)
     if settings:
         lines.append(command_line(args, **settings[0].changes(args)))
     elif args.longest_sequence and table and table[0].longest is not None:

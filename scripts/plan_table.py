@@ -3,7 +3,6 @@
 And how long the whole run takes then.
 """
 
-import argparse
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -168,27 +167,19 @@ def time_columns(table: list[Row]) -> list[list[str]]:
 # ---- the whole run
 
 
-@dataclass(frozen=True)
-class WholeRun:
-    """What was asked; if nobody said how long, a billion tokens, by which runs are compared."""
+def whole_run(
+    asked: Question, table: list[Row], fastest: float | None
+) -> tuple[dict[str, Any], list[str]]:
+    """What was asked, with the step that is recommended: for the JSON file, and in words. If nobody
+    said how long, it is a billion tokens, by which runs are compared.
 
-    tokens: int
-    steps: int
-    asked: str
-    seconds: float | None  # None: nobody knows
-    offloaded: bool  # copies come on top
-
-    def as_json(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "steps": self.steps, "seconds": self.seconds}
-
-
-def whole_run(asked: Question, table: list[Row], fastest: float | None) -> WholeRun:
-    """With the step that is recommended. `fastest`: seconds of that of --all-knobs, if there is."""
-    args, of_step = asked.args, tokens_per_step(asked.args, asked.processes)
-    seconds, offloaded = fastest, False
+    `fastest`: seconds of the step of --all-knobs, if there is.
+    """
+    args, of_step, about = asked.args, tokens_per_step(asked.args, asked.processes), "about"
+    seconds, lines = fastest, []
     if fastest is None and (taken := recommend(table)) and taken.longest is None:
         # (The command of --longest-sequence has other steps than the rows.)
-        seconds, offloaded = taken.seconds, taken.offloaded
+        seconds, about = taken.seconds, "more than" if taken.offloaded else "about"  # (copies)
     if "num_steps" in args.typed:
         steps = args.num_steps
         tokens, words = steps * of_step, f"{steps:,} steps"
@@ -196,24 +187,16 @@ def whole_run(asked: Question, table: list[Row], fastest: float | None) -> Whole
         tokens = args.num_tokens or 10**9
         steps = math.ceil(tokens / of_step)
         words = f"{format_tokens(tokens)} tokens, {steps:,} steps"
-    return WholeRun(tokens, steps, words, seconds and steps * seconds, offloaded)
-
-
-def describe_whole(run: WholeRun, args: argparse.Namespace) -> list[str]:
-    """Lines; none if there is nothing to say."""
-    lines = []
     if args.num_epochs is not None:
-        words = f"how many steps --num-epochs {args.num_epochs:g} are is up to the data"
-        lines.append(f"note     {words}, which are not read here")
-    if run.seconds is not None:
-        about = "more than" if run.offloaded else "about"
-        lines.append(
-            f"run      {run.asked}: {about} {format_hours(run.seconds)}; without data, "
-            "communication, evaluation"
-        )
+        unknown = f"how many steps --num-epochs {args.num_epochs:g} are is up to the data"
+        lines.append(f"note     {unknown}, which are not read here")
+    if seconds is not None:
+        seconds *= steps
+        without = "without data, communication, evaluation"
+        lines.append(f"run      {words}: {about} {format_hours(seconds)}; {without}")
     elif args.num_tokens:
-        lines.append(f"run      {run.asked}; --card tells how long they take")
-    return lines
+        lines.append(f"run      {words}; --card tells how long they take")
+    return {"tokens": tokens, "steps": steps, "seconds": seconds}, lines
 
 
 # ---- words

@@ -66,6 +66,7 @@ def ways_to_type(action: argparse.Action) -> list[list[str]]:
 
 MOOT = {"help", *OLDER}
 ACTIONS = [action for action in build_parser("", "")._actions if action.dest not in MOOT]
+DEST = {option: action.dest for action in ACTIONS for option in action.option_strings}
 TYPED = st.lists(st.sampled_from([way for a in ACTIONS for way in ways_to_type(a)]), max_size=6)
 
 
@@ -79,10 +80,9 @@ def test_words_and_flags_are_the_same(typed, later):
     """In the order in which they were typed; and a change is as if it had been typed last."""
     args, new, both = (parse_all(words) for words in (typed, later, typed + later))
     assert parse_all([as_argv(args)]) == args
-    order = [name for name in vars(args) if name in args.typed]
-    assert args.model or order == [
-        name for name in vars(parse_all([as_argv(args)])) if name in order
-    ]
+    order = [DEST[words[0].partition("=")[0]] for words in reversed(typed)]
+    last = [*dict.fromkeys(order)][::-1]
+    assert args.model or [name for name in vars(args) if name in args.typed] == last
     changes = {name: getattr(new, name) for name in new.typed}
     assert new.model or parse_all([as_argv(args, **changes)]) == both
     assert as_argv(args, **dict.fromkeys(args.typed)) == []
