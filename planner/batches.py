@@ -22,11 +22,11 @@ class Batches:
     def __init__(self, one: StepMemory, two: StepMemory, precision: torch.dtype, on_cpu: bool):
         self.one, self.precision, self.on_cpu = one, precision, on_cpu
         apart = one.batch_size - two.batch_size
-        self.start, self.sent = self.parts(one), np.array(one.moved)
-        self.growth = (self.start - self.parts(two)) / apart
+        self.start, self.sent = self.by_operator(one), np.array(one.moved)
+        self.growth = (self.start - self.by_operator(two)) / apart
         self.sent_growth = (self.sent - np.array(two.moved)) / apart
 
-    def parts(self, step: StepMemory) -> np.ndarray:
+    def by_operator(self, step: StepMemory) -> np.ndarray:
         """(operators outside of the head + 1,), the last one for what is beside the head."""
         inside, total = step.phase("head"), step.total - step.host * self.on_cpu
         beside = total[inside].max() - self.of_the_head(step.batch_size)

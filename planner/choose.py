@@ -12,7 +12,7 @@ from model import MiniGPTConfig
 from .clock import Card
 from .formulas import recompute_cost
 from .step import Planner
-from .timeline import StepMemory, parts
+from .timeline import StepMemory, stretches
 
 RUNGS = (*RECOMPUTE_POLICIES, "full/2")  # all blocks alike
 
@@ -161,7 +161,7 @@ def peaks_of(alike: list[StepMemory], mixes: np.ndarray) -> np.ndarray:
 def segments(step: StepMemory) -> np.ndarray:
     """(2 L + 3, 2) int64: the most bytes in each segment of a step of L blocks above those when it
     began, and what it has added when it ends."""
-    of_blocks = [part for part in parts(step) if part[1] is not None]
+    of_blocks = [stretch for stretch in stretches(step) if stretch[1] is not None]
     forward = [part for part in of_blocks if part[0] == "forward"]
     backward = of_blocks[len(forward) :]
     ends = {block: end for _, block, _, end in backward}  # (a group enters its blocks twice)

@@ -152,7 +152,7 @@ class Gathering:
 
 
 @contextmanager
-def gather(model: MiniGPT, shard: MiniGPT, n: int, log: Log, gloo: bool) -> Iterator[Gathering]:
+def in_shards(model: MiniGPT, shard: MiniGPT, n: int, log: Log, gloo: bool) -> Iterator[Gathering]:
     """A step of `model` with its weights in `n` shards; 1: as it is.
 
     The log then counts what is gathered instead of the whole weights.

@@ -26,7 +26,7 @@ from .batches import Batches, outside_of_head
 from .kernels import inside, workspaces
 from .log import Log, Part, Sources, Storage
 from .record import Record, record_of
-from .shards import gather, shard_of
+from .shards import in_shards, shard_of
 from .timeline import KINDS, MOST_RUNS, StepMemory, summarize
 
 
@@ -79,12 +79,12 @@ class Planner:
             if self.kernels:
                 fuse_dropout(self.model)
             # What a process holds, and updates.
-            self.held = self.model if shards == 1 else shard_of(config, shards)
-            whole = [*self.model.named_parameters(), *self.held.named_parameters()]
+            self.own = self.model if shards == 1 else shard_of(config, shards)
+            whole = [*self.model.named_parameters(), *self.own.named_parameters()]
             self.names = {parameter: name for name, parameter in whole}
-            self.optimizer = make_optimizer(self.held)
+            self.optimizer = make_optimizer(self.own)
             # The first step makes the optimizer's state; all others find it there.
-            for parameter in self.held.parameters():
+            for parameter in self.own.parameters():
                 parameter.grad = torch.empty_like(parameter)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -136,7 +136,7 @@ class Planner:
         log = self.log_step(batch_size, shown)
         step = summarize(log, config, batch_size, self.seq_len, times)
         # The other blocks' gradients: backward makes them, block by block.
-        left_out = set(self.held.blocks[shown.n_layers :].parameters()) - self.waiting
+        left_out = set(self.own.blocks[shown.n_layers :].parameters()) - self.waiting
         step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
         return step
 
@@ -158,10 +158,10 @@ class Planner:
 
         `sources`: the log is to name who asks for each operator.
         """
-        model, parameters = self.model, list(self.held.parameters())
+        model, parameters = self.model, list(self.own.parameters())
         in_low = self.precision != torch.float32
         # Gradients from an earlier micro-batch, or of blocks that are left out of this step.
-        made_before = self.waiting.union(self.held.blocks[config.n_layers :].parameters())
+        made_before = self.waiting.union(self.own.blocks[config.n_layers :].parameters())
         with self.fake:
             for parameter in made_before:
                 parameter.grad = torch.empty_like(parameter)
@@ -178,7 +178,7 @@ class Planner:
             follow(model, log),
             short_head(log, MOST_RUNS if sources else 0, self.parts),
             sources or nullcontext(),
-            gather(model, self.held, self.shards, log, gloo=self.on_cpu) as gathering,
+            in_shards(model, self.own, self.shards, log, gloo=self.on_cpu) as gathering,
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
         ):

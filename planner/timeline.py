@@ -157,7 +157,7 @@ def order_of(n: int, repeats: list[Repeat]) -> np.ndarray:
 def repeats_of_blocks(log: Log, times: list[int]) -> list[Repeat]:
     return [
         (begins[0], end, times[block])
-        for _, block, begins, end in parts_of(log.places, log.now + 1)
+        for _, block, begins, end in stretches_of(log.places, log.now + 1)
         if block is not None
     ]
 
@@ -167,7 +167,7 @@ def places_of(log: Log, order: np.ndarray, times: list[int]) -> list[Place]:
     reached = np.maximum.accumulate(order)
     first = np.cumsum([0, *times])  # a block of the log -> the first one that it stands for
     found: list[Place] = []
-    for phase, block, begins, end in parts_of(log.places, log.now + 1):
+    for phase, block, begins, end in stretches_of(log.places, log.now + 1):
         n = 1 if block is None else times[block]
         for i in range(n):
             which = None
@@ -178,18 +178,18 @@ def places_of(log: Log, order: np.ndarray, times: list[int]) -> list[Place]:
     return found
 
 
-Part = tuple[str, int | None, list[int], int]
+Stretch = tuple[str, int | None, list[int], int]
 
 
-def parts_of(places: list[Place], n_rows: int) -> list[Part]:
+def stretches_of(places: list[Place], n_rows: int) -> list[Stretch]:
     """What a step does, in order: (phase, block, operators at which it begins or begins anew, the
     operator at which the next one begins)."""
     found = []
     for (phase, block), group in groupby(places, lambda place: place[1:]):
         found.append((phase, block, [at for at, _, _ in group]))
     ends = [begins[0] for _, _, begins in found[1:]] + [n_rows]
-    return [(*part, end) for part, end in zip(found, ends, strict=True)]
+    return [(*stretch, end) for stretch, end in zip(found, ends, strict=True)]
 
 
-def parts(step: StepMemory) -> list[Part]:
-    return parts_of(step.places, len(step.timeline))
+def stretches(step: StepMemory) -> list[Stretch]:
+    return stretches_of(step.places, len(step.timeline))

@@ -48,7 +48,7 @@ from planner.clock import seconds_of_each
 from planner.formulas import step_flops
 from planner.log import Storage
 from planner.record import Record, code_of, group_of
-from planner.timeline import parts
+from planner.timeline import stretches
 from scripts import tool
 from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend, relative_flops
 from trainer import flags
@@ -126,7 +126,7 @@ def along_flops(record: Record) -> tuple[list[int], list[float]]:
     np.add.at(flops, record.begun, step.work.flops * step.work.times)
     whole = needed * step.batch_size * step.seq_len
     starts, x = [0], [0.0]
-    for phase, _, begins, end in parts(step):
+    for phase, _, begins, end in stretches(step):
         least = UPDATE if phase == "optimizer" else NARROW * bool(phase)
         starts.append(end)
         x.append(x[-1] + max(flops[begins[0] : end].sum() / whole, least))
@@ -142,7 +142,7 @@ def along_seconds(record: Record, card: Card, compiled: bool) -> tuple[list[int]
     return [*begun, len(step.timeline)], [0.0, *each.cumsum()]
 
 
-def stretches(flags: np.ndarray) -> list[list[int]]:
+def runs_of(flags: np.ndarray) -> list[list[int]]:
     """Where a row of True begins, and where it has ended."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], flags.astype(int), [0]))))
     return edges.reshape(-1, 2).tolist()
@@ -174,7 +174,7 @@ def step_data(
         "starts": starts,
         "x": [float(f"{at:.7g}") for at in x],
         "places": [[at, phase, block] for at, phase, block in step.places],
-        "replays": stretches(record.replays),
+        "replays": runs_of(record.replays),
         "label": [labels.of(storage) for storage in record.storages],
         "block": [-1 if s.block is None else s.block for s in record.storages],
         "born": [b - a for a, b in pairwise([0, *born])],

@@ -20,7 +20,7 @@ from planner.choose import all_alike, pick_recompute
 from planner.formulas import state_bytes
 from planner.shards import share_of
 from planner.step import Planner
-from planner.timeline import KINDS, StepMemory, parts
+from planner.timeline import KINDS, StepMemory, stretches
 from scripts import plan_memory
 from scripts.plan_knobs import least
 from trainer.flags import UsageError, build_parser, changed, fill_in, model_config
@@ -88,7 +88,7 @@ def test_what_is_gathered_when(recompute, accumulate):
     gradients = kinds["gradients"]
     assert gradients[0] == accumulate * (root + 4 * block)
     of_root = root if accumulate else (64 + 2) * 64 * 4  # the head's, ln_f's
-    for phase, i, (begin, *_), end in parts(step):
+    for phase, i, (begin, *_), end in stretches(step):
         if phase == "backward" and i is not None:
             # Weights, and those of the next one, which arrive.
             assert beside[begin + 3 : end].max() == root + block + (i > 0) * block
@@ -119,8 +119,8 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
     plan = planner(WIDE, shards=n)
     kinds = columns(plan.step(1, recompute="full"))
     rows = [-(-len(p) // n) for p in plan.model.parameters()]
-    assert [len(p) for p in plan.held.parameters()] == rows
-    held = [sum(p.nbytes for p in model.parameters()) for model in (plan.held, plan.held.blocks[0])]
+    assert [len(p) for p in plan.own.parameters()] == rows
+    held = [sum(p.nbytes for p in model.parameters()) for model in (plan.own, plan.own.blocks[0])]
     share, block = held
     assert kinds["parameters"][0] == share
     root = share - 4 * block
@@ -130,7 +130,7 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
 def test_the_share_is_the_least_that_a_step_takes():
     plan = planner(WIDE, shards=2)
     share = share_of(state_bytes(WIDE), WIDE, 2)
-    held = sum(p.nbytes for p in plan.held.parameters())
+    held = sum(p.nbytes for p in plan.own.parameters())
     assert share == pytest.approx(4 * held + of(plan)[1], rel=0.01)
     assert share < plan.step(1, recompute="full").peak
     assert share_of(100, WIDE, 1) == 100
