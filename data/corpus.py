@@ -72,10 +72,8 @@ class Source:
                     pass
         lines = next((path for path in self.train if suffix_of(path) == ".jsonl"), None)
         if lines and not self.val and count * self.ratio < 1:
-            raise DataError(
-                f"{lines}: too few documents ({count}) to give --val-ratio {self.ratio} of them "
-                "to validation; raise it or give --val-data"
-            )
+            few = f"too few documents ({count}) to give --val-ratio {self.ratio} to validation"
+            raise DataError(f"{lines}: {few}; raise it or give --val-data")
         return count
 
     def split(self) -> Iterator[tuple[str, Iterator[str]]]:
@@ -133,10 +131,8 @@ def find_dataset(
         train, val = _find(train_data, val_data, say)
         is_tokens = suffix_of(train[0]) in TOKEN_SUFFIXES
         if is_tokens and name == "bpe":
-            raise DataError(
-                f"--tokenizer-name bpe: {train[0]} holds ids already, there is no text to train it "
-                "on; name the tokenizer that made them, for example gpt2"
-            )
+            way_out = "name the tokenizer that made them, for example gpt2"
+            raise DataError(f"--tokenizer-name bpe: {train[0]} holds ids already; {way_out}")
         known = tokenizer if tokenizer is not None and tokenizer.name == name else None
         if known is None and name != "bpe":
             known = load_tokenizer(name)
@@ -158,10 +154,8 @@ def _find(
     val = find_files(val_data, "--val-data", notes.append) if val_data else []
     kinds = {suffix_of(path) in TOKEN_SUFFIXES for path in train + val}
     if kinds == {True, False}:
-        raise DataError(
-            "--train-data, --val-data: found both text and token files (.bin, .npy); name files "
-            "of one kind"
-        )
+        both = "text and token files (.bin, .npy)"
+        raise DataError(f"--train-data, --val-data: found both {both}; name files of one kind")
     if kinds == {False}:
         check_text(train + val)
     for line in [*notes, *warn_of_shared(train, val)]:
@@ -171,10 +165,8 @@ def _find(
 
 def _check_vocab_size(vocab_size: int, name: str) -> None:
     if name not in ("bpe", "toy"):
-        raise DataError(
-            f"--vocab-size {vocab_size}: the vocabulary of {name} is fixed; drop the flag or use "
-            "--tokenizer-name bpe"
-        )
+        way_out = "drop the flag or use --tokenizer-name bpe"
+        raise DataError(f"--vocab-size {vocab_size}: the vocabulary of {name} is fixed; {way_out}")
     least = 257 if name == "bpe" else 2 * TOY_SUCCESSORS
     if not least <= vocab_size <= 2**20:
         raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")

@@ -95,6 +95,10 @@ def _into(path: Path, what: str) -> str:
     return f"{shlex.quote(str(path))} > {shlex.quote(str(made))}"
 
 
+def _encoded(path: Path, what: str, encoding: str) -> DataError:
+    return DataError(f"{path}: {what}: `iconv -f {encoding} -t UTF-8 {_into(path, 'utf8')}`")
+
+
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
     """Bytes start to stop of a UTF-8 file, as chunks that encode as the whole does.
 
@@ -112,8 +116,7 @@ def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
             if not block:
                 raise DataError(f"{path}: the file shrank while it was read")
             if start == 0 and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                command = f"iconv -f UTF-16 -t UTF-8 {_into(path, 'utf8')}"
-                raise DataError(f"{path}: the text is UTF-16; make it UTF-8: `{command}`")
+                raise _encoded(path, "the text is UTF-16; make it UTF-8", "UTF-16")
             if (nul := block.find(0)) >= 0:
                 where = f"NUL at byte {start + nul}"
                 raise DataError(f"{path}: a binary file, not text ({where}); name files of text")
@@ -122,10 +125,8 @@ def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
                 text = decoder.decode(block, final=start >= stop)
             except UnicodeDecodeError as error:  # (its object begins with what a block has left)
                 byte = start - len(error.object) + error.start
-                command = f"iconv -f CP1252 -t UTF-8 {_into(path, 'utf8')}"
-                raise DataError(
-                    f"{path}: not UTF-8 at byte {byte}; if it is Western European: `{command}`"
-                ) from None
+                what = f"not UTF-8 at byte {byte}; if it is Western European"
+                raise _encoded(path, what, "CP1252") from None
             yield text if first else text.removeprefix("\ufeff")
 
 

@@ -223,10 +223,8 @@ def parse_ranks(content: bytes, source: str) -> dict[bytes, int]:
             if not token or token in ranks or rank in taken or not 0 <= rank < 2**20:
                 raise ValueError
         except ValueError:
-            raise DataError(
-                f"{source}:{number}: not a line of a .tiktoken file (want: base64 bytes, a space, "
-                "a rank; each only once)"
-            ) from None
+            want = "a line of a .tiktoken file: base64 bytes, a space, a rank; each only once"
+            raise DataError(f"{source}:{number}: want {want}") from None
         ranks[token] = rank
         taken.add(rank)
     missing = sum(bytes([byte]) not in ranks for byte in range(256))

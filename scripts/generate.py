@@ -32,22 +32,19 @@ SEPARATOR = "\n----------------\n"
 
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="python -m scripts.generate", description="Sample from a snapshot.")
-    add = parser.add_argument
+    add, shown = parser.add_argument, "(default: %(default)s)"
     # fmt: off
     add("--checkpoint-path", type=Path, default=Path("checkpoints/minigpt_single.pt"),
         metavar="FILE", help="snapshot to sample from (default: %(default)s)")
     add("--prompt", default="", metavar="TEXT", help="(default: empty, a document from its start)")
-    add("--max-new-tokens", type=number(int, 1, 10**6), default=200, metavar="N",
-        help="(default: %(default)s)")
-    add("--num-samples", type=number(int, 1, 10**4), default=1, metavar="N",
-        help="(default: %(default)s)")
+    add("--max-new-tokens", type=number(int, 1, 10**6), default=200, metavar="N", help=shown)
+    add("--num-samples", type=number(int, 1, 10**4), default=1, metavar="N", help=shown)
     add("--temperature", type=number(float, 0, 100), default=0.8, metavar="X",
         help="0 = always the likeliest token (default: %(default)s)")
     add("--top-k", type=number(int, 0), default=40, metavar="K", help="0 = off (default: 40)")
     add("--top-p", type=number(float, 0, 1), default=1.0, metavar="P",
         help="1 = off (default: %(default)s)")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=1337, metavar="N",
-        help="(default: %(default)s)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=1337, metavar="N", help=shown)
     add("--ignore-eot", action="store_true",
         help="write on after <|endoftext|>, up to --max-new-tokens")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
