@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness.faults import broken
+from harness.faults import broken, broken_together
 from harness.runs import TINY, errors, torchrun, train_here
 
 from train_ddp import DDPProcess
@@ -195,8 +195,7 @@ def test_other_flags(tmp_path):
     """--min-lr follows --lr, and is not to blame. The paths may differ: they are the machines'."""
     own = {f"FLAGS_{r}": f"--checkpoint-path={tmp_path}/{r}/run.pt" for r in (0, 1)}
     own["FLAGS_1"] += " --lr=0.001 --seed=3"
-    by_rank = "tests/harness/ddp_by_rank.py"
-    result = torchrun(tmp_path / "run.pt", "--lr=0.003", script=by_rank, expect=2, **own)
+    result = broken_together(tmp_path / "run.pt", "", "--lr=0.003", expect=2, **own)
     assert set(errors(result)) == {
         "error: --lr: rank 0 has 0.003, rank 1 has 0.001: start all with the same flags"
     }
