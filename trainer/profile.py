@@ -2,8 +2,8 @@
 
 The loop says which phase begins, to its clock (metrics.StepClock); a ProfilingClock makes a named
 range of each. Inside of them the model's parts get ranges, too: each block, each replay of one, the
-head. A model knows nothing of that: while steps are recorded three functions give way to others,
-which open a range and call them. No number changes, and afterwards all is as it was.
+head. A model knows nothing of that: in such a run three functions give way to others, which open a
+range and call them. No number changes, and after the run all is as it was.
 
     step 4     data | forward                 | backward                                | optimizer
                     | block 0 | block 1 | head |  recompute of block 1 | ... of block 0 |
@@ -12,7 +12,6 @@ The trace is torch.profiler's, or, when Nsight Systems watches the process, its 
 """
 
 import argparse
-import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -70,62 +69,54 @@ class ProfilingClock(MeasuringClock):
 
     def __init__(self, args: argparse.Namespace, process: OneProcess, *measured: Any):
         super().__init__(process, *measured)
-        self.args, self.path = args, beside(args.checkpoint_path, ".trace.json")
+        self.args, self.last = args, WARM_UP + args.profile
+        self.path = beside(args.checkpoint_path, ".trace.json")
         on_gpu = process.device.type == "cuda"
         self.watched = on_gpu and "NSYS_PROFILING_SESSION_ID" in os.environ
         self.range: Range = torch.cuda.nvtx.range if self.watched else record_function
-        self.recording = self.over = False
-        self.seen: set[str] = set()  # phases that were recorded
         self.phase_range, self.model_ranges = ExitStack(), ExitStack()
-        if self.watched:  # Nsight Systems records by itself, from start to stop
-            return
+        self.seen: set[str] = set()  # phases that were recorded
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it has a line to say of each start and end
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
         steps = schedule(wait=WARM_UP - 1, warmup=1, active=args.profile, repeat=1)
         # (acc_events: else some versions warn of cycles, of which there is one.)
         self.profile = profile(activities=kinds, schedule=steps, acc_events=True)
-        self.profile.start()
+
+    def __enter__(self) -> StepClock:
+        """There are ranges from now on; of those that nobody records nothing is left."""
+        backward = lambda: self.phase == "backward"  # noqa: E731
+        ranges = ranges_in(self.model, self.range, backward, self.args.compile)
+        self.model_ranges.enter_context(ranges)
+        if not self.watched:
+            self.profile.start()
+        return super().__enter__()
 
     def begin(self, phase: str) -> None:
         self.phase_range.close()
         super().begin(phase)
-        if self.recording:
+        self.phase_range.enter_context(self.range(phase))
+        if WARM_UP <= self.steps < self.last:
             self.seen.add(phase)
-            self.phase_range.enter_context(self.range(phase))
 
     def end_step(self) -> None:
         super().end_step()
-        if self.over:
-            return
         with self.paused("profile"):
-            if self.steps == WARM_UP:
-                self.start()
-            if self.steps == WARM_UP + self.args.profile:
+            if self.steps == WARM_UP and self.process.device.type != "cpu":
+                torch.accelerator.synchronize()  # what is at work there belongs to steps before
+            if self.steps == self.last:
                 self.finish()
-            elif not self.watched:
+            elif self.steps < self.last and not self.watched:
                 self.profile.step()
-
-    def start(self) -> None:
-        """From the next step on."""
-        backward = lambda: self.phase == "backward"  # noqa: E731
-        ranges = ranges_in(self.model, self.range, backward, self.args.compile)
-        self.model_ranges.enter_context(ranges)
-        if self.process.device.type != "cpu":
-            torch.accelerator.synchronize()  # what is still at work there belongs to steps before
-        if self.watched:
-            torch.cuda.profiler.start()
-        self.recording = True
+            elif self.steps == WARM_UP:
+                torch.cuda.profiler.start()  # Nsight Systems records by itself, from here to stop
 
     def stop(self) -> None:
-        """Leave nothing behind."""
         self.phase_range.close()
-        self.model_ranges.close()
-        recording, self.recording, self.over = self.recording, False, True
-        if not self.watched:
-            self.profile.stop()
-        elif recording:
+        if self.watched:
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
+        else:
+            self.profile.stop()
 
     def finish(self) -> None:
         """Say what was found; of fewer steps, if a signal has ended the run."""
@@ -139,17 +130,19 @@ class ProfilingClock(MeasuringClock):
             found += ", in the report that nsys writes"
         else:
             found += f", by operators' own time:\n{self.table()}\n{self.export()}"
-        if steps < self.args.profile:
+        if self.steps < self.last:
             found += f" ({steps} of {self.args.profile} steps: the run ended)"
         self.process.say(found)
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        if any(exception):
+        self.phase_range.close()
+        self.model_ranges.close()
+        if self.steps < self.last and not any(exception):
+            self.finish()
+        elif self.steps < self.last:
             with suppress(RuntimeError):  # something else went wrong, and will say so
                 self.stop()
-        elif not self.over:
-            self.finish()
 
     def table(self) -> str:
         """torch's, of the dearest operators; on a GPU of kernels too, by the time there, unless its
@@ -167,11 +160,10 @@ class ProfilingClock(MeasuringClock):
                 self.profile.export_chrome_trace(str(written))
                 there = written.read_bytes() if written.exists() else b""
                 if not there.rstrip().endswith(b"}"):  # who writes it says nothing of a full disk
-                    raise OSError(errno.ENOSPC, "not all of it could be written (disk full?)")
+                    raise OSError("not all of it could be written (disk full?)")
                 os.replace(written, self.path)
         except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            return f"warning  no trace, {self.path}: {reason}"
+            return f"warning  no trace, {self.path}: {error}"
         where = f"{self.path} ({format_bytes(self.path.stat().st_size)})"
         return f"profile  {where}: open it in https://ui.perfetto.dev or chrome://tracing"
 
