@@ -9,11 +9,7 @@ GPT-3 had; cards of one precision share what is simulated. Some minutes on a lap
 """
 
 import sys
-
-if not __package__:  # python studies/cards.py: the others lie one folder up
-    sys.path[0] += "/.."
-    import studies  # noqa: F401
-
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from planner import CARDS
-from scripts.plan_knobs import Setting, turn_all_knobs
+from scripts.plan_knobs import turn_all_knobs
 from scripts.plan_memory import PROGRESS, aim
 from scripts.plan_table import digits, format_hours
 from studies.common import about, add_json, table, tool, write_json
@@ -49,12 +45,11 @@ class Plan:
     """Asks as plan_memory does; cards of one precision share the steps that are simulated."""
 
     def __init__(self, watch: Callable[[], object] = lambda: None):
-        self.watch, self.made = watch, dict[torch.dtype, dict]()
+        self.watch, self.made = watch, defaultdict[torch.dtype, dict](dict)
 
     def ask(self, card: str, model: str, flags: str) -> Question:
         asked, _ = aim(["--model", model, "--card", card, *flags.split()])
-        made = self.made.setdefault(asked.precision, {})
-        return replace(asked, made=made, watch=self.watch)
+        return replace(asked, made=self.made[asked.precision], watch=self.watch)
 
     def largest_batches(self, card: str, model: str) -> dict[str, int]:
         """For each way to spend memory, the largest micro-batch; 0 = not one sequence."""
@@ -64,48 +59,37 @@ class Plan:
         most = asked.planner.largest_batch
         return {name: most(asked.budget, 1, **way) for name, way in WAYS.items()}
 
-    def fastest(self, card: str, model: str) -> tuple[Question, Setting] | None:
-        """The fastest way to run 512 sequences a step; None if none fits."""
-        asked = self.ask(card, model, STEP)
-        settings = turn_all_knobs(asked)
-        return (asked, settings[0]) if settings else None
-
     def row(self, card: str) -> dict[str, Any]:
+        """The largest batches of each model; of the largest that fits, the fastest way to run 512
+        sequences a step."""
         batches = {model: self.largest_batches(card, model) for model in SHAPES}
-        row: dict[str, Any] = {
-            "card": card,
-            "memory_bytes": CARDS[card].memory,
-            "largest_batch": batches,
-            "fastest": None,
-        }
+        row = {"card": card, "memory_bytes": CARDS[card].memory, "largest_batch": batches}
         for model in reversed(SHAPES):
-            if batches[model]["full"] and (found := self.fastest(card, model)):
-                asked, setting = found
-                row["precision"] = str(asked.precision).removeprefix("torch.")
-                row["fastest"] = {"model": model, **setting.as_json(asked.args)}
-                break
-        return row
+            asked = self.ask(card, model, STEP)
+            if batches[model]["full"] and (settings := turn_all_knobs(asked)):
+                precision = str(asked.precision).removeprefix("torch.")
+                best = {"model": model, **settings[0].as_json(asked.args)}
+                return row | {"fastest": best, "precision": precision}
+        return row | {"fastest": None}
 
 
 def format_fastest(rows: list[dict[str, Any]]) -> str:
     """ "| RTX 3060 12GB | `gpt2-medium` | 8 x 64 | `cheap` | ..." """
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        best = row["fastest"]
-        if best is None:
-            return [row["card"], "-", "", "", "", "", ""]
-        return [
-            row["card"],
-            f"`{best['model']}`",
-            f"{best['grad_accum_steps']} x {best['batch_size']}",
-            best["name"],
-            format_bytes(best["peak_bytes"]),
-            digits(3, best["tokens_per_s"]),
-            format_hours(10**9 / best["tokens_per_s"]),
-        ]
-
     header = ("card", "largest model", "a step", "policy", "peak", "tokens/s", "1B tokens")
-    return table(header, map(cells, rows))
+    lines = []
+    for row in rows:
+        cells = ["-", *[""] * 5]
+        if best := row["fastest"]:
+            cells = [
+                f"`{best['model']}`",
+                f"{best['grad_accum_steps']} x {best['batch_size']}",
+                best["name"],
+                format_bytes(best["peak_bytes"]),
+                digits(3, best["tokens_per_s"]),
+                format_hours(10**9 / best["tokens_per_s"]),
+            ]
+        lines.append([row["card"], *cells])
+    return table(header, lines)
 
 
 def format_batches(rows: list[dict[str, Any]]) -> str:

@@ -32,46 +32,52 @@ REPORTED = {
     "NVIDIA H100 80GB HBM3": "H100",
     "NVIDIA H200": "H200",
 }
+# Other forms of those, parts of one, and others: TFLOP/s of float16 and bfloat16, if known
+OTHERS = {
+    "NVIDIA GH200 480GB|NVIDIA GH200 144G HBM3e": (989, 989),
+    "NVIDIA H100 NVL|NVIDIA H200 NVL": (835, 835),
+    "NVIDIA GeForce RTX 4090 D": (147, 147),
+    "Tesla V100S-PCIE-32GB": (130, None),  # before Ampere
+    "NVIDIA A10": (125, 125),
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb|NVIDIA GeForce RTX 4090 Laptop GPU": (None, None),
+    "NVIDIA A1000|NVIDIA H1000|NVIDIA A10-24Q|AMD Instinct MI300X|NVIDIA|": (None, None),
+}
 
 
 def test_figures_are_of_the_right_size():
     for name, card in CARDS.items():
-        assert card.name == name
         float32, bfloat16, float16 = card.flops
-        assert 2e12 < float32 <= bfloat16 <= float16 < 3e15
+        assert card.name == name and 2e12 < float32 <= bfloat16 <= float16 < 3e15
         assert bfloat16 in (float32, float16)  # (older ones have no unit for it)
-        assert 60e9 < card.bytes_per_s < 10e12
-        assert 7 * GIB < card.memory < 256 * GIB
-        assert 2 * 2**20 < card.cache <= 128 * 2**20
+        assert 7 * GIB < card.memory < 256 * GIB and 2 * 2**20 < card.cache <= 128 * 2**20
         # FLOPs for each byte: tensor cores want some hundred, a GPU without them some ten.
         low, high = (20, 50) if card in APPLE else (70, 410)
         assert low < float16 / card.bytes_per_s < high
 
 
-def test_a_device_is_found_by_its_name():
+def peaks(name: str) -> list[float | None]:
+    """In float16, bfloat16, TF32, float32."""
+    float32 = [peak_flops(name, torch.float32, tf32=tf32) for tf32 in (True, False)]
+    return [peak_flops(name, torch.float16), peak_flops(name, torch.bfloat16), *float32]
+
+
+def test_a_device_is_found_by_its_name_and_mfu_is_of_the_same_peak():
     for name, known in REPORTED.items():
         card = CARDS[known]
-        assert find_card(name, card.memory) is card
-        assert find_card(name, round(1.1 * card.memory)) is card
+        assert find_card(name, card.memory) is find_card(name, round(1.1 * card.memory)) is card
         assert find_card(name, 6 * 2**30) is None  # the same name on a smaller card
-        float32, bfloat16, float16 = card.flops  # and MFU is of the same peak
+        float32, bfloat16, float16 = card.flops
+        in_bfloat16 = bfloat16 if bfloat16 > float32 else None
         full = f"NVIDIA {name}" if name.startswith("GeForce") else name
-        assert peak_flops(full, torch.float16) == float16
-        assert peak_flops(full, torch.bfloat16) == (bfloat16 if bfloat16 > float32 else None)
-    for name in [
-        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A10"),
-        *(
-            "NVIDIA GeForce RTX 4070 Ti",
-            "Tesla V100-PCIE-16GB",
-            "AMD Instinct MI300X",
-            "NVIDIA",
-            "",
-        ),
-    ]:
-        assert all(find_card(name, card.memory) is None for card in CARDS.values())
+        assert peaks(full) == [float16, in_bfloat16, in_bfloat16 and bfloat16 / 2, None]
+    for names, (in_float16, in_bfloat16) in OTHERS.items():
+        rates = in_float16, in_bfloat16, in_bfloat16 and in_bfloat16 / 2, None
+        for name in names.split("|"):
+            assert all(find_card(name, card.memory) is None for card in CARDS.values())
+            assert peaks(name) == [rate and rate * 1e12 for rate in rates], name
 
 
-def test_a_person_may_be_brief():
+def test_a_person_may_be_brief_but_not_unclear():
     brief = {
         "RTX 4090": ("rtx-4090", "rtx4090", "4090", "Rtx_4090"),
         "A100 40GB": ("a100-40gb", "A100_40GB", "NVIDIA A100-SXM4-40GB"),
@@ -83,21 +89,12 @@ def test_a_person_may_be_brief():
         for name in (card, card.lower().replace(" ", "-"), *brief.get(card, ())):
             assert card_named(name) is CARDS[card], name
     assert len({plain(name) for name in (*CARDS, *SAME)}) == len(CARDS) + len(SAME)
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("4070 ti", ""),  # there is an RTX 4070, another card
-        ("v100", "did you mean V100 16GB or V100 32GB? "),
-        ("rtx", ""),  # that says nothing
-        ("", ""),
-    ],
-)
-def test_but_not_unclear(name, near):
-    with pytest.raises(ValueError) as caught:
-        card_named(name)
-    assert str(caught.value) == f"unknown card {name!r}; {near}known: {', '.join(CARDS)}"
+    # (There is an RTX 4070, another card; "rtx" says nothing.)
+    hints = {"v100": "did you mean V100 16GB or V100 32GB? ", "4070 ti": "", "rtx": "", "": ""}
+    for name, near in hints.items():
+        with pytest.raises(ValueError) as caught:
+            card_named(name)
+        assert str(caught.value) == f"unknown card {name!r}; {near}known: {', '.join(CARDS)}"
 
 
 # ---- what they train
@@ -108,31 +105,19 @@ SECTION = (ROOT / "docs/planning.md").read_text().split("## What fits on which c
 REMAKE = "if the change is meant: python -m studies.make_results --only cards"
 
 
-@pytest.fixture(scope="module")
-def plan() -> cards.Plan:
-    return cards.Plan()
-
-
 def test_the_tables_in_the_docs():
     for table in (cards.format_fastest(FILE["rows"]), cards.format_batches(FILE["rows"])):
         assert f"\n{table}\n" in SECTION, REMAKE
     assert list(ROWS) == cards.SHOWN
 
 
-@pytest.mark.parametrize(
-    ("card", "model"),
-    [("RTX 3060 12GB", "gpt2"), ("RTX 4090", "gpt2")]
-    + [pytest.param("A100", model, marks=pytest.mark.slow) for model in list(SHAPES)[1:]],
-)
-def test_the_largest_batches(card, model, plan):
-    assert plan.largest_batches(card, model) == ROWS[card]["largest_batch"][model], REMAKE
-
-
-def test_the_step_of_a_row(plan):
-    """Alone; the slow test below also finds it again."""
-    best = ROWS["RTX 3060 12GB"]["fastest"]
-    asked = plan.ask("RTX 3060 12GB", best["model"], cards.STEP)
+def test_a_row():
+    """The largest batches; and the fastest step, alone. (The slow test below finds it again.)"""
+    plan, row = cards.Plan(), ROWS["RTX 3060 12GB"]
+    best, found = row["fastest"], plan.largest_batches(row["card"], "gpt2")
+    assert found == row["largest_batch"]["gpt2"], REMAKE
     words = ["--model", best["model"], *best["flags"]]
+    asked = plan.ask(row["card"], best["model"], cards.STEP)
     asked = asked.about(fill_in(build_parser("test", "x.pt").parse_args(words)))
     assert asked.step.peak == best["peak_bytes"] <= asked.budget, REMAKE
     assert asked.seconds(asked.step) == pytest.approx(best["seconds"], rel=1e-9), REMAKE
@@ -140,8 +125,8 @@ def test_the_step_of_a_row(plan):
 
 
 @pytest.mark.slow
-def test_the_fastest_step_of_a_small_card(plan):
-    found, wanted = plan.row("RTX 3060 12GB"), dict(ROWS["RTX 3060 12GB"])
+def test_a_row_is_found_again():
+    found, wanted = cards.Plan().row("RTX 3060 12GB"), dict(ROWS["RTX 3060 12GB"])
     best, shown = found.pop("fastest"), wanted.pop("fastest")
     assert found == wanted, REMAKE
     for name, value in best.items():
@@ -150,19 +135,15 @@ def test_the_fastest_step_of_a_small_card(plan):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cards.Plan, "row", lambda plan, card: ROWS[card])
+    nothing = dict.fromkeys(SHAPES, dict.fromkeys(cards.WAYS, 0))
+    rows = {"RTX 4090": ROWS["RTX 4090"], "H100": {"fastest": None, "largest_batch": nothing}}
+    rows["H100"] |= {"card": "Voodoo2", "memory_bytes": 1}  # on which nothing trains
+    monkeypatch.setattr(cards.Plan, "row", lambda plan, card: rows[card])
     words = ["--cards", "4090", "h100", "--json", str(tmp_path / "cards.json")]
     assert cards.main(words) == 0
     out, found = capsys.readouterr().out, json.loads((tmp_path / "cards.json").read_text())
-    assert [row["card"] for row in found["rows"]] == ["RTX 4090", "H100"]
-    assert shlex.split(found["command"])[3:] == words
+    assert found["rows"] == [*rows.values()] and shlex.split(found["command"])[3:] == words
     assert cards.format_fastest(found["rows"]) in out
+    assert "| Voodoo2 | - |  |" in out and "| Voodoo2 | - | - | - | - |" in out
     assert cards.main(["--cards", "M1"]) == 2
     assert "--cards: M1 is no NVIDIA card" in capsys.readouterr().err
-
-
-def test_a_card_on_which_nothing_trains():
-    row = {"card": "Voodoo2", "memory_bytes": 1, "fastest": None}
-    row["largest_batch"] = dict.fromkeys(SHAPES, dict.fromkeys(cards.WAYS, 0))
-    assert "| Voodoo2 | - |  |" in cards.format_fastest([row])
-    assert "| Voodoo2 | - | - | - | - |" in cards.format_batches([row])

@@ -14,7 +14,6 @@ from harness.runs import TINY, Crash, train_here
 
 import train_minimal
 from planner import CARDS
-from planner.cards import peak_flops
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
 from trainer import start
@@ -189,29 +188,6 @@ def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
         words = f"{str(run.precision).removeprefix('torch.')}{more}"
         assert f"device   1 x cuda (a card), {words}\n" in describe_run(run, "", None)
     run.held_lock.close()
-
-
-def test_peak_of_a_card_in_whatever_form_it_is_sold():
-    """In TFLOP/s of float16 and bfloat16. (Those of CARDS: test_cards.py.)"""
-    peaks = {
-        "H100 80GB HBM3|GH200 480GB|GH200 144G HBM3e": (989, 989),
-        "H100 NVL|H200 NVL": (835, 835),
-        "GeForce RTX 4090 D": (147, 147),
-        "Tesla V100S-PCIE-32GB": (130, None),  # before Ampere
-        # a part of one, another chip, and what nobody knows
-        "A100-SXM4-40GB MIG 1g.5gb|GeForce RTX 4090 Laptop GPU|A1000|H1000||A10-24Q": (None, None),
-    }
-    for names, (float16, bfloat16) in peaks.items():
-        for name in names.split("|"):
-            name = name if name.startswith("Tesla") else f"NVIDIA {name}"
-            found = (
-                peak_flops(name, FP16),
-                peak_flops(name, BF16),
-                peak_flops(name, FP32, tf32=True),
-            )
-            rates = float16, bfloat16, bfloat16 and bfloat16 / 2
-            assert found == tuple(rate and rate * 1e12 for rate in rates), name
-            assert peak_flops(name, FP32) is None
 
 
 def test_the_benchmark_takes_the_peak_of_its_precision(monkeypatch):

@@ -11,7 +11,7 @@ from harness.runs import ROOT, TINY
 from test_readme import DOCS, cells
 
 from data import find_dataset
-from studies import fine_tuning, optimizers
+from studies import clock_check, fine_tuning, optimizers
 from studies.make_results import FOLDER
 
 KINDS = [(name, dtype) for name in optimizers.OPTIMIZERS for dtype in optimizers.MOMENTS]
@@ -100,6 +100,7 @@ def test_weights_are_compared_like_with_like(texts, tmp_path, capsys):
 CHOSEN = {  # by the study itself
     fine_tuning: "--init-from=x --resume --use-toy-data --val-data=x",
     optimizers: "--optimizer=muon --moments-dtype=bfloat16 --lr=1",
+    clock_check: "--card=H100 --use-activation-checkpoint=mlp",
 }
 
 
