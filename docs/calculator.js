@@ -54,7 +54,7 @@ function stepFlops(s) { // of the matrix products, per token: [needed, replayed]
 // NVIDIA's takes it: there attention and dropout have kernels of their own.
 const KINDS = ["parameters", "optimizer", "gradients", "activations", "recomputed", "head",
   "temporaries"];
-const WORKSPACES = 2 * 8320 * 1024; // of cuBLAS: planner/kernels.py
+const WORKSPACES = 2 * 8320 * 1024; // of cuBLAS: planner/operators.py
 function peak(s) { // {where, bytes, parts: {kind: bytes}}
   const walk = new Walk(s), policy = (i) => (i < recomputed(s) ? s.policy : "none");
   walk.state();

@@ -5,8 +5,7 @@ log.py        the one log of it: operators and storages. All else is made of tha
 timeline.py   bytes after each operator
 work.py       FLOPs, and the bytes that move
 record.py     each storage by name: who made it, why it is there, when it goes
-operators.py  what an operator reads, writes and costs
-kernels.py    what a GPU's kernels take besides
+operators.py  what an operator reads, writes and costs; what a GPU's kernels take besides
 shards.py     what sharding adds
 clock.py      how long the step takes on a card
 cards.py      the cards: memory, FLOP/s, bytes/s

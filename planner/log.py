@@ -10,6 +10,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -17,14 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from memory import HostMemory
-from model import MiniGPT
 
 from .operators import EMPTY, Cost, cost_of, signature, tensors_in
 
@@ -109,17 +106,15 @@ class Log(TorchDispatchMode):
     def __init__(
         self,
         sources: "Sources | None" = None,
-        stand_in: Callable[[Tensor], Tensor] | None = None,
         inside: Callable[[Any, tuple], int] | None = None,
     ) -> None:
-        """`sources` knows who asks for an operator; `stand_in` is what fakes real tensors;
-        `inside` tells the bytes that a kernel takes besides (see planner/kernels.py)."""
+        """`sources` knows who asks for an operator; `inside` tells the bytes that a kernel takes
+        besides (see planner/operators.py)."""
         super().__init__()
-        self.sources, self.stand_in, self.inside = sources, stand_in, inside
+        self.sources, self.inside = sources, inside
         self.ops: list[Op] = []
         self.storages: list[Storage] = []  # in order of birth
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
-        self.stand_ins: list[Tensor] = []
         self.places: list[Place] = [(0, "", None)]
         self.repeats: list[Repeat] = []
         self.forward_end = 0  # the operator with which forward ended
@@ -146,10 +141,6 @@ class Log(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # nothing happens, and it is asked all the time
         kwargs = kwargs or {}
-        if self.stand_in is not None:
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
-                    self.add_given(tensor)
         its = signature(func)
         given = dict(zip(its.names, args, strict=False)) | kwargs
         result = given.get(its.changed)
@@ -160,7 +151,7 @@ class Log(TorchDispatchMode):
         results = result if isinstance(result, tuple | list) else (result,)
         self.note(func, given, [tensor for tensor in results if isinstance(tensor, Tensor)])
         if self.inside is not None and (size := self.inside(func, args)):
-            self.add_scratch(size, args[0].device)
+            self.add_bytes(size, "inside of a kernel", "the kernel works in it", self.now, self.now)
         return result
 
     # ---- operators
@@ -169,10 +160,12 @@ class Log(TorchDispatchMode):
         """What an operator did, after it ran."""
         its, place, at = signature(func), self.places[-1], self.now + 1
         source = self.sources.now(place[1]) if self.sources else None
-        storages = [self.add(tensor, func.__name__, at, source) for tensor in results]
         if its.is_view:
+            for tensor in results:
+                self.add(tensor)
             self.ops.append(Op("", at, place, source))
             return
+        storages = [self.add(tensor, func.__name__, at, source) for tensor in results]
         given, touches = [], []
         for parameter in its.parameters:
             for tensor in tensors_in(arguments.get(parameter.name)):
@@ -221,14 +214,16 @@ class Log(TorchDispatchMode):
             return results
         part = parts[key]
         later = begin - part.begin
-        results = [self.stand_in_for(storage, later) for storage in part.results]
         here = dict(zip(part.given, storages, strict=True))
-        here |= dict(zip(part.results, map(self.find, results), strict=True))
         for storage in part.made:
-            if storage not in here:
-                born, died = storage.born + later, storage.died + later
-                here[storage] = replace(storage, born=born, died=died)
+            born, died = storage.born + later, storage.died + later
+            here[storage] = replace(storage, born=born, died=died)
             self.storages.append(here[storage])
+        self.is_idle = True
+        results = [torch.empty(storage.shape, dtype=storage.dtype) for storage in part.results]
+        self.is_idle = False
+        for tensor, storage in zip(results, part.results, strict=True):
+            self.watch(tensor, here[storage]).died = math.inf
         self.repeats += [(begin + later, end + later, n) for begin, end, n in part.repeats]
         for op in part.ops:
             touches = tuple(touch._replace(storage=here[touch.storage]) for touch in op.touches)
@@ -268,26 +263,13 @@ class Log(TorchDispatchMode):
         self.known[address] = weakref.ref(memory, gone), storage
         return storage
 
-    def stand_in_for(self, storage: Storage, later: int) -> Tensor:
-        """A tensor like one in another log."""
-        self.is_idle = True
-        tensor = torch.empty(storage.shape, dtype=storage.dtype)
-        self.is_idle = False
-        self.watch(tensor, replace(storage, born=storage.born + later, died=math.inf))
-        return tensor
-
-    def add_scratch(self, size: int, device: torch.device) -> None:
-        """Bytes that are there while the operator that was just seen runs."""
-        storage = Storage(size, (size,), torch.uint8, device, born=self.now, died=self.now)
-        storage.name, storage.why = "inside of a kernel", "the kernel works in it"
-        _, storage.phase, storage.block = self.places[-1]
-        self.storages.append(storage)
-
-    def add_given(self, tensor: Tensor) -> None:
-        """A real tensor, which operators will see as a fake one."""
-        assert self.stand_in is not None
-        self.stand_ins.append(self.stand_in(tensor))
-        self.add(self.stand_ins[-1])
+    def add_bytes(self, size: int, name: str, why: str, born: int, died: float) -> None:
+        """Memory that no tensor shows."""
+        _, phase, block = self.places[-1]
+        here = Storage(size, (size,), torch.uint8, torch.device("cpu"), born, died)
+        self.storages.append(
+            replace(here, name=name, why=why, phase=phase, block=block, kind="temporaries")
+        )
 
     def name(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
         """Say what a storage is, and why it is there."""
@@ -376,22 +358,15 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     """What `forward()`, with gradients, adds to the memory of the model's device until backward.
 
     Parameters and inputs are there anyway and do not count; low-precision copies of weights, which
-    autocast makes, do; so do the head's gradients, which `loss_chunks` makes in forward.
+    autocast makes, do; so do the head's gradients, which `loss_chunks` makes in forward. A model
+    that was built fake needs no memory for it.
     """
     weight = next(model.parameters())
-    if isinstance(weight, FakeTensor):  # the model was built fake, and too large for this machine
-        fake = weight.fake_mode
-    else:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-    if isinstance(model, MiniGPT):
-        model.host_memory = HostMemory()  # (see the end: real steps cannot use fake buffers)
     sources = Sources(model, type(model).__name__)
-    log = Log(sources, fake.from_tensor)
+    log = Log(sources)
     for parameter in model.parameters():
-        if isinstance(parameter, FakeTensor):
-            log.add(parameter)
-        else:
-            log.add_given(parameter)
+        log.add(parameter)
+    fake = weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext()
     with fake, sources, log:
         result = forward()
     # The graph holds all the rest; the result itself is the caller's. (On torch 2.11
@@ -400,6 +375,4 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     del result
     kept = [s for s in log.alive() if s.operator and s.device.type == weight.device.type]
     del graph
-    if isinstance(model, MiniGPT):
-        model.host_memory = HostMemory()
     return kept

@@ -22,12 +22,12 @@ take the same. A GPU copies on streams of its own, but Python allocates in this 
 What an optimizer gathers (Muon: a few whole matrices at a time) is not followed.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from model import MiniGPT, MiniGPTConfig
 
@@ -126,7 +126,16 @@ class Gathering:
 
     # ---- when
 
-    def hook_root(self) -> list:
+    def hooks(self) -> list[RemovableHandle]:
+        """While they are there, the log counts what is gathered instead of the whole weights."""
+        for parameter in self.model.parameters():
+            self.log.add(parameter).bytes = 0
+        found = self.hook_root()
+        for i, block in enumerate(self.model.blocks):
+            found += self.hook_block(block, i)
+        return found
+
+    def hook_root(self) -> list[RemovableHandle]:
         def after(model: nn.Module, args: tuple, loss: Tensor) -> None:
             self.arrived = None
             loss.register_hook(lambda _: self.gather(self.blocks[-1]))
@@ -134,7 +143,7 @@ class Gathering:
         before = self.model.register_forward_pre_hook(lambda *_: self.before_forward(self.root))
         return [before, self.model.register_forward_hook(after)]
 
-    def hook_block(self, block: nn.Module, i: int) -> list:
+    def hook_block(self, block: nn.Module, i: int) -> list[RemovableHandle]:
         group, next_one = self.blocks[i], self.blocks[i - 1] if i else None
 
         def before(block: nn.Module, args: tuple) -> None:
@@ -149,26 +158,6 @@ class Gathering:
                 update.register_hook(lambda _: self.before_backward(group, next_one))
 
         return [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
-
-
-@contextmanager
-def in_shards(model: MiniGPT, shard: MiniGPT, n: int, log: Log, gloo: bool) -> Iterator[Gathering]:
-    """A step of `model` with its weights in `n` shards; 1: as it is.
-
-    The log then counts what is gathered instead of the whole weights.
-    """
-    gathering, handles = Gathering(model, shard, n, log, gloo), []
-    if n > 1:
-        handles = gathering.hook_root()
-        for i, block in enumerate(model.blocks):
-            handles += gathering.hook_block(block, i)
-        for parameter in model.parameters():
-            log.add(parameter).bytes = 0
-    try:
-        yield gathering
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def outside_of_blocks(model: MiniGPT) -> list[nn.Parameter]:

@@ -8,25 +8,28 @@ formulas.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.hooks import RemovableHandle
 
 from memory import HostMemory, Recompute, head, write
 from memory.offload import SMALL, bytes_of_blocks
 from model import MiniGPT, MiniGPTConfig
 
 from .batches import Batches, outside_of_head
-from .kernels import inside, workspaces
-from .log import Log, Part, Sources, Storage
+from .log import Log, Part, Sources
+from .operators import inside, workspaces
 from .record import Record, record_of
-from .shards import in_shards, shard_of
+from .shards import Gathering, shard_of
 from .timeline import KINDS, MOST_RUNS, StepMemory, summarize
 
 
@@ -41,7 +44,7 @@ class Planner:
         clip: what it clips gradients with, given weights, limit and `foreach`: torch's by default.
         device_type: the kind of device it is planned for. The fake tensors are the CPU's in any
             case. For "cuda" its fused dropout and attention are put in, and what its kernels take
-            besides (planner/kernels.py); on "mps" neither is fused where it is trained.
+            besides (planner/operators.py); on "mps" neither is fused where it is trained.
         accumulate: forward runs beside the gradients of an earlier micro-batch.
         ddp: gradients stay, in the buckets of DistributedDataParallel.
         compress: they are averaged in bfloat16, in copies (the first step's are one bucket).
@@ -76,8 +79,9 @@ class Planner:
         with self.fake:
             self.model = MiniGPT(config).train()
             self.model.token_embedding.on_cpu = self.on_cpu
-            if self.kernels:
-                fuse_dropout(self.model)
+            if self.kernels:  # CUDA fuses attention with dropout, a CPU does not
+                for block in self.model.blocks:
+                    block.attn.dropout = 0.0  # type: ignore[union-attr]  # no mask is stored
             # What a process holds, and updates.
             self.own = self.model if shards == 1 else shard_of(config, shards)
             whole = [*self.model.named_parameters(), *self.own.named_parameters()]
@@ -174,25 +178,30 @@ class Planner:
         with (
             self.fake,
             log,
-            without_blocks(model, config.n_layers),
-            follow(model, log),
-            short_head(log, MOST_RUNS if sources else 0, self.parts),
+            replaced(model, blocks=model.blocks[: config.n_layers]),
+            replaced(head, **few_chunks(log, MOST_RUNS if sources else 0, self.parts)),
+            replaced(F, dropout=fused_dropout if self.kernels else F.dropout),
             sources or nullcontext(),
-            in_shards(model, self.own, self.shards, log, gloo=self.on_cpu) as gathering,
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
+            ExitStack() as hooks,
         ):
+            for handle in follow(model, log):
+                hooks.enter_context(handle)
+            shards = Gathering(model, self.own, self.shards, log, gloo=self.on_cpu)
+            for handle in shards.hooks() if self.shards > 1 else []:
+                hooks.enter_context(handle)
             self.name_what_is_there(log)
             log.name(batch, "activations", "token ids and labels")  # backward will want them
             if self.kernels:
-                log.storages.append(cublas(workspaces()))
-
+                why = "its kernels work in them"
+                log.add_bytes(workspaces(), "workspaces of cuBLAS", why, 0, math.inf)
             log.enter("forward")
             with torch.autocast("cpu", self.precision, enabled=in_low, cache_enabled=False):
                 loss = model(ids, labels)
             log.forward_end = log.now
             loss.backward()
-            gathering.end_backward()
+            shards.end_backward()
             self.name_what_is_there(log)
             if self.compress:
                 send_copies(log, parameters)
@@ -259,12 +268,6 @@ def clip_as_torch(parameters: list[nn.Parameter], limit: float, foreach: bool) -
     nn.utils.clip_grad_norm_(parameters, limit, foreach=foreach)
 
 
-def cublas(size: int) -> Storage:
-    """What its kernels work in is there all the time."""
-    there = Storage(size, (size,), torch.uint8, torch.device("cpu"), born=0, kind="temporaries")
-    return replace(there, name="workspaces of cuBLAS", why="its kernels work in them")
-
-
 def few_blocks(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[int]]:
     """A model with a few blocks of each kind, and how many blocks each of them stands for.
 
@@ -284,20 +287,23 @@ def few_of(n: int) -> list[int]:
 
 
 @contextmanager
-def without_blocks(model: MiniGPT, begin: int) -> Iterator[None]:
-    """The model ends before block `begin`."""
-    blocks, model.blocks = model.blocks, model.blocks[:begin]
+def replaced(thing: Any, **attributes: Any) -> Iterator[None]:
+    """While it is entered, `thing` has these attributes."""
+    before = {name: getattr(thing, name) for name in attributes}
     try:
+        for name, value in attributes.items():
+            setattr(thing, name, value)
         yield
     finally:
-        model.blocks = blocks
+        for name, value in before.items():
+            setattr(thing, name, value)
 
 
-@contextmanager
-def short_head(log: Log, few: int, parts: dict[Any, Part]) -> Iterator[None]:
-    """Of the head's chunks, of which there may be millions, only the first, one more and the last
-    run: those in between do the same, operator by operator. Up to `few`, all of them. And they run
-    once, as no policy changes anything there."""
+def few_chunks(log: Log, few: int, parts: dict[Any, Part]) -> dict[str, Callable]:
+    """For memory/head.py: of its chunks, of which there may be millions, only the first, one more
+    and the last run. Those in between do the same, operator by operator. Up to `few`, all of them.
+    And they run once, as no policy changes anything there."""
+    by_chunks = head.loss_by_chunks
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
         n_chunks, chunk = math.ceil(n_tokens / n), 0
@@ -311,67 +317,36 @@ def short_head(log: Log, few: int, parts: dict[Any, Part]) -> Iterator[None]:
     def once(
         x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Any, gradients: Any = ()
     ) -> Any:
-        def run() -> tuple[Tensor, Tensor]:
-            return by_chunks(x, weight, labels, n_chunks, softmax, gradients)
+        given = [x, weight, labels, *gradients]
+        run = partial(by_chunks, x, weight, labels, n_chunks, softmax, gradients)
+        return log.once(parts, ("head", len(x), n_chunks), run, given)
 
-        return log.once(parts, ("head", len(x), n_chunks), run, [x, weight, labels, *gradients])
-
-    starts, by_chunks = head.starts_of_chunks, head.loss_by_chunks
-    head.starts_of_chunks, head.loss_by_chunks = starts_of_few, once
-    try:
-        yield
-    finally:
-        head.starts_of_chunks, head.loss_by_chunks = starts, by_chunks
+    return {"starts_of_chunks": starts_of_few, "loss_by_chunks": once}
 
 
-@contextmanager
-def follow(model: MiniGPT, log: Log) -> Iterator[None]:
-    """Tell the log which part of the model is at work, in forward, backward and replays."""
+def follow(model: MiniGPT, log: Log) -> list[RemovableHandle]:
+    """Hooks that tell the log which part of the model is at work: forward, backward, replays."""
 
-    def enter_block(i: int) -> Callable:
-        def hook(ln_1: nn.Module, args: tuple[Tensor]) -> None:
-            phase = log.phase
-            log.enter(phase, i)
-            if phase == "forward" and i > 0:  # backward of block i ends with its input's gradient
-                args[0].register_hook(lambda _: log.enter("backward", i - 1))
-
-        return hook
-
-    def leave_blocks(ln_f: nn.Module, args: tuple[Tensor]) -> None:
-        log.enter("forward")
+    def enter_block(i: int, args: tuple[Tensor]) -> None:
+        phase = log.phase
+        log.enter(phase, i)
+        if phase == "forward" and i > 0:  # backward of block i ends with its input's gradient
+            args[0].register_hook(lambda _: log.enter("backward", i - 1))
 
     def enter_head(ln_f: nn.Module, args: tuple[Tensor], x: Tensor) -> None:
         log.enter("head")
         x.register_hook(lambda _: log.enter("backward", len(model.blocks) - 1))
 
-    handles = [model.ln_f.register_forward_pre_hook(leave_blocks)]
-    handles += [model.ln_f.register_forward_hook(enter_head)]
-    handles += [
-        block.ln_1.register_forward_pre_hook(enter_block(i))  # type: ignore[union-attr]
-        for i, block in enumerate(model.blocks)
+    return [
+        model.ln_f.register_forward_pre_hook(lambda *_: log.enter("forward")),
+        model.ln_f.register_forward_hook(enter_head),
+        *(
+            block.ln_1.register_forward_pre_hook(lambda _, args, i=i: enter_block(i, args))  # type: ignore
+            for i, block in enumerate(model.blocks)
+        ),
     ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-class FusedDropout(nn.Module):
+def fused_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
     """Dropout as CUDA does it: what it keeps is a mask of one byte an element."""
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.aten.native_dropout(x, self.p, self.training)[0]
-
-
-def fuse_dropout(model: MiniGPT) -> None:
-    """A CPU has no fused dropout, and no fused attention with dropout; CUDA has both."""
-    for module in list(model.modules()):
-        if isinstance(getattr(module, "dropout", None), nn.Dropout) and model.config.dropout > 0:
-            module.dropout = FusedDropout(model.config.dropout)
-    for block in model.blocks:
-        block.attn.dropout = 0.0  # type: ignore[union-attr]  # its mask is never stored
+    return torch.ops.aten.native_dropout(x, p, training)[0] if p else x

@@ -15,7 +15,7 @@ from memory.offload import bytes_of_blocks
 from model import MiniGPTConfig
 
 from .clock import Card, seconds
-from .log import Log, Place, Storage
+from .log import Log, Place, Repeat, Storage
 from .work import Work, fuse, summarize_work, what_moves
 
 KINDS = (
@@ -28,7 +28,6 @@ KINDS = (
     "temporaries",  # the rest, gone before the phase ends; and what a GPU's kernels work in
 )
 MOST_RUNS = 30  # of operators that repeat, one after the other
-Repeat = tuple[int, int, int]  # as in a Log
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,8 @@ class StepMemory:
 
     def phase(self, name: str) -> slice:
         """The operators of "forward", "head", "backward" or "optimizer"."""
-        inside = [place[1] == name for place in self.places]
-        first, last = inside.index(True), len(inside) - inside[::-1].index(True)
-        end = self.places[last][0] if last < len(inside) else len(self.timeline)
-        return slice(self.places[first][0], end)
+        inside = [stretch for stretch in stretches(self) if stretch[0] == name]
+        return slice(inside[0][2][0], inside[-1][3])
 
 
 def summarize(
@@ -101,7 +98,11 @@ def summarize(
     chunks repeat at most `most_runs` times.
     """
     times = times or [1] * config.n_layers
-    blocks = repeats_of_blocks(log, times)
+    blocks = [
+        (begins[0], end, times[block])
+        for _, block, begins, end in stretches_of(log.places, log.now + 1)
+        if block is not None
+    ]
     changes = np.zeros((log.now + 2, len(KINDS)), dtype=np.int64)
     runs = np.ones(log.now + 1, dtype=np.int64)  # of each operator
     for begin, end, n in blocks:
@@ -154,14 +155,6 @@ def order_of(n: int, repeats: list[Repeat]) -> np.ndarray:
     return order
 
 
-def repeats_of_blocks(log: Log, times: list[int]) -> list[Repeat]:
-    return [
-        (begins[0], end, times[block])
-        for _, block, begins, end in stretches_of(log.places, log.now + 1)
-        if block is not None
-    ]
-
-
 def places_of(log: Log, order: np.ndarray, times: list[int]) -> list[Place]:
     """Where each of the blocks begins in that order, and all else."""
     reached = np.maximum.accumulate(order)
@@ -184,9 +177,10 @@ Stretch = tuple[str, int | None, list[int], int]
 def stretches_of(places: list[Place], n_rows: int) -> list[Stretch]:
     """What a step does, in order: (phase, block, operators at which it begins or begins anew, the
     operator at which the next one begins)."""
-    found = []
-    for (phase, block), group in groupby(places, lambda place: place[1:]):
-        found.append((phase, block, [at for at, _, _ in group]))
+    found = [
+        (phase, block, [at for at, _, _ in group])
+        for (phase, block), group in groupby(places, lambda place: place[1:])
+    ]
     ends = [begins[0] for _, _, begins in found[1:]] + [n_rows]
     return [(*stretch, end) for stretch, end in zip(found, ends, strict=True)]
 

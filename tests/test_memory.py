@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import MiniGPT, MiniGPTConfig
 from planner import CARDS
 from planner.formulas import closed_form, count_parameters, state_bytes, step_flops
-from planner.kernels import workspaces
+from planner.operators import workspaces
 from planner.timeline import KINDS
 from scripts import plan_memory
 from studies.ladder import of_products
