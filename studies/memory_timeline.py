@@ -397,7 +397,8 @@ def record_step(step: StepMemory, args: argparse.Namespace) -> Record:
     before = sum(tensor.nbytes for tensor in chain(run.model.parameters(), state))
     if kind == "cuda":  # which rounds up, and has room to work in
         before = torch.cuda.memory_allocated()
-    with follow(run.model, marks), profile(profile_memory=True) as profiler:
+    follow(run.model, marks)
+    with profile(profile_memory=True) as profiler:
         timed_step(run)
     events = trace_events(profiler)
     parts = [operator for operator, phase, _ in step.places if phase]
