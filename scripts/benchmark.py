@@ -29,6 +29,7 @@ if not __package__:  # python scripts/benchmark.py: the others lie one folder up
 import argparse
 import json
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -37,20 +38,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
-from planner import Card
+from model import RECOMPUTE_POLICIES
+from planner import StepMemory
 from planner.cards import peak_flops
 from planner.formulas import step_flops
-from planner.step import Planner
 from scripts import say_stopped, tool
-from scripts.benchmark_worker import WARM_UP, Job, config_of, measure
+from scripts.benchmark_worker import WARM_UP, Job, config_of, flags_of, measure
 from scripts.style import policy_fields
 from trainer.card import clock_card, measured_card
 from trainer.device import choose_device, choose_precision, set_matmul_precision
@@ -58,10 +58,12 @@ from trainer.endings import is_out_of_memory
 from trainer.flags import UsageError, fill_in, number, output_file, policy_string
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
-from trainer.plan import make_planner, step_seconds, vocabulary
+from trainer.plan import Question, vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
-from trainer.room import room_on
+from trainer.room import Room, room_on
+
+Row = dict[str, Any]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -104,21 +106,32 @@ def check(args: argparse.Namespace) -> None:
     open_init_from(args)
     fill_in(args, is_run=False)
     args.vocab_size = vocabulary(args)
-    for policy in args.policies:
-        config_of(args, Job(policy, args.batch_size))
+    try:
+        for policy in args.policies:
+            config_of(args, Job(policy, args.batch_size))
+    except UsageError as error:
+        message = str(error).replace("--use-activation-checkpoint", "--policies")
+        raise UsageError(message) from None
 
 
-def plan(args: argparse.Namespace, device: torch.device, precision: torch.dtype) -> Planner:
-    config = config_of(args, Job("none", args.batch_size))
-    return make_planner(args, config, device, precision)
+def ask(args: argparse.Namespace) -> Question:
+    """What the planner says of the device that is here; one that it does not know is measured."""
+    device = choose_device(args.device)
+    set_matmul_precision(device, args.tf32)
+    room = room_on(device, args.memory_budget) if args.largest_batch else Room(None, device.type)
+    card = clock_card(args, device) or measured_card(args, device)
+    precision = choose_precision(args, device)
+    return Question(args, args.vocab_size, device, precision, room, card)
 
 
-def predicted_seconds(args: argparse.Namespace, job: Job, planner: Planner, card: Card) -> float:
-    step = planner.step(job.batch_size, **asdict(config_of(args, job)))
-    return step_seconds(step, card, args.grad_accum_steps, job.compiled)
+def predict(question: Question, job: Job) -> tuple[StepMemory, float]:
+    """A step of the job, and its seconds."""
+    asked = question.about(flags_of(question.args, job))
+    return asked.step, asked.seconds(asked.step)
 
 
-def choose_jobs(args: argparse.Namespace, planner: Planner) -> list[Job]:
+def choose_jobs(question: Question) -> list[Job]:
+    args = question.args
     pair = ("none", "full")  # what the peer has
     policies = list(dict.fromkeys([*args.policies, *(pair if args.peer else ())]))
     ways = (False, True) if args.compile else (False,)
@@ -127,18 +140,16 @@ def choose_jobs(args: argparse.Namespace, planner: Planner) -> list[Job]:
         jobs += [Job(policy, args.batch_size, peer=args.peer) for policy in pair]
     if not args.largest_batch:
         return jobs
-    room = room_on(choose_device(args.device), args.memory_budget)
     for policy in tqdm(policies, desc="largest batches", leave=False, disable=None):
-        memory = asdict(config_of(args, Job(policy, 1)))
-        size = planner.largest_batch(room.safe or 0, args.batch_size, **memory)
+        size = question.about(flags_of(args, Job(policy, args.batch_size))).largest_batch
         if size == 0:
-            tqdm.write(f"{policy}: not one sequence fits in {room}", sys.stderr)
+            tqdm.write(f"{policy}: not one sequence fits in {question.room}", sys.stderr)
         else:
             jobs += [Job(policy, size, way, largest=True) for way in ways]
     return jobs
 
 
-def run_worker(argv: list[str], job: Job) -> dict[str, Any] | None:
+def run_worker(argv: list[str], job: Job) -> Row | None:
     """What `measure` returns, in a process of its own; None if it ran out of memory."""
     command = [sys.executable, __file__, *argv, "--worker", json.dumps(vars(job))]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -152,83 +163,63 @@ def run_worker(argv: list[str], job: Job) -> dict[str, Any] | None:
 def expected_seconds(args: argparse.Namespace, steps: list[float]) -> float:
     """How long all runs will take, roughly; `steps`: predicted seconds of one, of each job.
 
-    (--compile's first steps take longer, nobody knows how much.)
+    A step with a profiler takes three times as long; and a process needs to start, as this one has
+    done. (--compile's first steps take longer, nobody knows how much.)
     """
-    # A step with a profiler takes three times as long; and a process needs to start, as this one
-    # has done.
     runs = (time.process_time() + step * (WARM_UP + args.steps + 3) for step in steps)
     return args.repeats * sum(runs)
 
 
 def take_turns(
-    jobs: list[Job], repeats: int, run: Callable[[Job], dict[str, Any] | None]
-) -> tuple[dict[Job, list[dict[str, Any]]], str | None]:
+    jobs: list[Job], repeats: int, run: Callable[[Job], Row | None]
+) -> tuple[dict[Job, list[Row]], str | None]:
     """All jobs once, then all of them again. What ran out of memory is left out from then on.
 
     Returns the results, and, if Ctrl-C has ended it, after how many runs.
     """
-    results: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
-    n_runs = repeats * len(jobs)
-    with tqdm(total=n_runs, unit="run", leave=False, disable=None) as bar:
-        try:
-            for n_done in range(n_runs):
-                job = jobs[n_done % len(jobs)]
-                if job in results:
-                    result = run(job)
-                    if result is None:
-                        del results[job]
-                    else:
-                        results[job].append(result)
-                bar.update()
-        except KeyboardInterrupt:
-            return results, f"after {n_done} of {n_runs} runs"
+    results: dict[Job, list[Row]] = {job: [] for job in jobs}
+    turns, n_done = tqdm(repeats * jobs, unit="run", leave=False, disable=None), 0
+    try:
+        for job in turns:
+            result = run(job) if job in results else None
+            if result is None:
+                results.pop(job, None)
+            else:
+                results[job].append(result)
+            n_done += 1
+    except KeyboardInterrupt:
+        turns.close()
+        return results, f"after {n_done} of {len(turns)} runs"
     return results, None
 
 
-def utilization(
-    config: MiniGPTConfig,
-    seq_len: int,
-    tokens_per_s: float,
-    peak: float | None,
-    compiled: bool = False,
-) -> dict[str, float | None]:
-    """What share of `peak` FLOP/s the FLOPs that a step needs are, and those that it does.
+def make_row(question: Question, job: Job, results: list[Row]) -> Row:
+    """One measurement, as it goes into the JSON file.
 
-    Model and hardware FLOPs utilization: Chowdhery et al., 2022, section 4.1.
+    `mfu`, `hfu`: what share of the device's FLOP/s the FLOPs that a step needs are, and those that
+    it does. Model and hardware FLOPs utilization: Chowdhery et al., 2022, section 4.1.
     """
-    if peak is None:
-        return {"mfu": None, "hfu": None}
-    needed, replayed = step_flops(config, seq_len, compiled)
-    share = tokens_per_s / peak
-    return {"mfu": share * needed, "hfu": share * (needed + replayed)}
-
-
-def make_row(
-    args: argparse.Namespace,
-    job: Job,
-    results: list[dict[str, Any]],
-    planner: Planner,
-    card: Card,
-) -> dict[str, Any]:
-    """One measurement, as it goes into the JSON file."""
-    config = config_of(args, job)
-    step = planner.step(job.batch_size, **asdict(config))
+    args, (step, predicted_s) = question.args, predict(question, job)
     seconds = list(chain(*(result["step_s_all"] for result in results)))
     step_s = statistics.median(seconds)
     tokens_per_s = job.batch_size * args.grad_accum_steps * args.seq_len / step_s
-    peak = None
-    if choose_device(args.device).type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(), planner.precision, args.tf32)
+    peak = share = None
+    if question.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(), question.precision, args.tf32)
+    if peak:
+        share = tokens_per_s / peak
+    needed, replayed = step_flops(step.config, args.seq_len, job.compiled)
     row = {
         **vars(job),
-        **policy_fields(config),
-        "name": config.recompute + (", compiled" if job.compiled else ""),
+        **policy_fields(step.config),
+        "name": step.config.recompute + (", compiled" if job.compiled else ""),
         "seq_len": args.seq_len,
         "step_s": step_s,
-        "predicted_s": predicted_seconds(args, job, planner, card),
+        "predicted_s": predicted_s,
         "step_s_all": seconds,
         "tokens_per_s": tokens_per_s,
-        **utilization(config, args.seq_len, tokens_per_s, peak, job.compiled),
+        "mfu": share and share * needed,
+        "hfu": share and share * (needed + replayed),
         "predicted_bytes": step.peak,
         "peak_kind": results[0]["peak_kind"],
     }
@@ -251,7 +242,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def policy_table(rows: list[dict[str, Any]]) -> str:
+def policy_table(rows: list[Row]) -> str:
     """Times are compared with the first row's."""
     lines = []
     for row in rows:
@@ -270,21 +261,21 @@ def policy_table(rows: list[dict[str, Any]]) -> str:
     return table(f"{header}|predicted / peak|resident|MFU|HFU".split("|"), lines) + "\n"
 
 
-def peer_table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
+def peer_table(ours: list[Row], theirs: list[Row]) -> str:
     """The peer runs none and full, and nothing compiled."""
     lines = []
-    for row in theirs:
-        for own in ours:
-            if own["policy"] == row["policy"] and not own["compiled"]:
-                lines.append([own["name"]])
-                for name, form in (("step_s", "{:.3f} s".format), ("peak_bytes", format_bytes)):
-                    a, b = own[name], row[name]
-                    lines[-1] += [show(form, a), show(form, b), show("{:.2f}".format, a and a / b)]
+    for other, own in product(theirs, ours):
+        if own["policy"] == other["policy"] and not own["compiled"]:
+            line = [own["name"]]
+            for name, form in (("step_s", "{:.3f} s".format), ("peak_bytes", format_bytes)):
+                a, b = own[name], other[name]
+                line += [show(form, a), show(form, b), show("{:.2f}".format, a and a / b)]
+            lines.append(line)
     header = "policy|step, ours|the peer's|ratio|peak, ours|the peer's|ratio"
     return table(header.split("|"), lines) + "\n"
 
 
-def report(rows: list[dict[str, Any]], failed: list[Job]) -> str:
+def report(rows: list[Row], failed: list[Job]) -> str:
     """Markdown: a table for each kind of comparison that was made."""
     equal = [row for row in rows if not row["largest"] and not row["peer"]]
     largest = [row for row in rows if row["largest"]]
@@ -303,52 +294,55 @@ def report(rows: list[dict[str, Any]], failed: list[Job]) -> str:
 def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    linux = Path("/proc/cpuinfo")
+    found = re.search("model name.*: (.*)", linux.read_text() if linux.exists() else "")
+    name = found[1] if found else platform.processor() or platform.machine()
     return f"{device.type}: {name}, {torch.get_num_threads()} thread(s)"
 
 
+def about(module: str, argv: list[str], device: torch.device | None = None) -> Row:
+    """What has to stand beside a figure; the device only where it matters."""
+    command = {"command": shlex.join(["python", "-m", module, *argv])}
+    hardware = {"device": describe_device(device)} if device else {}
+    return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+
+
+def describe(about: Row) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in about.items())
+
+
+def write_json(file: Path | None, numbers: Row) -> None:
+    """If a file was asked for."""
+    if file:
+        file.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
 def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
-    """Measure, print the tables, write the JSON file. Raises UsageError before it begins."""
-    device = choose_device(args.device)
-    precision = choose_precision(args, device)
-    planner = plan(args, device, precision)
-    jobs = choose_jobs(args, planner)
-    set_matmul_precision(device, args.tf32)
-    card = clock_card(args, device) or measured_card(args, device)
+    """Measure, print the tables, write the JSON file."""
+    question = ask(args)
+    assert question.card
+    jobs = choose_jobs(question)
     progress = tqdm(jobs, desc="predicting", leave=False, disable=None)
-    steps = [predicted_seconds(args, job, planner, card) for job in progress]
-    n_runs, seconds = args.repeats * len(jobs), format_time(expected_seconds(args, steps))
-    print(f"{n_runs} run{'s' * (n_runs > 1)}, about {seconds} in all", file=sys.stderr)
+    seconds = expected_seconds(args, [predict(question, job)[1] for job in progress])
+    n_runs = args.repeats * len(jobs)
+    print(f"{n_runs} run{'s' * (n_runs > 1)}, about {format_time(seconds)} in all", file=sys.stderr)
     results, interrupted = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
-    measured = [job for job in results if results[job]]
+    rows = [make_row(question, job, found) for job, found in results.items() if found]
     failed = [job for job in jobs if job not in results]
-    rows = [make_row(args, job, results[job], planner, card) for job in measured]
-    about = {
-        "command": shlex.join(["python", "-m", "scripts.benchmark", *argv]),
-        "model": describe_model(planner.config),
-        "device": describe_device(device),
-        "precision": str(precision).removeprefix("torch."),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "predicted for": card.name,
+    told = about("scripts.benchmark", argv, question.device) | {
+        "model": describe_model(question.config),
+        "precision": str(question.precision).removeprefix("torch."),
+        "predicted for": question.card.name,
     }
     if args.peer:
-        about[args.peer] = version(args.peer)
+        told[args.peer] = version(args.peer)
     if interrupted:
-        about["interrupted"] = interrupted
+        told["interrupted"] = interrupted
         say_stopped(interrupted)
     if rows or not interrupted:
-        print(report(rows, failed))
-        print("\n".join(f"{name}: {value}" for name, value in about.items()))
-    if args.json and (rows or not interrupted):
-        result = {**about, "config": asdict(planner.config), "card": asdict(card), "rows": rows}
-        result |= {"out_of_memory": [vars(job) for job in failed]}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(report(rows, failed), describe(told), sep="\n")
+        told |= {"config": asdict(question.config), "card": asdict(question.card), "rows": rows}
+        write_json(args.json, told | {"out_of_memory": [vars(job) for job in failed]})
     return 130 if interrupted else 0
 
 

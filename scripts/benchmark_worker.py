@@ -4,14 +4,11 @@ The process is `python -m scripts.benchmark ... --worker JOB`: flags mean the sa
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate, chain
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from model import MiniGPT, MiniGPTConfig
 from train_minimal import train_step
 from trainer.device import choose_device, choose_precision, set_matmul_precision
-from trainer.flags import UsageError, model_config
+from trainer.flags import changed, model_config
 from trainer.metrics import StepClock
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
@@ -43,14 +40,19 @@ class Job:
     largest: bool = False  # the largest batch that fits
 
 
+def flags_of(args: argparse.Namespace, job: Job) -> argparse.Namespace:
+    """The trainers' flags that ask for the job."""
+    return changed(
+        args,
+        use_activation_checkpoint=job.policy,
+        batch_size=job.batch_size,
+        compile=job.compiled,
+    )
+
+
 def config_of(args: argparse.Namespace, job: Job) -> MiniGPTConfig:
     """Raises UsageError if the flags do not go with the policy."""
-    memory = {"use_activation_checkpoint": job.policy}
-    try:
-        return model_config(argparse.Namespace(**vars(args) | memory), args.vocab_size)
-    except UsageError as error:
-        message = str(error).replace("--use-activation-checkpoint", "--policies")
-        raise UsageError(message) from None
+    return model_config(flags_of(args, job), args.vocab_size)
 
 
 class RandomTokens:
@@ -146,31 +148,24 @@ def cpu_allocator_peak(run: Run) -> int:
         there += run.model.host_memory.made
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         timed_step(run)
-    since_then = accumulate(size for _, size in allocations(trace_events(profiler), "cpu"))
+    since_then = accumulate(size for _, size in allocations(profiler, "cpu"))
     return sum(tensor.nbytes for tensor in there) + max(since_then)
 
 
-# ---- what an allocator did, change by change: the profiler's own tables have sums only
-
-DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # as a profile names them (c10::DeviceType)
-
-
-def trace_events(profiler: profile) -> list[dict[str, Any]]:
-    """All that was noted, in the order of time. Can be asked once: the profiler forgets it then."""
-    with TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    return sorted(events, key=lambda event: event.get("ts", 0))
+def noted(profiler: profile) -> Any:
+    """The profiler's events, one by one; tables that it makes itself have sums only."""
+    result: Any = profiler.profiler
+    return result.kineto_results.events()
 
 
-def allocations(events: list[dict[str, Any]], device_type: str) -> list[tuple[float, int]]:
-    """(when, bytes) for each tensor that came to be; when it went, once more, with a minus."""
-    return [
-        (event["ts"], event["args"]["Bytes"])
-        for event in events
-        if event["name"] == "[memory]" and event["args"]["Device Type"] == DEVICE_TYPES[device_type]
+def allocations(profiler: profile, device_type: str) -> list[tuple[int, int]]:
+    """(nanosecond, bytes) for each tensor that came to be; and, with a minus, when it went."""
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in noted(profiler)
+        if event.name() == "[memory]" and event.device_type().name.lower() == device_type
     ]
+    return sorted(changes, key=lambda change: change[0])
 
 
 def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
@@ -184,14 +179,19 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
         timed_step(run)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    result: dict[str, Any] = {"step_s_all": [timed_step(run) for _ in range(args.steps)]}
-    result |= {"peak_bytes": None, "peak_kind": None, "reserved_bytes": None, "rss_bytes": None}
+    seconds = [timed_step(run) for _ in range(args.steps)]
+    peak = kind = reserved = resident = None
     if device.type == "cuda":
-        result["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        result["reserved_bytes"] = torch.cuda.max_memory_reserved(device)  # with the cache's gaps
-        result["peak_kind"] = "cuda"
+        peak, kind = torch.cuda.max_memory_allocated(device), "cuda"
+        reserved = torch.cuda.max_memory_reserved(device)  # with the cache's gaps
     elif device.type == "cpu":
         if before:  # (now, as the profiler takes memory of its own)
-            result["rss_bytes"] = own_memory("VmHWM") - before
-        result["peak_bytes"], result["peak_kind"] = cpu_allocator_peak(run), "cpu allocator"
-    return result
+            resident = own_memory("VmHWM") - before
+        peak, kind = cpu_allocator_peak(run), "cpu allocator"
+    return {
+        "step_s_all": seconds,
+        "peak_bytes": peak,
+        "peak_kind": kind,
+        "reserved_bytes": reserved,
+        "rss_bytes": resident,
+    }

@@ -1,20 +1,17 @@
 """What studies share: flags, quiet trainings, tables and files of numbers."""
 
 import argparse
-import json
-import shlex
 import tempfile
-import time
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from scripts import tool as tool  # studies take it from here,
-from scripts.benchmark import describe_device
-from scripts.benchmark import table as table  # and this
+from scripts import tool as tool  # studies take it from here, and what follows
+from scripts.benchmark import about as about
+from scripts.benchmark import describe as describe
+from scripts.benchmark import table as table
+from scripts.benchmark import write_json as write_json
 from train_minimal import train
 from trainer.endings import run_safely
 from trainer.flags import OneLineParser, UsageError, build_parser, fill_in, output_file
@@ -78,20 +75,3 @@ def val_curve(args: argparse.Namespace, figure: str, **changes: Any) -> Curve:
 def reached(curve: Curve, goal: float) -> int | None:
     """The step at which a loss is down at the goal; None: it never is."""
     return next((step for step, loss in curve if loss <= goal), None)
-
-
-def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:
-    """What has to stand beside a figure; the device only where it matters."""
-    command = {"command": shlex.join(["python", "-m", module, *argv])}
-    hardware = {"device": describe_device(device)} if device else {}
-    return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-
-
-def describe(about: dict[str, Any]) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in about.items())
-
-
-def write_json(file: Path | None, numbers: dict[str, Any]) -> None:
-    """If a file was asked for."""
-    if file:
-        file.write_text(json.dumps(numbers, indent=1) + "\n")

@@ -31,13 +31,10 @@ from torch.utils.benchmark import Timer
 
 from memory.head import head_loss
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
-from planner import CARDS
 from planner.formulas import head_bytes
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job, config_of
 from studies.common import about, describe, study_parser, table, tool
-from trainer.card import clock_card, measured_card
-from trainer.device import choose_precision
 from trainer.endings import is_out_of_memory
 from trainer.flags import UsageError, output_folder
 from trainer.metrics import read_metrics
@@ -144,12 +141,10 @@ def steps(bench: Bench) -> Jobs:
 
 def measure_step(bench: Bench, flags: str, job: Job) -> Values:
     """As the benchmark does, but in this process."""
-    args, card = bench.args(flags), CARDS["H100 PCIe"]
-    planner = benchmark.plan(args, bench.device, choose_precision(args, bench.device))
-    if not bench.dry:
-        card = clock_card(args, bench.device) or measured_card(args, bench.device)
+    args = bench.args(flags)
     found = benchmark_worker.measure(args, job)
-    row = benchmark.make_row(args, job, [found], planner, card)
+    args.card = bench.pick(None, "H100 PCIe")  # whose times nobody compares
+    row = benchmark.make_row(benchmark.ask(args), job, [found])
     return {
         "ms": 1000 * row["step_s"],
         "predicted ms": row["predicted_s"] and 1000 * row["predicted_s"],

@@ -32,14 +32,7 @@ from planner.choose import Way, all_alike, all_ways, frontier, pick_recompute
 from planner.formulas import step_flops
 from planner.step import follow
 from planner.timeline import KINDS
-from scripts.benchmark_worker import (
-    DEVICE_TYPES,
-    Job,
-    allocations,
-    make_run,
-    timed_step,
-    trace_events,
-)
+from scripts.benchmark_worker import Job, allocations, make_run, noted, timed_step
 from scripts.style import (
     COLORS,
     FORMATS,
@@ -400,10 +393,10 @@ def record_step(step: StepMemory, args: argparse.Namespace) -> Record:
     follow(run.model, marks)
     with profile(profile_memory=True) as profiler:
         timed_step(run)
-    events = trace_events(profiler)
     parts = [operator for operator, phase, _ in step.places if phase]
-    begun = [event["ts"] for event in events if event["name"] == "## part"][-len(parts) :]
-    times, changes = np.array(allocations(events, kind)).T
+    begun = sorted(event.start_ns() for event in noted(profiler) if event.name() == "## part")
+    begun = begun[-len(parts) :]
+    times, changes = np.array(allocations(profiler, kind)).T
     flops = np.interp(times, [*begun, times[-1]], flops_done(step)[[*parts, -1]])
     this_step = times >= begun[0]
     return flops[this_step], before + changes.cumsum()[this_step]
@@ -463,7 +456,7 @@ def prepare(args: argparse.Namespace) -> Subject:
     kind = asked.device.type
     if args.measure:
         choose_device(kind)  # a device that is not there can be planned for, not trained on
-        if kind not in DEVICE_TYPES:
+        if kind not in ("cpu", "cuda"):
             raise UsageError(f"--measure: nothing records {kind}'s allocator: try --device cpu")
     return Subject(asked.planner, args.batch_size, asked.card, args.compile)
 

@@ -8,8 +8,8 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
-from dataclasses import asdict
+from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,12 +19,11 @@ from harness.runs import ROOT, pids_of, wait_until
 
 from model import MiniGPT
 from planner import Card
-from planner.cards import peak_flops
 from planner.formulas import step_flops
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
 from trainer import card
-from trainer.plan import step_seconds
+from trainer.hf import THEIRS, renamed, turned
 
 SHAPE = (
     "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
@@ -105,70 +104,45 @@ def test_measured_in_processes_of_their_own(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("policy", "flags"),
-    [
-        ("cheap", []),
-        ("none", ["--grad-accum-steps", "2"]),
-        ("full:1", []),
-        ("full:1,mlp", []),
-        ("full+offload", []),
-    ],
+    ("policy", "accumulate"), [("cheap", 1), ("full:1,mlp", 1), ("full+offload", 2)]
 )
-def test_the_allocators_record_agrees_with_the_planner(policy, flags):
-    args, job = arguments(*flags), Job(policy, 8)
-    config = benchmark_worker.config_of(args, job)
-    planner = benchmark.plan(args, torch.device("cpu"), torch.float32)
+def test_the_allocators_record_agrees_with_the_planner(policy, accumulate):
+    args, job = arguments("--grad-accum-steps", str(accumulate)), Job(policy, 8)
+    predicted, _ = benchmark.predict(benchmark.ask(args), job)
     measured = benchmark_worker.measure(args, job)["peak_bytes"]
-    assert measured == pytest.approx(planner.step(8, **asdict(config)).peak, rel=0.02)
-
-
-def test_peak_of_the_record_counted_by_hand(monkeypatch):
-    args = arguments()
-    run = benchmark_worker.make_run(args, Job("none", 8), torch.device("cpu"))
-
-    def step(run):
-        a = torch.empty(250_000)  # 1 MB
-        del a
-        b, c = torch.empty(500_000), torch.empty(250_000)  # 3 MB at once
-        del b, c
-
-    monkeypatch.setattr(benchmark_worker, "train_step", step)
-    weights = sum(p.nbytes for p in run.model.parameters())
-    assert benchmark_worker.cpu_allocator_peak(run) == weights + 3_000_000
+    assert measured == pytest.approx(predicted.peak, rel=0.02)
 
 
 def test_what_is_compiled(monkeypatch):
     """Each block of ours; of a peer, all, as its users do."""
 
-    class StandIn(torch.nn.Linear):
-        def __init__(self, config):
-            super().__init__(config.d_model, config.d_model)
-
-    def compiled(job):
+    def compiled(**how):
+        job = Job("none", 2, **how)
         model = benchmark_worker.make_run(arguments(), job, torch.device("cpu")).model
-        return [type(m).__name__ for m in model.modules() if m._compiled_call_impl is not None]
+        return {type(m).__name__ for m in model.modules() if m._compiled_call_impl is not None}
 
-    monkeypatch.setitem(benchmark_worker.PEERS, "transformers", StandIn)
-    for peer in ("transformers", None):
-        assert compiled(Job("none", 2, peer=peer)) == []
-    assert compiled(Job("none", 2, compiled=True, peer="transformers")) == ["StandIn"]
-    ours = compiled(Job("none", 2, compiled=True))
-    assert ours.count("Block") == 3 and "MiniGPT" not in ours
+    def stand_in(config):
+        return torch.nn.Linear(config.d_model, config.d_model)
+
+    monkeypatch.setitem(benchmark_worker.PEERS, "transformers", stand_in)
+    assert compiled() == compiled(peer="transformers") == set()
+    assert compiled(compiled=True, peer="transformers") == {"Linear"}
+    assert compiled(compiled=True) == {"Block", "Residual"}
 
 
 def test_all_models_see_the_same_tokens_and_every_step_others():
-    def batches(job, steps=2):
-        run = benchmark_worker.make_run(arguments(), job, torch.device("cpu"))
+    def batches(policy):
+        run = benchmark_worker.make_run(arguments(), Job(policy, 3), torch.device("cpu"))
         seen = []
         run.wrapped.register_forward_pre_hook(lambda _, ids_and_labels: seen.append(ids_and_labels))
-        for _ in range(steps):
+        for _ in range(2):
             benchmark_worker.timed_step(run)
         return seen
 
-    (ids, labels), (later, _) = batches(Job("none", 3))
+    (ids, labels), (later, _) = batches("none")
     assert ids.shape == (3, 32) and torch.equal(ids[:, 1:], labels[:, :-1])
     assert not torch.equal(ids, later)
-    assert torch.equal(batches(Job("full", 3))[1][0], later)
+    assert torch.equal(batches("full")[1][0], later)
 
 
 def test_processes_take_turns_and_medians_are_reported(bench, capsys):
@@ -266,13 +240,6 @@ def test_no_worker_outlives_ctrl_c(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_the_estimate_grows_with_the_work(monkeypatch):
-    monkeypatch.setattr(time, "process_time", lambda: 7.0)  # what a start takes
-    args = arguments("--steps", "5", "--repeats", "3")
-    assert benchmark.expected_seconds(args, [2.0]) == 3 * (7 + 2 * (benchmark.WARM_UP + 5 + 3))
-    assert benchmark.expected_seconds(args, [2.0, 4.0]) == 3 * (2 * 7 + 6 * 10)
-
-
 def test_the_peer_is_measured_beside_ours(bench, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
     assert benchmark.main([*SHAPE, "--peer", "transformers"]) == 2
@@ -297,21 +264,16 @@ def test_the_peer_is_the_same_model():
     pytest.importorskip("transformers")
     config = benchmark_worker.config_of(arguments(), Job("none", 8))
     ours, theirs = MiniGPT(config), benchmark_worker.Transformers(config)
-    names = [("token_embedding", "wte"), ("position_embedding", "wpe"), ("blocks", "h")]
-    state = {}
-    for name, value in ours.state_dict().items():
-        for our_name, their_name in names:
-            name = name.replace(our_name, their_name)
-        is_linear = value.dim() == 2 and "w" not in name.split(".")[0]
-        state[f"transformer.{name}"] = value.t() if is_linear else value  # (its Conv1D)
-    state["lm_head.weight"] = ours.token_embedding.weight
-    theirs.gpt2.load_state_dict(state)
+    state = {
+        f"transformer.{renamed(name, THEIRS)}": turned(name, weight)
+        for name, weight in ours.state_dict().items()
+    }
+    theirs.gpt2.load_state_dict(state | {"lm_head.weight": ours.token_embedding.weight})
     assert theirs.gpt2.config._attn_implementation == "sdpa"
     rows = torch.randint(211, (3, 33))
     ids, labels = rows[:, :-1], rows[:, 1:].contiguous()
     torch.testing.assert_close(theirs(ids, labels), ours(ids, labels))
-    n_parameters = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
-    assert n_parameters[0] == n_parameters[1]
+    assert len([*theirs.parameters()]) == len([*ours.parameters()])
     args = arguments("--loss-chunks", "1", "--n-layers", "6")
     none, full = (
         benchmark_worker.measure(args, Job(policy, 8, peer="transformers"))["peak_bytes"]
@@ -320,43 +282,49 @@ def test_the_peer_is_the_same_model():
     assert full < 0.8 * none  # it recomputes when told to
 
 
-# ---- predicted times, and shares of what the device can do at most
-
-
 def test_predicted_times_stand_beside_measured_ones(bench):
     flags = "--policies none full --repeats 1 --compile".split()
-    args, done = arguments(), bench(*flags)
-    planner = benchmark.plan(args, torch.device("cpu"), torch.float32)
+    done, planner = bench(*flags), benchmark.ask(arguments()).planner
     none, full, compiled, _ = done.rows
     for row in (none, full):
         assert row["predicted_s"] == planner.step(8, recompute=row["policy"]).seconds(CARD)
-    header, _, first, second = done.out.splitlines()[2:6]
-    columns = header.split(" | ")
-    assert columns[3] == columns[6] == "predicted" and columns[2] == "step"
-    assert first.split(" | ")[3] == f"{1000 * none['predicted_s']:,.1f} ms"
-    more = full["predicted_s"] / none["predicted_s"] - 1
-    assert second.split(" | ")[6] == f"{more:+.1%}" != "+0.0%" and first.split(" | ")[6] == "+0.0%"
+    header, _, first, second = (line.split(" | ") for line in done.out.splitlines()[2:6])
+    assert header[3] == header[6] == "predicted" and header[2] == "step"
+    assert first[3] == f"{1000 * none['predicted_s']:,.1f} ms" and first[6] == "+0.0%"
+    assert second[6] == f"{full['predicted_s'] / none['predicted_s'] - 1:+.1%}" != "+0.0%"
     assert compiled["predicted_s"] < none["predicted_s"]
     # Three micro-batches share one update, as they do in what is measured.
     three = bench(*flags, "--grad-accum-steps", "3").rows[0]
-    planner.accumulate, planner.steps = True, {}
-    assert three["predicted_s"] == step_seconds(planner.step(8), CARD, 3)
     assert 2 * none["predicted_s"] < three["predicted_s"] < 3 * none["predicted_s"]
     assert (done.json["card"]["name"], done.json["card"]["bytes_per_s"]) == ("a card", 1e9)
 
 
-def test_mfu_and_hfu():
-    config = benchmark_worker.config_of(arguments(), Job("full", 8))
-    needed, replayed = step_flops(config, 32)
+def test_shares_of_what_a_gpu_can_do(monkeypatch):
+    """`mfu` of the FLOPs that a step needs, `hfu` of those that it does."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(benchmark, "predict", lambda question, job: (step, 1.0))
+
+    def shares(precision, tokens_per_s, *flags):
+        question = replace(benchmark.ask(arguments(*flags)), precision=precision)
+        question = replace(question, device=torch.device("cuda"))
+        result = defaultdict(lambda: None, step_s_all=[8 * 32 / tokens_per_s])
+        row = benchmark.make_row(question, Job("full", 8), [result])
+        return row["mfu"], row["hfu"]
+
+    step = SimpleNamespace(config=benchmark_worker.config_of(arguments(), Job("full", 8)), peak=1)
+    needed, replayed = step_flops(step.config, 32)
     # A card that does exactly what 1000 tokens/s need is at 100 %.
-    shares = benchmark.utilization(config, 32, 1000.0, 1000 * needed)
-    assert shares["mfu"] == pytest.approx(1.0)
-    assert shares["hfu"] == pytest.approx(1 + replayed / needed) and shares["hfu"] > 1.1
-    # GPT-2 small at 150,000 tokens/s on an A100: 6 x 124M x 150,000 / 312e12 = 36 %, and attention.
-    args = benchmark.build_parser().parse_args(["--model", "gpt2"])
-    benchmark.check(args)
-    small = benchmark_worker.config_of(args, Job("none", 1))
-    assert small.vocab_size == 50257  # the trainers'
-    peak = peak_flops("NVIDIA A100-SXM4-40GB", torch.bfloat16)
-    assert 0.36 < benchmark.utilization(small, 1024, 150_000.0, peak)["mfu"] < 0.40
-    assert benchmark.utilization(small, 1024, 150_000.0, None) == {"mfu": None, "hfu": None}
+    mfu, hfu = shares(torch.bfloat16, 312e12 / needed)
+    assert mfu == pytest.approx(1.0)
+    assert hfu == pytest.approx(1 + replayed / needed) and hfu > 1.1
+    assert shares(torch.float32, 1000.0) == (None, None)  # nobody has noted it
+    in_bfloat16, in_tf32 = shares(torch.bfloat16, 1000.0), shares(torch.float32, 1000.0, "--tf32")
+    assert in_tf32[0] == pytest.approx(2 * in_bfloat16[0])
+
+
+def test_tf32_is_measured_with_tf32(monkeypatch):
+    asked = []
+    monkeypatch.setattr(benchmark_worker, "set_matmul_precision", lambda *how: asked.append(how))
+    for flags in ([], ["--tf32"]):
+        benchmark_worker.make_run(arguments(*flags), Job("none", 1), torch.device("cpu"))
+    assert [tf32 for _, tf32 in asked] == [False, True]

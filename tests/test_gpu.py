@@ -22,11 +22,11 @@ from memory.head import head_loss
 from model import RECOMPUTE_POLICIES
 from planner import Planner
 from scripts import benchmark_worker
-from scripts.benchmark import plan
 from scripts.benchmark_worker import Job, config_of, make_run, timed_step
 from studies import gpu
 from studies.gpu import Bench
 from trainer.device import choose_precision
+from trainer.plan import Question
 from trainer.room import for_tensors
 from trainer.run import Run
 
@@ -59,7 +59,7 @@ def train_on_it(path: Path, *flags: str) -> int:
 
 def plan_of(flags: str) -> Planner:
     args = BENCH.args(flags)
-    return plan(args, DEVICE, choose_precision(args, DEVICE))
+    return Question(args, args.vocab_size, DEVICE, choose_precision(args, DEVICE)).planner
 
 
 def after(steps: int, flags: str = "", policy: str = "full") -> Run:

@@ -13,9 +13,6 @@ import torch
 from harness.runs import TINY, Crash, train_here
 
 import train_minimal
-from planner import CARDS
-from scripts import benchmark, benchmark_worker
-from scripts.benchmark_worker import Job
 from trainer import start
 from trainer.device import set_matmul_precision
 from trainer.flags import build_parser, fill_in
@@ -24,7 +21,6 @@ from trainer.process import OneProcess
 from trainer.report import describe_run, measure
 from trainer.setup import set_up
 
-TINY_SHAPE = "--vocab-size=31 --d-model=16 --n-heads=2 --n-layers=1"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PEAKS = {"allocated_bytes.all.peak": 100, "active_bytes.all.peak": 150}
 STATS = PEAKS | {"active_bytes.all.current": 7, "reserved_bytes.all.peak": 200}
@@ -188,26 +184,3 @@ def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
         words = f"{str(run.precision).removeprefix('torch.')}{more}"
         assert f"device   1 x cuda (a card), {words}\n" in describe_run(run, "", None)
     run.held_lock.close()
-
-
-def test_the_benchmark_takes_the_peak_of_its_precision(monkeypatch):
-    """On a GPU; --no-amp has a known one with --tf32 only."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
-    monkeypatch.setattr(benchmark, "choose_device", lambda name: torch.device("cuda"))
-    asked: list[bool] = []
-    monkeypatch.setattr(benchmark_worker, "set_matmul_precision", lambda *a: asked.append(a[1]))
-    result, job = defaultdict(lambda: None, step_s_all=[1.0]), Job("none", 8)
-    shares = []
-    for flags, precision in (("", BF16), ("--tf32", FP32), ("", FP32)):
-        args = benchmark.build_parser().parse_args(
-            ["--device=cpu", *TINY_SHAPE.split(), *flags.split()]
-        )
-        benchmark.check(args)
-        benchmark_worker.make_run(args, job, torch.device("cpu"))
-        config = benchmark_worker.config_of(args, job)
-        step = SimpleNamespace(peak=1, config=config, seconds=lambda *_: 1.0)
-        planner = SimpleNamespace(precision=precision, step=lambda *_, step=step, **__: step)
-        shares.append(benchmark.make_row(args, job, [result], planner, CARDS["H100 PCIe"])["mfu"])
-    assert asked == [False, True, False] and shares[2] is None
-    assert shares[1] == pytest.approx(2 * shares[0])
