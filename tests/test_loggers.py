@@ -8,9 +8,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.runs import Crash, crash_after, metrics, snapshot, torchrun, train, train_here
+from harness.runs import (
+    Crash,
+    crash_after,
+    metrics,
+    older_runs,
+    snapshot,
+    torchrun,
+    train,
+    train_here,
+)
 
-from trainer.claim import replaced_runs
 from trainer.loggers import LOGGERS, NEEDS
 from trainer.snapshot import beside
 
@@ -71,7 +79,7 @@ def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, monkeypatch, 
         crash_after(3, here)
         train_here(path, TENSORBOARD)
     assert train_here(path, TENSORBOARD, "--num-steps=2") == 0 and scalars(path) == logged(path)
-    (old,) = replaced_runs(path)
+    (old,) = older_runs(path)
     assert len(scalars(old)["train_loss"]) == 5
 
 

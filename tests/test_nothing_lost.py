@@ -1,19 +1,21 @@
-"""What a run does when something goes wrong around it: no step is lost, no bad one is kept.
+"""What goes wrong in a run or around it: no step is lost, and no bad one is kept.
 
-Data that go, a full disk, too little memory, an evaluation that dies; a signal, which saves. (A
-loss that is not finite: test_skipped_updates.py. Several processes: test_reliability.py.
-Faults: harness/faults.py, or here by hand.)
+Data that go, a full disk, too little memory, losses that are not finite, other processes that are
+gone, signals: each ends the run as the table says, and what it saved goes on to the bits of the run
+that nothing happened to. (Real processes: test_reliability.py. Faults: harness/faults.py, or here.)
 """
 
 import os
 import re
 import signal
 import sys
-from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness.faults import broken
+import torch
+from harness.faults import Injected, broken, history
 from harness.rows import row
 from harness.runs import (
     FAULTS,
@@ -27,101 +29,191 @@ from harness.runs import (
     train,
     train_here,
 )
+from torch.distributed import DistBackendError
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_minimal
 from data import find_dataset
-from trainer.snapshot import beside
+from trainer.endings import NotFinite, SkippedUpdates
+from trainer.flags import build_parser, fill_in
+from trainer.optimizer import make_optimizer
+from trainer.process import OneProcess
+from trainer.setup import set_up
 
-FP32 = "--no-amp"
+CPU, FP32, FP16 = torch.device("cpu"), "--no-amp", "--amp-dtype=float16"
 slow = pytest.mark.slow
 
 
-def steps_of(*paths) -> list[int]:
-    return [snapshot(path)["step"] for path in paths if path.exists()]
+# ---- What breaks a run, and what is left of it
 
 
-# ---- Data that go
-
-
-@pytest.mark.parametrize("what", ["training", "validation", "all of it"])
-def test_a_token_file_that_shrinks(tmp_path, capsys, what):
-    """The weights are those of the last step that was finished: they are saved."""
-    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
-    files = {name: tmp_path / f"{name}.bin" for name in ("training", "validation")}
-    for file in files.values():
-        file.write_bytes(np.tile(np.arange(250, dtype=np.uint16), 3).tobytes())
-    before = files["training"].read_bytes()
-    flags = ("--tokenizer-name=byte", "--eval-interval=5", "--grad-accum-steps=2")
-    flags += (f"--train-data={files['training']}", f"--val-data={files['validation']}")
-    flags += ("--save-minutes=0", FP32)
-
-    def shrink(run):
-        for name, file in files.items():
-            if what == name:
-                file.write_bytes(b"\1\0")
-            elif what not in files:
-                file.unlink()
-
-    assert train_here(whole, *flags, base=TINY_MODEL) == 0
-    capsys.readouterr()
-    assert broken(path, {8: shrink}, *flags, base=TINY_MODEL) == 3
-    (line,) = capsys.readouterr().err.splitlines()
-    done, name = (10, "validation") if what == "validation" else (7, "training")
-    why = "No such file or directory; put it back" if what not in files else "has become shorter"
-    assert f"{files[name]}" in line and why in line
-    assert line.endswith(f"; then go on from {path}, step {done}, with --resume")
-    assert steps_of(path, tmp_path / "run.prev.pt") == [done, 5]
-    for file in files.values():
-        file.write_bytes(before)
-    assert train_minimal.main(["--resume", f"--checkpoint-path={path}"]) == 0
-    for part in ("model", "optimizer", "step"):
-        assert same(snapshot(path)[part], snapshot(whole)[part])
-
-
-# ---- A full disk
-
-
-@contextmanager
 def largest_file(n_bytes: int):
     """RLIMIT_FSIZE is the full disk that needs no root."""
     resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        yield lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, most))
 
 
-@row("disk full while")
-def test_disk_full_while_saving(tmp_path, capsys):
+@pytest.fixture(autouse=True)
+def all_is_as_before():
+    """The disk has room; a hangup is one, whatever shell has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+    largest_file(-1)()
+
+
+def raising(error: Exception):
+    def act(run):
+        raise error
+
+    return act
+
+
+def kill(*numbers: int):
+    return lambda run: [os.kill(os.getpid(), number) for number in numbers]
+
+
+def shrink(name: str):
+    return lambda run: Path(getattr(run.args, name)[0]).write_bytes(b"\1\0")
+
+
+def unlink(run) -> None:
+    Path(run.args.train_data[0]).unlink()
+
+
+NCCL = DistBackendError("ncclUnhandledCudaError: ...\nLast error:\nFailed to CUDA calloc 6 bytes")
+GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+LEAN = "--optimizer=muon --moments-dtype=bfloat16"
+FULL, SILENT, FIVE = "--use-activation-checkpoint", "--log-interval=0", "--save-interval=5"
+OOM, TWO, THREE = "cuda-oom:0:7", "nan:0:5 nan:0:6", "nan:0:12 nan:0:13 nan:0:14"
+MANY = " ".join(f"nan:0:{step}" for step in range(2, 30))
+DISK = r"cannot save .*run.pt: disk full .*; it needs 0.\d MB, [0-9.,]+ MB are free; make room, "
+NONE = "out of memory with --batch-size 2 --seq-len 16, recompute none; try "
+TWELVE = "in 3 steps in a row, 12 to 14; .* a lower --lr than 0.025; --detect-anomaly finds the op"
+# What happens before which step; the run's flags; its exit code and what its last line says; the
+# last step that it did; the steps that are saved, the newest first.
+BREAKS = {
+    "data: training": (
+        *({8: shrink("train_data")}, "--eval-interval=5"),
+        *(3, "train.bin.* has become shorter", 7, [7, 5]),
+    ),
+    "data: gone": ({8: unlink}, "--eval-interval=5", 3, "train.bin: .*; put it back", 7, [7, 5]),
+    "data: validation": (
+        *({8: shrink("val_data")}, "--eval-interval=5"),
+        *(3, "val.bin.* has become shorter", 10, [10, 5]),
+    ),
+    "disk: saving": ({10: largest_file(20_000)}, "--save-interval=4", 3, DISK, 12, [8, 4]),
+    "disk: logging": ({10: largest_file(3000)}, "", 3, "save .*run.metrics.jsonl: disk", 10, []),
+    "memory: 1": (OOM, f"{FIVE} --loss-chunks=1", 4, f"{NONE}--loss-chunks 0 ", 6, [5]),
+    "memory: 2": (OOM, FIVE, 4, f"{NONE}{FULL} full .same results", 6, [5]),
+    "memory: 3": (OOM, f"{FIVE} {FULL}=mlp:1,cheap", 4, f"cheap; try {FULL} full", 6, [5]),
+    "memory: 4": (OOM, f"{FIVE} {FULL} --batch-size=6", 4, "try --batch-size 3 --grad", 6, [5]),
+    "memory: 5": (OOM, f"{FIVE} {FULL} --batch-size=1", 4, "a smaller model", 6, [5]),
+    "memory: of NCCL": ({7: raising(NCCL)}, FIVE, 4, NONE, 6, [5]),
+    "others: gone": ({7: raising(GLOO)}, FIVE, 3, "rank 0 lost the connection to an", 6, [5]),
+    "NaN: noticed one step late": (THREE, SILENT, 3, TWELVE, 15, []),
+    "NaN: none is saved": (THREE, f"{SILENT} {FIVE}", 3, TWELVE, 15, [10, 5]),
+    "NaN: a save asks": (THREE, f"{SILENT} --save-interval=7", 3, TWELVE, 14, [7]),
+    "NaN: it asks again": (
+        *("nan:0:13 nan:0:14 nan:0:15", f"{SILENT} --save-interval=7"),
+        *(3, "in a row, 13 to 15", 15, [7]),
+    ),
+    "NaN: an evaluation asks": (THREE, f"{SILENT} --eval-interval=14", 3, TWELVE, 14, []),
+    "NaN: at the end": (
+        *("nan:0:18 nan:0:19 nan:0:20", f"{SILENT} --save-interval=9"),
+        *(3, "in a row, 18 to 20", 20, [9]),
+    ),
+    "NaN: and a signal": (f"{TWO} nan:0:7 term:0:7", SILENT, 3, "in a row, 5 to 7", 7, []),
+    # Two in a row do not end it; and if each step is logged, each is known at once.
+    "NaN: logged": (f"{THREE} {TWO} nan:0:8", "--save-interval=1", 3, TWELVE, 14, [11, 10]),
+    "NaN: float16": (
+        *(MANY, f"{SILENT} {FP16} --num-steps=40"),
+        *(3, "in 20 steps in a row, 2 to 21; .* --no-amp;", 22, []),
+    ),
+    "signal: SIGTERM": ("term:0:7", "", 143, "SIGTERM after step 7: saved", 7, [7]),
+    "signal: SIGINT": ({7: kill(signal.SIGINT)}, "", 130, "SIGINT after step 7: saved", 7, [7]),
+    # (Shell and system may both send it.)
+    "signal: SIGHUP": ({7: kill(*[signal.SIGHUP] * 2)}, "", 129, "SIGHUP after step 7", 7, [7]),
+}
+MEMORY, SIGNALS = row("out of memory,"), row("Ctrl-C, SIGTERM, a")
+ROWS = {"memory": MEMORY, "signal": SIGNALS, "disk": row("disk full while")}
+CASES = [pytest.param(name, marks=ROWS.get(name.split(":")[0], ())) for name in BREAKS]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Flags; and what (re)writes the files that they name."""
+    files = [tmp_path_factory.mktemp("data") / name for name in ("train.bin", "val.bin")]
+
+    def write() -> None:
+        for file, ids in zip(files, (range(250), range(250, 0, -1)), strict=True):
+            file.write_bytes(np.tile(np.array(ids, dtype=np.uint16), 3).tobytes())
+
+    return ["--tokenizer-name=byte", f"--train-data={files[0]}", f"--val-data={files[1]}"], write
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, data):
+    """The run that nothing happened to, with those of a run's flags that decide its bits."""
+    done = {}
+
+    def get(flags: list[str]) -> dict:
+        key = tuple(flag for flag in flags if flag.startswith(("--batch", "--loss")))
+        if key not in done:
+            path = tmp_path_factory.mktemp("whole") / "run.pt"
+            assert train_here(path, *data[0], FP32, *key, base=TINY_MODEL) == 0
+            done[key] = snapshot(path)
+        return done[key]
+
+    return get
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_saved_is_there_and_goes_on(
+    tmp_path, monkeypatch, capsys, data, undisturbed, name
+):
+    faults, flags, expected, says, done, saved = BREAKS[name]
+    monkeypatch.setenv("RANK", "0")  # as if torchrun had started it
     path, previous = tmp_path / "run.pt", tmp_path / "run.prev.pt"
-    flags = (FP32, "--save-interval=4", "--log-interval=0")
-    with largest_file(20_000) as fill:
-        assert broken(path, {10: fill}, *flags) == 3
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"error: cannot save {path}: disk full .*; it needs 0.1 MB, [0-9.,]+ MB", line)
-    assert f"make room, then go on from {path}, step 8, with --resume" in line
-    log = {"run.lock", "run.metrics.jsonl", "run.rank0.jsonl"}
-    assert {p.name for p in tmp_path.iterdir()} == {"run.pt", "run.prev.pt", *log}
-    assert steps_of(path, previous) == [8, 4]
-    assert train_here(path, *flags, "--resume") == 0
-    assert train_here(tmp_path / "whole.pt", *flags) == 0
-    assert same(snapshot(path)["model"], snapshot(tmp_path / "whole.pt")["model"])
+    files, write = data
+    write()
+    flags = [*files, *([] if FP16 in flags else [FP32]), *flags.split()]
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+    before = [signal.getsignal(number) for number in numbers]
+    assert broken(path, faults, *flags, base=TINY_MODEL) == expected
+    largest_file(-1)()
+    assert [signal.getsignal(number) for number in numbers] == before
+
+    out, err = capsys.readouterr()
+    (line,) = re.findall("^stopped .*", out, re.M) if expected > 128 else err.splitlines()
+    assert re.search(says, line)
+    if expected < 128 and "smaller model" not in line:
+        way_back = f"go on from {path}, step {saved[0]}, with --resume" if saved else "start again"
+        assert way_back in line
+    assert max(history(path)) == done
+    assert [snapshot(file)["step"] for file in (path, previous) if file.exists()] == saved
+    assert not list(tmp_path.glob(".*"))  # nothing half-written
+    if last := re.search("in a row, .* to (.*?);", line):
+        assert all(record["step"] < int(last[1]) for record in metrics(path))
+
+    write()
+    if saved and "nan:0:5" not in str(faults):
+        resume = ["--resume", f"--checkpoint-path={path}", "--log-interval=1"]
+        assert train_minimal.main(resume) == 0
+        for part in ("model", "optimizer", "step"):
+            assert same(snapshot(path)[part], undisturbed(flags)[part])
+        steps = [record["step"] for record in metrics(path)]
+        assert steps == sorted(set(steps)) and steps[-1] == 20
 
 
-def test_disk_full_while_logging(tmp_path, capsys):
-    with largest_file(3000) as fill:
-        assert broken(tmp_path / "run.pt", {10: fill}, FP32) == 3
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"cannot save {tmp_path}/run.metrics.jsonl: disk full" in line
-    assert "start again (nothing was saved yet)" in line
+# ---- Other disks, other memory, other signals
 
 
 def test_disk_full_while_the_cache_is_built(tmp_path, cache, monkeypatch, capsys):
     monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", cache)
-    with largest_file(100) as fill:
-        fill()
-        assert train_here(tmp_path / "run.pt") == 3
+    largest_file(100)()
+    assert train_here(tmp_path / "run.pt") == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert "File too large; the token cache needs room there" in line
     assert {path.name for path in cache.iterdir()} <= {".lock"}
@@ -140,13 +232,7 @@ def test_a_full_disk_or_a_broken_pipe_costs_only_the_output(tmp_path, end):
     assert snapshot(path)["step"] == 20 and len(metrics(path)) == 20
 
 
-# ---- Out of memory
-
-
-OUT_OF_MEMORY = row("out of memory,")
-
-
-@OUT_OF_MEMORY
+@MEMORY
 @slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_out_of_memory_on_a_cpu(tmp_path):
@@ -157,34 +243,13 @@ def test_out_of_memory_on_a_cpu(tmp_path):
     assert "--batch-size 8 --seq-len 512, recompute none; try --use-activation-checkpoint" in line
 
 
-@OUT_OF_MEMORY
-@pytest.mark.parametrize(
-    ("flags", "knob"),
-    {
-        "--loss-chunks=1": "--loss-chunks 0 ",
-        "": "--use-activation-checkpoint full (same results",
-        "--use-activation-checkpoint=mlp": "--use-activation-checkpoint full",
-        "--use-activation-checkpoint=mlp:1,cheap": "--use-activation-checkpoint full (same",
-        "--use-activation-checkpoint --batch-size=6": "--batch-size 3 --grad-accum-steps 2",
-        "--use-activation-checkpoint --batch-size=1": "a shorter --seq-len or a smaller model",
-    }.items(),
-)
-def test_out_of_memory_names_what_helps_next(tmp_path, capsys, flags, knob):
-    path = tmp_path / "run.pt"
-    assert broken(path, "cuda-oom:0:7", "--save-interval=5", *flags.split()) == 4
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"error: out of memory with --batch-size \d --seq-len 16, recompute \S+;", line)
-    assert f"; try {knob}" in line
-    assert line.endswith(f"; go on from {path}, step 5, with --resume") == ("smaller" not in line)
-
-
 @pytest.mark.parametrize(
     ("where", "error", "says"),
     [
         ("trainer.setup.make_optimizer", MemoryError(), "; try a smaller model (--n-layers"),
         ("train_minimal.evaluate", RuntimeError("can't allocate memory: .."), "step 20, with --re"),
         ("trainer.endings.sample_text", RuntimeError("not enough memory"), "step 20, with --re"),
-        ("train_minimal.train_step", RuntimeError("shape mismatch"), None),  # that is a bug
+        ("train_minimal.train_step", Injected(), None),  # a bug keeps its traceback
     ],
 )
 def test_out_of_memory_before_and_after_the_steps(
@@ -195,46 +260,12 @@ def test_out_of_memory_before_and_after_the_steps(
 
     monkeypatch.setattr(where, fail)
     if says is None:
-        with pytest.raises(RuntimeError, match="shape"):
+        with pytest.raises(Injected):
             train_here(tmp_path / "run.pt")
-    else:
-        assert train_here(tmp_path / "run.pt") == 4
-        assert says in capsys.readouterr().err
-        assert steps_of(tmp_path / "run.pt") == [20] * ("20" in says)
-
-
-# ---- Signals
-
-
-@pytest.fixture(autouse=True)
-def nohup_is_not_inherited():
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-SIGNALS = row("Ctrl-C, SIGTERM, a")
-
-
-@SIGNALS
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
-)
-def test_signal_saves_and_stops(tmp_path, capsys, number, code):
-    path, whole, before = tmp_path / "run.pt", tmp_path / "whole.pt", signal.getsignal(number)
-
-    def send(run):
-        for _ in range(1 + (number == signal.SIGHUP)):  # shell and system may both send it
-            os.kill(os.getpid(), number)
-
-    assert broken(path, {7: send}, FP32) == code
-    assert signal.getsignal(number) is before
-    assert f"{number.name} after step 7: saved" in capsys.readouterr().out
-    assert steps_of(path) == [7] == [metrics(path)[-1]["step"]]
-    assert not beside(path, ".prev.pt").exists()
-    assert train_here(path, FP32, "--resume") == train_here(whole, FP32) == 0
-    assert same(snapshot(path)["model"], snapshot(whole)["model"])
-    assert [r["train_loss"] for r in metrics(path)] == [r["train_loss"] for r in metrics(whole)]
+        return
+    assert train_here(tmp_path / "run.pt") == 4
+    assert says in capsys.readouterr().err
+    assert (tmp_path / "run.pt").exists() == ("step 20" in says)
 
 
 @SIGNALS
@@ -255,12 +286,7 @@ def test_nohup_goes_on(tmp_path):
 def test_sigusr1_before_training_ends_nothing(tmp_path, monkeypatch):
     """A text may take minutes to be encoded, and there is nothing to save yet."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-    def start(process):
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    monkeypatch.setattr(train_minimal.OneProcess, "start", start)
+    monkeypatch.setattr(train_minimal.OneProcess, "start", kill(signal.SIGUSR1))
     try:
         assert train_here(tmp_path / "run.pt", "--num-steps=2") == 0
     finally:
@@ -319,3 +345,160 @@ def test_a_save_is_due(tmp_path, monkeypatch, capfd, flags, faults, steps):
     assert ("saving   after this step, and going on" in capfd.readouterr().err) == (
         "usr1" in faults
     )
+
+
+# ---- Steps that are not finite
+
+
+def warned(capsys) -> list[int]:
+    said = re.findall(r"warning  step (\d+): .* skipped", capsys.readouterr().out)
+    return list(map(int, said))
+
+
+@pytest.mark.parametrize(
+    ("flags", "kernel"),
+    [(FP32, "cpu"), (FP32, "mps"), (FP16, "cpu"), (LEAN, "cpu"), (LEAN, "mps")],
+)
+def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys, flags, kernel):
+    """Neither weights nor moments, with a kernel that can skip and with one that cannot (MPS's);
+    and each is said, whether somebody looks at the steps or not."""
+    make = lambda model, args, _, dtype: make_optimizer(model, args, torch.device(kernel), dtype)  # noqa: E731
+    monkeypatch.setattr("trainer.setup.make_optimizer", make)
+    quiet, logged = tmp_path / "quiet.pt", tmp_path / "logged.pt"
+    # ("huge" is finite in each number, and in no sum of their squares.)
+    faults = "nan:0:4 nan:0:5 overflow:0:9 huge:0:12 infinite-loss:0:19 nan:0:20"
+    bad = [4, 5, 9, 12, 19, 20]
+    for path, interval in ((quiet, 0), (logged, 1)):
+        how = (*flags.split(), f"--log-interval={interval}", "--grad-accum-steps=2")
+        assert broken(path, faults, *how) == 0
+        assert warned(capsys) == bad
+    after = history(quiet)
+    for step in range(2, 21):
+        now, before = (after[i]["weights"] + after[i]["moments"] for i in (step, step - 1))
+        assert (now == before) == (step in bad), step
+        if flags == FP16 and step != 12:
+            assert after[step]["scale"] == after[step - 1]["scale"] / (1 + (step in bad))
+    assert history(logged) == after and max(after) == 20
+    assert [r["step"] for r in metrics(logged) if r["grad_norm"] is None] == bad
+    assert [r["step"] for r in metrics(quiet)] == [20] == [snapshot(quiet)["step"]]
+
+
+@row("float16 overflows")
+def test_float16_finds_its_scale_and_resumes_while_it_does(tmp_path, capsys):
+    """Overflows are its way to find the largest scale: they end no run and change no weight."""
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    assert train_here(path, FP16, "--num-steps=1", "--warmup-steps=0") == 0
+    state = snapshot(path)
+    state["scaler"]["scale"] = 2.0**27
+    torch.save(state, path)
+    whole.write_bytes(path.read_bytes())
+    assert train_here(whole, FP16, "--resume", "--warmup-steps=0") == 0
+    skipped = capsys.readouterr().out.count("update skipped (float16: the loss scale is now")
+    assert skipped >= 4
+    assert snapshot(whole)["scaler"]["scale"] == 2.0 ** (27 - skipped)
+    flags = (FP16, "--resume", "--warmup-steps=0")
+    assert broken(path, "error:0:4", *flags, "--save-interval=1") is None
+    assert snapshot(path)["step"] == 1  # the scale is still too large
+    assert train_here(path, *flags) == 0
+    for part in ("model", "optimizer", "scaler"):
+        assert same(snapshot(path)[part], snapshot(whole)[part])
+
+
+# ---- Nobody waits for the device
+
+
+class Reads(TorchDispatchMode):
+    """Notes when Python reads a number from a tensor, which on a GPU waits for all before it."""
+
+    # (item() and bool() end in the first; the others need the number of what they find)
+    READING = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name in self.READING:
+            self.events.append("read")
+        return func(*args, **(kwargs or {}))
+
+
+def start(tmp_path, *flags: str):
+    argv = [*TINY, f"--checkpoint-path={tmp_path}/run.pt", *flags]
+    run = set_up(fill_in(build_parser("test", "x.pt").parse_args(argv)), OneProcess(CPU))
+    run.model.train()
+    return run
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{FP32} --use-activation-checkpoint=full",
+        f"{FP16} --use-activation-checkpoint=cheap",
+        "--amp-dtype=bfloat16 --optimizer=muon --moments-dtype=bfloat16",
+    ],
+)
+def test_a_step_reads_nothing_from_the_device(tmp_path, flags):
+    run = start(tmp_path, "--grad-accum-steps=2", *flags.split())
+    for run.step in (1, 2):
+        with Reads() as reads:
+            losses, norm = train_minimal.train_step(run)
+        assert reads.events == []
+    with Reads() as reads:  # it can see them
+        assert norm.isfinite() and losses.tolist()
+    assert reads.events == ["read"]  # (tolist is no operator)
+    run.held_lock.close()
+
+
+def test_an_evaluation_reads_when_all_is_on_its_way(tmp_path):
+    run = start(tmp_path, "--batch-size=5")
+    with Reads() as reads:
+        run.model.ln_f.register_forward_hook(lambda *_: reads.events.append("batch"))
+        train_minimal.evaluate(run)
+    assert reads.events == ["batch"] * 3 + ["read"] * 6
+    run.held_lock.close()
+
+
+class SlowDevice:
+    """A norm () on a device that has not computed it yet: what is copied is nonsense until then."""
+
+    is_cuda = True
+
+    def __init__(self, value: float) -> None:
+        self.value, self.copy = torch.tensor(value), torch.tensor(-1e9)
+
+    def to(self, device: str, non_blocking: bool) -> torch.Tensor:
+        assert device == "cpu" and non_blocking
+        self.copy.fill_(torch.nan if self.value.isfinite() else 0.0)
+        return self.copy
+
+
+def test_the_copy_is_looked_at_when_it_has_arrived(monkeypatch):
+    """And not before the next step, or before somebody asks."""
+    norms, waits, said = [], [], []
+
+    class Event:
+        def record(self) -> None:
+            self.norm = norms[-1]
+
+        def synchronize(self) -> None:
+            self.norm.copy.copy_(self.norm.value)
+            waits.append(run.step)
+
+    monkeypatch.setattr(torch.cpu, "Event", Event)
+    args = fill_in(build_parser("test", "x.pt").parse_args([]))
+    scaler = SimpleNamespace(is_enabled=lambda: False)
+    process = SimpleNamespace(device=CPU, say=said.append)
+    run = SimpleNamespace(args=args, scaler=scaler, process=process, step=0, saved_step=0)
+    skipped, inf, nan = SkippedUpdates(run), torch.inf, torch.nan
+    for run.step, norm in enumerate([1.0, inf, nan, 2.0, nan, inf, nan], 1):
+        norms.append(SlowDevice(norm))
+        skipped.take(norms[-1])
+        if run.step == 3:
+            assert (len(said), skipped.read_last(), skipped.read_last()) == (1, 2, 2)
+    # (Somebody has asked for 3, so the step after waits for none.)
+    assert waits == [2, 3, 3, 5, 6, 7]
+    assert [int(line.split()[2].strip(":")) for line in said] == [2, 3, 5, 6]
+    with pytest.raises(NotFinite, match="3 steps in a row, 5 to 7; start again"):
+        skipped.read_last()

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness.runs import Crash, crash_after, same, snapshot, torchrun, train_here
+from harness.runs import Crash, crash_after, older_runs, same, snapshot, torchrun, train_here
 from torch._dynamo.utils import counters
 
 import train_minimal
 from memory import TiedEmbedding, policies
 from model import Block, MiniGPT, MiniGPTConfig
-from trainer.claim import replaced_runs
 from trainer.process import OneProcess
 from trainer.profile import SHOWN, WARM_UP, ProfilingClock
 from trainer.snapshot import beside
@@ -194,7 +193,7 @@ def test_it_needs_steps_and_is_of_this_start_alone(tmp_path, capsys, monkeypatch
     assert "profile  " not in capsys.readouterr().out
     # Of an older run the trace is renamed, too.
     assert train_here(path, "--num-steps=2") == 0 and not beside(path, ".trace.json").exists()
-    (old,) = replaced_runs(path)
+    (old,) = older_runs(path)
     assert beside(old, ".trace.json").read_bytes() == before
 
 

@@ -32,6 +32,7 @@ from harness.runs import (
     is_alive,
     last_step,
     metrics,
+    older_runs,
     run,
     same,
     snapshot,
@@ -41,7 +42,6 @@ from harness.runs import (
     wait_until,
 )
 
-from trainer.claim import replaced_runs
 from trainer.resume import load_newest
 from trainer.snapshot import beside
 
@@ -142,7 +142,7 @@ def test_restarted_by_torchrun(tmp_path, undisturbed, trainer, fault):
     assert result.returncode == 0, result.stderr
     assert same(snapshot(path)["model"], snapshot(undisturbed())["model"])
     assert [r["step"] for r in metrics(path)] == list(range(1, 21))
-    old = snapshot(replaced_runs(path)[-1])
+    old = snapshot(older_runs(path)[-1])
     assert (old["step"], old["args"]["lr"]) == (20, 0.001)
     saved = (int(fault.split(":")[2]) - 1) // 5 * 5
     resumed = re.findall(r"^resume   .*run.pt, step (\d+)$", result.stdout, re.MULTILINE)

@@ -1,44 +1,53 @@
 """A resumed run ends as the one that nothing happened to, to the bit: weights, optimizer, log.
 
-Whatever ended the first part: a crash, a signal, a damaged file, a forgotten --resume. What must
-not change in between is refused by the name of its flag; the rest may change. Two runs that want
-the same files: test_snapshot.py; flags: test_resume_flags.py, test_bad_input.py.
+Whatever ended the first part: a crash, a signal, a damaged file, a forgotten --resume. The snapshot
+has the flags: --resume needs no other. What is typed wins, or is refused by the name of its flag.
+(Two runs that want the same files: test_snapshot.py. More refusals: test_bad_input.py.)
 """
 
+import math
 import os
 import re
+import shlex
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from harness.faults import broken
 from harness.rows import row
-from harness.runs import TINY, metrics, same, snapshot, train_here
+from harness.runs import TINY, metrics, older_runs, same, snapshot, train_here
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+import train_ddp
 import train_minimal
+from data import find_dataset
 from model import MiniGPT, MiniGPTConfig
-from trainer.claim import replaced_runs
-from trainer.flags import build_parser, fill_in
+from trainer.flags import build_parser, fill_in, flag
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
-from trainer.resume import load_newest, newest_first, restore
+from trainer.resume import keep_batch, load_newest, newest_first, restore, same_batch, take_flags
 from trainer.setup import set_up
-from trainer.snapshot import beside
+from trainer.snapshot import Resumed, SnapshotError, beside, peek
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 CONSTANT = ("--lr-scheduler=constant", "--warmup-steps=1")
 LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
+OWN_TEXT = [word for word in TINY if word != "--use-toy-data"]
 
 
 def logged(path) -> list[tuple]:
     return [tuple(record.get(key) for key in LOSSES) for record in metrics(path)]
 
 
-# ---- resumed == uninterrupted
+def resume_alone(path, *flags: str) -> int:
+    return train_here(path, "--resume", *flags, base=[])
+
+
+# ---- Resumed == uninterrupted
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +87,23 @@ law = settings(deadline=None, derandomize=True, database=None, max_examples=5)
 def test_resumed_equals_uninterrupted(uninterrupted, kind, parts, last):
     """However often it is stopped, by a crash or a signal, and whatever memory is spent in between:
     that changes no weight. What is done twice is logged once; a step that was saved when its
-    evaluation died is evaluated then."""
-    kind = (*kind, "--eval-interval=4")
+    evaluation died is evaluated then. Nothing but that memory is typed again."""
+    kind = (*kind, "--eval-interval=4", "--save-interval=3")
     with tempfile.TemporaryDirectory() as folder, patch("memory.offload.SMALL", 1):
         path = Path(folder, "run.pt")
         for step, fault, words in sorted(parts):
             if path.exists() and snapshot(path)["step"] >= step:  # it has come further
                 continue
-            flags = [*kind, *words.split(), "--save-interval=3", *["--resume"] * path.exists()]
-            code = broken(path, f"{fault}:0:{step}", *flags)
+            how = {"base": []} if path.exists() else {}
+            flags = ["--resume"] if how else kind
+            code = broken(path, f"{fault}:0:{step}", *flags, words, **how)
             assert code == (143 if fault == "term" else None)
             if fault == "term":
                 assert snapshot(path)["step"] == step
             with open(path.with_name("run.metrics.jsonl"), "a") as file:
                 file.write('{"step": 9, "train_lo')  # cut short by the crash
-        flags = [*kind, *last.split(), *["--resume"] * path.exists()]
-        assert train_here(path, *flags) == 0
+        code = resume_alone(path, last) if path.exists() else train_here(path, *kind, last)
+        assert code == 0
         resumed, log = snapshot(path), logged(path)
     whole, whole_log = uninterrupted(*kind)
     for key in ("model", "optimizer", "scaler", "step", "best_val_loss"):
@@ -140,7 +150,7 @@ def test_other_flags_may_be_typed_and_are_said(tmp_path, capsys):
     assert best.read_bytes() == before
 
 
-# ---- resuming from what is not the newest
+# ---- Resumed from what is not the newest
 
 
 def damages(content: bytes, weights: bytes) -> dict[str, bytes | None]:
@@ -219,7 +229,7 @@ def test_a_name_that_is_not_utf_8(tmp_path, capsysbinary):
     assert train_here(path, "--num-steps=2") == 0
     assert train_here(path, "--num-steps=3", "--resume") == 0
     assert snapshot(path)["step"] == 3 and len(metrics(path)) == 3
-    assert train_here(path, "--num-steps=1") == 0 and len(replaced_runs(path)) == 1
+    assert train_here(path, "--num-steps=1") == 0 and len(older_runs(path)) == 1
     assert b"caf\xe9.pt" in capsysbinary.readouterr().out  # as it is stored
 
 
@@ -230,7 +240,7 @@ def test_a_forgotten_resume_costs_nothing(tmp_path, capsys, uninterrupted):
     before = path.read_bytes()
     capsys.readouterr()
     assert train_here(path, "--save-interval=5", "--seed=5") == 0
-    (old,) = replaced_runs(path)
+    (old,) = older_runs(path)
     command = f"python train_minimal.py --resume --checkpoint-path {old}"
     note = f"run.pt is of another run and becomes {old}; to go on with that one: {command}\n"
     assert note in capsys.readouterr().out
@@ -282,9 +292,8 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
     for other in (False, True):  # on a device that is not the snapshot's, nor the CPU
         optimizer = make_optimizer(model, args, kernel[other])
         restore(load_newest(path), model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-        for state in optimizer.state.values():
-            assert state["step"].device.type == ("meta" if other else "cpu")
-            assert state["step"].dtype == torch.float32 and state["exp_avg"].is_meta
+        devices = {state["step"].device.type for state in optimizer.state.values()}
+        assert devices == {"meta" if other else "cpu"}
 
 
 def test_all_processes_agree_on_the_lowest_loss(tmp_path):
@@ -301,3 +310,247 @@ def test_all_processes_agree_on_the_lowest_loss(tmp_path):
         assert asked[-1] == [best if rank == 0 else 0.0] == [resumed.best_val_loss]
         if resumed.held_lock is not None:
             resumed.held_lock.close()
+
+
+# ---- The flags
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "now"),
+    [
+        ("cheap", {"recompute_layers": 1, "recompute_rest": "mlp"}, "cheap:1,mlp"),
+        ("full", {"recompute_layers": 0}, "full:0"),
+        ("full", {"recompute_group": 2, "offload_activations": True}, "full/2+offload"),
+        ("auto", {"offload_activations": True}, "auto+offload"),
+    ],
+)
+def test_a_snapshot_from_before_the_policy_string_goes_on(tmp_path, policy, fields, now):
+    """With the keys and values that the code of then wrote; the oldest ones had no rest."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--num-steps=2", *CONSTANT) == 0
+    state, of_now = snapshot(path), snapshot(path)
+    old = {"recompute_layers": None, "recompute_group": 1, "offload_activations": False} | fields
+    state["args"] |= old | {"use_activation_checkpoint": policy}
+    state["config"] |= old | {"recompute": policy}
+    torch.save(state, path)
+    of_now["args"]["use_activation_checkpoint"] = of_now["config"]["recompute"] = now
+    assert same(load_newest(path).state, of_now)
+    assert peek(path)["config"]["recompute"] == now
+    if policy == "cheap":
+        assert resume_alone(path, "--num-steps=3", "--recompute-rest=none") == 0
+        assert snapshot(path)["config"]["recompute"] == "cheap:1"
+
+
+def taken(before: str | dict, typed: str = ""):
+    """The flags of a run of `before` that is resumed with `typed`."""
+    parse = build_parser("test", "x.pt").parse_args
+    saved = before if isinstance(before, dict) else vars(fill_in(parse(before.split())))
+    args = parse(["--resume", *typed.split()])
+    state = {"args": saved, "tokenizer": {"name": saved.get("tokenizer_name") or "bpe"}}
+    state["config"] = {"vocab_size": 289}
+    take_flags(args, Resumed(state, args.checkpoint_path))
+    return fill_in(args)
+
+
+FULL_2, MLP, AUTO = (f"{FULL} {policy}" for policy in ("full:2", "mlp", "auto"))
+
+
+@pytest.mark.parametrize(
+    ("before", "typed", "as_if"),
+    [
+        ("--num-steps 77", "--num-steps 1000", "--num-steps 1000 --warmup-steps 3"),
+        ("--num-tokens 7680", "", "--num-tokens 7680"),
+        ("--num-tokens 7680", "--num-steps 9", "--num-steps 9"),
+        ("--num-steps 9", "--num-tokens 7680", "--num-tokens 7680"),
+        ("--model gpt2 --seq-len 64", "", "--model gpt2 --seq-len 64"),
+        ("--model gpt2 --seq-len 64", "--model gpt2", "--model gpt2 --seq-len 64"),
+        ("--compile --tf32", "--no-compile", "--tf32"),
+        ("--lr 0.01", "--lr 0.001", "--lr 0.001"),  # --min-lr was a tenth of the rate, and is
+        ("--lr 0.01 --min-lr 0.0005", "--lr 0.001", "--lr 0.001 --min-lr 0.0005"),
+        ("--no-amp", "--amp-dtype bfloat16", "--amp-dtype bfloat16"),
+        (f"{AUTO} --memory-budget 1GiB", MLP, MLP),
+        (f"{AUTO} --card this-machine", MLP, MLP),
+        (f"{AUTO} --card h100", "", f"{AUTO} --card H100"),
+        (f"{FULL_2}+offload", f"{FULL} none", ""),
+        (f"{FULL_2},mlp", MLP, MLP),
+        # The older flags change what they are about.
+        (f"{FULL_2}/2", "--recompute-layers 1 --offload-activations", f"{FULL} full:1/2+offload"),
+        (f"{FULL_2},mlp+offload", "--no-offload-activations", f"{FULL_2},mlp"),
+        (f"{FULL_2},mlp", "--recompute-rest none", FULL_2),
+        (f"{FULL_2},mlp", f"{FULL} --recompute-group 2", f"{FULL} full/2"),
+        ("--vocab-size 300", "--vocab-size 289", "--vocab-size 289"),  # as many as its text gave
+        # What the run cannot change; the flag that was typed is blamed.
+        ("", "--seq-len 128", "error: --seq-len: x.pt was trained with 64, this run has 128"),
+        ("", "--model gpt2", "error: --model gpt2, --n-layers: x.pt was trained with 3, this run"),
+        ("--model gpt2", "--d-model 96", "error: --d-model: x.pt was trained with 768"),
+        ("--seed 4", "--seed 5", "error: --seed: x.pt was trained with 4, this run has 5"),
+        ("--vocab-size 300", "--vocab-size 290", "error: --vocab-size: .* with 289, this run has"),
+        ("", "--tokenizer-name byte", "error: --tokenizer-name: x.pt was trained with bpe, this"),
+        ("", "--use-toy-data", "error: --use-toy-data: x.pt was trained with text, this run has"),
+        ("--use-toy-data --vocab-size 31", "--train-data x.txt",
+         "error: --train-data: x.pt was trained with toy data, this run has text"),
+    ],
+)  # fmt: skip
+def test_what_is_typed_wins_or_is_refused(before, typed, as_if):
+    if as_if.startswith("error: "):
+        with pytest.raises(SnapshotError, match=as_if.removeprefix("error: ")):
+            taken(before, typed)
+        return
+    now, wanted = vars(taken(before, typed)), taken({}, as_if)
+    same_in_all = {"typed": wanted.typed}
+    assert now | same_in_all == vars(wanted) | same_in_all
+
+
+@pytest.mark.parametrize(
+    "strange", [{"lr": math.nan}, {"batch_size": 0}, {"num_steps": True}, {"model": {}}], ids=str
+)
+def test_a_strange_flag_in_a_snapshot(strange):
+    """Nothing gets in by a file that the command line would refuse."""
+    with pytest.raises(SnapshotError, match="of its flags, " + flag(*strange)):
+        taken(strange)
+
+
+@pytest.mark.parametrize(
+    ("typed", "world_size", "steps", "way_out"),
+    [
+        ("", 1, 2, "--grad-accum-steps 2 fits"),
+        ("", 2, 1, "--grad-accum-steps 1 fits"),  # two processes do what two micro-batches did
+        ("", 3, 2, "--batch-size times --grad-accum-steps times 3 has to be 24"),
+        ("--batch-size 24", 1, 1, "--grad-accum-steps 1 fits"),
+        ("--grad-accum-steps 2", 2, 2, "--grad-accum-steps 1 fits"),
+    ],
+)
+def test_accumulation_goes_where_processes_come(typed, world_size, steps, way_out):
+    """Or an error names what does it."""
+    args = taken("--grad-accum-steps 2", typed)
+    keep_batch(args, {"data": {"sequences_per_step": 24}}, world_size)
+    assert args.grad_accum_steps == steps
+    assert same_batch(24, args.batch_size * steps * world_size, vars(args)) == way_out
+
+
+# ---- What is said, and can be pasted
+
+
+def test_a_path_with_a_space_can_be_pasted(tmp_path, capfd):
+    """From stopped, next and note, through a shell's eyes; and each goes on where it says."""
+    path = tmp_path / "my runs" / "it's.pt"
+
+    def pasted(pattern: str) -> list[str]:
+        (command,) = re.findall(pattern, capfd.readouterr().out, re.M)
+        return shlex.split(command)
+
+    assert broken(path, "term:0:3", "--log-interval=10") == 143
+    resume = pasted("^stopped .*with --resume: (.*)")
+    named = ["--checkpoint-path", str(path)]
+    assert resume == ["python", "train_minimal.py", "--resume", *named]
+    assert train_minimal.main(resume[2:]) == 0
+    assert pasted("^next     (.*)")[1:] == ["-m", "scripts.generate", *named]
+    assert [r["step"] for r in metrics(path)] == [3, 10, 20]
+
+    before = path.read_bytes()
+    assert train_minimal.main(resume[2:]) == 0  # nothing is left to do
+    assert path.read_bytes() == before
+    longer = pasted(r"already at step 20; raise --num-steps to go on: (.*)")
+    assert train_here(path, "--num-steps=2") == 0
+    older = pasted("to go on with that one: (.*)")
+    assert train_minimal.main([*older[2:], *longer[5:]]) == 0
+    assert "step 20\n" in capfd.readouterr().out and snapshot(older[-1])["step"] == 40
+
+
+def test_what_is_said_first(tmp_path, capsys):
+    """A jump of the learning rate; and the first step at once, though it is not recorded."""
+    path = tmp_path / "run.pt"
+    assert train_here(path, "--log-interval=10") == 0
+    (line,) = re.findall(r"^first    step +1/20 \| .*loss .*", capsys.readouterr().out, re.M)
+    assert "eta" not in line  # the first step warms up: it would be a lie
+    assert [r["step"] for r in metrics(path)] == [10, 20]
+    assert resume_alone(path, "--num-steps=30", "--log-interval=1") == 0
+    before, after = metrics(path)[1:3]
+    said = f"was {before['lr']:.2e} at step 20 and is {after['lr']:.2e} at the next"
+    assert said in capsys.readouterr().out and after["lr"] > 1.5 * before["lr"]
+    assert resume_alone(path, "--num-steps=31", "--lr-scheduler=constant", "--lr=2e-9") == 0
+    capsys.readouterr()
+    assert resume_alone(path, "--num-steps=32") == 0  # another schedule, but the same rate
+    assert "learning rate was" not in capsys.readouterr().out
+
+
+def test_commands_as_they_were_typed(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["../minigpt/train_minimal.py", "--resume"])
+    assert OneProcess(torch.device("cpu")).command == ("python", "../minigpt/train_minimal.py")
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    assert OneProcess(torch.device("cpu")).command == ("python", "train_minimal.py")
+
+    monkeypatch.setattr("trainer.torchrun.end_with_torchrun", lambda: None)
+    world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world |= {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "MINIGPT_TIMEOUT_S": "9"}
+    several = {"WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "3", "GROUP_RANK": "0"}
+    where = "--nnodes=3 --node-rank=0 --master-addr=host --master-port=29500"
+    for now, words in ((world, ""), (world | several, f"{where} ")):
+        for name, value in now.items():
+            monkeypatch.setenv(name, value)
+        process = train_ddp.DDPProcess(SimpleNamespace(device="cpu"))
+        assert shlex.join(process.command) == f"torchrun --nproc-per-node=2 {words}train_ddp.py"
+
+
+# ---- The data
+
+TEXT = "--tokenizer-name=bpe --vocab-size=300 --num-steps=4 --seq-len=8 --max-position-embeddings=8"
+
+
+@pytest.fixture
+def text_run(tmp_path, monkeypatch, capsys):
+    """A finished run, from another folder, on a text: (its snapshot, the text)."""
+    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+    text, path = here / "my text.txt", tmp_path / "run.pt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    monkeypatch.chdir(here)
+    flags = [*OWN_TEXT, *TEXT.split(), f"--checkpoint-path={path}", "--train-data", text.name]
+    assert train_minimal.main(flags) == 0
+    monkeypatch.chdir(elsewhere)
+    capsys.readouterr()
+    return path, text
+
+
+def test_other_data_is_refused(text_run, capsys):
+    """A text of the same name, which lies where one goes on, is not taken for it either."""
+    path, text = text_run
+    for name in ("other.txt", text.name):
+        with open(name, "w") as file:
+            file.write(text.read_text() + "another one\n")
+    before = path.read_bytes()
+    must_stay = r"\); the data must stay the same"
+    for asked, blamed in {
+        "--val-ratio=0.3": rf"--train-data: .* \(--val-ratio{must_stay}",
+        "--max-tokens=100": rf"--train-data: .* \(--max-tokens{must_stay}",
+        "--train-data=other.txt": rf"--train-data: .* \(--train-data{must_stay}",
+        f"--train-data={text.name}": "--train-data: ",
+        "--vocab-size=290": "--vocab-size: .*run.pt was trained with 289, this run has 290",
+    }.items():
+        assert resume_alone(path, "--num-steps=6", asked) == 2
+        error = capsys.readouterr().err
+        assert re.match(f"error: {blamed}", error) and path.read_bytes() == before, asked
+
+
+def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(text_run, capsys):
+    """One more line forbids nothing. It is encoded as before, and what changed is said."""
+    path, text = text_run
+    tokenizer = snapshot(path)["tokenizer"]
+
+    def said(*flags: str) -> str:
+        assert resume_alone(path, *flags) == 0
+        return capsys.readouterr().out
+
+    assert "data changed" not in said("--num-steps=5")  # found where it was
+    moved = text.rename(text.with_name("moved.txt"))
+    out = said("--num-steps=6", f"--train-data={moved}")
+    assert f"--train-data {text} -> {moved}" in out and "data changed" not in out
+    moved.write_text(moved.read_text() + "zebras quarrel with quiet quetzals, one line more\n" * 9)
+    out = said("--num-steps=7")
+    changed = re.search(r"resume   the data changed, it was .*moved.txt.* 1.76 kB; .*: .*", out)
+    assert changed and "validation losses of before do not compare" in changed[0]
+    assert snapshot(path)["step"] == 7 and snapshot(path)["tokenizer"] == tokenizer
+    assert "training a BPE" not in out
+    assert "data changed" not in said("--num-steps=8")  # that is its data from now on

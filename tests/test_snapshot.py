@@ -20,11 +20,11 @@ import pytest
 import torch
 from harness.faults import Injected, broken
 from harness.rows import row
-from harness.runs import metrics, same, snapshot, train_here
+from harness.runs import metrics, older_runs, same, snapshot, train_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.claim import check_writable, files_of, lock, name_aside, replaced_runs, step_aside
+from trainer.claim import claim, files_of, lock, name_aside, step_aside
 from trainer.snapshot import (
     KEYS,
     SaveError,
@@ -108,14 +108,11 @@ def test_a_save_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_pat
 def test_only_what_is_asked_for_stays(tmp_path):
     """No snapshot before, unless it is to be kept; nothing of a process that was killed in a save,
     but what another run is just writing."""
-    path = tmp_path / "run.pt"
-    others = {".run2.pt.123.tmp", ".lr0.01.123.tmp"}
-    for name in (".run.pt.123.tmp", ".lr0.123.tmp", *others):
+    for name in (".lr0.tmp", ".lr0.01.tmp"):
         (tmp_path / name).write_text("half")
     for step in (1, 2):
-        save_snapshot(path, state(step))
         save_snapshot(tmp_path / "lr0", state(step))
-    assert {p.name for p in tmp_path.iterdir()} == {"run.pt", "lr0", *others}
+    assert {p.name for p in tmp_path.iterdir()} == {"lr0", ".lr0.01.tmp"}
 
 
 def test_names_that_differ_after_a_point_are_two_runs():
@@ -183,15 +180,10 @@ def test_second_run_on_the_same_files_is_refused(tmp_path, capsys):
     assert train_here(path, "--resume", "--num-steps=21") == 0  # its end opened the lock
 
 
-def test_a_lock_that_cannot_be_had(tmp_path, monkeypatch):
-    """A file system without locks costs no run; a file of another user is named. (Root may write
-    it: so by hand.)"""
+def test_a_file_system_without_locks_costs_no_run(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
     monkeypatch.setattr(fcntl, "flock", failing(OSError(errno.ENOLCK, "No locks available")))
     assert lock(tmp_path / "run.pt") is None
-    monkeypatch.setattr(os, "open", failing(PermissionError(errno.EACCES, "Permission denied")))
-    with pytest.raises(SnapshotError, match="run.lock: Permission denied"):
-        lock(tmp_path / "run.pt")
 
 
 @pytest.mark.parametrize("change", [{"step": 3}, {"run": "another"}])
@@ -201,11 +193,11 @@ def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeyp
     assert train_here(path, "--num-steps=2") == 0
     later = snapshot(path) | change
 
-    def save_and_check(*args, **options):
+    def save_and_claim(*given):
         torch.save(later, path)
-        return check_writable(*args, **options)
+        return claim(*given)
 
-    monkeypatch.setattr("trainer.setup.check_writable", save_and_check)
+    monkeypatch.setattr("trainer.setup.claim", save_and_claim)
     assert train_here(path, "--resume") == 2
     assert "another run was still at" in capsys.readouterr().err
     assert same(snapshot(path), later)
@@ -241,7 +233,7 @@ def test_whatever_a_kill_has_left_of_runs_that_ended_in_one_second(runs, survive
                 step_aside(path)
             step_aside(path)
             assert not any(file.exists() for file in files_of(path))
-        names = replaced_runs(path)
+        names = older_runs(path)
         found = [sorted(file.read_text() for file in files_of(name) if file.exists())
                  for name in names]  # fmt: skip
         assert all(name.name.startswith("run.2001-09-09-014640") for name in names)  # -2, -3
@@ -261,53 +253,38 @@ def test_a_log_whose_first_line_was_cut_short(tmp_path, line):
     assert [record["step"] for record in metrics(path)] == [2, 3]
 
 
-def test_the_log_of_a_run_that_saved_nothing_is_kept_too(tmp_path, capsys):
-    path, log = tmp_path / "run.pt", tmp_path / "run.metrics.jsonl"
-    log.touch()
-    assert name_aside(path) is None  # it did not even log
-    assert broken(path, "error:0:3") is None
-    before = log.read_bytes()
+@pytest.mark.parametrize(
+    ("left", "becomes", "goes_on"),
+    [
+        (".metrics.jsonl", ".metrics.jsonl", False),  # killed before its first save
+        (".best.pt", ".best.pt", True),  # in its first save
+        (".prev.pt", ".pt", True),  # between the two renames of a save
+    ],
+)
+def test_what_a_kill_has_left_is_kept_and_the_command_goes_on(
+    tmp_path, capsys, left, becomes, goes_on
+):
+    """No command is promised that could not."""
+    path, file = tmp_path / "run.pt", beside(tmp_path / "run.pt", left)
+    assert train_here(path, "--num-steps=2", "--save-interval=1") == 0
+    for other in set(files_of(path)) - {file}:
+        other.unlink(missing_ok=True)
+    before = file.read_bytes()
     capsys.readouterr()
     assert train_here(path, "--num-steps=3") == 0
-    (old,) = tmp_path.glob("run.2*.metrics.jsonl")
-    assert old.read_bytes() == before and len(metrics(path)) == 3
-    assert f"note     {log} is of another run and becomes {old}\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    (renamed,) = tmp_path.glob(f"run.2*{becomes}")
+    assert f"note     {file} is of another run and becomes {renamed}" in said
+    assert renamed.read_bytes() == before and len(metrics(path)) == 3
+    commands = re.findall("^note .* --checkpoint-path (.*)", said, re.M)
+    assert len(commands) == goes_on
+    for old in map(Path, commands):
+        assert train_here(old, "--resume", "--num-steps=2") == 0 and snapshot(old)["step"] == 2
 
 
-def test_only_runs_of_that_name_are_older_ones_of_it(tmp_path):
-    names = ["run.2026-01-02-030405.pt", "run.2026-01-02-030405-2.pt"]
-    others = ["run.pt", "run.prev.pt", "run.2026-01-02-030405.best.pt", "runs.2026-01-02-030405.pt"]
-    for name in names + others:
-        (tmp_path / name).touch()
-    assert {file.name for file in replaced_runs(tmp_path / "run.pt")} == set(names)
-    assert replaced_runs(tmp_path / "nowhere" / "run.pt") == []
-
-
-def test_another_run_s_snapshot_is_never_the_one_before(tmp_path, capsys):
-    """To go on from it would be to go on with the other run."""
-    path = tmp_path / "run.pt"
-    assert train_here(path, "--save-interval=5") == 0
-    assert train_here(path, "--num-steps=3") == 0
-    path.write_bytes(path.read_bytes()[:1000])
-    (tmp_path / "run.best.pt").unlink()
-    assert train_here(path, "--resume") == 2
-    assert "run.pt is no snapshot, or a damaged one" in capsys.readouterr().err
-
-
-def test_a_run_that_was_killed_before_its_first_save(tmp_path, capsys):
-    """Its best weights are there, and no command is promised that could not go on."""
-    path, best = tmp_path / "run.pt", tmp_path / "run.best.pt"
-    assert train_here(path, "--num-steps=2") == 0
-    path.unlink()
-    before = best.read_bytes()
-    capsys.readouterr()
-    assert train_here(path, "--num-steps=3") == 0
-    (note,) = re.findall("^note     (.*)", capsys.readouterr().out, re.M)
-    renamed, way_back = note.removeprefix(f"{best} is of another run and becomes ").split("; ")
-    assert Path(renamed).read_bytes() == before
-    old = way_back.rpartition(" --checkpoint-path ")[2]
-    assert train_here(Path(old), "--resume", "--num-steps=2") == 0
-    assert snapshot(Path(old))["step"] == 2
+def test_what_never_logged_is_no_run(tmp_path):
+    (tmp_path / "run.metrics.jsonl").touch()
+    assert name_aside(tmp_path / "run.pt") is None
 
 
 def test_a_file_that_cannot_be_renamed(tmp_path, monkeypatch, capsys):

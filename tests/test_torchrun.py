@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness.faults import broken, broken_together
+from harness.faults import broken_together
 from harness.runs import TINY, errors, torchrun, train_here
 
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from trainer import agree
-from trainer.agree import OWN, TYPED, WAYS_OUT, Facts, check_alike, data_facts, facts
+from trainer.agree import FOLLOW, OWN, WAYS_OUT, Facts, check_alike, data_facts, facts
 from trainer.flags import UsageError, build_parser, fill_in, model_config
 from trainer.plan import TooLarge, plan_memory
 from trainer.process import OneProcess
@@ -106,28 +106,25 @@ def test_gpus_without_nccl(monkeypatch):
 # ---- One is late, or gone
 
 
-NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, "
 OTHER_END = (
-    f"{NCCL}remote process exited or there was a network error, NCCL version 2.27.5\n"
-    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
-    "prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer node1<4242>"
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, remote process "
+    "exited or there was a network error, NCCL version 2.27.5\nncclRemoteError: A call failed.\n"
+    "Last error:\nsocketProgress: Connection closed by remote peer node1<4242>"
 )
 WATCHDOG = (
     "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
     "Timeout(ms)=5000) ran for 5008 milliseconds before timing out."
 )
 UNIQUE_ID = (
-    "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
-    "store by key '0', but store->get('0') got error: wait timeout after 5000ms, keys: /0//cuda//0"
+    "[1] is setting up NCCL communicator [...] store->get('0') got error: wait timeout after"
 )
 DUPLICATE = (
-    f"{NCCL}invalid usage, NCCL version 2.27.5\nncclInvalidUsage: ...\nLast error:\n"
-    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+    "ncclInvalidUsage: ...\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA "
+    "device 1000"
 )
 GLOO = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error "
-    "[127.0.0.1]:51234: Connection reset by peer. This may indicate a bug in the application, or "
-    "that the other process has ended; consider to look at its log, or to set GLOO_SOCKET_IFNAME"
+    "[127.0.0.1]:51234: Connection reset by peer. This may indicate a bug in the application"
 )
 ABORTED = "NCCL communicator was aborted on rank 0. "
 OF_NCCL, IN_VAIN, ENDED = dist.DistBackendError, "waited 5 s for the others in vain", "which ended "
@@ -155,30 +152,6 @@ def test_what_is_said_of_the_others(error, says, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     line = lost_others(error)
     assert says in line if says else line is None
-
-
-CUDA = f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
-CUDA += "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "says"),
-    [
-        (OF_NCCL(f"{CUDA}Failed to CUDA calloc 6291456 bytes"), 4, "out of memory with --batch"),
-        (OF_NCCL(f"{CUDA}Cuda failure 2 'out of memory'"), 4, "out of memory with --batch-size 2"),
-        (RuntimeError(GLOO), 3, "rank 0 lost the connection to another process"),
-    ],
-)
-def test_one_line_says_how_to_go_on(error, code, says, tmp_path, monkeypatch, capsys):
-    def fail(run):
-        raise error
-
-    path = tmp_path / "run.pt"
-    monkeypatch.setenv("RANK", "0")
-    assert broken(path, {7: fail}, "--save-interval=5") == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {says}")
-    assert line.endswith(f"; go on from {path}, step 5, with --resume")
 
 
 def test_a_network_interface_that_is_not_there(tmp_path):
@@ -267,7 +240,10 @@ SAME = "start all with the same flags"
         ([of(), of("--device=auto", "--no-amp", "--checkpoint-path=/other/disk.pt")], None),
         ([of(), of("--compile")], "--compile: rank 0 has off, rank 1 has on:"),
         ([of(), of(), of("--num-steps=30")], f"--num-steps: rank 0 has 20, rank 2 has 30: {SAME}"),
-        ([of(), of("--seq-len=8")], "--seq-len: "),  # positions follow from it
+        # What follows from it is not to blame.
+        ([of(), of("--seq-len=8")], "--seq-len: "),
+        ([of(), of("--seed=8")], "--seed: "),
+        ([of(), of() | {"--num-tokens": 9, "--num-steps": 1}], "--num-tokens: rank 0 has none"),
         ([of(), of(precision=torch.bfloat16)], "--amp-dtype: rank 0 has float32, rank 1 has bfl"),
         ([of(device=GPU), of()], "--device: rank 0 has cuda, rank 1 has cpu: choose one that all"),
         (
@@ -291,6 +267,6 @@ def test_every_flag_is_compared_or_has_a_reason(monkeypatch):
     names = {"--" + name.replace("_", "-") for name in vars(args).keys() - OWN}
     known = of() | data_facts(find_data(args, OneProcess(CPU)).load())
     assert names <= known.keys() and OWN <= vars(args).keys()
-    assert WAYS_OUT.keys() <= known.keys() and known[TYPED] == set()
+    assert known.keys() >= {*WAYS_OUT, *FOLLOW}
     monkeypatch.setattr(agree.torch, "__version__", "9.8.7+cu1")
     assert of()["torch"] == "9.8"

@@ -35,10 +35,10 @@ WAYS_OUT = {
 }
 
 
-# What must be the same in all processes, under the name by which the user can change it; and under
-# TYPED the names of those flags that were typed.
+# These may only follow from other flags, as the warm-up from --num-tokens: those are named first.
+FOLLOW = "--data-seed --max-position-embeddings --num-steps --warmup-steps".split()
+# What must be the same in all processes, under the name by which the user can change it.
 Facts = dict[str, Any]
-TYPED = "typed"
 
 
 def facts(
@@ -53,7 +53,6 @@ def facts(
     if resumed is not None:
         snapshot = f"step {resumed.state['step']} of run {str(resumed.state.get('run'))[:8]}"
     return {
-        TYPED: set(map(flag, args.typed)),
         "--checkpoint-path": snapshot,
         "--init-from": f"weights of checksum {source and source.checksum}",
         "torch": ".".join(torch.__version__.split(".")[:2]),
@@ -67,18 +66,15 @@ def facts(
 def data_facts(data: Dataset) -> Facts:
     """What must be the same of the data."""
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
-    return {TYPED: set(), "--train-data": f"{data.description}, fingerprint {prints}"}
+    return {"--train-data": f"{data.description}, fingerprint {prints}"}
 
 
 def check_alike(of_each: list[Facts]) -> None:
-    """Raise UsageError for the first thing in which the processes differ; `of_each`: by rank.
-
-    First comes what was typed: other flags may only follow from it, as --min-lr from --lr.
-    """
-    first, typed = of_each[0], set().union(*(facts[TYPED] for facts in of_each))
-    for name in sorted(first, key=lambda name: name not in typed):
+    """Raise UsageError for the first thing in which the processes differ; `of_each`: by rank."""
+    first = of_each[0]
+    for name in sorted(first, key=FOLLOW.__contains__):
         for rank, facts in enumerate(of_each):
-            if name != TYPED and facts[name] != first[name]:
+            if facts[name] != first[name]:
                 way_out = WAYS_OUT.get(name, "start all with the same flags")
                 has = f"rank 0 has {show(first[name])}, rank {rank} has {show(facts[name])}"
                 raise UsageError(f"{name}: {has}: {way_out}")

@@ -4,13 +4,9 @@ What a run writes lies beside its --checkpoint-path (`beside`). Before it starts
 may write there, and locks the name; what an older run has left under it is renamed.
 """
 
-import errno
 import itertools
-import json
 import os
-import re
 import shutil
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +18,7 @@ from .snapshot import (
     Resumed,
     SnapshotError,
     beside,
+    is_second,
     peek,
     saving,
     temporary_name,
@@ -32,19 +29,23 @@ def refuse(reason: str) -> SnapshotError:
     return SnapshotError(f"--checkpoint-path: {reason}")
 
 
+def cannot_write(path: Path, error: OSError) -> SnapshotError:
+    return refuse(f"cannot write {path}: {error.strerror or error}")
+
+
 def check_name(path: Path, resuming: bool) -> None:
     """Raise SnapshotError if what is at `path`, or beside it, is not a run's. Writes nothing.
 
     A name that was typed wrongly must not cost anybody a file that is no snapshot.
     """
-    is_second = beside(path, "").suffix in (".prev", ".best")
-    if is_second or path.name.endswith((".lock", *SUFFIXES)):
+    if is_second(path) or path.name.endswith((".lock", *SUFFIXES)):
         raise refuse(
             f"{path} is the name of another run's second file, log or lock; "
             "name another file (a snapshot that is there: copy it to a name of its own)"
         )
+    log, lock = beside(path, ".metrics.jsonl"), beside(path, ".lock")
     try:
-        for file in files_of(path):
+        for file in (*files_of(path), lock):
             if os.path.lexists(file) and not file.is_file() and file.suffix != ".tensorboard":
                 raise refuse(f"{file} is not a file")
         if not resuming and path.exists() and not peek(path):
@@ -52,49 +53,48 @@ def check_name(path: Path, resuming: bool) -> None:
         for twin in (beside(path, ending) for ending in ENDINGS):
             if not resuming and twin != path and peek(twin):
                 raise refuse(f"{path} would share its log with {twin}; name another file")
-        log = beside(path, ".metrics.jsonl")
         if not is_log(log):
             raise refuse(f"{log} is there and is no log of a run; name another file")
+        if lock.exists() and lock.stat().st_size:  # a run's is empty
+            raise refuse(f"{lock} is there and is no lock of a run; name another file")
     except OSError as error:
         raise cannot_write(path, error) from None
-
-
-def check_writable(path: Path, resuming: bool) -> None:
-    """Make the folder of `path`; raise SnapshotError if snapshots could not be written there.
-
-    Called before training: hours later is a bad time to learn of a typing error.
-    """
-    check_name(path, resuming)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # The longest name: of the log, when a later run of that name renames it.
-        date = "" if resuming else ".2026-11-22-101500-99"
-        longest = temporary_name(beside(path, f"{date}.metrics.jsonl"))
-        longest.touch()
-        longest.unlink()
-    except OSError as error:
-        raise cannot_write(path, error) from None
-
-
-def cannot_write(path: Path, error: OSError) -> SnapshotError:
-    return refuse(f"cannot write {path}: {error.strerror or error}")
-
-
-BEGIN = b'{"step":'  # of a line of the log
 
 
 def is_log(path: Path) -> bool:
     """Has a run written it, or nobody yet?"""
+    begin = b'{"step":'
     try:
         with open(path, "rb") as file:
             line = file.readline(2**16)
-        if not line.endswith(b"\n"):  # a crash, or a full disk, has cut it short
-            return line.startswith(BEGIN) or BEGIN.startswith(line)
-        return {"step", "epoch", "train_loss"} <= json.loads(line).keys()
     except FileNotFoundError:
         return True
-    except (ValueError, AttributeError, RecursionError):
-        return False
+    if line.endswith(b"\n"):
+        return line.startswith(begin) and b'"train_loss":' in line
+    return line.startswith(begin) or begin.startswith(line)  # a crash has cut it short
+
+
+def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
+    """Make the folder of `path` and `lock` the files of a run that is about to start.
+
+    Raises SnapshotError if snapshots could not be written there (hours later is a bad time to
+    learn of a typing error), if another run has them, or has saved since `resumed` was read.
+    """
+    # The longest name: of the log, when a later run of that name renames it. (No run has this one.)
+    date = "" if resumed else ".2026-11-22-101500-99"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        longest = temporary_name(beside(path, f"{date}.metrics.jsonl-"))
+        longest.touch()
+        longest.unlink()
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    held = lock(path)
+    if resumed is not None:
+        now = peek(resumed.path)
+        if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):
+            raise SnapshotError(f"--resume: another run was still at {resumed.path}; try again")
+    return held
 
 
 def lock(path: Path) -> IO[str] | None:
@@ -108,18 +108,10 @@ def lock(path: Path) -> IO[str] | None:
     except ImportError:  # Windows
         return None
     name = beside(path, ".lock")
-    # It is empty. Any other file of that name is somebody's, as is what a link leads to.
-    options = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        file = open(name, opener=lambda name, _: os.open(name, options, 0o666))
+        file = open(name, "a")
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise refuse(f"{name} is a link, and no lock of a run; name another file") from None
         raise cannot_write(name, error) from None
-    about = os.fstat(file.fileno())
-    if not stat.S_ISREG(about.st_mode) or about.st_size:
-        file.close()
-        raise refuse(f"{name} is there and is no lock of a run; name another file")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -127,19 +119,6 @@ def lock(path: Path) -> IO[str] | None:
     except OSError:  # a file system that has no locks
         return None
     return file
-
-
-def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
-    """`lock` the files of a run that is about to start.
-
-    Raises SnapshotError if another run has them, or has saved since `resumed` was read.
-    """
-    held = lock(path)
-    if resumed is not None:
-        now = peek(resumed.path)
-        if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):
-            raise SnapshotError(f"--resume: another run was still at {resumed.path}; try again")
-    return held
 
 
 def step_aside(path: Path) -> None:
@@ -194,17 +173,6 @@ def first_name(path: Path, suffix: str, is_free: Callable[[Path], bool]) -> Path
     """`run.SUFFIX.pt` if that is free, or else `run.SUFFIX-2.pt`, and so on."""
     endings = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     return next(filter(is_free, (beside(path, f"{suffix}{ending}.pt") for ending in endings)))
-
-
-def replaced_runs(path: Path) -> list[Path]:
-    """The snapshots of older runs that had the name `path`, the newest last."""
-    stem = re.escape(beside(path, "").name)
-    pattern = re.compile(stem + r"\.\d{4}-\d\d-\d\d-\d{6}(-\d+)?\.pt")
-    try:
-        files = [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
-    except OSError:
-        return []
-    return sorted(files, key=lambda file: file.stat().st_mtime)
 
 
 def take_place(source: Path, path: Path) -> None:

@@ -1,29 +1,23 @@
 """Go on from a snapshot: from which file, with which flags, and what may have changed meanwhile."""
 
 import argparse
-import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from .claim import replaced_runs
 from .flags import SHAPES, as_argv, build_parser, flag
 from .length import LENGTHS
-from .metrics import format_line
 from .older import join
 from .optimizer import restore_optimizer
-from .snapshot import Resumed, SnapshotError, State, beside, peek, read_snapshot
+from .snapshot import Resumed, SnapshotError, State, beside, is_second, peek, read_snapshot
 
-# What the trainers call their snapshots if nobody says otherwise; each can go on from the others'.
-NAMES = ("minigpt_single.pt", "minigpt_ddp.pt", "minigpt_fsdp.pt")
 # What decides every weight of the run, besides its data and its batch: it must stay.
 FIXED = (
-    "n_layers n_heads d_model d_ff max_position_embeddings dropout seq_len seed data_seed"
+    "n_layers n_heads d_model d_ff max_position_embeddings dropout seq_len seed data_seed optimizer"
 ).split()
 DATA = "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
 # A flag that is typed also decides these: they are not taken from the snapshot then.
@@ -46,30 +40,38 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
     """The snapshot at `path`; if that is gone or damaged, the one before it; or else, when nothing
     else is there, the one with the lowest validation loss.
 
-    `named`: the file whose `own_name` is `path`; with no snapshot there yet, that one.
-    Raises SnapshotError if none of them can be read.
+    `named`: the file whose `own_name` is `path`. It counts while there is no snapshot at `path`;
+    what is there later has to go on from it. Raises SnapshotError if none of them can be read.
     """
+    why = []
+    there = any(map(os.path.lexists, newest_first(path)))
     if named is not None and named != path:
-        return load_copy(path, named)
-    # (Path.exists raises for a name that is too long.)
-    if not any(map(os.path.lexists, newest_first(path))):
-        older, others = replaced_runs(path), [path.with_name(name) for name in NAMES]
-        others = [file for file in others if path.name in NAMES and file.exists()]
-        name = f"name {others[0]}, of another trainer," if others else "name the file"
-        if older:
-            name = f"name {older[-1]}, of the run before,"
+        why = [f"{named} is another run's best: this one saves to {path}"]
+        if not there:
+            return Resumed(read_snapshot(named), named, why[0])
+        if not has_saved(peek(named).get("run"), path):
+            raise SnapshotError(
+                f"--resume: {path} is there and does not go on from {named}; copy that to a name "
+                "of its own, and resume the copy"
+            )
+    elif not there:
+        others = [file for file in path.parent.glob("*.pt") if not is_second(file)]
+        newest = max(others, key=lambda file: file.lstat().st_mtime, default=None)
+        hint = f" (the newest there: {newest})" if newest else ""
         raise SnapshotError(
-            f"--resume: there is no snapshot {path}; start without --resume, "
-            f"or {name} with --checkpoint-path"
+            f"--resume: there is no snapshot {path}; start without --resume, or name the file"
+            f"{hint} with --checkpoint-path"
         )
-    words = None, "the one before", "the one with the lowest val loss"
+    words = "", "the one before", "the one with the lowest val loss"
     wrong: list[str] = []
     for file, what in zip(newest_first(path), words, strict=True):
         try:
             state = read_snapshot(file)
-            return Resumed(state, file, f"{wrong[0]}; taking {what}" if what else None)
         except SnapshotError as error:
             wrong += [str(error)] * (file == path or os.path.lexists(file))
+            continue
+        why += [f"{wrong[0]}; taking {what}"] if what else []
+        return Resumed(state, file, "; ".join(why))
     raise SnapshotError(f"--resume: {'; '.join(wrong)}")
 
 
@@ -78,19 +80,9 @@ def newest_first(path: Path) -> tuple[Path, Path, Path]:
     return path, beside(path, ".prev.pt"), beside(path, ".best.pt")
 
 
-def load_copy(path: Path, named: Path) -> Resumed:
-    """What goes on, at `path`, from another run's best snapshot, `named`; at first that itself."""
-    why = f"{named} is another run's best: this one saves to {path}"
-    own = [file for file in newest_first(path) if os.path.lexists(file)]
-    if not own:
-        return Resumed(read_snapshot(named), named, why)
-    if not any(peek(file).get("run") == peek(named).get("run") for file in own):
-        raise SnapshotError(
-            f"--resume: {path} is there and does not go on from {named}; copy that to a name of "
-            "its own, and resume the copy"
-        )
-    newest = load_newest(path)
-    return replace(newest, why=f"{why}; {newest.why}" if newest.why else why)
+def has_saved(run_id: str | None, path: Path) -> bool:
+    """Is a snapshot of that run there?"""
+    return any(peek(file).get("run") == run_id for file in newest_first(path))
 
 
 def load_own(path: Path, run_id: str) -> Resumed | None:
@@ -99,9 +91,7 @@ def load_own(path: Path, run_id: str) -> Resumed | None:
     What a run finds that torchrun has started again: its own, or one of an older run, which it was
     to replace and must not go on from. Raises SnapshotError as `load_newest` does.
     """
-    if not any(peek(file).get("run") == run_id for file in newest_first(path)):
-        return None
-    return load_newest(path)
+    return load_newest(path) if has_saved(run_id, path) else None
 
 
 def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
@@ -109,20 +99,26 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
 
     Raises SnapshotError if one was typed that the run cannot change.
     """
-    saved, moot = resumed.state["args"], {"typed", "resume", "checkpoint_path"}
-    tokenizer, toy = resumed.state["tokenizer"].get("name"), bool(saved.get("use_toy_data"))
-    if "tokenizer_name" in args.typed:
-        check_same("--tokenizer-name", tokenizer, args.tokenizer_name, resumed.path)
-    if toy and args.typed & {"train_data", "val_data"}:
-        check_same("--train-data", "toy data", "text", resumed.path)
+    # (Older snapshots do not say the optimizer.)
+    saved, typed = {"optimizer": "adamw", **resumed.state["args"]}, args.typed
+    toy, vocabulary = bool(saved.get("use_toy_data")), resumed.state["config"].get("vocab_size")
+    rows = [("--tokenizer-name", resumed.state["tokenizer"].get("name"), args.tokenizer_name)]
+    rows = rows if "tokenizer_name" in typed else []
+    if toy and typed & {"train_data", "val_data"}:
+        rows.append(("--train-data", "toy data", "text"))
     if args.use_toy_data and not toy:
-        check_same("--use-toy-data", "text", "toy data", resumed.path)
-    for name in FIXED:
-        if name in args.typed and name in saved:
-            check_same(blamed(args, name), saved[name], getattr(args, name), resumed.path)
-    for name in args.typed:
+        rows.append(("--use-toy-data", "text", "toy data"))
+    fixed = [name for name in FIXED if name in typed and name in saved]
+    rows += [(blamed(args, name), saved[name], getattr(args, name)) for name in fixed]
+    # It may be typed again as it was, though the text had fewer.
+    if "vocab_size" in typed and args.vocab_size != saved.get("vocab_size"):
+        rows.append(("--vocab-size", vocabulary, args.vocab_size))
+    for row in rows:
+        check_same(*row, resumed.path)
+    moot = {"typed", "resume", "checkpoint_path"}
+    for name in typed:
         moot |= {name, *DECIDES.get(name, ())}
-    if "lr" in args.typed and saved.get("min_lr") == saved.get("lr", 0) / 10:
+    if "lr" in typed and saved.get("min_lr") == saved.get("lr", 0) / 10:
         moot.add("min_lr")  # it was left to the default, and that follows --lr
     old = parse_again(saved, resumed.path)
     for name in (vars(args).keys() & saved.keys()) - moot:
@@ -170,37 +166,14 @@ def fresh_start(path: Path) -> str:
     return f"--init-from {path} in place of --resume to start a new run from its weights"
 
 
-def check_record(record: object, path: Path) -> None:
-    """Raise SnapshotError unless a run could go on from that log line, and show it."""
-    try:
-        assert isinstance(record, dict)
-        if record:
-            format_line(record, 1)
-            json.dumps(record)
-    except (AssertionError, LookupError, TypeError, ValueError, OverflowError):
-        raise SnapshotError(f"{path} is no MiniGPT snapshot (a strange record)") from None
-
-
 def check_resumable(saved: State, now: State, path: Path) -> None:
     """Raise SnapshotError if a run that is identified by `now` cannot go on from `saved`.
 
     Free to change: how memory is spent (it changes no result), learning rate, number of steps,
     intervals, and the number of processes as long as the batch of all of them together stays. A
-    text that was edited is still the text that the flags name: `changes` tells of it.
+    text that was edited is still the text that the flags name: `changes` tells of it. (The model's
+    shape and what else must stay: `take_flags`.)
     """
-    check_record(saved.get("record", {}), path)
-    rows = [("--tokenizer-name", saved["tokenizer"].get("name"), now["tokenizer"]["name"])]
-    # (Older snapshots do not say it.)
-    rows += [("--optimizer", saved["args"].get("optimizer", "adamw"), now["args"]["optimizer"])]
-    for name in (*FIXED, "vocab_size"):
-        before, after = (s["config"].get(name, s["args"].get(name)) for s in (saved, now))
-        rows.append((flag(name), before, after))
-    # The tokenizer is the snapshot's; what was typed does not show in it.
-    typed, known = now["args"]["vocab_size"], saved["config"].get("vocab_size")
-    if typed not in (saved["args"].get("vocab_size"), known):
-        rows.append(("--vocab-size", known, typed))
-    for name, before, after in rows:
-        check_same(name, before, after, path)
     other = [name for name in DATA if saved["args"].get(name) != now["args"][name]]
     if data_changed(saved, now) and other:
         raise SnapshotError(
@@ -224,19 +197,12 @@ def data_changed(saved: State, now: State) -> bool:
 
 
 def same_batch(before: int, after: int, args: State) -> str:
-    """Flags with which a step has `before` sequences; with `args` it has `after` of them."""
-    size, steps = args["batch_size"], args["grad_accum_steps"]
-    processes = after // (size * steps)
-    if before % processes:
-        return f"they cannot be dealt out evenly to {processes} processes: start another number"
-    of_each = before // processes
-    if of_each % size == 0:
-        return f"--grad-accum-steps {of_each // size} fits"
-    largest = max(n for n in range(1, min(size, of_each) + 1) if of_each % n == 0)
-    words = f"--batch-size {largest}"
-    if of_each != largest * steps:
-        words += f" --grad-accum-steps {of_each // largest}"
-    return f"{words} fits"
+    """How a step gets `before` sequences; with `args` it has `after` of them."""
+    processes = after // (args["batch_size"] * args["grad_accum_steps"])
+    steps, rest = divmod(before, args["batch_size"] * processes)
+    if rest:
+        return f"--batch-size times --grad-accum-steps times {processes} has to be {before}"
+    return f"--grad-accum-steps {steps} fits"
 
 
 def changes(saved: State, now: State) -> list[str]:

@@ -5,8 +5,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -15,7 +14,7 @@ from data import DataError, Dataset, FoundData, Tokenizer, TrainBatches, ValBatc
 from model import MiniGPT, MiniGPTConfig
 
 from .agree import check_alike, data_facts, facts
-from .claim import check_name, check_writable, claim, step_aside, take_place
+from .claim import check_name, claim, step_aside, take_place
 from .device import choose_precision, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
 from .loggers import check_logger, start_logger
@@ -101,7 +100,7 @@ def set_up(
     if resumed is not None:
         check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
-    held_lock = process.by_first(lambda: take_name(args.checkpoint_path, resumed))
+    held_lock = process.by_first(lambda: claim(args.checkpoint_path, resumed))
     with torch.device("meta"):
         model = MiniGPT(plan.config)
     process.place(model)
@@ -173,12 +172,6 @@ def agree(
     if planned is None or data.tokenizer.vocab_size < most:  # its text has no more pairs
         planned = plan(data.tokenizer.vocab_size)
     return data, planned
-
-
-def take_name(path: Path, resumed: Resumed | None) -> IO[str] | None:
-    """See that snapshots can be written, and keep other runs off them. Raises SnapshotError."""
-    check_writable(path, resuming=resumed is not None)
-    return claim(path, resumed)
 
 
 def held(resumed: Resumed | None) -> int:

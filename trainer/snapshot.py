@@ -17,7 +17,6 @@ step (see `train_minimal.train_step`), and what need not be saved cannot be rest
 import errno
 import os
 import pickle
-import re
 import shutil
 import warnings
 import zipfile
@@ -71,8 +70,15 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(stem + suffix)
 
 
+def is_second(path: Path) -> bool:
+    """Is it the name of a run's `.prev.pt` or `.best.pt`?"""
+    return beside(path, "").suffix in (".prev", ".best")
+
+
 def temporary_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """What a killed process leaves there is overwritten by the next save. (Only the run that has
+    the lock saves: claim.py.)"""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
@@ -86,9 +92,6 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
     """
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     with saving(path, n_bytes=sum(tensor.nbytes for tensor in tensors)) as temporary:
-        stale = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")  # see `temporary_name`
-        for name in filter(stale.fullmatch, os.listdir(path.parent)):
-            path.with_name(name).unlink()  # of a process that was killed while it saved
         with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
@@ -203,4 +206,4 @@ class Resumed:
 
     state: State
     path: Path
-    why: str | None = None
+    why: str = ""

@@ -206,6 +206,13 @@ def snapshot(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
+def older_runs(path: Path) -> list[Path]:
+    """The snapshots of runs that had the name `path` before, the newest last."""
+    named = re.compile(re.escape(path.stem) + r"\.20[-\d]+\.pt")
+    old = [file for file in path.parent.iterdir() if named.fullmatch(file.name)]
+    return sorted(old, key=lambda file: file.stat().st_mtime)
+
+
 def metrics(path: Path) -> list[dict]:
     lines = path.with_name(path.stem + ".metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
