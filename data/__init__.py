@@ -1,8 +1,7 @@
 """Text in, batches out. Read corpus.py for the way of the data.
 
 files.py           what --train-data and --val-data name
-suffixes.py        how a file is to be read, by its name
-documents.py       a file's documents, if it is text
+documents.py       how a file is to be read, and its documents if it is text
 tokenizer.py       text to ids and back
 tokenizer_json.py  the same vocabulary for transformers
 corpus.py          documents to ids, once: the result is kept in a cache

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .suffixes import suffix_of
+from .documents import suffix_of
 from .tokenizer import DataError, Tokenizer
 
 # llm.c writes 256 int32 before the tokens: magic, version, count, padding. A raw nanoGPT file

@@ -21,7 +21,14 @@ import numpy as np
 from tqdm import tqdm
 
 from .batches import TokenFile, hash_ids, slice_files
-from .documents import CHUNK, check_text, read_documents, read_text
+from .documents import (
+    CHUNK,
+    TOKEN_SUFFIXES,
+    check_text,
+    read_documents,
+    read_text,
+    suffix_of,
+)
 from .files import CACHE_DIR, find_files, find_stdlib, warn_of_shared
 from .store import (
     Dataset,
@@ -36,25 +43,28 @@ from .store import (
     read_meta,
     shown,
 )
-from .suffixes import TOKEN_SUFFIXES, suffix_of
 from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
 from .toy import TOY_SUCCESSORS, find_toy
 
 BPE_TRAINING_CHARS = 10_000_000
 ENCODING_THREADS = min(4, os.cpu_count() or 1)
 RANKS = "tokenizer.tiktoken"  # in a folder of the cache
-Piece = tuple[str, str | None]  # "train" or "val", and a chunk of text; None starts a document
 
 
 @dataclass(frozen=True)
-class Source:
-    """Text files and how to split them."""
+class Text:
+    """Text files, how to split them, and what makes ids of them."""
 
     label: str
     train: list[Path]
     val: list[Path]
     ratio: float  # the validation part, unless `val` is given
     max_tokens: int | None  # of each part
+    tokenizer_name: str
+    vocab_size: int  # of a bpe that is still to be trained
+    known: Tokenizer | None
+    cache_dir: Path
+    say: Say
 
     @property
     def size(self) -> int:
@@ -65,11 +75,10 @@ class Source:
     def documents(self) -> int:
         """How many. All text is read for it, so that nothing is written if some is bad."""
         count = 0
-        for path in self.train + self.val:
-            for document in read_documents(path):
-                count += 1
-                for _ in document:
-                    pass
+        for document in _documents(self.train + self.val):
+            count += 1
+            for _ in document:
+                pass
         lines = next((path for path in self.train if suffix_of(path) == ".jsonl"), None)
         if lines and not self.val and count * self.ratio < 1:
             few = f"too few documents ({count}) to give --val-ratio {self.ratio} to validation"
@@ -85,12 +94,143 @@ class Source:
                 yield "train", read_text(path, 0, cut)
                 yield "val", read_text(path, cut, size)
             return
-        train = chain.from_iterable(map(read_documents, self.train))
-        for number, document in enumerate(train):
+        for number, document in enumerate(_documents(self.train)):
             turn = int((number + 1) * self.ratio) > int(number * self.ratio)
             yield "val" if turn and not self.val else "train", document
-        for document in chain.from_iterable(map(read_documents, self.val)):
+        for document in _documents(self.val):
             yield "val", document
+
+    @cached_property
+    def content(self) -> list[str]:
+        """Hashes of the training and the validation files."""
+        return [hash_files(self.train), hash_files(self.val)]
+
+    def folder(self, vocabulary: str) -> Path:
+        """Of the cache, by what it is made from."""
+        split = "given" if self.val else self.ratio
+        return self.cache_dir / key(self.content, vocabulary, split, self.max_tokens)
+
+    def place(self, fingerprint: str | None) -> Path:
+        """The folder of these ids, there or not. `fingerprint`: of a run that goes on."""
+        known = self.known  # a BPE follows from its text and size: it has a place before training
+        bpe = self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
+        if known is None:
+            return bpe
+        own = self.folder(known.fingerprint)
+        if self.tokenizer_name != "bpe" or own.name == fingerprint:
+            return own
+        # Of an edited text it is another BPE's: then the ids of `known` have their own place.
+        is_of_known = bpe.name == fingerprint  # nothing there: training would give it again
+        if read_meta(bpe):
+            is_of_known = (bpe / RANKS).read_text() == format_ranks(known.ranks)
+        return bpe if is_of_known else own
+
+    def find(self, fingerprint: str | None) -> FoundData:
+        """The data as `find_dataset` returns them."""
+        folder, known = self.place(fingerprint), self.known
+        meta = read_meta(folder)
+
+        @one_line(self.cache_dir)
+        def load() -> Dataset:
+            made = meta or build_cache(folder, self.build, self.say)
+            saved = folder / RANKS
+            tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
+            n, size = made["documents"], made["bytes"]
+            documents = "1 document" if n == 1 else f"{n:,} documents"
+            amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
+            return cached_dataset(folder, made, tokenizer, f"{self.label}: {documents}, {amount}")
+
+        if meta is None:
+            self.documents  # noqa: B018  (looks whether all text is good)
+        size = meta["vocab_size"] if meta else known.vocab_size if known else self.vocab_size
+        return FoundData(size, load, is_most=meta is None and known is None)
+
+    def build(self, folder: Path) -> dict[str, Any]:
+        """Write a folder of the cache; returns its meta.json."""
+        tokenizer = self.known or self.train_bpe()
+        (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
+        self.say(f"encoding {self.label}, once: the ids stay in {shown(self.cache_dir)}")
+        return {
+            "tokenizer": self.tokenizer_name,
+            "vocab_size": tokenizer.vocab_size,
+            "corpus": self.label,
+            "files": len(self.train + self.val),
+            "documents": self.documents,
+            "bytes": self.size,
+            "sha256": self.content,
+            **self.encode(tokenizer, folder),
+        }
+
+    def train_bpe(self) -> Tokenizer:
+        """On the training part."""
+
+        def texts() -> Iterator[str]:
+            left = BPE_TRAINING_CHARS
+            for split, document in self.split():
+                for chunk in document if split == "train" else ():
+                    yield chunk[:left]
+                    left -= len(chunk)
+                    if left <= 0:
+                        return
+
+        most = self.vocab_size
+        self.say(f"training a BPE of {most} ids on the training text (its first 10 MB at most)")
+        tokenizer = Tokenizer("bpe", train_bpe(texts(), most))
+        if tokenizer.vocab_size < most:
+            self.say(f"no pair of ids repeats any more: the BPE ends at {tokenizer.vocab_size} ids")
+        return tokenizer
+
+    def encode(self, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+        """Write train.bin and val.bin into `folder`; returns their part of meta.json."""
+        dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        limit = self.max_tokens or sys.maxsize
+        written = {"train": 0, "val": 0}
+
+        def chunks() -> Iterator[tuple[str, str | None]]:
+            for split, document in self.split():
+                for chunk in chain([None], document):  # None: the start of a document
+                    if written[split] >= limit:
+                        break
+                    yield split, chunk
+                if min(written.values()) >= limit:
+                    return
+
+        def encode(item: tuple[str, str | None]) -> np.ndarray:
+            return np.array([tokenizer.eot_id]) if item[1] is None else tokenizer.encode(item[1])
+
+        todo = chunks()
+        with (
+            open(folder / "train.bin", "wb") as train,
+            open(folder / "val.bin", "wb") as val,
+            tqdm(total=self.size, unit="B", unit_scale=True, disable=None, leave=False) as bar,
+            ThreadPoolExecutor(ENCODING_THREADS) as pool,  # tiktoken releases the interpreter lock
+        ):
+            file_of = {"train": train, "val": val}
+            # A few at a time: of all chunks `map` would take in the whole text.
+            while some := list(islice(todo, 4 * ENCODING_THREADS)):
+                for (split, chunk), ids in zip(some, pool.map(encode, some), strict=True):
+                    ids = ids[: limit - written[split]].astype(dtype)
+                    file_of[split].write(ids.tobytes())
+                    written[split] += len(ids)
+                    bar.update(len((chunk or "").encode("utf-8", "replace")))
+        return {"dtype": dtype, "train_tokens": written["train"], "val_tokens": written["val"]}
+
+
+def _documents(paths: list[Path]) -> Iterator[Iterator[str]]:
+    return chain.from_iterable(map(read_documents, paths))
+
+
+def _tail(path: Path, size: int, ratio: float) -> int:
+    """Where the last `ratio` of the file's bytes begins: after a newline, if one is near."""
+    cut = int(size * (1 - ratio))
+    with open(path, "rb") as file:
+        file.seek(cut)
+        near = file.read(CHUNK)
+    newline = near.find(b"\n") + 1
+    if 0 < newline < size - cut:
+        return cut + newline
+    inside = len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))  # UTF-8: not a first byte
+    return cut + inside
 
 
 def find_dataset(
@@ -141,25 +281,23 @@ def find_dataset(
             return FoundData(known.vocab_size, lambda: data)
         stdlib = f"Python {platform.python_version()} standard library"
         about = label(train_data) if train_data else stdlib
-        source = Source(about, train, val, val_ratio, max_tokens)
-        return _find_text(source, name, vocab_size or 1024, known, fingerprint, cache_dir, say)
+        how = (name, vocab_size or 1024, known, cache_dir, say)
+        return Text(about, train, val, val_ratio, max_tokens, *how).find(fingerprint)
 
 
 def _find(
     train_data: list[str] | None, val_data: list[str] | None, say: Say
 ) -> tuple[list[Path], list[Path]]:
-    """The files to train on and to validate on, all of one kind; and what is odd about them."""
-    notes: list[str] = []
-    train = find_files(train_data, "--train-data", notes.append) if train_data else find_stdlib()
-    val = find_files(val_data, "--val-data", notes.append) if val_data else []
+    """The files to train on and to validate on, all of one kind; says what is odd about them."""
+    train = find_files(train_data, "--train-data", say) if train_data else find_stdlib()
+    val = find_files(val_data, "--val-data", say) if val_data else []
     kinds = {suffix_of(path) in TOKEN_SUFFIXES for path in train + val}
     if kinds == {True, False}:
         both = "text and token files (.bin, .npy)"
         raise DataError(f"--train-data, --val-data: found both {both}; name files of one kind")
     if kinds == {False}:
         check_text(train + val)
-    for line in [*notes, *warn_of_shared(train, val)]:
-        say(line)
+    warn_of_shared(train, val, say)
     return train, val
 
 
@@ -191,131 +329,3 @@ def _read_tokens(
     content = [hash_ids(files, tokenizer) for files in parts]
     fingerprint = key(content, tokenizer.fingerprint)
     return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, about, fingerprint)
-
-
-def _find_text(
-    source: Source,
-    name: str,
-    vocab_size: int,
-    known: Tokenizer | None,
-    fingerprint: str | None,
-    cache_dir: Path,
-    say: Say,
-) -> FoundData:
-    content = [hash_files(source.train), hash_files(source.val)]
-    split = "given" if source.val else source.ratio
-
-    def place(vocabulary: str) -> tuple[Path, dict[str, Any] | None]:
-        folder = cache_dir / key(content, vocabulary, split, source.max_tokens)
-        return folder, read_meta(folder)
-
-    if known and name != "bpe":
-        folder, meta = place(known.fingerprint)
-    else:  # a BPE follows from its text and size: it has a place before it is trained
-        folder, meta = place(f"bpe {vocab_size} {BPE_TRAINING_CHARS}")
-        if known:  # of an edited text it is another BPE's: then the ids of `known` have their own
-            own, own_meta = place(known.fingerprint)
-            is_of_known = folder.name == fingerprint  # nothing there: training would give it again
-            if meta:
-                is_of_known = (folder / RANKS).read_text() == format_ranks(known.ranks)
-            if own.name == fingerprint or not is_of_known:
-                folder, meta = own, own_meta
-
-    def build(temporary: Path) -> dict[str, Any]:
-        tokenizer = known or _train(source, vocab_size, say)
-        (temporary / RANKS).write_text(format_ranks(tokenizer.ranks))
-        say(f"encoding {source.label}, once: the ids stay in {shown(cache_dir)}")
-        return {
-            "tokenizer": name,
-            "vocab_size": tokenizer.vocab_size,
-            "corpus": source.label,
-            "files": len(source.train + source.val),
-            "documents": source.documents,
-            "bytes": source.size,
-            "sha256": content,
-            **_encode(source, tokenizer, temporary),
-        }
-
-    @one_line(cache_dir)
-    def load() -> Dataset:
-        made = meta or build_cache(folder, build, say)
-        saved = folder / RANKS
-        tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
-        documents = "1 document" if made["documents"] == 1 else f"{made['documents']:,} documents"
-        size = made["bytes"]
-        amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
-        return cached_dataset(folder, made, tokenizer, f"{source.label}: {documents}, {amount}")
-
-    if meta is None:
-        source.documents  # noqa: B018  (looks whether all text is good)
-    size = meta["vocab_size"] if meta else known.vocab_size if known else vocab_size
-    return FoundData(size, load, is_most=meta is None and known is None)
-
-
-def _tail(path: Path, size: int, ratio: float) -> int:
-    """Where the last `ratio` of the file's bytes begins: after a newline, if one is near."""
-    cut = int(size * (1 - ratio))
-    with open(path, "rb") as file:
-        file.seek(cut)
-        near = file.read(CHUNK)
-    newline = near.find(b"\n") + 1
-    if 0 < newline < size - cut:
-        return cut + newline
-    inside = len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))  # UTF-8: not a first byte
-    return cut + inside
-
-
-def _train(source: Source, vocab_size: int, say: Say) -> Tokenizer:
-    def texts() -> Iterator[str]:
-        left = BPE_TRAINING_CHARS
-        for split, document in source.split():
-            for chunk in document if split == "train" else ():
-                yield chunk[:left]
-                left -= len(chunk)
-                if left <= 0:
-                    return
-
-    say(f"training a BPE of {vocab_size} ids on the training text (its first 10 MB at most)")
-    tokenizer = Tokenizer("bpe", train_bpe(texts(), vocab_size))
-    if tokenizer.vocab_size < vocab_size:
-        say(f"no pair of ids repeats any more: the BPE ends at {tokenizer.vocab_size} ids")
-    return tokenizer
-
-
-def _encode(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Write train.bin and val.bin into `folder`; returns their part of meta.json."""
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    limit = source.max_tokens or sys.maxsize
-    written = {"train": 0, "val": 0}
-
-    def pieces() -> Iterator[Piece]:
-        for split, document in source.split():
-            for chunk in chain([None], document):
-                if written[split] >= limit:
-                    break
-                yield split, chunk
-            if min(written.values()) >= limit:
-                return
-
-    def encode(piece: Piece) -> tuple[str, np.ndarray, int]:
-        split, chunk = piece
-        if chunk is None:  # the start of a document
-            return split, np.array([tokenizer.eot_id], dtype), 0
-        return split, tokenizer.encode(chunk).astype(dtype), len(chunk.encode("utf-8", "replace"))
-
-    todo = pieces()
-    with (
-        open(folder / "train.bin", "wb") as train,
-        open(folder / "val.bin", "wb") as val,
-        tqdm(total=source.size, unit="B", unit_scale=True, disable=None, leave=False) as bar,
-        ThreadPoolExecutor(ENCODING_THREADS) as pool,  # tiktoken releases the interpreter lock
-    ):
-        file_of = {"train": train, "val": val}
-        # A few at a time: of all pieces `map` would take in the whole text.
-        while some := list(islice(todo, 4 * ENCODING_THREADS)):
-            for split, ids, n_bytes in pool.map(encode, some):
-                ids = ids[: limit - written[split]]
-                file_of[split].write(ids.tobytes())
-                written[split] += len(ids)
-                bar.update(n_bytes)
-    return {"dtype": dtype, "train_tokens": written["train"], "val_tokens": written["val"]}

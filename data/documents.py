@@ -1,4 +1,4 @@
-"""A file to its documents: their text, as a stream that fits in memory."""
+"""How a file is to be read; and its documents, if it is text, as a stream that fits in memory."""
 
 import codecs
 import json
@@ -8,9 +8,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unicodedata import category
 
-from .suffixes import suffix_of
 from .tokenizer import DataError
 
+TOKEN_SUFFIXES = (".bin", ".npy")
+TEXT_SUFFIXES = tuple(
+    ".txt .text .md .rst .tex .org .log .srt .jsonl .json .csv .tsv .xml .html .htm .css .yaml "
+    ".yml .toml .ini .cfg .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .js .ts .rb "
+    ".php .pl .lua .r .jl .hs .ml .swift .sh .sql".split()
+)
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
 KEYS, KEY_LENGTH = 6, 40  # of a line of JSON: how many are shown, and how much of each
 ZIP, GZIP = rb"PK(\x03\x04|\x05\x06|\x07\x08)", rb"\x1f\x8b\x08"
@@ -33,6 +38,12 @@ SIGNS: list[tuple[bytes, str | tuple[str, ...], str, str]] = [
         "fetch the file itself: `git lfs pull`",
     ),
 ]
+
+
+def suffix_of(path: Path) -> str:
+    """`.jsonl` for notes.jsonl and for NOTES.JSONL, "" for README: cameras, old programs and
+    Windows write capitals, and mean the same."""
+    return path.suffix.lower()
 
 
 def check_text(paths: Iterable[Path]) -> None:
@@ -66,37 +77,26 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
                 found = None
             text = found.get("text") if isinstance(found, dict) else None
             if not isinstance(text, str):
-                what = f'want a JSON object with a string "text"{_keys(found, path)}'
+                what = f'want a JSON object with a string "text"{_keys(found)}'
                 raise DataError(f"{path}:{number}: {what}")
             pieces = [text[first : first + CHUNK] for first in range(0, len(text), CHUNK)]
             yield at_safe_cuts(pieces)
 
 
-def _keys(found: object, path: Path) -> str:
-    """What a line has instead of "text", and what makes "text" of the longest string in it."""
+def _keys(found: object) -> str:
+    """What a line has instead of a "text" of words."""
     if not isinstance(found, dict) or not found:
         return ""
     if "text" in found:
         return f'; its "text" is of type {type(found["text"]).__name__}'
     names = [json.dumps(key[:KEY_LENGTH]) for key in found]
-    words = f"; it has {', '.join(names[:KEYS])}{', ...' * (len(names) > KEYS)}"
-    lengths = {key: len(value) for key, value in found.items() if isinstance(value, str)}
-    longest = max(lengths, key=lengths.__getitem__, default="")
-    if not 0 < len(longest) < KEY_LENGTH:
-        return words
-    key = json.dumps(longest)
-    program = shlex.quote(f"{{text: .{key}}}")
-    return f"{words}; if {key} is the text: `jq -c {program} {_into(path, 'text')}`"
-
-
-def _into(path: Path, what: str) -> str:
-    """`notes.txt > notes.utf8.txt`, for a shell."""
-    made = path.with_name(f"{path.stem}.{what}{path.suffix}")
-    return f"{shlex.quote(str(path))} > {shlex.quote(str(made))}"
+    return f"; it has {', '.join(names[:KEYS])}{', ...' * (len(names) > KEYS)}"
 
 
 def _encoded(path: Path, what: str, encoding: str) -> DataError:
-    return DataError(f"{path}: {what}: `iconv -f {encoding} -t UTF-8 {_into(path, 'utf8')}`")
+    made = path.with_name(f"{path.stem}.utf8{path.suffix}")
+    names = f"{shlex.quote(str(path))} > {shlex.quote(str(made))}"
+    return DataError(f"{path}: {what}: `iconv -f {encoding} -t UTF-8 {names}`")
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:

@@ -9,9 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .documents import check_text
+from .documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, check_text, suffix_of
 from .store import Say, label
-from .suffixes import TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
 from .tokenizer import DataError
 
 CACHE_DIR = Path(__file__).resolve().parent / "cache"
@@ -24,39 +23,34 @@ STDLIB_SKIPS = set(
 )
 
 
-def find_files(names: Sequence[str], flag: str, note: Say) -> list[Path]:
+def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
     """Files, folders (recursive) and globs as a list of files, each once, in the order given.
 
-    A folder's files of unknown suffix are passed over: `note` gets one line that says so. Raises
+    A folder's files of unknown suffix are passed over: one line says so. Raises
     DataError that names `flag` and the name that finds nothing usable.
     """
-    found: dict[Path, None] = {}
-    walked: set[Path] = set()  # what folders gave
+    found: list[Path] = []
     skipped: set[Path] = set()
-    folders: list[str] = []
     for name in names:
         usable: list[Path] = []
         others: list[Path] = []
         for path in _expand(name, flag):
-            if not path.is_dir():
-                usable.append(path)
-                continue
-            inside, rest = _walk(path, {*TEXT_SUFFIXES, *TOKEN_SUFFIXES})
-            usable, others = usable + inside, others + rest
-            walked.update(inside)
-            folders += [str(path)] * bool(inside or rest)
+            inside, rest = _walk(path) if path.is_dir() else ([path], [])
+            usable += inside
+            others += rest
         if not usable:
             what = f"no text or token file in this folder{_way_in(name, others)}"
             raise DataError(f"{flag} {name}: {what}")
-        found |= dict.fromkeys(usable)
+        found += usable
         skipped.update(others)
-    if left := skipped - found.keys():
-        taken = "1 file" if len(walked) == 1 else f"{len(walked):,} files"
-        note(
-            f"note     {flag} {label(folders)}: {taken} taken, {len(left):,} skipped "
+    found = list(dict.fromkeys(found))
+    if left := skipped - set(found):
+        taken = "1 file" if len(found) == 1 else f"{len(found):,} files"
+        say(
+            f"note     {flag} {label(names)}: {taken} taken, {len(left):,} skipped "
             f"({count_suffixes(left)}); a file named by itself is read whatever its suffix"
         )
-    return list(found)
+    return found
 
 
 def _expand(name: str, flag: str) -> list[Path]:
@@ -93,27 +87,26 @@ def _way_in(name: str, others: list[Path]) -> str:
     check_text(path for path in others if path.suffix == suffix)
     folder = glob.escape(name) if Path(name).exists() else name
     pattern = shlex.quote(str(Path(folder, "**", f"*{glob.escape(suffix)}")))
-    kinds = f"{count_suffixes(others)}; the known ones are in data/README.md"
-    return f" ({kinds}); what a pattern names is read whatever its suffix: {pattern}"
+    what = f" ({count_suffixes(others)}; the known ones are in data/README.md)"
+    return f"{what}; what a pattern names is read whatever its suffix: {pattern}"
 
 
-def warn_of_shared(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
-    """One line if files of `val` are in `train` as well, or copies of theirs are."""
+def warn_of_shared(train: Sequence[Path], val: Sequence[Path], say: Say) -> None:
+    """Says so if files of `val` are in `train` as well, or copies of theirs are."""
     sizes: defaultdict[int, list[Path]] = defaultdict(list)
     for path in train:
         sizes[path.stat().st_size].append(path)
-    shared = []  # with its twin
-    for path in val:
-        for twin in sizes[path.stat().st_size]:
-            if twin.samefile(path) or filecmp.cmp(twin, path, shallow=False):
-                shared.append((path, twin))
-                break
-    if not shared:
-        return []
-    file, twin = shared[0]
-    part = f" ({len(shared):,} of its {len(val):,} files)" * (len(val) > 1)
-    what = f"--val-data {file}{part}: the same as {twin} in --train-data"
-    return [f"warning  {what}: the validation loss will not see overfitting"]
+    shared = {
+        path: twin
+        for path in val
+        for twin in sizes[path.stat().st_size]
+        if filecmp.cmp(twin, path, shallow=False)
+    }
+    if shared:
+        file, twin = next(iter(shared.items()))
+        part = f" ({len(shared):,} of its {len(val):,} files)" * (len(val) > 1)
+        what = f"--val-data {file}{part}: the same as {twin} in --train-data"
+        say(f"warning  {what}: the validation loss will not see overfitting")
 
 
 def find_stdlib() -> list[Path]:
@@ -129,7 +122,9 @@ def find_stdlib() -> list[Path]:
 
 
 def _walk(
-    root: Path, suffixes: set[str], skips: Iterable[str] = ("__pycache__",)
+    root: Path,
+    suffixes: Iterable[str] = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES),
+    skips: Iterable[str] = ("__pycache__",),
 ) -> tuple[list[Path], list[Path]]:
     """Files of these suffixes in a fixed order, and the others: none of them hidden, empty, or in
     our own token cache, or our own logs."""
@@ -141,8 +136,9 @@ def _walk(
             for name in folders
             if name[0] != "." and name not in skips and Path(folder, name).resolve() != CACHE_DIR
         ]
-        for path in (Path(folder, name) for name in names if name[0] != "."):
-            if path.name.endswith(".metrics.jsonl"):  # a run's log, beside its snapshots
+        for path in (Path(folder, name) for name in names):
+            # (A run writes its log beside its snapshots.)
+            if path.name[0] == "." or path.name.endswith(".metrics.jsonl"):
                 continue
             if path.is_file() and path.stat().st_size:
                 (found if suffix_of(path) in suffixes else others).append(path)

@@ -9,14 +9,14 @@ import platform
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .batches import TokenFile
-from .suffixes import suffix_of
+from .documents import suffix_of
 from .tokenizer import DataError, DiskFull, Tokenizer
 
 CACHE_VERSION = 1  # part of every key: raise it when the same input would give other files
@@ -72,7 +72,7 @@ def cached_dataset(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, abo
     return Dataset((train,), (val,), tokenizer, about, fingerprint=folder.name)
 
 
-def label(names: list[str]) -> str:
+def label(names: Sequence[str]) -> str:
     """Files or folders in as few words as a line has room for."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 

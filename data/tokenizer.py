@@ -10,7 +10,8 @@ import hashlib
 import heapq
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +20,6 @@ from typing import Any
 import numpy as np
 import regex
 import tiktoken.load
-
-from .suffixes import suffix_of
 
 EOT = "<|endoftext|>"
 # Words of GPT-2: a letter, digit or punctuation run takes ONE space before it along. Merges never
@@ -40,6 +39,20 @@ class DataError(ValueError):
 
 class DiskFull(DataError):
     """There is no room for the token cache."""
+
+
+@contextmanager
+def parsing(path: Path, what: str) -> Iterator[None]:
+    """Makes one line, a DataError that names `path`, of whatever a parser raises of a file of
+    others that cannot be read, or is no `what`."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception:  # of a damaged file: a parser has many
+        raise DataError(f"{path} is no {what}, or is damaged") from None
 
 
 class Tokenizer:
@@ -241,7 +254,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)})
-    if suffix_of(name) == ".tiktoken":
+    if name.lower().endswith(".tiktoken"):
         if not Path(name).is_file():
             raise DataError(f"--tokenizer-name {name}: no such file")
         return Tokenizer(name, parse_ranks(Path(name).read_bytes(), name))

@@ -24,6 +24,7 @@ from .tokenizer import (
     Tokenizer,
     byte_characters,
     format_ranks,
+    parsing,
 )
 
 CHARACTERS = byte_characters()
@@ -109,23 +110,19 @@ def read_folder(folder: Path) -> Tokenizer | None:
     None if there is neither. Raises DataError if there is one that is no byte-level BPE, or one
     that cannot be run by ranks.
     """
-    path = folder / "tokenizer.json"
-    try:
-        if path.is_file():
-            return from_json(json.loads(path.read_bytes()))
-        path = folder / "vocab.json"
-        if not path.is_file() or not (folder / "merges.txt").is_file():
-            return None
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-        merges = [line for line in lines if line and not line.startswith("#version")]
-        model = {"vocab": json.loads(path.read_bytes()), "merges": merges}
+    whole, vocabulary, merges = (
+        folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
+    )
+    if whole.is_file():
+        with parsing(whole, "tokenizer of transformers"):
+            return from_json(json.loads(whole.read_bytes()))
+    if not vocabulary.is_file() or not merges.is_file():
+        return None
+    with parsing(vocabulary, "tokenizer of transformers"):
+        lines = merges.read_text(encoding="utf-8").split("\n")
+        pairs = [line for line in lines if line and not line.startswith("#version")]
+        model = {"vocab": json.loads(vocabulary.read_bytes()), "merges": pairs}
         return from_json({"model": model, "pre_tokenizer": BYTE_LEVEL, "added_tokens": []})
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise DataError(f"{path}: no tokenizer of transformers, or a damaged one") from None
-    except OSError as error:
-        raise DataError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
 def from_json(content: dict[str, Any]) -> Tokenizer:

@@ -22,6 +22,7 @@ import math
 import shlex
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +32,8 @@ from tqdm import tqdm
 
 from data import DataError, TokenFile, Tokenizer
 from data.batches import SCAN
-from data.documents import check_text, read_documents
+from data.documents import TOKEN_SUFFIXES, check_text, read_documents, suffix_of
 from data.files import find_files
-from data.suffixes import TOKEN_SUFFIXES, suffix_of
 from model import MiniGPT
 from scripts import tool
 from trainer import flags
@@ -67,15 +67,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_ids(files: list[Path | TokenFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """All of them in pieces; in a text, <|endoftext|> before each document. Raises DataError."""
-    for file in files:
-        if isinstance(file, TokenFile):
-            yield from file.blocks()
-            continue
-        for document in read_documents(file):
-            yield np.array([tokenizer.eot_id], np.uint32)
-            yield from map(tokenizer.encode, document)
+    if suffix_of(path) in TOKEN_SUFFIXES:
+        yield from TokenFile.open(path).blocks()
+        return
+    check_text([path])
+    if tokenizer.name == "toy":
+        raise DataError(f"--val-data {path}: this model learned numbers, not text")
+    for document in read_documents(path):
+        yield np.array([tokenizer.eot_id], np.uint32)
+        yield from map(tokenizer.encode, document)
 
 
 def read_data(
@@ -88,11 +90,7 @@ def read_data(
     if args.val_data:
         about = ", ".join(args.val_data)
         paths = find_files(args.val_data, "--val-data", process.say)
-        texts = [path for path in paths if suffix_of(path) not in TOKEN_SUFFIXES]
-        check_text(texts)
-        if texts and tokenizer.name == "toy":
-            raise DataError(f"--val-data {texts[0]}: this model learned numbers, not text")
-        files = [path if path in texts else TokenFile.open(path) for path in paths]
+        pieces = chain.from_iterable(read_ids(path, tokenizer) for path in paths)
     else:
         path = args.checkpoint_path
         try:
@@ -102,10 +100,11 @@ def read_data(
             raise DataError(f"the run's own data: {error}; --val-data names others") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
             process.say("note: the run's data changed; it may have trained on some of these")
-        about, files = f"validation part of {data.description}", [*data.val]
+        about = f"validation part of {data.description}"
+        pieces = chain.from_iterable(file.blocks() for file in data.val)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     row, left = bytearray(), args.max_tokens or sys.maxsize  # (a row that grows in place)
-    for ids in read_ids(files, tokenizer):
+    for ids in pieces:
         ids = ids[:left]
         if len(ids) and (worst := ids.max()) >= (end := tokenizer.vocab_size):
             raise DataError(f"{about}: holds id {worst}, but the model's end at {end - 1}")

@@ -22,7 +22,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +73,12 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
     alone = {name: allowed[0] for name, allowed in GPT2_ALONE.items()}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
+    # As scripts.generate has it. (transformers does not let the window slide: max_length.)
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
+    sampling |= {"pad_token_id": tokenizer.eot_id, "max_length": config.max_position_embeddings}
     files: dict[str, Any] = {
         "config.json": {"architectures": ["GPT2LMHeadModel"], **alone, **sizes, **dropout, **ends},
-        "generation_config.json": {
-            **ends,
-            "pad_token_id": tokenizer.eot_id,
-            "do_sample": True,
-            "temperature": 0.8,  # as scripts.generate has it
-            "top_k": 40,
-            # transformers does not let the window slide.
-            "max_length": config.max_position_embeddings,
-        },
+        "generation_config.json": ends | sampling,
     }
     if tokenizer.name == "toy":
         return files
@@ -155,12 +149,10 @@ def command_to_go_on(folder: str) -> str:
 
 
 def export(source: Pretrained, state: State, folder: Path) -> None:
-    """Write the folder, complete or not at all. Raises SaveError or OSError.
+    """Fill the folder, or leave things as they were. Raises SaveError or OSError.
 
-    One that is there stays, and gets the files: somebody may stand in it, or it may be a mount.
+    One that is there stays: somebody may stand in it, or it may be a mount.
     """
-    there = folder.is_dir()
-    temporary = (folder if there else folder.parent) / f".export.{os.getpid()}.tmp"
     contents = json_files(source.config, source.tokenizer)
     files = {
         name: json.dumps(content, ensure_ascii=False, indent=2 if "config" in name else None)
@@ -170,26 +162,26 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
     if "vocab.json" in files:
         merges = (" ".join(pair) for pair in contents["tokenizer.json"]["model"]["merges"])
         files["merges.txt"] = "\n".join(["#version: 0.2", *merges, ""])
+    files["config.json"] = files.pop("config.json")  # last: without it nothing opens the folder
     weights = {
         f"transformer.{renamed(name, THEIRS)}": turned(name, weight)
         for name, weight in source.weights.items()
     }
-    temporary.mkdir(parents=True)
+    is_new = not folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
     try:
+        write_tensors(folder / "model.safetensors", weights)
         for name, content in files.items():
             # A name in the card need not be text.
-            (temporary / name).write_text(content, encoding="utf-8", errors="replace")
-        write_tensors(temporary / "model.safetensors", weights)
-        if not there:
-            temporary.rename(folder)
-            return
-        # Last the file without which nothing opens the folder.
-        for file in sorted(temporary.iterdir(), key=lambda file: file.name == "config.json"):
-            file.rename(folder / file.name)
-    except OSError as error:
-        raise SaveError(str(error)) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            (folder / name).write_text(content, encoding="utf-8", errors="replace")
+    except BaseException as error:
+        for name in (*files, "model.safetensors"):
+            (folder / name).unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
+        if isinstance(error, OSError):
+            raise SaveError(f"cannot save {folder}: {error.strerror}") from None
+        raise
 
 
 @tool

@@ -73,7 +73,6 @@ def write(
     stop_id = None if args.ignore_eot or tokenizer.name == "toy" else tokenizer.eot_id
     samples = [list(prompt) for _ in range(args.num_samples)]
     unfinished = set(range(args.num_samples))
-    number, n_shown = 0, 0  # the sample that is on its way out, and how many of its tokens are
     between = " " if tokenizer.name == "toy" else ""  # what is decoded in parts
     torch.manual_seed(args.seed)
     new_tokens = model.stream(
@@ -83,28 +82,28 @@ def write(
         top_k=args.top_k or None,
         top_p=args.top_p if args.top_p < 1 else None,
     )
-    while True:
-        while number < args.num_samples:
-            text = tokenizer.decode(samples[number][n_shown:])
-            if number in unfinished and text.endswith("\ufffd"):
-                break  # its last character may have come in part only
-            yield between * bool(n_shown and text) + text
-            n_shown = len(samples[number])
-            if number in unfinished:
-                break
-            number, n_shown = number + 1, 0
-            yield SEPARATOR if number < args.num_samples else "\n"
-        if not unfinished:
-            return
+
+    def grow() -> None:
+        """By a token each, but for those that are finished."""
         column = next(new_tokens, None)  # (num_samples, 1)
-        if column is None:
-            unfinished.clear()
-            continue
         for i in sorted(unfinished):
-            if column[i] == stop_id:
+            if column is None or column[i] == stop_id:
                 unfinished.remove(i)
             else:
                 samples[i].append(int(column[i]))
+
+    for turn, sample in enumerate(samples):
+        n_shown = 0  # of its tokens
+        while True:
+            text = tokenizer.decode(sample[n_shown:])
+            # (The last character of one that grows may have come in part only.)
+            if turn not in unfinished or not text.endswith("\ufffd"):
+                yield between * bool(n_shown and text) + text
+                n_shown = len(sample)
+            if turn not in unfinished:
+                break
+            grow()
+        yield SEPARATOR if turn < args.num_samples - 1 else "\n"
 
 
 @tool

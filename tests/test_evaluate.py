@@ -198,7 +198,7 @@ def test_what_ends_it_costs_one_line_and_no_number(run, tmp_path, monkeypatch, c
     full = torch.OutOfMemoryError("CUDA out of memory.")
     says = "out of memory: lower --batch-size 8, or take fewer tokens with --max-tokens"
     assert ends(4, says, sum_loss=partial(fail, full)) == ""
-    assert ends(4, says, read_ids=partial(fail, MemoryError())) == ""
+    assert ends(4, says, read_data=partial(fail, MemoryError())) == ""
     says = "the loss is nan: --amp-dtype float16 overflows"
     assert ends(2, says, sum_loss=lambda *_: math.nan) == "" and not found.exists()
     with pytest.raises(RuntimeError, match="a bug"):

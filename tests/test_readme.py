@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
-from harness.gpt2_folder import CONFIG, write_folder
+from harness.gpt2_folder import write_folder
 from harness.runs import ROOT, run
 from torch.distributed.run import get_args_parser
 
@@ -218,8 +218,7 @@ def test_commands_run(tmp_path):
     fresh = shutil.copytree(ROOT, tmp_path / "fresh", ignore=made)
     for name in ("train.txt", "val.txt"):
         (fresh / "data" / name).write_text("a line of text for a model to learn from\n" * 500)
-    shape = dict(n_layer=1, n_embd=16, n_inner=32, n_positions=16)
-    write_folder(fresh / "gpt2", CONFIG | shape)
+    write_folder(fresh / "gpt2")
     last = {program(command): command for command in TORCHRUNS}.values()
     left_out = set(TORCHRUNS) - set(last)
     lines = [

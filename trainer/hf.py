@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from data import DataError, Tokenizer
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, parsing
 from data.tokenizer_json import read_folder
 from model import MiniGPTConfig
 
-from .snapshot import SaveError, SnapshotError, cannot_save
+from .snapshot import SaveError, cannot_save
 
 # config.json's name of a size, MiniGPT's, and GPT-2's value: what is left out there.
 SIZES = [
@@ -61,101 +61,73 @@ def turned(name: str, weight: Tensor) -> Tensor:
 def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
     """The weights have MiniGPT's names, and are mapped into memory: they must not be written to.
 
-    Raises SnapshotError.
+    Raises DataError.
     """
     config, found = read_config(folder), read_weights(folder)
     found = {renamed(name.removeprefix("transformer."), OURS): found[name] for name in found}
     weights = {name: turned(name, found[name]) for name in found if not name.endswith(MASKS)}
     head = weights.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, weights.get("token_embedding.weight", head)):
-        raise SnapshotError(f"{folder}: lm_head is not wte; MiniGPT has one weight for both")
-    return config, weights, open_tokenizer(folder, config)
-
-
-def open_tokenizer(folder: Path, config: MiniGPTConfig) -> Tokenizer:
-    """That of the folder; GPT-2's own, if the folder has none. Raises SnapshotError."""
-    try:
-        tokenizer = read_folder(folder)
-        if tokenizer is None and config.vocab_size == 50257:
-            tokenizer = load_tokenizer("gpt2")
-    except DataError as error:
-        raise SnapshotError(str(error)) from None
+        raise DataError(f"{folder}: lm_head is not wte; MiniGPT has one weight for both")
+    tokenizer = read_folder(folder)
+    if tokenizer is None and config.vocab_size == 50257:
+        tokenizer = load_tokenizer("gpt2")
     if tokenizer is None:
-        raise SnapshotError(
+        raise DataError(
             f"{folder} holds no tokenizer.json, and no vocab.json with merges.txt; with "
             f"{config.vocab_size:,} ids it is not GPT-2's own either"
         )
-    return tokenizer
+    return config, weights, tokenizer
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises SnapshotError."""
-    try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError
-        return content
-    except FileNotFoundError:
-        raise SnapshotError(
-            f"{path.parent} is no folder of a transformers model: it has no {path.name}"
-        ) from None
-    except OSError as error:
-        raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise SnapshotError(f"{path} is not JSON, or damaged") from None
+    """Raises DataError."""
+    with parsing(path, "JSON object"):
+        return {**json.loads(path.read_bytes())}
 
 
 def read_config(folder: Path) -> MiniGPTConfig:
-    """The shape that config.json tells; dropout is left to whoever trains. Raises SnapshotError."""
+    """The shape that config.json tells; dropout is left to whoever trains. Raises DataError."""
     path = folder / "config.json"
-    content = read_json(path)
-    content.setdefault("model_type", None)
+    content = {"model_type": None} | read_json(path)
     for name, allowed in GPT2_ALONE.items():
         if content.get(name, allowed[0]) not in allowed:
-            raise SnapshotError(
-                f"{path}: {name} is {content[name]!r}; MiniGPT is GPT-2 with {allowed[0]!r}"
-            )
+            what = f"{name} is {content[name]!r}; MiniGPT is GPT-2 with {allowed[0]!r}"
+            raise DataError(f"{path}: {what}")
     for kind in content.get("architectures") or []:
         if kind not in ("GPT2LMHeadModel", "GPT2Model"):
-            raise SnapshotError(f"{path}: a {kind}; MiniGPT is a GPT2LMHeadModel")
+            raise DataError(f"{path}: a {kind}; MiniGPT is a GPT2LMHeadModel")
     shape: dict[str, Any] = {}
     for theirs, ours, default in SIZES:
         size = content.get(theirs, default)
         if size is None and ours == "d_ff":
             size = 4 * shape["d_model"]
         if type(size) is not int or not 0 < size < 2**31:
-            raise SnapshotError(f"{path}: {theirs} is {size!r}")
+            raise DataError(f"{path}: {theirs} is {size!r}")
         shape[ours] = size
     try:
         return MiniGPTConfig(**shape, dropout=0.0)
     except ValueError as error:
-        raise SnapshotError(f"{path}: {error}") from None
+        raise DataError(f"{path}: {error}") from None
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the shards that its index names. Raises
-    SnapshotError."""
+    """All tensors of model.safetensors, or of the shards that its index names. Raises DataError."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not whole.exists() and (folder / "pytorch_model.bin").exists() and not index.exists():
-        raise SnapshotError(
-            f"{folder} holds pytorch_model.bin only; model.save_pretrained({str(folder)!r}) "
-            "in transformers writes model.safetensors"
-        )
     if whole.exists() or not index.exists():
         return read_tensors(whole)
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-        raise SnapshotError(f"{index} is damaged: no weight_map")
-    shards = [read_tensors(folder / Path(name).name) for name in sorted(set(names.values()))]
+    with parsing(index, "index of weights"):
+        names = {Path(name).name for name in read_json(index)["weight_map"].values()}
+    shards = [read_tensors(folder / name) for name in sorted(names)]
     return {name: tensor for shard in shards for name, tensor in shard.items()}
 
 
 def import_safetensors() -> ModuleType:
-    """The library of the .safetensors format. Raises SnapshotError with the way to get it."""
+    """The library of the .safetensors format. Raises DataError with the way to get it."""
     try:
         import safetensors.torch
     except ImportError:
-        raise SnapshotError(
+        raise DataError(
             "weights of transformers need the package safetensors: pip install safetensors"
         ) from None
     return safetensors
@@ -164,17 +136,12 @@ def import_safetensors() -> ModuleType:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file, mapped into memory: one that is not used is not read.
 
-    They must not be written to. Raises SnapshotError that names the file and what is wrong with it.
+    They must not be written to. Raises DataError that names the file and what is wrong with it.
     """
     library = import_safetensors()
-    try:
+    with parsing(path, ".safetensors file"):
         open(path, "rb").close()  # Python says more plainly than the library why that cannot be
         return library.torch.load_file(path)
-    except (OSError, ValueError) as error:  # (ValueError: a name that no file can have)
-        reason = getattr(error, "strerror", None) or error
-        raise SnapshotError(f"cannot read {path}: {reason}") from None
-    except (library.SafetensorError, RuntimeError, OverflowError, TypeError) as error:
-        raise SnapshotError(f"{path} is no .safetensors file, or is damaged: {error}") from None
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

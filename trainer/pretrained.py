@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data import Tokenizer
+from data import DataError, Tokenizer
 from model import MiniGPT, MiniGPTConfig
 
 from .claim import files_of
@@ -45,7 +45,7 @@ class Pretrained:
 
 
 def open_pretrained(path: Path) -> Pretrained:
-    """Look at weights without keeping them. Raises SnapshotError: one line, and the way out."""
+    """Look at weights without keeping them. Raises SnapshotError or DataError."""
     if os.path.isdir(path):  # (Path's own raises for a name that is too long)
         config, weights, tokenizer = open_folder(path)
         about = "as transformers writes them"
@@ -89,25 +89,17 @@ def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor])
         raise SnapshotError(f"{path} holds {len(weights)} tensors for {config.n_layers} layers")
     try:
         with torch.device("meta"):
-            expected = MiniGPT(config).state_dict()
+            model = MiniGPT(config).state_dict()
     except (RuntimeError, TypeError, OverflowError):
         raise SnapshotError(f"{path}: no model can have such sizes: is it damaged?") from None
-    if more := [name for name in weights if name not in expected]:
-        raise SnapshotError(f"{path} holds {more[0]}, which its configuration has no place for")
+    expected = {name: f"floats of shape {tuple(like.shape)}" for name, like in model.items()}
     checksum = 0
-    for name, like in expected.items():
-        found = weights.get(name)
-        if not isinstance(found, Tensor):
-            raise SnapshotError(f"{path} holds no {name}: is it complete?")
-        if not found.is_floating_point():
-            raise SnapshotError(f"{path} holds {name} in {found.dtype}: want floats")
-        plain = found.layout == torch.strided and found.device.type == "cpu"
-        if found.shape != like.shape or not plain:
-            raise SnapshotError(
-                f"{path} holds {name} as {tuple(found.shape)}, its configuration says "
-                f"{tuple(like.shape)}: is it damaged?"
-            )
-        found = found.float()
+    for name in expected | weights:
+        has, wants = kind(weights.get(name)), expected.get(name, "nothing")
+        if has != wants:
+            what = f"holds {has} as {name}, its configuration says {wants}"
+            raise SnapshotError(f"{path} {what}: is it damaged?")
+        found = weights[name].float()
         if not found.isfinite().all():
             raise SnapshotError(f"{path} holds NaN or infinite weights ({name}): take others")
         # As whole numbers: their sum does not depend on the order in which it is taken.
@@ -115,10 +107,20 @@ def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor])
     return checksum
 
 
+def kind(found: object) -> str:
+    """What a weight is, in words that can be compared."""
+    if found is None:
+        return "nothing"
+    if not isinstance(found, Tensor) or found.layout != torch.strided or found.is_meta:
+        return "no plain tensor"
+    what = "floats" if found.is_floating_point() else str(found.dtype)
+    return f"{what} of shape {tuple(found.shape)}"
+
+
 def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
     """The model in a snapshot or a transformers folder, ready to evaluate, and its tokenizer.
 
-    Raises SnapshotError.
+    Raises SnapshotError or DataError.
     """
     source = open_pretrained(path)
     with torch.device("meta"):
@@ -137,15 +139,13 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
         return None
     try:
         source = open_pretrained(args.init_from)
-    except SnapshotError as error:
+    except (DataError, SnapshotError) as error:
         raise UsageError(f"--init-from: {error}") from None
     config, tokenizer = source.config, source.tokenizer
     toy = tokenizer.name == "toy"
-    if toy and (args.train_data or args.val_data):
-        name = "--train-data" if args.train_data else "--val-data"
-        raise UsageError(f"{name}: --init-from {source.path} knows toy data only, no text")
-    if args.use_toy_data and not toy:
-        raise UsageError(f"--use-toy-data: --init-from {source.path} was trained on text")
+    if (args.train_data or args.val_data) if toy else args.use_toy_data:
+        knows = "toy data and no text" if toy else "text and no toy data"
+        raise UsageError(f"--init-from {source.path} knows {knows}: name other data, or weights")
     wanted: dict[str, Any] = {name: getattr(config, name) for name in SHAPE}
     wanted |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
     if toy or tokenizer.name == "bpe" or "vocab_size" in args.typed:

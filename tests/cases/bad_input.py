@@ -16,7 +16,15 @@ import train_ddp
 import train_fsdp
 import train_minimal
 from data.tokenizer import format_ranks, load_tokenizer
-from scripts import benchmark, evaluate, generate, kept_tensors, plan_memory, plot_metrics
+from scripts import (
+    benchmark,
+    evaluate,
+    export_hf,
+    generate,
+    kept_tensors,
+    plan_memory,
+    plot_metrics,
+)
 from studies import ladder
 
 Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
@@ -31,6 +39,7 @@ PROGRAMS: Programs = {
     "ddp": (train_ddp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "fsdp": (train_fsdp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "generate": (generate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
+    "export_hf": (export_hf.main, ["--checkpoint-path=run.pt"]),
     "evaluate": (evaluate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "plot": (plot_metrics.main, []),
     "plan_memory": (plan_memory.main, []),
@@ -182,7 +191,7 @@ TEXTS = {
     "gzip": text("x.txt.gz", b"\x1f\x8b\x08\x00abc", "x.txt.gz: "),
     "jsonl cut off": text("x.jsonl", b'{"text": "a"}\n{"text": \n', 'x.jsonl:2: want .* "text"'),
     "jsonl with another key": text(
-        "x.jsonl", b'{"id": 3, "content": "a"}\n', 'x.jsonl:1: want .*; it has "id", "content"; if'
+        "x.jsonl", b'{"id": 3, "content": "a"}\n', 'x.jsonl:1: want .*; it has "id", "content"$'
     ),
     "jsonl with long and odd keys": text(
         "x.jsonl",

@@ -206,7 +206,7 @@ PLACES = {name: Case("toy", flags, (says,), files) for name, (flags, says, files
 NO_MODEL = "run.pt holds no model"
 NO_STEP = "x.jsonl (has no line with a step|holds a number too large)"
 GENERATE: dict[str, tuple[str, str, Write]] = {  # flags, what is said, run.pt
-    "a folder": ("", "run.pt is no folder of a transformers model", None),
+    "a folder": ("", "cannot read run.pt.config.json: No such", None),
     "text": ("", NO_SNAPSHOT, b"text"),
     "code": ("", PLAIN, CODE),
     "a config without sense": ("", NO_MODEL, altered("config", "n_heads", to="2")),
@@ -214,7 +214,7 @@ GENERATE: dict[str, tuple[str, str, Write]] = {  # flags, what is said, run.pt
     "no tokenizer": ("", NO_MODEL, altered("tokenizer", to={})),
     "sparse weights": ("", "strange", altered(*BIAS, to=torch.Tensor.to_sparse)),
     "weights of no memory": ("", "damaged", altered(*BIAS, to=lambda w: w.to("meta"))),
-    "whole numbers": ("", "run.pt holds ln_f.bias", altered(*BIAS, to=torch.Tensor.int)),
+    "whole numbers": ("", "run.pt holds torch.int32", altered(*BIAS, to=torch.Tensor.int)),
     "giant sizes": ("", "no model can have", altered("config", "d_ff", to=2**61)),
     "sizes with a point": ("", "no model can have", altered("config", "d_ff", to=64.0)),
     "NaN": ("", "run.pt .*NaN", altered("model", to=each(lambda w: w * torch.nan))),
@@ -232,7 +232,7 @@ EVALUATE: dict[str, tuple[str, str, dict[str, Write]]] = {  # ..., other files, 
         {"run.pt": altered("args", to={"seq_len": "many"})},
     ),
     "a folder without data": ("", "--val-data is missing: the folder run.pt", {"run.pt": None}),
-    "a folder that is no model": ("--val-data=x", "run.pt is no folder of a", {"run.pt": None}),
+    "a folder that is no model": ("--val-data=x", "cannot read run.pt.config", {"run.pt": None}),
     "a name too long": (f"--checkpoint-path={'n' * 300}", "too long", {}),
     "stride": ("--stride=17", "--stride 17: a window has 16 tokens", {}),
     "no stride": ("--stride=0", "--stride: must be a whole number of at least", {}),

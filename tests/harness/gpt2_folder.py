@@ -17,45 +17,37 @@ TOKENIZER = to_json(load_tokenizer("byte"))
 Tensors = dict[str, np.ndarray]
 
 
-def gpt2_tensors(config: dict[str, Any] = CONFIG) -> Tensors:
-    """Random weights by the names of the model on the hub, which have no prefix."""
+def gpt2_tensors() -> Tensors:
+    """Random weights of `CONFIG` by the names of the model on the hub, which have no prefix."""
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (257, 16), "wpe.weight": (32, 16)}
+    norms, linears = ["ln_f"], {}
+    for block in ("h.0", "h.1"):
+        norms += [f"{block}.ln_1", f"{block}.ln_2"]
+        linears |= {f"{block}.attn.c_attn": (16, 48), f"{block}.attn.c_proj": (16, 16)}
+        linears |= {f"{block}.mlp.c_fc": (16, 64), f"{block}.mlp.c_proj": (64, 16)}
+    for name, shape in {**dict.fromkeys(norms, (16,)), **linears}.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[-1:]}
     random = np.random.default_rng(0)
-    C = config["n_embd"]
-    wide = config["n_inner"] or 4 * C
-    shapes = {"wte.weight": (config["vocab_size"], C), "wpe.weight": (config["n_positions"], C)}
-    for i in range(config["n_layer"]):
-        for norm in ("ln_1", "ln_2"):
-            shapes |= {f"h.{i}.{norm}.weight": (C,), f"h.{i}.{norm}.bias": (C,)}
-        linears = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C)}
-        linears |= {"mlp.c_fc": (C, wide), "mlp.c_proj": (wide, C)}
-        for name, shape in linears.items():
-            shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[1:]}
-    shapes |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
-    return {
-        name: random.normal(size=shape, scale=0.2).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    return {name: random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def safetensors(tensors: Tensors, pad: int = 0, **more: Any) -> bytes:
-    """The bytes of a file; its header may tell of more than there is."""
+def safetensors(tensors: Tensors, pad: int = 0) -> bytes:
+    """The bytes of a file."""
     content = save(tensors)
     end = 8 + int.from_bytes(content[:8], "little")
-    text = json.dumps(json.loads(content[8:end]) | more).encode() + b" " * pad
+    text = content[8:end] + b" " * pad
     return len(text).to_bytes(8, "little") + text + content[end:]
 
 
 def write_folder(
-    folder: Path,
-    config: dict[str, Any] = CONFIG,
-    tensors: Tensors | None = None,
-    tokenizer: Any = TOKENIZER,
-    weights: bytes | None = None,
+    folder: Path, tensors: Tensors | None = None, files: dict[str, Any] | None = None
 ) -> Path:
+    """`files`: what some of its files hold instead, as bytes or as JSON; None: not there."""
+    weights = safetensors(gpt2_tensors() if tensors is None else tensors)
+    whole = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "model.safetensors": weights}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    if tokenizer is not None:
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    content = weights or safetensors(gpt2_tensors(config) if tensors is None else tensors)
-    (folder / "model.safetensors").write_bytes(content)
+    for name, content in (whole | (files or {})).items():
+        if content is not None:
+            is_bytes = isinstance(content, bytes)
+            (folder / name).write_bytes(content if is_bytes else json.dumps(content).encode())
     return folder
