@@ -1,8 +1,7 @@
 "use strict";
 // What docs/calculator.html computes: the peak of a training step by formulas. The planner of this
 // project (planner/step.py) counts every tensor of a simulated step, and takes seconds; this takes
-// no time, and is within 0.2 % (rarely 1.5), as tests/test_calculator.py sees. Plain JavaScript: node
-// and any browser run it. Numbers are whole, and exact below 2^53.
+// no time, and is within 0.2 % (rarely 1.5): tests/test_calculator.py. Numbers are whole.
 //
 // Letters: B sequences of T tokens, N = B T; V vocabulary, L layers, C width, F that of the MLP,
 // H heads; a = 2 bytes of an activation under autocast (to bfloat16 or float16), else 4. A shape s:
@@ -228,10 +227,11 @@ class Walk {
     return size;
   }
 
-  need(...names) { // replay, if one of them is not there: all that is not; `cheap` just that
-    let missing = kept("none").filter((name) => !(name in this.there));
-    if (this.policy === "cheap") missing = missing.filter((name) => names.includes(name));
-    if (!missing.some((name) => names.includes(name))) return;
+  need(...names) { // replay, if one of them is not there, all that lies between two that are
+    const [, , byOperator] = RECOMPUTE[this.policy], between = byOperator ? "" : "|"; // (or all)
+    const made = kept("none").map((name) => (name in this.there ? between : name)).join(" ");
+    const missing = made.split("|").map(words).find((run) => run.some((it) => names.includes(it)));
+    if (!missing) return;
     if (this.policy === "selective") this.add("activations", -this.a * this.NC); // x2 is made of it
     for (const name of missing) this.add(this.there[name] = "recomputed", this.sizes[name]);
     // What a LayerNorm returned, in float32, stays until the replay is over.
@@ -290,18 +290,18 @@ class Walk {
 
 // ---- Tables, written by `python -m studies.calculator_tables`
 const CHUNK = 83886080, SLICE = 4194304, PAD = 64, ROWS = 4, AT_A_TIME = 4194304, LANES = 64;
-const RECOMPUTE = { // policy: what it keeps of a block beside a mask, what it multiplies twice
-  "none": ["x ln_1 qkv attention c_proj mask x2 ln_2 c_fc gelu", ""],
-  "cheap": ["x qkv attention c_proj mask x2 c_fc", ""],
-  "selective": ["x qkv attention c_fc results", ""],
-  "mlp": ["x ln_1 qkv attention c_proj mask x2", "c_fc"],
-  "attn": ["x mask x2 ln_2 c_fc gelu", "c_attn attention"],
-  "sdpa": ["x attention", "c_attn c_proj c_fc"],
-  "full": ["x", "c_attn attention c_proj c_fc"]
+const RECOMPUTE = { // policy: what it keeps beside a mask, multiplies twice; by operator?
+  "none": ["x ln_1 qkv attention c_proj mask x2 ln_2 c_fc gelu", "", false],
+  "cheap": ["x qkv attention c_proj mask x2 c_fc", "", false],
+  "selective": ["x qkv attention c_fc results", "", true],
+  "mlp": ["x ln_1 qkv attention c_proj mask x2", "c_fc", false],
+  "attn": ["x mask x2 ln_2 c_fc gelu", "c_attn attention", false],
+  "qkv": ["x qkv attention", "c_proj c_fc", false],
+  "sdpa": ["x attention", "c_attn c_proj c_fc", true],
+  "full": ["x", "c_attn attention c_proj c_fc", false]
 };
 const POLICIES = Object.keys(RECOMPUTE), words = (text) => text.match(/\w+/g) ?? [];
-const kept = (policy) => words(RECOMPUTE[policy][0]);
-const twice = (policy) => words(RECOMPUTE[policy][1]);
+const kept = (p) => words(RECOMPUTE[p][0]), twice = (p) => words(RECOMPUTE[p][1]);
 const SHAPES = {
   "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
   "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},

@@ -41,15 +41,15 @@ from .offload import HostMemory, Offload
 Halves = tuple[Tensor, Tensor]
 
 
-def checkpoint(run: Callable, x: Tensor, *, random: bool, **options: Any) -> Any:
+def checkpoint(run: Callable, *inputs: Tensor, random: bool, **options: Any) -> Any:
     """Never the reentrant variant: it replays all (no early stop) and fails in some DDP settings.
 
     `random`: there is dropout in `run`. The state of the RNG is kept, else the replay would draw
     other masks: wrong gradients, without an error.
     """
-    if random and forgets_numbers(x.device) and not torch.compiler.is_compiling():
+    if random and forgets_numbers(inputs[0].device) and not torch.compiler.is_compiling():
         run = drawing_alike(run)
-    return torch_checkpoint(run, x, use_reentrant=False, preserve_rng_state=random, **options)
+    return torch_checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
 
 
 def forgets_numbers(device: torch.device) -> bool:
@@ -122,6 +122,17 @@ def replay_attention(block: Any, x: Tensor) -> Halves:
     update = checkpoint(lambda before: block.attn(block.ln_1(before)), x, random=random)
     x2 = block.add(x, update)
     return x2, block.mlp(block.ln_2(x2))
+
+
+def keep_qkv(block: Any, x: Tensor) -> Halves:
+    """Replay all but c_attn and attention."""
+    qkv = checkpoint(lambda before: block.attn.c_attn(block.ln_1(before)), x, random=False)
+
+    def rest(attended: Tensor, before: Tensor) -> Halves:
+        x2 = block.add(before, block.attn.c_proj(attended))
+        return x2, block.mlp(block.ln_2(x2))
+
+    return checkpoint(rest, block.attn.attend(qkv), x, random=has_dropout(block))
 
 
 # Operator by operator: the checkpoint is around the whole block, but the results of the listed
@@ -204,6 +215,9 @@ POLICIES = {  # the comments: B * T * C bytes a block, and where else it is foun
         "the MLP half of each block is done again in backward", replay_mlp),
     "attn": Policy(f"x mask {OF_MLP}", "c_attn attention",  # 26
         "the attention half of each block is done again in backward", replay_attention),
+    "qkv": Policy("x qkv attention", "c_proj c_fc",  # 12
+        "LayerNorms, attention's output layer and the MLP half are done again in backward",
+        keep_qkv),
     "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl: what costs most at long T
         "of each block only its input and attention's result are kept",
         keep_results_of(ATTENTION_OPS), by_operator=True),

@@ -26,14 +26,14 @@ def tables() -> str:
         for card in CARDS.values()
         if device_type(card) == "cuda"
     }
+    recompute = {name: [p.keeps, p.twice, p.by_operator] for name, p in POLICIES.items()}
     return f"""{BEGIN}, written by `python -m studies.calculator_tables`
 const {", ".join(f"{name} = {value}" for name, value in constants.items())};
-const RECOMPUTE = {{ // policy: what it keeps of a block beside a mask, what it multiplies twice
-{entries({name: [policy.keeps, policy.twice] for name, policy in POLICIES.items()}, 1)}
+const RECOMPUTE = {{ // policy: what it keeps beside a mask, multiplies twice; by operator?
+{entries(recompute, 1)}
 }};
 const POLICIES = Object.keys(RECOMPUTE), words = (text) => text.match(/\\w+/g) ?? [];
-const kept = (policy) => words(RECOMPUTE[policy][0]);
-const twice = (policy) => words(RECOMPUTE[policy][1]);
+const kept = (p) => words(RECOMPUTE[p][0]), twice = (p) => words(RECOMPUTE[p][1]);
 const SHAPES = {{
 {entries(SHAPES, 1)}
 }};

@@ -5,9 +5,9 @@ python -m studies.mixes
 GPT-2 small's blocks, 12 sequences of 1,024 tokens, bfloat16, as predicted for two cards. First,
 what is taken at budgets between two rungs: by one policy in the first N blocks, by a pair with the
 fewest FLOPs done twice, by a pair with the least time. Then how much slower than the best of *all*
-assignments of 7 policies to blocks the best pair is, at 20 budgets from the tightest to the widest:
+assignments of 8 policies to blocks the best pair is, at 20 budgets from the tightest to the widest:
 of 4 and 6 blocks every assignment, of 12 every one but for its order. All of it is arithmetic on
-what eight simulated steps say (planner.choose.peaks_of, which tests compare with simulations).
+what nine simulated steps say (planner.choose.peaks_of, which tests compare with simulations).
 """
 
 import sys
