@@ -64,10 +64,9 @@ class HostMemory:
             self.give_back(blocks)
             if not pinned or "out of memory" not in str(error):
                 raise
-            raise MemoryError(
-                f"offload found no {like.nbytes / 2**20:,.0f} MiB more of pinned CPU "
-                "memory: use smaller batches, or do without it"
-            ) from error
+            more = f"{like.nbytes / 2**20:,.0f} MiB more of pinned CPU memory"
+            way_out = "use smaller batches, or do without it"
+            raise MemoryError(f"offload found no {more}: {way_out}") from error
         return blocks
 
     def unused_or_new(self, size: int, pinned: bool) -> Tensor:
@@ -91,7 +90,6 @@ def sizes_of_blocks(n: int) -> list[int]:
 
 
 def bytes_of_blocks(n: int) -> int:
-    """What `n` bytes take."""
     return sum(sizes_of_blocks(n))
 
 
@@ -175,10 +173,7 @@ class Offload:
 
 def unpack(kept: Any) -> Tensor:
     """What backward gets."""
-    if isinstance(kept, Tensor):
-        return kept
-    ticket, *geometry = kept
-    return ticket.take().as_strided(*geometry)
+    return kept if isinstance(kept, Tensor) else kept[0].take().as_strided(*kept[1:])
 
 
 class Ticket:
@@ -232,33 +227,21 @@ def fetch_all(tickets: Tickets) -> None:
         ticket.fetch()
 
 
-class NoStream:
-    """A CPU's: what it is told to do is done at once."""
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self) -> None: ...
-
-
 class Streams:
-    """The three queues of a device."""
+    """The three queues of a device. (torch.cpu's do at once what they are told.)"""
 
     def __init__(self, device: torch.device):
-        self.device, self.on_gpu = device, device.type == "cuda"
-        self.out, self.home = (
-            torch.cuda.Stream(device) if self.on_gpu else NoStream() for _ in range(2)
-        )
+        self.device, self.api = device, torch.cuda if device.type == "cuda" else torch.cpu
+        self.out, self.home = self.api.Stream(device), self.api.Stream(device)
 
     def computing(self) -> Any:
-        return torch.cuda.current_stream(self.device) if self.on_gpu else NoStream()
+        return self.api.current_stream(self.device)
 
     def copy(self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
         """Queue copies on `stream`, (from, to); the event that is returned tells: all are done."""
-        with torch.cuda.stream(stream) if self.on_gpu else nullcontext():
+        with self.api.stream(stream):
             for source, to in pairs:
-                to.copy_(source, non_blocking=self.on_gpu)
+                to.copy_(source, non_blocking=self.device.type == "cuda")
         return stream.record_event()
 
 

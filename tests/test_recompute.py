@@ -1,22 +1,24 @@
-"""Recompute changes what is kept, and nothing else: not one bit of the result.
-
-How policies are spelled: test_policy_string.py. Masks that a GPU draws: test_masks.py.
-"""
+"""Recompute changes what is kept, and nothing else: not one bit of the result, whoever draws the
+masks, and compiled as well. (How policies are spelled: test_policy_string.py.)"""
 
 import gc
+import math
 import weakref
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from cases.shapes import PRECISIONS, WIDE, ways
+from harness import gpu_operators
 from harness.planned import planner
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 from test_model import random_ids, tiny
+from torch import Tensor
 
-from memory.policies import POLICIES, expand, one_by_one, schedule
+from memory.policies import expand, one_by_one, schedule
 from model import RECOMPUTE_POLICIES
+from planner.formulas import step_flops
 from planner.log import Storage, kept_for_backward
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -69,24 +71,23 @@ def test_every_way_equals_none(first, data, dropout, precision):
         ("full", "mlp.c_proj"),
         ("mlp", "mlp.c_proj"),
         ("attn", "attn.c_proj"),
-        ("cheap", "attn.c_attn"),
-        ("cheap", "mlp.c_fc"),
-        ("cheap", "mlp.c_proj"),
+        ("cheap", "attn.c_attn mlp.c_fc mlp.c_proj"),
+        ("qkv", "attn.c_attn mlp.c_proj"),
     ],
 )
 def test_no_replay_of_the_last_matmul_even_with_dropout(policy, last):
     """Early stop comes before it; a dropout behind it, inside the region, would be too late."""
     model, ids, ran = tiny(recompute=policy, dropout=0.1).train(), random_ids(2, 16), []
     for block in model.blocks:
-        block.get_submodule(last).register_forward_hook(lambda *_: ran.append(last))
+        for name in last.split():
+            block.get_submodule(name).register_forward_hook(lambda *_, it=name: ran.append(it))
     model(ids, ids).backward()
-    assert len(ran) == len(model.blocks)
+    assert sorted(ran) == sorted(last.split() * len(model.blocks))
 
 
 # ---- what is kept
 
-B, T, C, H = 4, 16, 32, 2
-BTC = B * T * C
+B, T, C = 4, 16, 32
 
 
 def keep(policy: str, precision: str = "bf16", mode: str = "train", **changes) -> list[Storage]:
@@ -101,59 +102,30 @@ def total(*args, **kwargs) -> int:
     return sum(kept.bytes for kept in keep(*args, **kwargs))
 
 
-# One block under bfloat16 autocast with fused attention, tensor by tensor: (B, T, C) is 4 BTC bytes
-# in float32 and 2 in bfloat16. With a layer's input a copy of its weight is kept.
-STATISTICS = [4 * B * T] * 2  # of a LayerNorm: mean and deviation
-TENSORS = {
-    "x": [4 * BTC],
-    "ln_1": [2 * BTC, *STATISTICS, 6 * C * C],
-    "qkv": [6 * BTC],
-    "attention": [2 * BTC, 4 * B * T * H],  # with the softmax's normaliser
-    "c_proj": [2 * C * C],
-    "mask": [],  # without dropout
-    "x2": [4 * BTC],
-    "ln_2": [2 * BTC, *STATISTICS, 8 * C * C],
-    "c_fc": [8 * BTC],
-    "gelu": [8 * BTC, 8 * C * C],
-    "results": [2 * BTC] * 2,
-}
+def saved_by_autograd(model, ids: Tensor, precision: str = "fp32") -> int:
+    """Bytes of all that it saves and that is neither a weight nor the ids."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), ids)}
+    sizes: dict[int, int] = {}
 
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
-def test_a_policy_keeps_what_its_entry_says(policy):
-    """What a third block adds, tensor by tensor."""
-    three, two = (sorted(k.bytes for k in keep(policy, n_layers=n)) for n in (3, 2))
-    for size in two:
-        three.remove(size)
-    assert three == sorted(sum((TENSORS[name] for name in POLICIES[policy].keeps.split()), []))
-
-
-def test_without_recompute_it_is_that_of_the_literature():
-    """36 bsh + 4 bsa + 16 bs (Korthikanti et al., 2022: 34 bsh, with masks, without autocast)."""
-    none, weights = sum(map(sum, TENSORS.values())) - 4 * BTC, 24 * C * C
-    assert none - weights == 36 * BTC + 4 * B * T * H + 16 * B * T
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), autocast(precision):
+        loss = model(ids, ids)
+    del loss  # not before: an address would be used twice
+    return sum(sizes.values())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fake_count_equals_what_autograd_really_saves(precision):
     """Without selective policies, whose caches autograd's hooks do not see."""
-    for policy in ("none", "cheap", "mlp", "attn", "full"):
-        model, ids = tiny(loss_chunks=1, recompute=policy).train(), random_ids(B, T)
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        saved = {}
-
-        def note(tensor, saved=saved, weights=weights, ids=ids):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights | {ids.untyped_storage().data_ptr()}:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), autocast(precision):
-            loss = model(ids, ids)
-        with autocast(precision):
-            kept = kept_for_backward(model, lambda model=model, ids=ids: model(ids, ids))
-        assert sum(saved.values()) == sum(k.bytes for k in kept), policy
-        del loss
+    for policy in ("none", "cheap", "mlp", "attn", "qkv", "full"):
+        model, ids = tiny(d_ff=4 * C, loss_chunks=1, recompute=policy).train(), random_ids(B, T)
+        saved = saved_by_autograd(model, ids, precision)
+        assert saved == sum(kept.bytes for kept in keep(policy, precision, n_layers=2)), policy
 
 
 @laws(20)
@@ -220,26 +192,11 @@ def test_what_travels_is_what_the_policy_keeps(policy):
     """Of all blocks but the last, each storage once: q, k and v are one, and attention's output is
     kept by two operators. The results that selective policies keep are no saved tensors: theirs is
     the block's input alone."""
-
-    def saved(n_layers: int) -> int:
-        """Bytes of all that autograd saves and that is no weight."""
-        model, ids = tiny(recompute=policy, n_layers=n_layers), random_ids(3, 16)
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        sizes: dict[int, int] = {}
-
-        def note(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            loss = model(ids, ids)
-        del loss
-        return sum(sizes.values())
-
+    four, one = (
+        saved_by_autograd(tiny(recompute=policy, n_layers=n), random_ids(3, 16)) for n in (4, 1)
+    )
     _, travelled = run_offloaded(policy, steps=2)  # the same blocks, step after step
-    assert travelled == saved(4) - saved(1)
+    assert travelled == four - one
     if policy in ("sdpa", "selective", "full"):
         assert travelled == 3 * 3 * 16 * 32 * 4
 
@@ -273,28 +230,119 @@ def test_a_group_holds_no_update_beside_its_next_block():
     assert len(updates) == 3
 
 
-def test_offloaded_copy_is_what_backward_gets(monkeypatch):
-    """Spoil the copies: the gradients must change, else nothing was offloaded at all."""
-    from memory import offload
+# ---- masks: a replay draws those of forward, whoever draws them
 
-    def gradients():
-        model = tiny(recompute="full+offload").train()
-        ids = torch.arange(32).view(2, 16)
+MEMORY = [
+    *(policy + end for policy in RECOMPUTE_POLICIES[1:] for end in ("", "+offload")),
+    *("selective:1,sdpa", "full:1,attn", "full/2", "full/2+offload"),
+]
+
+
+def step(generator: torch.Generator, precision: str, compiler: str = "", **changes) -> list[Tensor]:
+    """Losses of two micro-batches, all gradients, and what is drawn next."""
+    model, ids = tiny(n_layers=3, **changes).train(), random_ids(2, 16)
+    if compiler:
+        torch._dynamo.reset()
+        for module in (*model.blocks, model.add):
+            module.compile(backend=compiler)
+    generator.manual_seed(7)
+    losses = []
+    for _ in range(2):
+        with autocast(precision):
+            losses.append(model(ids, ids.roll(-1, 1)))
+        losses[-1].backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [*losses, *gradients, torch.rand(1, generator=generator)]
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "dropout"),
+    [("cuda", "fp32", 0.1), ("cuda", "bf16", 0.1), ("cuda", "bf16", 0.0), ("mps", "fp32", 0.1)],
+)
+def test_no_policy_changes_a_bit(device, precision, dropout):
+    with getattr(gpu_operators, device)() as generator:
+        none = step(generator, precision, dropout=dropout)
+        for way in MEMORY:
+            same = step(generator, precision, dropout=dropout, recompute=way)
+            assert all(map(torch.equal, none, same)), way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["selective", "sdpa", "attn", "qkv"])  # in the compiled code
+def test_no_policy_changes_a_bit_of_what_is_compiled(policy):
+    """By the compiler's own rules for what is drawn in a replay."""
+    run = partial(step, precision="fp32", compiler="aot_eager_decomp_partition", dropout=0.1)
+    with gpu_operators.cuda() as generator:
+        assert all(map(torch.equal, run(generator), run(generator, recompute=policy)))
+
+
+def test_the_stand_in_for_cuda_is_what_it_stands_for():
+    """Without dropout: a CPU's own attention, and its gradients."""
+    q, k, v = qkv = torch.randn(3, 2, 3, 8, 4).requires_grad_()
+    own = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with gpu_operators.cuda():
+        other = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        gradients = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (own, other)]
+    torch.testing.assert_close(own, other)
+    torch.testing.assert_close(*gradients)
+
+
+# ---- compiled
+
+
+@pytest.mark.parametrize(
+    ("way", "n_full"),
+    [("full", 3), ("full/3", 3), ("full/2", 3), ("full:2,mlp", 2), ("mlp:1,full", 2)],
+)
+def test_compiled_blocks_replay_their_last_matmul_too(way, n_full):
+    """Early stop cannot end compiled code half-way; step_flops knows."""
+    model = tiny(recompute=way, n_layers=3).train()
+    config, ids = model.config, random_ids(2, 16)
+
+    def flops_replayed() -> int:
         loss = model(ids, ids)
-        for ticket in tickets:
-            for block in ticket.blocks:
-                block.zero_()
-        loss.backward()
-        return [p.grad for p in model.parameters()]
+        with torch.profiler.profile(record_shapes=True) as profile:
+            loss.backward()
+        # (One that early stop ends as it begins does not get as far as to copy its bias.)
+        ran = [
+            event
+            for event in profile.events()
+            if event.name == "aten::addmm" and "aten::copy_" in [e.name for e in event.cpu_children]
+        ]
+        return sum(2 * ids.numel() * math.prod(event.input_shapes[2]) for event in ran)
 
-    tickets: list = []
-    clean = gradients()
-    real = offload.Ticket.__init__
+    def expected(compiled: bool) -> float:
+        attention = n_full * 2 * ids.size(1) * config.d_model
+        return ids.numel() * (step_flops(config, ids.size(1), compiled)[1] - attention)
 
-    def init(self, *args):
-        real(self, *args)
-        tickets.append(self)
+    assert flops_replayed() == expected(False)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    assert flops_replayed() == expected(True) > expected(False)
 
-    monkeypatch.setattr(offload.Ticket, "__init__", init)
-    assert not all(map(torch.equal, clean, gradients()))
-    assert len(tickets) == 1
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["full:1,cheap", "mlp:1,sdpa", "selective:1,attn", "qkv"])
+def test_compiled_policies_have_the_same_losses_and_offload_changes_no_bit(way):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def steps(way: str) -> list[Tensor]:
+        """Losses; and the weights, at the end."""
+        model = tiny(n_layers=3, recompute=way).to(device).train()
+        model.compile_blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            ids = random_ids(2, 16).to(device)
+            losses.append(model(ids, ids))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        assert bool(model.host_memory.made) == ("offload" in way)
+        return [torch.stack(losses).detach(), *(p.detach() for p in model.parameters())]
+
+    found = steps(way)
+    assert found[0].tolist() == pytest.approx(steps("none")[0].tolist(), rel=1e-5)
+    assert all(map(torch.equal, steps(f"{way}+offload"), found))
