@@ -106,7 +106,9 @@ def check(page) -> dict:
     assert page.locator("#first").inner_text().startswith(words)
     assert f"The line: {text(safe)}, " in page.locator("#about").inner_text()
     cells = page.locator("#cards span").all_inner_texts()
-    verdicts = {name: cells[i + 1] for i in range(0, len(cells), 2) for name in cells[i].split(", ")}
+    verdicts = {
+        name: cells[i + 1] for i in range(0, len(cells), 2) for name in cells[i].split(", ")
+    }
     assert verdicts == {
         name: verdict(card, size) for name, card in CARDS.items() if device_type(card) == "cuda"
     }

@@ -1,11 +1,18 @@
-"""The figures of studies/ladder.py: is its tracker right, and do the documents have them?"""
+"""The studies of policies, ladder, block_picture and mixes: do they say what the code does, and the
+documents what they found?"""
 
+import argparse
 import json
+import sys
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from cases.shapes import CONFIG, T
+from harness.planned import planner
 from harness.runs import ROOT
 from test_model import TINY
 from test_readme import DOCS, README
@@ -13,8 +20,12 @@ from test_readme import cells as cells_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from planner.choose import RUNGS, pick_recompute
 from planner.formulas import count_parameters, step_flops
-from studies import ladder
+from scripts.kept_tensors import kept_by_one_block
+from studies import block_picture, ladder, mixes
+from studies.block_picture import BATCH_SIZE, SEQ_LEN
+from studies.make_results import FOLDER
 from trainer.measured import LiveStorages
 
 SMALL = MiniGPTConfig(**{**TINY, "n_layers": 4, "loss_chunks": 4})
@@ -51,33 +62,36 @@ def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys
     assert ladder.main(["--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    assert f"command: python -m studies.ladder --json {path}" in lines
-    assert f"torch: {torch.__version__}" in lines
-    result = json.loads(path.read_text())
-    figures = {(f["column"], f["rung"]): f for f in result["figures"]}
-    assert len(figures) == len(result["figures"]) == 3 * 6
-    assert [row[0] for row in rows[2:]] == [*rungs]
+    about = f"command: python -m studies.ladder --json {path}", f"torch: {torch.__version__}"
+    assert {*about} <= {*lines} and [row[0] for row in rows[2:]] == [*rungs]
+    result = json.loads(path.read_text())["figures"]
+    figures = {(f["column"], f["rung"]): f for f in result}
+    assert len(figures) == len(result) == 3 * 6
     for rung, *cells in rows[2:]:
         mib, *ratios = (figures[column, rung]["value"] for column in columns)
         assert cells == [f"{mib:.0f}", *(f"{ratio:.3f}" for ratio in ratios)]
     for column in ladder.TIMES:
-        plain, none, full = (f for f in result["figures"] if f["column"] == column)
+        none, full = (figures[column, rung] for rung in ("none", "full"))
         assert none["value"] == 1 and full["value"] == full["raw"] / none["raw"] > 1
-    assert result["figures"][0]["raw"] == ladder.step_peak(replace(SMALL, loss_chunks=1), 2, 16)
+    assert result[0]["raw"] == ladder.step_peak(replace(SMALL, loss_chunks=1), 2, 16)
 
 
-# ---- What stands in the documents
+# ---- what the documents say of it
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 
 
+def result(name: str) -> dict:
+    return json.loads((ROOT / FOLDER / f"{name}.json").read_text())
+
+
 def figures_of(column: str) -> dict[str, float]:
-    figures = json.loads((ROOT / "studies/results/ladder.json").read_text())["figures"]
+    figures = result("ladder")["figures"]
     return {figure["rung"]: figure["value"] for figure in figures if figure["column"] == column}
 
 
-def relative_flops(**memory) -> str:
-    needed, replayed = step_flops(replace(GPT2_SMALL, **memory), 1024)
+def relative_flops(policy: str) -> str:
+    needed, replayed = step_flops(replace(GPT2_SMALL, recompute=policy), 1024)
     return f"{(needed + replayed) / needed:.2f}"
 
 
@@ -89,7 +103,7 @@ def test_the_first_table_is_what_was_predicted():
         assert found == [f"{figures[rung]:,.0f}" for figures in rows.values()]
     floor = 16 * count_parameters(GPT2_SMALL) / 2**20
     assert f"\n{floor:,.0f} MiB of each are weights" in README
-    assert f"[{relative_flops(recompute='full')} times the FLOPs]" in README
+    assert f"[{relative_flops('full')} times the FLOPs]" in README
 
 
 def test_the_ladder_is_what_was_predicted():
@@ -99,7 +113,7 @@ def test_the_ladder_is_what_was_predicted():
     for name, _, of_small, of_large, flops, *times in rows:
         rung = name.strip("`")
         assert (of_small, of_large) == (f"{small[rung]:,.0f}", f"{large[rung]:,.0f}")
-        assert flops == relative_flops(recompute=rung)
+        assert flops == relative_flops(rung)
         assert times == [f"{figures_of(column)[rung]:.2f}" for column in ladder.TIMES]
 
 
@@ -118,3 +132,127 @@ def test_the_head_and_the_flops_of_full_are_explained():
     for flops in (needed, needed / 3, last_matmuls, head, replayed):
         assert f" {flops / 1e6:.1f}" in text
     assert f"or {100 * replayed / needed:.1f} %" in text
+
+
+# ---- the picture of a block: each tensor kept, replayed, or neither
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    return block_picture.look_at_all()
+
+
+def test_kept_as_listed(blocks):
+    """By what a model of two blocks keeps more than one of one; autocast's copies of the weights
+    are not drawn."""
+    flags = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "d_model": 768, "n_heads": 12}
+    for policy, tensors in blocks.items():
+        listed = kept_by_one_block(policy, argparse.Namespace(**flags, no_amp=False))
+        listed = [s for s in listed if s.shape[0] in (BATCH_SIZE, BATCH_SIZE * SEQ_LEN)]
+        kept = [tensor for tensor in tensors if tensor.kept]
+        assert sum(tensor.bytes for tensor in kept) == sum(tensor.bytes for tensor in listed)
+        # and not only in sum: mean and deviation are one entry here, and two there
+        sizes = Counter(tensor.bytes for tensor in kept if "mean" not in tensor.name)
+        assert sizes == Counter(s.bytes for s in listed if s.shape[-1] != 1)
+
+
+def test_replayed_matmuls_are_those_of_the_formula(blocks):
+    """FLOPs of the tensors that are drawn as multiplied once more = what step_flops says."""
+    C = GPT2_SMALL.d_model
+    inner = {"q, k, v": C, "attn.c_proj": C, "c_fc": C, "mlp.c_proj": 4 * C}  # summed over
+    for policy, tensors in blocks.items():
+        flops = 0
+        for tensor in tensors:
+            if tensor.state == "replayed, multiplied" and tensor.name in inner:
+                flops += 2 * (tensor.bytes // 2) * inner[tensor.name]  # 2 bytes an element
+            elif tensor.state == "replayed, multiplied" and tensor.name == "attention":
+                flops += 2 * SEQ_LEN * (tensor.bytes // 2)  # two products, half of them masked
+        config = replace(GPT2_SMALL, n_layers=1, recompute=policy)
+        assert flops == step_flops(config, SEQ_LEN)[1] * BATCH_SIZE * SEQ_LEN
+
+
+def test_what_backward_needs_is_there_one_way_or_another(blocks):
+    """What `none` keeps is kept or replayed by each policy; and nothing is both."""
+    for tensors in blocks.values():
+        assert [tensor.name for tensor in tensors] == [tensor.name for tensor in blocks["none"]]
+        for tensor, plain in zip(tensors, blocks["none"], strict=True):
+            assert tensor.bytes == plain.bytes
+            assert not (tensor.kept and tensor.replayed)
+            assert tensor.kept or tensor.replayed or not plain.kept
+    assert not any(tensor.replayed for tensor in blocks["none"])
+    drawn = {tensor.name for tensor in blocks["none"]}
+    assert drawn == {block_picture.X, *block_picture.NAMES.values()}
+
+
+def test_the_committed_picture_and_page_are_of_this_code(blocks):
+    """The picture carries the table that it was drawn from. (Else: --out studies/results, and
+    commit.) docs/ladder.md has its sums, in whole BTC, and its FLOPs."""
+    drawn = block_picture.text_table(blocks).encode("latin-1")
+    assert drawn in (ROOT / FOLDER / "block_policies.png").read_bytes()
+    rows = {row[0]: row for row in cells_of(DOCS["ladder.md"], "| policy | keeps")}
+    for policy, tensors in blocks.items():
+        _, keeps, _, _, flops, *_ = rows[f"`{policy}`"]
+        assert keeps == f"{block_picture.kept_btc(tensors):.0f}"
+        assert flops == f"{block_picture.step_cost(policy):.2f}"
+
+
+def test_draws_or_prints(tmp_path, capsys, blocks, monkeypatch, plt):
+    monkeypatch.setattr(block_picture, "look_at_all", lambda: blocks)
+    file = tmp_path / "new/folder/block_policies.png"
+    assert block_picture.main(["--out", str(file.parent)]) == 0
+    assert capsys.readouterr().out == f"wrote {file}\n"
+    assert block_picture.text_table(blocks).encode("latin-1") in file.read_bytes()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert block_picture.main(["--out", str(tmp_path / "other")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "pip install matplotlib" in line and "--text" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert block_picture.main(["--text"]) == 0
+    assert "kept (BTC)" in capsys.readouterr().out
+
+
+# ---- mixes: the best pair of policies beside all assignments
+
+
+def test_the_best_pair_and_what_each_rule_takes(capsys, monkeypatch, tmp_path):
+    """All of the study, of a small model with 4 blocks; its pair is what auto takes."""
+    plan = planner(CONFIG, "bf16", device_type="cuda")
+    steps = [plan.step(16, recompute=rung) for rung in RUNGS]
+    monkeypatch.setattr(mixes, "alike", lambda n: steps)
+    for name, value in {"BUDGETS": 4, "LAYERS": (4,), "BATCH": 16, "SEQ_LEN": T}.items():
+        monkeypatch.setattr(mixes, name, value)
+    assert mixes.main(["--json", str(tmp_path / "mixes.json")]) == 0
+    found = json.loads((tmp_path / "mixes.json").read_text())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(lines) == 4 + len(found["between_rungs"]) + len(found["gaps"])
+
+    assert [(row["card"], row["compiled"]) for row in found["gaps"]] == mixes.CLOCKS
+    for row in found["gaps"]:
+        assert row["assignments"] == 8**4 and row["worst"] == max(row["all"])
+        assert -1e-3 < min(row["all"]) and row["worst"] < 0.03  # (all assignments hold all pairs)
+        pairs, clock = mixes.all_mixes(4), (mixes.CARDS[row["card"]], row["compiled"])
+        times = mixes.over_none(steps, pairs, row["card"], row["compiled"])
+        for budget in np.linspace(min(step.peak for step in steps), steps[0].peak, 4)[1:]:
+            taken = pick_recompute(plan, 16, int(budget), *clock).seconds(*clock)
+            best = times[mixes.peaks_of(steps, pairs) <= budget].min()
+            assert taken / steps[0].seconds(*clock) == pytest.approx(best, rel=1e-3)
+
+    for btc in mixes.BETWEEN:
+        rows = {row["rule"]: row for row in found["between_rungs"] if row["btc"] == btc}
+        one, pair = rows["one policy, FLOPs"], rows["pair, FLOPs"]
+        assert "," not in one["takes"] and pair["flops_twice"] <= one["flops_twice"]
+        for name in one["over_none"]:
+            fastest = rows[f"pair, time on {name}"]["over_none"][name]
+            assert fastest == min(row["over_none"][name] for row in rows.values())
+        assert all(row["peak_bytes"] < steps[0].peak for row in rows.values())
+
+
+def test_the_documents_say_what_was_found():
+    text, found = " ".join(DOCS["evidence.md"].split()), result("mixes")
+    for row in found["between_rungs"]:
+        if row["rule"] in ("one policy, FLOPs", "pair, FLOPs"):
+            times = [100 * row["over_none"][card] - 100 for card in ("H100", "RTX 4090")]
+            words = f"| `{row['takes']}` | {100 * row['flops_twice']:.1f} % |"
+            assert f"{words} {times[0]:+.1f} % | {times[1]:+.1f} % |" in text
+    worst = max(row["worst"] for row in found["gaps"])
+    assert f"at most {100 * worst:.1f} % slower" in text
