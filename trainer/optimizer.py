@@ -108,7 +108,7 @@ class LeanOptimizer(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
                 if not self.state[parameter]:
-                    self.state[parameter] = self.first_state(parameter, group)
+                    self.state[parameter] = first_state(parameter, group, self.moments)
             if group["rule"] == "muon":  # matrices of one shape together
                 for shape in dict.fromkeys(p.shape for p in parameters):
                     alike = [p for p in parameters if p.shape == shape]
@@ -118,14 +118,6 @@ class LeanOptimizer(torch.optim.Optimizer):
                 pieces = [piece for p in parameters for piece in self.pieces(p)]
                 for some in batches(pieces, lambda piece: piece[0].numel()):
                     self.adamw(some, group)
-
-    def first_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        state = {}
-        if group["rule"] == "adamw":
-            state["step"] = torch.tensor(0.0, device=where_steps_are(parameter, group))
-        for name in MOMENTS[group["rule"]]:
-            state[name] = torch.zeros_like(parameter, dtype=self.moments)
-        return state
 
     def pieces(self, parameter: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Weights, gradients, both moments, each of at most AT_A_TIME elements, a step count ()."""
@@ -162,8 +154,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         The update has a root mean square of 0.2, about as AdamW's has: so one learning rate and
         one weight decay serve both (Liu et al., 2025, arXiv 2502.16982, section 2.2).
         """
-        update = self.gathered(self.look_ahead(matrices), matrices[0])  # (n, A, B)
-        update = self.dealt_out(orthogonalize(update), matrices[0])
+        update = orthogonalize_rows(self.look_ahead(matrices), matrices[0])
         update = update.float() * (0.2 * math.sqrt(max(matrices[0].shape)))
         for weight, change in zip(map(local, matrices), update, strict=True):
             change = (weight * group["weight_decay"]).add_(change).mul_(group["lr"])
@@ -187,27 +178,19 @@ class LeanOptimizer(torch.optim.Optimizer):
         """`change`, or zeros, by which nothing changes: the device decides."""
         return change if self.found_inf is None else change.masked_fill_(self.found_inf.bool(), 0)
 
-    def gathered(self, rows: Tensor, like: Tensor) -> Tensor:
-        """From the processes' rows of the matrices the whole ones, (n, A, B)."""
-        if not is_sharded(like):
-            return rows
-        from torch.distributed.tensor import DTensor, Shard
 
-        shape, stride = torch.Size([len(rows), *like.shape]), (like.numel(), like.size(1), 1)
-        mesh = like.device_mesh  # type: ignore[attr-defined]
-        dealt = DTensor.from_local(
-            rows, mesh, [Shard(1)], run_check=False, shape=shape, stride=stride
-        )
-        return dealt.full_tensor()
+def orthogonalize_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """`orthogonalize`, from this process's rows of whole matrices (n, A, B) to its rows of them.
+    `like`: one of the parameters, which may be sharded."""
+    if not is_sharded(like):
+        return orthogonalize(rows)
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    def dealt_out(self, whole: Tensor, like: Tensor) -> Tensor:
-        """This process's rows of the matrices (n, A, B)."""
-        if not is_sharded(like):
-            return whole
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        mesh = like.device_mesh  # type: ignore[attr-defined]
-        return distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None).to_local()
+    mesh, by_rows = like.device_mesh, [Shard(1)]  # type: ignore[attr-defined]
+    shape, stride = torch.Size([len(rows), *like.shape]), (like.numel(), like.size(1), 1)
+    dealt = DTensor.from_local(rows, mesh, by_rows, run_check=False, shape=shape, stride=stride)
+    whole = orthogonalize(dealt.full_tensor())
+    return distribute_tensor(whole, mesh, by_rows, src_data_rank=None).to_local()
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -279,9 +262,17 @@ def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "to_local", lambda: tensor)()
 
 
-def where_steps_are(parameter: Tensor, group: dict[str, Any]) -> torch.device:
-    """The fused kernel reads the step count on the device, the others in Python."""
-    return parameter.device if group["fused"] else torch.device("cpu")
+def first_state(
+    parameter: Tensor, group: dict[str, Any], moments: torch.dtype
+) -> dict[str, Tensor]:
+    """What an optimizer keeps of a parameter, before its first step."""
+    rule, state = group.get("rule", "adamw"), {}
+    if rule == "adamw":  # its fused kernel reads the count on the device, the others in Python
+        device = parameter.device if group["fused"] else "cpu"
+        state["step"] = torch.tensor(0.0, device=device)
+    for name in MOMENTS[rule]:
+        state[name] = torch.zeros_like(parameter, dtype=moments)
+    return state
 
 
 def optimizer_name(args: argparse.Namespace) -> str:
@@ -329,15 +320,13 @@ def restore_optimizer(
         return
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for number, (parameter, group) in zip(sum(numbers, []), parameters, strict=True):
-        found, rule = saved["state"][number], group.get("rule", "adamw")
-        state = {}
-        if rule == "adamw":
-            count = found["step"].reshape(())
-            state["step"] = count.to(where_steps_are(parameter, group), torch.float32)
-        for name in MOMENTS[rule]:
+        found, state = saved["state"][number], first_state(parameter, group, dtype)
+        for name, kept in state.items():
+            if name == "step":
+                kept.copy_(found[name].reshape(()))
+                continue
             if found[name].shape != parameter.shape or not found[name].is_floating_point():
                 raise ValueError(f"{name} of another shape or kind")
             # A copy: what `part` returns may be a view, which would keep the whole tensor alive.
-            state[name] = torch.empty_like(parameter, dtype=dtype)
-            state[name].copy_(part(found[name], parameter))
+            kept.copy_(part(found[name], parameter))
         optimizer.state[parameter] = state
