@@ -3,10 +3,10 @@
 import gc
 import itertools
 import warnings
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,41 +16,24 @@ import train_minimal
 from trainer import start
 from trainer.device import set_matmul_precision
 from trainer.flags import build_parser, fill_in
-from trainer.metrics import StepClock
+from trainer.metrics import StepClock, memory_used
 from trainer.process import OneProcess
-from trainer.report import describe_run, measure
+from trainer.report import describe_run
 from trainer.setup import set_up
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PEAKS = {"allocated_bytes.all.peak": 100, "active_bytes.all.peak": 150}
-STATS = PEAKS | {"active_bytes.all.current": 7, "reserved_bytes.all.peak": 200}
+BF16, FP32 = torch.bfloat16, torch.float32
+CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps")
 
 
-@pytest.mark.parametrize(
-    ("stats", "peaks"),
-    [
-        (STATS, {"memory": 100, "active": 150, "reserved": 200}),
-        ({}, {"memory": 0, "active": 0, "reserved": 0}),  # nothing ran there yet
-    ],
-)
-def test_a_gpu_tells_what_its_allocator_took(stats, peaks, monkeypatch):
-    for module in (torch.cuda, torch.cuda.memory):
-        monkeypatch.setattr(module, "memory_stats", lambda device: stats)
-    clock = StepClock()
-    clock.end_step()
-    run = SimpleNamespace(
-        args=SimpleNamespace(batch_size=1, seq_len=8, num_steps=2),
-        process=SimpleNamespace(device=torch.device("cuda"), sum=lambda numbers: numbers),
-        clock=clock,
-        step=1,
-        micro_batches=1,
-        optimizer=SimpleNamespace(param_groups=[defaultdict(float)]),
-        train_batches=SimpleNamespace(epoch=lambda n: 0.5),
-    )
-    record = measure(run, torch.ones(1), torch.ones(()))  # type: ignore[arg-type]
-    memory = {key: value for key, value in record.items() if key.startswith("peak")}
-    expected = {f"peak_{name}_bytes": peak for name, peak in peaks.items()}
-    assert memory == expected | {"peak_memory_kind": "cuda"}
+def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
+    found = {"memory": 100, "active": 150, "reserved": 200}
+    names = zip(("allocated", "active", "reserved"), found.values(), strict=True)
+    stats = {f"{name}_bytes.all.peak": peak for name, peak in names}
+    stats["active_bytes.all.current"] = 7
+    for told, peaks in ((stats, found), ({}, dict.fromkeys(found, 0))):  # nothing ran there yet
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, told=told: told)
+        expected: dict[str, Any] = {f"peak_{name}_bytes": peak for name, peak in peaks.items()}
+        assert memory_used(CUDA) == expected | {"peak_memory_kind": "cuda"}
 
 
 # ---- Time
@@ -115,52 +98,36 @@ def test_python_looks_for_garbage_again_when_training_begins(tmp_path, monkeypat
 # ---- How matmuls round, and how fast they can be then
 
 
-@pytest.fixture
-def settings():
-    """Read them: (float32 matmuls, cuBLAS's, oneDNN's, may sums be rounded?)."""
-    cublas = torch.backends.cuda.matmul
-    sums = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
-
-    def read() -> tuple:
-        onednn = torch.backends.mkldnn.matmul.fp32_precision
-        exact = not any(getattr(cublas, name) for name in sums)
-        return torch.get_float32_matmul_precision(), cublas.allow_tf32, onednn, exact
-
-    before = torch.get_float32_matmul_precision(), [getattr(cublas, name) for name in sums]
-    yield read
-    torch.set_float32_matmul_precision(before[0])
-    for name, value in zip(sums, before[1], strict=True):
-        setattr(cublas, name, value)
-
-
-def test_tf32_is_a_setting_of_a_gpu(settings, monkeypatch):
-    cuda, cpu, mps = map(torch.device, ("cuda:1", "cpu", "mps"))
-    for tf32 in (False, True, False):  # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have set it
-        set_matmul_precision(cuda, tf32)
-        assert settings()[:2] == (("high", True) if tf32 else ("highest", False))
-        assert settings()[3]
-    there = settings()
-    for device in (cpu, mps):
-        set_matmul_precision(device, tf32=True)
-        assert settings() == there
-    warn = partial(warnings.warn, "Please use the new API settings to control ...")
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: warn(stacklevel=1))
-    with warnings.catch_warnings():  # what torch 2.9 says of the setting is no user's business
-        warnings.simplefilter("error")
-        set_matmul_precision(cuda, tf32=True)
-
-
-def test_the_trainer_asks_for_it_and_a_cpu_does_not_care(tmp_path, monkeypatch, settings, capsys):
-    asked, before = [], settings()
-
-    def spy(device: torch.device, tf32: bool) -> None:
-        asked.append((device.type, tf32))
-        set_matmul_precision(device, tf32)
-
-    monkeypatch.setattr("trainer.setup.set_matmul_precision", spy)
+def test_tf32_is_a_setting_of_a_gpu_that_the_trainer_asks_for(tmp_path, monkeypatch, capsys):
+    cublas, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    sums = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
+    asked: list[tuple] = []
+    try:
+        for name in sums:
+            setattr(cublas, name, True)
+        for tf32 in (False, True, False):  # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have set it
+            for device in (CPU, MPS):
+                there = torch.get_float32_matmul_precision(), cublas.allow_tf32
+                set_matmul_precision(device, tf32=True)
+                assert there == (torch.get_float32_matmul_precision(), cublas.allow_tf32)
+            set_matmul_precision(CUDA, tf32)
+            assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+            assert cublas.allow_tf32 == tf32 and not any(getattr(cublas, name) for name in sums)
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for name in sums:
+            setattr(cublas, name, True)
+    monkeypatch.setattr("trainer.setup.set_matmul_precision", lambda *how: asked.append(how))
     assert train_here(tmp_path / "run.pt", "--no-amp", "--num-steps=1", "--tf32") == 0
-    assert asked == [("cpu", True)] and settings() == before
-    assert "TF32" not in capsys.readouterr().out
+    assert asked == [(CPU, True)] and "TF32" not in capsys.readouterr().out
+
+
+def test_what_torch_says_of_the_setting_is_no_users_business(monkeypatch):
+    of_torch_2_9 = partial(warnings.warn, "Please use the new API settings to ...", stacklevel=1)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: of_torch_2_9())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_matmul_precision(CUDA, tf32=True)
 
 
 def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
@@ -168,7 +135,7 @@ def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
     for one; GPT-2's vocabulary on a CPU, to whoever did not name it."""
     args = fill_in(build_parser("test", "x.pt").parse_args([*TINY, "--checkpoint-path=x.pt"]))
     args.checkpoint_path = tmp_path / "run.pt"
-    run = set_up(args, OneProcess(torch.device("cpu")))
+    run = set_up(args, OneProcess(CPU))
     for args.device, cuda in itertools.product(("auto", "cpu"), ("13.0", None)):
         monkeypatch.setattr("torch.version.cuda", cuda)
         noted = "note     PyTorch, built for CUDA 13.0, finds no GPU" in describe_run(run, "", None)
@@ -177,7 +144,7 @@ def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
         run.model.config = replace(run.model.config, vocab_size=size)
         noted = "note     GPT-2's vocabulary makes" in describe_run(run, "", None)
         assert noted == (size == 50257 and args.tokenizer_name is None)
-    run.process.device = torch.device("cuda")
+    run.process.device = CUDA
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     in_tf32 = {(FP32, False): "", (FP32, True): ", matmuls in TF32", (BF16, True): ""}
     for (run.precision, args.tf32), more in in_tf32.items():
