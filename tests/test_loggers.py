@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -57,27 +58,27 @@ def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, monkeypatch, 
     """On the disk as soon as it is logged; steps that are done again are shown once; and another
     run does not write into the curves of an older one."""
     path = tmp_path / "run.pt"
-    with monkeypatch.context() as here, pytest.raises(Crash):
-        crash_after(3, here)
-        train_here(path, TENSORBOARD, "--save-interval=2", "--eval-interval=2")
+
+    def crash(*flags: str) -> None:
+        with monkeypatch.context() as here, pytest.raises(Crash):
+            crash_after(3, here)
+            train_here(path, TENSORBOARD, *flags)
+
+    crash("--save-interval=2", "--eval-interval=2")
     assert [*scalars(path)["train_loss"]] == [1, 2, 3]
     assert f"run.tensorboard: tensorboard --logdir {tmp_path} shows it" in capsys.readouterr().out
     flushed: list[int] = []  # with each line of the log
     with monkeypatch.context() as here:
         here.setattr(tensorboard.SummaryWriter, "flush", lambda writer: flushed.append(1))
         assert train_here(path, "--resume", "--num-steps=5") == 0  # and the flag is taken over
-    assert len(flushed) == 3 and scalars(path) == logged(path)
-    assert [*scalars(path)["train_loss"]] == [*range(1, 6)] and [*scalars(path)["val_loss"]] == [
-        2,
-        5,
-    ]
+    curves = scalars(path)
+    assert len(flushed) == 3 and curves == logged(path)
+    assert [*curves["train_loss"]] == [1, 2, 3, 4, 5] and [*curves["val_loss"]] == [2, 5]
     events = sorted(beside(path, ".tensorboard").iterdir())
     assert b"grad_clip_norm = 1.0" in events[0].read_bytes()
     assert train_here(path, "--resume", "--num-steps=6", "--log-to=none") == 0
     assert len(scalars(path)["train_loss"]) == 5 and len(metrics(path)) == 6
-    with monkeypatch.context() as here, pytest.raises(Crash):  # another run, that saves nothing
-        crash_after(3, here)
-        train_here(path, TENSORBOARD)
+    crash()  # another run, that saves nothing
     assert train_here(path, TENSORBOARD, "--num-steps=2") == 0 and scalars(path) == logged(path)
     (old,) = older_runs(path)
     assert len(scalars(old)["train_loss"]) == 5
@@ -99,29 +100,26 @@ def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
     """And a logger gets numbers, and finite ones only."""
     written: list[tuple[int, dict]] = []
 
-    def fail(here: object) -> None:
+    def come_to(here: object) -> None:
         if here == where:
             raise OSError("no route\nto host")
 
-    def start(*about):
-        fail("start")
-        return write, lambda: fail("close")
-
     def write(numbers: dict[str, float], step: int) -> None:
-        fail(step)
+        come_to(step)
         written.append((step, numbers))
 
+    start = lambda *about: come_to("start") or (write, lambda: come_to("close"))  # noqa: E731
     monkeypatch.setitem(LOGGERS, "tensorboard", start)
     monkeypatch.setattr("trainer.report.perplexity", lambda loss: math.inf)
     assert train_here(tmp_path / "run.pt", TENSORBOARD, "--num-steps=4") == 0
     said = capsys.readouterr().out
     line = "warning  --log-to tensorboard ended (OSError: no route to host); metrics.jsonl goes on"
     assert said.count("--log-to") == said.count(line) == (where is not None)
-    records = metrics(tmp_path / "run.pt")
-    assert len(records) == 4 and len(written) == got
-    for (step, numbers), record in zip(written, records, strict=False):
-        assert step == record["step"] and "train_ppl" not in numbers and "loss" not in numbers
-        assert numbers["train_loss"] == record["train_loss"] and "peak_memory_kind" not in numbers
+    records = {record.pop("step"): record for record in metrics(tmp_path / "run.pt")}
+    assert [*records] == [1, 2, 3, 4] and len(written) == got
+    for step, numbers in written:
+        told = {name: value for name, value in records[step].items() if value is not None}
+        assert "train_ppl" not in told and told == numbers | {"peak_memory_kind": "rss"}
 
 
 # ---- Weights & Biases
@@ -130,40 +128,36 @@ def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("fails", ["", "no key:\nrefused"])
 def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, tmp_path, monkeypatch, capsys):
     """With a stand-in. (How the package itself fails: the next test.)"""
-    starts: list[dict] = []
-    logged: list[tuple[int, float]] = []
+    calls: list[object] = []  # how a run starts; what becomes of it
     wandb: Any = ModuleType("wandb")
     wandb.errors = SimpleNamespace(UsageError=LookupError, CommError=LookupError)
-    wandb.Settings, wandb.teardown = dict, lambda: logged.append((0, 0.0))
+    wandb.Settings, wandb.teardown = dict, partial(calls.append, "let go of its id")
 
-    def init(**options):
-        starts.append(options)
-        if fails and "mode" not in options:
+    def init(mode: str = "online", **about):
+        calls.append(mode)
+        assert about["dir"] == tmp_path and about["config"]["n_layers"] == 2
+        names = {"resume": "allow", "project": "minigpt", "name": "run"}
+        assert names.items() <= about.items()
+        ids.add(about["id"])
+        if fails and mode == "online":
             raise LookupError(fails)
-        return SimpleNamespace(
-            offline=options.get("mode") == "offline",
-            url="https://wandb.example/run",
-            log=lambda numbers, step: logged.append((step, numbers["train_loss"])),
-            finish=lambda: logged.append((-1, 0.0)),
-        )
+        log = lambda numbers, step: calls.append((step, numbers["train_loss"]))  # noqa: E731
+        return SimpleNamespace(offline=mode == "offline", url="URL", log=log, finish=finish)
 
-    wandb.init = init
+    ids: set[str] = set()
+    finish, wandb.init = partial(calls.append, "finished"), init
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     path = tmp_path / "run.pt"
     assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
     assert train_here(path, "--resume", "--num-steps=5") == 0
-    assert [start.get("mode") for start in starts] == [None, "offline"][: 1 + bool(fails)] * 2
-    identity = {"id": snapshot(path)["run"], "resume": "allow", "project": "minigpt", "name": "run"}
-    assert all(identity.items() <= start.items() for start in starts)
-    assert all(s["dir"] == tmp_path and s["config"]["n_layers"] == 2 for s in starts)
     losses = [(record["step"], record["train_loss"]) for record in metrics(path)]
-    let_go = [(0, 0.0)] * bool(fails)  # of the run's id
-    assert logged == [*let_go, *losses[:3], (-1, 0.0), *let_go, *losses[3:], (-1, 0.0)]
-    where = "https://wandb.example/run"
-    if fails:
-        folder = f"{tmp_path}/wandb/offline-run-*-{identity['id']}"
-        where = f"offline (no key: refused); wandb sync {folder} uploads it"
+    begins = ["online", *["let go of its id", "offline"] * bool(fails)]
+    assert calls == [*begins, *losses[:3], "finished", *begins, *losses[3:], "finished"]
+    (name,) = ids
+    assert name == snapshot(path)["run"]
+    upload = f"wandb sync {tmp_path}/wandb/offline-run-*-{name} uploads it"
+    where = f"offline (no key: refused); {upload}" if fails else "URL"
     assert capsys.readouterr().out.count(f"log      wandb, {where}\n") == 2
 
 
