@@ -37,10 +37,10 @@ from tqdm import tqdm
 
 from trainer.endings import Signals, SkippedUpdates, nan_if_infinite, run_safely
 from trainer.flags import build_parser
-from trainer.metrics import perplexity
+from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
-from trainer.report import is_silent, log, measure, show_before, show_first
+from trainer.report import is_silent, log, measure, show
 from trainer.run import Run, save, save_is_asked
 from trainer.setup import start_log
 from trainer.snapshot import beside
@@ -156,7 +156,7 @@ def train(run: Run) -> dict[str, Any]:
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
         if run.step == 0 and args.init_from is not None:  # is there something to gain?
-            show_before(run, evaluate(run))
+            process.say(f"before   {format_validation(evaluate(run))}")
         run.model.train()
     record = run.unreported
     if record:  # of the step that is resumed from: its run died between the save and the log
@@ -189,7 +189,8 @@ def train(run: Run) -> dict[str, Any]:
                         save(run, args.checkpoint_path, record)
                 evaluate_and_log(run, record, evaluate_now)
             elif run.step == first:  # a sign of life: the first interval may last an hour
-                show_first(run, measure(run, losses, grad_norm))
+                # (The time that this step took says little of the next ones.)
+                show(run, measure(run, losses, grad_norm) | {"eta_s": None}, label="first    ")
     for writer in run.metrics:
         writer.close()
     return record

@@ -54,6 +54,17 @@ SETTINGS = {
     "gpt2-xl": "--model gpt2-xl",
 }
 MIB = 2**20
+# What a row of the benchmark is called here, and in which unit
+COLUMNS = {
+    "ms": ("step_s", 1000.0),
+    "predicted ms": ("predicted_s", 1000.0),
+    "tokens/s": ("tokens_per_s", 1.0),
+    "MFU": ("mfu", 1.0),
+    "HFU": ("hfu", 1.0),
+    "MiB": ("peak_bytes", 1 / MIB),
+    "predicted MiB": ("predicted_bytes", 1 / MIB),
+    "reserved MiB": ("reserved_bytes", 1 / MIB),
+}
 
 
 @dataclass(frozen=True)
@@ -145,16 +156,7 @@ def measure_step(bench: Bench, flags: str, job: Job) -> Values:
     found = benchmark_worker.measure(args, job)
     args.card = bench.pick(None, "H100 PCIe")  # whose times nobody compares
     row = benchmark.make_row(benchmark.ask(args), job, [found])
-    return {
-        "ms": 1000 * row["step_s"],
-        "predicted ms": row["predicted_s"] and 1000 * row["predicted_s"],
-        "tokens/s": row["tokens_per_s"],
-        "MFU": row["mfu"],
-        "HFU": row["hfu"],
-        "MiB": row["peak_bytes"] / MIB,
-        "predicted MiB": row["predicted_bytes"] and row["predicted_bytes"] / MIB,
-        "reserved MiB": row["reserved_bytes"] and row["reserved_bytes"] / MIB,
-    }
+    return {name: row[key] and unit * row[key] for name, (key, unit) in COLUMNS.items()}
 
 
 def nanogpt_of(folder: Path) -> Callable[[MiniGPTConfig], nn.Module]:
@@ -198,8 +200,7 @@ def read(file: Path) -> tuple[Values, Records]:
 def append(file: Path, record: Values) -> None:
     """Written, and on the disk."""
     with open(file, "a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
-        lines.flush()
+        print(json.dumps(record), file=lines, flush=True)
         os.fsync(lines.fileno())
 
 
@@ -232,16 +233,12 @@ def measure(bench: Bench, sections: list[str], file: Path) -> None:
 
 
 def merge_turns(turns: list[Values]) -> Values:
-    """Of each number the median, and how far the times are apart."""
-    if len(turns) == 1:
-        return turns[0]
+    """Of each number the median, and how far the times are apart; what nobody knows is left out."""
     found = {key: [turn[key] for turn in turns if turn.get(key) is not None] for key in turns[0]}
+    if len(turns) == 1:
+        return {key: values[0] for key, values in found.items() if values}
     medians = {key: statistics.median(values) for key, values in found.items() if values}
     return medians | {"turns": len(turns), "ms apart": max(found["ms"]) - min(found["ms"])}
-
-
-def cell(value: float | str | None) -> str:
-    return f"{value:,.3f}" if isinstance(value, float | int) else value or ""
 
 
 def report(what: Values, records: Records) -> str:
@@ -256,11 +253,15 @@ def report(what: Values, records: Records) -> str:
             failed.append(f"- failed: {section}: {name}: {record['error']}")
     for section, turns in sections.items():
         rows = {name: merge_turns(values) for name, values in turns.items()}
-        keys = dict.fromkeys(key for row in rows.values() for key in row if row[key] is not None)
-        cells = ([name, *(cell(row.get(key)) for key in keys)] for name, row in rows.items())
+        keys = dict.fromkeys(key for row in rows.values() for key in row)
+        cells = [[name, *(digits(row.get(key, "")) for key in keys)] for name, row in rows.items()]
         what_for = " ".join((SECTIONS[section].__doc__ or "").split())
         parts += [f"\n## {section}\n", what_for, "", table(["", *keys], cells)]
     return "\n".join([*parts, *failed]) + "\n"
+
+
+def digits(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:,.3f}"
 
 
 @tool

@@ -30,6 +30,7 @@ REPORTED = {
     "NVIDIA A100-SXM4-80GB": "A100",
     "NVIDIA A100 80GB PCIe": "A100 PCIe",
     "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100 PCIe",
     "NVIDIA H200": "H200",
 }
 # Other forms of those, parts of one, and others: TFLOP/s of float16 and bfloat16, if known

@@ -3,11 +3,13 @@
 `python -m pytest -m gpu` asks a GPU. Without one the same lines run small, on the CPU.
 """
 
+import json
 import os
 import warnings
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,44 +230,36 @@ def test_a_dry_run_measures_everything(tmp_path, monkeypatch):
     assert {"bfloat16, 99 chunks", "mlp, 16 sequences, compiled, turn 3"} <= names
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """stand_in({"a": ..., "b": ...}): one section that measures these values, or fails with these
-    errors; returns the names of what was tried."""
+def test_what_failed_is_tried_again_and_last(monkeypatch, tmp_path):
+    calls: list[str] = []
+    file, bug, died = tmp_path / "gpu.jsonl", ValueError("a\nbug"), KeyboardInterrupt()
 
-    def use(results: dict) -> list[str]:
-        def measure(name):
-            calls.append(name)
-            if isinstance(results[name], BaseException):
-                raise results[name]
-            return results[name]
+    def found(name: str) -> dict:
+        calls.append(name)
+        if isinstance(results[name], BaseException):
+            raise results[name]
+        return results[name]
 
-        calls: list[str] = []
-        jobs = [(name, partial(measure, name)) for name in results]
+    def try_all(**changes: Any) -> tuple[int, list[str]]:
+        """With a stand-in for what is measured: the exit code, and what was tried."""
+        calls.clear()
+        results.update(changes)
+        jobs = [(name, partial(found, name)) for name in results]
         monkeypatch.setattr(gpu, "SECTIONS", {"tried": lambda bench: jobs})
-        return calls
+        return start(tmp_path), [*calls]
 
-    return use
-
-
-def test_what_failed_is_tried_again_and_last(stand_in, tmp_path):
-    full = torch.OutOfMemoryError("CUDA out of memory.")
-    found = {f"a, turn {i}": {"ms": ms, "MFU": None} for i, ms in enumerate((3.0, 1.0, 2.5))}
-    found |= {"bad": ValueError("a\nbug"), "full": full, "dies": KeyboardInterrupt()}
-    found["b"] = {"ms": 1234.5, "HFU": 0.381}
-    calls = stand_in(found)
-    assert start(tmp_path) == 130 and calls == [*found][:-1]
-    file = tmp_path / "gpu.jsonl"
+    results: dict[str, Any] = {
+        f"a, turn {i}": {"ms": ms, "MFU": None} for i, ms in enumerate((3.0, 1.0, 2.5))
+    }
+    full, b = torch.OutOfMemoryError("CUDA out of memory."), {"ms": 1234.5, "HFU": 0.381}
+    assert try_all(bad=bug, full=full, dies=died, b=b) == (130, [*results][:-1])
     file.write_text(file.read_text() + '{"section": "tried", "na')  # cut short
-    text = (tmp_path / "gpu.md").read_text()
-    assert "- failed: tried: bad: ValueError: a bug\n" in text
-    calls = stand_in(found)
-    assert start(tmp_path) == 130 and calls == ["b", "bad", "dies"]
+    assert "- failed: tried: bad: ValueError: a bug\n" in (tmp_path / "gpu.md").read_text()
+    assert try_all() == (130, ["b", "bad", "dies"])
     assert "- failed: tried: dies: it ended the process" in gpu.report(*gpu.read(file))
-    calls = stand_in(found | {"bad": RuntimeError("CUDA error: an illegal access")})
-    assert start(tmp_path) == 1 and calls == ["bad"]  # a lost GPU ends the process
-    stand_in(found | {"bad": found["b"], "dies": found["b"]})
-    assert start(tmp_path) == 0
+    lost = RuntimeError("CUDA error: an illegal access")
+    assert try_all(bad=lost) == (1, ["bad"])  # a lost GPU ends the process
+    assert try_all(bad=b, dies=b)[0] == 0
     # Of turns the medians, and no column in which nothing stands.
     lines = [line for line in (tmp_path / "gpu.md").read_text().splitlines() if line[:1] == "|"]
     assert lines[0] == "|  | ms | turns | ms apart | HFU | out of memory |"
@@ -273,21 +267,20 @@ def test_what_failed_is_tried_again_and_last(stand_in, tmp_path):
     assert "| full |  |  |  |  | yes |" in lines and "| b | 1,234.500 |  |  | 0.381 |  |" in lines
 
 
-def test_mistakes(stand_in, tmp_path, capsys, monkeypatch):
+MISTAKES = {
+    "--dry-run --nanogpt nowhere": "nowhere/model.py: No such file",
+    "--dry-run --peer": "pip install transformers",
+    "--dry-run": "has results of 1.0",  # another machine's
+    "": "finds no GPU here; --dry-run",
+}
+
+
+def test_mistakes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    stand_in({})
-    with monkeypatch.context() as other:  # another machine's results
-        other.setattr(torch, "__version__", "1.0")
-        assert start(tmp_path) == 0
-    before = (tmp_path / "gpu.jsonl").read_text()
-    mistakes = {
-        "--dry-run --nanogpt nowhere": "nowhere/model.py: No such file",
-        "--dry-run --peer": "pip install transformers",
-        "--dry-run": "has results of 1.0",
-        "": "finds no GPU here; --dry-run",
-    }
-    for words, message in mistakes.items():
+    before = json.dumps(gpu.about("studies.gpu", [], torch.device("cpu")) | {"torch": "1.0"})
+    (tmp_path / "gpu.jsonl").write_text(before)
+    for words, message in MISTAKES.items():
         assert gpu.main([*words.split(), "--out", str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and message in line

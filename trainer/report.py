@@ -15,14 +15,7 @@ from model import MiniGPTConfig
 
 from .claim import files_of, name_aside
 from .length import tokens_per_step
-from .metrics import (
-    format_bytes,
-    format_line,
-    format_time,
-    format_validation,
-    memory_used,
-    perplexity,
-)
+from .metrics import format_bytes, format_line, format_time, memory_used, perplexity
 from .pretrained import Pretrained
 from .resume import changes, data_changed
 from .run import Run
@@ -146,11 +139,6 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     }
 
 
-def show_before(run: Run, validation: dict[str, Any]) -> None:
-    """How good the weights are that a run starts from."""
-    run.process.say(f"before   {format_validation(validation)}")
-
-
 def log(run: Run, record: dict[str, Any]) -> None:
     """One line for the person, the same in metrics.jsonl."""
     for writer in run.metrics:
@@ -158,10 +146,13 @@ def log(run: Run, record: dict[str, Any]) -> None:
     show(run, record)
 
 
-def show_first(run: Run, record: dict[str, Any]) -> None:
-    """The first step's line, for the person alone; the time that it took says little of the next
-    ones."""
-    show(run, record | {"eta_s": None}, label="first    ")
+def show(run: Run, record: dict[str, Any], label: str = "") -> None:
+    """The line for the person."""
+    device, card = run.process.device, None
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device).total_memory
+    run.process.say(label + format_line(record, run.args.num_steps, card))
+    run.last_line = time.perf_counter()
 
 
 def is_silent(run: Run) -> bool:
@@ -173,15 +164,6 @@ def is_silent(run: Run) -> bool:
         return False
     next_line = time.perf_counter() + run.clock.seconds_per_step()
     return next_line - run.last_line > SILENCE
-
-
-def show(run: Run, record: dict[str, Any], label: str = "") -> None:
-    device, card = run.process.device, None
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device).total_memory
-    line = format_line(record, run.args.num_steps, card)
-    run.process.say(label + line)
-    run.last_line = time.perf_counter()
 
 
 def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
@@ -227,9 +209,10 @@ def describe_result(
     memory = f"{format_bytes(used['peak_memory_bytes'] or 0)} ({used['peak_memory_kind']})"
     best = beside(args.checkpoint_path, ".best.pt")
     folder = os.path.dirname(run.process.command[-1])  # of the project, if this is another one
-    generate = [os.path.join(folder, "scripts", "generate.py")] if folder else []
-    generate = ["python", *(generate or ["-m", "scripts.generate"])]
-    generate += ["--checkpoint-path", str(args.checkpoint_path)]
+    tool = (
+        [os.path.join(folder, "scripts", "generate.py")] if folder else ["-m", "scripts.generate"]
+    )
+    generate = ["python", *tool, "--checkpoint-path", str(args.checkpoint_path)]
     lines = [
         "",
         f"train    {mean_of_recent(run, record)}",
