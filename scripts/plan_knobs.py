@@ -6,12 +6,12 @@ Peaks grow nearly along lines and times have one valley, so that few steps need 
 import argparse
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from planner import Planner, StepMemory
+from planner import Planner
 from scripts.plan_table import Row, align, digits, format_seconds
 from trainer.flags import changed, words_of
+from trainer.knobs import Knob
 from trainer.metrics import format_bytes
 from trainer.plan import Question
 
@@ -23,19 +23,11 @@ SHOWN = 5  # settings
 # ---- the longest sequence
 
 
-def with_length(args: argparse.Namespace, seq_len: int) -> dict[str, int]:
-    """The flags for sequences of that length; positions grow with it, unless they were typed."""
-    flags = {"seq_len": seq_len}
-    if "max_position_embeddings" not in args.typed:
-        least = args.max_position_embeddings if args.model else 0  # (the shape has as many)
-        flags["max_position_embeddings"] = max(seq_len, least)
-    return flags
-
-
-def to_type(args: argparse.Namespace, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Of those flags, what is to be typed: positions follow --seq-len by themselves."""
-    follows = None if args.model else "max_position_embeddings"
-    return {n: value for n, value in wanted.items() if value != getattr(args, n) and n != follows}
+def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
+    """The same for sequences of that length; positions grow with it, unless they were typed."""
+    then = Knob({"seq_len": seq_len}).change(args)
+    then.max_position_embeddings = max(seq_len, then.max_position_embeddings)
+    return then
 
 
 def longest_possible(args: argparse.Namespace) -> int:
@@ -46,16 +38,13 @@ def longest_possible(args: argparse.Namespace) -> int:
 def longest_sequence(row: Row) -> int:
     """Tokens of the longest sequence that fits with this row's policy and leaves the margin, or
     STEP less; 0: none does."""
-    asked, args, batch_size = row.asked, row.asked.args, row.step.batch_size
+    asked, args = row.asked, row.asked.args
 
     def peak(n: int) -> int:
-        if n == 0:
-            return asked.state
-        there = asked.about(changed(args, **with_length(args, n * STEP)))
-        return there.planner.step(batch_size, recompute=row.name).peak
+        return asked.about(with_length(args, n * STEP)).step.peak if n else asked.state
 
     # Where attention is fused, tokens take as much in one sequence as in another.
-    guess = (row.largest_batch or 0) * args.seq_len // (batch_size * STEP)
+    guess = (row.largest_batch or 0) * args.seq_len // (args.batch_size * STEP)
     return STEP * most_that_fit(peak, asked.budget, guess, longest_possible(args) // STEP)
 
 
@@ -81,43 +70,9 @@ def most_that_fit(peak: Callable[[int], int], budget: int, guess: int, most: int
 # ---- all knobs
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A way to run the same training: the same sequences a step, and policies change no result."""
-
-    step: StepMemory
-    asked: Question  # with its micro-batch and accumulation
-
-    @property
-    def seconds(self) -> float:
-        return self.asked.seconds(self.step)
-
-    @property
-    def name(self) -> str:
-        return self.step.config.recompute
-
-    def changes(self, args: argparse.Namespace) -> dict[str, Any]:
-        """What is to be typed instead of what was."""
-        own = self.asked.args
-        wanted = {"batch_size": own.batch_size, "grad_accum_steps": own.grad_accum_steps}
-        lengths = with_length(args, own.seq_len)
-        return to_type(args, wanted | lengths) | {"use_activation_checkpoint": self.name}
-
-    def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "batch_size": self.step.batch_size,
-            "grad_accum_steps": self.asked.args.grad_accum_steps,
-            "seq_len": self.step.seq_len,
-            "flags": words_of(self.changes(args)),
-            "peak_bytes": self.step.peak,
-            "seconds": self.seconds,
-            "tokens_per_s": self.asked.tokens_per_s(self.step),
-        }
-
-
-def turn_all_knobs(asked: Question) -> list[Setting]:
-    """The fastest ways to run the sequences of a step, the best first; none if none fits."""
+def turn_all_knobs(asked: Question) -> list[Row]:
+    """The fastest ways to run the sequences of a step, the best first; none if none fits. (They are
+    the same training: the same sequences a step, and policies change no result.)"""
     if asked.args.longest_sequence:
         asked = longest_for_all(asked)
     args = changed(asked.args, use_activation_checkpoint="none")
@@ -125,8 +80,7 @@ def turn_all_knobs(asked: Question) -> list[Setting]:
     sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
 
     def dealt(size: int) -> Question:
-        parts = {"batch_size": size, "grad_accum_steps": sequences // size}
-        return asked.about(changed(args, **parts))
+        return asked.about(changed(args, batch_size=size, grad_accum_steps=sequences // size))
 
     found = {}
     # From the largest micro-batch that fits without recompute on, larger ones (which replay) and
@@ -137,13 +91,15 @@ def turn_all_knobs(asked: Question) -> list[Setting]:
         best = float("inf")
         for size in way:
             here = dealt(size)
-            if here.seconds(here.planner.step(size, recompute="none")) >= best:
+            if here.seconds(here.step) >= best:
                 break  # no way is faster than without recompute
             step = here.pick()
             if step.peak > here.budget or here.seconds(step) > best:
                 break
-            best, found[size] = here.seconds(step), Setting(step, here)
-    return sorted(found.values(), key=lambda setting: (setting.seconds, setting.step.peak))
+            best = here.seconds(step)
+            policy = changed(here.args, use_activation_checkpoint=step.config.recompute)
+            found[size] = Row(here.about(policy))
+    return sorted(found.values(), key=lambda row: row.cost)
 
 
 def least(planner: Planner) -> list[str]:
@@ -161,7 +117,7 @@ def longest_for_all(asked: Question) -> Question:
 
     def cut(seq_len: int) -> Question:
         parts = {"batch_size": 1, "grad_accum_steps": tokens // seq_len}
-        return asked.about(changed(args, **with_length(args, seq_len), **parts))
+        return asked.about(changed(with_length(args, seq_len), **parts))
 
     def too_long(seq_len: int) -> bool:
         planner = cut(seq_len).planner
@@ -171,21 +127,34 @@ def longest_for_all(asked: Question) -> Question:
     return cut(lengths[n - 1]) if n else asked
 
 
-def format_settings(settings: list[Setting]) -> str:
+def format_settings(settings: list[Row]) -> str:
     """The best few, the first one marked."""
     few = settings[:SHOWN]
-    speeds = [setting.asked.tokens_per_s(setting.step) for setting in few]
     return align(
         [
-            [" <", *(">" * (setting is few[0]) for setting in few)],
-            ["a step is<", *(batch_words(setting.asked.args) for setting in few)],
-            ["policy<", *(setting.name for setting in few)],
-            ["peak>", *(format_bytes(setting.step.peak) for setting in few)],
-            ["time>", *(f"~{format_seconds(setting.seconds)}" for setting in few)],
-            ["tokens/s>", *(f"~{digits(3, speed)}" for speed in speeds)],
+            [" <", *(">" * (row is few[0]) for row in few)],
+            ["a step is<", *(batch_words(row.asked.args) for row in few)],
+            ["policy<", *(row.name for row in few)],
+            ["peak>", *(format_bytes(row.step.peak) for row in few)],
+            ["time>", *(f"~{format_seconds(row.asked.seconds(row.step))}" for row in few)],
+            ["tokens/s>", *(f"~{digits(3, row.asked.tokens_per_s(row.step))}" for row in few)],
         ]
     )
 
 
 def batch_words(args: argparse.Namespace) -> str:
     return f"{args.grad_accum_steps} x {args.batch_size} x {args.seq_len:,} tokens"
+
+
+def setting_json(row: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """`args`: what was typed."""
+    return {
+        "name": row.name,
+        "batch_size": row.step.batch_size,
+        "grad_accum_steps": row.asked.args.grad_accum_steps,
+        "seq_len": row.step.seq_len,
+        "flags": words_of(row.changes(args)),
+        "peak_bytes": row.step.peak,
+        "seconds": row.seconds,
+        "tokens_per_s": row.tokens_per_s,
+    }

@@ -35,7 +35,7 @@ from planner.operators import PRECISIONS
 from planner.record import Record
 from planner.shards import share_of
 from scripts import plan_knobs, plan_peak, plan_table, tool
-from scripts.plan_knobs import STEP, Setting
+from scripts.plan_knobs import STEP, setting_json, with_length
 from scripts.plan_table import Row, digits, recommend
 from scripts.plan_viz import write_viz
 from trainer import flags
@@ -87,17 +87,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="write the same step there, for https://pytorch.org/memory_viz")  # fmt: skip
     add("--json", type=flags.output_file, metavar="FILE", help="write the table there, in bytes")
     args = parser.parse_args(argv)
-    if args.fsdp:
-        check_fsdp(args)
-    if args.json and args.json == args.memory_viz:
-        raise UsageError(f"--json and --memory-viz: both are to be written to {args.json}")
+    check(args)
     typed = set(args.typed)
     open_init_from(args)
     args.implied = dict.fromkeys(args.typed - typed)  # what the weights say, nobody needs to type
     args.typed_policy = plan_peak.typed_policy(args) if wants_record(args) else None
     args.use_activation_checkpoint = "none"  # the rows are changes of a run without recompute
-    if args.all_knobs and args.card is None:
-        raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
     flags.fill_in(args, args.nproc_per_node or 1, is_run=False)
     args.typed -= ANSWERED | ({"compress_gradients"} if args.fsdp else set())
     return args
@@ -107,8 +102,14 @@ def wants_record(args: argparse.Namespace) -> bool:
     return args.at_peak or args.memory_viz is not None
 
 
-def check_fsdp(args: argparse.Namespace) -> None:
-    """Raises UsageError where a flag does not go with --fsdp."""
+def check(args: argparse.Namespace) -> None:
+    """Raises UsageError where flags do not go together."""
+    if args.json and args.json == args.memory_viz:
+        raise UsageError(f"--json and --memory-viz: both are to be written to {args.json}")
+    if args.all_knobs and args.card is None:
+        raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
+    if not args.fsdp:
+        return
     if args.nproc_per_node is None:
         raise UsageError("--fsdp: over how many processes? --nproc-per-node tells")
     if flags.recompute_of(args).group > 1:
@@ -211,12 +212,12 @@ def verdict(asked: Question, table: list[Row]) -> list[str]:
     if room.budget is None:
         return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]
     if taken and not taken.offloaded:
-        return [command_line(args, **taken.changes)]
+        return [command_line(args, **taken.changes(args))]
     lines, (why, knob) = [], asked.way_out()
     if taken:  # offloaded; there may be something cheaper than that
         if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
             lines = [f"or, instead of offloading, {knob.command(args)} ({knob.words})"]
-        return [*lines, command_line(args, **taken.changes)]
+        return [*lines, command_line(args, **taken.changes(args))]
     nothing = "nothing fits"
     if tight := [row for row in table if row.fits]:
         row = min(tight, key=lambda row: row.step.peak)
@@ -231,11 +232,10 @@ def verdict(asked: Question, table: list[Row]) -> list[str]:
 
 def longest_verdict(asked: Question, table: list[Row]) -> list[str]:
     """The command for the longest sequence of all rows, or what is said where none fits."""
-    args = asked.args
 
     def command(row: Row) -> str:
-        length = plan_knobs.to_type(args, plan_knobs.with_length(args, row.longest or 0))
-        return command_line(args, **length, **row.changes)
+        longer = row.asked.about(with_length(row.asked.args, row.longest or 0))
+        return command_line(asked.args, **Row(longer).changes(asked.args))
 
     # Of as long ones the cheapest, offloaded last.
     table = sorted(table, key=lambda row: (-(row.longest or 0), row.offloaded, row.cost))
@@ -251,7 +251,7 @@ def longest_verdict(asked: Question, table: list[Row]) -> list[str]:
 def as_json(
     asked: Question,
     table: list[Row],
-    settings: list[Setting],
+    settings: list[Row],
     run: dict[str, Any],
     record: Record | None,
 ) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def as_json(
         "moments_dtype": args.moments_dtype,
         "closed_form": closed_form(config, *shape, *moments),
         "rows": [row.as_json() for row in table],
-        "all_knobs": [setting.as_json(args) for setting in settings],
+        "all_knobs": [setting_json(row, args) for row in settings],
         "alive_at_peak": alive,
         "alive_at_peak_of": record and record.step.config.recompute,
     }
@@ -292,9 +292,7 @@ def make_table(asked: Question) -> list[Row]:
 
 def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
     """Print the plan; returns what goes into the JSON file. Raises UsageError or DataError."""
-    args = asked.args
-    table: list[Row] = []
-    settings: list[Setting] = []
+    args, table, settings = asked.args, list[Row](), list[Row]()
     if asked.room.budget is None or asked.state < asked.room.budget:
         if args.all_knobs:
             settings = plan_knobs.turn_all_knobs(asked)
@@ -305,18 +303,17 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
             bar.write(plan_table.format_table(table, recommend(table)) + "\n")
             if host := plan_table.describe_host(table):
                 bar.write(host + "\n")
-    record = None
+    taken, record = settings[0] if settings else recommend(table), None
     if wants_record(args):
-        record = plan_peak.record_step(asked, table, settings)
+        record = plan_peak.record_step(asked, taken)
         if args.at_peak:
             bar.write(plan_peak.format_peak(record) + "\n")
         if args.memory_viz:
             write_viz(args.memory_viz, record, asked.card, args.compile)
-    fastest = settings[0].seconds if settings else None
-    run, lines = plan_table.whole_run(asked, table, fastest)
+    run, lines = plan_table.whole_run(asked, taken)
     if settings:
         lines.append(command_line(args, **settings[0].changes(args)))
-    elif args.longest_sequence and table and table[0].longest is not None:
+    elif table and table[0].longest is not None:
         lines += longest_verdict(asked, table)
     else:
         lines += verdict(asked, table)

@@ -15,8 +15,7 @@ from typing import Any
 from memory import write
 from planner.log import Storage
 from planner.record import ALIKE, Record, code_of, group_of
-from scripts.plan_knobs import Setting
-from scripts.plan_table import Row, align, recommend
+from scripts.plan_table import Row, align
 from trainer.flags import AUTO, recompute_of
 from trainer.metrics import format_bytes
 from trainer.plan import Question
@@ -41,14 +40,13 @@ def typed_policy(args: argparse.Namespace) -> str | None:
     return write(recompute_of(args))
 
 
-def record_step(asked: Question, table: list[Row], settings: list[Setting]) -> Record:
+def record_step(asked: Question, taken: Row | None) -> Record:
     """Of the way that was typed, else of the recommended one, else (nobody knows) without
     recompute."""
-    taken, policy = recommend(table), asked.args.typed_policy
-    if policy is None and settings:
-        asked, policy = settings[0].asked, settings[0].name
-    elif policy is None:
-        policy = taken.name if taken else "none"
+    typed = asked.args.typed_policy
+    if typed is None and taken is not None:
+        asked = taken.asked
+    policy = typed or asked.config.recompute
     return asked.planner.record(asked.args.batch_size, recompute=policy)
 
 

@@ -3,16 +3,16 @@
 And how long the whole run takes then.
 """
 
+import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner import StepMemory
 from planner.choose import rungs
 from planner.formulas import recompute_cost, step_flops
 from scripts.style import policy_fields
-from trainer.flags import words_of
-from trainer.length import format_tokens, tokens_per_step
+from trainer.flags import changed, format_tokens, tokens_per_step, words_of
 from trainer.metrics import format_bytes
 from trainer.plan import Question
 
@@ -21,22 +21,33 @@ OFFLOADED = "full+offload"
 
 @dataclass(frozen=True)
 class Row:
-    """One way to recompute."""
+    """One way to run what was asked for."""
 
-    step: StepMemory
-    replayed: float  # FLOPs done twice, in units of what the step needs
-    asked: Question
-    largest_batch: int | None  # that fits with the margin; None: nobody knows
-    longest: int | None = None  # sequence, in tokens, as well; None: nobody asked
+    asked: Question  # with this way's policy; of --all-knobs, with its micro-batch as well
+    longest: int | None = None  # sequence that fits, in tokens; None: nobody asked
+
+    @property
+    def step(self) -> StepMemory:
+        return self.asked.step
 
     @property
     def name(self) -> str:
         return self.step.config.recompute
 
+    def changes(self, args: argparse.Namespace) -> dict[str, Any]:
+        """What is to be typed instead of `args`. (Positions follow --seq-len by themselves, unless
+        a model by name has its own.)"""
+        own = vars(self.asked.args)
+        names = ["batch_size", "grad_accum_steps", "seq_len"]
+        names += ["max_position_embeddings"] * bool(args.model)
+        found = {name: own[name] for name in names if own[name] != getattr(args, name)}
+        return found | {"use_activation_checkpoint": self.name}
+
     @property
-    def changes(self) -> dict[str, Any]:
-        """What is to be typed for it."""
-        return {"use_activation_checkpoint": self.name}
+    def replayed(self) -> float:
+        """FLOPs done twice, in units of what the step needs."""
+        needed, _ = step_flops(replace(self.step.config, recompute="none"), self.step.seq_len)
+        return step_flops(self.step.config, self.step.seq_len, self.asked.args.compile)[1] / needed
 
     @property
     def offloaded(self) -> bool:
@@ -56,8 +67,17 @@ class Row:
         return bool(self.fits) and self.step.peak <= self.asked.budget
 
     @property
+    def largest_batch(self) -> int | None:
+        """That fits with the margin; None: nobody knows."""
+        return None if self.asked.room.budget is None else self.asked.largest_batch
+
+    @property
     def seconds(self) -> float | None:
         return self.asked.seconds(self.step) if self.asked.card else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.asked.tokens_per_s(self.step) if self.asked.card else None
 
     @property
     def cost(self) -> tuple[float, float]:
@@ -70,7 +90,7 @@ class Row:
         step = self.step
         return {
             **policy_fields(step.config),
-            "flags": words_of(self.changes),
+            "flags": words_of({"use_activation_checkpoint": self.name}),
             "peak_bytes": step.peak,
             "at_peak": step.at_peak,
             "where": step.where,
@@ -83,26 +103,17 @@ class Row:
             "largest_batch": self.largest_batch,
             "largest_batch_safely": self.largest_batch,  # (as it was called)
             "seconds": self.seconds,
-            "tokens_per_s": self.asked.tokens_per_s(step) if self.asked.card else None,
+            "tokens_per_s": self.tokens_per_s,
             "longest_sequence_safely": self.longest,
         }
 
 
 def rows(asked: Question) -> list[Row]:
     """Every policy, and the cheapest way that fits (a row of its own if it is a mix)."""
-    planner, room, batch_size = asked.planner, asked.room, asked.args.batch_size
-    ways, taken = [*rungs(planner), OFFLOADED], asked.pick().config
+    ways, taken = [*rungs(asked.planner), OFFLOADED], asked.pick().config
     if taken.recompute not in ways:
         ways.insert(ways.index(taken.expanded.policies[0]), taken.recompute)
-    needed, _ = step_flops(planner.config, planner.seq_len)
-    table = []
-    for way in ways:
-        step, largest = planner.step(batch_size, recompute=way), None
-        if room.safe is not None:
-            largest = planner.largest_batch(room.safe, batch_size, room.host, recompute=way)
-        replayed = step_flops(step.config, planner.seq_len, asked.args.compile)[1] / needed
-        table.append(Row(step, replayed, asked, largest))
-    return table
+    return [Row(asked.about(changed(asked.args, use_activation_checkpoint=way))) for way in ways]
 
 
 def recommend(table: list[Row]) -> Row | None:
@@ -167,19 +178,10 @@ def time_columns(table: list[Row]) -> list[list[str]]:
 # ---- the whole run
 
 
-def whole_run(
-    asked: Question, table: list[Row], fastest: float | None
-) -> tuple[dict[str, Any], list[str]]:
+def whole_run(asked: Question, row: Row | None) -> tuple[dict[str, Any], list[str]]:
     """What was asked, with the step that is recommended: for the JSON file, and in words. If nobody
-    said how long, it is a billion tokens, by which runs are compared.
-
-    `fastest`: seconds of the step of --all-knobs, if there is.
-    """
-    args, of_step, about = asked.args, tokens_per_step(asked.args, asked.processes), "about"
-    seconds, lines = fastest, []
-    if fastest is None and (taken := recommend(table)) and taken.longest is None:
-        # (The command of --longest-sequence has other steps than the rows.)
-        seconds, about = taken.seconds, "more than" if taken.offloaded else "about"  # (copies)
+    said how long, it is a billion tokens, by which runs are compared."""
+    args, of_step, lines = asked.args, tokens_per_step(asked.args, asked.processes), []
     if "num_steps" in args.typed:
         steps = args.num_steps
         tokens, words = steps * of_step, f"{steps:,} steps"
@@ -190,8 +192,11 @@ def whole_run(
     if args.num_epochs is not None:
         unknown = f"how many steps --num-epochs {args.num_epochs:g} are is up to the data"
         lines.append(f"note     {unknown}, which are not read here")
-    if seconds is not None:
-        seconds *= steps
+    seconds = None
+    # (The command of --longest-sequence has other steps than the rows.)
+    if row and row.seconds is not None and row.longest is None:
+        seconds = row.seconds * steps
+        about = "more than" if row.offloaded else "about"  # (it copies)
         without = "without data, communication, evaluation"
         lines.append(f"run      {words}: {about} {format_hours(seconds)}; {without}")
     elif args.num_tokens:

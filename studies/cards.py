@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from planner import CARDS
-from scripts.plan_knobs import turn_all_knobs
+from scripts.plan_knobs import setting_json, turn_all_knobs
 from scripts.plan_memory import PROGRESS, aim
 from scripts.plan_table import digits, format_hours
 from studies.common import about, add_json, table, tool, write_json
@@ -68,7 +68,7 @@ class Plan:
             asked = self.ask(card, model, STEP)
             if batches[model]["full"] and (settings := turn_all_knobs(asked)):
                 precision = str(asked.precision).removeprefix("torch.")
-                best = {"model": model, **settings[0].as_json(asked.args)}
+                best = {"model": model, **setting_json(settings[0], asked.args)}
                 return row | {"fastest": best, "precision": precision}
         return row | {"fastest": None}
 

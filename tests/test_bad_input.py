@@ -5,7 +5,6 @@ bad_input.py and bad_snapshots.py. Most run inside this process, which is fast; 
 their own, as what libraries print on stderr by themselves shows only there.
 """
 
-import hashlib
 import re
 import signal
 import sys
@@ -33,7 +32,6 @@ from harness.runs import TINY, run
 import train_minimal
 from data import find_dataset
 
-TRAINER = ["train_minimal.py", *TINY]
 TABLES = {
     "flags": FLAGS,
     "tool": TOOLS,
@@ -74,33 +72,21 @@ def deadline():
     def ring(*_):
         raise TimeoutError
 
-    has_alarm = hasattr(signal, "SIGALRM")
-    if has_alarm:
-        signal.signal(signal.SIGALRM, ring)
-        signal.alarm(120)
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(120)
     yield
-    if has_alarm:
-        signal.alarm(0)
+    signal.alarm(0)
 
 
-def contents(folder: Path) -> dict[str, str]:
-    """What lies below `folder`: each name, and the hash of a file."""
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """What lies below `folder`."""
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.is_file()
-        else "no file"
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
     }
-
-
-def prepare(case: Case, folder: Path) -> None:
-    for name, content in case.files.items():
-        if content is None:
-            (folder / name).mkdir()
-        elif isinstance(content, bytes):
-            (folder / name).write_bytes(content)
-        else:
-            content(folder / name)
 
 
 def check(code: object, stderr: str, case: Case) -> None:
@@ -117,7 +103,13 @@ def check(code: object, stderr: str, case: Case) -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ROWS.get(name, ())) for name in CASES])
 def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     case = CASES[name]
-    prepare(case, tmp_path)
+    for file, content in case.files.items():
+        if content is None:
+            (tmp_path / file).mkdir()
+        elif isinstance(content, bytes):
+            (tmp_path / file).write_bytes(content)
+        else:
+            content(tmp_path / file)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cache = (tmp_path if "cache" in case.files else bad_snapshots.TRAINED) / "cache"
@@ -138,17 +130,9 @@ def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        ([*TRAINER, "--d-model=15"], r"--d-model \(15\) must be divisible by --n-heads \(2\)"),
-        ([*TRAINER, "--train-data=none.txt"], "--use-toy-data"),
-    ],
-    ids=["flags", "data"],
-)
-def test_bad_input_in_a_process_of_its_own(command, says, tmp_path):
+def test_bad_input_in_a_process_of_its_own(tmp_path):
     """With the exit code and the stderr that a shell sees."""
-    path = ["--checkpoint-path", str(tmp_path / "run.pt")]
-    result = run([sys.executable, *command, *path])
-    check(result.returncode, result.stderr, Case("", "", (says,)))
+    words = *TINY, "--train-data=none.txt", f"--checkpoint-path={tmp_path}/run.pt"
+    result = run([sys.executable, "train_minimal.py", *words])
+    check(result.returncode, result.stderr, Case("", "", ("--use-toy-data",)))
     assert contents(tmp_path) == {}

@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from harness.answers import room_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import Planner
+from planner import CARDS, Planner
+from trainer.card import clock_card
 from trainer.flags import UsageError, build_parser, changed, fill_in, model_config
 from trainer.knobs import FEWER, Knob, candidates, next_knob
 from trainer.metrics import format_bytes
@@ -24,7 +26,7 @@ SHAPE = (
     "--batch-size 12 --no-amp --device cpu"
 )
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-GIB = 2**30
+GIB, H100 = 2**30, CARDS["H100"]
 
 
 def parse(flags: str) -> argparse.Namespace:
@@ -159,38 +161,34 @@ def test_the_first_that_fits_is_taken(flags, device, share, processes):
     if fitting:
         assert knob == fitting[0]
     elif knob:
-        whom = asked.sharded() if knob.trainer else asked
-        then = whom.about(knob.change(args))
+        then = asked.turned(knob)
         assert then.peak <= asked.budget and then.config.expanded.group < 3
         assert knob.trainer or knob.flags.keys() & STATE and then.state < asked.state
         assert not (knob.trainer and then.args.compress_gradients)
-
-
-def told(flags: str, gib: float, policy: str = "full") -> tuple[str, MadeUp]:
-    args = parse(f"{flags} --use-activation-checkpoint {policy}")
-    asked = MadeUp(args, 50257, GPU, torch.bfloat16, room_for(gib * GIB))
-    knob = nearest(asked)
-    return knob.command(args) if knob else "", asked
 
 
 def test_a_smaller_state_before_a_smaller_model():
     """By how much they change the training; and a run that is half done keeps its optimizer. The
     planner is asked about no model that cannot be."""
     muon, half, one = "--optimizer muon", "--moments-dtype bfloat16", "--batch-size 1 --seq-len 8"
-    for flags, gib, knob in (
-        ("", 20, half),
-        ("--resume", 20, half),
-        ("", 17, f"{muon} {half}"),
-        (half, 15, muon),
-        (muon, 15, half),
-        ("", 14, "--model gpt2-large"),
-        ("--resume", 15, "--model gpt2-large"),
-    ):
-        found, asked = told(f"--model gpt2-xl {one} {flags}", gib)
-        assert found == knob and asked.made["asked"] == {36 if "large" in knob else 48}
+    xl = f"--model gpt2-xl {one}"
     typed = f"--n-layers 48 --d-model 1600 --n-heads 25 --d-ff 6400 {one}"
-    small = "--n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072"
-    assert told(typed, 3)[0] == small and told(typed, 1)[0] == ""
+    for flags, gib, wanted, layers in (
+        (xl, 20, half, 48),
+        (f"{xl} --resume", 20, half, 48),
+        (xl, 17, f"{muon} {half}", 48),
+        (f"{xl} {half}", 15, muon, 48),
+        (f"{xl} {muon}", 15, half, 48),
+        (xl, 14, "--model gpt2-large", 36),
+        (f"{xl} --resume", 15, "--model gpt2-large", 36),
+        (typed, 3, "--n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072", 12),
+        (typed, 1, "", None),
+    ):
+        args = parse(f"{flags} --use-activation-checkpoint full")
+        asked = MadeUp(args, 50257, GPU, torch.bfloat16, room_for(gib * GIB))
+        knob = nearest(asked)
+        assert (knob.command(args) if knob else "") == wanted
+        assert asked.made.get("asked", {None}) == {layers}
 
 
 def test_the_planner_is_asked():
@@ -211,8 +209,6 @@ def test_a_shorter_sequence_needs_fewer_positions():
     for flags, positions in (("", 2048), ("--max-position-embeddings 5000", 5000)):
         args = parse(f"--seq-len 4096 {flags}")
         assert Knob({"seq_len": 2048}).change(args).max_position_embeddings == positions
-    muon, adamw = (parse(f"--seq-len 8 --optimizer {name}").lr for name in ("muon", "adamw"))
-    assert muon == 2 * adamw  # another flag that stands for more than itself
 
 
 # ---- before a run starts
@@ -313,3 +309,45 @@ def test_what_the_state_settles_is_not_simulated(machine, monkeypatch):
     machine(1000, 1000)
     with pytest.raises(TooLarge, match="AdamW's state alone take .*: try a smaller --d-model"):
         words()
+
+
+# ---- whose clock tells what is fastest
+
+AUTO_1GIB = "--use-activation-checkpoint auto --memory-budget 1GiB"
+FITS = "that fits in 921.6 MiB (1.0 GiB less a margin of a tenth)"
+
+
+def test_auto_goes_by_the_clock_of_a_card(machine):
+    machine(GIB, GIB)
+    least, fastest = (words(f"{AUTO_1GIB} {card}").splitlines()[0] for card in ("", "--card h100"))
+    assert least == f"auto takes none: the least {FITS}"
+    assert fastest == f"auto takes none: the least time (predicted for H100) {FITS}"
+
+
+def test_all_processes_go_by_the_clock_of_the_first(machine, monkeypatch):
+    machine(GIB, GIB)
+    monkeypatch.setattr("trainer.card.this_machine", lambda *what: pytest.fail("measured"))
+    process = OneProcess(CPU)
+    process.exchange = lambda mine: [GIB if isinstance(mine, int) else H100, mine]
+    process.by_first = lambda act: None  # it is not for this one to do
+    args = parse(f"{SHAPE} {AUTO_1GIB} --card this-machine")
+    said = plan_memory(args, process, model_config(args, 61), torch.float32).words
+    assert f"the least time (predicted for H100) {FITS}" in said
+
+
+def test_a_gpu_is_known_by_its_name(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    mine = "--card this-machine --d-model 96 --n-heads 3 --seq-len 80"
+    auto = "--use-activation-checkpoint auto"
+    nothing, tf32, t4, mine = (
+        parse(f"{auto} {flags}") for flags in ("", "--tf32", "--card T4 --tf32", mine)
+    )
+    there = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=H100.memory)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: there)
+    monkeypatch.setattr("trainer.card.this_machine", lambda *what: what)
+    assert clock_card(nothing, gpu) == H100
+    assert clock_card(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
+    assert clock_card(t4, gpu) == clock_card(t4, CPU) == CARDS["T4"]  # which has no TF32
+    assert clock_card(mine, gpu) == (gpu, 80, 32)  # measured at the shape of its attention
+    there.name = "NVIDIA GeForce 8800 GTX"
+    assert clock_card(nothing, gpu) is None is clock_card(nothing, CPU)

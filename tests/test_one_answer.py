@@ -1,9 +1,8 @@
 """Six questions (a card, a model, a batch) to all who answer them: they say the same."""
 
 import json
-import shlex
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,9 @@ from tqdm import tqdm
 from planner import CARDS, Planner
 from planner.choose import all_alike
 from scripts import memory_page, plan_memory
-from trainer import plan
-from trainer.flags import UsageError, build_parser, changed, fill_in, model_config, words_of
+from trainer.flags import UsageError, build_parser, fill_in, model_config, words_of
+from trainer.plan import Question
+from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
 from trainer.room import Room
 
@@ -25,61 +25,48 @@ MODELS = {"flat": ("RTX 3060 12GB", 3, 512, 8, 48), "deep": ("H100", 8, 128, 4, 
 SHARES = {"flat": (-0.04, 0.4, 1.0), "deep": (0.01, 0.1, 0.5)}
 
 
-def flags_of(model: str) -> str:
-    _, layers, width, heads, batch = MODELS[model]
+def flags_of(model: str, share: float | None = None) -> str:
+    """With a budget that has this room for tensors; None: no budget, no card."""
+    card, layers, width, heads, batch = MODELS[model]
     shape = f"--n-layers {layers} --d-model {width} --n-heads {heads} --batch-size {batch}"
-    return f"{shape} --seq-len 256 --tokenizer-name bpe --vocab-size 4096 --dropout 0"
+    shape += " --seq-len 256 --tokenizer-name bpe --vocab-size 4096 --dropout 0"
+    if share is None:
+        return shape
+    return f"{shape} --memory-budget {budget_of(model, share)}b --card {card.replace(' ', '-')}"
 
 
-@dataclass(frozen=True)
-class Question:
-    model: str
-    share: float
-
-    @property
-    def card(self) -> str:
-        return MODELS[self.model][0]
-
-    @property
-    def flags(self) -> list[str]:
-        budget = f"--memory-budget {budget_of(self.model, self.share)}b"
-        return f"{flags_of(self.model)} {budget} --card {self.card.replace(' ', '-')}".split()
-
-    @property
-    def args(self):
-        """A trainer's, with auto."""
-        flags = [*self.flags, "--use-activation-checkpoint", "auto"]
-        return fill_in(build_parser("test", "x.pt").parse_args(flags))
+def parse(flags: str):
+    """As a trainer does."""
+    return fill_in(build_parser("test", "x.pt").parse_args(flags.split()))
 
 
-def of_card(model: str, args) -> plan.Question:
+def of_card(model: str, args) -> Question:
     """To the planner itself."""
     card, gpu = CARDS[MODELS[model][0]], torch.device("cuda")
-    return plan.Question(args, 4096, gpu, torch.bfloat16, card=card)
+    return Question(args, 4096, gpu, torch.bfloat16, card=card)
 
 
 @cache
 def budget_of(model: str, share: float) -> int:
-    """What has this room for tensors."""
-    args = fill_in(build_parser("test", "x.pt").parse_args(flags_of(model).split()))
+    args = parse(flags_of(model))
     peaks = [step.peak for step in all_alike(of_card(model, args).planner, args.batch_size)]
     safe = min(peaks) + share * (peaks[0] - min(peaks))
     return int(safe / 0.75) + 2
 
 
-def of_plan_memory(flags: list[str], folder) -> str | None:
+def of_plan_memory(flags: str, folder) -> str | None:
     path = folder / "plan.json"
-    assert plan_memory.main([*flags, "--json", str(path)]) == 0
+    assert plan_memory.main([*flags.split(), "--json", str(path)]) == 0
     return json.loads(path.read_text())["takes"]
 
 
-def of_auto(question: Question, monkeypatch) -> str | None:
+def of_auto(flags: str, monkeypatch) -> str | None:
     monkeypatch.setattr("trainer.plan.total_memory", lambda device: 2**60)
     monkeypatch.setattr("trainer.room.free_memory", lambda device: 2**60)
-    args = question.args
+    args = parse(f"{flags} --use-activation-checkpoint auto")
     process = OneProcess(torch.device("cuda"))
     try:
-        config, words, _ = plan.plan_memory(args, process, model_config(args, 4096), torch.bfloat16)
+        config, words, _ = plan_run(args, process, model_config(args, 4096), torch.bfloat16)
     except UsageError:
         return None
     assert words.startswith(f"auto takes {config.recompute}: ")
@@ -96,25 +83,24 @@ def ways_on_the_page(model: str) -> list:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Planner, "record", record)
         patch.setattr(memory_page, "step_data", lambda *_: None)
-        args = memory_page.parse(Question(model, 1.0).flags)
+        args = memory_page.parse(flags_of(model, 1.0).split())
         return memory_page.page_data(args, tqdm(disable=True))["ways"]
 
 
-def of_the_page(question: Question) -> str | None:
-    room = memory_page.ask(memory_page.parse(question.flags)).room
-    fitting = [name for peak, _, name, _ in ways_on_the_page(question.model) if peak <= room.safe]
-    return fitting[0] if fitting else None
+def of_the_page(model: str, flags: str) -> str | None:
+    room = memory_page.ask(memory_page.parse(flags.split())).room
+    fitting = (name for peak, _, name, _ in ways_on_the_page(model) if peak <= room.safe)
+    return next(fitting, None)
 
 
-def of_the_calculator(question: Question, request) -> tuple[str | None, str]:
+def of_the_calculator(model: str, budget: int, request) -> tuple[str | None, str]:
     """(none, auto, or None; what it says is to be run)"""
-    _, layers, width, heads, batch = MODELS[question.model]
+    card, layers, width, heads, batch = MODELS[model]
     state = {"layers": layers, "blocks": layers, "width": width, "heads": heads, "batch": batch}
-    state |= {"mlp": 4 * width, "length": 256, "vocabulary": 4096, "card": question.card}
-    gib = budget_of(question.model, question.share) / 2**30
+    state |= {"mlp": 4 * width, "length": 256, "vocabulary": 4096, "card": card}
     run = "runCommand({...s, policy: advice(s)})"
     shown = f"((s) => [advice(s), {run}])({{...SMALL, ...x[0]}})"
-    return evaluate(f"(CARDS[x[0].card] = x[1], {shown})", [state, gib], request)
+    return evaluate(f"(CARDS[x[0].card] = x[1], {shown})", [state, budget / 2**30], request)
 
 
 QUESTIONS = [("flat", share) for share in SHARES["flat"]]
@@ -123,26 +109,24 @@ QUESTIONS += [pytest.param("deep", share, marks=pytest.mark.slow) for share in S
 
 @pytest.mark.parametrize(("model", "share"), QUESTIONS)
 def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
-    question = Question(model, share)
-    ask = partial(of_plan_memory, folder=tmp_path)
-    takes = ask(question.flags)
+    flags, budget = flags_of(model, share), budget_of(model, share)
+    takes = of_plan_memory(flags, tmp_path)
     answer = None if takes and "offload" in takes else takes
     assert (answer is None) == (share < 0) and (answer == "none") == (share == 1)
-    assert of_auto(question, monkeypatch) == answer
-    assert of_the_page(question) == answer
+    assert of_auto(flags, monkeypatch) == answer
+    assert of_the_page(model, flags) == answer
 
-    advice, command = of_the_calculator(question, request)
+    args = parse(flags_of(model))
+    advice, command = of_the_calculator(model, budget, request)
     assert advice == (answer if answer in ("none", None) else "auto")
     if answer:
-        run = fill_in(build_parser("test", "x.pt").parse_args(shlex.split(command)[2:]))
+        run = parse(command.partition("train_minimal.py ")[2])
         assert run.use_activation_checkpoint == advice
         for flag in ("n_layers", "d_model", "batch_size", "seq_len", "vocab_size", "dropout"):
-            assert getattr(run, flag) == getattr(question.args, flag)
+            assert getattr(run, flag) == getattr(args, flag)
 
     if answer != "none":
-        args = changed(question.args, use_activation_checkpoint="none")
-        room = Room(budget_of(model, share), "cuda")
-        _, knob = replace(of_card(model, args), room=room).way_out()
+        _, knob = replace(of_card(model, args), room=Room(budget, "cuda")).way_out()
         told = model_config(knob.change(args), 4096).recompute
-        assert told == ask([*question.flags, *words_of(knob.flags)])
+        assert told == of_plan_memory(f"{flags} {' '.join(words_of(knob.flags))}", tmp_path)
         assert (told == answer) == (answer is not None)

@@ -24,8 +24,8 @@ from planner import CARDS, KINDS, Planner
 from planner.clock import seconds_of_each
 from planner.record import Record, code_of
 from scripts import plan_memory
-from scripts.plan_knobs import Setting
 from scripts.plan_peak import COLUMNS, LINES, at_peak, format_peak, record_step
+from scripts.plan_table import Row
 from scripts.plan_viz import ALIGNMENT, BASE, FirstFit, snapshot
 from trainer.flags import changed
 from trainer.metrics import format_bytes
@@ -115,10 +115,10 @@ def test_the_largest_groups_in_a_few_lines_of_any_terminal(columns, most):
 SHAPE = f"{answers.SHAPE} --batch-size 8 --device cpu"
 
 
-def listed(flags: str, settings=(), shape: str = SHAPE) -> Record:
+def listed(flags: str, taken: Row | None = None, shape: str = SHAPE) -> Record:
     """What --at-peak would list below what --all-knobs found."""
     asked, _ = plan_memory.aim(f"{shape} --at-peak {flags}".split())
-    return record_step(asked, [], list(settings))
+    return record_step(asked, taken)
 
 
 def test_the_document_shows_what_is_listed():
@@ -184,11 +184,10 @@ def test_with_all_knobs_it_is_the_fastest_setting():
     flags = "--card=H100 --device cuda --batch-size=4 --grad-accum-steps=2"
     asked, _ = plan_memory.aim(f"{SHAPE} {flags}".split())
     way = {"batch_size": 1, "grad_accum_steps": 4, "seq_len": 64, "max_position_embeddings": 64}
-    longer = asked.about(changed(asked.args, **way))
-    step = longer.planner.step(1, recompute="full")
-    plain, found = listed(flags), listed(flags, [Setting(step, longer)])
+    longer = asked.about(changed(asked.args, use_activation_checkpoint="full", **way))
+    plain, found = listed(flags), listed(flags, Row(longer))
     assert (plain.step.batch_size, plain.step.config.recompute) == (4, "none")
-    assert (found.step.batch_size, found.step.peak) == (1, step.peak)
+    assert (found.step.batch_size, found.step.peak) == (1, longer.step.peak)
     assert found.step.seq_len == found.step.config.max_position_embeddings == 64
     assert any(storage.kind == "gradients" for storage in found.alive(0))  # it accumulates
 

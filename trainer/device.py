@@ -8,12 +8,17 @@ import torch
 from .flags import UsageError
 
 
+def is_here(kind: str) -> bool:
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    return kind != "cuda" or torch.cuda.is_available()
+
+
 def choose_device(name: str) -> torch.device:
     """The device that --device names. Raises UsageError if it is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
-        name = next((device for device in there if there[device]), "cpu")
-    if not there.get(name, True):
+        name = next(kind for kind in ("cuda", "mps", "cpu") if is_here(kind))
+    if not is_here(name):
         raise UsageError(f"--device {name}: torch {torch.__version__} finds none; try --device cpu")
     return torch.device(name)
 

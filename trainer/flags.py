@@ -20,7 +20,6 @@ from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
 from . import older
 from .card import card_name
-from .length import LENGTHS, format_tokens, token_count, tokens_per_step
 
 
 class UsageError(ValueError):
@@ -41,6 +40,8 @@ SHAPES: dict[str, dict[str, int]] = {
 MOST = 10**9
 MOST_LAYERS = 10**4
 AUTO = ("auto", "auto+offload")  # a run finds its policy by itself
+LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # each says it alone
+TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -76,21 +77,16 @@ class TrainerParser(OneLineParser):
         untyped = object()
         names = [action.dest for action in self._actions if action.dest != "help"]
         parsed = super().parse_args(args, InOrder(**dict.fromkeys(names, untyped)))
-        found = {name: vars(parsed).pop(name, untyped) for name in older.OLDER}
-        before = {name: value for name, value in found.items() if value is not untyped}
-        names = [name for name in names if name not in found]
-        typed = {name for name in names if getattr(parsed, name) is not untyped}
-        defaults = {name: self.get_default(name) for name in names if name not in typed}
-        if parsed.model in SHAPES:
-            shape = SHAPES[parsed.model]
-            named: dict[str, Any] = {"seq_len": 1024, "max_position_embeddings": 1024, **shape}
-            if parsed.use_toy_data is untyped:
-                named["tokenizer_name"] = "gpt2"
-            defaults |= {name: named[name] for name in named.keys() & defaults.keys()}
-            typed |= shape.keys()
-        for name, value in defaults.items():
-            setattr(parsed, name, value)
-        parsed.typed = typed
+        typed = {name: value for name, value in vars(parsed).items() if value is not untyped}
+        before = {name: typed.pop(name) for name in older.OLDER if name in typed}
+        shape = SHAPES.get(typed.get("model", ""), {})
+        defaults = {name: self.get_default(name) for name in names if name not in older.OLDER}
+        if shape:
+            defaults |= {"seq_len": 1024, "max_position_embeddings": 1024, **shape}
+        if shape and "use_toy_data" not in typed:
+            defaults["tokenizer_name"] = "gpt2"
+        others = {name: value for name, value in defaults.items() if name not in typed}
+        parsed = argparse.Namespace(**typed, **others, typed=typed.keys() | shape.keys())
         if before:
             self.take_older(parsed, before)
         return parsed
@@ -100,8 +96,6 @@ class TrainerParser(OneLineParser):
         if parsed.resume and "use_activation_checkpoint" not in parsed.typed:
             parsed.older = before  # they change the snapshot's policy: see resume.take_flags
             return
-        if wrong := older.check_older(parsed.use_activation_checkpoint, before):
-            self.error(wrong)
         parsed.use_activation_checkpoint = older.join(parsed.use_activation_checkpoint, before)
         parsed.typed.add("use_activation_checkpoint")
         try:
@@ -213,6 +207,26 @@ def byte_count(text: str) -> int:
             f"in 8GiB, not {text[:40]!r}"
         )
     return int(count)
+
+
+def token_count(text: str) -> int:
+    """An argparse type: "1B", "1.5B", "300M", "1e9" or plain digits -> tokens."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", text.strip().lower())
+    count = Fraction(match[1]) * TOKENS[match[2]] if match else Fraction(0)
+    if count.denominator > 1 or not 1 <= count <= 10**15:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of tokens up to 1000T, as in 300M, 1.5B or 1e9, "
+            f"not {text[:40]!r}"
+        )
+    return int(count)
+
+
+def format_tokens(count: int) -> str:
+    """1,500,000,000 -> "1.5B"; in full, if it is not that round."""
+    for letter, unit in reversed(TOKENS.items()):
+        if unit > 1 and count >= unit and count * 100 % unit == 0:
+            return f"{count / unit:,.10g}{letter.upper()}"
+    return f"{count:,}"
 
 
 # How a number is written that has a unit.
@@ -387,6 +401,11 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     return parser
 
 
+def tokens_per_step(args: argparse.Namespace, processes: int) -> int:
+    """Of all micro-batches of all processes."""
+    return int(args.batch_size * args.seq_len * args.grad_accum_steps * processes)
+
+
 def fill_in(
     args: argparse.Namespace, processes: int = 1, is_run: bool = True
 ) -> argparse.Namespace:
@@ -461,17 +480,11 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
             f"--seq-len {args.seq_len} is above --max-position-embeddings "
             f"{args.max_position_embeddings}: raise the latter, or leave it out"
         )
+    own = vars(args) | {
+        "vocab_size": vocab_size,
+        "recompute": args.use_activation_checkpoint.replace("auto", "full"),
+    }
     try:
-        return MiniGPTConfig(
-            vocab_size=vocab_size,
-            max_position_embeddings=args.max_position_embeddings,
-            n_layers=args.n_layers,
-            n_heads=args.n_heads,
-            d_model=args.d_model,
-            d_ff=args.d_ff,
-            dropout=args.dropout,
-            recompute=args.use_activation_checkpoint.replace("auto", "full"),
-            loss_chunks=args.loss_chunks,
-        )
+        return MiniGPTConfig(**{field.name: own[field.name] for field in fields(MiniGPTConfig)})
     except ValueError as error:
         raise UsageError(flags_for_fields(str(error))) from None

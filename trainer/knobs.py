@@ -39,10 +39,6 @@ class Knob:
         words = [self.trainer] * bool(self.trainer) + words_of(self.flags)
         return " ".join(words) + (f" without {' '.join(without)}" if without else "")
 
-    def beside(self, other: "Knob") -> "Knob":
-        """Both, at the cost of this one."""
-        return replace(self, flags=self.flags | other.flags, words=self.words or other.words)
-
     def with_policy(self, args: Flags, policy: str) -> "Knob":
         """The same, but for the way to recompute."""
         found = policy_flags(args, policy)
@@ -134,7 +130,7 @@ def shards(args: Flags) -> Iterator[Knob]:
     dealt = Knob(kept, "the processes hold the model between them", "train_fsdp.py")
     yield dealt
     for knob in less_moments(args):
-        yield replace(dealt.beside(knob), words=f"{dealt.words}; {knob.words}")
+        yield Knob(kept | knob.flags, f"{dealt.words}; {knob.words}", dealt.trainer)
 
 
 def next_knob(args: Flags, device: torch.device | None, way_back: str | None) -> str:

@@ -1,6 +1,7 @@
 """What the tensors of a step really take, beside what was predicted: one line early in a run."""
 
 import weakref
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -73,35 +74,30 @@ class MeasuringClock(StepClock):
         super().__init__()
         self.process, self.model, self.optimizer = process, model, optimizer
         self.predicted, self.storages = predicted, LiveStorages()
-        self.looking = False
+        self.looking = ExitStack()
 
     def begin(self, phase: str) -> None:
         super().begin(phase)
-        if phase == "forward" and self.steps == STEP - 1 and self.sees_all():
+        first = phase == "forward" and self.steps == STEP - 1 and not self.storages.peak
+        if first and self.predicted and self.sees_all():
             weights = [*self.model.parameters()]
             there = [weight.grad for weight in weights], [*self.optimizer.state.values()]
             self.storages.look_at(weights, there)
-            self.storages.__enter__()
-            self.looking = True
+            self.looking.enter_context(self.storages)
 
     def sees_all(self) -> bool:
         """Not of compiled blocks, which would not run as such under a mode; nor of shards, which
-        are gathered where no mode looks. (Once a step, and only where there is what to compare.)"""
+        are gathered where no mode looks."""
         on_cpu, whole = self.process.device.type == "cpu", self.process.shards == 1
-        compiled = self.model.token_embedding.compiled
-        return bool(self.predicted) and on_cpu and whole and not compiled and not self.looking
+        return on_cpu and whole and not self.model.token_embedding.compiled
 
     def end_step(self) -> None:
         super().end_step()
-        if self.looking:
-            self.stop_looking()
+        self.looking.close()
+        if self.steps == STEP and self.storages.peak:
             self.say(self.storages.peak, "of tensors")
         elif self.steps == STEP and self.process.device.type == "cuda":
             self.say(memory_used(self.process.device)["peak_memory_bytes"] or 0, "allocated")
-
-    def stop_looking(self) -> None:
-        self.looking = False
-        self.storages.__exit__(None, None, None)
 
     def say(self, peak: int, what: str) -> None:
         if self.predicted:
@@ -112,6 +108,5 @@ class MeasuringClock(StepClock):
             self.process.say(words)
 
     def __exit__(self, *exception: object) -> None:
-        if self.looking:  # something went wrong in that step
-            self.stop_looking()
+        self.looking.close()  # (still open if something went wrong in that step)
         super().__exit__(*exception)

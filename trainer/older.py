@@ -35,17 +35,6 @@ def parts_of(policy: str) -> tuple[str, ...]:
     return match.groups("") if match else ()
 
 
-def check_older(policy: str, older: Mapping[str, object]) -> str | None:
-    """What is wrong with older flags beside a policy string that was typed."""
-    for (name, (_, default)), said in zip(OLDER.items(), parts_of(policy)[1:], strict=True):
-        flag, chosen = "--" + name.replace("_", "-"), name != "offload_activations"
-        if name in older and said:
-            return f"{flag}: --use-activation-checkpoint {policy} says it, too: leave one out"
-        if policy == "auto" and chosen and str(older.get(name, default)) != str(default):
-            return f"{flag}: --use-activation-checkpoint auto chooses it: leave it out"
-    return None
-
-
 def translate(state: dict[str, Any]) -> dict[str, Any]:
     """A snapshot, its `config` and `args` spelled as they are spelled now."""
     for fields, name in (("config", "recompute"), ("args", "use_activation_checkpoint")):

@@ -21,7 +21,7 @@ from planner.formulas import count_parameters, state_bytes
 from planner.shards import share_of
 
 from .card import THIS_MACHINE, clock_card, device_type, measured_card
-from .device import choose_device, choose_precision, set_matmul_precision
+from .device import choose_device, choose_precision, is_here, set_matmul_precision
 from .flags import AUTO, UsageError, changed, model_config, recompute_of
 from .knobs import Knob, candidates, less_moments, settings, shards, smaller_models
 from .knobs import next_knob as next_knob  # endings.py takes it from here
@@ -83,7 +83,11 @@ class Question:
 
     def sharded(self) -> "Question":
         """Of one of the processes, if they held one model between them."""
-        return replace(self, ddp=False, shards=self.processes, made={})
+        return replace(self, ddp=False, shards=self.processes)
+
+    def turned(self, knob: Knob) -> "Question":
+        """The same after this change."""
+        return (self.sharded() if knob.trainer else self).about(knob.change(self.args))
 
     @property
     def config(self) -> MiniGPTConfig:
@@ -94,7 +98,7 @@ class Question:
         """The same one for all flags that differ in batch size and recompute only."""
         args, config = self.args, self.config
         state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1
-        key = replace(config, recompute="none"), args.seq_len, state
+        key = replace(config, recompute="none"), args.seq_len, state, self.ddp, self.shards
         if key not in self.made:
             self.watch()
             planner = make_planner(args, config, self.device, self.precision, self.ddp, self.shards)
@@ -156,11 +160,9 @@ class Question:
             )
         knob = nearest(self)
         if knob and not is_auto:
-            then = knob.change(self.args)
-            if not recompute_of(then).offload:
-                of_whom = self.sharded() if knob.trainer else self
-                found = of_whom.about(then).pick().config.recompute
-                knob = knob.with_policy(self.args, found)
+            then = self.turned(knob)
+            if not then.config.expanded.offload:
+                knob = knob.with_policy(self.args, then.pick().config.recompute)
         return why, knob
 
     def seconds(self, step: StepMemory) -> float:
@@ -178,28 +180,22 @@ class Question:
 
 def nearest(question: Question) -> Knob | None:
     """The least change to its flags with which a step fits, if there is one."""
-    for knob, whom in changes(question):
-        if whom.about(knob.change(question.args)).fits:
-            return knob
-    return None
+    return next((knob for knob in changes(question) if question.turned(knob).fits), None)
 
 
-def changes(question: Question) -> Iterator[tuple[Knob, Question]]:
+def changes(question: Question) -> Iterator[Knob]:
     """First what leaves the training what it is; then that as well where several processes share
-    one model, with less moments, or in a smaller model. Each beside whom to ask."""
+    one model, with less moments, or in a smaller model."""
     args, kind = question.args, question.device.type
     groups = question.shards == 1 and args.n_layers > 1
-    for knob in candidates(args, kind, lambda then: question.about(then).largest_batch, groups):
-        yield knob, question
-    bases = []
-    if question.ddp and question.processes > 1:
-        bases = [(base, question.sharded()) for base in shards(args)]
+    yield from candidates(args, kind, lambda then: question.about(then).largest_batch, groups)
+    bases = list(shards(args)) if question.ddp and question.processes > 1 else []
     for base in (*less_moments(args), *smaller_models(args)):
-        if question.about(base.change(args)).state < question.state:
-            bases.append((base, question))
-    for base, whom in bases:
+        if question.turned(base).state < question.state:
+            bases.append(base)
+    for base in bases:
         for knob in (Knob({}), *candidates(base.change(args), kind)):
-            yield base.beside(knob), whom
+            yield replace(base, flags=base.flags | knob.flags)
 
 
 def step_seconds(
@@ -222,25 +218,24 @@ def ask(args: argparse.Namespace, processes: int | None = None, sharded: bool = 
     has free. `processes`: of train_ddp.py, or `sharded`, of train_fsdp.py, on one machine.
     Raises UsageError or DataError.
     """
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    card, n = None, processes or 1
+    n, card, kind, budget = processes or 1, None, args.device, args.memory_budget
+    native: bool | None = None  # has it bfloat16?
     if args.card not in (None, THIS_MACHINE):
         card = clock_card(args, torch.device("cpu"))  # (known by its name, wherever this runs)
         assert card
-        room = card_room(args, card)
-        device = torch.device(room.device_type)
-        _, bfloat16, float16 = card.flops  # before Ampere there is no bfloat16
-        precision = choose_precision(args, device, native=bfloat16 >= float16)
-    elif there.get(args.device, True):
-        device = choose_device(args.device)
-        precision = choose_precision(args, device)
-        room = room_on(device, args.memory_budget, n if device.type == "cpu" else 1, here=n)
+        check_card(args, card)
+        kind, budget = device_type(card), budget or card.memory
+        _, bfloat16, float16 = card.flops
+        native = bfloat16 >= float16  # (not before Ampere)
+    elif not is_here(kind) and args.card is None:
+        native = True
+    if native is None:
+        device = choose_device(kind)
+        room = room_on(device, budget, n if device.type == "cpu" else 1, here=n)
     else:
-        device = torch.device(args.device)
-        precision = choose_precision(args, device, native=True)
-        room = Room(args.memory_budget, device.type)
+        device, room = torch.device(kind), Room(budget, kind)
+    precision = choose_precision(args, device, native)
     if args.card == THIS_MACHINE:
-        device = choose_device(args.device)
         if device.type == "cpu" and n > 1:
             raise UsageError(
                 f"--card {THIS_MACHINE} measures one process, and {n} would share the CPU: leave "
@@ -252,10 +247,9 @@ def ask(args: argparse.Namespace, processes: int | None = None, sharded: bool = 
     return Question(args, vocabulary(args), device, precision, room, card, ddp, n, shards)
 
 
-def card_room(args: argparse.Namespace, card: Card) -> Room:
-    """The memory of a card of the table. Raises UsageError where --device or --memory-budget
-    contradict it."""
-    kind, budget = device_type(card), args.memory_budget or card.memory
+def check_card(args: argparse.Namespace, card: Card) -> None:
+    """Raises UsageError where --device or --memory-budget contradict a card of the table."""
+    kind, budget = device_type(card), args.memory_budget or 0
     if args.device not in ("auto", kind):
         raise UsageError(f"--device {args.device}: {card.name} is {kind}; leave --device out")
     if budget > card.memory and kind == "cuda":  # (Apple sells each chip with more memory, too)
@@ -263,7 +257,6 @@ def card_room(args: argparse.Namespace, card: Card) -> Room:
             f"--memory-budget {format_bytes(budget)} is more than the {format_bytes(card.memory)} "
             f"of {card.name}: leave it out, or name another --card"
         )
-    return Room(budget, kind)
 
 
 def vocabulary(args: argparse.Namespace) -> int:
@@ -318,17 +311,9 @@ def plan_memory(
         free = room_on(process.device, None, *processes)
     except UsageError:  # nobody knows
         free = Room(None, process.device.type)
-    question = Question(
-        args,
-        config.vocab_size,
-        process.device,
-        precision,
-        free,
-        card,
-        process.keeps_gradients,
-        process.world_size,
-        process.shards,
-    )
+    n, shards, ddp = process.world_size, process.shards, process.keeps_gradients
+    what = args, config.vocab_size, process.device, precision, free, card
+    question = Question(*what, ddp=ddp, processes=n, shards=shards)
     words = ""
     if args.use_activation_checkpoint in AUTO:
         mine = room_on(process.device, args.memory_budget, *processes)

@@ -14,7 +14,7 @@ from torch import Tensor
 from model import MiniGPTConfig
 
 from .claim import files_of, name_aside
-from .length import tokens_per_step
+from .flags import tokens_per_step
 from .metrics import format_bytes, format_line, format_time, memory_used, perplexity
 from .pretrained import Pretrained
 from .resume import changes, data_changed

@@ -9,8 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from .flags import SHAPES, as_argv, build_parser, flag
-from .length import LENGTHS
+from .flags import LENGTHS, SHAPES, as_argv, build_parser, flag
 from .older import join
 from .optimizer import restore_optimizer
 from .snapshot import Resumed, SnapshotError, State, beside, is_second, peek, read_snapshot

@@ -177,10 +177,9 @@ def agree(
 def held(resumed: Resumed | None) -> int:
     """Bytes of CPU memory that the snapshot has until it is restored: a step does not need them
     twice."""
-    if resumed is None:
-        return 0
-    tensors = [leaf for leaf in tree_leaves(resumed.state) if torch.is_tensor(leaf)]
-    return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)
+    leaves = [] if resumed is None else tree_leaves(resumed.state)
+    tensors = [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.layout == torch.strided]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def start_log(run: Run, next_rate: float) -> None:
@@ -260,10 +259,8 @@ def plain_flags(args: argparse.Namespace) -> dict[str, Any]:
     flags = {name: v for name, v in vars(args).items() if name not in ("typed", "profile")}
     flags["checkpoint_path"] = str(args.checkpoint_path)
     for name in ("train_data", "val_data"):
-        if flags[name] is not None:
-            flags[name] = [os.path.abspath(path) for path in flags[name]]
-    if args.init_from is not None:
-        flags["init_from"] = os.path.abspath(args.init_from)
+        flags[name] = flags[name] and [os.path.abspath(path) for path in flags[name]]
+    flags["init_from"] = args.init_from and os.path.abspath(args.init_from)
     return flags
 
 
@@ -277,15 +274,13 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
     if resumed.path != args.checkpoint_path and process.rank == 0:
         take_place(resumed.path, args.checkpoint_path)
     # The snapshot was written before its step was evaluated and logged. Was that still done?
-    logged = None
-    if process.rank == 0:
-        logged = logged_at(run.step, beside(args.checkpoint_path, ".metrics.jsonl"))
-        run.best_val_loss = min(run.best_val_loss, (logged or {}).get("val_loss") or math.inf)
-    # Process 0 alone has the log, and all must agree on what is the best.
-    (run.best_val_loss,) = process.sum([run.best_val_loss if process.rank == 0 else 0.0])
-    (unlogged,) = process.largest([process.rank == 0 and logged is None])
-    if unlogged:
+    # Process 0 alone has the log.
+    log = beside(args.checkpoint_path, ".metrics.jsonl")
+    logged = process.exchange(process.by_first(lambda: logged_at(run.step, log)))[0]
+    if logged is None:
         run.unreported = dict(record)
+    else:
+        run.best_val_loss = min(run.best_val_loss, logged.get("val_loss") or math.inf)
     saved = resumed.state["args"]
     if any(saved.get(name) != getattr(args, name) for name in SCHEDULE):
         run.rate_before = record.get("lr")
