@@ -97,7 +97,8 @@ def test_all_flags_come_back(typed):
         before = fill_in(parse_all(typed))
     except UsageError:
         reject()
-    saved = {"args": vars(before), "tokenizer": {"name": before.tokenizer_name or "bpe"}}
+    tokenizer = {"name": before.tokenizer_name or "bpe"}
+    saved = {"args": vars(before), "config": {}, "tokenizer": tokenizer}
     after = parse("--resume")
     own = {name: getattr(after, name) for name in ("resume", "checkpoint_path", "typed")}
     take_flags(after, Resumed(saved, after.checkpoint_path))
