@@ -11,10 +11,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# Look for garbage less often, here and in child processes: see harness/start/sitecustomize.py.
-gc.set_threshold(300_000)
-START = str(Path(__file__).parent / "harness/start")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [START, os.environ.get("PYTHONPATH")]))
+gc.set_threshold(300_000)  # look for garbage less often
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and a child process
 # inherits that; here some must not.
@@ -24,7 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from harness import planned  # noqa: E402
-from harness.start.sitecustomize import plan_nothing  # noqa: E402
+from harness.runs import plan_nothing  # noqa: E402
 
 import trainer.plan  # noqa: E402
 import trainer.setup  # noqa: E402
@@ -72,7 +69,7 @@ def plans_nothing():
     """Runs of trainers do not predict their memory, here and in child processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLANS_NOTHING", "1")
-        plan_nothing(trainer.setup)
+        plan_nothing()
         yield
         trainer.setup.plan_memory = trainer.plan.plan_memory
 

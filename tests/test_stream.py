@@ -39,16 +39,13 @@ def written_plainly(model, ids, n_new, temperature=1.0, top_k=None, top_p=None):
 
 
 @pytest.mark.parametrize(
-    ("n_prompt", "batch_size"), [(1, 3), (5, 1), (LIMIT - 1, 3), (LIMIT, 1), (LIMIT + 4, 3)]
-)
-@pytest.mark.parametrize(
-    "how",
+    ("n_prompt", "batch_size", "how"),
     [
-        dict(temperature=0.0),
-        dict(),
-        dict(temperature=0.8, top_k=7),
-        dict(temperature=1.5, top_p=0.7),
-        dict(temperature=1.2, top_k=9, top_p=0.8),
+        (1, 3, dict(temperature=0.0)),
+        (LIMIT - 1, 3, dict()),
+        (5, 1, dict(temperature=0.8, top_k=7)),
+        (LIMIT, 1, dict(temperature=1.5, top_p=0.7)),
+        (LIMIT + 4, 3, dict(temperature=1.2, top_k=9, top_p=0.8)),
     ],
     ids=str,
 )
@@ -119,18 +116,12 @@ def test_a_reader_may_stop_early():
     assert not model.training
     stream.close()
     assert model.training
-    for _ in model.stream(random_ids(1, 3), 20):
-        break
-    assert model.training
-
-    class Broken(Exception):
-        pass
 
     def fail(*_):
-        raise Broken
+        raise ZeroDivisionError
 
     hook = model.blocks[1].mlp.register_forward_hook(fail)
-    with pytest.raises(Broken):
+    with pytest.raises(ZeroDivisionError):
         model.generate(random_ids(1, 3), 20)
     hook.remove()
     assert model.training and model.past is None

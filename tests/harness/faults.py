@@ -32,7 +32,7 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import torch  # noqa: E402
-from harness.runs import FAULTS, torchrun, train_here  # noqa: E402
+from harness.runs import FAULTS, plan_nothing, torchrun, train_here  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
@@ -249,6 +249,8 @@ def save_snapshot(path: Path, state: snapshot.State, *args: Any, **options: Any)
 
 
 if __name__ == "__main__":
+    if "PLANS_NOTHING" in os.environ:
+        plan_nothing()
     train_minimal.train_step = train_step
     run_module.save_snapshot = save_snapshot
     _, script, *flags = sys.argv

@@ -26,17 +26,17 @@ def rows_of(item: pytest.Item) -> list[Row]:
 
 
 def table(reports: Iterable[Any]) -> list[str]:
-    """Markdown; a row is held if each of its cases has passed. (A test's report has its rows among
-    its properties: see tests/conftest.py.)"""
-    cases: dict[Row, list[bool]] = {}
+    """Markdown; a row is held if each of its cases has passed, and there is one. (A test's report
+    has its rows among its properties: see tests/conftest.py.)"""
+    cases: dict[Row, list[bool]] = {row: [] for row in ROWS}
     for report in reports:
         if not isinstance(report, pytest.TestReport):  # a test that was not chosen
             continue
         for name, found in report.user_properties:
             if name == "row" and (report.when == "call" or report.failed):
-                cases.setdefault(tuple(found), []).append(report.passed)
+                cases[tuple(found)].append(report.passed)
     lines = ["| what happens | what is wanted | |", "|---|---|---|"]
     for (what, wanted), passed in cases.items():
-        verdict = "held" if all(passed) else "**not held**"
+        verdict = "held" if passed and all(passed) else "**not held**"
         lines.append(f"| {what} | {wanted} | {verdict}, {sum(passed)} of {len(passed)} |")
     return lines

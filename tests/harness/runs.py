@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 import train_minimal
+import trainer.plan
+import trainer.setup
 
 ROOT = Path(__file__).parents[2]
 # The smallest run that still has everything: two layers, dropout, epochs of 6 steps (12 windows).
@@ -200,6 +202,18 @@ def crash_after(step: int, monkeypatch) -> None:
         return real(run)
 
     monkeypatch.setattr(train_minimal, "train_step", train_step)
+
+
+def plan_nothing() -> None:
+    """From now on, runs of trainers in this process do not predict their memory, which takes as
+    long as the rest of them; but where --use-activation-checkpoint is auto."""
+
+    def plan(args, process, config, *given):
+        if args.use_activation_checkpoint == "auto":
+            return trainer.plan.plan_memory(args, process, config, *given)
+        return trainer.plan.Plan(config, "not predicted", None)
+
+    trainer.setup.plan_memory = plan
 
 
 def snapshot(path: Path) -> dict:
