@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from harness.runs import same, snapshot, torchrun, train_here
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import MiniGPT, MiniGPTConfig
 from scripts.generate import main as generate
@@ -21,41 +21,28 @@ from trainer.optimizer import (
 )
 
 CPU, MPS = torch.device("cpu"), torch.device("mps")  # for MPS there is no kernel that can skip
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CONFIG = MiniGPTConfig(31, 16, n_layers=3, n_heads=2, d_model=20, d_ff=56)
 MUON, SMALL = "--optimizer=muon", "--moments-dtype=bfloat16"
-MODES = {"muon": (MUON,), "bf16": (SMALL,), "muon bf16": (MUON, SMALL)}
 
 
-def make(*flags: str, device: torch.device = CPU, precision: torch.dtype = torch.float32):
+def make(*flags: str, device: torch.device = CPU, precision: torch.dtype = FP32):
     args = fill_in(build_parser("test", "x.pt").parse_args(["--lr=0.02", *flags]))
     torch.manual_seed(1)
     model = MiniGPT(CONFIG)
     return model, make_optimizer(model, args, device, precision)
 
 
-def draw_gradients(model: nn.Module, step: int) -> None:
-    torch.manual_seed(100 + step)
-    for parameter in model.parameters():
-        parameter.grad = 0.1 * torch.randn(parameter.shape)
-
-
-def after(steps: int, *flags: str, **settings) -> tuple[dict[str, Tensor], LeanOptimizer]:
+def learn(steps: int, *flags: str, **settings) -> tuple[dict[str, tuple], LeanOptimizer]:
+    """Of each parameter what it was, its gradients step by step, and what it is."""
     model, optimizer = make(*flags, **settings)
-    for step in range(steps):
-        draw_gradients(model, step)
+    found = {name: (p.detach().clone(), [], p) for name, p in model.named_parameters()}
+    for _ in range(steps):
+        for _, gradients, parameter in found.values():
+            parameter.grad = 0.1 * torch.randn(parameter.shape)
+            gradients.append(parameter.grad)
         optimizer.step()
-    return dict(model.named_parameters()), optimizer
-
-
-def before(steps: int) -> dict[str, tuple[Tensor, list[Tensor]]]:
-    """Of each parameter what it begins with, and its gradients, step by step."""
-    model = make()[0]
-    found = {name: (p.detach(), list[Tensor]()) for name, p in model.named_parameters()}
-    for step in range(steps):
-        draw_gradients(model, step)
-        for name, parameter in model.named_parameters():
-            found[name][1].append(parameter.grad)
-    return found
+    return found, optimizer
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -98,9 +85,6 @@ def naive_muon(weight: Tensor, gradients: list[Tensor], rate: float, decay: floa
     return weight
 
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("precision", "digits", "near"),
     [(FP32, "highest", 1e-5), (FP32, "high", 1e-5), (FP16, "highest", 1e-5), (BF16, "high", 0.02)],
@@ -115,12 +99,10 @@ def test_muon_is_that_of_the_papers(precision, digits, near, monkeypatch):
     for calls, real in ((stacks, orthogonalize), (short, product_of_factors)):
         spy = lambda some, calls=calls, real=real: calls.append(some) or real(some)  # noqa: E731
         monkeypatch.setattr(optimizer_file, real.__name__, spy)
-    parameters, _ = after(4, MUON, precision=precision)
-    for name, (start, gradients) in before(4).items():
+    for name, (start, gradients, end) in learn(4, MUON, precision=precision)[0].items():
         if is_matrix(name, start):
             expected = naive_muon(start, gradients, 0.02, 0.1)
-            far = (parameters[name] - expected).norm()
-            assert far < near * (start - expected).norm(), name
+            assert (end - expected).norm() < near * (start - expected).norm(), name
     # of 60 x 20, 20 x 20, 56 x 20, 20 x 56
     assert [len(some) for some in stacks] == 4 * [2, 1, 3, 2, 1, 2, 1]
     assert {some.dtype for some in stacks} == {BF16 if precision == BF16 else FP32}
@@ -144,20 +126,19 @@ def naive_adamw(
 
 @pytest.mark.parametrize("at_a_time", [2**22, 256])  # whole tensors, or slices
 @pytest.mark.parametrize("device", [CPU, MPS], ids=["fused", "not fused"])
-@pytest.mark.parametrize("flags", [*MODES.values(), ()], ids=[*MODES, "float32"])
+@pytest.mark.parametrize("flags", [(MUON,), (SMALL,), (MUON, SMALL), ()], ids=" ".join)
 def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, monkeypatch):
     monkeypatch.setattr(optimizer_file, "AT_A_TIME", at_a_time)
-    dtype = torch.bfloat16 if SMALL in flags else torch.float32
-    parameters, optimizer = after(5, *flags, device=device)
-    for name, (start, gradients) in before(5).items():
-        weight = parameters[name]
-        if MUON in flags and is_matrix(name, weight):
+    dtype = BF16 if SMALL in flags else FP32
+    found, optimizer = learn(5, *flags, device=device)
+    for name, (start, gradients, end) in found.items():
+        if MUON in flags and is_matrix(name, end):
             continue
-        decay = 0.1 if weight.dim() == 2 else 0.0
+        decay = 0.1 if end.dim() == 2 else 0.0
         expected, *moments = naive_adamw(start, gradients, 0.02, decay, dtype)
-        far = (weight - expected).norm()  # (a rounding may be on the verge)
+        far = (end - expected).norm()  # (a rounding may be on the verge)
         assert far < 1e-5 * (start - expected).norm(), name
-        state = optimizer.state[weight]
+        state = optimizer.state[end]
         assert float(state["step"]) == 5
         for kept, moment in zip((state["exp_avg"], state["exp_avg_sq"]), moments, strict=True):
             assert kept.dtype == dtype
@@ -166,7 +147,7 @@ def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, 
 
 def test_what_is_restored_is_a_copy():
     """A view of what was read would keep all of it alive."""
-    _, optimizer = after(2, MUON)
+    _, optimizer = learn(2, MUON)
     other = make(MUON)[1]
     restore_optimizer(other, optimizer.state_dict())
     for ours, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):

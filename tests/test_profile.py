@@ -52,6 +52,15 @@ def inside(event: dict, other: dict) -> bool:
     return event["tid"] == other["tid"] and within
 
 
+def in_place() -> list[bool]:
+    """Is what a profile replaces as it always was?"""
+    return [
+        "__call__" not in vars(Block),
+        policies.torch_checkpoint is torch.utils.checkpoint.checkpoint,
+        TiedEmbedding.loss.__qualname__ == "TiedEmbedding.loss",
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "replays"),  # of each of two blocks, in a micro-batch
     [
@@ -62,9 +71,12 @@ def inside(event: dict, other: dict) -> bool:
         (f"{MIX} --grad-accum-steps=2", (1, 3)),
     ],
 )
-def test_ranges(flags, replays, tmp_path):
-    assert train_here(tmp_path / "run.pt", *SHORT, *flags.split()) == 0
-    named, micro_batches = ranges(tmp_path / "run.pt"), 2 * N if "accum" in flags else N
+def test_ranges_are_named_and_no_bit_changes(flags, replays, tmp_path):
+    plain, path = tmp_path / "plain.pt", tmp_path / "run.pt"
+    assert train_here(path, *SHORT, *flags.split()) == 0 and all(in_place())
+    assert train_here(plain, "--num-steps=6", *flags.split()) == 0
+    assert all(same(snapshot(plain)[key], snapshot(path)[key]) for key in ("model", "optimizer"))
+    named, micro_batches = ranges(path), 2 * N if "accum" in flags else N
     evaluations = named.get("evaluate", [])
     batches = 6 * len(evaluations)  # of validation
     assert len(evaluations) == len(named.get("save", [])) == ("eval" in flags)
@@ -79,7 +91,7 @@ def test_ranges(flags, replays, tmp_path):
         around = named[phase] + evaluations
         assert all(any(inside(e, other) for other in around) for e in named[name]), name
     # What a replay does is inside of its range: `cheap` replays a GELU without calling a module.
-    gelus = [event for event in trace_of(tmp_path / "run.pt") if event["name"] == "aten::gelu"]
+    gelus = [event for event in trace_of(path) if event["name"] == "aten::gelu"]
     for name in (f"recompute of block {i}" for i in (0, 1) if replays[i] == 3):
         within = [g for g in gelus if any(inside(g, e) for e in named[name])]
         assert len(within) == micro_batches, name
@@ -89,32 +101,12 @@ def test_ranges(flags, replays, tmp_path):
         assert nested or later["ts"] >= end(event)
 
 
-def in_place() -> list[bool]:
-    """Is what a profile replaces as it always was?"""
-    return [
-        "__call__" not in vars(Block),
-        policies.torch_checkpoint is torch.utils.checkpoint.checkpoint,
-        TiedEmbedding.loss.__qualname__ == "TiedEmbedding.loss",
-    ]
-
-
 def before_each_step(monkeypatch, act) -> None:
     real = train_minimal.train_step
     monkeypatch.setattr(train_minimal, "train_step", lambda run: act(run) or real(run))
 
 
-def test_not_one_bit_changes_and_nothing_is_left_behind(tmp_path, monkeypatch):
-    seen: list[list[bool]] = []
-    plain, path = tmp_path / "plain.pt", tmp_path / "run.pt"
-    assert train_here(plain, MIX, "--num-steps=8") == 0
-    before_each_step(monkeypatch, lambda run: seen.append(in_place()))
-    assert train_here(path, MIX, "--num-steps=8", f"--profile={N}") == 0
-    assert seen == [[False] * 3] * 8 and all(in_place())
-    for key in ("model", "optimizer"):
-        assert same(snapshot(plain)[key], snapshot(path)[key])
-
-
-def test_a_run_that_dies_leaves_nothing_behind_either(tmp_path, monkeypatch):
+def test_a_run_that_dies_leaves_nothing_behind(tmp_path, monkeypatch):
     path = tmp_path / "run.pt"
     with monkeypatch.context() as here, pytest.raises(Crash):
         crash_after(WARM_UP + 1, here)
