@@ -92,7 +92,8 @@ LOGGERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}
 
 
 class Logger:
-    """Gets the finite numbers of each record, and ends at its first failure."""
+    """What --log-to asks for, from `step` of the run on: it gets the finite numbers of each record,
+    and ends at its first failure."""
 
     def __init__(self, args: argparse.Namespace, identity: State, step: int, say: Say):
         self.name, self.say, start = args.log_to, say, LOGGERS[args.log_to]
@@ -118,11 +119,6 @@ class Logger:
             self.sink = None
             reason = one_line(f"{type(error).__name__}: {error}")
             self.say(f"warning  --log-to {self.name} ended ({reason}); metrics.jsonl goes on")
-
-
-def start_logger(args: argparse.Namespace, identity: State, step: int, say: Say) -> list[Logger]:
-    """What --log-to asks for, at `step` of the run. (None: an empty list.)"""
-    return [Logger(args, identity, step, say)] if args.log_to in LOGGERS else []
 
 
 def one_line(message: object) -> str:

@@ -17,7 +17,7 @@ from .agree import check_alike, data_facts, facts
 from .claim import check_name, claim, step_aside, take_place
 from .device import choose_precision, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
-from .loggers import check_logger, start_logger
+from .loggers import LOGGERS, Logger, check_logger
 from .metrics import MetricsFile, logged_at
 from .optimizer import make_optimizer
 from .plan import Plan, TooLarge, plan_memory
@@ -197,7 +197,8 @@ def start_log(run: Run, next_rate: float) -> None:
         if run.step == 0:
             step_aside(path)
         run.metrics.append(MetricsFile(beside(path, ".metrics.jsonl"), run.step))
-        run.metrics += start_logger(run.args, run.identity, run.step, run.process.say)
+        if run.args.log_to in LOGGERS:
+            run.metrics.append(Logger(run.args, run.identity, run.step, run.process.say))
 
 
 def find_data(
