@@ -19,7 +19,7 @@ if not __package__:  # python scripts/lesson.py: the others lie one folder up
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -57,7 +57,6 @@ class Exercise:
     mistakes: tuple[tuple[float | str, str], ...] = ()  # (a wrong answer, what to say to it)
     tolerance: float = 0.0  # of a number, relative
     choices: tuple[str, ...] = ()  # no number, but one of these
-    digits: int = 2
 
     def read(self, text: str) -> float | str:
         """Raises UsageError if that cannot be an answer."""
@@ -67,18 +66,19 @@ class Exercise:
                 raise UsageError(f"answer one of {', '.join(self.choices)}, not {text[:40]!r}")
             return word
         text = re.sub(r"^\s*(\d+),(\d{1,2})\b(?!,)", r"\1.\2", text)  # 1,22 as many write 1.22
-        if self.unit in SIZES and re.search(r"[kmgt]i?b?$", text.lower()):
+        plain = text.replace(",", "")
+        if self.unit in SIZES and re.search(r"[kmgt]i?b?$", plain.lower()):
             try:
-                return byte_count(text.replace(",", "")) / SIZES[self.unit]
+                return byte_count(plain) / SIZES[self.unit]
             except argparse.ArgumentTypeError as error:
                 raise UsageError(f"the answer {error}") from None
-        unit = f"(?:{self.unit}|x|times)?" if self.unit else "(?:x|times)?"
-        plain = re.sub(rf"(?i)\s*{unit}$", "", text.strip().replace(",", ""))
-        match = re.fullmatch(r"([-+]?\d*\.?\d+)\.?(?:/(\d*\.?\d+))?", plain)
-        if not match or (match[2] and not float(match[2])):
+        found = re.fullmatch(
+            rf"(?i)\s*([-+]?\d*\.?\d+)\.?(?:/(\d*\.?\d+))?\s*(?:{self.unit}|x|times)?\s*", plain
+        )
+        if not found or (found[2] and not float(found[2])):
             what = f"a number ({self.unit})" if self.unit else "a number"
             raise UsageError(f"the answer must be {what}, not {text[:40]!r}")
-        return float(match[1]) / float(match[2] or 1)  # 4/3 is a number, too
+        return float(found[1]) / float(found[2] or 1)  # 4/3 is a number, too
 
     def is_near(self, given: float | str, answer: float | str) -> bool:
         if isinstance(given, str) or isinstance(answer, str):
@@ -90,12 +90,10 @@ class Exercise:
         comments = (words for wrong, words in self.mistakes if self.is_near(given, wrong))
         return next(comments, self.hint)
 
-    def show(self, answer: float | str) -> str:
-        if isinstance(answer, str):
-            return answer
-        exact = f"{answer:,.{self.digits}f}"
-        exact = exact.rstrip("0").rstrip(".") if "." in exact else exact
-        return f"{exact} {self.unit}".strip()
+    def answer(self, answer: float | str) -> str:
+        """The right one, and why."""
+        shown = answer if isinstance(answer, str) else f"{round(answer, 2):g} {self.unit}".strip()
+        return f"{shown}. {self.why}"
 
 
 EXERCISES: dict[int, Exercise] = {
@@ -181,7 +179,6 @@ EXERCISES: dict[int, Exercise] = {
     7: Exercise(
         unit="GiB",
         tolerance=0.02,
-        digits=1,
         why="12 bytes for each of tokens x ids, more than all 12 blocks keep. So the head runs in "
         "chunks here; with it at once, even `full` would save less than a third of the peak.",
         hint="Tokens x ids x 3 tensors x 4 bytes; a GiB has 2^30 bytes.",
@@ -207,7 +204,6 @@ EXERCISES: dict[int, Exercise] = {
     9: Exercise(
         unit="MiB",
         tolerance=0.01,
-        digits=0,
         why="The gradients, 4 bytes a parameter, wait through every forward but the first. Still "
         "the smaller batch wins: activations shrink by more.",
         hint="What is summed from one micro-batch to the next, and how many bytes a parameter?",
@@ -237,18 +233,13 @@ EXERCISES: dict[int, Exercise] = {
 }
 
 
-# ---- The answers, and what there is to see of them (--measure)
+# ---- The answers, each with what there is to see of it (--measure)
 
+Measured = tuple[float | str, list[str]]
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 SEQ_LEN, SEQUENCES = 1024, 12
 MIB, GIB = 2**20, 2**30
 BUDGET = 4 * GIB  # exercise 10
-
-
-@dataclass(frozen=True)
-class Measured:
-    answer: float | str
-    lines: str  # what there is to see
 
 
 def needed_by_backward() -> Measured:
@@ -267,8 +258,9 @@ def needed_by_backward() -> Measured:
         y = mlp.c_proj(g)
     tensors = {"x": x, "wide": wide, "g": g, "y": y}
     kept = {name: t.untyped_storage().data_ptr() in saved for name, t in tensors.items()}
-    lines = [f"{name:<5} {'kept' if kept[name] else 'not needed'}" for name in tensors]
-    return Measured(sum(kept.values()), "\n".join(lines))
+    return sum(kept.values()), [
+        f"{name:<5} {'kept' if kept[name] else 'not needed'}" for name in tensors
+    ]
 
 
 def block_keeps(policy: str, no_amp: bool = False) -> Measured:
@@ -277,8 +269,7 @@ def block_keeps(policy: str, no_amp: bool = False) -> Measured:
     tensors = kept_by_one_block(policy, argparse.Namespace(**size, no_amp=no_amp))
     tensors = [tensor for tensor in tensors if tensor.shape[0] in (2, 2 * SEQ_LEN)]
     btc = 2 * SEQ_LEN * 768
-    answer = sum(tensor.bytes for tensor in tensors) / btc
-    return Measured(answer, table(policy, tensors, btc))
+    return sum(tensor.bytes for tensor in tensors) / btc, [table(policy, tensors, btc)]
 
 
 def cost_of_full() -> Measured:
@@ -289,9 +280,11 @@ def cost_of_full() -> Measured:
         return relative_flops(config, seq_len)
 
     answer = relative(1, 0)  # (the head of one id is nothing)
-    lines = [f"{answer:.2f}  blocks alone", f"{relative(1, SEQ_LEN):.2f}  and attention's products"]
-    lines.append(f"{relative(50257, SEQ_LEN):.2f}  and the head: GPT-2 small, 1,024 tokens")
-    return Measured(answer, "\n".join(lines))
+    return answer, [
+        f"{answer:.2f}  blocks alone",
+        f"{relative(1, SEQ_LEN):.2f}  and attention's products",
+        f"{relative(50257, SEQ_LEN):.2f}  and the head: GPT-2 small, 1,024 tokens",
+    ]
 
 
 def other_dice() -> Measured:
@@ -314,7 +307,7 @@ def other_dice() -> Measured:
         answer = "b" if not same else "c" if n_other else "d"
         how = "equal to the bit" if same else f"{step.loss:.6f}"
         lines.append(f"{name:<24}  loss {how}, {n_other} of {len(pairs)} gradients differ")
-    return Measured(answer, "\n".join(lines))
+    return answer, lines
 
 
 @cache  # it remembers its steps
@@ -330,43 +323,39 @@ def planner(accumulate: bool = False) -> Planner:
     )
 
 
-def ways(planner: Planner, rows: dict[str, dict]) -> dict[str, StepMemory]:
+def ways(policies: Iterable[str], accumulate: bool = False, **memory: Any) -> list[StepMemory]:
     """A step of each, with a progress bar on a terminal: a second or two each."""
-    bar = tqdm(rows.items(), leave=False, disable=None)
-    return {name: planner.step(SEQUENCES, **memory) for name, memory in bar}
+    return [
+        planner(accumulate).step(SEQUENCES, recompute=policy, **memory)
+        for policy in tqdm(policies, leave=False, disable=None)
+    ]
 
 
 def the_head() -> Measured:
     """7"""
-    rows = {
-        f"{policy}, head {'at once' if chunks else 'in chunks'}": {
-            "recompute": policy,
-            "loss_chunks": chunks,
-        }
-        for chunks in (1, 0)
-        for policy in ("none", "full")
-    }
-    steps = ways(planner(), rows)
-    at_once = next(iter(steps.values()))
-    config = replace(GPT2_SMALL, loss_chunks=1)
-    answer = head_bytes(config, SEQUENCES * SEQ_LEN, torch.float32) / GIB
-    blocks = at_once.kept_per_block * GPT2_SMALL.n_layers / GIB
-    lines = [f"{answer:5.2f} GiB  logits, log-softmax and the gradient of that"]
-    lines.append(f"{blocks:5.2f} GiB  kept by 12 blocks")
-    lines.append("so the peak of a step is")
-    lines += [f"{step.peak / GIB:5.2f} GiB  {name}" for name, step in steps.items()]
-    return Measured(answer, "\n".join(lines))
+    at_once = replace(GPT2_SMALL, loss_chunks=1)
+    answer = head_bytes(at_once, SEQUENCES * SEQ_LEN, torch.float32) / GIB
+    lines = []
+    for loss_chunks, words in ((1, "head at once"), (0, "head in chunks")):
+        for step in ways(("none", "full"), loss_chunks=loss_chunks):
+            lines.append(f"{step.peak / GIB:5.2f} GiB  {step.config.recompute}, {words}")
+    blocks = planner().step(SEQUENCES).kept_per_block * GPT2_SMALL.n_layers / GIB
+    return answer, [
+        f"{answer:5.2f} GiB  logits, log-softmax and the gradient of that",
+        f"{blocks:5.2f} GiB  kept by 12 blocks",
+        "so the peak of a step is",
+        *lines,
+    ]
 
 
 def groups() -> Measured:
     """8: with gradients there all the time, so that the start of backward is the peak."""
-    rows = {str(k): {"recompute": f"full/{k}"} for k in (1, 2, 3, 4, 6, 12)}
-    steps = ways(planner(accumulate=True), rows)
+    sizes = (1, 2, 3, 4, 6, 12)
+    steps = ways((f"full/{k}" for k in sizes), accumulate=True)
     lines = ["K   by formula   peak of a step whose gradients are there all the time"]
-    for name, step in steps.items():
-        k = int(name)
+    for k, step in zip(sizes, steps, strict=True):
         lines.append(f"{k:<3} {4 * 12 / k + 36 * k:6.0f} BTC   {step.peak / GIB:.2f} GiB")
-    return Measured(int(min(steps, key=lambda name: steps[name].peak)), "\n".join(lines))
+    return min(zip(sizes, steps, strict=True), key=lambda pair: pair[1].peak)[0], lines
 
 
 def gradients_that_wait() -> Measured:
@@ -382,22 +371,18 @@ def gradients_that_wait() -> Measured:
         each = f"{start / MIB:,.0f} MiB, {start / n_parameters:.0f} a parameter"
         lines.append(f"{each:<33}  {step.peak / MIB:6,.0f} MiB   {name}")
     before, now = steps.values()
-    return Measured(int(now.total[0] - before.total[0]) / MIB, "\n".join(lines))
+    return int(now.total[0] - before.total[0]) / MIB, lines
 
 
 def policy_for_a_card() -> Measured:
     """10"""
-    here = planner()
-    steps = ways(here, {policy: {"recompute": policy} for policy in RECOMPUTE_POLICIES})
-    in_order = sorted(steps, key=lambda name: recompute_cost(steps[name].config, SEQ_LEN))
+    steps = sorted(ways(RECOMPUTE_POLICIES), key=lambda s: recompute_cost(s.config, SEQ_LEN))
     lines = ["policy     FLOPs      peak  in 4 GiB"]
-    for name in in_order:
-        fits = "fits" if steps[name].peak <= BUDGET else "no"
-        peak = steps[name].peak / GIB
-        flops = relative_flops(steps[name].config, SEQ_LEN)
-        lines.append(f"{name:<10}  {flops:.2f}  {peak:.2f} GiB  {fits}")
-    answer = next(name for name in in_order if steps[name].peak <= BUDGET)
-    return Measured(answer, "\n".join(lines))
+    for step in steps:
+        fits = "fits" if step.peak <= BUDGET else "no"
+        flops = relative_flops(step.config, SEQ_LEN)
+        lines.append(f"{step.config.recompute:<10}  {flops:.2f}  {step.peak / GIB:.2f} GiB  {fits}")
+    return next(step.config.recompute for step in steps if step.peak <= BUDGET), lines
 
 
 MEASURES: dict[int, Callable[[], Measured]] = {
@@ -419,16 +404,13 @@ MEASURES: dict[int, Callable[[], Measured]] = {
 
 def sections() -> dict[int, str]:
     """Number -> the exercise as it stands in docs/lesson.md, with its title."""
-    parts = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]
-    return {
-        int(part.partition(".")[0]): part.strip()
-        for part in parts
-        if part.partition(".")[0].isdigit()
-    }
+    text = PAGE.read_text(encoding="utf-8")
+    found = re.findall(r"^## ((\d+)\. .*?)\s*(?=^## |\Z)", text, re.M | re.S)
+    return {int(number): section for section, number in found}
 
 
 def solution(n: int) -> str:
-    return f"{n}: {EXERCISES[n].show(MEASURES[n]().answer)}. {EXERCISES[n].why}"
+    return f"{n}: {EXERCISES[n].answer(MEASURES[n]()[0])}"
 
 
 def check(n: int, text: str) -> int:
@@ -438,9 +420,9 @@ def check(n: int, text: str) -> int:
         given = exercise.read(text)
     except UsageError as error:
         raise UsageError(f"exercise {n}: {error}") from None
-    answer = MEASURES[n]().answer
+    answer, _ = MEASURES[n]()
     if exercise.is_near(given, answer):
-        print(f"right: {exercise.show(answer)}. {exercise.why}")
+        print(f"right: {exercise.answer(answer)}")
         return 0
     print(f"not yet: {exercise.comment(given)}")
     return NOT_YET
@@ -461,29 +443,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def contents() -> str:
-    titles = (section.partition("\n")[0] for section in sections().values())
-    return "\n".join([*titles, "", "python -m scripts.lesson N [ANSWER]"])
-
-
 @tool
 def main(argv: list[str]) -> int:
     args = build_parser().parse_intermixed_args(argv)  # 3 --measure 36
     n, code = args.exercise, 0
-    if n is None:
-        if args.measure:
-            raise UsageError("--measure needs the number of an exercise")
-        for line in map(solution, EXERCISES) if args.solution else [contents()]:
-            print(line, flush=True)
-        return 0
+    if n is None and args.measure:
+        raise UsageError("--measure needs the number of an exercise")
+    if n is None and not args.solution:
+        titles = (section.partition("\n")[0] for section in sections().values())
+        print(*titles, "", "python -m scripts.lesson N [ANSWER]", sep="\n")
+    elif not (args.answer or args.measure or args.solution):
+        print(sections()[n])
     if args.answer:
         code = check(n, " ".join(args.answer))
     if args.measure:
-        print(MEASURES[n]().lines)
+        print("\n".join(MEASURES[n]()[1]))
     if args.solution:
-        print(solution(n))
-    if not (args.answer or args.measure or args.solution):
-        print(sections()[n])
+        for each in [n] if n else EXERCISES:
+            print(solution(each), flush=True)
     return code
 
 

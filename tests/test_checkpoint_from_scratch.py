@@ -2,16 +2,23 @@
 
 import gc
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from model import Block, MiniGPTConfig
 from scripts import checkpoint_from_scratch as lesson
 from scripts.checkpoint_from_scratch import PRECISIONS, checkpoint, differences, main, run_step
+
+
+def plain(function, *args):
+    return function(*args)
 
 
 def small_block(dropout: float = 0.1) -> Block:
@@ -38,25 +45,13 @@ def test_a_step_equals_none_and_torch(dtype, replays):
     steps = {name: run_step(*how, dtype) for name, how in lesson.VARIANTS.items()}
     assert len(replays) == lesson.CONFIG.n_layers  # by "this file", and by nobody else
     none, whole, torchs, ours = steps.values()
-    assert torch.equal(ours.loss, none.loss) and torch.equal(ours.loss, torchs.loss)
+    assert torch.equal(ours.loss, none.loss)
     assert len(none.gradients) == 4 + 12 * lesson.CONFIG.n_layers
     for name, gradient in none.gradients.items():
-        assert gradient.any(), name
-        assert torch.equal(gradient, torchs.gradients[name]), name
-        assert torch.equal(gradient, ours.gradients[name]), name
+        assert gradient.any() and torch.equal(gradient, ours.gradients[name]), name
     assert none.flops < ours.flops == torchs.flops < whole.flops
     assert ours.kept == torchs.kept < none.kept / 4
-    assert differences(steps) == []
-
-
-def test_the_replay_stops_before_the_last_matmul():
-    block, entered, left = small_block(), [], []
-    block.mlp.c_proj.register_forward_pre_hook(lambda *_: entered.append(1))
-    block.mlp.c_proj.register_forward_hook(lambda *_: left.append(1))
-    x, update = checkpoint(block, torch.randn(2, 4, 16, requires_grad=True))
-    assert (len(entered), len(left)) == (1, 1)
-    (x + update).sum().backward()
-    assert (len(entered), len(left)) == (2, 1)
+    assert differences(ours, torchs) == []
 
 
 def test_without_gradients_it_is_a_plain_call(monkeypatch):
@@ -98,7 +93,7 @@ def test_several_arguments_and_results_in_any_order(replays):
         return scale * (a * b).exp(), nn.functional.dropout(a.tanh() * b, 0.5)
 
     gradients = []
-    for wrap in (checkpoint, lambda function, *args: function(*args)):
+    for wrap in (checkpoint, plain):
         torch.manual_seed(0)
         a, b = (torch.randn(5, requires_grad=True) for _ in range(2))
         first, second = wrap(two, a, b, 2.0, None)
@@ -107,8 +102,8 @@ def test_several_arguments_and_results_in_any_order(replays):
             torch.autograd.grad(second.sum(), (b, a), retain_graph=True),
             torch.autograd.grad(first.sum(), b),
         ]
-    for ours, plain in zip(gradients[:3], gradients[3:], strict=True):
-        assert all(map(torch.equal, ours, plain))
+    for ours, wanted in zip(gradients[:3], gradients[3:], strict=True):
+        assert all(map(torch.equal, ours, wanted))
     assert 1 <= len(replays) <= 3
 
 
@@ -118,7 +113,7 @@ def test_a_checkpoint_inside_a_checkpoint():
         return block.add(x, update)
 
     gradients = []
-    for wrap in (checkpoint, lambda function, *args: function(*args)):
+    for wrap in (checkpoint, plain):
         block, other = small_block(), small_block()
         x = torch.randn(2, 4, 16, requires_grad=True)
         y = wrap(lambda x: whole(other, wrap(whole, block, x)), x)  # noqa: B023
@@ -189,7 +184,7 @@ def test_a_function_that_changes_its_way_is_found_out():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_dropout_and_autocast_are_the_same_in_the_replay():
     gradients = []
-    for wrap in (checkpoint, lambda function, *args: function(*args)):
+    for wrap in (checkpoint, plain):
         layers, x = dropout_then_linear("cuda"), torch.randn(64, 8, device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
             y = wrap(layers, x)
@@ -218,23 +213,13 @@ def test_main_tells_the_story_and_prints_the_table(capsys):
 
 
 def test_main_is_silent_on_demand_and_fails_if_something_differs(capsys, monkeypatch):
-    remember = lesson.remember_conditions
+    def other_masks(*args, **options):
+        return torch_checkpoint(*args, **options | {"preserve_rng_state": False})
 
-    def other_masks():
-        same_conditions = remember()
-
-        @contextmanager
-        def nearly_the_same():
-            with same_conditions():
-                torch.manual_seed(99)
-                yield
-
-        return nearly_the_same
-
-    monkeypatch.setattr(lesson, "remember_conditions", other_masks)
+    forgets = "full", partial(mock.patch, "model.checkpoint", other_masks)
+    monkeypatch.setitem(lesson.VARIANTS, "this file", forgets)
     assert main(["--quiet"]) == 1
     captured = capsys.readouterr()
     assert "FORWARD" not in captured.out and "NOT EQUAL" in captured.out
-    errors = captured.err.splitlines()
-    assert errors and all(line.startswith("error: ") for line in errors)
-    assert "error: float32: a gradient is not torch's" in errors
+    said = [f"error: {precision}: a gradient is not torch's" for precision in PRECISIONS]
+    assert captured.err.splitlines() == said
