@@ -25,7 +25,6 @@ from data.tokenizer import (
     ToyTokenizer,
     format_ranks,
     load_tokenizer,
-    parse_ranks,
     train_bpe,
 )
 from data.tokenizer_json import from_json, halves, list_merges, read_folder, splits_as_gpt2, to_json
@@ -130,7 +129,6 @@ def test_any_text_round_trips_and_ids_are_those_of_other_engines(kinds, theirs, 
 def test_odd_text_and_odd_ids_do_not_raise(bpe: Tokenizer) -> None:
     assert bpe.vocab_size == len(bpe.ranks) + 1 == bpe.eot_id + 1 == 1024
     assert bpe.decode([bpe.eot_id]) == "<|endoftext|>"
-    assert len(train_bpe(["ab"], 1024)) == 256  # a short text has no more pairs
     assert bpe.decode(bpe.encode("a\ud800b")) == "a?b"  # a lone surrogate, as JSON allows
     spaces = " " * 1_500_000 + "x"  # tiktoken's regex engine gives up on this in one piece
     assert bpe.decode(bpe.encode(spaces)) == spaces
@@ -151,21 +149,17 @@ def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> 
         assert again.decode(again.encode(sample)) == sample
         for attribute in ("name", "vocab_size", "eot_id", "fingerprint"):
             assert getattr(again, attribute) == getattr(tokenizer, attribute)
-        assert (again.byte_lengths() == tokenizer.byte_lengths()).all()
     path = tmp_path / "own.tiktoken"
     for tokenizer in (bpe, BYTE):  # (tiktoken's own loader would go on returning the old ranks)
         path.write_text(format_ranks(tokenizer.ranks))
-        assert parse_ranks(path.read_bytes(), "x") == tokenizer.ranks
         assert load_tokenizer(str(path)).ranks == tokenizer.ranks
-        # vocab.json and merges.txt, the two files of older folders, say the same.
-        merges = (" ".join(pair) for pair in list_merges(tokenizer))
-        (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
-        vocabulary = to_json(tokenizer)["model"]["vocab"]
-        (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), "utf-8")
-        found = read_folder(tmp_path)
-        assert found is not None and found.fingerprint == tokenizer.fingerprint
-    (tmp_path / "merges.txt").unlink()
+    # vocab.json and merges.txt, the two files of older folders, say the same.
     assert read_folder(tmp_path) is None
+    merges = (" ".join(pair) for pair in list_merges(bpe))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
+    (tmp_path / "vocab.json").write_text(json.dumps(to_json(bpe)["model"]["vocab"]), "utf-8")
+    found = read_folder(tmp_path)
+    assert found is not None and found.fingerprint == bpe.fingerprint
     others = [Tokenizer("bpe", train_bpe([TEXT[:9000]], 299)), BYTE, ToyTokenizer(300)]
     assert len({bpe.fingerprint, *(t.fingerprint for t in others)}) == 4
     assert Tokenizer("other name", bpe.ranks).fingerprint == bpe.fingerprint
@@ -218,12 +212,6 @@ def gpt2() -> Tokenizer:
         return load_tokenizer("gpt2")
 
 
-def test_gpt2_from_an_installed_package(gpt2) -> None:
-    assert (gpt2.vocab_size, gpt2.eot_id) == (50257, 50256)
-    assert gpt2.encode("Hello world").tolist() == [15496, 995]
-    assert gpt2.decode(gpt2.encode(HARD)) == HARD
-
-
 @pytest.mark.parametrize("name", ["bpe", "byte", "tiktoken's", "gpt2"])
 def test_a_tokenizer_json_comes_back_as_what_it_was(kinds, name, gpt2) -> None:
     ours = gpt2 if name == "gpt2" else kinds[name]
@@ -231,6 +219,9 @@ def test_a_tokenizer_json_comes_back_as_what_it_was(kinds, name, gpt2) -> None:
     assert back.fingerprint == ours.fingerprint and back.pattern == GPT2_PATTERN
     assert back.name == ours.name and splits_as_gpt2(ours)
     assert not splits_as_gpt2(kinds["cl100k"])
+    if name == "gpt2":
+        assert (back.vocab_size, back.eot_id) == (50257, 50256)
+        assert back.encode("Hello world").tolist() == [15496, 995]
 
 
 def test_of_a_tokenizer_that_their_trainer_has_made() -> None:
