@@ -43,12 +43,10 @@ class TiedEmbedding(nn.Embedding):
     `forward` is nn.Embedding's, (B, T) int64 -> (B, T, C); `logits` and `loss` are the head.
     """
 
-    # The weight, on its way from the lookup to the head. (A forward that fails between them leaves
-    # it here, until the next one.)
-    for_head: Tensor | None = None
+    for_head: Tensor | None = None  # the weight, on its way from the lookup to the head
     # A CPU adds the rows' gradients one after the other, always in the same order. A GPU would add
-    # them as they come (atomically), and no two runs would be the same: so it makes the whole
-    # gradient, sorted by id. (The planner plans for a GPU on a CPU.)
+    # them as they come, and no two runs would be the same: so it makes the whole gradient, sorted
+    # by id. (None: as the weight's device is. The planner plans for a GPU on a CPU.)
     on_cpu: bool | None = None
     compiled = False  # is the softmax of a slice to be compiled?
 
@@ -104,11 +102,8 @@ class TiedLookup(torch.autograd.Function):
 
 
 def softmax_in_place(logits: Tensor, target: Tensor, wants_gradient: bool) -> Tensor:
-    """The log-likelihood (r, 1) of the `target`s (r, 1), by (r, V) `logits`.
-
-    If somebody `wants_gradient`, the softmax takes the logits' place; else they may be anything
-    afterwards.
-    """
+    """The log-likelihood (r, 1) of the `target`s (r, 1), by (r, V) `logits`. Afterwards those are
+    the softmax if somebody `wants_gradient`, else anything."""
     exact = at_least_float32(logits)  # the logits themselves if they are that already
     # Kernels of CPUs and of CUDA write a row when they have read it. Who knows of MPS?
     exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
@@ -135,11 +130,7 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def head_loss(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    n_chunks: int,
-    softmax: Softmax = softmax_in_place,
+    x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Softmax = softmax_in_place
 ) -> Tensor:
     """Mean cross-entropy of the head's logits, in nats.
 
@@ -167,28 +158,26 @@ def count_chunks(n_tokens: int, vocab_size: int, asked: int, itemsize: int) -> i
 
 
 def rows_of_slice(n_tokens: int, vocab_size: int) -> int:
-    """Tokens whose softmax is taken at a time, of a chunk of `n_tokens`: about `SLICE` logits; or a
-    32nd of a chunk that somebody asked to be far larger, as each launch costs time, too."""
+    """Tokens whose softmax is taken at a time: about `SLICE` logits; or a 32nd of a chunk that
+    somebody asked to be far larger, as each launch costs time, too."""
     rows = max(SLICE // vocab_size, n_tokens // 32)
     return min(n_tokens, max(ROWS, rows // ROWS * ROWS))
 
 
 def starts_of_chunks(n_tokens: int, n: int) -> Iterable[int]:
-    """The first token of each chunk of `n`. (The planner puts in a few of them for all: they are
-    alike. See planner/step.py.)"""
+    """(Chunks are alike, so the planner puts in a few of them for all: planner/step.py.)"""
     return range(0, n_tokens, n)
 
 
 class ChunkedHeadLoss(torch.autograd.Function):
     """The loss, chunk by chunk, with its gradients taken inside forward.
 
-    Plain autograd would keep every chunk's log-softmax until backward, and checkpointing the
-    chunks would compute their logits twice. But the loss is the end of the graph: the only thing
-    that backward multiplies its gradients with is one number. So they can be taken right away,
-    while the chunk's logits are alive, and nothing is computed twice.
+    Plain autograd would keep every chunk's log-softmax until backward, and a checkpoint around a
+    chunk would compute its logits twice. But the loss is the end of the graph: all that backward
+    multiplies its gradients with is one number. So they are taken while the chunk's logits live.
 
-    Until backward they are those of the sum of all losses, not of the mean: divided by the number
-    of tokens they would be too small for float16, and GradScaler's factor comes only then.
+    Until backward they are those of the sum of all losses: of the mean they would be too small for
+    float16, and GradScaler's factor comes only then.
     """
 
     @staticmethod
@@ -219,9 +208,9 @@ def loss_by_chunks(
     """The sum of the losses, and of how many tokens; writes the sum's gradients to `gradients`, of
     x (N, C) and of the weight (V, C, 0s).
 
-    There are two levels. A chunk of logits, in the matmuls' precision, is large enough to make them
-    fast. Its softmax runs in float32, slice by slice; a slice is so small that it stays in a cache.
-    The gradient takes the logits' place, so that one buffer serves all chunks.
+    A chunk of logits, in the matmuls' precision, is large enough to make them fast. Its softmax
+    runs in float32, in slices that stay in a cache. The gradient takes the logits' place: one
+    buffer serves all chunks.
     """
     N, V = len(x), len(weight)
     cast_weight = cast_by_autocast(weight)  # (V + padding, C)
@@ -254,14 +243,10 @@ def loss_by_chunks(
 
 
 def cast_by_autocast(weight: Tensor) -> Tensor:
-    """By hand, and once, what autocast would do for each matmul: a copy in lower precision.
-
-    As it is a copy, it can have rows of zeros at its end, with which tensor cores are faster.
-    """
-    device_type = weight.device.type
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    """By hand, and once, what autocast would do for each matmul: a copy in lower precision. A copy
+    can have rows of zeros at its end, with which tensor cores are faster."""
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     if dtype == weight.dtype:
         return weight
     copy = weight.new_zeros(len(weight) + -len(weight) % PAD, weight.size(1), dtype=dtype)

@@ -21,7 +21,7 @@ frees all memory here, and waits for what another one does to it. (With `record_
 allocator would wait instead: until it finds that a copy is done, which is late, other memory is
 taken, and nothing is saved.)
 
-On a CPU, which the planner plans with too, nobody waits, and the same lines make plain copies.
+On a CPU, which the planner plans with too, the same lines make plain copies.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ IN_FLIGHT = 2  # tensors that may be on their way out before the computing strea
 
 
 class HostMemory:
-    """CPU memory that outlives a step, because pinning takes milliseconds a block.
-
-    torch pins blocks of 2^n bytes only: who asks for 532 MiB gets 1,024. So a tensor lives in
-    several blocks of such sizes, in 512 + 16 + 4; any other tensor can have them next.
-    """
+    """CPU memory that outlives a step, because pinning takes milliseconds a block. torch pins
+    blocks of 2^n bytes only. So a tensor lives in several of them, 532 MiB in 512 + 16 + 4."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -117,8 +114,7 @@ class Offload:
     def around(
         self, run: Callable[[Tensor], tuple[Tensor, Tensor]], moves: bool, block: Callable
     ) -> Callable:
-        """`run`, which runs a block (or a group of them); if it `moves`, what that keeps goes away.
-        Called as blocks are."""
+        """`run`, which runs a block or some; if it `moves`, what that keeps goes away."""
 
         def run_with_hooks(x: Tensor, _: str) -> tuple[Tensor, Tensor]:
             before, mine = self.newest, Tickets()
@@ -136,9 +132,7 @@ class Offload:
 
     def pack(self, tickets: Tickets, tensor: Tensor) -> Any:
         """What autograd keeps instead of `tensor`: a ticket for its storage, and where in it it is.
-
-        q, k and v are views of one storage, which travels once. So does what two operators keep.
-        """
+        (q, k and v are views of one storage, which travels once.)"""
         storage = tensor.untyped_storage()
         reference = ref(storage)
         if storage.nbytes() < SMALL or self.is_weight(reference):
@@ -155,9 +149,7 @@ class Offload:
 
     def is_weight(self, storage: ref[UntypedStorage]) -> bool:
         """Weights stay. They are told by their storage: what a linear layer saves is weight.t(),
-        which is no Parameter. (Low-precision copies of weights, which autocast makes, are tensors
-        like others, and travel with the policies that keep some; `full` keeps none.)
-        """
+        which is no Parameter. (Autocast's copies of weights are tensors like others.)"""
         if self.weights is None:  # only now, in a block: if they are sharded, its own are whole now
             weights = (weight for block in self.at_work for weight in block.parameters())
             self.weights = {ref(weight.untyped_storage()) for weight in weights}
@@ -177,10 +169,8 @@ def unpack(kept: Any) -> Tensor:
 
 
 class Ticket:
-    """One storage in CPU memory, and how it comes home.
-
-    It lives as long as autograd keeps a tensor of that storage: until backward is done with all.
-    """
+    """One storage in CPU memory, and how it comes home. It lives as long as autograd keeps a tensor
+    of that storage."""
 
     def __init__(self, whole: Tensor, host: HostMemory, blocks: list[Tensor]):
         self.device, self.host, self.blocks = whole.device, host, blocks
@@ -222,8 +212,7 @@ Tickets = WeakValueDictionary[tuple[ref[UntypedStorage], int, torch.dtype], Tick
 
 
 def fetch_all(tickets: Tickets) -> None:
-    """In the order in which backward will ask."""
-    for ticket in reversed(list(tickets.values())):
+    for ticket in reversed(list(tickets.values())):  # as backward will ask
         ticket.fetch()
 
 

@@ -1,8 +1,7 @@
 """Keys and values that are kept so that no token is computed twice: recompute, turned around.
 
-Training keeps less and computes more. A text that is written token by token is the other case:
-attention of the next one needs keys and values of all before it, which are as they were. They take
-2 * n_layers * C numbers a token, and a forward of T tokens becomes one of a single token.
+Who writes a text needs, for each token, keys and values of all before it, which are as they were.
+Kept, they take 2 * n_layers * C numbers a token, and forward is one of a single token.
 """
 
 from collections.abc import Iterator
@@ -27,19 +26,15 @@ class Past:
     def join(self, attention: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the next tokens, (B, H, T, D) each -> those of all so far."""
         if attention in self.kept:
-            k, v = (
-                torch.cat(pair, dim=2) for pair in zip(self.kept[attention], (k, v), strict=True)
-            )
+            before_k, before_v = self.kept[attention]
+            k, v = torch.cat([before_k, k], dim=2), torch.cat([before_v, v], dim=2)
         self.kept[attention] = k, v
         return k, v
 
     @contextmanager
     def before(self, model: Any) -> Iterator[None]:
         """A context for one forward of a model.MiniGPT, whose tokens follow these and join them.
-
-        Behind a past it has to be a single token: the causal mask knows nothing of those before it.
-        After it the model is as it was, free to do something else until the text goes on.
-        """
+        (Behind a past a single one: the causal mask knows nothing of those before it.)"""
         holders = [model, *(block.attn for block in model.blocks)]
         try:
             for holder in holders:

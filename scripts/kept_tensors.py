@@ -50,34 +50,23 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
     """What a model of two blocks keeps more than a model of one."""
 
     def kept(n_layers: int) -> list[Storage]:
-        config = MiniGPTConfig(
-            vocab_size=64,
-            max_position_embeddings=args.seq_len,
-            n_layers=n_layers,
-            n_heads=args.n_heads,
-            d_model=args.d_model,
-            d_ff=4 * args.d_model,
-            dropout=0.0,
-            recompute=policy,
-        )
+        C, H, T = args.d_model, args.n_heads, args.seq_len
+        config = MiniGPTConfig(64, T, n_layers, H, C, d_ff=4 * C, dropout=0.0, recompute=policy)
         with FakeTensorMode():
             model = MiniGPT(config).train()
-            ids = torch.zeros(args.batch_size, args.seq_len, dtype=torch.int64)
+            ids = torch.zeros(args.batch_size, T, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16, enabled=not args.no_amp, cache_enabled=False):
             return kept_for_backward(model, lambda: model(ids, ids))
 
-    one = Counter(tensor_key(tensor) for tensor in kept(1))
-    more = []
+    def key(tensor: Storage) -> tuple:
+        return tensor.module, tensor.operator, tensor.shape, tensor.dtype
+
+    one, more = Counter(map(key, kept(1))), []
     for tensor in kept(2):
-        if one[tensor_key(tensor)]:
-            one[tensor_key(tensor)] -= 1
-        else:
+        one[key(tensor)] -= 1
+        if one[key(tensor)] < 0:
             more.append(tensor)
     return more
-
-
-def tensor_key(tensor: Storage) -> tuple:
-    return tensor.module, tensor.operator, tensor.shape, tensor.dtype
 
 
 def table(policy: str, tensors: list[Storage], unit: int) -> str:

@@ -3,20 +3,14 @@
 python -m studies.mixes
 
 GPT-2 small's blocks, 12 sequences of 1,024 tokens, bfloat16, as predicted for two cards. First,
-what is taken at budgets between two rungs: by one policy in the first N blocks, by a pair with the
-fewest FLOPs done twice, by a pair with the least time. Then how much slower than the best of *all*
+what does the fewest FLOPs twice at budgets between two rungs: of one policy in the first N blocks,
+and of pairs. Then how much slower than the best of *all*
 assignments of 8 policies to blocks the best pair is, at 20 budgets from the tightest to the widest:
 of 4 and 6 blocks every assignment, of 12 every one but for its order. All of it is arithmetic on
 what nine simulated steps say (planner.choose.peaks_of, which tests compare with simulations).
 """
 
 import sys
-
-if not __package__:  # python studies/mixes.py: the others lie one folder up
-    sys.path[0] += "/.."
-    import studies  # noqa: F401
-
-import argparse
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from typing import Any
@@ -27,17 +21,10 @@ from tqdm import tqdm
 
 from model import RECOMPUTE_POLICIES
 from planner import CARDS, Planner, StepMemory
-from planner.choose import (
-    all_alike,
-    all_mixes,
-    config_of,
-    mean_seconds,
-    peaks_of,
-)
+from planner.choose import all_alike, all_mixes, config_of, mean_seconds, peaks_of
 from planner.formulas import recompute_cost, step_flops
-from studies.common import about, add_json, table, tool, write_json
+from studies.common import about, add_json, study_parser, table, tool, write_json
 from studies.ladder import GPT2_SMALL, SEQ_LEN, adamw
-from trainer.flags import OneLineParser
 
 BATCH = 12
 CLOCKS = [(card, compiled) for card in ("H100", "RTX 4090") for compiled in (False, True)]
@@ -66,23 +53,17 @@ def over_none(steps: list[StepMemory], mixes: np.ndarray, card: str, compiled: b
 
 
 def between_rungs(steps: list[StepMemory]) -> list[dict[str, Any]]:
-    """What fits where a block may keep so much on average, and costs least by each rule."""
-    mixes = all_mixes(steps[0].config.n_layers)
-    configs = [config_of(steps, mix) for mix in mixes]
-    flops = [recompute_cost(config, SEQ_LEN) for config in configs]
-    one_policy = np.array(["," not in config.recompute for config in configs])
-    peaks, found = peaks_of(steps, mixes), []
+    """What fits where a block may keep so much on average, and does the fewest FLOPs twice."""
+    config, mixes = steps[0].config, all_mixes(steps[0].config.n_layers)
+    configs, peaks = [config_of(steps, mix) for mix in mixes], peaks_of(steps, mixes)
+    costs = [(*recompute_cost(way, SEQ_LEN), peaks[i]) for i, way in enumerate(configs)]
+    found = []
     for btc in BETWEEN:
-        less = (36 - btc) * BATCH * SEQ_LEN * steps[0].config.d_model * steps[0].config.n_layers
-        fits = np.flatnonzero(peaks <= steps[0].peak - less)
-        taken = {
-            "one policy, FLOPs": min(fits[one_policy[fits]], key=lambda i: flops[i]),
-            "pair, FLOPs": min(fits, key=lambda i: (flops[i], peaks[i])),
-        }
-        for clock in CLOCKS:
-            fastest = over_none(steps, mixes[fits], *clock).argmin()
-            taken[f"pair, time on {clock_name(*clock)}"] = fits[fastest]
-        for rule, i in taken.items():
+        less = (36 - btc) * BATCH * SEQ_LEN * config.d_model * config.n_layers
+        fits = np.flatnonzero(peaks <= steps[0].peak - less).tolist()
+        one_policy = [i for i in fits if "," not in configs[i].recompute]
+        for rule, ways in {"one policy, FLOPs": one_policy, "pair, FLOPs": fits}.items():
+            i = min(ways, key=costs.__getitem__)
             needed, twice = step_flops(configs[i], SEQ_LEN)
             row = {"btc": btc, "rule": rule, "takes": configs[i].recompute}
             row |= {"flops_twice": twice / needed, "peak_bytes": int(peaks[i])}
@@ -135,8 +116,7 @@ def report(mixes: list[dict[str, Any]], slower: list[dict[str, Any]]) -> str:
 
 @tool
 def main(argv: list[str]) -> None:
-    parser = OneLineParser(prog="python -m studies.mixes", description=__doc__,
-                           formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = study_parser("studies.mixes", __doc__)
     add_json(parser)
     args = parser.parse_args(argv)
     steps = {n: alike(n) for n in tqdm(LAYERS, desc="simulating", leave=False, disable=None)}

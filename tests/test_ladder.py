@@ -237,22 +237,16 @@ def test_the_best_pair_and_what_each_rule_takes(capsys, monkeypatch, tmp_path):
             best = times[mixes.peaks_of(steps, pairs) <= budget].min()
             assert taken / steps[0].seconds(*clock) == pytest.approx(best, rel=1e-3)
 
-    for btc in mixes.BETWEEN:
-        rows = {row["rule"]: row for row in found["between_rungs"] if row["btc"] == btc}
-        one, pair = rows["one policy, FLOPs"], rows["pair, FLOPs"]
+    for one, pair in zip(*[iter(found["between_rungs"])] * 2, strict=True):
         assert "," not in one["takes"] and pair["flops_twice"] <= one["flops_twice"]
-        for name in one["over_none"]:
-            fastest = rows[f"pair, time on {name}"]["over_none"][name]
-            assert fastest == min(row["over_none"][name] for row in rows.values())
-        assert all(row["peak_bytes"] < steps[0].peak for row in rows.values())
+        assert max(one["peak_bytes"], pair["peak_bytes"]) < steps[0].peak
 
 
 def test_the_documents_say_what_was_found():
     text, found = " ".join(DOCS["evidence.md"].split()), result("mixes")
     for row in found["between_rungs"]:
-        if row["rule"] in ("one policy, FLOPs", "pair, FLOPs"):
-            times = [100 * row["over_none"][card] - 100 for card in ("H100", "RTX 4090")]
-            words = f"| `{row['takes']}` | {100 * row['flops_twice']:.1f} % |"
-            assert f"{words} {times[0]:+.1f} % | {times[1]:+.1f} % |" in text
+        times = [100 * row["over_none"][card] - 100 for card in ("H100", "RTX 4090")]
+        words = f"| `{row['takes']}` | {100 * row['flops_twice']:.1f} % |"
+        assert f"{words} {times[0]:+.1f} % | {times[1]:+.1f} % |" in text
     worst = max(row["worst"] for row in found["gaps"])
     assert f"at most {100 * worst:.1f} % slower" in text
