@@ -182,7 +182,7 @@ def test_offload_pins_what_was_planned():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs (gloo: test_train_ddp)")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs (gloo: test_torchrun)")
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_two_gpus_train_as_one_does(script, tmp_path):
     torchrun(tmp_path / "two.pt", "--device=cuda", script=script)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .flags import LENGTHS, SHAPES, as_argv, build_parser, flag
+from .metrics import format_line
 from .older import join
 from .optimizer import restore_optimizer
 from .snapshot import Resumed, SnapshotError, State, beside, is_second, peek, read_snapshot
@@ -173,6 +174,11 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     text that was edited is still the text that the flags name: `changes` tells of it. (The model's
     shape and what else must stay: `take_flags`.)
     """
+    try:
+        if record := saved.get("record"):  # the log line that may still be due
+            format_line(record, 1)
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (a strange record)") from None
     other = [name for name in DATA if saved["args"].get(name) != now["args"][name]]
     if data_changed(saved, now) and other:
         raise SnapshotError(

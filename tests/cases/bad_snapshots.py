@@ -108,6 +108,8 @@ RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume s
     "complex moments": (altered(*FIRST, "exp_avg", to=torch.Tensor.cfloat), STRANGE),
     "sparse moments": (altered(*FIRST, "exp_avg", to=torch.Tensor.to_sparse), STRANGE),
     "one group": (altered("optimizer", "param_groups", to=lambda groups: groups[:1]), STRANGE),
+    "record": (altered("record", to={"lr": "y"}), STRANGE),
+    "record in a list": (altered("record", to=[1]), STRANGE),
     "swapped blocks": (altered("optimizer", "param_groups", 0, "params", to=swapped), STRANGE),
     "dtype": (altered("model", to=each(torch.Tensor.half)), STRANGE),
 }

@@ -1,4 +1,4 @@
-"""Started by torchrun in test_train_ddp.py: where do gradients live, after each micro-batch?
+"""Started by torchrun in test_torchrun.py: where do gradients live, after each micro-batch?
 
 train_ddp.py as it is, watched. After the micro-batch that averages, gradients are views of DDP's
 buckets; so those of the one before, which does not, must lie in the same storages.

@@ -1,4 +1,4 @@
-"""Started in test_train_ddp.py: what is dealt out learns what DDP learns, to the bit; and every
+"""Started in test_torchrun.py: what is dealt out learns what DDP learns, to the bit; and every
 policy learns what none learns.
 
 Five steps of each variant (a few of them, or with the argument "all" all), with dropout and
