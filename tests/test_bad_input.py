@@ -15,7 +15,6 @@ import torch
 from cases import bad_snapshots
 from cases.bad_folders import FOLDERS
 from cases.bad_input import (
-    CACHES,
     ENVIRONMENTS,
     FLAGS,
     PROGRAMS,
@@ -43,7 +42,6 @@ TABLES = {
     "folder": FOLDERS,
     "place": PLACES,
     "environment": ENVIRONMENTS,
-    "cache": CACHES,
     "script": SCRIPTS,
 }
 CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in table.items()}

@@ -15,7 +15,6 @@ from planner import CARDS, Planner
 from trainer.card import clock_card
 from trainer.flags import UsageError, build_parser, changed, fill_in, model_config
 from trainer.knobs import FEWER, Knob, candidates, next_knob
-from trainer.metrics import format_bytes
 from trainer.plan import Question, TooLarge, nearest, plan_memory
 from trainer.process import OneProcess
 from trainer.setup import held
@@ -191,26 +190,6 @@ def test_a_smaller_state_before_a_smaller_model():
         assert asked.made.get("asked", {None}) == {layers}
 
 
-def test_the_planner_is_asked():
-    """How many sequences fit, one by one; and what is told in the end is the fastest then."""
-    args = parse(f"{SHAPE} --loss-chunks 1 --batch-size 4")
-    asked = Question(args, 61, GPU, torch.float32)
-    full = Knob({"loss_chunks": 0, "use_activation_checkpoint": "full"}).change(args)
-    peaks = [asked.about(changed(full, batch_size=n)).step.peak for n in range(1, 5)]
-    for fitting, budget in enumerate((peaks[0] - 1, peaks[0], peaks[1], peaks[3] - 1)):
-        there = Question(**vars(asked) | {"room": room_for(budget)})
-        assert there.about(full).largest_batch == fitting
-    why, knob = there.way_out()
-    then = there.about(knob.change(args))
-    assert why == "" and then.pick().peak == then.step.peak <= budget
-
-
-def test_a_shorter_sequence_needs_fewer_positions():
-    for flags, positions in (("", 2048), ("--max-position-embeddings 5000", 5000)):
-        args = parse(f"--seq-len 4096 {flags}")
-        assert Knob({"seq_len": 2048}).change(args).max_position_embeddings == positions
-
-
 # ---- before a run starts
 
 
@@ -277,18 +256,6 @@ def test_too_little_is_one_line_with_the_knob(machine):
     assert line.startswith("out of memory before the first step: ") and "\n" not in line
     assert "the machine has" in line and "with --batch-size 12 --seq-len 32, recompute none" in line
     assert line.endswith(f"{way_out}, which fits")
-
-
-def test_a_mix_is_planned_as_what_it_is(machine):
-    mlp = "--use-activation-checkpoint mlp"
-    assert peak(FULL) < peak(f"{mlp}:1,cheap") < peak(mlp)
-    machine(2 * peak(), peak(f"{mlp}:1,cheap"))
-    (line,) = words(f"{mlp}:1,cheap").splitlines()
-    assert line.startswith("mlp:1,cheap: peak ")
-    assert f"; without recompute: peak {format_bytes(peak())}, " in line
-    machine(2 * peak(), peak(f"{mlp}:1,cheap") - 1)
-    knob = "--use-activation-checkpoint sdpa:1,cheap"
-    assert f"; try {knob} (same results, some more time), which fits" in words(f"{mlp}:1,cheap")
 
 
 def test_auto_has_what_a_snapshot_takes_and_is_checked_as_well(machine):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import CARDS, Card, Planner
+from planner.choose import RUNGS
 from scripts import plan_memory
 from scripts.plan_table import digits, format_hours, format_seconds, recommend
 from trainer.flags import build_parser, byte_count
@@ -23,7 +24,7 @@ from trainer.room import Room, for_tensors
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30
-POLICIES = ["none", "cheap", "selective", "mlp", "attn", "sdpa", "full"]
+
 SEVERAL = "--grad-accum-steps=3 --nproc-per-node=2"
 
 
@@ -53,7 +54,7 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
     room, card, compiled = asked.room, asked.card, asked.args.compile
     mix = [name for name in answer.rows if ":" in name]
     assert bool(mix) == (takes is None)
-    assert [n for n in answer.rows if n not in mix] == [*POLICIES, "full/2", "full+offload"]
+    assert [n for n in answer.rows if n not in mix] == [*RUNGS, "full+offload"]
     for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
         step = asked.planner.step(64, recompute=row["name"])
         assert (row["peak_bytes"], row["at_peak"]) == (step.peak, step.at_peak)
@@ -249,13 +250,18 @@ def test_ddp_accumulation_and_compressed_gradients_are_planned():
     assert one == alone < ddp == compressed / 1.5 and peaks[2] > peaks[0] == peaks[1]
 
 
-def test_a_gpu_that_is_not_here():
-    answer = ask("--device cuda")
+def test_a_gpu_that_is_not_here_and_no_card():
+    answer = ask("--device cuda --num-tokens 1M")
     assert answer.json["precision"] == "bfloat16"
-    assert answer.json["budget_bytes"] is answer.json["takes"] is None
-    assert {(row["fits"], row["largest_batch"]) for row in answer.json["rows"]} == {(None, None)}
+    assert answer.json["budget_bytes"] is answer.json["takes"] is answer.json["card"] is None
+    for row in answer.json["rows"]:
+        assert row["fits"] is row["largest_batch"] is row["seconds"] is None
+    assert re.split(" {2,}", answer.table[0].strip())[4:6] == ["FLOPs twice", "fits"]
     assert "no cuda here and no --memory-budget" in answer.out
     assert "--memory-budget 8GiB, say, tells what fits" in answer.out
+    assert "run      1M tokens, 489 steps; --card tells how long they take" in answer.out
+    assert answer.json["run"] == {"tokens": 10**6, "steps": 489, "seconds": None}
+    assert "\nrun " not in ask("--device cuda").out  # nobody asked
 
 
 @pytest.mark.parametrize(
@@ -343,15 +349,6 @@ def test_the_whole_run(flags, tokens, steps, words):
     about, without = said.split(": about ")[1].split("; ")
     assert about == format_hours(run["seconds"])
     assert without == "without data, communication, evaluation"
-
-
-def test_without_a_card_nothing_is_timed():
-    asked = ask("--device cuda --num-tokens 1M")
-    assert asked.json["card"] is None and asked.rows["full"]["seconds"] is None
-    assert re.split(" {2,}", asked.table[0].strip())[4:6] == ["FLOPs twice", "fits"]
-    assert "run      1M tokens, 489 steps; --card tells how long they take" in asked.out
-    assert asked.json["run"] == {"tokens": 10**6, "steps": 489, "seconds": None}
-    assert "\nrun " not in ask("--device cuda").out  # nobody knows, nobody asked
 
 
 @pytest.mark.parametrize(

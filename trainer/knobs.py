@@ -16,6 +16,7 @@ from memory import write
 from .flags import AUTO, SHAPES, changed, flag, recompute_of, words_of
 
 Flags = argparse.Namespace
+POLICY, FOR_AUTO = "use_activation_checkpoint", ("memory_budget", "card")
 SLOWER = "same results, some more time"
 SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
 FEWER = "fewer sequences a step: to accumulate them, gradients would have to wait"
@@ -25,25 +26,22 @@ FEWER = "fewer sequences a step: to accumulate them, gradients would have to wai
 class Knob:
     """Flags to change, all at a time."""
 
-    flags: dict[str, Any]  # by their names in args; None = leave it out
+    flags: dict[str, Any]  # by their names in args
     words: str = ""  # what it costs
     trainer: str = ""  # another one to start, if it takes that
 
     def command(self, args: Flags) -> str:
         """ "--batch-size 3 --grad-accum-steps 4" """
-        without = [
-            flag(name)
-            for name, value in self.flags.items()
-            if value is None and getattr(args, name) is not None
-        ]
         words = [self.trainer] * bool(self.trainer) + words_of(self.flags)
-        return " ".join(words) + (f" without {' '.join(without)}" if without else "")
+        # What is for `auto` goes with it.
+        chosen = POLICY in self.flags and args.use_activation_checkpoint in AUTO
+        moot = [flag(name) for name in FOR_AUTO if chosen and getattr(args, name) is not None]
+        return " ".join(words + ["without"] * bool(moot) + moot)
 
     def with_policy(self, args: Flags, policy: str) -> "Knob":
         """The same, but for the way to recompute."""
-        found = policy_flags(args, policy)
-        new = {name: value for name, value in found.items() if value != getattr(args, name)}
-        others = {name: value for name, value in self.flags.items() if name not in found}
+        new = {} if policy == args.use_activation_checkpoint else {POLICY: policy}
+        others = {name: value for name, value in self.flags.items() if name != POLICY}
         return replace(self, flags=new | others)
 
     def change(self, args: Flags) -> Flags:
@@ -55,12 +53,6 @@ class Knob:
         if "d_ff" not in args.typed:
             then.d_ff = 4 * then.d_model
         return then
-
-
-def policy_flags(args: Flags, policy: str) -> dict[str, Any]:
-    """The flags that ask for it, and no more for `auto`."""
-    for_auto = ("memory_budget", "card") * (args.use_activation_checkpoint in AUTO)
-    return {"use_activation_checkpoint": policy, **dict.fromkeys(for_auto)}
 
 
 def candidates(
@@ -80,14 +72,14 @@ def candidates(
         kept = {"loss_chunks": 0}
         yield Knob(kept, "never holds all logits, at about the same speed")
     if asked != full or args.use_activation_checkpoint in AUTO:
-        kept = kept | policy_flags(args, write(full))
+        kept = kept | {POLICY: write(full)}
         yield Knob(kept, SLOWER)
     if groups and full.group == 1:
-        yield Knob(kept | policy_flags(args, write(full._replace(group=2))), SLOWER)
+        yield Knob(kept | {POLICY: write(full._replace(group=2))}, SLOWER)
     yield from (Knob(kept | batch, SAME) for batch in smaller)
     ways = [kept]
     if device_type == "cuda" and not full.offload:
-        kept = kept | policy_flags(args, write(full._replace(offload=True)))
+        kept = kept | {POLICY: write(full._replace(offload=True))}
         ways.append(kept)
         yield Knob(kept, MOVED)
         yield from (Knob(kept | batch, f"{SAME}, {MOVED}") for batch in smaller)
@@ -125,7 +117,7 @@ def shards(args: Flags) -> Iterator[Knob]:
     """train_fsdp.py, alone or with less moments."""
     policy, kept = recompute_of(args), dict[str, Any]()
     if policy.group > 1:  # they are gathered block by block
-        kept |= policy_flags(args, write(policy._replace(group=1)))
+        kept[POLICY] = write(policy._replace(group=1))
     kept |= {"compress_gradients": False} if args.compress_gradients else {}
     dealt = Knob(kept, "the processes hold the model between them", "train_fsdp.py")
     yield dealt

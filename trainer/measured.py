@@ -2,7 +2,6 @@
 
 import weakref
 from contextlib import ExitStack
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +14,6 @@ from .metrics import StepClock, format_bytes, memory_used
 from .process import OneProcess
 
 STEP = 3  # the first makes the optimizer's state, the second DDP's final buckets
-
-
-class Predicted(NamedTuple):
-    """Bytes at a step's peak."""
-
-    peak: int
-    plain: int  # without recompute
 
 
 class LiveStorages(TorchDispatchMode):
@@ -68,9 +60,10 @@ class MeasuringClock(StepClock):
         process: OneProcess,
         model: MiniGPT,
         optimizer: torch.optim.Optimizer,
-        predicted: Predicted | None,
+        predicted: tuple[int, int] | None,
     ):
-        """`predicted`: None if nobody could tell; then there is nothing to compare."""
+        """`predicted`: bytes at a step's peak, and without recompute; None if nobody could tell,
+        and then there is nothing to compare."""
         super().__init__()
         self.process, self.model, self.optimizer = process, model, optimizer
         self.predicted, self.storages = predicted, LiveStorages()
@@ -101,11 +94,9 @@ class MeasuringClock(StepClock):
 
     def say(self, peak: int, what: str) -> None:
         if self.predicted:
-            words = f"measured peak {format_bytes(peak)} {what}; "
-            words += f"predicted {format_bytes(self.predicted.peak)}"
-            if self.predicted.plain != self.predicted.peak:
-                words += f", without recompute {format_bytes(self.predicted.plain)}"
-            self.process.say(words)
+            step, plain = map(format_bytes, self.predicted)
+            words = f", without recompute {plain}" * (self.predicted[0] != self.predicted[1])
+            self.process.say(f"measured peak {format_bytes(peak)} {what}; predicted {step}{words}")
 
     def __exit__(self, *exception: object) -> None:
         self.looking.close()  # (still open if something went wrong in that step)

@@ -25,7 +25,6 @@ from .device import choose_device, choose_precision, is_here, set_matmul_precisi
 from .flags import AUTO, UsageError, changed, model_config, recompute_of
 from .knobs import Knob, candidates, less_moments, settings, shards, smaller_models
 from .knobs import next_knob as next_knob  # endings.py takes it from here
-from .measured import Predicted
 from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
@@ -282,7 +281,7 @@ class Plan(NamedTuple):
 
     config: MiniGPTConfig  # with what `auto` takes
     words: str
-    peaks: Predicted | None  # None: they could not be predicted
+    peaks: tuple[int, int] | None  # of a step, and without recompute; None: nobody could tell
 
 
 class TooLarge(MemoryError):
@@ -348,7 +347,7 @@ def choose_recompute(question: Question) -> StepMemory:
 
 def predict(
     question: Question, process: OneProcess, config: MiniGPTConfig, held: int
-) -> tuple[str, Predicted | None]:
+) -> tuple[str, tuple[int, int] | None]:
     """What a step will need; a warning if that is more than is free. Raises TooLarge."""
     try:
         check_room(question, process, question.state, held)  # before anything is simulated
@@ -360,7 +359,7 @@ def predict(
         words += check_room(question, process, step.peak, held)
         if question.room.host is not None:
             words += check_room(question, process, step.host, held, of_cpu=True)
-        return words, Predicted(step.peak, plain.peak)
+        return words, (step.peak, plain.peak)
     except TooLarge:
         raise
     except Exception as error:  # an aside: where fake tensors do not work, train anyway
