@@ -27,7 +27,7 @@ from collections.abc import Callable
 from functools import wraps
 from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 def say_stopped(when: str = "") -> None:
@@ -38,7 +38,7 @@ def say_stopped(when: str = "") -> None:
 
 def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
     """Makes a `main` of what does something with the command line: it returns the exit code, and a
-    mistake of the user, a full disk and Ctrl-C are one line each."""
+    mistake of the user, a full disk, Ctrl-C and a reader who is gone are no bugs of the program."""
 
     @wraps(do)
     def main(argv: list[str] | None = None) -> int:
@@ -52,6 +52,8 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
         except (UsageError, DataError, SnapshotError, SaveError, TooLarge) as error:
             print_error(error)
             return {SaveError: 3, TooLarge: 4}.get(type(error), 2)
+        except BrokenPipeError:  # `| head`
+            return 141  # 128 + SIGPIPE, as shells count
         except OSError as error:
             if error.filename is None:
                 raise
@@ -61,7 +63,7 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
             return int(ended.code or 0)
         except KeyboardInterrupt:
             say_stopped()
-            return 130
+            return 130  # 128 + SIGINT
 
     return main
 
@@ -79,18 +81,6 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def end_in_one_line(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    """A sys.excepthook: Ctrl-C and a reader who is gone (`| head`) are no bugs of the program."""
-    if issubclass(kind, KeyboardInterrupt):
-        say_stopped()
-        sys.exit(130)  # 128 + SIGINT, as shells count
-    if issubclass(kind, BrokenPipeError):
-        sys.exit(141)  # 128 + SIGPIPE
-    sys.__excepthook__(kind, error, traceback)
-
-
 def flush() -> None:
     """At the end: Python itself would complain about a reader who is gone."""
     try:
@@ -103,7 +93,6 @@ started, here = (Path(path).resolve().parent for path in (sys.argv[0], __file__)
 # Was a tool started (a study, too), by its path or by -m (more Python does not know yet)? Or does
 # a test import?
 if sys.argv[0] == "-m" or started.parent == here.parent:
-    sys.excepthook = end_in_one_line
     atexit.register(flush)
     if isinstance(sys.stdout, TextIOWrapper):  # a letter that it cannot spell is no reason to crash
         sys.stdout.reconfigure(errors="replace")

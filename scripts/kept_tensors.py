@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner.log import Storage, kept_for_backward
-from trainer.flags import SHAPES, OneLineParser, UsageError, number, print_error
+from scripts import tool
+from trainer.flags import SHAPES, OneLineParser, UsageError, number
 from trainer.metrics import format_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -87,22 +88,18 @@ def table(policy: str, tensors: list[Storage], unit: int) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
+@tool
+def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     for name in ("d_model", "n_heads"):
         if getattr(args, name) is None:
             setattr(args, name, SHAPES[args.model][name])
     unit = args.batch_size * args.seq_len * args.d_model
-    try:
-        for policy in [args.policy] if args.policy else RECOMPUTE_POLICIES:
-            try:
-                print(table(policy, kept_by_one_block(policy, args), unit), end="\n\n", flush=True)
-            except ValueError as error:  # d_model and n_heads that do not go together
-                raise UsageError(f"--d-model, --n-heads: {error}") from None
-    except UsageError as error:
-        print_error(error)
-        return 2
-    return 0
+    for policy in [args.policy] if args.policy else RECOMPUTE_POLICIES:
+        try:
+            print(table(policy, kept_by_one_block(policy, args), unit), end="\n\n", flush=True)
+        except ValueError as error:  # d_model and n_heads that do not go together
+            raise UsageError(f"--d-model, --n-heads: {error}") from None
 
 
 if __name__ == "__main__":
