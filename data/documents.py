@@ -18,22 +18,14 @@ TEXT_SUFFIXES = tuple(
 )
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
 KEYS, KEY_LENGTH = 6, 40  # of a line of JSON: how many are shown, and how much of each
-ZIP, GZIP = rb"PK(\x03\x04|\x05\x06|\x07\x08)", rb"\x1f\x8b\x08"
-TEXT = "make it text: "
-# What the first bytes match, how the name ends, what that is, and what to do. Any other binary
-# stops at a NUL or at a byte that is no UTF-8. These may have neither (there are PDFs all in ASCII,
-# and a model would learn their drawing commands), or are so common that their text should be found
-# at once.
-SIGNS: list[tuple[bytes, str | tuple[str, ...], str, str]] = [
-    (rb"(\xef\xbb\xbf)?\s*%PDF-\d", "", "a PDF", TEXT + "`pdftotext {file} {text}`"),
-    (rb"\{\\rtf\d", "", "an RTF document", TEXT + "`pandoc {file} -o {text}`"),
-    (ZIP, (".docx", ".odt", ".epub"), "a {suffix} file", TEXT + "`pandoc {file} -o {text}`"),
-    (ZIP, "", "a zip archive", "unpack it: `unzip {file}`"),
-    (GZIP, (".tar.gz", ".tgz"), "compressed by gzip", "unpack it: `tar -xf {file}`"),
-    (GZIP, "", "compressed by gzip", "unpack it: `gunzip -c {file} > {text}`"),
+# What the first bytes match, what that is, and what to do. Any other binary stops at a NUL or at a
+# byte that is no UTF-8. These may have neither: of a PDF all in ASCII a model would learn its
+# drawing commands.
+SIGNS = [
+    (rb"(\xef\xbb\xbf)?\s*%PDF-\d", "a PDF", "make it text: `pdftotext {file} {file}.txt`"),
+    (rb"\{\\rtf\d", "an RTF document", "make it text: `pandoc {file} -o {file}.txt`"),
     (
         rb"version https://git-lfs\.github\.com/spec/",
-        "",
         "what Git LFS leaves in place of a file",
         "fetch the file itself: `git lfs pull`",
     ),
@@ -51,12 +43,10 @@ def check_text(paths: Iterable[Path]) -> None:
     for path in paths:
         with open(path, "rb") as file:
             head = file.read(64)
-        for sign, end, what, way_out in SIGNS:
-            if re.match(sign, head) and path.name.lower().endswith(end):
-                text = path.with_suffix("") if suffix_of(path) == ".gz" else f"{path}.txt"
-                names = {"file": shlex.quote(str(path)), "text": shlex.quote(str(text))}
-                line = f"{what}, not text; {way_out}".format(**names, suffix=suffix_of(path))
-                raise DataError(f"{path}: {line}")
+        for sign, what, way_out in SIGNS:
+            if re.match(sign, head):
+                command = way_out.format(file=shlex.quote(str(path)))
+                raise DataError(f"{path}: {what}, not text; {command}")
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
@@ -79,17 +69,14 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
             if not isinstance(text, str):
                 what = f'want a JSON object with a string "text"{_keys(found)}'
                 raise DataError(f"{path}:{number}: {what}")
-            pieces = [text[first : first + CHUNK] for first in range(0, len(text), CHUNK)]
-            yield at_safe_cuts(pieces)
+            yield iter([text])
 
 
 def _keys(found: object) -> str:
-    """What a line has instead of a "text" of words."""
+    """What a line has instead."""
     if not isinstance(found, dict) or not found:
         return ""
-    if "text" in found:
-        return f'; its "text" is of type {type(found["text"]).__name__}'
-    names = [json.dumps(key[:KEY_LENGTH]) for key in found]
+    names = [f"{json.dumps(key[:KEY_LENGTH])} ({type(found[key]).__name__})" for key in found]
     return f"; it has {', '.join(names[:KEYS])}{', ...' * (len(names) > KEYS)}"
 
 
@@ -104,11 +91,8 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
 
     Raises DataError that names the file and the byte.
     """
-    return at_safe_cuts(_decoded(path, start, stop))
-
-
-def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
+    text = ""  # what is read, but for the chunks before
     with open(path, "rb") as file:  # binary, so that no line end is translated
         file.seek(start)
         while start < stop:
@@ -120,25 +104,18 @@ def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
             if (nul := block.find(0)) >= 0:
                 where = f"NUL at byte {start + nul}"
                 raise DataError(f"{path}: a binary file, not text ({where}); name files of text")
+            if text:
+                cut = safe_cut(text)
+                yield text[:cut]
+                text = text[cut:]
             first, start = start, start + len(block)
             try:
-                text = decoder.decode(block, final=start >= stop)
+                new = decoder.decode(block, final=start >= stop)
             except UnicodeDecodeError as error:  # (its object begins with what a block has left)
                 byte = start - len(error.object) + error.start
                 what = f"not UTF-8 at byte {byte}; if it is Western European"
                 raise _encoded(path, what, "CP1252") from None
-            yield text if first else text.removeprefix("\ufeff")
-
-
-def at_safe_cuts(pieces: Iterable[str]) -> Iterator[str]:
-    """The same text in chunks, each of which ends where a piece does or a little before."""
-    text = ""
-    for piece in pieces:
-        if text:
-            cut = safe_cut(text)
-            yield text[:cut]
-            text = text[cut:]
-        text += piece
+            text += new if first else new.removeprefix("\ufeff")
     yield text
 
 

@@ -3,7 +3,6 @@
 import filecmp
 import glob
 import os
-import shlex
 import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from .tokenizer import DataError
 
 CACHE_DIR = Path(__file__).resolve().parent / "cache"
 SHOWN_SUFFIXES = 5  # of those that were skipped
+AS_TEXT = "a file named by itself is read whatever its suffix"
 # Tests are two thirds of the standard library (and Debian ships it without them); encodings and
 # pydoc_data are tables; the others are gone from newer Pythons.
 STDLIB_SKIPS = set(
@@ -39,8 +39,10 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
             usable += inside
             others += rest
         if not usable:
-            what = f"no text or token file in this folder{_way_in(name, others)}"
-            raise DataError(f"{flag} {name}: {what}")
+            check_text(others)
+            held = count_suffixes(others) or "hidden and empty ones are not counted"
+            what = f"no text or token file in this folder ({held})"
+            raise DataError(f"{flag} {name}: {what}; {AS_TEXT}")
         found += usable
         skipped.update(others)
     found = list(dict.fromkeys(found))
@@ -48,7 +50,7 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
         taken = "1 file" if len(found) == 1 else f"{len(found):,} files"
         say(
             f"note     {flag} {label(names)}: {taken} taken, {len(left):,} skipped "
-            f"({count_suffixes(left)}); a file named by itself is read whatever its suffix"
+            f"({count_suffixes(left)}); {AS_TEXT}"
         )
     return found
 
@@ -76,19 +78,6 @@ def count_suffixes(paths: Iterable[Path]) -> str:
     kinds = Counter(suffix_of(path) or "without suffix" for path in sorted(paths)).most_common()
     shown = [f"{suffix} {number:,}" for suffix, number in kinds[:SHOWN_SUFFIXES]]
     return ", ".join(shown + ["..."] * (len(kinds) > SHOWN_SUFFIXES))
-
-
-def _way_in(name: str, others: list[Path]) -> str:
-    """What is in a folder instead, and the pattern by which the commonest of it is read all the
-    same. Raises DataError if that is no text."""
-    if not others:
-        return " (hidden and empty ones are not counted)"
-    suffix, _ = Counter(path.suffix for path in sorted(others)).most_common(1)[0]
-    check_text(path for path in others if path.suffix == suffix)
-    folder = glob.escape(name) if Path(name).exists() else name
-    pattern = shlex.quote(str(Path(folder, "**", f"*{glob.escape(suffix)}")))
-    what = f" ({count_suffixes(others)}; the known ones are in data/README.md)"
-    return f"{what}; what a pattern names is read whatever its suffix: {pattern}"
 
 
 def warn_of_shared(train: Sequence[Path], val: Sequence[Path], say: Say) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from data import Tokenizer
-from data.tokenizer_json import splits_as_gpt2, to_json
+from data.tokenizer_json import to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import tool
@@ -92,8 +92,6 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         # What looks like <|endoftext|> in a text is text, here as there.
         "split_special_tokens": True,
     }
-    if splits_as_gpt2(tokenizer):  # for what still reads GPT-2's two files: export writes the other
-        files["vocab.json"] = files["tokenizer.json"]["model"]["vocab"]
     return files
 
 
@@ -153,15 +151,11 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
 
     One that is there stays: somebody may stand in it, or it may be a mount.
     """
-    contents = json_files(source.config, source.tokenizer)
     files = {
         name: json.dumps(content, ensure_ascii=False, indent=2 if "config" in name else None)
-        for name, content in contents.items()
+        for name, content in json_files(source.config, source.tokenizer).items()
     }
     files["README.md"] = model_card(folder.name, source, state)
-    if "vocab.json" in files:
-        merges = (" ".join(pair) for pair in contents["tokenizer.json"]["model"]["merges"])
-        files["merges.txt"] = "\n".join(["#version: 0.2", *merges, ""])
     files["config.json"] = files.pop("config.json")  # last: without it nothing opens the folder
     weights = {
         f"transformer.{renamed(name, THEIRS)}": turned(name, weight)

@@ -1,9 +1,7 @@
-"""Ids to batches: every window once an epoch, a pure function of the index, flat memory."""
+"""Ids to batches: every window once an epoch, a pure function of the index."""
 
 import hashlib
-import os
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,23 +80,6 @@ def test_slices_are_those_of_the_whole_row(row, lengths, start, size):
     parts = slice_files(row(lengths), start, start + size)
     assert all(part.count for part in parts)
     assert (ids(parts) if parts else []) == list(range(sum(lengths)))[start : start + size]
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
-def test_memory_stays_flat(tmp_path) -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-    path = tmp_path / "large.bin"
-    with open(path, "wb") as file:
-        file.truncate(300 * 2**20)  # sparse: as large as promised, yet instant
-    batches = TrainBatches([TokenFile(path, "uint16", 0, 150 * 2**20)], 32, 256, 0, CPU)
-    for i in range(50):
-        batches[i]
-    before = resident()
-    for i in range(50, 550):  # a memmap would have touched 60 MiB
-        batches[i]
-    assert resident() - before < 5 * 2**20
 
 
 @law

@@ -22,7 +22,7 @@ from tiktoken_ext import openai_public
 
 from data import DataError, Tokenizer
 from data import documents as documents_module
-from data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, at_safe_cuts, read_text
+from data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, read_text
 from data.files import find_files
 from data.tokenizer import GPT2_PATTERN, format_ranks, load_tokenizer, train_bpe
 
@@ -88,27 +88,14 @@ def test_what_a_folder_leaves_out_is_counted() -> None:
     found, (line,) = find("[mp][al]*")
     assert found == ["plain/z.txt"] and "1 file taken, 6 skipped (.kind0 1, " in line
     assert line.count(".kind") == 5 and ", ...);" in line
+    with pytest.raises(DataError, match=r"no text or token file in this folder \(.kind0 1, .kind1"):
+        find("many")
     # What nobody would train on is no news; nor is a run's own log beside its text.
     write("a/a.txt", "a/.DS_Store", "a/.git/config", "a/__pycache__/a.pyc", "a/.cache/x.bin")
     write("a/run.metrics.jsonl")
     Path("a/empty.pdf").touch()
     os.symlink("nowhere", "a/broken.pdf")
     assert find("a") == (["a/a.txt"], [])
-
-
-@pytest.mark.parametrize(
-    ("names", "pattern"),
-    [
-        (["my man/deep/CAT.1", "my man/x.1", "my man/x.png"], "'my man/**/*.1'"),
-        (["[man]/cat", "[man]/dog"], "'[[]man]/**/*'"),
-    ],
-)
-def test_a_folder_with_nothing_usable_says_what_reads_it(names, pattern, cache) -> None:
-    write(*names)
-    with pytest.raises(DataError, match=r"no text or token file in this folder \(") as error:
-        find_files([Path(names[0]).parts[0]], "--train-data", print)
-    assert str(error.value).endswith(f"is read whatever its suffix: {pattern}")
-    assert len(texts(load(cache, *shlex.split(pattern)).train)) == 2
 
 
 def test_validation_that_is_trained_on_is_noticed(cache) -> None:
@@ -145,21 +132,16 @@ def test_validation_that_is_trained_on_is_noticed(cache) -> None:
 
 
 PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\nBT (Hello) Tj ET\n"  # all ASCII
-ZIP = b"PK\x03\x04\x14\0word/document.xml"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid"
-PACKED = gzip.compress(b"{}")
 # (name, its content): what it is called, and the way out
 NO_TEXT = {
     ("a.PDF", b"\xef\xbb\xbf\r\n" + PDF): "a PDF, .*`pdftotext a.PDF a.PDF.txt`",
-    ("my {b}.txt", PDF): r"a PDF, .*`pdftotext 'my {b}.txt' 'my {b}.txt.txt'`",  # not onto itself
+    ("my {b}.txt", PDF): r"a PDF, .*`pdftotext 'my {b}.txt' 'my {b}.txt'.txt`",  # not onto itself
     ("a.rtf", rb"{\rtf1\ansi Hello}"): "an RTF document, .*`pandoc a.rtf -o a.rtf.txt`",
-    ("a.docx", ZIP): "a .docx file, .*`pandoc a.docx -o a.docx.txt`",
-    ("archive", ZIP): "a zip archive, .*`unzip archive`",
-    ("a.jsonl.gz", PACKED): "compressed by gzip, .*`gunzip -c a.jsonl.gz > a.jsonl`",
-    ("a.jsonl", PACKED): "compressed by gzip, .*`gunzip -c a.jsonl > a.jsonl.txt`",
-    ("A.TAR.GZ", PACKED): "compressed by gzip, .*`tar -xf A.TAR.GZ`",
     ("lfs.txt", LFS): "what Git LFS leaves in place of a file, .*`git lfs pull`",
-    **dict.fromkeys([("a.txt", b"%PDF begins such a file"), ("a.odd", b"PK\nand {\\rtfm}")]),
+    ("a.docx", b"PK\x03\x04\x14\0word/document.xml"): "a binary file",
+    ("a.gz", gzip.compress(b"{}")): "a binary file",
+    **dict.fromkeys([("a.txt", b"%PDF begins such a file"), ("a.odd", b"{\\rtfm}")]),
 }
 
 
@@ -172,7 +154,7 @@ def test_a_file_that_is_no_text_is_refused(file, says, cache) -> None:
         data = load(cache, name)
         assert b"".join(texts(data.train) + texts(data.val)) == content
         return
-    with pytest.raises(DataError, match=f"^{name}: {says}") as error:
+    with pytest.raises(DataError, match=f"{name}: {says}") as error:
         load(cache, name)
     assert "\n" not in str(error.value) and not cache.exists()
 
@@ -246,15 +228,13 @@ def test_chunks_encode_as_the_whole(tokenizers, tmp_path_factory, groups, size) 
     text = "a,".join(map("".join, groups))  # so there is a place to cut in any 60 bytes
     path = tmp_path_factory.getbasetemp() / "chunks.txt"
     path.write_bytes(text.encode())
-    pieces = [text[first : first + size] for first in range(0, len(text), size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents_module, "CHUNK", size)
-        for chunks in (read_text(path, 0, path.stat().st_size), at_safe_cuts(pieces)):
-            parts = list(chunks)
-            assert "".join(parts) == text and len(parts) >= len(pieces)
-            for tokenizer in tokenizers:
-                wanted = tokenizer.encode(text).tolist()
-                assert [i for part in parts for i in tokenizer.encode(part).tolist()] == wanted
+        parts = list(read_text(path, 0, path.stat().st_size))
+    assert "".join(parts) == text and len(parts) >= len(text) / size
+    for tokenizer in tokenizers:
+        wanted = tokenizer.encode(text).tolist()
+        assert [i for part in parts for i in tokenizer.encode(part).tolist()] == wanted
 
 
 # ---- Documents and splits

@@ -6,7 +6,6 @@ import math
 import random
 import re
 import shutil
-import tracemalloc
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -205,35 +204,21 @@ def test_what_ends_it_costs_one_line_and_no_number(run, tmp_path, monkeypatch, c
     assert "tokens        19\n" in out
 
 
-def test_a_long_text_takes_two_bytes_a_token(tmp_path):
-    """Of a vocabulary that fits; not what the file takes (4), and not twice. The first ones do not
-    cost the others."""
+def test_a_token_takes_two_bytes_unless_its_vocabulary_is_large(tmp_path):
+    """And of a small one, ids beyond two bytes are a mistake: they are not cut."""
 
-    def peak_of(act, *args):
-        """What it returns, and how many bytes it took at most."""
-        tracemalloc.start()
-        try:
-            return act(*args), tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    def read(tokenizer: Tokenizer = BYTE, max_tokens: int | None = None) -> np.ndarray:
-        args = SimpleNamespace(val_data=[str(path)], max_tokens=max_tokens)
+    def read(tokenizer: Tokenizer) -> np.ndarray:
+        args = SimpleNamespace(val_data=[str(path)], max_tokens=None)
         return evaluate.read_data(args, {}, tokenizer, SimpleNamespace(say=print))[1]
 
-    path, n = tmp_path / "long.npy", 2**23  # tokens: 8 times what is read at a time
-    np.save(path, (np.arange(n, dtype=np.uint32) % 256))
-    tokens, peak = peak_of(read)
-    assert tokens.dtype == np.uint16 and len(tokens) == n and peak < 1.9 * 2 * n
-    assert (tokens[:1000] == np.arange(1000) % 256).all() and tokens[-1] == 255
-    n_bytes, peak = peak_of(evaluate.count_bytes, tokens, BYTE)
-    assert n_bytes == n and peak < 2 * n
-    tokens, peak = peak_of(read, BYTE, 1000)
-    assert tokens.tolist() == [i % 256 for i in range(1000)] and peak < 2 * n
-    # Ids beyond two bytes are not cut: of a small vocabulary they are a mistake.
+    path, n = tmp_path / "long.npy", 2**21  # tokens: twice what is read at a time
+    np.save(path, np.arange(n, dtype=np.uint32) % 256)
+    tokens = read(BYTE)
+    assert tokens.dtype == np.uint16 and (tokens == np.arange(n) % 256).all()
+    assert evaluate.count_bytes(tokens, BYTE) == n
     np.save(path, np.array([1, 65536 + 2, 3], np.uint32))
     with pytest.raises(DataError, match=r"long\.npy: holds id 65538, but the model's end at 256"):
-        read()
+        read(BYTE)
     assert read(ToyTokenizer(70000)).tolist() == [1, 65538, 3]
 
 
@@ -327,22 +312,25 @@ def test_the_samples_are_those_of_one_batch(model):
 
 def test_what_ends_generate_is_one_line(toy, capsys, monkeypatch):
     """Out of memory, as a CPU says it, comes with no traceback; Ctrl-C neither."""
-    real, calls = MiniGPT.forward, []
-
-    def third(error: BaseException, *args, **how):
-        calls.append(1)
-        return fail(error) if len(calls) % 3 == 0 else real(*args, **how)
-
-    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 B")
-    monkeypatch.setattr(MiniGPT, "forward", lambda *args, **how: third(error, *args, **how))
     flags = ["--checkpoint-path", str(toy), "--prompt", "1 2", "--num-samples", "2"]
-    assert generate.main(flags) == 4
+
+    def ends(error: BaseException) -> int:
+        """In the third step."""
+        with monkeypatch.context() as patch:
+            steps, stream = iter([None, None, error]), MiniGPT.stream
+
+            def stop_third(*args, **how):
+                for column in stream(*args, **how):
+                    yield fail(error) if next(steps) else column
+
+            patch.setattr(MiniGPT, "stream", stop_third)
+            return generate.main(flags)
+
+    assert ends(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 B")) == 4
     out, err = capsys.readouterr()
     assert re.fullmatch(r"1 2 \d+ \d+\n", out)  # what was written until then
     words = "--num-samples 2 and --max-new-tokens 200"
     assert err == f"error: out of memory with {words}: lower them\n"
-    error = KeyboardInterrupt()
-    assert generate.main(flags) == 130 and capsys.readouterr().err == "stopped\n"
-    error = RuntimeError("a bug")
+    assert ends(KeyboardInterrupt()) == 130 and capsys.readouterr().err == "stopped\n"
     with pytest.raises(RuntimeError, match="a bug"):
-        generate.main(flags)
+        ends(RuntimeError("a bug"))
