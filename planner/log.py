@@ -9,8 +9,8 @@ of a step is made of this one list: bytes over time (timeline.py), FLOPs and byt
 import math
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -68,6 +68,8 @@ class Source(NamedTuple):
     is_backward: bool = False  # then they are those of its forward
 
 
+NOBODY = Source("", "")
+
 Place = tuple[int, str, int | None]  # (from this operator on, phase, block that is at work)
 Repeat = tuple[int, int, int]  # operators from .. to (without that one) run so often, in a row
 
@@ -78,7 +80,7 @@ class Op(NamedTuple):
     name: str
     at: int  # its number, counted from 1
     place: Place
-    source: Source | None = None
+    source: Source = NOBODY
     given: tuple[tuple[str, Storage], ...] = ()  # by the names of its arguments
     made: tuple[tuple[int, Storage], ...] = ()  # (which of its results, storage)
     touches: tuple[Touch, ...] = ()  # (): it moves no bytes
@@ -99,17 +101,13 @@ class Part(NamedTuple):
 class Log(TorchDispatchMode):
     """Notes operators and storages, without keeping any tensor alive.
 
-    It looks after each operator: what a kernel takes and gives back inside is not seen (but
-    `inside` may tell).
+    Args:
+        sources: knows who asks for an operator.
+        inside: tells the bytes that a kernel takes and gives back while it runs, which nobody sees
+            after it (see planner/operators.py).
     """
 
-    def __init__(
-        self,
-        sources: "Sources | None" = None,
-        inside: Callable[[Any, tuple], int] | None = None,
-    ) -> None:
-        """`sources` knows who asks for an operator; `inside` tells the bytes that a kernel takes
-        besides (see planner/operators.py)."""
+    def __init__(self, sources: "Sources | None" = None, inside: Any = None) -> None:
         super().__init__()
         self.sources, self.inside = sources, inside
         self.ops: list[Op] = []
@@ -159,13 +157,13 @@ class Log(TorchDispatchMode):
     def note(self, func: Any, arguments: dict[str, Any], results: list[Tensor]) -> None:
         """What an operator did, after it ran."""
         its, place, at = signature(func), self.places[-1], self.now + 1
-        source = self.sources.now(place[1]) if self.sources else None
+        source = self.sources.now(place[1]) if self.sources else NOBODY
         if its.is_view:
             for tensor in results:
                 self.add(tensor)
             self.ops.append(Op("", at, place, source))
             return
-        storages = [self.add(tensor, func.__name__, at, source) for tensor in results]
+        storages = [self.add(tensor, func.__name__, source) for tensor in results]
         given, touches = [], []
         for parameter in its.parameters:
             for tensor in tensors_in(arguments.get(parameter.name)):
@@ -232,21 +230,17 @@ class Log(TorchDispatchMode):
 
     # ---- storages
 
-    def add(
-        self, tensor: Tensor, operator: str = "", at: int = 0, source: Source | None = None
-    ) -> Storage:
+    def add(self, tensor: Tensor, operator: str = "", source: Source = NOBODY) -> Storage:
         """The storage of `tensor`: known (the tensor is a view, or changed in place) or new."""
         address = tensor.untyped_storage()._cdata
         if address in self.known:
             return self.known[address][1]
-        storage = new_storage(tensor, at or self.now)
-        if operator:
-            storage.operator = operator.split(".")[0]  # "addmm.default"
-            _, storage.phase, storage.block = self.places[-1]
-            # In backward, nothing but a replay builds a graph.
-            storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
-        if source is not None:
-            storage.module, storage.line = source.module, source.line
+        storage = new_storage(tensor, self.now + bool(operator))
+        storage.operator = operator.split(".")[0]  # "addmm.default"
+        _, storage.phase, storage.block = self.places[-1]
+        # In backward, nothing but a replay builds a graph.
+        storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
+        storage.module, storage.line, _ = source
         if storage.bytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
             self.storages.append(storage)
         return self.watch(tensor, storage)
@@ -281,9 +275,6 @@ class Log(TorchDispatchMode):
         found = self.known.get(tensor.untyped_storage()._cdata)
         return found[1] if found else new_storage(tensor, 0)
 
-    def alive(self) -> list[Storage]:
-        return [storage for storage in self.storages if storage.died == math.inf]
-
 
 def new_storage(tensor: Tensor, born: int) -> Storage:
     # (A fake tensor's `device` is an operator.)
@@ -293,7 +284,7 @@ def new_storage(tensor: Tensor, born: int) -> Storage:
 
 
 class Sources:
-    """While it is entered, knows who asks for an operator: the module that runs, and the line.
+    """While it listens, it knows who asks for an operator: the module that runs, and the line.
 
     Backward's operators have no line: autograd runs them. But autograd numbers what it notes in
     forward, and a node of its graph still has that number in backward; so the line is the one that
@@ -304,43 +295,33 @@ class Sources:
     def __init__(self, model: nn.Module, root: str = ""):
         """`root`: the model's own name."""
         self.names = {module: f"{root}.{name}".strip(".") for name, module in model.named_modules()}
-        self.running: list[str] = []
+        self.running = [""]  # modules, the innermost last: "blocks.0.mlp.c_fc"
         self.of_forward: dict[int, Source] = {}  # by autograd's number
-
-    @property
-    def innermost(self) -> str:
-        """The module that runs: "blocks.0.mlp.c_fc"; "" outside of all."""
-        return self.running[-1] if self.running else ""
 
     def now(self, phase: str) -> Source:
         """Of the operator that has just run."""
         line = line_of_the_model()
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
         if node is None or line.startswith(RUNS_AGAIN):
-            source = Source("head" if phase == "head" else self.innermost, line)
+            source = Source("head" if phase == "head" else self.running[-1], line)
             # Autograd has just given a number to this operator, if it noted it at all.
             self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
             return source
         source = self.of_forward.get(node._sequence_nr(), Source("", ""))
         return Source(source.module, line or source.line, is_backward=True)
 
-    def __enter__(self) -> "Sources":
+    @contextmanager
+    def listen(self) -> Iterator[None]:
         def begin(module: nn.Module, args: tuple) -> None:
-            self.running.append(self.names.get(module, self.innermost))
+            self.running.append(self.names.get(module, self.running[-1]))
 
         def end(module: nn.Module, args: tuple, result: Any) -> None:
             self.running.pop()
 
         # (A replay is ended by an exception, as soon as it has made what is needed.)
-        self.hooks = [
-            register_module_forward_pre_hook(begin),
-            register_module_forward_hook(end, always_call=True),
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        after = register_module_forward_hook(end, always_call=True)
+        with register_module_forward_pre_hook(begin), after:
+            yield
 
 
 def line_of_the_model() -> str:
@@ -367,12 +348,13 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     for parameter in model.parameters():
         log.add(parameter)
     fake = weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext()
-    with fake, sources, log:
+    with fake, sources.listen(), log:
         result = forward()
     # The graph holds all the rest; the result itself is the caller's. (On torch 2.11
     # `result.grad_fn` does not keep the node of an autograd.Function, such as the head's.)
     graph = get_gradient_edge(result)
     del result
-    kept = [s for s in log.alive() if s.operator and s.device.type == weight.device.type]
+    alive = [storage for storage in log.storages if storage.died == math.inf]
+    kept = [s for s in alive if s.operator and s.device.type == weight.device.type]
     del graph
     return kept

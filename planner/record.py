@@ -118,7 +118,6 @@ def record_of(log: Log, step: StepMemory) -> Record:
     gradients: set[Storage] = set()  # what backward makes
     replays = [False]
     for op in log.ops:
-        assert op.source is not None
         _, phase, _ = op.place
         replays.append(phase == "backward" and not op.source.is_backward)
         in_backward = op.source.is_backward or phase == "backward"
@@ -155,7 +154,6 @@ def any_block(words: str) -> str:
 
 def describe(op: Op, i: int, dtype: torch.dtype) -> str:
     """What result `i` of an operator is: "blocks.0.mlp.c_fc: output"."""
-    assert op.source is not None
     name, (module, line, is_backward) = op.name, op.source
     read = [storage.name for _, storage in op.given]
     if name == "_to_copy" and read:

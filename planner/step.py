@@ -41,7 +41,7 @@ class Planner:
         seq_len: tokens in a sequence.
         precision: float32, or the dtype of autocast. (float16's GradScaler needs some bytes more.)
         make_optimizer: what the trainer makes its own with.
-        clip: what it clips gradients with, given weights, limit and `foreach`: torch's by default.
+        clip: what it clips gradients with, as torch's `clip_grad_norm_` does.
         device_type: the kind of device it is planned for. The fake tensors are the CPU's in any
             case. For "cuda" its fused dropout and attention are put in, and what its kernels take
             besides (planner/operators.py); on "mps" neither is fused where it is trained.
@@ -59,7 +59,7 @@ class Planner:
         *,
         precision: torch.dtype,
         make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer],
-        clip: Callable[[list[nn.Parameter], float, bool], object] | None = None,
+        clip: Callable[..., object] = nn.utils.clip_grad_norm_,
         device_type: str = "cpu",
         accumulate: bool = False,
         ddp: bool = False,
@@ -68,7 +68,7 @@ class Planner:
     ):
         self.config, self.seq_len, self.precision = config, seq_len, precision
         self.on_cpu, self.accumulate, self.ddp = device_type == "cpu", accumulate, ddp
-        self.clip = clip or clip_as_torch
+        self.clip = clip
         self.kernels = device_type == "cuda"  # there they need memory of their own, too
         self.fused = device_type != "mps"  # attention, which else keeps its scores, (B, H, T, T)
         self.compress, self.shards = compress, shards
@@ -108,19 +108,17 @@ class Planner:
 
         `host`: bytes of CPU memory that offload may have; None: nobody knows.
         """
-        first, other, moves = batch_size, 1 if batch_size > 1 else 2, 0
+        moves = 0
         if replace(self.config, **memory).expanded.offload:
             # Of fewer sequences the residual stream is too small to be moved: what they take, and
             # what more of them take, are two things.
             moves = math.ceil(SMALL / (4 * self.seq_len * self.config.d_model))
-            first = max(first, moves)
-            other = first + 1
-        one, two = self.step(first, **memory), self.step(other, **memory)
+        one = self.step(max(batch_size, moves), **memory)
+        two = self.step(one.batch_size + 1, **memory)
         while outside_of_head(one) != outside_of_head(two):
             # Offload moves tensors from a certain size on, and some have it in one of the two only.
             # Larger batches soon agree; then what they say of others misses less than that size.
-            last = max(one, two, key=lambda step: step.batch_size)
-            one, two = last, self.step(last.batch_size + 1, **memory)
+            one, two = two, self.step(two.batch_size + 1, **memory)
 
         def fits(sequences: int) -> bool:
             step = self.step(sequences, **memory)
@@ -181,7 +179,7 @@ class Planner:
             replaced(model, blocks=model.blocks[: config.n_layers]),
             replaced(head, **few_chunks(log, MOST_RUNS if sources else 0, self.parts)),
             replaced(F, dropout=fused_dropout if self.kernels else F.dropout),
-            sources or nullcontext(),
+            sources.listen() if sources else nullcontext(),
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
             ExitStack() as hooks,
@@ -203,8 +201,11 @@ class Planner:
             loss.backward()
             shards.end_backward()
             self.name_what_is_there(log)
-            if self.compress:
-                send_copies(log, parameters)
+            if self.compress:  # they are gone when the average is there
+                copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
+                for copy in copies:
+                    log.name(copy, "gradients", "gradient on its way")
+                del copies, copy
             log.enter("optimizer")
             self.update(log, parameters)
             self.optimizer.zero_grad(set_to_none=True)
@@ -219,7 +220,7 @@ class Planner:
 
         def run() -> tuple[()]:
             # (A GPU takes all tensors at a time; torch would not for the CPU's.)
-            self.clip(parameters, 1.0, not self.on_cpu)
+            self.clip(parameters, 1.0, foreach=not self.on_cpu)
             self.optimizer.step()
             return ()
 
@@ -255,17 +256,6 @@ class WholeBlocks(HostMemory):
     def take(self, like: Tensor) -> list[Tensor]:
         self.moved.append(like.nbytes)
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
-
-
-def send_copies(log: Log, parameters: list[nn.Parameter]) -> None:
-    """In bfloat16, of all gradients; they are gone when the average is there."""
-    copies = [cast(Tensor, p.grad).bfloat16() for p in parameters]
-    for copy in copies:
-        log.name(copy, "gradients", "gradient on its way")
-
-
-def clip_as_torch(parameters: list[nn.Parameter], limit: float, foreach: bool) -> None:
-    nn.utils.clip_grad_norm_(parameters, limit, foreach=foreach)
 
 
 def few_blocks(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[int]]:

@@ -20,6 +20,8 @@ import numpy as np
 from .log import Op, Storage, Touch
 from .operators import ATTENTION
 
+WHICH = {name: i + 1 for i, name in enumerate(ATTENTION)}
+
 
 @dataclass(frozen=True)
 class Work:
@@ -88,16 +90,12 @@ def summarize_work(ops: Sequence[Op], repeats: Iterable[tuple[int, int, int]] = 
     return Work(
         flops=np.array([op.cost.flops for op in ops], dtype=np.float64),
         precision=np.array([op.cost.precision for op in ops], dtype=np.uint8),
-        attention=np.array([which_attention(op.name) for op in ops], dtype=np.uint8),
+        attention=np.array([WHICH.get(op.name, 0) for op in ops], dtype=np.uint8),
         times=times,
         operator=np.array(columns[0], dtype=np.int32),
         bytes=np.array(columns[1], dtype=np.int64),
         distance=np.array(columns[2], dtype=np.float64),
     )
-
-
-def which_attention(name: str) -> int:
-    return ATTENTION.index(name) + 1 if name in ATTENTION else 0
 
 
 class Span(NamedTuple):
