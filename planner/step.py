@@ -131,10 +131,10 @@ class Planner:
             most = bisect_left(range(1, moves), True, key=lambda n: not fits(n))
         return max(most, batch_size if fits(batch_size) else 0)
 
-    def simulate(self, batch_size: int, config: MiniGPTConfig, few: bool = True) -> StepMemory:
-        """A step of `config`. `few`: of blocks that do the same only the first, one more, and the
-        last are simulated, and stand for all."""
-        shown, times = few_blocks(config) if few else (config, [1] * config.n_layers)
+    def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
+        """A step of `config`. Of blocks that do the same only the first, one more, and the last are
+        simulated, and stand for all."""
+        shown, times = few_blocks(config)
         log = self.log_step(batch_size, shown)
         step = summarize(log, config, batch_size, self.seq_len, times)
         # The other blocks' gradients: backward makes them, block by block.

@@ -17,15 +17,15 @@ CPU = torch.device("cpu")
 def machine(monkeypatch, tmp_path):
     """machine({file: content}): nothing else is in /proc and /sys."""
 
+    def there(*parts: str) -> Path:
+        return tmp_path / Path(*parts).relative_to("/")
+
     def make(files: dict[str, str]) -> None:
         for name, content in files.items():
-            path = tmp_path / name.lstrip("/")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+            there(name).parent.mkdir(parents=True, exist_ok=True)
+            there(name).write_text(content)
 
-    monkeypatch.setattr(
-        "trainer.room.Path", lambda *parts: tmp_path / Path(*parts).relative_to("/")
-    )
+    monkeypatch.setattr("trainer.room.Path", there)
     return make
 
 

@@ -48,33 +48,29 @@ def draw(number: int, policy: str, device_type: str = "cpu", **changes) -> Drawn
     return plan.step(batch_size), precision
 
 
-SOME = [(n, [policy]) for n, policy in zip((12, 17, 10, 37, 34, 35), POLICIES, strict=True)]
-MORE = [pytest.param(number, POLICIES, marks=pytest.mark.slow) for number in range(12)]
+SOME = zip((12, 17, 10, 37, 34, 35), POLICIES, strict=True)
+MORE = [pytest.param(i, way, marks=pytest.mark.slow) for i in range(12) for way in POLICIES]
 
 
-@pytest.mark.parametrize(("number", "policies"), [*SOME, *MORE])
-def test_predicted_peak_is_that_of_a_real_offloaded_step(number, policies):
-    for policy in policies:
-        step, precision = draw(number, policy)
-        shape = {"config": step.config, "batch_size": step.batch_size, "seq_len": step.seq_len}
-        measured = measured_peak(**shape, precision=precision, by_ours=True)
-        exact = 1e-3 if measured > 1e6 else 3e-3
-        assert step.peak == pytest.approx(measured, rel=exact), policy
+@pytest.mark.parametrize(("number", "policy"), [*SOME, *MORE])
+def test_predicted_peak_is_that_of_a_real_offloaded_step(number, policy):
+    step, precision = draw(number, policy)
+    shape = {"batch_size": step.batch_size, "seq_len": step.seq_len}
+    measured = measured_peak(step.config, precision=precision, by_ours=True, **shape)
+    exact = 1e-3 if measured > 1e6 else 3e-3
+    assert step.peak == pytest.approx(measured, rel=exact)
 
 
 # ---- pinned memory
 
 
 @pytest.mark.parametrize("number", range(0, 6, 2))
-def test_what_is_pinned_is_what_was_predicted_and_hardly_more_than_what_travels(
-    number, monkeypatch
-):
-    """Of a GPU's memory, that is; all else is the same."""
+def test_what_is_pinned_is_what_was_predicted(number, monkeypatch):
+    """Of a GPU's memory, that is; all else is the same. And hardly more than what travels."""
     monkeypatch.setattr(offload, "SMALL", 2**14)
-    (step, precision), (on_gpu, _) = (
-        draw(number, POLICIES[-number], kind, n_layers=3) for kind in ("cpu", "cuda")
-    )
-    assert step.moved and on_gpu.moved == step.moved
+    way = POLICIES[-number]
+    (step, precision), (gpu, _) = (draw(number, way, on, n_layers=3) for on in ("cpu", "cuda"))
+    assert step.moved and gpu.moved == step.moved
     model = MiniGPT(step.config).train()
     ids = torch.zeros(step.batch_size, step.seq_len, dtype=torch.int64)
     for _ in range(3):
@@ -94,20 +90,18 @@ def test_blocks_are_few_powers_of_two_and_hardly_larger_in_all(size):
     assert size <= sum(blocks) <= size * 33 / 32
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_largest_batch_in_the_memory_of_a_cpu(device_type, monkeypatch):
+@pytest.mark.parametrize(
+    ("device_type", "bounded", "room"),
+    [("cpu", "peak", (2**23, None)), ("cuda", "host", (2**40, 2**23))],
+)
+def test_largest_batch_in_the_memory_of_a_cpu(device_type, bounded, room, monkeypatch):
     """Where it is the device, blocks are in the peak; beside a GPU they have room of their own."""
-    for room in (offload, step_of_planner):
-        monkeypatch.setattr(room, "SMALL", 2**14)
-    memory, limit = {"recompute": "mlp+offload"}, 2**23
-    plan = planner(CONFIG, device_type=device_type)
-    if device_type == "cpu":
-        most = plan.largest_batch(limit, 9, **memory)
-        takes, more = (plan.step(n, **memory).peak for n in (most, most + 1))
-    else:
-        most = plan.largest_batch(2**40, 9, host=limit, **memory)
-        takes, more = (plan.step(n, **memory).host for n in (most, most + 1))
-    assert most > 9 and takes <= limit < more
+    for where in (offload, step_of_planner):
+        monkeypatch.setattr(where, "SMALL", 2**14)
+    memory, plan = {"recompute": "mlp+offload"}, planner(CONFIG, device_type=device_type)
+    most = plan.largest_batch(room[0], 9, room[1], **memory)
+    takes, more = (getattr(plan.step(n, **memory), bounded) for n in (most, most + 1))
+    assert most > 9 and takes <= 2**23 < more
     too_few = plan.step(1, **memory).host - 1
     assert plan.largest_batch(2**40, 9, host=too_few, **memory) == 0
 
@@ -145,13 +139,12 @@ def test_the_memory_of_a_cpu_is_part_of_the_room(left, processes, monkeypatch, e
         with pytest.raises(TooLarge, match=re.escape(said + "the machine has ")) as raised:
             words()
         assert str(raised.value).endswith(f"{way_out}, which fits")
-    elif left == "little":
-        _, line = words().words.splitlines()
-        assert line.startswith(f"warning  {said}but tensors may take ") and line.endswith(
-            f"{way_out}, which fits"
-        )
-    else:
-        assert "\n" not in words().words
+        return
+    _, *warnings = words().words.splitlines()
+    assert len(warnings) == (left == "little")
+    for line in warnings:
+        assert line.startswith(f"warning  {said}but tensors may take ")
+        assert line.endswith(f"{way_out}, which fits")
 
 
 def test_plan_memory_says_what_offload_takes_of_a_cpu(tmp_path, capsys, monkeypatch):

@@ -157,7 +157,7 @@ def test_what_is_restored_is_a_copy():
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sharded_parameters_are_updated_as_whole_ones(tmp_path, processes):
-    script = "tests/harness/sharded_optimizer.py"
+    script = "tests/harness/sharded.py optimizers"
     result = torchrun(tmp_path / "unused.pt", script=script, processes=processes)
     assert result.stdout.count("6 optimizers equal") == processes
 

@@ -1,13 +1,12 @@
 """Right, not only consistent: against a model, an optimizer and a sampler that are not ours.
 
 Everywhere else two paths of ours are compared, and both could be wrong. Here loss and the gradient
-of every parameter, what a step changes, and which tokens it sees are computed by tests/oracle.py
-and by Hugging Face's GPT-2, which share no line with ours.
+of every parameter, what a step changes, and which tokens it sees are computed by harness/oracle.py,
+which shares no line with ours. (test_pretrained.py asks Hugging Face's GPT-2.)
 """
 
 import math
 from contextlib import nullcontext
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -127,42 +126,6 @@ def test_dropout_is_where_gpt2_has_it(memory, monkeypatch):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_transformers_gpt2(dtype):
-    """The same weights in Hugging Face's GPT-2; its Conv1D has matrices the other way round."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
-    ends = dict(bos_token_id=None, eos_token_id=None)
-    shape = dict(vocab_size=61, n_positions=20, n_embd=16, n_layer=LAYERS, n_head=HEADS, n_inner=48)
-    theirs = GPT2LMHeadModel(GPT2Config(**shape, **off, **ends)).to(dtype)
-    model = make(dtype, loss_chunks=4, recompute="full")
-    names = {"token_embedding": "wte", "position_embedding": "wpe", "blocks": "h"}
-
-    def name_there(name: str) -> str:
-        first, rest = name.split(".", 1)
-        return f"transformer.{names.get(first, first)}.{rest}"
-
-    def turned(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.T if name.startswith("blocks") and tensor.dim() == 2 else tensor
-
-    state = {name_there(name): turned(name, w) for name, w in model.state_dict().items()}
-    state["lm_head.weight"] = state["transformer.wte.weight"]
-    theirs.load_state_dict(state)
-    batches, losses = micro_batches(2), []
-    for ids, labels in batches:
-        loss = theirs(ids, labels=labels, shift_labels=labels).loss
-        (loss / 2).backward()
-        losses.append(loss.item())
-    parameters = dict(theirs.named_parameters())
-    gradients = {
-        name: turned(name, parameters[name_there(name)].grad) for name in model.state_dict()
-    }
-    # (Its loss is computed in float32 whatever the model is in.)
-    assert_close(ours(model, batches), (losses, gradients), max(TOLERANCE[dtype], 5e-7))
-
-
 # ---- the step
 
 
@@ -261,22 +224,23 @@ def test_evaluation_is_the_mean_over_all_tokens(tmp_path):
     assert evaluate(run)["val_bits_per_byte"] is None
 
 
-def test_learning_rates_by_hand():
-    def rates(*flags: str) -> list[float]:
-        words = ["--lr=8", "--min-lr=2", "--num-steps=8", *flags]
-        args = fill_in(build_parser("test", "x.pt").parse_args(words))
-        return [learning_rate(step, args) for step in range(1, 9)]
+COSINE = [(1 + math.cos(math.pi * i / 6)) / 2 for i in range(1, 7)]
 
-    c = [(1 + math.cos(math.pi * i / 6)) / 2 for i in range(7)]
-    cosine = [4, 8, *(2 + 6 * c[i] for i in range(1, 7))]
-    assert rates("--warmup-steps=2") == pytest.approx(cosine)
-    linear = [4, 8, 7, 6, 5, 4, 3, 2]
-    assert rates("--warmup-steps=2", "--lr-scheduler=linear") == pytest.approx(linear)
-    constant = [2, 4, 6, 8, 8, 8, 8, 8]
-    assert rates("--warmup-steps=4", "--lr-scheduler=constant") == pytest.approx(constant)
-    assert rates("--warmup-steps=0", "--lr-scheduler=linear") == pytest.approx(
-        [8 - 6 * i / 8 for i in range(1, 9)]
-    )
-    assert rates("--warmup-steps=8") == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8])
-    assert rates("--warmup-steps=7")[-1] == pytest.approx(2)
-    assert rates("--warmup-steps=9")[-1] == pytest.approx(64 / 9)
+
+@pytest.mark.parametrize(
+    ("warmup", "scheduler", "rates"),
+    [
+        (2, "cosine", [4, 8, *(2 + 6 * share for share in COSINE)]),
+        (2, "linear", [4, 8, 7, 6, 5, 4, 3, 2]),
+        (4, "constant", [2, 4, 6, 8, 8, 8, 8, 8]),
+        (0, "linear", [8 - 6 * i / 8 for i in range(1, 9)]),
+        (7, "cosine", [8 * i / 7 for i in range(1, 8)] + [2]),
+        (8, "cosine", [1, 2, 3, 4, 5, 6, 7, 8]),
+        (9, "cosine", [8 * i / 9 for i in range(1, 9)]),
+    ],
+)
+def test_learning_rates_by_hand(warmup, scheduler, rates):
+    words = "--lr=8 --min-lr=2 --num-steps=8".split()
+    words += [f"--warmup-steps={warmup}", f"--lr-scheduler={scheduler}"]
+    args = fill_in(build_parser("test", "x.pt").parse_args(words))
+    assert [learning_rate(step, args) for step in range(1, 9)] == pytest.approx(rates)

@@ -108,14 +108,14 @@ def test_resumed_with_as_many_threads_or_with_others(tmp_path, alone, capsys):
 
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=slow)])
 def test_every_policy_with_shards(which):
-    """Each equals DDP, and DDP without recomputation; see fsdp_steps.py."""
-    result = together(["tests/harness/fsdp_steps.py", which], timeout=400)
+    """Each equals DDP, and DDP without recomputation; see sharded.py."""
+    result = together(["tests/harness/sharded.py", "steps", which], timeout=400)
     assert result.stdout.count("variants equal") == 2, result.stdout + result.stderr
 
 
 def test_weights_are_drawn_one_at_a_time():
     """And they are those that the seed gives without a detour. (That shards are all the memory that
-    a process takes: fsdp_steps.py.)"""
+    a process takes: sharded.py.)"""
     process, seen = OneProcess(CPU), []
     with torch.device("meta"):
         model = MiniGPT(MiniGPTConfig(vocab_size=61, n_layers=2, n_heads=2, d_model=32, d_ff=64))

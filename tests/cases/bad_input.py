@@ -112,6 +112,8 @@ REFUSED_BY = {
         "--memory-viz=.": "--memory-viz: . is a folder",
         "--json=x --memory-viz=x": "--json and --memory-viz: both are to be written to x",
         "--fsdp": "--fsdp: over how many processes",
+        "--fsdp --nproc-per-node=2 --use-activation-checkpoint=full/2": "full/2: with --fsdp",
+        "--fsdp --nproc-per-node=2 --compress-gradients": "--compress-gradients is for train_ddp",
         "--card=Voodoo2": "--card: .*Voodoo2.*RTX 3060 12GB, .*M4 Max.*; or this-machine, "
         "measured; of any other, --device cuda --memory-budget 16GiB tells",
         "--card=H100 --memory-budget=81GiB": "--memory-budget 81.0 GiB is more than the 79.1 GiB",

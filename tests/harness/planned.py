@@ -1,6 +1,6 @@
 """Planners of the models in cases/shapes.py, and what a real step of them takes."""
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
@@ -73,11 +73,12 @@ def measured_peak(
     knows of CPU memory that offload makes larger than a tensor)."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    dtype = PRECISIONS[precision]
+    dtype, tracker, storages = PRECISIONS[precision], MemTracker(), LiveStorages()
 
-    def step(before_each: Callable[[], object] = int) -> None:
+    def step() -> None:
         for _ in range(accumulate):
-            before_each()
+            if not by_ours:
+                tracker.reset_mod_stats()
             ids = torch.randint(config.vocab_size, (batch_size, seq_len))
             in_low = dtype != torch.float32
             with torch.autocast("cpu", dtype, enabled=in_low, cache_enabled=False):
@@ -88,19 +89,16 @@ def measured_peak(
         optimizer.step()
         optimizer.zero_grad()
 
-    if by_ours:
-        with LiveStorages() as storages:
-            model = MiniGPT(config).train()
-            optimizer = make_optimizer(model)
+    with storages if by_ours else nullcontext():
+        model = MiniGPT(config).train()
+        optimizer = make_optimizer(model)
+        if by_ours:
             step()
             storages.peak = storages.now
             step()
-        return storages.peak
-    model = MiniGPT(config).train()
-    optimizer = make_optimizer(model)
-    tracker = MemTracker()
+            return storages.peak
     tracker.track_external(model, optimizer)
     for _ in range(2):
         with tracker:
-            step(tracker.reset_mod_stats)
+            step()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]

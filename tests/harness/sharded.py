@@ -1,0 +1,307 @@
+"""Started in several processes, by test_train_ddp.py, test_optimizer.py, test_shards.py: what does
+train_fsdp.py's process do to a model that is dealt out?
+
+steps       it learns what DDP learns, to the bit; and every policy learns what none learns
+optimizers  weights and moments are updated as those of a whole model are
+memory      process 0 writes what CASES take to a file
+"""
+
+import gc
+import json
+import os
+import sys
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+sys.path[:0] = map(str, Path(__file__).parents[1:3])
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from cases.shapes import CONFIG, WIDE, T  # noqa: E402
+from harness.runs import TINY, same  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
+
+from memory import offload  # noqa: E402
+from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig  # noqa: E402
+from train_ddp import DDPProcess  # noqa: E402
+from train_fsdp import FSDPProcess  # noqa: E402
+from trainer.flags import build_parser, fill_in  # noqa: E402
+from trainer.optimizer import make_optimizer, restore_optimizer, update_if_finite  # noqa: E402
+from trainer.process import OneProcess  # noqa: E402
+from trainer.torchrun import main_and_exit  # noqa: E402
+
+
+def new_model(process: OneProcess, config: MiniGPTConfig) -> MiniGPT:
+    with torch.device("meta"):
+        model = MiniGPT(config)
+    with patch.object(MiniGPT, "to_empty", no_whole_model) if process.shards > 1 else nullcontext():
+        process.place(model)
+    torch.manual_seed(0)
+    model.init_weights(process.part)
+    return model
+
+
+to_empty = MiniGPT.to_empty
+
+
+def no_whole_model(model: MiniGPT, *, device: torch.device) -> None:
+    """Memory comes when all is dealt out, and is for a process's rows."""
+    assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
+    to_empty(model, device=device)
+    for p in model.parameters():
+        rows = -(-len(p) // dist.get_world_size())
+        assert p.to_local().untyped_storage().nbytes() <= 4 * rows * (p.numel() // len(p)), p.shape
+
+
+def train_step(
+    process: DDPProcess,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    n: int,
+    dtype: torch.dtype,
+) -> None:
+    """As train_minimal.train_step, of n micro-batches."""
+    model = process.wrapper
+    for i in range(n):
+        ids, labels = next(batches)
+        with process.sync_gradients(now=i == n - 1):
+            in_low = dtype != torch.float32
+            with torch.autocast("cpu", dtype, enabled=in_low, cache_enabled=False):
+                loss = model(ids, labels)
+            loss.backward()
+    del ids, labels, loss
+    process.clip_gradients(model.parameters(), 0.5)
+    optimizer.step()
+    process.clear_gradients(optimizer)
+
+
+# ---- steps: five of each variant, with dropout and accumulation, in both trainers' processes
+
+# (Of 61 rows process 0 gets 31, process 1 gets 30. But every shard is a multiple of 16 numbers:
+# what is left of a tensor beyond that, the CPU's fused AdamW rounds otherwise.)
+SHAPE = MiniGPTConfig(
+    vocab_size=61, max_position_embeddings=16, n_layers=3, n_heads=2, d_model=32, d_ff=64,
+    dropout=0.1, loss_chunks=4,
+)  # fmt: skip
+VARIANTS: list[dict] = [{"recompute": policy} for policy in RECOMPUTE_POLICIES]
+VARIANTS += [
+    {"recompute": "mlp:1,full"},
+    {"recompute": "full+offload"},
+    {"recompute": "full/2+offload"},
+    {"recompute": "cheap+offload"},
+    {"loss_chunks": 1},
+]
+
+
+def learn(process: DDPProcess, config: MiniGPTConfig, dtype: torch.dtype) -> dict:
+    """Weights and moments, whole, after five steps (process 0; others have less)."""
+
+    def draw() -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(10):
+            torch.manual_seed(2 * number + process.rank)
+            ids = torch.randint(0, 61, (2, 16))
+            yield ids, ids
+
+    model, batches = new_model(process, config), draw()
+    optimizer = make_optimizer(model, process.args, process.device)
+    process.wrap(model)
+    for _ in range(5):
+        train_step(process, optimizer, batches, 2, dtype)
+    found = process.gather(model, optimizer)
+    found["optimizer"] = found["optimizer"]["state"]
+    # What was in CPU memory: weights do not go there, also not those that were gathered.
+    found["moved"] = {kind: len(some) for kind, some in model.host_memory.unused.items()}
+    del process.wrapper
+    gc.collect()
+    return found
+
+
+def steps(fsdp: FSDPProcess, which: str) -> str:
+    ddp = DDPProcess(fsdp.args)
+    variants = VARIANTS if which == "all" else [VARIANTS[0], VARIANTS[1], VARIANTS[-2]]
+    for dtype in (torch.float32, torch.bfloat16):
+        without = None
+        for variant in variants:
+            config = replace(SHAPE, **variant)
+            ddp.buckets_are_final = False
+            expected = learn(ddp, config, dtype)
+            if config.expanded.group == 1:  # (FSDP gathers block by block)
+                found = learn(fsdp, config, dtype)
+                if ddp.rank == 0 and not same(expected, found):
+                    sys.exit(f"{variant} differs in {dtype}")
+            if config.loss_chunks == SHAPE.loss_chunks:  # (others round sums otherwise)
+                without = without or expected
+                if not all(same(without[part], expected[part]) for part in ("model", "optimizer")):
+                    sys.exit(f"{variant} differs from none in {dtype}")
+    return f"{2 * len(variants)} variants equal"
+
+
+# ---- optimizers: of drawn gradients, so that nothing but the optimizer can differ
+
+# Nothing divides evenly: rows over processes (one table has a single row), elements over a CPU's
+# vectors. But torch's own AdamW has no way to round all elements alike: its whole tensors do.
+UNEVEN = MiniGPTConfig(1001, 1, n_layers=3, n_heads=2, d_model=36, d_ff=100)
+EVEN = MiniGPTConfig(1001, 1, n_layers=3, n_heads=2, d_model=48, d_ff=112)
+
+
+def settings_of(optimizer: str, moments: str, lr: float) -> Namespace:
+    return Namespace(optimizer=optimizer, moments_dtype=moments, lr=lr, weight_decay=0.1)
+
+
+def update(process: OneProcess, optimizer: str, moments: str, products: torch.dtype) -> tuple:
+    """Weights and moments, whole, after six steps."""
+    model = new_model(process, EVEN if (optimizer, moments) == ("adamw", "float32") else UNEVEN)
+    flags = settings_of(optimizer, moments, 0.01)
+    make: Callable = lambda: make_optimizer(model, flags, process.device, products)  # noqa: E731
+    updated = make()
+    for step in range(6):
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = process.part(0.1 * torch.randn(parameter.shape), parameter)
+        update_if_finite(updated, torch.tensor(torch.inf if step == 3 else 1.0))
+        state = model.state_dict(), updated.state_dict()
+        whole = tree_map_only(DTensor, DTensor.full_tensor, state)
+        if step == 4:  # as a snapshot goes on
+            updated = make()
+            restore_optimizer(updated, whole[1], process.part)
+    return whole[0], whole[1]["state"]
+
+
+def optimizers(fsdp: FSDPProcess) -> str:
+    modes = [("adamw", moments, torch.float32) for moments in ("float32", "bfloat16")]
+    modes += product(["muon"], ["float32", "bfloat16"], [torch.float32, torch.bfloat16])
+    for mode in modes:
+        if not same(update(OneProcess(fsdp.device), *mode), update(fsdp, *mode)):
+            sys.exit(f"{mode} differs")
+    return f"{len(modes)} optimizers equal"
+
+
+# ---- memory
+
+
+class Case(NamedTuple):
+    config: MiniGPTConfig
+    batch_size: int
+    dtype: torch.dtype = torch.float32
+    micro_batches: int = 1
+    flags: Namespace = settings_of("adamw", "float32", 1e-3)  # of the optimizer
+
+
+FULL, CHEAP = (replace(WIDE, recompute=policy) for policy in ("full", "cheap"))
+CASES = {
+    "none, large head": Case(CONFIG, 16),
+    "full, large head": Case(replace(CONFIG, recompute="full"), 16),
+    "none": Case(WIDE, 24),
+    "full": Case(FULL, 24),
+    "cheap": Case(CHEAP, 24),
+    "cheap, bfloat16": Case(CHEAP, 24, torch.bfloat16),
+    "full, bfloat16": Case(FULL, 8, torch.bfloat16),
+    "none, accumulated": Case(WIDE, 4, micro_batches=2),
+    "full, accumulated": Case(FULL, 4, micro_batches=2),
+    "little but weights": Case(FULL, 1),
+    "dropout": Case(replace(WIDE, dropout=0.1), 8),
+    "offloaded": Case(replace(FULL, recompute="full+offload"), 24),
+    "Muon": Case(WIDE, 8, flags=settings_of("muon", "float32", 1e-3)),
+    "bfloat16 moments": Case(WIDE, 8, flags=settings_of("adamw", "bfloat16", 1e-3)),
+    "one block": Case(replace(WIDE, n_layers=1), 16),
+}
+
+
+class Storages(TorchDispatchMode):
+    """The bytes of all storages that operators have seen and that are still alive.
+
+    A storage can also be freed and made anew without an operator (fully_shard does that to the
+    weights), so each is asked for its size again and again.
+    """
+
+    def __init__(self, there: list[Tensor]) -> None:
+        super().__init__()
+        self.alive: dict[int, weakref.ref] = {}
+        self.peak = 0
+        for tensor in there:
+            self.add(tensor)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensor will be seen
+        self.look()
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor):
+                self.add(leaf)
+        self.look()
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self.alive:
+            self.alive[address] = weakref.ref(storage, lambda _: self.alive.pop(address))
+
+    def look(self) -> None:
+        storages = [reference() for reference in list(self.alive.values())]
+        now = sum(storage.nbytes() for storage in storages if storage is not None)
+        self.peak = max(self.peak, now)
+
+
+def measure(process: FSDPProcess, case: Case) -> dict[str, int]:
+    """Bytes: what a process has between two steps, and at the peak of one."""
+
+    def draw() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield tuple(torch.randint(case.config.vocab_size, (2, case.batch_size, T)))
+
+    model, batches = new_model(process, case.config), draw()
+    optimizer = make_optimizer(model, case.flags, process.device)
+    process.wrap(model)
+    step = lambda: train_step(process, optimizer, batches, case.micro_batches, case.dtype)  # noqa: E731
+    step()
+    step()
+    state = [p.detach() for p in model.parameters()]
+    state += [moment for moments in optimizer.state.values() for moment in moments.values()]
+    there = [t.to_local() if isinstance(t, DTensor) else t for t in state]
+    peaks = []
+    for _ in range(5):  # a thread of gloo's may hold a buffer a moment longer, or may not
+        with Storages(there) as storages:
+            step()
+        peaks.append(storages.peak)
+    alive = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in there}
+    return {"peak": min(peaks), "state": sum(alive.values())}
+
+
+def memory(process: FSDPProcess, path: str, *names: str) -> str:
+    measured = {name: measure(process, CASES[name]) for name in names}
+    if process.rank == 0:
+        Path(path).write_text(json.dumps(measured))
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> int:
+    _, what, *words = sys.argv
+    offload.SMALL = 1  # everything travels
+    torch.set_num_threads(1)
+    fsdp = FSDPProcess(fill_in(build_parser("test", "x.pt").parse_args(TINY)))
+    fsdp.start()
+    if what == "optimizers":
+        said = optimizers(fsdp)
+    else:
+        said = {"steps": steps, "memory": memory}[what](fsdp, *words)
+    print(f"rank {fsdp.rank}: {said}\n", end="")
+    dist.barrier()  # nobody leaves while another still gathers
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    main_and_exit(main)
