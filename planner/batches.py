@@ -20,11 +20,11 @@ MOST = 10**6  # sequences
 
 class Batches:
     def __init__(self, one: StepMemory, two: StepMemory, precision: torch.dtype, on_cpu: bool):
+        """`two` has one sequence more."""
         self.one, self.precision, self.on_cpu = one, precision, on_cpu
-        apart = one.batch_size - two.batch_size
         self.start, self.sent = self.by_operator(one), np.array(one.moved)
-        self.growth = (self.start - self.by_operator(two)) / apart
-        self.sent_growth = (self.sent - np.array(two.moved)) / apart
+        self.growth = self.by_operator(two) - self.start
+        self.sent_growth = np.array(two.moved) - self.sent
 
     def by_operator(self, step: StepMemory) -> np.ndarray:
         """(operators outside of the head + 1,), the last one for what is beside the head."""
@@ -38,7 +38,7 @@ class Batches:
     def host(self, sequences: int) -> int:
         """Bytes of CPU memory that offload asks for."""
         sizes = self.sent + self.sent_growth * (sequences - self.one.batch_size)
-        return sum(bytes_of_blocks(round(size)) for size in sizes)
+        return sum(map(bytes_of_blocks, sizes.tolist()))
 
     def outside(self, sequences: int) -> np.ndarray:
         """All but the head."""

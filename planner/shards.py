@@ -73,7 +73,7 @@ class Gathering:
 
     def __init__(self, model: MiniGPT, shard: MiniGPT, n: int, log: Log, gloo: bool):
         """`shard`: what shard_of(config, n) gave. `gloo`: and what that takes, which CPUs use."""
-        self.model, self.n, self.log, self.gloo = model, n, log, gloo
+        self.model, self.log, self.gloo = model, log, gloo
         pairs = zip(model.blocks, shard.blocks, strict=False)  # (the step may have fewer blocks)
         self.blocks = [Group(block.parameters(), its.parameters(), n) for block, its in pairs]
         self.root = Group(outside_of_blocks(model), outside_of_blocks(shard), n)
@@ -120,28 +120,25 @@ class Gathering:
 
     def end_backward(self) -> None:
         """The root comes last: its inputs, ids, have no gradient that would tell when."""
-        if self.n > 1:
-            self.after_backward(self.root)
-            self.reduced = None
+        self.after_backward(self.root)
+        self.reduced = None
 
     # ---- when
 
     def hooks(self) -> list[RemovableHandle]:
-        """While they are there, the log counts what is gathered instead of the whole weights."""
-        for parameter in self.model.parameters():
-            self.log.add(parameter).bytes = 0
-        found = self.hook_root()
-        for i, block in enumerate(self.model.blocks):
-            found += self.hook_block(block, i)
-        return found
+        """From now on, the log counts what is gathered instead of the whole weights."""
 
-    def hook_root(self) -> list[RemovableHandle]:
         def after(model: nn.Module, args: tuple, loss: Tensor) -> None:
             self.arrived = None
             loss.register_hook(lambda _: self.gather(self.blocks[-1]))
 
+        for parameter in self.model.parameters():
+            self.log.add(parameter).bytes = 0
         before = self.model.register_forward_pre_hook(lambda *_: self.before_forward(self.root))
-        return [before, self.model.register_forward_hook(after)]
+        found = [before, self.model.register_forward_hook(after)]
+        for i, block in enumerate(self.model.blocks):
+            found += self.hook_block(block, i)
+        return found
 
     def hook_block(self, block: nn.Module, i: int) -> list[RemovableHandle]:
         group, next_one = self.blocks[i], self.blocks[i - 1] if i else None

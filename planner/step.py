@@ -184,10 +184,10 @@ class Planner:
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
             ExitStack() as hooks,
         ):
-            for handle in follow(model, log):
-                hooks.enter_context(handle)
-            shards = Gathering(model, self.own, self.shards, log, gloo=self.on_cpu)
-            for handle in shards.hooks() if self.shards > 1 else []:
+            shards = None
+            if self.shards > 1:
+                shards = Gathering(model, self.own, self.shards, log, gloo=self.on_cpu)
+            for handle in follow(model, log) + (shards.hooks() if shards else []):
                 hooks.enter_context(handle)
             self.name_what_is_there(log)
             log.name(batch, "activations", "token ids and labels")  # backward will want them
@@ -199,7 +199,8 @@ class Planner:
                 loss = model(ids, labels)
             log.forward_end = log.now
             loss.backward()
-            shards.end_backward()
+            if shards:
+                shards.end_backward()
             self.name_what_is_there(log)
             if self.compress:  # they are gone when the average is there
                 copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
@@ -98,11 +97,9 @@ def summarize_work(ops: Sequence[Op], repeats: Iterable[tuple[int, int, int]] = 
     )
 
 
-class Span(NamedTuple):
-    """A part of a storage that was touched."""
-
-    when: int  # in bytes touched by all operators until then
-    worst: float  # the largest distance since it was last written; infinite: it never was
+# A part of a storage that was touched: when, in bytes touched by all operators until then; and the
+# largest distance since it was last written (infinite: it never was).
+Span = tuple[int, float]
 
 
 class Distances:
@@ -124,17 +121,17 @@ class Distances:
         while self.dying and self.dying[-1].died < until:
             storage = self.dying.pop()
             if spans := self.spans.pop(storage, None):
-                self.freed[storage.bytes].append(max(spans.values(), key=lambda span: span.when))
+                self.freed[storage.bytes].append(max(spans.values()))
 
     def touch(self, touch: Touch) -> float:
         storage, place = touch.storage, (touch.start, touch.end)
         if storage not in self.spans and storage.born and self.freed[storage.bytes]:
             self.spans[storage][0, storage.bytes] = self.freed[storage.bytes].pop()
         distance = worst = math.inf
-        for (start, end), span in self.spans[storage].items():
-            far = self.now - span.when + end - start
+        for (start, end), (when, since_written) in self.spans[storage].items():
+            far = self.now - when + end - start
             if start <= place[0] and place[1] <= end and far < distance:
-                distance, worst = far, max(span.worst, far)
+                distance, worst = far, max(since_written, far)
         self.now += touch.bytes
-        self.spans[storage][place] = Span(self.now, 0 if touch.written else worst)
+        self.spans[storage][place] = self.now, 0 if touch.written else worst
         return worst if touch.written else distance

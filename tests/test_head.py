@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from test_model import random_ids, tiny
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from memory.head import (
     PAD,
@@ -60,7 +58,10 @@ def test_chunked_head_in_bfloat16(vocab_size, n_tokens, weights):
         plain, chunked = (head_with_gradients(x, weight, labels, n) for n in (1, 4))
     for truth, by_autograd, ours in zip(exact, plain, chunked, strict=True):
         errors = [(value - truth).norm().item() for value in (by_autograd, ours)]
-        assert errors[1] <= 1.2 * errors[0] + 1e-9 and ours.dtype == by_autograd.dtype
+        assert (
+            errors[1] <= (1.2 if weight is not low else 1.5) * errors[0] + 1e-9
+            and ours.dtype == by_autograd.dtype
+        )
 
 
 def test_an_impossible_label_is_no_loss_of_nothing():
@@ -128,23 +129,6 @@ def test_how_many_chunks():
     assert [count_chunks(10, 61, asked, 4) for asked in (1, 4, 11)] == [1, 4, 10]
 
 
-class Operators(TorchDispatchMode):
-    """What ran: (name, largest result in elements)."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.seen.append((func.__name__.split(".")[0], max(sizes, default=0)))
-        return result
-
-    def count(self, name: str) -> int:
-        return sum(name == seen for seen, _ in self.seen)
-
-
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize(("asked", "rows"), [(0, 7), (2, 32), (3, 22)])
 def test_only_so_many_logits_at_a_time(monkeypatch, asked, rows, grad):
@@ -152,17 +136,17 @@ def test_only_so_many_logits_at_a_time(monkeypatch, asked, rows, grad):
     monkeypatch.setattr("memory.head.CHUNK", 7 * 97 * 4)
     monkeypatch.setattr("memory.head.SLICE", 5 * 97)
     x, weight, labels = head_inputs(64)
-    with torch.set_grad_enabled(grad), Operators() as operators:
+    with torch.set_grad_enabled(grad), Log() as log:
         head_loss(x, weight, labels, asked)
+    ran = [(op.name, t.bytes / (4 * 97)) for op in log.ops for t in op.touches if t.written]
     chunks = [min(rows, 64 - start) for start in range(0, 64, rows)]
-    assert [size // 97 for name, size in operators.seen if name == "mm" and size % 97 == 0] == (
-        chunks
-    )
+    assert [rows for name, rows in ran if name == "mm" and rows.is_integer()] == chunks
     slices = [min(4, n - start) for n in chunks for start in range(0, n, 4)]
-    assert [size // 97 for name, size in operators.seen if name == "log_softmax"] == slices
+    assert [rows for name, rows in ran if name == "log_softmax"] == slices
     # Gradients are taken on the way, and only if somebody wants them.
-    assert operators.count("softmax") == (len(slices) if grad else 0)
-    assert operators.count("addmm_") == (len(chunks) if grad else 0)
+    names = [name for name, _ in ran]
+    assert names.count("softmax") == (len(slices) if grad else 0)
+    assert names.count("addmm_") == (len(chunks) if grad else 0)
 
 
 class OnGPU(Tensor):
@@ -227,10 +211,11 @@ def test_the_embeddings_gradient_comes_in_as_few_slices_as_may_be(monkeypatch, t
     whole = tied_gradients(4)
     monkeypatch.setattr(TiedEmbedding, "on_cpu", on_cpu)
     monkeypatch.setattr("memory.head.SLICE", two // 2)
-    with Operators() as operators:
+    with Log() as log:
         sliced = tied_gradients(1)  # (chunks of the head would be in slices, too)
-    assert operators.count("embedding_dense_backward") == (0 if on_cpu else slices) + 1
-    assert operators.count("index_add_") == on_cpu
+    names = [op.name for op in log.ops]
+    assert names.count("embedding_dense_backward") == (0 if on_cpu else slices) + 1
+    assert names.count("index_add_") == on_cpu
     torch.testing.assert_close(sliced, whole, rtol=1e-5, atol=1e-7)
 
 

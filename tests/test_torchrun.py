@@ -137,7 +137,7 @@ def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
     flags = ("--no-amp", "--grad-accum-steps=2", "--lr-scheduler=constant", "--warmup-steps=0")
     for more in (("--num-steps=3",), ("--num-steps=6", "--resume")):
-        result = torchrun(path, *flags, *more, script="tests/harness/ddp_storages.py")
+        result = torchrun(path, *flags, *more, script="tests/harness/sharded.py buckets")
         assert result.stdout.count("bytes, from the first on") == 2
     torchrun(whole, *flags, "--num-steps=6")
     assert same(snapshot(path)["model"], snapshot(whole)["model"])

@@ -1,9 +1,9 @@
-"""Started in several processes, by test_train_ddp.py, test_optimizer.py, test_shards.py: what does
-train_fsdp.py's process do to a model that is dealt out?
+"""Started in several processes, by test_torchrun.py, test_optimizer.py, test_shards.py.
 
-steps       it learns what DDP learns, to the bit; and every policy learns what none learns
-optimizers  weights and moments are updated as those of a whole model are
+steps       a model that is dealt out learns what DDP learns, to the bit; each policy what none does
+optimizers  its weights and moments are updated as those of a whole model are
 memory      process 0 writes what CASES take to a file
+buckets     train_ddp.py, watched: its gradients live in DDP's buckets
 """
 
 import gc
@@ -13,7 +13,7 @@ import sys
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
+import train_ddp  # noqa: E402
 from memory import offload  # noqa: E402
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
@@ -287,8 +288,46 @@ def memory(process: FSDPProcess, path: str, *names: str) -> str:
     os._exit(0)
 
 
+# ---- buckets
+
+
+def buckets(words: list[str]) -> int:
+    """After the micro-batch that averages, gradients are views of DDP's buckets; so those of the
+    one before, which does not, must lie in the same storages."""
+    seen: dict[str, list[dict[int, int]]] = {"before": [], "alone": [], "averaged": []}
+    parameters: dict[Tensor, int] = {}  # bytes of their gradients
+    sync_gradients = DDPProcess.sync_gradients
+
+    def note(when: str, process: DDPProcess) -> None:
+        parameters.update({p: 4 * p.numel() for p in process.wrapper.parameters()})
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        storages = [gradient.untyped_storage() for gradient in gradients]
+        seen[when].append({s.data_ptr(): s.nbytes() for s in storages})
+
+    @contextmanager
+    def watched(process, now):
+        with sync_gradients(process, now):
+            note("before", process)
+            yield
+            note("averaged" if now else "alone", process)
+
+    with patch.object(DDPProcess, "sync_gradients", watched):
+        code = train_ddp.main(words)
+    before, averaged = seen["before"], seen["averaged"]
+    assert seen["alone"] == averaged and len(averaged) == 3, "gradients beside DDP's buckets"
+    whole = sum(parameters.values())
+    assert [sum(s.values()) for s in averaged] == [whole] * 3
+    # DDP makes new buckets before the first micro-batch of the second step; and those stay.
+    assert sum(before[2].values()) < whole / 10, "the old buckets are there beside the new ones"
+    assert averaged[1] == averaged[2]
+    print(f"{whole} bytes, from the first on")
+    return code
+
+
 def main() -> int:
     _, what, *words = sys.argv
+    if what == "buckets":
+        return buckets(words)
     offload.SMALL = 1  # everything travels
     torch.set_num_threads(1)
     fsdp = FSDPProcess(fill_in(build_parser("test", "x.pt").parse_args(TINY)))
