@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness.faults import broken, history
+from harness.faults import broken, history, raising
 from harness.rows import row
 from harness.runs import (
     FAULTS,
@@ -47,11 +47,13 @@ slow = pytest.mark.slow
 # ---- What breaks a run, and what is left of it
 
 
+resource = pytest.importorskip("resource")
+_, MOST = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+
 def largest_file(n_bytes: int):
     """RLIMIT_FSIZE is the full disk that needs no root."""
-    resource = pytest.importorskip("resource")
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, most))
+    return lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, MOST))
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +62,7 @@ def all_is_as_before():
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
-    largest_file(-1)()
-
-
-def raising(error: Exception):
-    def act(*_):
-        raise error
-
-    return act
+    largest_file(MOST)()
 
 
 def evaluation_fails(run) -> None:
@@ -186,7 +181,7 @@ def test_what_was_saved_is_there_and_goes_on(
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     before = [signal.getsignal(number) for number in numbers]
     assert broken(path, faults, *flags, base=TINY_MODEL) == expected
-    largest_file(-1)()
+    largest_file(MOST)()
     assert [signal.getsignal(number) for number in numbers] == before
 
     out, err = capsys.readouterr()

@@ -5,7 +5,6 @@ has the flags: --resume needs no other. What is typed wins, or is refused by the
 (Two runs that want the same files: test_snapshot.py. More refusals: test_bad_input.py.)
 """
 
-import math
 import os
 import re
 import shlex
@@ -26,7 +25,7 @@ import train_ddp
 import train_minimal
 from data import find_dataset
 from model import MiniGPT, MiniGPTConfig
-from trainer.flags import build_parser, fill_in, flag
+from trainer.flags import build_parser, fill_in
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
 from trainer.resume import keep_batch, load_newest, newest_first, restore, same_batch, take_flags
@@ -126,26 +125,20 @@ def test_other_flags_may_be_typed_and_are_said(tmp_path, capsys):
     assert train_here(path, "--warmup-steps=0") == 0
     before = best.read_bytes()
     assert "resume   changed" not in capsys.readouterr().out
-    other = ("--num-steps=25", "--lr=3", "--weight-decay=0.3", "--warmup-steps=0")
-    more = (*other, "--eval-interval=2", "--amp-dtype=float16")
-    assert train_here(path, "--resume", *more, FULL) == 0
+    other = ("--num-steps=25", "--lr=3", "--weight-decay=0.3", "--eval-interval=2")
+    assert train_here(path, "--resume", *other, "--amp-dtype=float16", FULL) == 0
     (line,) = re.findall("resume   changed.*: (.*)", capsys.readouterr().out)
-    for change in (
+    assert set(line.split(", ")) >= {
         "--use-activation-checkpoint none -> full",
         "--num-steps 20 -> 25",
         "--lr 0.025 -> 3",
         "--min-lr 0.0025 -> 0.3",
         "--eval-interval 0 -> 2",
-    ):
-        assert change in line.split(", ")
-    assert train_here(path, "--resume", "--num-steps=26", *other[1:], "--save-interval=5") == 0
-    assert "--save-interval 0 -> 5" in capsys.readouterr().out
-    assert snapshot(path)["step"] == 26
+    }
     groups = snapshot(path)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-    assert [record["step"] for record in metrics(path)] == list(range(1, 27))
-    marks = [(r["step"], r["resumed_from"]) for r in metrics(path) if "resumed_from" in r]
-    assert marks == [(21, 20), (26, 25)]
+    assert [record["step"] for record in metrics(path)] == list(range(1, 26))
+    assert [r["step"] for r in metrics(path) if r.get("resumed_from") == 20] == [21]
     assert metrics(path)[-1]["val_loss"] > metrics(path)[19]["val_loss"]
     assert best.read_bytes() == before
 
@@ -153,51 +146,51 @@ def test_other_flags_may_be_typed_and_are_said(tmp_path, capsys):
 # ---- Resumed from what is not the newest
 
 
-def damages(content: bytes, weights: bytes) -> dict[str, bytes | None]:
+def damaged(content: bytes, weights: bytes, how: str) -> bytes:
     """What can become of a file with these weights in it."""
     here = content.index(weights)
-    return {
-        "one bit": content[:here] + bytes([content[here] ^ 1]) + content[here + 1 :],
-        "truncated": content[:here],
-        "empty": b"",
-        "zeroed block": content[:here] + bytes(4096) + content[here + 4096 :],
-        "no snapshot": b"It was a dark and stormy night.\n" * 99,
-        "not there": None,
-    }
+    if how == "one bit":
+        return content[:here] + bytes([content[here] ^ 1]) + content[here + 1 :]
+    if how == "zeroed block":
+        return content[:here] + bytes(4096) + content[here + 4096 :]
+    return {"truncated": content[:here], "no snapshot": b"It was a dark night."}.get(how, b"")
+
+
+TAKING = "", "the one before", "the one with the lowest val loss"
+HOWS = ["one bit", "zeroed block", "truncated", "no snapshot", "empty", "not there"]
 
 
 @row("newest snapshot damaged")
-def test_damaged_snapshots_are_replaced_by_the_next_best(tmp_path, capsys):
+@pytest.mark.parametrize("lost", [1, 2, 3])  # the newest, the one before, the best
+def test_damaged_snapshots_are_replaced_by_the_next_best(tmp_path, capsys, lost):
     """And not kept in their place at the next save."""
     whole, flags = tmp_path / "whole.pt", ("--save-interval=15", "--eval-interval=4", *CONSTANT)
     assert train_here(whole, *flags) == 0
-    files, taking = newest_first(whole), ("the one before", "the one with the lowest val loss")
     weights = snapshot(whole)["model"]["token_embedding.weight"].numpy().tobytes()
-    for damage, damaged in damages(whole.read_bytes(), weights).items():
-        for lost in (1, 2, 3):  # of the newest, the one before, the best
-            path = tmp_path / f"{damage} {lost}.pt"
-            contents = [damaged] * lost + [file.read_bytes() for file in files[lost:]]
-            for name, content in zip(newest_first(path), contents, strict=True):
-                if content is not None:
-                    name.write_bytes(content)
-            aside, kept = (beside(path, f".damaged{ending}.pt") for ending in ("", "-2"))
-            aside.write_text("a run of that name")
-            capsys.readouterr()
-            code, (said, error) = train_here(path, "--resume", *flags), capsys.readouterr()
-            why = f"{path} is " if damaged is not None else f"there is no snapshot {path}"
-            if lost == 3:
-                assert code == 2 and error.startswith(f"error: --resume: {why}")
-                assert error.count("\n") == 1
-                assert damaged is None or error.count(".pt is ") == 3
-                continue
-            taken, step = newest_first(path)[lost], snapshot(files[lost])["step"]
-            resumed = f"taking {taking[lost - 1]}\nresume   {taken}, step {step}\n"
-            assert code == 0 and re.search(f"resume   {why}.*; {resumed}", said)
-            assert aside.read_text() == "a run of that name"
-            if damaged is not None:  # (It might be the disk's fault.)
-                assert kept.read_bytes() == damaged
-            assert same(snapshot(path)["model"], snapshot(whole)["model"])
-            assert lost == 2 or snapshot(newest_first(path)[1])["step"] == 15
+    for how in HOWS:
+        path = tmp_path / f"{how}.pt"
+        bad = damaged(whole.read_bytes(), weights, how)
+        files = list(zip(newest_first(path), newest_first(whole), strict=True))
+        for name, _ in files[:lost] if how != "not there" else []:
+            name.write_bytes(bad)
+        for name, good in files[lost:]:
+            name.write_bytes(good.read_bytes())
+        beside(path, ".damaged.pt").write_text("a run of that name")
+        capsys.readouterr()
+        code, (said, error) = train_here(path, "--resume", *flags), capsys.readouterr()
+        why = f"there is no snapshot {path}" if how == "not there" else f"{path} is "
+        if lost == 3:
+            assert code == 2 and error.startswith(f"error: --resume: {why}")
+            assert error.count("\n") == 1 and error.count(".pt is ") in (3, 0)
+            continue
+        taken, good = files[lost]
+        resumed = f"taking {TAKING[lost]}\nresume   {taken}, step {snapshot(good)['step']}\n"
+        assert code == 0 and re.search(f"resume   {why}.*; {resumed}", said)
+        assert beside(path, ".damaged.pt").read_text() == "a run of that name"
+        if how != "not there":  # (It might be the disk's fault.)
+            assert beside(path, ".damaged-2.pt").read_bytes() == bad
+        assert same(snapshot(path)["model"], snapshot(whole)["model"])
+        assert lost == 2 or snapshot(newest_first(path)[1])["step"] == 15
 
 
 def test_another_run_s_best_is_gone_on_from_as_a_copy_would(tmp_path, capsys, uninterrupted):
@@ -252,17 +245,6 @@ def test_a_forgotten_resume_costs_nothing(tmp_path, capsys, uninterrupted):
     assert len(logged(path)) == 20
 
 
-def test_a_snapshot_beyond_the_last_step(tmp_path, capsys):
-    """It was copied without its log: its step is evaluated and logged again."""
-    path, other = tmp_path / "run.pt", tmp_path / "other.pt"
-    assert train_here(path, "--num-steps=7", "--warmup-steps=1") == 0
-    other.write_bytes(path.read_bytes())
-    assert train_here(other, "--resume", "--num-steps=5", "--warmup-steps=1") == 0
-    assert [record["val_loss"] for record in metrics(other)] == [metrics(path)[-1]["val_loss"]]
-    assert train_here(other, "--resume", "--num-steps=5", "--warmup-steps=1") == 0
-    assert "already at step 7" in capsys.readouterr().out
-
-
 @pytest.mark.filterwarnings("ignore:.*is a no-op")  # torch, about copies to "meta"
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
@@ -281,12 +263,6 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
     optimizer = snapshot(path)["optimizer"]
     assert {group["fused"] for group in optimizer["param_groups"]} == {fused}
     assert {float(state["step"]) for state in optimizer["state"].values()} == {4.0}
-    assert train_here(tmp_path / "whole.pt", FP32, "--lr-scheduler=constant", "--num-steps=4") == 0
-    whole = snapshot(tmp_path / "whole.pt")["model"]
-    for name, weight in snapshot(path)["model"].items():
-        # (Kernels differ in the last bit; Adam makes steps of the noise in a key's bias.)
-        torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-3)
-
     args = fill_in(build_parser("test", "x.pt").parse_args([]))
     model = MiniGPT(MiniGPTConfig(**snapshot(path)["config"])).to("meta")
     for other in (False, True):  # on a device that is not the snapshot's, nor the CPU
@@ -364,6 +340,7 @@ FULL_2, MLP, AUTO = (f"{FULL} {policy}" for policy in ("full:2", "mlp", "auto"))
         ("--num-tokens 7680", "", "--num-tokens 7680"),
         ("--num-tokens 7680", "--num-steps 9", "--num-steps 9"),
         ("--num-steps 9", "--num-tokens 7680", "--num-tokens 7680"),
+        ("--num-epochs 2", "--num-tokens 7680", "--num-tokens 7680"),
         ("--model gpt2 --seq-len 64", "", "--model gpt2 --seq-len 64"),
         ("--model gpt2 --seq-len 64", "--model gpt2", "--model gpt2 --seq-len 64"),
         ("--compile --tf32", "--no-compile", "--tf32"),
@@ -401,15 +378,6 @@ def test_what_is_typed_wins_or_is_refused(before, typed, as_if):
     now, wanted = vars(taken(before, typed)), taken({}, as_if)
     same_in_all = {"typed": wanted.typed}
     assert now | same_in_all == vars(wanted) | same_in_all
-
-
-@pytest.mark.parametrize(
-    "strange", [{"lr": math.nan}, {"batch_size": 0}, {"num_steps": True}, {"model": {}}], ids=str
-)
-def test_a_strange_flag_in_a_snapshot(strange):
-    """Nothing gets in by a file that the command line would refuse."""
-    with pytest.raises(SnapshotError, match="of its flags, " + flag(*strange)):
-        taken(strange)
 
 
 @pytest.mark.parametrize(

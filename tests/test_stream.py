@@ -128,19 +128,6 @@ def test_a_reader_may_stop_early():
     assert all(block.attn.past is None for block in model.blocks)
 
 
-def test_bfloat16_goes_on_from_bfloat16():
-    model, past = trained(), Past()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        ids = random_ids(2, 8)
-        expected = model(ids)[:, -1]
-        with past.before(model):
-            model(ids[:, :-1])
-            assert {kept.dtype for pair in past.kept.values() for kept in pair} == {torch.bfloat16}
-            found = model(ids[:, -1:])[:, -1]
-    torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
-    assert model.generate(ids, 30).shape == (2, 38)
-
-
 @pytest.mark.parametrize("stance", ["force_eager", "default"])
 def test_compiled_blocks_write_too(stance):
     """As at the end of a run with --compile, eagerly; and training goes on with the code it has."""

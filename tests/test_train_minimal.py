@@ -25,13 +25,6 @@ def arguments(*flags: str):
     return fill_in(build_parser("test", "x.pt").parse_args(flags))
 
 
-def test_defaults_that_depend_on_others():
-    args = arguments("--d-model=768", "--n-heads=12", "--num-steps=1000", "--seq-len=1024")
-    assert args.lr == pytest.approx(5.2e-4, rel=0.01)
-    assert (args.min_lr, args.warmup_steps) == (args.lr / 10, 50)
-    assert (args.d_ff, args.max_position_embeddings, args.data_seed) == (3072, 1024, args.seed)
-
-
 def test_clipping_sees_true_gradients(tmp_path):
     """float16 gradients are scaled by thousands; the norm that is clipped and logged is not."""
     scaled, plain = tmp_path / "scaled.pt", tmp_path / "plain.pt"

@@ -47,8 +47,8 @@ def cut_off(path: Path) -> None:
     path.write_bytes((TRAINED / "run.pt").read_bytes()[:3000])
 
 
-def saved(value: Any, **options: Any) -> Callable[[Path], None]:
-    return lambda path: torch.save(value, path, **options)
+def saved(value: Any) -> Callable[[Path], None]:
+    return lambda path: torch.save(value, path)
 
 
 def altered(*keys: Any, to: Any) -> Callable[[Path], None]:
@@ -84,17 +84,13 @@ PLAIN = "run.pt holds more than plain data: refused"
 CODE = saved({"model": Bomb()})
 FIRST = ("optimizer", "state", 0)  # the first parameter's moments
 BIAS = ("model", "ln_f.bias")
-OLD_FORMAT = saved({}, _use_new_zipfile_serialization=False)
 RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume says of it
     "empty": (b"", NO_SNAPSHOT),
-    "text": (b"no snapshot at all", NO_SNAPSHOT),
     "cut off": (cut_off, NO_SNAPSHOT),
     "a folder": (None, "run.pt"),
     "another zip": (zipped, NO_SNAPSHOT),
-    "torch's old format": (OLD_FORMAT, NO_SNAPSHOT),
     "TorchScript": (torchscript, NO_SNAPSHOT),
     "a mere model": (saved({"weight": torch.zeros(3)}), NO_MINIGPT),
-    "a mere tensor": (saved(torch.zeros(3)), NO_MINIGPT),
     "code": (CODE, PLAIN),
     "step": (altered("step", to="5"), STRANGE),
     "negative step": (altered("step", to=-5), STRANGE),
@@ -105,7 +101,6 @@ RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume s
     "model": (altered("model", to={}), STRANGE),
     "optimizer": (altered("optimizer", to={}), STRANGE),
     "moments": (altered(*FIRST, "exp_avg", to=lambda whole: whole[:1]), STRANGE),
-    "complex moments": (altered(*FIRST, "exp_avg", to=torch.Tensor.cfloat), STRANGE),
     "sparse moments": (altered(*FIRST, "exp_avg", to=torch.Tensor.to_sparse), STRANGE),
     "one group": (altered("optimizer", "param_groups", to=lambda groups: groups[:1]), STRANGE),
     "record": (altered("record", to={"lr": "y"}), STRANGE),
@@ -154,9 +149,7 @@ CHECKPOINT = "--checkpoint-path"
 TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, what lies there
     "in a file": (f"{CHECKPOINT}=x/run.pt", f"{CHECKPOINT}: .* x/run.pt", {"x": b""}),
     "a folder": (f"{CHECKPOINT}=.", f"{CHECKPOINT}: . is not a file", {}),
-    "the best one is a folder": ("", "run.best.pt is not a file", {"run.best.pt": None}),
     "the log is a folder": ("", f"{LOG} is not a file", {LOG: None}),
-    "the lock is a folder": ("", f"{CHECKPOINT}: .*run.lock", {LOCK: None}),
     "somebody's lock": ("", "run.lock is there and is no lock", {LOCK: b"poetry's"}),
     "a lock that leads elsewhere": (
         "",
@@ -170,10 +163,8 @@ TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, 
     ),
     "a pipe": ("", "run.pt is not a file", {"run.pt": pipe}),
     "a pipe to resume": ("--resume", "run.pt is not a file", {"run.pt": pipe}),
-    "a pipe for the log": ("", f"{LOG} is not a file", {LOG: pipe}),
     "a pipe for the lock": ("", "run.lock is not a file", {LOCK: pipe}),
     "another's lock": (f"{CHECKPOINT}=r2.lock", "r2.lock is the name of", {"r2.lock": GOOD}),
-    "another's log": (f"{CHECKPOINT}=r2.metrics.jsonl", "r2.metrics.jsonl is the name of an", {}),
     "the one before": (f"{CHECKPOINT}=run.prev.pt", SECOND, {"run.prev.pt": GOOD}),
     "the best one": (f"{CHECKPOINT}=run.best.pt", SECOND, {"run.best.pt": GOOD}),
     "the one before, to resume": (
@@ -190,12 +181,10 @@ TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, 
     "a name too long": (f"{CHECKPOINT}={'n' * 300}.pt", f"{CHECKPOINT}: .*too long", {}),
     "one to resume": (f"--resume {CHECKPOINT}={'n' * 300}.pt", "there is no snapshot n", {}),
     "a text": (f"{CHECKPOINT}=x.txt", "x.txt is there and is no snapshot; name", {"x.txt": b"1"}),
-    "another zip": (f"{CHECKPOINT}=x.zip", "x.zip is there and is no snap", {"x.zip": zipped}),
     "somebody else's weights": (
         *("", "run.pt is there and is no .*snapshot; name another file"),
         {"run.pt": saved({"model": {"weight": torch.zeros(3)}})},
     ),
-    "a read-only file system": (f"{CHECKPOINT}=/proc/x/run.pt", f"{CHECKPOINT}: ", {}),
 }
 PLACES = {name: Case("toy", flags, (says,), files) for name, (flags, says, files) in TAKEN.items()}
 
@@ -205,16 +194,13 @@ NO_MODEL = "run.pt holds no model"
 NO_STEP = "x.jsonl (has no line with a step|holds a number too large)"
 GENERATE: dict[str, tuple[str, str, Write]] = {  # flags, what is said, run.pt
     "a folder": ("", "cannot read run.pt.config.json: No such", None),
-    "text": ("", NO_SNAPSHOT, b"text"),
     "code": ("", PLAIN, CODE),
     "a config without sense": ("", NO_MODEL, altered("config", "n_heads", to="2")),
-    "a config with more": ("", NO_MODEL, altered("config", "rope", to=True)),
     "no tokenizer": ("", NO_MODEL, altered("tokenizer", to={})),
     "sparse weights": ("", "strange", altered(*BIAS, to=torch.Tensor.to_sparse)),
     "weights of no memory": ("", "damaged", altered(*BIAS, to=lambda w: w.to("meta"))),
     "whole numbers": ("", "run.pt holds torch.int32", altered(*BIAS, to=torch.Tensor.int)),
     "giant sizes": ("", "no model can have", altered("config", "d_ff", to=2**61)),
-    "sizes with a point": ("", "no model can have", altered("config", "d_ff", to=64.0)),
     "NaN": ("", "run.pt .*NaN", altered("model", to=each(lambda w: w * torch.nan))),
     "prompt": ("--prompt=words", "--prompt: the toy tokenizer reads numbers", GOOD),
     "temperature": ("--temperature=-1", "--temperature: must be", GOOD),
@@ -223,8 +209,6 @@ GENERATE: dict[str, tuple[str, str, Write]] = {  # flags, what is said, run.pt
     "without .pt": ("--checkpoint-path=run", "; but there is run.pt$", b""),
 }
 EVALUATE: dict[str, tuple[str, str, dict[str, Write]]] = {  # ..., other files, or another run.pt
-    "text": ("", NO_SNAPSHOT, {"run.pt": b"text"}),
-    "NaN": ("", "run.pt .*NaN", {"run.pt": altered("model", to=each(lambda w: w * torch.nan))}),
     "strange flags": (
         *("", "run.pt is no MiniGPT snapshot .*--seq-len"),
         {"run.pt": altered("args", to={"seq_len": "many"})},
@@ -235,14 +219,8 @@ EVALUATE: dict[str, tuple[str, str, dict[str, Write]]] = {  # ..., other files, 
     "stride": ("--stride=17", "--stride 17: a window has 16 tokens", {}),
     "no stride": ("--stride=0", "--stride: must be a whole number of at least", {}),
     "seq_len": ("--seq-len=17", "--seq-len 17: the model sees 16 tokens", {}),
-    "no such data": ("--val-data=x.txt", "--val-data x.txt: no such file", {}),
-    "data of a long name": (f"--val-data={'n' * 5000}", "File name too long", {}),
-    "empty data": ("--val-data=x.bin", "x.bin: the file is empty", {"x.bin": b""}),
     "one token": ("--val-data=x.bin", r"x.bin: 1 token\(s\)", {"x.bin": b"\1\0"}),
-    "half a token": ("--val-data=x.bin", "x.bin: 3 bytes is", {"x.bin": b"\1\0\2"}),
     "an id beyond": ("--val-data=x.bin", "x.bin: holds id 31, .* 30", {"x.bin": b"\x1e\0\x1f\0"}),
-    "text for numbers": ("--val-data=x.txt", "x.txt: .*numbers, not text", {"x.txt": b"1 2 3"}),
-    "a PDF": ("--val-data=x.txt", "x.txt: a PDF, not text", {"x.txt": b"%PDF-1.4"}),
     "nowhere to write": ("--json=no/x.json", "--json: there is no folder no", {}),
 }
 LINE = b'{"step": 1, "train_loss": 2.5}\n'
@@ -255,9 +233,7 @@ PLOT: dict[str, tuple[str, str, dict[str, Write]]] = {
     **{
         name: ("x.jsonl --output=x.png", NO_STEP, {"x.jsonl": content})
         for name, content in {
-            "nothing": b"",
             "text": b"not json",
-            "a binary": b"\xff\x00\xfe" * 99,
             "lists": b"[1, 2]",
             "no step": b'{"loss": 3}',
             "numbers too large": b'{"step": 1, "train_loss": 1' + b"0" * 999 + b"}",

@@ -97,22 +97,11 @@ class Injected(Exception):
     """A bug, somewhere."""
 
 
-def error(run: Run) -> None:
-    raise Injected
+def raising(error: Exception) -> Callable[..., Any]:
+    def act(*_: Any) -> None:
+        raise error
 
-
-def no_evaluation(run: Run) -> None:
-    """The next one dies."""
-    run.model.eval = lambda: error(run)  # type: ignore[method-assign]
-
-
-def silence(run: Run) -> None:
-    """A minute without a line of the log."""
-    run.last_line -= 60
-
-
-def no_memory_on_the_gpu(run: Run) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return act
 
 
 def no_more_memory(run: Run) -> None:
@@ -132,14 +121,14 @@ STEP_FAULTS: dict[str, Act] = {
     "overflow": bad_gradient(math.inf),
     "huge": bad_gradient(1e30),  # finite in each number, and in no sum of their squares
     "infinite-loss": infinite_loss,
-    "error": error,
-    "evaluation": no_evaluation,
+    "error": raising(Injected()),
+    "evaluation": lambda run: setattr(run.model, "eval", raising(Injected())),
     "kill": lambda run: die(),
     **{name: send(f"SIG{name.upper()}") for name in ("term", "hup", "usr1")},
     "again": send("SIGTERM"),
     "hang": lambda run: time.sleep(1000),
-    "silence": silence,
-    "cuda-oom": no_memory_on_the_gpu,
+    "silence": lambda run: setattr(run, "last_line", run.last_line - 60),
+    "cuda-oom": raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")),
     "oom": no_more_memory,
 }
 
