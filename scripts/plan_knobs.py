@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planner import Planner
-from scripts.plan_table import Row, align, digits, format_seconds
+from scripts.plan_table import Row, align, digits, format_time
 from trainer.flags import changed, words_of
 from trainer.knobs import Knob
 from trainer.metrics import format_bytes
@@ -130,20 +130,20 @@ def longest_for_all(asked: Question) -> Question:
 def format_settings(settings: list[Row]) -> str:
     """The best few, the first one marked."""
     few = settings[:SHOWN]
+    steps = [row.asked.args for row in few]
     return align(
         [
             [" <", *(">" * (row is few[0]) for row in few)],
-            ["a step is<", *(batch_words(row.asked.args) for row in few)],
+            [
+                "a step is<",
+                *(f"{a.grad_accum_steps} x {a.batch_size} x {a.seq_len:,} tokens" for a in steps),
+            ],
             ["policy<", *(row.name for row in few)],
             ["peak>", *(format_bytes(row.step.peak) for row in few)],
-            ["time>", *(f"~{format_seconds(row.asked.seconds(row.step))}" for row in few)],
+            ["time>", *(f"~{format_time(row.asked.seconds(row.step))}" for row in few)],
             ["tokens/s>", *(f"~{digits(3, row.asked.tokens_per_s(row.step))}" for row in few)],
         ]
     )
-
-
-def batch_words(args: argparse.Namespace) -> str:
-    return f"{args.grad_accum_steps} x {args.batch_size} x {args.seq_len:,} tokens"
 
 
 def setting_json(row: Row, args: argparse.Namespace) -> dict[str, Any]:

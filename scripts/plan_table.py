@@ -126,26 +126,33 @@ def recommend(table: list[Row]) -> Row | None:
 def format_table(table: list[Row], taken: Row | None) -> str:
     """Aligned columns; `taken` is marked."""
     fits = {True: "tight", False: "no", None: "?"}
-    columns = [
-        [" <", *(">" if row is taken else "" for row in table)],
-        ["policy<", *(row.name for row in table)],
-        ["peak>", *(format_bytes(row.step.peak) for row in table)],
-    ]
-    if table[0].asked.card:
-        columns += time_columns(table)
-    else:
-        columns += [
-            ["where<", *(row.step.where for row in table)],
-            ["kept a block>", *(format_bytes(row.step.kept_per_block) for row in table)],
-            ["FLOPs twice>", *(f"{row.replayed:.1%}" for row in table)],
-        ]
-    columns += [
-        ["fits<", *("yes" if row.safe else fits[row.fits] for row in table)],
-        ["up to a batch of>", *(format_count(row.largest_batch) for row in table)],
-    ]
-    if table[0].longest is not None:
-        columns += [["longest sequence>", *(format_count(row.longest) for row in table)]]
-    return align(columns)
+    lines = []
+    for row in table:
+        line = {" <": ">" * (row is taken), "policy<": row.name}
+        line["peak>"] = format_bytes(row.step.peak)
+        if row.asked.card:
+            line |= time_cells(row, table[0])
+        else:
+            line["where<"] = row.step.where
+            line["kept a block>"] = format_bytes(row.step.kept_per_block)
+            line["FLOPs twice>"] = f"{row.replayed:.1%}"
+        line["fits<"] = "yes" if row.safe else fits[row.fits]
+        line["up to a batch of>"] = format_count(row.largest_batch)
+        if row.longest is not None:
+            line["longest sequence>"] = format_count(row.longest)
+        lines.append(line)
+    return align([[name, *(line[name] for line in lines)] for name in lines[0]])
+
+
+def time_cells(row: Row, first: Row) -> dict[str, str]:
+    """Estimates, shown as such. Of offloaded rows the clock knows all but the copies."""
+    seconds, none = row.asked.seconds(row.step), first.asked.seconds(first.step)
+    more = f"{'> ' * row.offloaded}{seconds / none - 1:+.0%}"
+    speed = digits(3, row.asked.tokens_per_s(row.step))
+    return {
+        "time>": f"~{format_time(none)}" if row is first else more,
+        "tokens/s>": f"{'<' if row.offloaded else '~'}{speed}",
+    }
 
 
 def describe_host(table: list[Row]) -> str:
@@ -161,18 +168,6 @@ def describe_host(table: list[Row]) -> str:
         words += f", about {format_bytes(pinned * largest / step.batch_size)}"
         words += f" for {largest} sequences" + " in each" * several
     return words
-
-
-def time_columns(table: list[Row]) -> list[list[str]]:
-    """Estimates, shown as such. Of offloaded rows the clock knows all but the copies."""
-    asked, times, speeds = table[0].asked, [], []
-    none = asked.seconds(table[0].step)
-    for i, row in enumerate(table):
-        more = f"{asked.seconds(row.step) / none - 1:+.0%}"
-        times.append(f"{'> ' * row.offloaded}{more}" if i else f"~{format_seconds(none)}")
-        speed = digits(3, asked.tokens_per_s(row.step))
-        speeds.append(f"{'<' if row.offloaded else '~'}{speed}")
-    return [["time>", *times], ["tokens/s>", *speeds]]
 
 
 # ---- the whole run
@@ -198,7 +193,7 @@ def whole_run(asked: Question, row: Row | None) -> tuple[dict[str, Any], list[st
         seconds = row.seconds * steps
         about = "more than" if row.offloaded else "about"  # (it copies)
         without = "without data, communication, evaluation"
-        lines.append(f"run      {words}: {about} {format_hours(seconds)}; {without}")
+        lines.append(f"run      {words}: {about} {format_time(seconds)}; {without}")
     elif args.num_tokens:
         lines.append(f"run      {words}; --card tells how long they take")
     return {"tokens": tokens, "steps": steps, "seconds": seconds}, lines
@@ -220,19 +215,15 @@ def format_count(count: int | None) -> str:
     return "?" if count is None else f"{count:,}"
 
 
-def format_seconds(seconds: float) -> str:
-    """ "54 ms", "1.2 s": as exact as an estimate is"""
-    return f"{digits(2, 1000 * seconds)} ms" if seconds < 1 else f"{digits(2, seconds)} s"
-
-
 def digits(n: int, x: float) -> str:
     """Rounded to n digits: "54", "6.1", "358,000"."""
     rounded = float(f"{x:.{n - 1}e}")
     return f"{rounded:,.{max(0, n - 1 - math.floor(math.log10(rounded)))}f}"
 
 
-def format_hours(seconds: float) -> str:
-    """ "40 s", "25 min", "17 h", "5.2 days": as exact as an estimate is"""
-    units = ((1, "s", 90), (60, "min", 90), (3600, "h", 100), (86400, "days", math.inf))
-    size, unit = next((size, unit) for size, unit, most in units if seconds < most * size)
-    return f"{digits(2, seconds / size)} {unit}"
+def format_time(seconds: float) -> str:
+    """ "54 ms", "1.2 s", "25 min", "17 h", "5.2 days": as exact as an estimate is"""
+    units = ((0.001, "ms", 1000), (1, "s", 90), (60, "min", 90), (3600, "h", 100))
+    found = (unit for unit in units if seconds < unit[0] * unit[2])
+    size, name, _ = next(found, (86400, "days", None))
+    return f"{digits(2, seconds / size)} {name}"

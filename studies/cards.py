@@ -20,7 +20,7 @@ from tqdm import tqdm
 from planner import CARDS
 from scripts.plan_knobs import setting_json, turn_all_knobs
 from scripts.plan_memory import PROGRESS, aim
-from scripts.plan_table import digits, format_hours
+from scripts.plan_table import digits, format_time
 from studies.common import about, add_json, table, tool, write_json
 from trainer.card import card_name, device_type
 from trainer.flags import SHAPES, OneLineParser, UsageError
@@ -86,7 +86,7 @@ def format_fastest(rows: list[dict[str, Any]]) -> str:
                 best["name"],
                 format_bytes(best["peak_bytes"]),
                 digits(3, best["tokens_per_s"]),
-                format_hours(10**9 / best["tokens_per_s"]),
+                format_time(10**9 / best["tokens_per_s"]),
             ]
         lines.append([row["card"], *cells])
     return table(header, lines)

@@ -8,7 +8,6 @@ from harness.answers import budget_for, question, room_for, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import Planner
 from scripts.plan_knobs import (
     STEP,
     format_settings,
@@ -160,25 +159,6 @@ def test_one_command_that_does_it(peaks):
     assert len(shown.splitlines()) == len(found) + 1
     assert last.startswith("run      10 steps: about ")
     assert answer.json["run"]["seconds"] == pytest.approx(10 * first["seconds"], rel=1e-9)
-
-
-def test_few_steps_are_simulated(monkeypatch, peaks):
-    """Of 480 sequences, which can be dealt out in 24 ways, a few are tried with any policy."""
-    picked, tried, step = [], set(), Planner.step
-
-    def pick(one):
-        picked.append(one.args.batch_size)
-        return one.planner.step(one.args.batch_size, recompute="full")
-
-    def note(planner, size, **memory):
-        tried.add(size)
-        return step(planner, size, **memory)
-
-    monkeypatch.setattr(Question, "pick", pick)
-    monkeypatch.setattr(Planner, "step", note)
-    one = asked(peaks[1], "--grad-accum-steps 120")
-    assert turn_all_knobs(one)
-    assert len(picked) <= 8 and len(tried) <= 12
 
 
 @pytest.mark.parametrize("how", ["--all-knobs", "--longest-sequence"])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from planner import CARDS, Card, Planner
 from planner.choose import RUNGS
 from scripts import plan_memory
-from scripts.plan_table import digits, format_hours, format_seconds, recommend
+from scripts.plan_table import digits, format_time, recommend
 from trainer.flags import build_parser, byte_count
 from trainer.plan import step_seconds
 from trainer.room import Room, for_tensors
@@ -86,7 +86,7 @@ def test_times_are_shown_as_estimates():
     none, *_, offloaded = answer.json["rows"]
     for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
         more = row["seconds"] / none["seconds"] - 1
-        time = f"~{format_seconds(row['seconds'])}" if row is none else f"{more:+.0%}"
+        time = f"~{format_time(row['seconds'])}" if row is none else f"{more:+.0%}"
         speed = "~" + digits(3, row["tokens_per_s"])
         if row is offloaded:  # the clock does not know its copies
             time, speed = f"> {time}", f"<{speed[1:]}"
@@ -347,14 +347,14 @@ def test_the_whole_run(flags, tokens, steps, words):
     seconds = steps * answer.rows[answer.json["takes"]]["seconds"]
     assert run["seconds"] == pytest.approx(seconds, rel=1e-9)
     about, without = said.split(": about ")[1].split("; ")
-    assert about == format_hours(run["seconds"])
+    assert about == format_time(run["seconds"])
     assert without == "without data, communication, evaluation"
 
 
 @pytest.mark.parametrize(
     ("form", "value", "words"),
     [(form, value, words) for form, pairs in {
-        format_hours: {0.0016: "0.0016 s", 20: "20 s", 91: "1.5 min", 1500: "25 min",
+        format_time: {0.0016: "1.6 ms", 0.99: "990 ms", 20: "20 s", 91: "1.5 min", 1500: "25 min",
                        5399: "90 min", 5401: "1.5 h", 61_000: "17 h", 359_000: "100 h",
                        450_000: "5.2 days", 10**8: "1,200 days"},
         (lambda x: digits(2, x)): {0.0054: "0.0054", 4.0: "4.0", 9.96: "10", 358_123: "360,000"},
@@ -365,16 +365,3 @@ def test_the_whole_run(flags, tokens, steps, words):
 )  # fmt: skip
 def test_figures_in_words(form, value, words):
     assert form(value) == words
-
-
-def test_progress_is_shown_while_it_simulates(monkeypatch):
-    said = []
-
-    class Bar:
-        update, write = lambda self, n=1: said.append("step"), staticmethod(said.append)
-        __enter__, __exit__ = lambda self: self, lambda *_: None
-
-    monkeypatch.setattr(plan_memory, "tqdm", lambda **_: Bar())
-    flags = "--n-layers 1 --batch-size 3 --device cuda"  # (asked nowhere else)
-    assert plan_memory.main([*SHAPE.split(), *flags.split()]) == 0
-    assert said[0] != "step" and said[1:10] == 9 * ["step"]  # first what it is about
