@@ -145,12 +145,11 @@ class ProfilingClock(MeasuringClock):
                 self.stop()
 
     def table(self) -> str:
-        """torch's, of the dearest operators; on a GPU of kernels too, by the time there, unless its
-        driver told of none."""
+        """torch's, of the dearest operators; on a GPU of kernels too, by the time there."""
         rows = self.profile.key_averages()
-        dearest = "device" if any(row.self_device_time_total for row in rows) else "cpu"
+        where = "device" if self.process.device.type == "cuda" else "cpu"
         operators = type(rows)(row for row in rows if not row.is_user_annotation)  # no ranges
-        return operators.table(sort_by=f"self_{dearest}_time_total", row_limit=SHOWN)
+        return operators.table(sort_by=f"self_{where}_time_total", row_limit=SHOWN)
 
     def export(self) -> str:
         """Write the trace; returns the line that says where it is, or why it is not."""
@@ -158,8 +157,8 @@ class ProfilingClock(MeasuringClock):
             with TemporaryDirectory(prefix=".trace-", dir=self.path.parent) as folder:
                 written = Path(folder, self.path.name)
                 self.profile.export_chrome_trace(str(written))
-                there = written.read_bytes() if written.exists() else b""
-                if not there.rstrip().endswith(b"}"):  # who writes it says nothing of a full disk
+                # Who writes it says nothing of a full disk.
+                if not written.read_bytes().rstrip().endswith(b"}"):
                     raise OSError("not all of it could be written (disk full?)")
                 os.replace(written, self.path)
         except (OSError, RuntimeError) as error:
