@@ -259,7 +259,7 @@ def as_json(
     shape = args.batch_size, args.seq_len, asked.precision
     moments = args.optimizer, getattr(torch, args.moments_dtype)
     config = (taken or min(table, key=lambda row: row.step.peak)).step.config
-    alive = [group.as_json() for group in plan_peak.at_peak(record)] if record else None
+    alive = plan_peak.at_peak(record) if record else None
     return {
         "config": asdict(asked.config),
         "batch_size": args.batch_size,

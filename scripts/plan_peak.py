@@ -8,7 +8,6 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
 
@@ -53,65 +52,32 @@ def record_step(asked: Question, taken: Row | None) -> Record:
 # ---- what is alive
 
 
-@dataclass(frozen=True)
-class Group:
-    """Storages that are the same but for their block; or all weights, say. At least one."""
-
-    name: str
-    storages: list[Storage]
-
-    @property
-    def bytes(self) -> int:
-        return sum(storage.bytes for storage in self.storages)
-
-    @property
-    def what(self) -> str:
-        """ "12 x blocks.*.mlp.c_fc: output", "148 x weight", "blocks.11.mlp: gelu" """
-        n = len(self.storages)
-        return self.storages[0].name if n == 1 else f"{n} x {self.name}"
-
-    @property
-    def shape(self) -> str:
-        """With its dtype: "12288x3072 bf16"; "" if they differ."""
-        if len({(storage.shape, storage.dtype) for storage in self.storages}) > 1:
-            return ""
-        first = self.storages[0]
-        dtype = str(first.dtype).removeprefix("torch.")
-        return f"{'x'.join(map(str, first.shape))} {SHORT.get(dtype, dtype)}".strip()
-
-    @property
-    def line(self) -> str:
-        """ "model.py:106", where most of them were made; of all weights, say, there is none"""
-        several = len(self.storages) > 1 and self.storages[0].kind in ALIKE
-        return "" if several else most(storage.line for storage in self.storages)
-
-    @property
-    def why(self) -> str:
-        """That of most of them, without their block."""
-        return most(re.sub(r"\bblocks\.\d+\.", "", storage.why) for storage in self.storages)
-
-    def as_json(self) -> dict[str, Any]:
-        first = self.storages[0]
-        return {
-            "name": first.name if len(self.storages) == 1 else self.name,
-            "kind": first.kind,
-            "count": len(self.storages),
-            "bytes": self.bytes,
-            "shape": list(first.shape) if self.shape else None,
-            "dtype": str(first.dtype).removeprefix("torch.") if self.shape else None,
-            "line": self.line,
-            "code": code_of(self.line) if self.line else "",
-            "why": self.why,
-        }
-
-
-def at_peak(record: Record) -> list[Group]:
-    """The largest first. Their bytes are the peak, exactly."""
-    groups: dict[tuple[str, str], list[Storage]] = {}
+def at_peak(record: Record) -> list[dict[str, Any]]:
+    """Groups, as the JSON file has them, the largest first. Their bytes are the peak, exactly."""
+    found: dict[tuple[str, str], list[Storage]] = {}
     for storage in record.at_peak:
-        groups.setdefault(group_of(storage), []).append(storage)
-    found = [Group(name, storages) for (name, _), storages in groups.items()]
-    return sorted(found, key=lambda group: -group.bytes)
+        found.setdefault(group_of(storage), []).append(storage)
+    groups = [describe(name, storages) for (name, _), storages in found.items()]
+    return sorted(groups, key=lambda group: -group["bytes"])
+
+
+def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
+    """Storages that are the same but for their block; or all weights, say. At least one."""
+    first, n = storages[0], len(storages)
+    equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
+    # Where most of them were made; of all weights, say, there is no line.
+    line = "" if n > 1 and first.kind in ALIKE else most(storage.line for storage in storages)
+    return {
+        "name": first.name if n == 1 else name,
+        "kind": first.kind,
+        "count": n,
+        "bytes": sum(storage.bytes for storage in storages),
+        "shape": list(first.shape) if equal else None,
+        "dtype": str(first.dtype).removeprefix("torch.") if equal else None,
+        "line": line,
+        "code": code_of(line) if line else "",
+        "why": most(re.sub(r"\bblocks\.\d+\.", "", storage.why) for storage in storages),
+    }
 
 
 def most(words: Iterable[str]) -> str:
@@ -119,23 +85,28 @@ def most(words: Iterable[str]) -> str:
     return Counter(words).most_common(1)[0][0]
 
 
+def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
+    """("12 x blocks.*.mlp.c_fc: output", "12288x3072 bf16", line, why)"""
+    what, shape = group["name"], ""
+    if group["count"] > 1:
+        what = f"{group['count']} x {what}"
+    if group["dtype"]:
+        dtype = SHORT.get(group["dtype"], group["dtype"])
+        shape = f"{'x'.join(map(str, group['shape']))} {dtype}".strip()
+    return what, shape, group["line"], group["why"]
+
+
 def format_peak(record: Record) -> str:
     """What is alive there, in ten lines under one that says where that is."""
     groups, peak = at_peak(record), record.step.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
-    sizes = [group.bytes for group in shown]
-    others = sum(len(group.storages) for group in groups[len(shown) :])
-    last = [f"and {others} others"] * bool(others)
-    sizes += [peak - sum(sizes)] * bool(others)
-    blank = [""] * bool(others)
-    columns = [
-        ["bytes>", *map(format_bytes, sizes)],
-        ["share>", *(f"{size / peak:.1%}" for size in sizes)],
-        ["what<", *(group.what for group in shown), *last],
-        ["shape<", *(group.shape for group in shown), *blank],
-        ["line<", *(group.line for group in shown), *blank],
-        ["why<", *(group.why for group in shown), *blank],
-    ]
+    sizes, rows = [group["bytes"] for group in shown], [*map(in_words, shown)]
+    if others := sum(group["count"] for group in groups[len(shown) :]):
+        sizes.append(peak - sum(sizes))
+        rows.append((f"and {others} others", "", "", ""))
+    columns = [["bytes>", *map(format_bytes, sizes)]]
+    columns.append(["share>", *(f"{size / peak:.1%}" for size in sizes)])
+    columns += map(list, zip(("what<", "shape<", "line<", "why<"), *rows, strict=True))
     width = get_terminal_size((COLUMNS, 0)).columns
     *widths, of_why = (max(map(len, column)) + 2 for column in columns)
     room = width - sum(widths)
@@ -143,9 +114,9 @@ def format_peak(record: Record) -> str:
         columns[4] = [with_code(line, room - of_why) for line in columns[4]]
     of_what = max(LEAST_WHAT, widths[2] - 2 - max(LEAST_WHY - room, 0))
     columns[2] = [cut(name, of_what) for name in columns[2]]
-    name = record.step.config.recompute
-    head = f"alive at the peak of {name}: {format_bytes(peak)}, {record.step.where}"
-    return "\n".join([head, "", *(cut(line, width) for line in align(columns).splitlines())])
+    head = f"alive at the peak of {record.step.config.recompute}: {format_bytes(peak)}"
+    lines = [cut(line, width) for line in align(columns).splitlines()]
+    return "\n".join([f"{head}, {record.step.where}", "", *lines])
 
 
 def with_code(line: str, room: int) -> str:

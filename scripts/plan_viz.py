@@ -8,9 +8,9 @@ its beginning: memory_viz knows no name and no kind of what it has not seen comi
 Bytes and order are the planner's. Addresses are those of a small allocator, not CUDA's.
 """
 
+import math
 import pickle
-from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +24,32 @@ from scripts.memory_page import along_seconds
 
 BASE = 0x7F0000000000  # where memory begins; as a GPU's may
 ALIGNMENT, SEGMENT = 512, 2**21  # bytes: of addresses, and of what is taken from CUDA at a time
-PROTOCOL = 4  # of pickle; memory_viz reads no later one
+# What memory_viz asks of a segment beside its memory
+SEGMENT_OF = {"device": 0, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0)}
+SEGMENT_OF |= {"is_expandable": False, "frames": []}
 
 
 class FirstFit:
     """Deals out addresses: the lowest gap that is large enough."""
 
     def __init__(self) -> None:
-        self.gaps: list[tuple[float, float]] = [(0, float("inf"))]  # (start, end), in order
-        self.most = 0  # bytes, gaps included
+        self.gaps: list[tuple[int, float]] = [(BASE, math.inf)]  # (start, end), in order
+        self.end = BASE  # of all that was ever dealt out
 
     def take(self, size: int) -> int:
         i = next(i for i, (start, end) in enumerate(self.gaps) if end - start >= size)
         start, end = self.gaps.pop(i)
         if start + size < end:
             self.gaps.insert(i, (start + size, end))
-        self.most = max(self.most, int(start) + size)
-        return int(start)
+        self.end = max(self.end, start + size)
+        return start
 
-    def give_back(self, start: float, size: int) -> None:
-        end = start + size
-        i = bisect(self.gaps, (start, end))
-        if i < len(self.gaps) and self.gaps[i][0] == end:
-            end = self.gaps.pop(i)[1]
-        if i and self.gaps[i - 1][1] == start:
-            start = self.gaps.pop(i - 1)[0]
-            i -= 1
-        self.gaps.insert(i, (start, end))
+    def give_back(self, start: int, size: int) -> None:
+        found, self.gaps = sorted([*self.gaps, (start, start + size)]), []
+        for start, end in found:
+            if self.gaps and self.gaps[-1][1] == start:
+                start, _ = self.gaps.pop()
+            self.gaps.append((start, end))
 
 
 def rounded(size: int, unit: int = ALIGNMENT) -> int:
@@ -58,10 +57,8 @@ def rounded(size: int, unit: int = ALIGNMENT) -> int:
 
 
 def clock_times(record: Record, card: Card | None, compiled: bool) -> np.ndarray:
-    """(operators + 2,) int64: microseconds at which each one begins, and at which the step ends.
-
-    Without a card an operator takes 1.
-    """
+    """(operators + 2,) microseconds at which each one begins, and at which the step ends. Without a
+    card an operator takes 1."""
     at = np.arange(len(record.operators) + 1)
     if card is None:
         return at
@@ -82,16 +79,11 @@ def frames(storage: Storage, policy: str) -> list[dict[str, Any]]:
         where += f", block {storage.block}"
     if storage.replayed:
         where += ", replayed"
-    return [
-        frame(file or "tensor", f"{storage.name}, {shape} {dtype}", int(line or 0)),
-        frame("why", storage.why),
-        frame("where", where),
-        frame("policy", policy),
-    ]
-
-
-def frame(filename: str, name: str, line: int = 0) -> dict[str, Any]:
-    return {"filename": filename, "line": line, "name": name}
+    shown = (
+        (file or "tensor", int(line or 0), f"{storage.name}, {shape} {dtype}"),
+        *(("why", 0, storage.why), ("where", 0, where), ("policy", 0, policy)),
+    )
+    return [{"filename": file, "line": line, "name": name} for file, line, name in shown]
 
 
 def changes(record: Record) -> Iterator[tuple[int, bool, Storage]]:
@@ -119,60 +111,47 @@ def snapshot(record: Record, card: Card | None = None, compiled: bool = False) -
     for at, comes, storage in changes(record):
         size = rounded(storage.bytes)
         if comes:
-            alive[storage] = {
-                "addr": BASE + allocator.take(size),
-                "size": storage.bytes,
-                "category": storage.kind,
-                "frames": frames(storage, policy),
-            }
+            about = {"category": storage.kind, "frames": frames(storage, policy)}
+            alive[storage] = {"addr": allocator.take(size), "size": storage.bytes} | about
             note("alloc", at, **alive[storage])
         else:
             gone = alive.pop(storage)
             note("free_requested", at, **gone)
             note("free_completed", at, **gone)
-            allocator.give_back(gone["addr"] - BASE, size)
+            allocator.give_back(gone["addr"], size)
     total = sum(there["size"] for there in alive.values())
     # memory_viz colours by category only if one of them is "unknown".
     note("snapshot", -1, addr=0, size=total, category="unknown", frames=[])
-    segment = make_segment(rounded(allocator.most, SEGMENT), list(alive.values()))
-    whole = {"addr": BASE, "size": segment["total_size"], "frames": []}
-    trace.insert(0, {"action": "segment_alloc", "stream": 0, "time_us": 0} | whole)
+    size = rounded(allocator.end - BASE, SEGMENT)
+    whole = {"action": "segment_alloc", "stream": 0, "time_us": 0, "addr": BASE, "size": size}
+    trace.insert(0, whole | {"frames": []})
+    segment = make_segment(size, alive.values(), allocator.gaps)
     return {"segments": [segment], "device_traces": [trace]}
 
 
-def make_segment(size: int, alive: list[dict[str, Any]]) -> dict[str, Any]:
+def make_segment(
+    size: int, alive: Iterable[dict[str, Any]], gaps: list[tuple[int, float]]
+) -> dict[str, Any]:
     """All of the memory: what is alive in the end, and the gaps between."""
     blocks: list[dict[str, Any]] = []
-    end = BASE
 
-    def add(size: int, requested: int, state: str, frames: list) -> None:
-        nonlocal end
-        what = {"address": end, "size": size, "requested_size": requested}
+    def add(start: int, size: int, requested: int, state: str, frames: list) -> None:
+        what = {"address": start, "size": size, "requested_size": requested}
         blocks.append(what | {"state": state, "frames": frames})
-        end += size
 
-    for there in sorted(alive, key=lambda there: there["addr"]):
-        if there["addr"] > end:
-            add(there["addr"] - end, 0, "inactive", [])
-        add(rounded(there["size"]), there["size"], "active_allocated", there["frames"])
-    if end < BASE + size:
-        add(BASE + size - end, 0, "inactive", [])
-    in_use = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
-    return {
-        "device": 0,
-        "address": BASE,
-        "total_size": size,
-        "allocated_size": in_use,
-        "active_size": in_use,
-        "requested_size": sum(block["requested_size"] for block in blocks),
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": [],
-        "blocks": blocks,
-    }
+    for there in alive:
+        taken = rounded(there["size"])
+        add(there["addr"], taken, there["size"], "active_allocated", there["frames"])
+    in_use = sum(block["size"] for block in blocks)
+    requested = sum(block["requested_size"] for block in blocks)
+    for start, end in gaps:
+        if start < BASE + size:
+            add(start, int(min(end, BASE + size)) - start, 0, "inactive", [])
+    blocks.sort(key=lambda block: block["address"])
+    of_all = {"address": BASE, "total_size": size, "requested_size": requested, "blocks": blocks}
+    return SEGMENT_OF | of_all | {"allocated_size": in_use, "active_size": in_use}
 
 
 def write_viz(path: Path, record: Record, card: Card | None, compiled: bool) -> None:
-    path.write_bytes(pickle.dumps(snapshot(record, card, compiled), protocol=PROTOCOL))
+    # (memory_viz reads no later protocol.)
+    path.write_bytes(pickle.dumps(snapshot(record, card, compiled), protocol=4))
