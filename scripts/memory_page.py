@@ -27,6 +27,7 @@ import json
 import math
 import re
 import shlex
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,12 +39,7 @@ from tqdm import tqdm
 from memory import POLICIES as RECOMPUTE
 from model import MiniGPTConfig
 from planner import Card
-from planner.choose import (
-    Way,
-    all_ways,
-    frontier,
-    rungs,
-)
+from planner.choose import Way, all_ways, frontier, rungs
 from planner.clock import seconds_of_each
 from planner.formulas import step_flops
 from planner.log import Storage
@@ -84,14 +80,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return flags.fill_in(args, is_run=False)
 
 
-class Table:
-    """Values, each once; what is used again and again is an index into it."""
-
-    def __init__(self) -> None:
-        self.values: dict[Any, int] = {}
-
-    def __call__(self, value: Any) -> int:
-        return self.values.setdefault(value, len(self.values))
+def numbers() -> dict[Any, int]:
+    """Values, each once: asked for the number of a new one, it gives it the next one."""
+    found: dict[Any, int] = defaultdict(lambda: len(found))
+    return found
 
 
 class Labels:
@@ -99,15 +91,16 @@ class Labels:
     so that "<+0>" stands for it, and "<+1>" for the next one."""
 
     def __init__(self) -> None:
-        self.operators, self.lines, self.storages = Table(), Table(), Table()
+        self.operators, self.lines, self.storages = numbers(), numbers(), numbers()
 
     def of(self, storage: Storage) -> int:
         """A number for all that it has in common with its likes in other blocks."""
         texts = (relative(text, storage.block) for text in (storage.name, storage.why))
         shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
-        dtype, line = str(storage.dtype).removeprefix("torch."), self.lines(storage.line)
+        dtype, line = str(storage.dtype).removeprefix("torch."), self.lines[storage.line]
         kind, (group, _) = [*COLORS].index(storage.kind), group_of(storage)
-        return self.storages((*texts, kind, shape, dtype, storage.bytes, line, group))
+        label = *texts, kind, shape, dtype, storage.bytes, line, group
+        return self.storages[label]
 
 
 def relative(text: str, block: int | None) -> str:
@@ -142,16 +135,10 @@ def along_seconds(record: Record, card: Card, compiled: bool) -> tuple[list[int]
     return [*begun, len(step.timeline)], [0.0, *each.cumsum()]
 
 
-def runs_of(flags: np.ndarray) -> list[list[int]]:
-    """Where a row of True begins, and where it has ended."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], flags.astype(int), [0]))))
-    return edges.reshape(-1, 2).tolist()
-
-
-def trainer_flags(config: MiniGPTConfig) -> list[str]:
+def trainer_flags(config: MiniGPTConfig) -> str:
     """What a trainer is told to get such a step."""
-    chunks = ["--loss-chunks", str(config.loss_chunks)] if config.loss_chunks else []
-    return ["--use-activation-checkpoint", config.recompute, *chunks]
+    chunks = f" --loss-chunks {config.loss_chunks}" if config.loss_chunks else ""
+    return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
 
 def step_data(
@@ -162,19 +149,20 @@ def step_data(
     starts, x = along_seconds(record, card, args.compile) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
     ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
+    replays = np.flatnonzero(np.diff(record.replays.astype(int), prepend=0, append=0))
     return {
         "name": name,
         "words": WORDS.get(name, "as it was asked for"),
-        "flags": shlex.join(trainer_flags(step.config)),
+        "flags": trainer_flags(step.config),
         "flops": relative_flops(step.config, step.seq_len, args.compile),
         "seconds": step.seconds(card, args.compile) if card else None,
         "peak": step.peak,
         "where": step.where,
-        "operators": [labels.operators(operator) for operator in record.operators],
+        "operators": [labels.operators[operator] for operator in record.operators],
         "starts": starts,
         "x": [float(f"{at:.7g}") for at in x],
         "places": [[at, phase, block] for at, phase, block in step.places],
-        "replays": runs_of(record.replays),
+        "replays": replays.reshape(-1, 2).tolist(),
         "label": [labels.of(storage) for storage in record.storages],
         "block": [-1 if s.block is None else s.block for s in record.storages],
         "born": [b - a for a, b in pairwise([0, *born])],
@@ -185,16 +173,16 @@ def step_data(
 def way_data(way: Way, args: argparse.Namespace, card: Card | None) -> list:
     """One of those that `auto` would take, as page.js has it: peak, cost, name, flags."""
     cost = way.cost[0] if card else relative_flops(way.config, args.seq_len, args.compile)
-    return [way.peak, cost, way.config.recompute, shlex.join(trainer_flags(way.config))]
+    return [way.peak, cost, way.config.recompute, trainer_flags(way.config)]
 
 
-def ways(asked: Question) -> tuple[dict[str, dict[str, Any]], str]:
+def policies(asked: Question) -> tuple[dict[str, dict[str, Any]], str]:
     """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
     config, found = asked.config, dict(POLICIES)
     if asked.args.use_activation_checkpoint in AUTO:
         config = asked.pick().config
-    if config.loss_chunks:  # then all have the head that was asked for
-        found = {name: memory for name, memory in found.items() if name != "plain"}
+    if config.loss_chunks:  # all have the head that was asked for
+        del found["plain"]
     if config.n_layers == 1:  # no group of 2
         del found["full/2"]
     for name, memory in found.items():
@@ -208,7 +196,7 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
     asked, labels = ask(args), Labels()
     planner, room, card = asked.planner, asked.room, asked.card
-    found, first = ways(asked)
+    found, first = policies(asked)
     bar.reset(len(found))
     steps, alike = [], []
     for name, memory in found.items():
@@ -218,42 +206,42 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
         if name in rungs(planner):
             alike.append(record.step)
         bar.update()
-    about = [describe(planner, f"batch of {args.batch_size} x ")]
-    about.append("predicted" if card is None else f"predicted for {card.name}")
+    about = [describe(asked), f"predicted for {card.name}" if card else "predicted"]
     if is_asked := bool(card or args.memory_budget):
         about.append(f"where tensors may take {room}")
     if (times := int(record.step.work.times.max())) > 1:
         about.append(f"three of the head's {times + 2:,} chunks")
+    ways = frontier(all_ways(alike, card, args.compile))
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
         "budget": room.safe if is_asked else None,
-        "ways": [
-            way_data(way, args, card) for way in frontier(all_ways(alike, card, args.compile))
-        ],
+        "ways": [way_data(way, args, card) for way in ways],
         "first": [*found].index(first),
         "kinds": [
             [NAMES.get(kind, kind), color, in_legend(kind)] for kind, color in COLORS.items()
         ],
-        "lines": [[line, code_of(line)] for line in labels.lines.values],
-        "operators": [*labels.operators.values],
-        "labels": [list(label) for label in labels.storages.values],
+        "lines": [[line, code_of(line)] for line in labels.lines],
+        "operators": [*labels.operators],
+        "labels": [list(label) for label in labels.storages],
         "steps": steps,
     }
 
 
 def write_page(data: dict[str, Any], command: str) -> str:
     """The page: one file, into which the style, the script and the numbers are put."""
-    numbers = json.dumps(data | {"command": command}, separators=(",", ":"))
-    page = (SOURCE / "page.html").read_text(encoding="utf-8")
+    text = json.dumps(data | {"command": command}, separators=(",", ":"))
+    page, style, *script = (
+        (SOURCE / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
+    )
     parts = {
-        "/* page.css */": (SOURCE / "page.css").read_text(encoding="utf-8"),
-        "/* page.js */": "".join((SOURCE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "page.css": style,
+        "page.js": "".join(script),
         # "</script>" in a name would end the script.
-        "/* numbers */": "const DATA = " + numbers.replace("<", "\\u003c") + ";",
+        "numbers": "const DATA = " + text.replace("<", "\\u003c") + ";",
     }
-    for mark, part in parts.items():
-        before, _, after = page.partition(mark)
+    for name, part in parts.items():
+        before, _, after = page.partition(f"/* {name} */")
         page = before + part + after
     return page
 
@@ -268,9 +256,8 @@ def main(argv: list[str]) -> None:
         args.out.parent.mkdir(exist_ok=True)  # (for the default)
         args.out.write_text(write_page(data, command), encoding="utf-8")
     except OSError as error:  # a full disk
-        raise UsageError(f"--out: {error.filename}: {error.strerror}") from None
-    size = args.out.stat().st_size
-    print(f"wrote {args.out} ({format_bytes(size)}): open it in a browser")
+        raise UsageError(f"--out: {args.out}: {error.strerror}") from None
+    print(f"wrote {args.out} ({format_bytes(args.out.stat().st_size)}): open it in a browser")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from trainer.flags import OneLineParser, UsageError, number
 from trainer.metrics import read_metrics
 from trainer.snapshot import beside
 
-Runs = dict[str, list[dict[str, Any]]]  # name -> records
+Records = list[dict[str, Any]]
+Runs = dict[str, Records]  # by name
 
 # Okabe and Ito's colours, most of which colour-blind readers can tell apart, each with a marker of
 # its own: along validation, or at the end of the line.
@@ -46,19 +47,19 @@ KINDS: dict[str, dict[str, Any]] = {  # of lines, from the thinnest
 
 class Panel(NamedTuple):
     title: str
-    label: str
     training: str  # a key of the records
     validation: str = ""
+    label: str = ""
     smooth: bool = False
     logarithmic: bool = False
 
 
 PANELS = [
-    Panel("Loss", "nats per token", "train_loss", "val_loss", smooth=True),
-    Panel("Perplexity", "", "train_ppl", "val_ppl", smooth=True, logarithmic=True),
-    Panel("Learning rate", "", "lr"),
-    Panel("Speed", "tokens per second", "tokens_per_s", smooth=True),
-    Panel("Peak memory so far", "", "peak_memory_bytes"),
+    Panel("Loss", "train_loss", "val_loss", "nats per token", smooth=True),
+    Panel("Perplexity", "train_ppl", "val_ppl", smooth=True, logarithmic=True),
+    Panel("Learning rate", "lr"),
+    Panel("Speed", "tokens_per_s", label="tokens per second", smooth=True),
+    Panel("Peak memory so far", "peak_memory_bytes"),
 ]
 
 
@@ -82,31 +83,34 @@ def load(paths: list[Path]) -> Runs:
     return runs
 
 
-def points(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+def points(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of the records in which that key is a number."""
-    pairs = [
+    numbers = [
         (record["step"], record[key])
         for record in records
         if isinstance(record.get(key), int | float) and math.isfinite(record[key])
     ]
-    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+    steps, values = zip(*numbers, strict=True) if numbers else ((), ())
     return np.array(steps), np.array(values, dtype=float)
 
 
-def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """(n,) -> (n - window + 1,): of each `window` values in a row."""
-    sums = np.concatenate([[0.0], values.cumsum()])
-    return (sums[window:] - sums[:-window]) / window
+def moving_average(panel: Panel, values: np.ndarray, window: int) -> np.ndarray:
+    """(n,) -> (n - window + 1,): of each `window` values in a row. Of perplexity the geometric
+    mean, exp of the average loss: its axis is logarithmic."""
+    if panel.logarithmic:
+        values = np.log(np.maximum(values, 1e-300))
+    means = np.convolve(values, np.full(window, 1 / window), "valid")
+    return np.exp(means) if panel.logarithmic else means
 
 
 def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
     """A panel for each of PANELS, a colour for each run; the sixth place holds a short legend."""
     figure, grid = plt.subplots(3, 2, figsize=(WIDTH, 7.6))
     *axes, last = grid.flat
-    looks = {
-        name: (COLORS[i % 7], MARKERS[(i + i // 7) % 7], LINES[i // 7 % 3])
-        for i, name in enumerate(runs)
-    }
+    looks = {}
+    for i, name in enumerate(runs):
+        looks[name] = {"color": COLORS[i % 7], "marker": MARKERS[(i + i // 7) % 7]}
+        looks[name]["linestyle"] = LINES[i // 7 % 3]
     kinds: set[str] = set()  # of lines, for the legend
     for axis, panel in zip(axes, PANELS, strict=True):
         unit = memory_unit(runs) if panel.training == "peak_memory_bytes" else Unit("", 1)
@@ -117,12 +121,8 @@ def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
         tidy(plt, axis, panel)
     for lowest in axes[-2:]:
         lowest.set_xlabel("optimizer step")
-    handles = [
-        plt.Line2D([], [], color=color, linestyle=line, marker=marker, label=name)
-        for name, (color, marker, line) in looks.items()
-    ]
-    gray = {"color": GRAY}
-    handles += [plt.Line2D([], [], **gray | KINDS[k], label=k) for k in KINDS if k in kinds]
+    handles = [plt.Line2D([], [], **look, label=name) for name, look in looks.items()]
+    handles += [plt.Line2D([], [], color=GRAY, label=k, **KINDS[k]) for k in KINDS if k in kinds]
     last.axis("off")
     if len(handles) <= 11:
         last.legend(handles=handles, loc="center", frameon=False)
@@ -133,54 +133,41 @@ def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
 
 
 def draw_run(
-    axis: Any,
-    panel: Panel,
-    records: list[dict[str, Any]],
-    look: tuple[str, str, str],
-    smooth: int | None,
-    size: int,
+    axis: Any, panel: Panel, records: Records, look: dict[str, str], smooth: int | None, size: int
 ) -> set[str]:
     """One run in one panel; the kinds of lines that were drawn."""
-    color, marker, line = look
+    drawn: dict[str, tuple[np.ndarray, np.ndarray, dict[str, Any]]] = {}
     steps, values = points(records, panel.training)
     window = smooth or (len(steps) // 20 if len(steps) >= LONG else 1)
     window = min(window, len(steps)) if panel.smooth else 1
-    style = {"color": color, "linestyle": line}
-    end = {} if panel.validation else {"marker": marker, "markersize": 5, "markevery": [-1]}
-    drawn = set()
-    if len(steps) == 1:  # one point makes no line
-        axis.plot(steps, values / size, ".", color=color, markersize=10, clip_on=False)
-    elif len(steps):
-        drawn.add("each log line" if window > 1 else "training")
-        axis.plot(steps, values / size, **style | KINDS[min(drawn)], **end if window == 1 else {})
+    line: dict[str, Any] = {"color": look["color"], "linestyle": look["linestyle"]}
+    last = line | ({} if panel.validation else look | {"markersize": 5, "markevery": [-1]})
     if window > 1:
-        drawn.add("moving average")
-        # Of perplexity the geometric mean, exp of the average loss: its axis is logarithmic.
-        average = (
-            np.exp(moving_average(np.log(np.maximum(values, 1e-300)), window))
-            if panel.logarithmic
-            else moving_average(values, window)
-        )
-        middles = steps[(window - 1) // 2 :][: len(average)]
-        axis.plot(middles, average, **style | KINDS["moving average"] | end)
+        average = moving_average(panel, values, window)
+        drawn["each log line"] = steps, values, line
+        drawn["moving average"] = steps[(window - 1) // 2 :][: len(average)], average, last
+    elif len(steps) > 1:
+        drawn["training"] = steps, values, last
+    elif len(steps):  # one point makes no line
+        axis.plot(steps, values / size, ".", color=look["color"], markersize=10, clip_on=False)
     steps, values = points(records, panel.validation)
-    if len(steps):
-        drawn.add("validation")
-        every = max(1, len(steps) // 10)  # markers enough to tell runs apart
-        style = KINDS["validation"] | {"color": color, "marker": marker, "markevery": every}
-        axis.plot(steps, values / size, **style)
+    if len(steps):  # with markers enough to tell runs apart
+        every = {"markevery": max(1, len(steps) // 10)}
+        drawn["validation"] = steps, values, look | {"linestyle": "--"} | every
+    for kind, (x, y, style) in drawn.items():
+        axis.plot(x, y / size, **KINDS[kind] | style)
+    kinds = {*drawn}
     for step in points(records, "resumed_from")[1] if drawn else ():
-        drawn.add("resumed")
-        axis.axvline(step, color=color, **KINDS["resumed"])
-    return drawn
+        kinds.add("resumed")
+        axis.axvline(step, color=look["color"], **KINDS["resumed"])
+    return kinds
 
 
 def memory_unit(runs: Runs) -> Unit:
     """Of the memory panel, and what was measured: "GiB, cuda"."""
     records = [r for records in runs.values() for r in records if r.get("peak_memory_bytes")]
-    most = max((points(records, "peak_memory_bytes")[1]), default=0)
     kinds = sorted({str(r["peak_memory_kind"]) for r in records if r.get("peak_memory_kind")})
-    unit = Unit.of(int(most))
+    unit = Unit.of(int(max(points(records, "peak_memory_bytes")[1], default=0)))
     return Unit(", ".join([unit.name, *kinds]), unit.size)
 
 
@@ -202,11 +189,9 @@ def tidy(plt: Any, axis: Any, panel: Panel) -> None:
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=10))
         axis.yaxis.set_minor_locator(ticker.NullLocator())
-        axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
     elif panel.title != "Loss":
         axis.set_ylim(0, 1.05 * axis.get_ylim()[1] or 1)
-    if not panel.logarithmic:
-        axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
+    axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from model import MiniGPTConfig
-from planner import Planner
 from planner.choose import RUNGS
-from planner.formulas import step_flops
+from planner.formulas import count_parameters, step_flops
 from trainer.flags import UsageError
+from trainer.plan import Question
 
 # As pictures and the page name them -> what `Planner.step` is told.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -71,16 +71,14 @@ class Unit(NamedTuple):
         return f"{count / self.size:.{2 if self.name == 'GiB' else 1}f} {self.name}"
 
 
-def n_parameters(planner: Planner) -> int:
-    return sum(parameter.numel() for parameter in planner.model.parameters())
-
-
-def describe(planner: Planner, batch: str) -> str:
+def describe(asked: Question, batch: str = "") -> str:
     """ "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU" """
-    millions, precision = n_parameters(planner) / 1e6, str(planner.precision).split(".")[1]
+    millions = count_parameters(asked.config) / 1e6
+    batch = batch or f"batch of {asked.args.batch_size} x "
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
-    device = "a CPU" if planner.on_cpu else "a GPU"
-    return f"{size}, {batch}{planner.seq_len:,} tokens, {precision} on {device}"
+    precision = str(asked.precision).removeprefix("torch.")
+    device = f"{precision} on a {'CPU' if asked.device.type == 'cpu' else 'GPU'}"
+    return f"{size}, {batch}{asked.args.seq_len:,} tokens, {device}"
 
 
 def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> float:

@@ -17,19 +17,19 @@ plans for a GPU wherever you are. Needs matplotlib: pip install matplotlib
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.profiler import profile, record_function
 from tqdm import tqdm
 
-from planner import Card, Planner, StepMemory
-from planner.choose import Way, all_alike, all_ways, frontier, pick_recompute
-from planner.formulas import step_flops
+from planner import StepMemory
+from planner.choose import Way, all_alike, all_ways, frontier
+from planner.formulas import count_parameters, step_flops
 from planner.step import follow
 from planner.timeline import KINDS
 from scripts.benchmark_worker import Job, allocations, make_run, noted, timed_step
@@ -43,7 +43,6 @@ from scripts.style import (
     describe,
     in_legend,
     load_pyplot,
-    n_parameters,
     policy_fields,
     relative_flops,
     save_picture,
@@ -52,7 +51,7 @@ from studies.common import about, add_json, tool, write_json
 from trainer import flags
 from trainer.device import choose_device
 from trainer.flags import UsageError, output_folder
-from trainer.plan import ask
+from trainer.plan import Question, ask
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
@@ -71,40 +70,22 @@ Points = dict[str, tuple[float, int]]  # name -> (cost of a step, bytes of its p
 Record = tuple[np.ndarray, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is drawn, and what a step of it costs: seconds on a card, or, without one, FLOPs."""
+def step_of(asked: Question, name: str, sequences: int = 0) -> StepMemory:
+    """Of one of POLICIES; of the batch that was asked for, or another one."""
+    return asked.planner.step(sequences or asked.args.batch_size, **POLICIES[name])
 
-    planner: Planner
-    batch_size: int
-    card: Card | None = None
-    compiled: bool = False
 
-    def step(self, name: str, sequences: int = 0) -> StepMemory:
-        return self.planner.step(sequences or self.batch_size, **POLICIES[name])
+def bytes_each(asked: Question) -> str:
+    return f"{asked.state / count_parameters(asked.config):.3g} bytes a parameter"
 
-    @property
-    def state(self) -> int:
-        """Bytes of weights, gradients and moments (and of AdamW's step counts)."""
-        there = dict(zip(KINDS, self.step("none").timeline[0].tolist(), strict=True))
-        return 2 * there["parameters"] + there["optimizer"]
 
-    @property
-    def bytes_each(self) -> str:
-        return f"{self.state / n_parameters(self.planner):.3g} bytes a parameter"
-
-    def cost(self, way: StepMemory | Way) -> float:
-        """In units of the step without recompute."""
-        if self.card is None:
-            return relative_flops(way.config, self.planner.seq_len)
-        none = self.step("none").seconds(self.card, self.compiled)
-        seconds = way.cost[0] if isinstance(way, Way) else way.seconds(self.card, self.compiled)
-        return seconds / none
-
-    def head(self, figure: Any, words: str, batch: str = "", source: str = ", predicted") -> None:
-        """Over the picture: its title, and what it is of."""
-        of = describe(self.planner, batch or f"batch of {self.batch_size} x ")
-        figure.suptitle(f"{words}\n{of}{source}")
+def cost(asked: Question, way: StepMemory | Way) -> float:
+    """Of a step, in units of the one without recompute: seconds on a card; without one, FLOPs."""
+    if asked.card is None:
+        return relative_flops(way.config, asked.planner.seq_len)
+    compiled = asked.args.compile
+    seconds = way.cost[0] if isinstance(way, Way) else way.seconds(asked.card, compiled)
+    return seconds / step_of(asked, "none").seconds(asked.card, compiled)
 
 
 def flops_done(step: StepMemory) -> np.ndarray:
@@ -135,13 +116,13 @@ def legend(plt: Any, figure: Any, more: Any) -> None:
 # ---- Memory over one step
 
 
-def draw_timeline(plt: Any, subject: Subject, records: dict[str, Record]) -> Any:
+def draw_timeline(plt: Any, asked: Question, records: dict[str, Record]) -> Any:
     """A panel a policy, all on one scale; below, the teeth of `full`."""
-    steps = {name: subject.step(name) for name in PANELS}
+    steps = {name: step_of(asked, name) for name in PANELS}
     rows = [["plain", "none"], ["cheap", "full"], ["teeth", "teeth"]]
     figure, axes = plt.subplot_mosaic(rows, figsize=(WIDTH, 8), height_ratios=(3, 3, 2))
-    most = max(step.peak for step in steps.values())
-    most = max(most, *(int(total.max()) for _, total in records.values()), 0)
+    recorded = (int(total.max()) for _, total in records.values())
+    most = max(*(step.peak for step in steps.values()), *recorded)
     unit, none = Unit.of(most), steps["none"]
     right = 1.09 * max(flops_done(step)[-1] for step in steps.values())
     for name, step in steps.items():
@@ -162,7 +143,7 @@ def draw_timeline(plt: Any, subject: Subject, records: dict[str, Record]) -> Any
         axes[name].set_xlabel("FLOPs done\n(100% = a step without recompute)")
     draw_teeth(plt, axes, steps["full"], records.get("full"), unit)
     black = "\nblack: the allocator's own record" if records else ""
-    subject.head(figure, "Memory over one training step", source=f", predicted{black}")
+    figure.suptitle(f"Memory over one training step\n{describe(asked)}, predicted{black}")
     outline = plt.Line2D([], [], color=GRAY, linewidth=0.8, label="outline: memory with none")
     legend(plt, figure, outline)
     return figure
@@ -226,14 +207,14 @@ def draw_teeth(
 # ---- What the peak is made of
 
 
-def draw_made_of(plt: Any, subject: Subject) -> Any:
+def draw_made_of(plt: Any, asked: Question) -> Any:
     """A bar a policy; a panel for the batch that was asked for, and one for a quarter of it."""
-    batches = sorted({max(1, subject.batch_size // 4), subject.batch_size})
-    size, unit = (WIDTH, 2.4 + 1.6 * len(batches)), Unit.of(subject.step("plain").peak)
+    batches = sorted({max(1, asked.args.batch_size // 4), asked.args.batch_size})
+    size, unit = (WIDTH, 2.4 + 1.6 * len(batches)), Unit.of(step_of(asked, "plain").peak)
     figure, grid = plt.subplots(len(batches), 1, figsize=size, sharex=True, squeeze=False)
-    state = subject.state / unit.size
+    state = asked.state / unit.size
     for axis, sequences in zip(grid[:, 0], batches, strict=True):
-        steps = {name: subject.step(name, sequences) for name in BARS}
+        steps = {name: step_of(asked, name, sequences) for name in BARS}
         left = np.zeros(len(steps))
         for kind, color in COLORS.items():
             widths = np.array([step.at_peak[kind] for step in steps.values()]) / unit.size
@@ -248,12 +229,13 @@ def draw_made_of(plt: Any, subject: Subject) -> Any:
         axis.set_yticks(range(len(steps)), steps)
         axis.invert_yaxis()
         axis.set_title(f"batch of {sequences} sequence" + "s" * (sequences > 1))
-    words = f"{subject.bytes_each}, whatever the policy"
+    words = f"{bytes_each(asked)}, whatever the policy"
     dashed.set_label(f"parameters, moments, all gradients:\n{words}")
-    # room for the words
+    # Room for the words:
     axis.set_xlim(0, 1.6 * max(axis.dataLim.x1 for axis in grid[:, 0]))
     axis.set_xlabel(f"memory at the peak of the step ({unit.name}); percentages: against plain")
-    subject.head(figure, "What the peak of a training step is made of", "sequences of ")
+    of = describe(asked, "sequences of ")
+    figure.suptitle(f"What the peak of a training step is made of\n{of}, predicted")
     legend(plt, figure, dashed)
     return figure
 
@@ -261,98 +243,83 @@ def draw_made_of(plt: Any, subject: Subject) -> Any:
 # ---- What each policy saves, and what it costs
 
 
-class Choice(NamedTuple):
-    """The policy that is marked."""
-
-    step: StepMemory | None  # None: nothing fits
-    words: str
-    budget: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.step.config.recompute if self.step else ""
-
-
-def choose(subject: Subject, budget: int | None) -> Choice:
-    """With a budget what `auto` takes. Without one nobody can say what memory is worth; so the
-    policy that takes the least of it among those that do no FLOPs twice (give or take a hundredth:
-    then the one that replays less)."""
-    if budget is None:
-        steps = [subject.step(name) for name in POLICIES]
+def choose(asked: Question) -> tuple[StepMemory | None, str]:
+    """(the policy that is marked, None where nothing fits; why). With a budget what `auto` takes.
+    Without one nobody can say what memory is worth; so the policy that takes the least of it among
+    those that do no FLOPs twice (give or take a hundredth: then the one that replays less)."""
+    if not asked.args.memory_budget:
+        steps = [step_of(asked, name) for name in POLICIES]
         free = [step for step in steps if relative_flops(step.config, step.seq_len) == 1]
         least = min(step.peak for step in free)
         step = next(step for step in free if step.peak <= 1.01 * least)
-        return Choice(step, " the least memory with no matmul twice (or ask with --memory-budget)")
-    limit = f"the {Unit.of(budget).text(budget)} that --memory-budget leaves tensors"
-    if subject.state < budget:  # else no recompute helps
-        asked = subject.planner, subject.batch_size, budget, subject.card, subject.compiled
-        step = pick_recompute(*asked)
-        if step.peak <= budget:
-            return Choice(step, f"\nwhat auto takes in {limit}", budget)
-    return Choice(None, f"nothing fits in {limit}", budget)
+        words = "the least memory with no matmul twice (or ask with --memory-budget)"
+        return step, f"{step.config.recompute}: {words}"
+    limit = f"the {Unit.of(asked.budget).text(asked.budget)} that --memory-budget leaves tensors"
+    if asked.state < asked.budget:  # else no recompute helps
+        step = asked.pick()
+        if step.peak <= asked.budget:
+            return step, f"{step.config.recompute}:\nwhat auto takes in {limit}"
+    return None, f"nothing fits in {limit}"
 
 
-def predicted(subject: Subject, choice: Choice) -> Points:
-    """Each policy, and the choice if it is none of them."""
-    steps = {name: subject.step(name) for name in POLICIES}
-    if choice.step:
-        steps.setdefault(choice.name, choice.step)
-    return {name: (subject.cost(step), step.peak) for name, step in steps.items()}
-
-
-def draw_frontier(
-    plt: Any, subject: Subject, choice: Choice | None, measured: tuple[Points, str] = ({}, "")
-) -> Any:
-    """Peak memory against what a step costs: FLOPs or predicted time; without a choice, time that
-    was measured."""
+def draw_frontier(plt: Any, asked: Question, measured: tuple[Points, str] | None = None) -> Any:
+    """Peak memory against what a step costs: FLOPs or predicted time; or time that was measured."""
     figure, axis = plt.subplots(figsize=(WIDTH, 5.3))
-    points, source = (predicted(subject, choice), ", predicted") if choice else measured
+    marked, words = (None, "") if measured else choose(asked)
+    if measured:
+        points, source = measured
+    else:
+        steps = {name: step_of(asked, name) for name in POLICIES}
+        if marked:
+            steps.setdefault(marked.config.recompute, marked)
+        points = {name: (cost(asked, step), step.peak) for name, step in steps.items()}
+        source = ", predicted"
     costs, peaks = zip(*points.values(), strict=True)
     unit, y = Unit.of(max(peaks)), np.array(peaks) / Unit.of(max(peaks)).size
-    words = f"parameters, moments, gradients: {subject.bytes_each}, which no policy frees"
-    band = {"color": COLORS["optimizer"], "alpha": 0.3, "linewidth": 0, "label": words}
-    axis.axhspan(0, subject.state / unit.size, **band)
+    always = f"parameters, moments, gradients: {bytes_each(asked)}, which no policy frees"
+    band = {"color": COLORS["optimizer"], "alpha": 0.3, "linewidth": 0, "label": always}
+    axis.axhspan(0, asked.state / unit.size, **band)
     axis.plot(costs, y, "o", color=POINT)
     axis.set(ylabel=f"peak memory of a step ({unit.name})", ylim=(0, 1.12 * y.max()))
-    if choice:
-        mark(axis, subject, choice, unit)
-    else:
+    if measured:
         axis.set_xlabel("time of a step (s)")
-    subject.head(figure, "What each policy saves, and what it costs (best: lower left)", "", source)
+    else:
+        mark(axis, asked, marked, words, unit)
+    title = "What each policy saves, and what it costs (best: lower left)"
+    figure.suptitle(f"{title}\n{describe(asked)}{source}")
     figure.legend(loc="outside lower center", frameon=False)
     # Names in a column beside the frame, in the order of their heights; a thin line leads from each
     # to its point.
     line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.6, "shrinkB": 4, "relpos": (0, 0.5)}
     beside = {"textcoords": "axes fraction", "va": "center", "zorder": 0.5, "arrowprops": line}
-    by_height = sorted(zip(y, [-cost for cost in costs], points, strict=True))
-    for (peak, cost, name), height in zip(by_height, np.linspace(0.2, 0.9, len(y)), strict=True):
-        weight = "bold" if choice and name == choice.name else "normal"
-        axis.annotate(name, (-cost, peak), (1.03, height), weight=weight, **beside)
+    by_height = sorted(zip(y, [-x for x in costs], points, strict=True))
+    for (peak, x, name), height in zip(by_height, np.linspace(0.2, 0.9, len(y)), strict=True):
+        weight = "bold" if marked and name == marked.config.recompute else "normal"
+        axis.annotate(name, (-x, peak), (1.03, height), weight=weight, **beside)
     return figure
 
 
-def mark(axis: Any, subject: Subject, choice: Choice, unit: Unit) -> None:
-    """What is predicted: the axis, the best mixes, the budget, and a ring around the choice."""
-    alike = all_alike(subject.planner, subject.batch_size)
-    ways = frontier(all_ways(alike, subject.card, subject.compiled))
-    x, y = [subject.cost(way) for way in ways], [way.peak / unit.size for way in ways]
-    words = "the best mixes of two policies, some blocks each"
-    axis.plot(x, y, color="#999999", linewidth=1.2, zorder=1, label=words)
-    cost = "FLOPs of a step, against none"
-    if subject.card is not None:
-        compiled = ", compiled" * subject.compiled
-        cost = f"predicted time of a step, against none ({subject.card.name}{compiled})"
-    axis.set_xlabel(cost)
+def mark(axis: Any, asked: Question, step: StepMemory | None, words: str, unit: Unit) -> None:
+    """What is predicted: the axis, the best mixes, the budget, and a ring around `step`."""
+    alike = all_alike(asked.planner, asked.args.batch_size)
+    ways = frontier(all_ways(alike, asked.card, asked.args.compile))
+    x, y = [cost(asked, way) for way in ways], [way.peak / unit.size for way in ways]
+    mixes = "the best mixes of two policies, some blocks each"
+    axis.plot(x, y, color="#999999", linewidth=1.2, zorder=1, label=mixes)
+    what = "FLOPs of a step, against none"
+    if asked.card:
+        compiled = ", compiled" * asked.args.compile
+        what = f"predicted time of a step, against none ({asked.card.name}{compiled})"
+    axis.set_xlabel(what)
     axis.xaxis.set_major_formatter(lambda x, _: f"{100 * (x - 1):+.3g}%" if x != 1 else "0")
-    if choice.budget and choice.budget / unit.size < axis.get_ylim()[1]:
+    if asked.args.memory_budget and asked.budget / unit.size < axis.get_ylim()[1]:
         line = {"color": "black", "linewidth": 1, "linestyle": "--", "label": "the budget"}
-        axis.axhline(choice.budget / unit.size, **line)
-    if choice.step is None:
-        axis.plot([], [], linestyle="none", label=choice.words)
-        return
-    ring = {"color": BEST, "markerfacecolor": "none", "markersize": 13, "markeredgewidth": 2.5}
-    place = subject.cost(choice.step), choice.step.peak / unit.size
-    axis.plot(*place, "o", **ring, label=f"{choice.name}:{choice.words}")
+        axis.axhline(asked.budget / unit.size, **line)
+    if step is None:
+        axis.plot([], [], linestyle="none", label=words)
+    else:
+        ring = {"color": BEST, "markerfacecolor": "none", "markersize": 13, "markeredgewidth": 2.5}
+        axis.plot(cost(asked, step), step.peak / unit.size, "o", **ring, label=words)
 
 
 # ---- What was measured
@@ -450,7 +417,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return flags.fill_in(args, is_run=False)
 
 
-def prepare(args: argparse.Namespace) -> Subject:
+def prepare(args: argparse.Namespace) -> Question:
     """With the planner that the trainers would have. Raises UsageError, DataError."""
     asked = ask(args)
     kind = asked.device.type
@@ -458,12 +425,12 @@ def prepare(args: argparse.Namespace) -> Subject:
         choose_device(kind)  # a device that is not there can be planned for, not trained on
         if kind not in ("cpu", "cuda"):
             raise UsageError(f"--measure: nothing records {kind}'s allocator: try --device cpu")
-    return Subject(asked.planner, args.batch_size, asked.card, args.compile)
+    return asked
 
 
-def row(step: StepMemory, card: Card | None = None, compiled: bool = False) -> dict[str, Any]:
+def row(asked: Question, step: StepMemory) -> dict[str, Any]:
     """For the JSON file; what a benchmark's file has, too, has the same name there."""
-    config = step.config
+    config, card = step.config, asked.card
     return {
         **policy_fields(config),
         "loss_chunks": config.loss_chunks,
@@ -471,7 +438,7 @@ def row(step: StepMemory, card: Card | None = None, compiled: bool = False) -> d
         "seq_len": step.seq_len,
         "relative_flops": relative_flops(config, step.seq_len),
         "predicted_bytes": step.peak,
-        "predicted_s": None if card is None else step.seconds(card, compiled),
+        "predicted_s": step.seconds(card, asked.args.compile) if card else None,
         "where": step.where,
         "at_peak": step.at_peak,
     }
@@ -483,27 +450,24 @@ def main(argv: list[str]) -> None:
     plt = load_pyplot("memory_timeline")
     measured = load_measured(args.measured, args.batch_size) if args.measured else None
     with tqdm(unit="step", desc="simulating", disable=None, leave=False) as bar:
-        subject = prepare(args)
-        planner = subject.planner
+        asked = replace(prepare(args), watch=bar.update)
+        planner, config = asked.planner, asked.config
         precision = str(planner.precision).removeprefix("torch.")
-        model = f"{n_parameters(planner):,} parameters: {describe_model(planner.config)}"
-        bar.write(f"model    {model}\ndevice   {'cpu' if planner.on_cpu else 'GPU'}, {precision}")
-        planner.watch = bar.update
+        bar.write(f"model    {count_parameters(config):,} parameters: {describe_model(config)}")
+        bar.write(f"device   {'cpu' if planner.on_cpu else 'GPU'}, {precision}")
         recorded = PANELS if args.measure else ()
-        records = {name: record_step(subject.step(name), args) for name in recorded}
-        choice = choose(subject, args.memory_budget and ask(args).budget)
-        costs = (None, measured) if measured else (choice,)
+        records = {name: record_step(step_of(asked, name), args) for name in recorded}
         args.out.mkdir(parents=True, exist_ok=True)
         for name, draw, more in (
             ("timeline", draw_timeline, (records,)),
-            ("frontier", draw_frontier, costs),
+            ("frontier", draw_frontier, (measured,)),
             ("made_of", draw_made_of, ()),
         ):
             file = args.out / f"memory_{name}.{args.format}"
-            save_picture(draw(plt, subject, *more), file)
+            save_picture(draw(plt, asked, *more), file)
             bar.write(f"wrote {file}")
-    rows = [row(step, subject.card, args.compile) for step in planner.steps.values()]
     peaks = {name: int(total.max()) for name, (_, total) in records.items()}
+    rows = [row(asked, step) for step in planner.steps.values()]
     content = {"recorded_bytes": peaks, "rows": rows}
     write_json(args.json, about("scripts.memory_timeline", argv) | content)
     if args.json:

@@ -32,11 +32,11 @@ def test_the_pictures_numbers_are_what_the_planner_says():
     file = read("memory_timeline.json")
     _, _, _, *flags = shlex.split(file["command"])
     args = memory_timeline.parse([*flags, "--out", str(ROOT / "out")])
-    subject, rows = memory_timeline.prepare(args), file["rows"]
+    asked, rows = memory_timeline.prepare(args), file["rows"]
     assert {row["batch_size"] for row in rows} == {args.batch_size // 4, args.batch_size} == {2, 8}
     for name in CHEAP:
-        step = subject.step(name, 2)
-        wanted = json.loads(json.dumps(memory_timeline.row(step, subject.card)))
+        step = memory_timeline.step_of(asked, name, 2)
+        wanted = json.loads(json.dumps(memory_timeline.row(asked, step)))
         wanted["predicted_s"] = pytest.approx(wanted["predicted_s"], rel=1e-9)  # a sum of floats
         assert wanted in rows, f"{name}: made with torch {file['torch']}; {REMAKE}"
 
