@@ -7,7 +7,6 @@ import shlex
 from collections import Counter
 from inspect import signature
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +21,9 @@ from torch.cuda import _memory_viz
 
 from planner import CARDS, KINDS, Planner
 from planner.clock import seconds_of_each
-from planner.record import Record, code_of
+from planner.record import Record
 from scripts import plan_memory
-from scripts.plan_peak import COLUMNS, LINES, at_peak, format_peak, record_step
+from scripts.plan_peak import COLUMNS, LINES, at_peak, format_peak, in_words, record_step
 from scripts.plan_table import Row
 from scripts.plan_viz import ALIGNMENT, BASE, FirstFit, snapshot
 from trainer.flags import changed
@@ -48,35 +47,33 @@ def no_terminal(monkeypatch):
 
 @each_kind
 def test_groups_are_the_peak_to_the_byte(way, setting):
+    """Each storage is in one of them, and said to be what it is."""
     step = record(way, setting)
     groups = at_peak(step)
-    sizes = [group.bytes for group in groups]
+    sizes = [group["bytes"] for group in groups]
     assert sum(sizes) == step.step.peak and sizes == sorted(sizes, reverse=True)
-    listed = [storage for group in groups for storage in group.storages]
-    assert Counter(map(id, listed)) == Counter(map(id, step.at_peak))
-    assert not any(group.why.strip().endswith(" of") for group in groups)
-    of_kind = Counter(group.storages[0].kind for group in groups)
+    assert sum(group["count"] for group in groups) == len(step.at_peak)
+    assert not any(group["why"].strip().endswith(" of") for group in groups)
+    of_kind = Counter(group["kind"] for group in groups)
     assert all(of_kind[kind] <= 1 for kind in ("parameters", "gradients", "optimizer"))
 
 
 def test_what_differs_in_its_block_only_is_one_line(gpu):
-    groups = {group.what: group for group in at_peak(gpu)}
+    groups = {in_words(group)[0]: group for group in at_peak(gpu)}
     for what in ("mlp.c_fc: output", "attn: attention", "ln_1: mean", "add: x + update"):
-        group = groups[f"3 x blocks.*.{what}"]
-        assert [storage.name for storage in group.storages] == [
-            f"blocks.{i}.{what}" for i in range(3)
-        ]
-    assert groups["40 x weight"].line == groups["40 x weight"].shape == ""
-    assert groups["120 x optimizer state"].why == "what the optimizer keeps from step to step"
+        assert f"3 x blocks.*.{what}" in groups
+    assert in_words(groups["40 x weight"])[1:3] == ("", "")  # no shape, no line
+    assert groups["120 x optimizer state"]["why"] == "what the optimizer keeps from step to step"
     wide = groups["3 x blocks.*.mlp.c_fc: output"]
-    rows, columns = wide.storages[0].shape
-    assert wide.shape == f"{rows}x{columns} bf16" and "self.c_fc(x)" in code_of(wide.line)
-    assert wide.why == "GELU's backward needs its input"
+    shape = f"{3 * CONFIG.max_position_embeddings}x{CONFIG.d_ff} bf16"
+    assert in_words(wide)[1] == shape and "self.c_fc(x)" in wide["code"]
+    assert wide["why"] == "GELU's backward needs its input"
     # Two of them wait for the next block, one for ln_f.
-    assert groups["3 x add: x + update"].why == "ln_1's backward needs its input"
+    assert groups["3 x add: x + update"]["why"] == "ln_1's backward needs its input"
     assert "ln_f: mean" in groups
-    whats = [group.what for group in at_peak(record("full"))]  # one block alone has its number
-    assert "blocks.0.attn.c_attn: output" in whats and not any("*" in what for what in whats)
+    whats = [in_words(group)[0] for group in at_peak(record("full"))]
+    assert "blocks.0.attn.c_attn: output" in whats  # one block alone has its number
+    assert not any("*" in what for what in whats)
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
@@ -87,26 +84,25 @@ def test_the_largest_groups_in_a_few_lines_of_any_terminal(columns, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
         patch.setattr("scripts.plan_peak.LINES", most)
-        title, blank, *lines = format_peak(step).splitlines()
+        title, blank, head, *lines = format_peak(step).splitlines()
     assert title == f"alive at the peak of none: {format_bytes(peak)}, {step.step.where}"
-    assert blank == "" and max(map(len, lines)) <= columns
-    head, *lines = lines
+    assert blank == "" and max(map(len, [head, *lines])) <= columns
     assert len(lines) == min(most, len(groups))
     if columns < 100:
         return
     assert head.split() == ["bytes", "share", "what", "shape", "line", "why"]
-    shown = groups if len(groups) <= most else groups[: most - 1]
-    for group, line in zip(shown, lines, strict=False):
+    n = len(groups) if len(groups) <= most else most - 1
+    for group, line in zip(groups[:n], lines, strict=False):
         size, share, rest = re.fullmatch(r" *([\d.,]+ \S+) +([\d.]+%)  (.*)", line).groups()
-        assert size == format_bytes(group.bytes) and share == f"{group.bytes / peak:.1%}"
-        what = group.what if columns > 200 else group.what[:37]  # a long name leaves room
-        assert rest.startswith(what) and group.shape in rest and group.line in rest
-        if "c_fc: output" in group.what:
-            assert (code_of(group.line) in line) == (columns > 200) or 120 < columns <= 200
-    if others := groups[len(shown) :]:
-        n, rest = sum(len(group.storages) for group in others), sum(g.bytes for g in others)
-        assert lines[-1].split("  ")[-1] == f"and {n} others"
-        assert lines[-1].strip().startswith(format_bytes(rest))
+        assert size == format_bytes(group["bytes"]) and share == f"{group['bytes'] / peak:.1%}"
+        what, shape, where, _ = in_words(group)
+        assert rest.startswith(what if columns > 200 else what[:37])  # a long name leaves room
+        assert shape in rest and where in rest
+        if "c_fc: output" in what:
+            assert (group["code"] in line) == (columns > 200) or 120 < columns <= 200
+    if others := groups[n:]:
+        assert lines[-1].split("  ")[-1] == f"and {sum(g['count'] for g in others)} others"
+        assert lines[-1].strip().startswith(format_bytes(sum(g["bytes"] for g in others)))
 
 
 # ---- of which step
@@ -157,7 +153,6 @@ def test_the_list_is_of_what_is_recommended():
     (wide,) = [g for g in found if g["name"].endswith("ln_1: output") and g["count"] == 2]
     assert (wide["kind"], wide["shape"]) == ("activations", [64, 32, 16])
     assert (wide["dtype"], wide["bytes"]) == ("bfloat16", 2 * 64 * 32 * 16 * 2)
-    assert "self.c_attn(x)" in wide["code"]
     assert wide["line"].split(":")[0] in ("model.py", "memory/policies.py")
     taken = shlex.join(answer.rows[takes]["flags"])
     assert verdict.strip().endswith(taken) and "--at-peak" not in verdict
@@ -202,15 +197,24 @@ READABLE = """
 """.split()
 
 
-def replay(events: list[dict]):
-    """(time, the blocks that are alive: address -> event) after each event, which is checked."""
+def replay(found: dict):
+    """(time, the blocks that are alive: address -> event) after each event, which is checked: no
+    two are at one place, and each ends as it began."""
+    ((first, *events, last),) = found["device_traces"]
+    assert (first["action"], last["action"]) == ("segment_alloc", "snapshot")
+    (segment,) = found["segments"]
     alive: dict[int, dict] = {}
     requested: list[int] = []
     for event in events:
         address, size = event["addr"], event["size"]
         if event["action"] == "alloc":
-            assert address not in alive and not requested
+            assert address % ALIGNMENT == 0 and not requested
             alive[address] = event
+            end = segment["address"]
+            for start in sorted(alive):
+                assert start >= end
+                end = start + alive[start]["size"]
+            assert end <= segment["address"] + segment["total_size"]
         elif event["action"] == "free_requested":
             assert alive[address]["size"] == size and alive[address]["frames"] == event["frames"]
             requested.append(address)
@@ -220,38 +224,29 @@ def replay(events: list[dict]):
         yield event["time_us"], alive
 
 
-def changes(found: dict) -> list[dict]:
-    """All but the first event and the last, which are about the whole memory."""
-    ((first, *events, last),) = found["device_traces"]
-    assert (first["action"], last["action"]) == ("segment_alloc", "snapshot")
-    return events
-
-
 def allocations(found: dict) -> list[dict]:
-    return [event for event in changes(found) if event["action"] == "alloc"]
+    return [event for event in found["device_traces"][0] if event["action"] == "alloc"]
 
 
 @each_kind
 def test_what_is_alive_is_what_was_planned(way, setting):
     """After each operator, to the byte, kind by kind."""
     step = record(way, setting)
-    timeline = np.zeros_like(step.step.timeline)
-    for time, alive in replay(changes(snapshot(step))):
+    timeline, seen = np.zeros_like(step.step.timeline), set()
+    for time, alive in replay(snapshot(step)):
+        seen.add(time)
         if time < len(timeline):  # (else: the end of the step)
             timeline[time] = 0
             for event in alive.values():
                 timeline[time, KINDS.index(event["category"])] += event["size"]
-        last = time
-    seen = {event["time_us"] for event in changes(snapshot(step))}
     for time in range(1, len(timeline)):
         if time not in seen:  # nothing came or went
             timeline[time] = timeline[time - 1]
     np.testing.assert_array_equal(timeline, step.step.timeline)
-    assert last <= len(timeline)
+    assert time <= len(timeline)
 
 
-def test_no_two_are_at_one_place_and_what_is_left_are_the_blocks_of_the_segment(gpu):
-    """What was there before the step comes first, kind by kind."""
+def test_what_was_there_before_comes_first_and_what_is_left_are_the_segments_blocks(gpu):
     found = snapshot(gpu)
     before = [event["category"] for event in allocations(found) if event["time_us"] == 0]
     assert before == sorted(before, key=KINDS.index)
@@ -259,47 +254,37 @@ def test_no_two_are_at_one_place_and_what_is_left_are_the_blocks_of_the_segment(
     assert Counter(before) == wanted and wanted["optimizer"] == 3 * wanted["parameters"]
 
     (segment,) = found["segments"]
-    most, highest = 0, 0
-    for _, alive in replay(changes(found)):
-        end = segment["address"]
-        for address in sorted(alive):
-            assert address >= end and address % ALIGNMENT == 0
-            end = address + alive[address]["size"]
-        most, highest = max(most, len(alive)), max(highest, end)
-    assert most > 100 and highest <= segment["address"] + segment["total_size"]
-    assert highest - BASE < 1.5 * gpu.step.peak  # what is free is used again
-
-    end, blocks = segment["address"], {}
+    *_, (_, alive) = replay(found)
+    end, left = segment["address"], {}
     for block in segment["blocks"]:
         assert block["address"] == end
         end += block["size"]
         if block["state"] == "active_allocated":
-            blocks[block["address"]] = block["requested_size"]
+            left[block["address"]] = block["requested_size"]
     assert end == segment["address"] + segment["total_size"]
-    assert blocks == {address: event["size"] for address, event in alive.items()}
+    assert left == {address: event["size"] for address, event in alive.items()}
     died = [s.bytes for s in gpu.storages if s.died == len(gpu.operators) - 1]
-    assert sum(blocks.values()) == gpu.step.total[-1] - sum(died)
-    assert {event["category"] for event in alive.values()} >= {"parameters", "optimizer"}
+    assert segment["requested_size"] == sum(left.values()) == gpu.step.total[-1] - sum(died)
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 99)), max_size=30))
 def test_the_first_gap_that_is_large_enough(changes):
     """Against every place, one by one; in the end all is one gap again."""
-    allocator, there, most = FirstFit(), {}, 0
+    allocator, there, most = FirstFit(), {}, BASE
     for size, choice in changes:
         if choice < 40 and there:
             start = sorted(there)[choice % len(there)]
             allocator.give_back(start, there.pop(start))
         taken = {n for start, size in there.items() for n in range(start, start + size)}
-        first = next(n for n in count() if taken.isdisjoint(range(n, n + size)))
+        first = next(n for n in count(BASE) if taken.isdisjoint(range(n, n + size)))
         assert allocator.take(size) == first
         there[first] = size
         most = max(most, first + size)
-    assert allocator.most == most
+    assert allocator.end == most
     for start, size in there.items():
         allocator.give_back(start, size)
-    assert allocator.gaps == [(0, float("inf"))]
+    assert allocator.gaps == [(BASE, float("inf"))]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -329,62 +314,43 @@ def test_frames_name_the_tensor_its_line_and_the_policy():
     why = "why:0:GELU's backward needs its input"
     assert wide[1:] == [why, "where:0:backward, block 0, replayed", policy]
     (step,) = [s for s in stacks if "step of ln_f.weight" in s[0]]
-    assert step == [
-        "tensor:0:step of ln_f.weight, one number float32",
-        "why:0:what the optimizer keeps from step to step",
-        "where:0:before the step",
-        policy,
-    ]
+    name = "tensor:0:step of ln_f.weight, one number float32"
+    why = "why:0:what the optimizer keeps from step to step"
+    assert step == [name, why, "where:0:before the step", policy]
 
 
-# ---- the file
-
-
-PLOTS = (_memory_viz.trace_plot, _memory_viz.segment_plot)
-WIDER = ("--d-model=256", "--batch-size=8", "--device=cpu")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    """Written by the command."""
-    path = tmp_path_factory.mktemp("viz") / "step.pickle"
-    argv = [*answers.SHAPE.split(), *WIDER, "--memory-budget=1GiB", "--memory-viz", str(path)]
-    assert plan_memory.main([*argv, "--use-activation-checkpoint", "full"]) == 0
-    return path
-
-
-def test_torch_opens_it(path):
+def test_torch_opens_the_file_and_its_page_can_read_it(tmp_path):
+    """The page knows some of pickle only, colours by category only where one is unknown, and shows
+    the segments that have a device."""
+    path = tmp_path / "step.pickle"
+    words = [*answers.SHAPE.split(), "--d-model=256", "--batch-size=8", "--device=cpu"]
+    more = ["--memory-budget=1GiB", "--memory-viz", str(path), "--use-activation-checkpoint=full"]
+    assert plan_memory.main([*words, *more]) == 0
     data = pickle.loads(path.read_bytes())
-    assert {event["frames"][-1]["name"] for event in changes(data)} == {"full"}
-    most = max(sum(e["size"] for e in alive.values()) for _, alive in replay(changes(data)))
-    asked, _ = plan_memory.aim([*answers.SHAPE.split(), *WIDER])
+    assert {event["frames"][-1]["name"] for event in allocations(data)} == {"full"}
+    most = max(sum(e["size"] for e in alive.values()) for _, alive in replay(data))
+    asked, _ = plan_memory.aim(words)
     assert most == asked.planner.step(8, recompute="full").peak  # as typed
 
-    text = _memory_viz.trace(data)
-    assert "segments: 1\n" in _memory_viz.segsum(data)
-    assert f"{len(data['device_traces'][0])} entries" in text
-    assert " = cudaMalloc(" in text and "MEM[" not in text
-    assert all("<script" in plot(data) for plot in PLOTS)
-    if "filter_freed" in signature(_memory_viz.trace_plot).parameters:  # torch 2.9 has it not
-        left = pickle.loads(path.read_bytes())
-        assert "<script" in _memory_viz.trace_plot(left, filter_freed=True)
-        (few,) = left["device_traces"]
-        assert {event["action"] for event in few} == {"segment_alloc", "alloc", "snapshot"}
-    flames = _memory_viz.memory(data, format_flamegraph=lambda lines: lines)
-    assert "stream_0;active_allocated;policy:0:full;where:0:before the step;" in flames
-
-
-def test_its_page_can_read_it(path):
-    """It knows some of pickle only, colours by category only where one is unknown, and shows
-    the segments that have a device."""
-    data = pickle.loads(path.read_bytes())
-    opcodes = {opcode.name for opcode, _, _ in pickletools.genops(path.read_bytes())}
-    assert opcodes <= set(READABLE) and pickletools.optimize(path.read_bytes())
-    assert path.read_bytes()[:2] == b"\x80\x04"
+    assert path.read_bytes()[:2] == b"\x80\x04"  # protocol 4
+    assert {opcode.name for opcode, _, _ in pickletools.genops(path.read_bytes())} <= set(READABLE)
     ((*_, last),) = data["device_traces"]
-    categories = {event["category"] for event in changes(data)}
+    categories = {event["category"] for event in allocations(data)}
     assert categories == set(KINDS) and last["category"] == "unknown"
     assert [segment["device"] for segment in data["segments"]] == [0]
     for event in data["device_traces"][0]:
         assert event.keys() >= {"action", "addr", "size", "stream", "frames", "time_us"}
         assert 0 <= event["addr"] < 2**53  # as exact as JavaScript's numbers
+
+    text = _memory_viz.trace(data)
+    assert "segments: 1\n" in _memory_viz.segsum(data)
+    assert f"{len(data['device_traces'][0])} entries" in text
+    assert " = cudaMalloc(" in text and "MEM[" not in text
+    plots = _memory_viz.trace_plot, _memory_viz.segment_plot
+    assert all("<script" in plot(data) for plot in plots)
+    flames = _memory_viz.memory(data, format_flamegraph=lambda lines: lines)
+    assert "stream_0;active_allocated;policy:0:full;where:0:before the step;" in flames
+    if "filter_freed" in signature(_memory_viz.trace_plot).parameters:  # torch 2.9 has it not
+        assert "<script" in _memory_viz.trace_plot(data, filter_freed=True)
+        (few,) = data["device_traces"]
+        assert {event["action"] for event in few} == {"segment_alloc", "alloc", "snapshot"}

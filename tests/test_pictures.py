@@ -1,0 +1,436 @@
+"""The pictures show what the planner says, and the planner says what the allocator does. And they
+can be read, for any model: at the width of a page, by a colour-blind reader, and no words lie on
+others, on a line, on a colour or outside of the picture."""
+
+import json
+import sys
+from dataclasses import replace
+from itertools import combinations
+from unittest.mock import Mock, patch
+
+import numpy as np
+import pytest
+from harness.answers import room_for
+from harness.planned import CARD
+from harness.runs import ROOT
+
+from model import RECOMPUTE_POLICIES
+from planner.formulas import count_parameters
+from planner.timeline import KINDS
+from scripts import plot_metrics
+from scripts.style import COLORS, FORMATS, POLICIES, Unit, relative_flops, save_picture
+from studies import block_picture
+from studies import memory_timeline as study
+from studies.memory_timeline import choose, flops_done, step_of
+from trainer.flags import changed
+from trainer.plan import Question
+
+SHAPE = "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8".split()
+TINY = [*SHAPE, *"--vocab-size 997 --loss-chunks 2 --device cpu --amp-dtype bfloat16".split()]
+MIB = 2**20
+
+
+def asked_of(*flags: str) -> Question:
+    return study.prepare(study.parse([*TINY, *flags]))
+
+
+def within(asked: Question, tensors: float) -> Question:
+    """With a --memory-budget that leaves them so many bytes."""
+    room = room_for(tensors)
+    return replace(asked, args=changed(asked.args, memory_budget=room.budget), room=room)
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return asked_of(
+        "--use-activation-checkpoint=full"
+    )  # (all policies are drawn, whatever is typed)
+
+
+@pytest.fixture(autouse=True)
+def closed(plt):
+    yield
+    plt.close("all")
+
+
+def test_each_phase_is_as_wide_as_its_flops(asked):
+    # Per token, multiplied and added: a block's weights, attention's products (half are masked).
+    block = 12 * 32**2 + 32 * 32
+    for name in POLICIES:
+        step = step_of(asked, name)
+        at, replayed = flops_done(step), relative_flops(step.config, 32) - 1
+        starts = [at[step.phase(phase).start] for phase in study.PHASES]
+        forward, head, backward = np.diff(starts)
+        assert starts[0] == 0 and at[-1] == pytest.approx(1 + replayed + 1 / 50)
+        assert (np.diff(at) >= 0).all()
+        assert head / forward == pytest.approx(3 * 997 * 32 / (2 * block))
+        assert backward == pytest.approx(2 * forward + replayed)
+        assert (replayed > 0) == (name not in ("plain", "none", "cheap", "selective"))
+
+
+def test_timeline_stacks_what_the_planner_counts(plt, asked):
+    figure = study.draw_timeline(plt, asked, {})
+    panels = dict(zip(study.PANELS, figure.axes, strict=False))  # (the last one: the teeth)
+    assert set(COLORS) == set(KINDS)
+    for name, axis in panels.items():
+        step = step_of(asked, name)
+        at, tops = flops_done(step), np.zeros(len(step.timeline))
+        for (kind, color), layer in zip(COLORS.items(), axis.collections, strict=False):
+            tops += step.timeline[:, KINDS.index(kind)]
+            rgba = np.array([plt.matplotlib.colors.to_rgba(color)])
+            assert layer.get_facecolor() == pytest.approx(rgba)
+            # All its edges are there, at the right time and height (in KiB: MiB are too coarse).
+            drawn = {(round(x, 6), round(y * 1024)) for x, y in layer.get_paths()[0].vertices}
+            wanted = zip(at, tops / 1024, strict=True)
+            assert {(round(x, 6), round(y)) for x, y in wanted} <= drawn
+        assert (tops == step.total).all()
+        (marker,) = (line for line in axis.lines if line.get_marker() == "v")
+        assert marker.get_xydata().tolist() == [[at[step.total.argmax()], step.peak / MIB]]
+        title = axis.get_title(loc="left")
+        assert title.startswith(f"{name}: ") and f"peak {step.peak / MIB:.1f} MiB" in title
+        assert [text.get_text() for text in axis.texts] == list(study.PHASES)
+    share = relative_flops(step_of(asked, "full").config, 32) - 1
+    assert f"+{100 * share:.0f}% FLOPs" in panels["full"].get_title(loc="left")
+    about = "0.06M parameters, batch of 8 x 32 tokens, bfloat16 on a CPU, predicted"
+    assert figure.get_suptitle().split("\n")[1] == about
+
+
+def test_teeth_fill_their_panel(plt):
+    """However little they are of the memory in use, and each block has one."""
+    asked = asked_of("--seq-len", "8")
+    *_, full, teeth = study.draw_timeline(plt, asked, {}).axes
+    step = step_of(asked, "full")
+    at, total = flops_done(step), step.total / MIB
+    (left, right), (low, high) = teeth.get_xlim(), teeth.get_ylim()
+    shown = total[(left <= at) & (at < right)]
+    assert low < shown.min() and shown.max() < high
+    assert shown.max() - shown.min() > 0.6 * (high - low)
+    begins = [at[operator] for operator, phase, _ in step.places if phase == "backward"]
+    assert len(begins) >= 2 and all(left <= x < right for x in begins)
+    (frame,) = (patch for patch in full.patches if not patch.get_fill())
+    assert (frame.get_x(), frame.get_x() + frame.get_width()) == pytest.approx((left, right))
+
+
+def test_what_is_the_same_says_so(plt):
+    asked = asked_of("--vocab-size=300", "--loss-chunks=1")
+    shown = [axis.get_title(loc="left") for axis in study.draw_timeline(plt, asked, {}).axes]
+    words = "plain: all logits at once", "none: here the same as plain"
+    assert [title.split("\n")[0] for title in shown[:2]] == [*words]
+    assert study.draw_made_of(plt, asked).axes[0].texts[1].get_text().endswith(" MiB, +0%")
+
+
+def test_units_that_a_reader_can_tell_apart():
+    shown = {900: "0.9 KiB", 40 * MIB: "40.0 MiB", 2**30: "1.00 GiB", 13 * 10**10: "121.07 GiB"}
+    assert {count: Unit.of(count).text(count) for count in shown} == shown
+
+
+@pytest.mark.parametrize(("batch_size", "batches"), [(8, [2, 8]), (1, [1])])
+def test_bars_add_up_to_the_peak(plt, asked, batch_size, batches):
+    asked = asked.about(changed(asked.args, batch_size=batch_size))
+    figure = study.draw_made_of(plt, asked)
+    for axis, sequences in zip(figure.axes, batches, strict=True):
+        for i, name in enumerate(study.BARS):
+            step, parts = step_of(asked, name, sequences), axis.patches[i :: len(study.BARS)]
+            widths = [part.get_width() * MIB for part in parts]
+            assert widths == pytest.approx([step.at_peak[kind] for kind in COLORS])
+            assert parts[-1].get_x() + parts[-1].get_width() == pytest.approx(step.peak / MIB)
+            assert axis.texts[i].get_text().startswith(f"{step.peak / MIB:.1f} MiB")
+        (state,) = axis.lines
+        counters = 4 * len(list(asked.planner.model.parameters()))
+        assert state.get_xdata()[0] * MIB == 16 * count_parameters(asked.config) + counters
+    full, plain = (step_of(asked, name).peak for name in ("full", "plain"))
+    assert axis.texts[-1].get_text().endswith(f", {full / plain - 1:+.0%}")
+
+
+# ---- the frontier
+
+
+@pytest.mark.parametrize("card", [None, CARD], ids=["FLOPs", "seconds"])
+def test_frontier_has_a_point_for_each_policy(plt, asked, card):
+    asked = replace(asked, card=card)
+    (axis,) = study.draw_frontier(plt, asked).axes
+    words = "predicted time of a step, against none (small)", "FLOPs of a step, against none"
+    assert axis.get_xlabel() == words[card is None]
+    points, ring = (line.get_xydata() for line in axis.lines if line.get_marker() == "o")
+    steps = [step_of(asked, name) for name in POLICIES]
+    if card is None:
+        costs = [relative_flops(step.config, 32) for step in steps]
+    else:
+        costs = [step.seconds(card) / steps[1].seconds(card) for step in steps]
+        assert costs[2] > 1  # cheap is not free
+    wanted = [(c, step.peak / MIB) for c, step in zip(costs, steps, strict=True)]
+    assert [tuple(point) for point in points] == wanted and tuple(ring[0]) in wanted
+    named = {text.get_text(): text.xy for text in axis.texts}
+    assert named == dict(zip(POLICIES, wanted, strict=True))
+    (mixes,) = (line.get_xydata() for line in axis.lines if line.get_marker() == "None")
+    assert tuple(mixes[0]) == named["none"] and (np.diff(mixes, axis=0) * [1, -1] >= 0).all()
+    for cost, peak in wanted:  # none is better than all mixes
+        assert any(c <= cost * 1.001 and p <= peak * 1.001 for c, p in mixes)
+
+
+def test_the_best_choice_is_marked(plt, asked):
+    """With a budget the planner's pick, else the least memory that costs nothing."""
+    names = ("none", "cheap", "selective", "full")
+    none, cheap, selective, full = (step_of(asked, name) for name in names)
+    free, words = choose(asked)
+    name = free.config.recompute
+    assert name in ("cheap", "selective")
+    assert words.startswith(f"{name}: the least memory with no matmul twice")
+    assert free.peak <= 1.01 * min(cheap.peak, selective.peak)
+    for budget, name in {none.peak * 3: "none", (none.peak + cheap.peak) // 2: ":1"}.items():
+        question = within(asked, budget)
+        step, words = choose(question)
+        chosen = step.config.recompute
+        assert step.peak <= budget and name in chosen
+        (axis,) = study.draw_frontier(plt, question).axes
+        (ring,) = (line for line in axis.lines if line.get_label() == words)
+        assert words.startswith(f"{chosen}:\nwhat auto takes in the ")
+        assert tuple(ring.get_xydata()[0]) == (study.cost(question, step), step.peak / MIB)
+        (bold,) = (text.get_text() for text in axis.texts if text.get_weight() == "bold")
+        assert bold == chosen
+        dashed = [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == "--"]
+        shown = budget < none.peak  # above it: not in view
+        assert dashed == ([pytest.approx(budget / MIB)] if shown else [])
+    nothing, words = choose(within(asked, full.peak // 4))
+    assert nothing is None and words.startswith("nothing fits in the ")
+
+
+ROWS = [
+    {"policy": "none", "step_s": 0.5, "peak_bytes": 2**30, "batch_size": 8},
+    {"policy": "full", "name": "full!", "step_s": 0.6, "peak_bytes": 2**29, "batch_size": 8},
+    {"policy": "full", "peer": "other", "step_s": 1, "peak_bytes": 2**28, "batch_size": 8},
+    {"policy": "full", "step_s": 0.6, "peak_bytes": None, "batch_size": 8},
+    {"policy": "full", "step_s": 0.9, "peak_bytes": 2**31, "batch_size": 12},
+]
+DEVICE = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu128", "date": "2026-01-01"}
+
+
+def test_frontier_of_a_benchmark(plt, asked, tmp_path):
+    """Of what scripts.benchmark writes."""
+    file = tmp_path / "benchmark.json"
+    file.write_text(json.dumps({"rows": ROWS, **DEVICE}))
+    measured = study.load_measured(file, 8)
+    figure = study.draw_frontier(plt, asked, measured)
+    (axis,) = figure.axes
+    named = {text.get_text(): text.xy for text in axis.texts}
+    assert named == {"none": (0.5, 1), "full!": (0.6, 0.5), "other full": (1, 0.25)}
+    (points,) = (line.get_xydata().tolist() for line in axis.lines)
+    assert points == [[0.5, 1], [0.6, 0.5], [1, 0.25]]
+    assert axis.get_xlabel() == "time of a step (s)"
+    said = "measured on NVIDIA H100 80GB HBM3, torch 2.11.0+cu128, 2026-01-01"
+    assert figure.get_suptitle().endswith(said)
+    assert faults(plt, figure) == []
+    names_stand_in_order(figure)
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("more", [[], ["--no-amp", "--amp-dtype=auto", "--grad-accum-steps=2"]])
+def test_a_real_step_is_as_predicted(more):
+    asked = asked_of(*more)
+    for name in study.PANELS:
+        step = step_of(asked, name)
+        at, total = study.record_step(step, asked.args)
+        assert total.max() == pytest.approx(step.peak, rel=0.02)
+        assert total[-1] == pytest.approx(step.total[-1], rel=0.01)  # nothing forgotten
+        assert (np.diff(at) >= 0).all() and at[-1] == flops_done(step)[-1]
+        # Stretched to stand over the prediction: like it wherever a part of the step begins.
+        for operator, phase, block in step.places[1:]:
+            begins = flops_done(step)[operator]
+            recorded = total[max(np.searchsorted(at, begins) - 1, 0)]
+            low, high = sorted(step.total[[operator - 1, operator]])
+            assert 0.9 * low < recorded < 1.1 * high, (phase, block)
+
+
+def test_pictures_and_numbers(asked, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(study, "ask", lambda args: replace(asked, args=args))
+    asked.planner.steps.clear()
+    file, out = tmp_path / "numbers.json", tmp_path / "not" / "there" / "yet"
+    flags = [*TINY, "--out", str(out), "--json", str(file), "--measure"]
+    assert study.main(flags) == 0
+    said = capsys.readouterr().out
+    assert "vocabulary 997\ndevice   cpu, bfloat16\n" in said
+    for name in ("timeline", "frontier", "made_of"):
+        picture = out / f"memory_{name}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG") and f"wrote {picture}" in said
+    content = json.loads(file.read_text())
+    assert content["command"] == f"python -m scripts.memory_timeline {' '.join(flags)}"
+    rows = content["rows"]
+    assert {row["policy"] for row in rows} >= {"none", "cheap", "mlp", "full"}
+    assert {row["batch_size"] for row in rows} == {2, 8}
+    assert len({(row["name"], row["loss_chunks"], row["batch_size"]) for row in rows}) == len(rows)
+    for row in rows:
+        assert sum(row["at_peak"].values()) == row["predicted_bytes"]
+    for name, recorded in content["recorded_bytes"].items():
+        assert recorded == pytest.approx(step_of(asked, name).peak, rel=0.02)
+    assert list(content["recorded_bytes"]) == list(study.PANELS)
+
+
+def test_the_same_numbers_make_the_same_file(plt, tmp_path):
+    starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+    for ending in FORMATS:
+        files = tmp_path / f"one.{ending}", tmp_path / f"two.{ending}"
+        for file in files:
+            save_picture(plt.figure(), file, {"Description": "words"} if ending == "png" else {})
+        one, two = (file.read_bytes() for file in files)
+        assert one == two and one.startswith(starts[ending])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--out", "words.json"], "--out: words.json is a file"),
+        (["--measured", "nowhere.json"], "--measured nowhere.json is not"),
+        (["--measured", "words.json"], "--measured words.json is not"),
+        (["--measured", "list.json"], "--measured list.json is not"),
+        (["--measured", "good.json", "--batch-size", "5"], "no row with --batch-size 5"),
+        (["--device", "cuda", "--measure"], "--device cuda: "),  # it can be planned for, though
+    ],
+)
+def test_mistakes_leave_nothing(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    good = json.dumps({"rows": ROWS, **DEVICE})
+    files = {"words.json": "words", "list.json": "[1]", "good.json": good}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert study.main([*TINY, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line, line
+    assert {path.name for path in tmp_path.iterdir()} == set(files)
+
+
+def test_what_ends_it_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
+    full_disk = OSError(28, "No space left on device", "out/x.png")
+    for error, code, said in (
+        (KeyboardInterrupt(), 130, "stopped"),
+        (full_disk, 2, "error: out/x.png: No space"),
+    ):
+        monkeypatch.setattr(study, "prepare", Mock(side_effect=error))
+        assert study.main([*TINY, "--out", str(tmp_path / "new")]) == code
+        assert capsys.readouterr().err.strip().startswith(said)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert study.main([*TINY, "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: memory_timeline needs matplotlib: pip install matplotlib"
+    assert not list(tmp_path.iterdir())
+
+
+# ---- every picture can be read
+
+PAGE, TEXT = 830, 16  # pixels: how wide a page shows a picture, and how high the text around it is
+
+MODELS = {
+    "one block, a large head": "--n-layers 1 --d-model 8 --n-heads 1 --seq-len 8",
+    "a small head": "--n-layers 6 --d-model 256 --n-heads 4 --vocab-size 300 --seq-len 64",
+}
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
+def model(request):
+    return study.prepare(study.parse(request.param.split()))
+
+
+def faults(plt, figure) -> list[str]:
+    """What keeps a reader from reading it. Under the words the picture is white, or nearly so."""
+    text, seen = plt.matplotlib.text.Text, []
+    with patch.object(text, "draw", lambda self, *args: seen.append(self)):
+        figure.canvas.draw()
+    brightness = np.asarray(figure.canvas.buffer_rgba())[::-1, :, :3].mean(axis=2)
+    words = [one for one in dict.fromkeys(seen) if one.get_visible() and one.get_text().strip()]
+    boxes = {one: text.get_window_extent(one) for one in words}  # (without an annotation's line)
+    found, whole = [], figure.bbox.padded(0.5)
+    for one, box in boxes.items():
+        high = one.get_fontsize() / 72 * PAGE / figure.get_figwidth()
+        if high < TEXT:
+            found.append(f"{one.get_text()!r} is {high:.1f} pixels high")
+        if not (whole.contains(box.x0, box.y0) and whole.contains(box.x1, box.y1)):
+            found.append(f"{one.get_text()!r} leaves the picture")
+        x, y = (slice(int(low) + 1, int(high)) for low, high in (box.intervalx, box.intervaly))
+        if brightness[y, x].min() < 220:
+            found.append(f"{one.get_text()!r} lies on a line, a point or a colour")
+    for one, other in combinations(boxes, 2):
+        if boxes[one].padded(-0.5).overlaps(boxes[other].padded(-0.5)):
+            found.append(f"{one.get_text()!r} lies on {other.get_text()!r}")
+    return found
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["predicted", "recorded"])
+def test_timeline_can_be_read(plt, model, recorded):
+    steps = {name: step_of(model, name) for name in study.PANELS}
+    records = {name: (flops_done(step), 1.1 * step.total) for name, step in steps.items()}
+    figure = study.draw_timeline(plt, model, records if recorded else {})
+    assert faults(plt, figure) == []
+    for axis in figure.axes:  # no line leaves its panel
+        (left, right), top = axis.get_xlim(), axis.get_ylim()[1]
+        for line in axis.lines:
+            x, y = line.get_data()
+            assert y[(left <= x) & (x <= right)].max(initial=0) < top
+
+
+def test_bars_can_be_read(plt, model):
+    assert faults(plt, study.draw_made_of(plt, model)) == []
+
+
+@pytest.mark.parametrize("budget", [None, 0.6, 0.01], ids=["free", "budget", "nothing fits"])
+def test_frontier_can_be_read(plt, model, budget):
+    peak = step_of(model, "none").peak
+    figure = study.draw_frontier(plt, within(model, budget * peak) if budget else model)
+    assert faults(plt, figure) == []
+    names_stand_in_order(figure)
+
+
+def names_stand_in_order(figure):
+    """From the highest point down; so no line to a name crosses all others."""
+    texts = figure.axes[0].texts
+    heights = [text.get_window_extent().y0 for text in texts]
+    assert heights == sorted(heights)
+    assert [text.xy[1] for text in texts] == sorted(text.xy[1] for text in texts)
+
+
+def test_block_can_be_read(plt):
+    blocks = dict.fromkeys(RECOMPUTE_POLICIES, block_picture.look("full"))
+    assert faults(plt, block_picture.draw(plt, blocks)) == []
+
+
+@pytest.mark.parametrize("runs", [1, 8, 22])
+def test_curves_can_be_read(plt, runs):
+    line = {"train_loss": 3.0, "train_ppl": 20.0, "lr": 2.5e-4, "tokens_per_s": 123456.0}
+    line |= {"val_loss": 3.2, "val_ppl": 24.5}
+    memory = {"peak_memory_bytes": 2**32, "peak_memory_kind": "cuda"}
+    lines = [{"step": step, **line, **memory} for step in range(1, 6001, 60)]
+    lines[0] |= {"train_loss": 10.8, "train_ppl": 49000.0}
+    figure = plot_metrics.draw(plt, {f"minigpt_run_{i}": lines for i in range(runs)}, None)
+    assert faults(plt, figure) == []
+
+
+# Machado, Oliveira and Fernandes (2009): what a colour looks like to a person without the cones
+# for red (protanopia) or green (deuteranopia) light, of linear RGB.
+BLIND = {
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "neither": np.eye(3).tolist(),
+}
+XYZ = [[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0178, 0.1095, 0.8727]]  # D65 = 1
+
+
+def lab(plt, color: str, eyes: str) -> np.ndarray:
+    """CIE L*a*b*, in which distances are about what eyes see; 2 is just noticed side by side."""
+    rgb = np.array(plt.matplotlib.colors.to_rgb(color))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.array(BLIND[eyes]) @ linear, 0, 1)
+    x, y, z = np.cbrt(np.clip(np.array(XYZ) @ seen, 0.0089, None))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("eyes", BLIND)
+def test_kinds_can_be_told_apart(plt, eyes):
+    for (one, color), (other, its) in combinations([*COLORS.items(), ("the page", "white")], 2):
+        distance = lab(plt, color, eyes) - lab(plt, its, eyes)
+        assert np.linalg.norm(distance) > 20, (one, other)
+
+
+def test_committed_pictures_are_small():
+    for picture in (ROOT / "studies/results").glob("*.png"):
+        assert picture.stat().st_size < 150_000, picture.name
