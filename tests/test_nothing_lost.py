@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness.faults import broken, history, raising
+from harness.faults import broken, history, raising, undisturbed
 from harness.rows import row
 from harness.runs import (
     FAULTS,
@@ -152,26 +152,8 @@ def data(tmp_path_factory):
     return ["--tokenizer-name=byte", f"--train-data={files[0]}", f"--val-data={files[1]}"], write
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, data):
-    """The run that nothing happened to, with those of a run's flags that decide its bits."""
-    done = {}
-
-    def get(flags: list[str]) -> dict:
-        key = tuple(flag for flag in flags if flag.startswith(("--batch", "--loss")))
-        if key not in done:
-            path = tmp_path_factory.mktemp("whole") / "run.pt"
-            assert train_here(path, *data[0], FP32, *key, base=TINY_MODEL) == 0
-            done[key] = snapshot(path)
-        return done[key]
-
-    return get
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_saved_is_there_and_goes_on(
-    tmp_path, monkeypatch, capsys, data, undisturbed, name
-):
+def test_what_was_saved_is_there_and_goes_on(tmp_path, monkeypatch, capsys, data, name):
     faults, flags, expected, says, done, saved = BREAKS[name]
     monkeypatch.setenv("RANK", "0")  # as if torchrun had started it
     path, previous = tmp_path / "run.pt", tmp_path / "run.prev.pt"
@@ -200,8 +182,10 @@ def test_what_was_saved_is_there_and_goes_on(
     if saved and "nan:0:5" not in str(faults):
         resume = ["--resume", f"--checkpoint-path={path}", "--log-interval=1"]
         assert train_minimal.main(resume) == 0
+        decide = [flag for flag in flags if flag.startswith(("--batch", "--loss"))]
+        whole = snapshot(undisturbed(*files, FP32, *decide, base=tuple(TINY_MODEL)))
         for part in ("model", "optimizer", "step"):
-            assert same(snapshot(path)[part], undisturbed(flags)[part])
+            assert same(snapshot(path)[part], whole[part])
         steps = [record["step"] for record in metrics(path)]
         assert steps == sorted(set(steps)) and steps[-1] == 20
 

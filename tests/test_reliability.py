@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from harness import faults
-from harness.faults import broken, broken_together, history, weights_hash
+from harness.faults import broken_together, history, undisturbed, weights_hash
 from harness.rows import row
 from harness.runs import (
     DEADLINE,
@@ -63,24 +63,15 @@ def start(path: Path, trainer: str, *flags: str, processes: int = 2, **env: str)
     return start_together([*words, f"--grad-accum-steps={2 // processes}"], processes, **env)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def whole(steps: int = 20) -> Path:
     """The run of so many steps that nothing happened to."""
-    done = {}
-
-    def get(steps: int = 20) -> Path:
-        if steps not in done:
-            path = done[steps] = tmp_path_factory.mktemp("whole") / "run.pt"
-            assert broken(path, "", *SAVING, "--grad-accum-steps=2", f"--num-steps={steps}") == 0
-        return done[steps]
-
-    return get
+    return undisturbed(*SAVING, "--grad-accum-steps=2", f"--num-steps={steps}")
 
 
-def ends_as(whole: Path, path: Path) -> bool:
-    """Does the run at `path`, gone on with in one process, end with these weights?"""
+def ends_as_whole(path: Path) -> bool:
+    """Does the run at `path`, gone on with in one process, end with its weights?"""
     assert train_here(path, *SAVING, "--grad-accum-steps=2", "--resume") == 0
-    return same(snapshot(path)["model"], snapshot(whole)["model"])
+    return same(snapshot(path)["model"], snapshot(whole())["model"])
 
 
 # ---- Killed, and resumed
@@ -88,10 +79,10 @@ def ends_as(whole: Path, path: Path) -> bool:
 
 @only_linux
 @trainers("train_minimal", "`kill -9` at random", "`train_fsdp.py`: `kill -9` of one")
-def test_killed_in_training(tmp_path, undisturbed, thorough, trainer):
+def test_killed_in_training(tmp_path, thorough, trainer):
     """A scheduler's or the kernel's kill leaves no time to save: what lies there must do."""
     kills, steps = (20, 160) if thorough else (1, 20)
-    path, whole, rng, kept = tmp_path / "run.pt", undisturbed(steps), random.Random(0), 0
+    path, rng, kept = tmp_path / "run.pt", random.Random(0), 0
     for number in range(kills):
         flags = [f"--num-steps={steps}", *["--resume"] * (kept > 0)]
         training = start(path, trainer, *flags, PAUSE="0.02")
@@ -103,10 +94,10 @@ def test_killed_in_training(tmp_path, undisturbed, thorough, trainer):
         if path.exists() or beside(path, ".prev.pt").exists():
             state = load_newest(path).state
             kept = state["step"]
-            assert weights_hash(state["model"]) == history(whole)[kept]["weights"]
+            assert weights_hash(state["model"]) == history(whole(steps))[kept]["weights"]
         assert last_step(result.stdout) - kept <= 5
     assert start(path, trainer, f"--num-steps={steps}", "--resume").end().returncode == 0
-    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+    assert same(snapshot(path)["model"], snapshot(whole(steps))["model"])
 
 
 FAST = ("half-written", "rename")
@@ -117,13 +108,13 @@ FAST = ("half-written", "rename")
     "call", [case(call, marks=[slow] * (call not in FAST)) for call in faults.SAVE_FAULTS]
 )
 @trainers("train_minimal", "`kill -9` at each", "`train_fsdp.py`: `kill -9` of process")
-def test_killed_in_a_save(tmp_path, undisturbed, trainer, call):
+def test_killed_in_a_save(tmp_path, trainer, call):
     """A snapshot that is overwritten in place is gone if the writer dies half-way. And what it
     writes may be gathered from all: the others must not wait for it for ever."""
     path = tmp_path / "run.pt"
     assert start(path, trainer, FAULTS=f"{call}:0:10").end().returncode != 0
     assert load_newest(path).state["step"] == (10 if call == "fsync-of-the-folder" else 5)
-    assert ends_as(undisturbed(), path)
+    assert ends_as_whole(path)
     assert not list(tmp_path.glob(".*.tmp"))
 
 
@@ -131,7 +122,7 @@ def test_killed_in_a_save(tmp_path, undisturbed, trainer, call):
     "fault", ["kill:0:9", case("error:1:3", marks=slow), case("kill:1:20", marks=slow)]
 )
 @trainers("train_ddp", "`torchrun --max-restarts`, a", "`train_fsdp.py` with `torchrun")
-def test_restarted_by_torchrun(tmp_path, undisturbed, trainer, fault):
+def test_restarted_by_torchrun(tmp_path, trainer, fault):
     """Though nobody said --resume. Not from the snapshot of another run that it was about to
     replace, and that is further on."""
     path = tmp_path / "run.pt"
@@ -139,7 +130,7 @@ def test_restarted_by_torchrun(tmp_path, undisturbed, trainer, fault):
     how = {"script": f"{FAULTS} {trainer}", "launch": "--max-restarts=1"}
     result = run(by_torchrun(path, *SAVING, **how), timeout=400, FAULTS=fault)
     assert result.returncode == 0, result.stderr
-    assert same(snapshot(path)["model"], snapshot(undisturbed())["model"])
+    assert same(snapshot(path)["model"], snapshot(whole())["model"])
     assert [r["step"] for r in metrics(path)] == list(range(1, 21))
     old = snapshot(older_runs(path)[-1])
     assert (old["step"], old["args"]["lr"]) == (20, 0.001)
@@ -151,20 +142,20 @@ def test_restarted_by_torchrun(tmp_path, undisturbed, trainer, fault):
 # ---- Stopped, all after the same step
 
 
-def check_stopped(path: Path, whole: Path) -> None:
+def check_stopped(path: Path) -> None:
     """Both processes after the same step, which was saved; one process can go on."""
     step = snapshot(path)["step"]
     first, second = (history(path, rank) for rank in (0, 1))
     assert first == second and max(first) == step < 20
     assert first[step]["weights"] == weights_hash(snapshot(path)["model"])
-    assert ends_as(whole, path)
+    assert ends_as_whole(path)
 
 
 stopped = trainers("train_ddp", "Ctrl-C, SIGTERM, a", "`train_fsdp.py`: SIGTERM and")
 
 
 @stopped
-def test_all_log_save_and_stop_after_the_same_step(tmp_path, undisturbed, trainer):
+def test_all_log_save_and_stop_after_the_same_step(tmp_path, trainer):
     """Whichever of them is asked to; a line is due by the clock of process 0 alone. And what is
     logged or saved takes all of them: else this hangs."""
     path = tmp_path / "run.pt"
@@ -173,13 +164,13 @@ def test_all_log_save_and_stop_after_the_same_step(tmp_path, undisturbed, traine
     broken_together(path, asked, *flags, script=trainer, expect=143, MINIGPT_TIMEOUT_S="60")
     assert [record["step"] for record in metrics(path)] == [3, 5, 8]
     assert (snapshot(path)["step"], snapshot(beside(path, ".prev.pt"))["step"]) == (8, 5)
-    check_stopped(path, undisturbed())
+    check_stopped(path)
 
 
 @slow
 @stopped
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_torchrun(tmp_path, undisturbed, trainer, number):
+def test_signal_to_torchrun(tmp_path, trainer, number):
     """It passes them on, and exits with 1 whatever its processes do."""
     path = tmp_path / "run.pt"
     command = by_torchrun(path, "--no-amp", script=f"{FAULTS} {trainer}")
@@ -189,7 +180,7 @@ def test_signal_to_torchrun(tmp_path, undisturbed, trainer, number):
     launcher.send_signal(number)
     launcher.communicate(timeout=DEADLINE)
     assert launcher.returncode == 1 and not beside(path, ".prev.pt").exists()
-    check_stopped(path, undisturbed())
+    check_stopped(path)
 
 
 # ---- Something goes wrong with one of two
@@ -272,7 +263,7 @@ ONE, TWO = [("train_minimal", 1), ("train_ddp", 2)], [("train_fsdp", 2), ("train
 @pytest.mark.parametrize(
     "parts", [case(ONE, marks=row("1 -> 2")), case(ONE + TWO, marks=[ACROSS, slow])]
 )
-def test_from_one_trainer_to_another(tmp_path, undisturbed, parts):
+def test_from_one_trainer_to_another(tmp_path, parts):
     """The machine that is free tomorrow has another number of GPUs than today's."""
     path = tmp_path / "run.pt"
     for i, (trainer, processes) in enumerate(parts, 1):
@@ -280,7 +271,7 @@ def test_from_one_trainer_to_another(tmp_path, undisturbed, parts):
         part = start(path, trainer, *flags, processes=processes, FAULTS=f"term:0:{4 * i}")
         assert part.end().returncode == 143
         assert snapshot(path)["step"] == 4 * i
-    assert ends_as(undisturbed(), path)
+    assert ends_as_whole(path)
 
 
 @ACROSS

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness.faults import broken
+from harness.faults import broken, undisturbed
 from harness.rows import row
 from harness.runs import TINY, metrics, older_runs, same, snapshot, train_here
 from hypothesis import Phase, example, given, settings
@@ -49,21 +49,6 @@ def resume_alone(path, *flags: str) -> int:
 # ---- Resumed == uninterrupted
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """Final snapshot and metrics of the run that nothing happened to, by its flags."""
-    done = {}
-
-    def get(*flags: str):
-        if flags not in done:
-            path = tmp_path_factory.mktemp("whole") / "run.pt"
-            assert train_here(path, *flags) == 0
-            done[flags] = snapshot(path), logged(path)
-        return done[flags]
-
-    return get
-
-
 LEAN = ("--optimizer=muon", "--moments-dtype=bfloat16")
 kinds = st.sampled_from(
     [(FP32,), (BF16,), ("--amp-dtype=float16", "--grad-accum-steps=2"), (BF16, LEAN[0])]
@@ -83,7 +68,7 @@ law = settings(deadline=None, derandomize=True, database=None, max_examples=5)
 @settings(law, phases=[Phase.explicit, Phase.generate])
 @example((FP32, *LEAN), [(9, "error", FULL)], FULL)
 @given(kinds, st.lists(stops, min_size=1, max_size=2, unique_by=lambda stop: stop[0]), memory)
-def test_resumed_equals_uninterrupted(uninterrupted, kind, parts, last):
+def test_resumed_equals_uninterrupted(kind, parts, last):
     """However often it is stopped, by a crash or a signal, and whatever memory is spent in between:
     that changes no weight. What is done twice is logged once; a step that was saved when its
     evaluation died is evaluated then. Nothing but that memory is typed again."""
@@ -104,15 +89,15 @@ def test_resumed_equals_uninterrupted(uninterrupted, kind, parts, last):
         code = resume_alone(path, last) if path.exists() else train_here(path, *kind, last)
         assert code == 0
         resumed, log = snapshot(path), logged(path)
-    whole, whole_log = uninterrupted(*kind)
+    whole = snapshot(undisturbed(*kind))
     for key in ("model", "optimizer", "scaler", "step", "best_val_loss"):
         assert same(resumed[key], whole[key]), key
-    assert log == whole_log
+    assert log == logged(undisturbed(*kind))
 
 
-def test_what_decides_the_weights_and_what_does_not(uninterrupted):
+def test_what_decides_the_weights_and_what_does_not():
     often, seldom, other = (
-        uninterrupted(flag)[0]["model"]
+        snapshot(undisturbed(flag))["model"]
         for flag in ("--eval-interval=1", "--eval-interval=0", "--seed=1")
     )
     assert same(often, seldom) and not same(often, other)
@@ -193,7 +178,7 @@ def test_damaged_snapshots_are_replaced_by_the_next_best(tmp_path, capsys, lost)
         assert lost == 2 or snapshot(newest_first(path)[1])["step"] == 15
 
 
-def test_another_run_s_best_is_gone_on_from_as_a_copy_would(tmp_path, capsys, uninterrupted):
+def test_another_run_s_best_is_gone_on_from_as_a_copy_would(tmp_path, capsys):
     path, best, copy = (tmp_path / f"run{ending}.pt" for ending in ("", ".best", "-best"))
     assert train_here(path, "--eval-interval=4", "--num-steps=4", *CONSTANT) == 0
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -226,7 +211,7 @@ def test_a_name_that_is_not_utf_8(tmp_path, capsysbinary):
     assert b"caf\xe9.pt" in capsysbinary.readouterr().out  # as it is stored
 
 
-def test_a_forgotten_resume_costs_nothing(tmp_path, capsys, uninterrupted):
+def test_a_forgotten_resume_costs_nothing(tmp_path, capsys):
     """The run that had the name can still go on under its new one, with its log."""
     path = tmp_path / "run.pt"
     assert broken(path, "error:0:11", "--save-interval=5") is None
@@ -240,8 +225,9 @@ def test_a_forgotten_resume_costs_nothing(tmp_path, capsys, uninterrupted):
     assert old.read_bytes() == before
     assert [snapshot(tmp_path / f"run.{which}pt")["step"] for which in ("", "prev.")] == [20, 15]
     assert train_here(old, "--save-interval=5", "--resume") == 0
-    whole, whole_log = uninterrupted("--save-interval=5")
-    assert same(snapshot(old)["model"], whole["model"]) and logged(old) == whole_log
+    whole = undisturbed("--save-interval=5")
+    assert same(snapshot(old)["model"], snapshot(whole)["model"])
+    assert logged(old) == logged(whole)
     assert len(logged(path)) == 20
 
 

@@ -19,9 +19,11 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Container
 from contextlib import nullcontext, suppress
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -32,7 +34,7 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import torch  # noqa: E402
-from harness.runs import FAULTS, plan_nothing, torchrun, train_here  # noqa: E402
+from harness.runs import FAULTS, TINY, plan_nothing, torchrun, train_here  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
@@ -46,6 +48,7 @@ from trainer.torchrun import main_and_exit  # noqa: E402
 RANK = os.environ.get("RANK", "0")
 real_train_step, real_save_snapshot = train_minimal.train_step, snapshot.save_snapshot
 real_save = torch.save
+WHOLE_RUNS = tempfile.TemporaryDirectory()
 
 
 def faults_at(step: int, kinds: Container[str]) -> list[str]:
@@ -198,6 +201,14 @@ def broken(path: Path, faults: str | dict[int, Act], *flags: str, **options: Any
         with suppress(Injected):
             return train_here(path, *flags, **options)
     return None
+
+
+@cache
+def undisturbed(*flags: str, base: tuple[str, ...] = tuple(TINY)) -> Path:
+    """The run that nothing happened to: its snapshot, and what it leaves beside it."""
+    path = Path(tempfile.mkdtemp(dir=WHOLE_RUNS.name), "run.pt")
+    assert broken(path, "", *flags, base=list(base)) == 0
+    return path
 
 
 def broken_together(
