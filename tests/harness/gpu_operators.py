@@ -58,17 +58,12 @@ def attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, 
 
 
 @torch.autocast("cpu", enabled=False)
-def attention_backward(
-    grad, q, k, v, out, logsumexp, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset,
-    *, scale=None,
-):  # fmt: skip
-    p, mask = probabilities(q, k, is_causal), masks(q, k, dropout_p, seed)
-    grad, root = grad.float(), math.sqrt(q.size(-1))
-    of_p = grad @ v.float().mT * mask
-    of_scores = p * (of_p - (of_p * p).sum(dim=-1, keepdim=True))
-    of_v = (p * mask).mT @ grad
-    of_q, of_k = of_scores @ k.float() / root, of_scores.mT @ q.float() / root
-    return lay_out(of_q, q), lay_out(of_k, k), lay_out(of_v, v)
+def attention_backward(grad, q, k, v, *kept, scale=None):
+    *_, dropout_p, is_causal, seed, _ = kept
+    mask = masks(q, k, dropout_p, seed)
+    run = lambda q, k, v: (probabilities(q, k, is_causal) * mask) @ v.float()  # noqa: E731
+    _, vjp = torch.func.vjp(run, q, k, v)
+    return tuple(map(lay_out, vjp(grad.float()), (q, k, v)))
 
 
 def fused_attention(q, k, v, dropout_p=0.0, is_causal=False) -> Tensor:
