@@ -11,15 +11,15 @@ costs is therefore compared with `none` of the same round, and the median of all
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from model import RECOMPUTE_POLICIES
-from planner import StepMemory
+from scripts.benchmark import ask, predict
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
 from studies.common import (
     about,
@@ -30,10 +30,8 @@ from studies.common import (
     training_parser,
     write_json,
 )
-from trainer.card import clock_card, measured_card
-from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.flags import fill_in, number
-from trainer.plan import make_planner, step_seconds, vocabulary
+from trainer.plan import vocabulary
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
@@ -44,7 +42,7 @@ HEADER = ("policy", "step", "predicted", "ratio", "over none", "predicted")
 def parse(argv: list[str]) -> argparse.Namespace:
     """Raises UsageError or DataError."""
     words = "Compare measured time of every policy with what the planner predicts."
-    parser, group = training_parser("studies.clock_check", words)
+    parser, group = training_parser("studies.clock_check", words, largest_batch=False)
     group.add_argument("--rounds", type=number(int, 1, 10**6), default=10, metavar="N",
         help="timed steps of each policy, which take turns (default: %(default)s)")  # fmt: skip
     args = parse_training(parser, argv, "use_activation_checkpoint card")
@@ -54,10 +52,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, policies: Sequence[str]) -> np.ndarray:
-    """(rounds, policies) seconds of a step."""
-    run = make_run(args, Job("none", args.batch_size), choose_device(args.device))
-    configs = [config_of(args, Job(policy, args.batch_size)) for policy in policies]
+def measure(args: argparse.Namespace, device: torch.device, jobs: list[Job]) -> np.ndarray:
+    """(rounds, jobs) seconds of a step."""
+    run, configs = make_run(args, jobs[0], device), [config_of(args, job) for job in jobs]
     seconds = []
     for i in tqdm(range(-1, args.rounds), desc="rounds", leave=False, disable=None):
         row = []
@@ -69,21 +66,21 @@ def measure(args: argparse.Namespace, policies: Sequence[str]) -> np.ndarray:
     return np.array(seconds)
 
 
-def compare(steps: list[StepMemory], predicted: list[float], measured: np.ndarray) -> list[Row]:
-    """A row for each step, the first without recompute. `predicted`: seconds; `measured`: (rounds,
-    steps) seconds."""
+def compare(policies: list[str], predicted: list[float], measured: np.ndarray) -> list[Row]:
+    """A row for each policy, the first of which is `none`. `predicted`: seconds; `measured`:
+    (rounds, policies) seconds."""
     medians = np.median(measured, axis=0)
     over_none = np.median(measured / measured[:, :1], axis=0) - 1
     return [
         {
-            "policy": step.config.recompute,
+            "policy": policy,
             "step_s": float(medians[i]),
             "predicted_s": predicted[i],
             "over_none": float(over_none[i]),
             "predicted_over_none": predicted[i] / predicted[0] - 1,
             "step_s_all": measured[:, i].tolist(),
         }
-        for i, step in enumerate(steps)
+        for i, policy in enumerate(policies)
     ]
 
 
@@ -101,22 +98,19 @@ def cells(row: Row) -> list[str]:
 @tool
 def main(argv: list[str]) -> None:
     args = parse(argv)
-    device = choose_device(args.device)
-    set_matmul_precision(device, args.tf32)
-    card = clock_card(args, device) or measured_card(args, device)
-    config = config_of(args, Job("none", args.batch_size))
-    precision = choose_precision(args, device)
-    planner = make_planner(args, config, device, precision)
-    steps = [planner.step(args.batch_size, recompute=policy) for policy in RECOMPUTE_POLICIES]
-    predicted = [step_seconds(step, card, args.grad_accum_steps) for step in steps]
-    rows = compare(steps, predicted, measure(args, RECOMPUTE_POLICIES))
-    told = about("studies.clock_check", argv, device) | {
-        "model": describe_model(config),
-        "precision": str(precision).removeprefix("torch."),
-        "predicted for": card.name,
+    question = ask(args)
+    jobs = [Job(policy, args.batch_size) for policy in RECOMPUTE_POLICIES]
+    predicted = [predict(question, job)[1] for job in jobs]
+    measured = measure(args, question.device, jobs)
+    rows = compare([job.policy for job in jobs], predicted, measured)
+    assert question.card
+    told = about("studies.clock_check", argv, question.device) | {
+        "model": describe_model(question.config),
+        "precision": str(question.precision).removeprefix("torch."),
+        "predicted for": question.card.name,
     }
     print(table(HEADER, map(cells, rows)), describe(told), sep="\n\n")
-    write_json(args.json, told | {"card": asdict(card), "rows": rows})
+    write_json(args.json, told | {"card": asdict(question.card), "rows": rows})
 
 
 if __name__ == "__main__":
