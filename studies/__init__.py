@@ -6,7 +6,6 @@ ladder             what does each policy save and cost?                         
 block_picture      what does each policy keep of a block? (a picture)              seconds
 memory_timeline    where does a step's memory go? (scripts.memory_timeline)        half a minute
 page_shots         how does scripts.memory_page's page look? (README's picture)      seconds
-mixes              how good is the best pair of policies, against all others?      half a minute
 cards              which card trains what?                                         3 minutes
 clock_check        is the planner's clock right on this machine?                   10 minutes
 gpu                what does this project do on a GPU?                             an hour

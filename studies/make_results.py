@@ -21,7 +21,7 @@ from studies.common import study_parser, tool
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "studies/results"
-QUICK = ("memory_timeline", "block_policies", "ladder", "mixes")
+QUICK = ("memory_timeline", "block_policies", "ladder")
 MORE = {
     "block_policies": [f"python -m studies.block_picture --out {FOLDER}"],
     "memory_page": [

@@ -1,54 +1,27 @@
-"""The studies of policies, ladder, block_picture and mixes: do they say what the code does, and the
+"""The studies of policies, ladder and block_picture: do they say what the code does, and the
 documents what they found?"""
 
 import argparse
 import json
 import sys
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from cases.shapes import CONFIG, T
-from harness.planned import planner
 from harness.runs import ROOT
 from test_model import TINY
 from test_readme import DOCS, README
 from test_readme import cells as cells_of
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
-from planner.choose import RUNGS, pick_recompute
 from planner.formulas import count_parameters, step_flops
 from scripts.kept_tensors import kept_by_one_block
-from studies import block_picture, ladder, mixes
+from studies import block_picture, ladder
 from studies.block_picture import BATCH_SIZE, SEQ_LEN
 from studies.make_results import FOLDER
-from trainer.measured import LiveStorages
 
 SMALL = MiniGPTConfig(**{**TINY, "n_layers": 4, "loss_chunks": 4})
-
-
-@pytest.mark.parametrize("fake", [True, False])
-def test_peak_counted_by_hand(fake):
-    with FakeTensorMode() if fake else nullcontext(), LiveStorages() as storages:
-        a = torch.zeros(100)  # 400
-        view = a.view(10, 10)[:5]  # of a's storage: still 400
-        b = (view + 1).to(torch.bfloat16)  # 200, and 100 more: at once 700, then 500
-        assert (storages.now, storages.peak) == (500, 700)
-        del a
-        assert storages.now == 500  # the view holds all of it
-        view.add_(1)  # in place: no new storage
-        del view
-        assert storages.now == 100
-        c = torch.empty(200)  # 900: the new peak
-        del b, c
-        assert storages.now == 0
-        d = torch.empty(50)  # 200, maybe at an address used before
-        assert (storages.now, storages.peak) == (200, 900)
-        del d
 
 
 def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys):
@@ -171,19 +144,6 @@ def test_replayed_matmuls_are_those_of_the_formula(blocks):
         assert flops == step_flops(config, SEQ_LEN)[1] * BATCH_SIZE * SEQ_LEN
 
 
-def test_what_backward_needs_is_there_one_way_or_another(blocks):
-    """What `none` keeps is kept or replayed by each policy; and nothing is both."""
-    for tensors in blocks.values():
-        assert [tensor.name for tensor in tensors] == [tensor.name for tensor in blocks["none"]]
-        for tensor, plain in zip(tensors, blocks["none"], strict=True):
-            assert tensor.bytes == plain.bytes
-            assert not (tensor.kept and tensor.replayed)
-            assert tensor.kept or tensor.replayed or not plain.kept
-    assert not any(tensor.replayed for tensor in blocks["none"])
-    drawn = {tensor.name for tensor in blocks["none"]}
-    assert drawn == {block_picture.X, *block_picture.NAMES.values()}
-
-
 def test_the_committed_picture_and_page_are_of_this_code(blocks):
     """The picture carries the table that it was drawn from. (Else: --out studies/results, and
     commit.) docs/ladder.md has its sums, in whole BTC, and its FLOPs."""
@@ -209,44 +169,3 @@ def test_draws_or_prints(tmp_path, capsys, blocks, monkeypatch, plt):
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     assert block_picture.main(["--text"]) == 0
     assert "kept (BTC)" in capsys.readouterr().out
-
-
-# ---- mixes: the best pair of policies beside all assignments
-
-
-def test_the_best_pair_and_what_each_rule_takes(capsys, monkeypatch, tmp_path):
-    """All of the study, of a small model with 4 blocks; its pair is what auto takes."""
-    plan = planner(CONFIG, "bf16", device_type="cuda")
-    steps = [plan.step(16, recompute=rung) for rung in RUNGS]
-    monkeypatch.setattr(mixes, "alike", lambda n: steps)
-    for name, value in {"BUDGETS": 4, "LAYERS": (4,), "BATCH": 16, "SEQ_LEN": T}.items():
-        monkeypatch.setattr(mixes, name, value)
-    assert mixes.main(["--json", str(tmp_path / "mixes.json")]) == 0
-    found = json.loads((tmp_path / "mixes.json").read_text())
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(lines) == 4 + len(found["between_rungs"]) + len(found["gaps"])
-
-    assert [(row["card"], row["compiled"]) for row in found["gaps"]] == mixes.CLOCKS
-    for row in found["gaps"]:
-        assert row["assignments"] == 8**4 and row["worst"] == max(row["all"])
-        assert -1e-3 < min(row["all"]) and row["worst"] < 0.03  # (all assignments hold all pairs)
-        pairs, clock = mixes.all_mixes(4), (mixes.CARDS[row["card"]], row["compiled"])
-        times = mixes.over_none(steps, pairs, row["card"], row["compiled"])
-        for budget in np.linspace(min(step.peak for step in steps), steps[0].peak, 4)[1:]:
-            taken = pick_recompute(plan, 16, int(budget), *clock).seconds(*clock)
-            best = times[mixes.peaks_of(steps, pairs) <= budget].min()
-            assert taken / steps[0].seconds(*clock) == pytest.approx(best, rel=1e-3)
-
-    for one, pair in zip(*[iter(found["between_rungs"])] * 2, strict=True):
-        assert "," not in one["takes"] and pair["flops_twice"] <= one["flops_twice"]
-        assert max(one["peak_bytes"], pair["peak_bytes"]) < steps[0].peak
-
-
-def test_the_documents_say_what_was_found():
-    text, found = " ".join(DOCS["evidence.md"].split()), result("mixes")
-    for row in found["between_rungs"]:
-        times = [100 * row["over_none"][card] - 100 for card in ("H100", "RTX 4090")]
-        words = f"| `{row['takes']}` | {100 * row['flops_twice']:.1f} % |"
-        assert f"{words} {times[0]:+.1f} % | {times[1]:+.1f} % |" in text
-    worst = max(row["worst"] for row in found["gaps"])
-    assert f"at most {100 * worst:.1f} % slower" in text

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memory import HostMemory, offload
-from memory.offload import Offload, Streams, Ticket, Tickets, unpack
+from memory.offload import Offload, Streams, Tickets, unpack
 
 Clock = dict[str, int]  # how much of each stream is done
 
@@ -228,40 +228,6 @@ def test_two_models_at_a_time_and_what_backward_never_sees(gpu):
 
 
 # ---- what travels, and when
-
-
-@pytest.mark.parametrize("policy", ["full", "mlp"])
-def test_a_block_comes_home_while_the_next_ones_backward_runs(
-    policy, monkeypatch, everything_travels
-):
-    log: list[tuple[str, int]] = []  # ("out" or "home", the how manieth ticket)
-    real, fetch = Ticket.__init__, Ticket.fetch
-
-    def init(self, *args):
-        self.number = sum(what == "out" for what, _ in log)
-        log.append(("out", self.number))
-        real(self, *args)
-
-    def noted_fetch(self):
-        if self.back is None:
-            log.append(("home", self.number))
-        fetch(self)
-
-    monkeypatch.setattr(Ticket, "__init__", init)
-    monkeypatch.setattr(Ticket, "fetch", noted_fetch)
-    model = make(policy)
-    for i, block in enumerate(model.blocks):
-        end = block.mlp.c_proj  # the first whose backward runs
-        end.register_full_backward_pre_hook(lambda *_, i=i: log.append(("backward", i)))
-    backward_of(model)
-    n = sum(what == "out" for what, _ in log) // 3  # of each block but the last
-    began = [log.index(("backward", i)) for i in range(4)]
-    for number in range(3 * n):
-        block, home = number // n, log.index(("home", number))
-        # The block behind it has hardly begun (a hook of its own saw the same gradient).
-        assert abs(home - began[block + 1]) <= n and home < began[block]
-    # Each once, in the order in which backward asks.
-    assert [number for what, number in log if what == "home"] == list(reversed(range(3 * n)))
 
 
 def test_what_is_smaller_than_a_megabyte_stays(monkeypatch):

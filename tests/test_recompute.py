@@ -8,15 +8,14 @@ from functools import cache, partial
 
 import pytest
 import torch
-from cases.shapes import PRECISIONS, WIDE, ways
+from cases.shapes import PRECISIONS, ways
 from harness import gpu_operators
-from harness.planned import planner
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 from test_model import random_ids, tiny
 from torch import Tensor
 
-from memory.policies import expand, one_by_one, schedule
+from memory.policies import POLICIES, expand, one_by_one, schedule
 from model import RECOMPUTE_POLICIES
 from planner.formulas import step_flops
 from planner.log import Storage, kept_for_backward
@@ -87,7 +86,7 @@ def test_no_replay_of_the_last_matmul_even_with_dropout(policy, last):
 
 # ---- what is kept
 
-B, T, C = 4, 16, 32
+B, T, C = 3, 16, 32  # 48 tokens: no weight has a shape like that
 
 
 def keep(policy: str, precision: str = "bf16", mode: str = "train", **changes) -> list[Storage]:
@@ -100,32 +99,6 @@ def keep(policy: str, precision: str = "bf16", mode: str = "train", **changes) -
 
 def total(*args, **kwargs) -> int:
     return sum(kept.bytes for kept in keep(*args, **kwargs))
-
-
-def saved_by_autograd(model, ids: Tensor, precision: str = "fp32") -> int:
-    """Bytes of all that it saves and that is neither a weight nor the ids."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), ids)}
-    sizes: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), autocast(precision):
-        loss = model(ids, ids)
-    del loss  # not before: an address would be used twice
-    return sum(sizes.values())
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_fake_count_equals_what_autograd_really_saves(precision):
-    """Without selective policies, whose caches autograd's hooks do not see."""
-    for policy in ("none", "cheap", "mlp", "attn", "qkv", "full"):
-        model, ids = tiny(d_ff=4 * C, loss_chunks=1, recompute=policy).train(), random_ids(B, T)
-        saved = saved_by_autograd(model, ids, precision)
-        assert saved == sum(kept.bytes for kept in keep(policy, precision, n_layers=2)), policy
 
 
 @laws(20)
@@ -156,15 +129,6 @@ def test_who_does_what():
     assert calls("mlp:2,cheap+offload", training=False) == ["none"] * 5
 
 
-@pytest.mark.parametrize(("less", "more"), [("full", "cheap"), ("mlp", "cheap")])
-def test_the_policy_that_keeps_less_comes_first(less, more):
-    """Backward of the last block works with all of its tensors, whatever it kept of them, beside
-    what the others keep: that should be little."""
-    plan = planner(WIDE)
-    right, wrong = (plan.step(24, recompute=f"{a}:2,{b}") for a, b in ((less, more), (more, less)))
-    assert right.kept == wrong.kept and right.peak < wrong.peak
-
-
 def test_listing_names_module_operator_and_line():
     (gelu,) = [k for k in keep("none", n_layers=1) if k.operator == "gelu"]
     assert gelu.module == "MiniGPT.blocks.0.mlp"
@@ -176,41 +140,23 @@ def test_listing_names_module_operator_and_line():
 # ---- offload
 
 
-def run_offloaded(way: str, steps: int = 1, n_layers: int = 4):
-    """The model, and the bytes that wait in CPU memory."""
-    model = tiny(recompute=f"{way}+offload", n_layers=n_layers).train()
-    for _ in range(steps):
-        ids = random_ids(3, 16)  # 48 tokens: no weight has a shape like that
-        model(ids, ids).backward()
-        gc.collect()
-    assert sum(map(len, model.host_memory.unused.values())) == len(model.host_memory.made)
-    return model, sum(block.nbytes for block in model.host_memory.made)
-
-
 @pytest.mark.parametrize("policy", RECOMPUTE_POLICIES[1:])
 def test_what_travels_is_what_the_policy_keeps(policy):
     """Of all blocks but the last, each storage once: q, k and v are one, and attention's output is
     kept by two operators. The results that selective policies keep are no saved tensors: theirs is
     the block's input alone."""
-    four, one = (
-        saved_by_autograd(tiny(recompute=policy, n_layers=n), random_ids(3, 16)) for n in (4, 1)
+    model, ids = (
+        tiny(recompute=f"{policy}+offload", n_layers=4, d_ff=4 * C).train(),
+        random_ids(B, T),
     )
-    _, travelled = run_offloaded(policy, steps=2)  # the same blocks, step after step
-    assert travelled == four - one
-    if policy in ("sdpa", "selective", "full"):
-        assert travelled == 3 * 3 * 16 * 32 * 4
-
-
-@pytest.mark.parametrize(("first", "rest"), [("full", "cheap"), ("mlp", "full"), ("attn", "mlp")])
-def test_offload_takes_what_both_keep(first, rest):
-    """Of all blocks but the last."""
-
-    def travelled(way: str) -> int:
-        return run_offloaded(way, n_layers=5)[1]
-
-    of_first, of_rest = travelled(first) // 4, travelled(rest) // 4
-    assert travelled(f"{first}:3,{rest}") == 3 * of_first + of_rest
-    assert travelled(f"{first}:3") == 3 * of_first
+    for _ in range(2):  # the same blocks, step after step
+        model(ids, ids).backward()
+        gc.collect()
+    assert sum(map(len, model.host_memory.unused.values())) == len(model.host_memory.made)
+    by_operator = POLICIES[policy].by_operator
+    kept = of_blocks("full" if by_operator else policy, 2, precision="fp32")
+    kept -= of_blocks("full" if by_operator else policy, 1, precision="fp32")
+    assert sum(block.nbytes for block in model.host_memory.made) == 3 * kept
 
 
 def test_a_group_holds_no_update_beside_its_next_block():
@@ -274,17 +220,6 @@ def test_no_policy_changes_a_bit_of_what_is_compiled(policy):
     run = partial(step, precision="fp32", compiler="aot_eager_decomp_partition", dropout=0.1)
     with gpu_operators.cuda() as generator:
         assert all(map(torch.equal, run(generator), run(generator, recompute=policy)))
-
-
-def test_the_stand_in_for_cuda_is_what_it_stands_for():
-    """Without dropout: a CPU's own attention, and its gradients."""
-    q, k, v = qkv = torch.randn(3, 2, 3, 8, 4).requires_grad_()
-    own = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    with gpu_operators.cuda():
-        other = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        gradients = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (own, other)]
-    torch.testing.assert_close(own, other)
-    torch.testing.assert_close(*gradients)
 
 
 # ---- compiled
