@@ -1,7 +1,6 @@
 "use strict";
-// What docs/calculator.html computes: the peak of a training step by formulas. The planner of this
-// project (planner/step.py) counts every tensor of a simulated step, and takes seconds; this takes
-// no time, and is within 0.2 % (rarely 1.5): tests/test_calculator.py. Numbers are whole.
+// What docs/calculator.html computes: the peak of a step by formulas, within 0.2 % of the planner's
+// (tests/test_calculator.py), which simulates a step and takes seconds. Numbers are whole.
 //
 // Letters: B sequences of T tokens, N = B T; V vocabulary, L layers, C width, F that of the MLP,
 // H heads; a = 2 bytes of an activation under autocast (to bfloat16 or float16), else 4. A shape s:
@@ -66,15 +65,15 @@ function peak(s) { // {where, bytes, parts: {kind: bytes}}
 }
 
 function mostCopied(sizes, lean) { // to float32 by LeanOptimizer's AdamW; `sizes`: elements
-  const [plain, padded] = lean ? [8, 20] : [0, 16]; // moments if lean; weights, gradients to pad
-  let most = 0, copied = 0, room = 0;
+  let most = 0, early = 0, late = 0, top = 0, room = 0;
   for (const size of sizes) {
     for (let left = size; left > 0; left -= AT_A_TIME) {
-      const piece = min(left, AT_A_TIME);
-      if (piece > room) [copied, room] = [0, AT_A_TIME];
-      copied += piece * (piece % LANES ? padded : plain);
-      room -= piece;
-      most = max(most, copied);
+      const piece = min(left, AT_A_TIME), padded = piece % LANES > 0;
+      if (piece > room) [early, late, top, room] = [0, 0, 0, AT_A_TIME];
+      early += piece * (padded ? 12 : 4 * lean); // first all weights, gradients, first moments;
+      late += piece * 4 * (padded || lean); // then second moments, which are there twice
+      top = max(top, late + piece * 4 * (padded && lean)); // while they are padded
+      [most, room] = [max(most, early + top), room - piece];
     }
   }
   return most;
@@ -138,10 +137,11 @@ class Walk {
     let end = size - ofWeight;
     this.add("temporaries", returned, kept, normed);
     if (chunks === 1) {
-      end = a * V * N + 2 * amp * V * C + (1 + amp) * a * NC; // gradients of logits and x; copies
+      const gone = amp * (a * V * N + 2 * V * C); // of logits, a copy: before the weight's is cast
+      end = (1 - amp) * a * V * N + 2 * amp * V * C + (1 + amp) * a * NC; // logits', weight's, x's
       this.add("head", size - 4 * V * N, "temporaries", -returned - normed * amp);
       this.add("head", 4 * V * N, "head", -size); // backward begins
-      this.add("head", end, kind, ofWeight, kept, -normed * (1 - amp));
+      this.add("head", end + gone, "head", -gone, kind, ofWeight, kept, -normed * (1 - amp));
     } else {
       this.add(kind, ofWeight, "head", end, "temporaries", -returned - normed);
     }
@@ -232,10 +232,12 @@ class Walk {
     const made = kept("none").map((name) => (name in this.there ? between : name)).join(" ");
     const missing = made.split("|").map(words).find((run) => run.some((it) => names.includes(it)));
     if (!missing) return;
-    if (this.policy === "selective") this.add("activations", -this.a * this.NC); // x2 is made of it
+    const result = this.policy === "selective" ? this.a * this.NC : 0; // x2 is made of it,
+    this.add("activations", -result * (1 - this.dropout)); // and with dropout it is held longer
     for (const name of missing) this.add(this.there[name] = "recomputed", this.sizes[name]);
     // What a LayerNorm returned, in float32, stays until the replay is over.
     this.add("recomputed", 4 * this.NC * this.amp, "recomputed", -4 * this.NC * this.amp);
+    this.add("activations", -result * this.dropout);
   }
 
   linear(columns, rows, ofResult, input) { // gradients of input and weight come, its result's goes
@@ -275,9 +277,7 @@ class Walk {
     return [[3 * C, C], [C, C], [F, C], [C, F]].map(([rows, columns]) => [ceil(rows / n), columns]);
   }
 
-  inMatrices(n) {
-    return this.matrices(n).reduce((sum, [rows, columns]) => sum + rows * columns, 0);
-  }
+  inMatrices(n) { return this.matrices(n).reduce((sum, [r, c]) => sum + r * c, 0); }
 
   inABlock(n) {
     return this.inMatrices(n) + ceil((3 * this.C) / n) + ceil(this.F / n) + 6 * ceil(this.C / n);
