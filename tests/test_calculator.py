@@ -37,7 +37,7 @@ RARE = [
     | {"batch_size": 6, "optimizer": "muon", "moments": torch.bfloat16}
     | {"config": GPT2(64, 4, 9, 1152, 4608, loss_chunks=1)},
     SHAPE | {"config": MiniGPTConfig(61, 64, 3, 4, 96, 96, recompute="full")},
-    SHAPE | {"config": MiniGPTConfig(61, 64, 3, 4, 96, 96, 0.1, "selective"), "ddp": True},
+    SHAPE | {"config": MiniGPTConfig(61, 64, 1, 4, 96, 96, 0.1, "selective"), "ddp": True},
 ]
 
 
