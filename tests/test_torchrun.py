@@ -18,7 +18,6 @@ import torch.distributed as dist
 from harness.faults import broken_together, history
 from harness.runs import TINY, errors, metrics, same, snapshot, together, torchrun, train_here
 
-from model import MiniGPT, MiniGPTConfig
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from trainer import agree
@@ -111,23 +110,6 @@ def test_every_policy_with_shards(which):
     """Each equals DDP, and DDP without recomputation; see sharded.py."""
     result = together(["tests/harness/sharded.py", "steps", which], timeout=400)
     assert result.stdout.count("variants equal") == 2, result.stdout + result.stderr
-
-
-def test_weights_are_drawn_one_at_a_time():
-    """And they are those that the seed gives without a detour. (That shards are all the memory that
-    a process takes: sharded.py.)"""
-    process, seen = OneProcess(CPU), []
-    with torch.device("meta"):
-        model = MiniGPT(MiniGPTConfig(vocab_size=61, n_layers=2, n_heads=2, d_model=32, d_ff=64))
-    assert all(p.is_meta for p in model.parameters())
-    process.place(model)
-    torch.manual_seed(0)
-    model.init_weights(lambda whole, like: seen.append(whole.shape) or whole)
-    assert seen == [p.shape for p in model.parameters() if p.dim() > 1]
-    other = MiniGPT(model.config)
-    torch.manual_seed(0)
-    other.init_weights()
-    assert same(model.state_dict(), other.state_dict())
 
 
 @slow

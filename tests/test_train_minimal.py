@@ -115,14 +115,6 @@ def test_a_line_comes_at_least_every_half_minute(seconds, flags, logged, tmp_pat
     assert [record["step"] for record in metrics(tmp_path / "run.pt")] == logged
 
 
-@pytest.mark.parametrize("flags", ["--compile", ""])
-def test_what_the_silence_is_about(flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("model.MiniGPT.compile_blocks", lambda model: None)
-    assert train_here(tmp_path / "run.pt", "--num-steps=1", *flags.split()) == 0
-    before, _ = capsys.readouterr().out.split("step 1/1")
-    assert ("\ncompile  the first step waits for the compiler" in before) == bool(flags)
-
-
 # ---- What is planned
 
 
