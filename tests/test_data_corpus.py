@@ -11,10 +11,12 @@ import os
 import shlex
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cases.bad_input import llmc, npy
 from harness.corpora import ids, load, texts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -112,18 +114,16 @@ def test_validation_that_is_trained_on_is_noticed(cache) -> None:
         load(cache, *paths, val=val, say=lines.append)
         return [line for line in lines if not line.startswith("encoding")]
 
-    a, b, of_two = "docs/a.txt", "docs/b.txt", "docs/a.txt ({} of its 2 files)"
-    for train, val, file, twin in [
-        (["docs/*.txt"], ["other/../docs/a.txt"], "other/../docs/a.txt", a),
-        ([a], ["link.txt"], "link.txt", a),
-        (["docs"], ["copy.txt"], "copy.txt", b),
-        (["docs"], [a, "other/c.txt"], of_two.format(1), a),
-        (["docs"], ["docs"], of_two.format(2), a),
-        (["docs"], ["docs"], of_two.format(2), a),  # not when it is encoded only
-        (["other.bin", "train.bin"], ["val.bin"], "val.bin", "train.bin"),
+    for train, val, says in [
+        (["docs/*.txt"], ["other/../docs/a.txt"], "other/../docs/a.txt: the same as docs/a.txt in"),
+        (["docs/a.txt"], ["link.txt"], "link.txt: the same as docs/a.txt in --train-data: "),
+        (["docs"], ["copy.txt"], "copy.txt: the same as docs/b.txt in"),
+        (["docs"], ["docs/a.txt", "other/c.txt"], "docs/a.txt (1 of its 2 files): the same"),
+        (["docs"], ["docs/a.txt", "other/c.txt"], "docs/a.txt (1"),  # not when it is encoded only
+        (["other.bin", "train.bin"], ["val.bin"], "val.bin: the same as train.bin in"),
     ]:
         (line,) = said(*train, val=val)
-        assert line.startswith(f"warning  --val-data {file}: the same as {twin} in --train-data: ")
+        assert line.startswith(f"warning  --val-data {says}")
     Path("other/c.txt").write_text("that is docs/a.txt")  # another text of the same length
     assert said("docs/a.txt", val=["other"]) == said("train.bin", val=["other.bin"]) == []
 
@@ -161,20 +161,15 @@ def test_a_file_that_is_no_text_is_refused(file, says, cache) -> None:
 
 def test_it_is_looked_for_before_anything_else(cache, monkeypatch) -> None:
     """In folders and in --val-data, too; and a missing tokenizer is not what is wrong."""
-    write("docs/a.txt", "b.txt", "both/a.txt", "both/b.bin")
-    Path("docs/z.txt").write_bytes(PDF)
-    Path("pdfs").mkdir()
-    Path("pdfs/z.pdf").write_bytes(PDF)
+    write("docs/a.txt", "b.txt", "both/a.txt", "both/b.bin", "pdfs/z.pdf")
+    for name in ("docs/z.txt", "pdfs/z.pdf"):  # the second one in a folder with nothing else
+        Path(name).write_bytes(PDF)
     monkeypatch.setattr("data.corpus.load_tokenizer", None)
-    a_pdf = "z.(pdf|txt): a PDF, not text; .*`pdftotext"
-    for train, val, says in [
-        ("docs", None, a_pdf),
-        ("b.txt", ["docs"], a_pdf),
-        ("pdfs", None, a_pdf),  # a folder with nothing else
-        ("both", None, "both text and token files"),
-    ]:
-        with pytest.raises(DataError, match=says):
+    for train, val in (("docs", None), ("b.txt", ["docs"]), ("pdfs", None)):
+        with pytest.raises(DataError, match="z.(pdf|txt): a PDF, not text; .*`pdftotext"):
             load(cache, train, val=val)
+    with pytest.raises(DataError, match="both text and token files"):
+        load(cache, "both")
 
 
 @pytest.mark.skipif(shutil.which("iconv") is None, reason="needs iconv")
@@ -285,36 +280,30 @@ def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio,
             assert len(tail) > about - 4
 
 
-LAYOUTS = ["nanoGPT uint16", "llm.c uint16", "llm.c uint32", "npy uint16", "npy uint32"]
-
-
-def write_tokens(path: Path, tokens: np.ndarray, layout: str) -> Path:
-    if layout == "npy":
-        np.save(path := path.with_suffix(".npy"), tokens)
-        return path
-    header = np.zeros(256, dtype=np.int32)
-    magic = {"uint16": (20240520, 1), "uint32": (20240801, 7)}[tokens.dtype.name]
-    header[:3] = *magic, len(tokens)
-    path.write_bytes(header.tobytes() * (layout == "llm.c") + tokens.tobytes())
-    return path
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_token_files_are_read_in_place(cache, tmp_path, layout: str) -> None:
-    layout, dtype = layout.split()
+@pytest.mark.parametrize(
+    ("name", "dtype", "content"),
+    [
+        ("nanoGPT.bin", "uint16", np.ndarray.tobytes),
+        ("llm.c.bin", "uint16", partial(llmc, magic=20240520, version=1)),
+        ("llm.c.bin", "uint32", partial(llmc, magic=20240801, version=7)),
+        ("x.npy", "uint16", npy),
+        ("x.npy", "uint32", npy),
+    ],
+)
+def test_token_files_are_read_in_place(cache, tmp_path, name, dtype, content) -> None:
     for n in (*range(2, 9), 1000):  # the first are shorter than llm.c's header
         tokens = np.random.default_rng(0).integers(0, 257, n).astype(dtype)
-        path = write_tokens(tmp_path / "x.bin", tokens, layout)
-        data, cut = load(cache, path), n - max(1, n // 10)
+        (tmp_path / name).write_bytes(content(tokens))
+        data, cut = load(cache, tmp_path / name), n - max(1, n // 10)
         assert ids(data.train) == tokens[:cut].tolist() and ids(data.val) == tokens[cut:].tolist()
-        assert {file.path for file in data.train + data.val} == {path}
+        assert {file.path for file in data.train + data.val} == {tmp_path / name}
     assert not cache.exists()
 
 
 def test_token_files_named_val_validate_and_a_tail_spans_files(cache, tmp_path) -> None:
     for name, first in (("fineweb_train_1", 0), ("fineweb_train_2", 50), ("fineweb_val_0", 100)):
         tokens = np.arange(first, first + 50, dtype=np.uint16)
-        write_tokens(tmp_path / f"{name}.bin", tokens, "llm.c")
+        (tmp_path / f"{name}.bin").write_bytes(tokens.tobytes())
     for where in (tmp_path, tmp_path / "*.bin"):
         data = load(cache, where)
         assert ids(data.train) == list(range(100)) and ids(data.val) == list(range(100, 150))
@@ -364,16 +353,13 @@ def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
     data, other = load(cache, seed=3, **options), load(cache, seed=4, **options)
     walk = np.array(ids(data.train) + ids(data.val))
     assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
-    successors: dict[int, set[int]] = {}
-    for a, b in zip(walk[:-1].tolist(), walk[1:].tolist(), strict=True):
-        successors.setdefault(a, set()).add(b)
-    assert max(len(s) for s in successors.values()) == 4 and ids(other.train) != ids(data.train)
+    pairs, counts = np.unique(np.stack([walk[:-1], walk[1:]]), axis=1, return_counts=True)
+    assert np.unique(pairs[0], return_counts=True)[1].max() == 4
+    assert ids(other.train) != ids(data.train)
     if vocab_size == 256:
-        pairs = np.zeros((256, 256))
-        np.add.at(pairs, (walk[:-1], walk[1:]), 1)
-        chance = pairs / pairs.sum(1, keepdims=True)
-        loss = -(pairs[pairs > 0] * np.log(chance[pairs > 0])).sum() / pairs.sum()
-        assert abs(loss - math.log(4)) < 0.01 and "1.386" in data.description
+        chance = counts / np.bincount(walk[:-1])[pairs[0]]
+        assert abs(-(counts * np.log(chance)).sum() / counts.sum() - math.log(4)) < 0.01
+        assert "1.386" in data.description
         assert walk[:4].tolist() == [121, 232, 191, 231]  # as in every run before
 
 
