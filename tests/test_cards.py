@@ -17,9 +17,7 @@ from trainer.flags import SHAPES, build_parser, fill_in
 # What torch.cuda.get_device_name() says -> the card
 REPORTED = {
     "NVIDIA GeForce RTX 3060": "RTX 3060 12GB",
-    "NVIDIA GeForce RTX 3080": "RTX 3080 10GB",
     "GeForce RTX 3090": "RTX 3090",  # (drivers of 2020)
-    "NVIDIA GeForce RTX 4060 Ti": "RTX 4060 Ti 16GB",
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "NVIDIA RTX A6000": "RTX A6000",
     "Tesla V100-SXM2-16GB": "V100 16GB",
@@ -31,7 +29,6 @@ REPORTED = {
     "NVIDIA A100 80GB PCIe": "A100 PCIe",
     "NVIDIA H100 80GB HBM3": "H100",
     "NVIDIA H100 PCIe": "H100 PCIe",
-    "NVIDIA H200": "H200",
 }
 # Other forms of those, parts of one, and others: TFLOP/s of float16 and bfloat16, if known
 OTHERS = {

@@ -3,10 +3,10 @@
 import math
 import os
 import sys
-from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from harness.runs import (
@@ -128,34 +128,25 @@ def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("fails", ["", "no key:\nrefused"])
 def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, tmp_path, monkeypatch, capsys):
     """With a stand-in. (How the package itself fails: the next test.)"""
-    calls: list[object] = []  # how a run starts; what becomes of it
-    wandb: Any = ModuleType("wandb")
-    wandb.errors = SimpleNamespace(UsageError=LookupError, CommError=LookupError)
-    wandb.Settings, wandb.teardown = dict, partial(calls.append, "let go of its id")
-
-    def init(mode: str = "online", **about):
-        calls.append(mode)
-        assert about["dir"] == tmp_path and about["config"]["n_layers"] == 2
-        names = {"resume": "allow", "project": "minigpt", "name": "run"}
-        assert names.items() <= about.items()
-        ids.add(about["id"])
-        if fails and mode == "online":
-            raise LookupError(fails)
-        log = lambda numbers, step: calls.append((step, numbers["train_loss"]))  # noqa: E731
-        return SimpleNamespace(offline=mode == "offline", url="URL", log=log, finish=finish)
-
-    ids: set[str] = set()
-    finish, wandb.init = partial(calls.append, "finished"), init
+    wandb = MagicMock(errors=SimpleNamespace(UsageError=LookupError, CommError=LookupError))
+    wandb.run.url, wandb.run.offline = "URL", bool(fails)
+    wandb.init.side_effect = 2 * [*[LookupError(fails)] * bool(fails), wandb.run]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     path = tmp_path / "run.pt"
     assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
     assert train_here(path, "--resume", "--num-steps=5") == 0
-    losses = [(record["step"], record["train_loss"]) for record in metrics(path)]
-    begins = ["online", *["let go of its id", "offline"] * bool(fails)]
-    assert calls == [*begins, *losses[:3], "finished", *begins, *losses[3:], "finished"]
-    (name,) = ids
-    assert name == snapshot(path)["run"]
+    starts = ["init", *["teardown", "init"] * bool(fails)]  # or the run's id would be in use
+    calls = [name for name, _, _ in wandb.mock_calls if name != "Settings"]
+    logs = ["run.log"] * 3, ["run.log"] * 2
+    assert calls == [*starts, *logs[0], "run.finish", *starts, *logs[1], "run.finish"]
+    name = snapshot(path)["run"]
+    about = {"project": "minigpt", "name": "run", "id": name, "resume": "allow", "dir": tmp_path}
+    for start in wandb.init.call_args_list:
+        assert about.items() <= start.kwargs.items() and start.kwargs["config"]["n_layers"] == 2
+    assert wandb.init.call_args.kwargs.get("mode") == ("offline" if fails else None)
+    found = [(step, numbers["train_loss"]) for (numbers, step), _ in wandb.run.log.call_args_list]
+    assert found == [(record["step"], record["train_loss"]) for record in metrics(path)]
     upload = f"wandb sync {tmp_path}/wandb/offline-run-*-{name} uploads it"
     where = f"offline (no key: refused); {upload}" if fails else "URL"
     assert capsys.readouterr().out.count(f"log      wandb, {where}\n") == 2
