@@ -108,11 +108,11 @@ def test_a_save_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_pat
 def test_only_what_is_asked_for_stays(tmp_path):
     """No snapshot before, unless it is to be kept; nothing of a process that was killed in a save,
     but what another run is just writing."""
-    for name in (".lr0.tmp", ".lr0.01.tmp"):
+    for name in (".lr0.123.tmp", ".lr0.01.123.tmp"):
         (tmp_path / name).write_text("half")
     for step in (1, 2):
         save_snapshot(tmp_path / "lr0", state(step))
-    assert {p.name for p in tmp_path.iterdir()} == {"lr0", ".lr0.01.tmp"}
+    assert {p.name for p in tmp_path.iterdir()} == {"lr0", ".lr0.01.123.tmp"}
 
 
 def test_names_that_differ_after_a_point_are_two_runs():

@@ -80,11 +80,11 @@ def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
     Raises SnapshotError if snapshots could not be written there (hours later is a bad time to
     learn of a typing error), if another run has them, or has saved since `resumed` was read.
     """
-    # The longest name: of the log, when a later run of that name renames it. (No run has this one.)
+    # The longest name: of the log, when a later run of that name renames it.
     date = "" if resumed else ".2026-11-22-101500-99"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        longest = temporary_name(beside(path, f"{date}.metrics.jsonl-"))
+        longest = temporary_name(beside(path, f"{date}.metrics.jsonl"))
         longest.touch()
         longest.unlink()
     except OSError as error:

@@ -17,6 +17,7 @@ step (see `train_minimal.train_step`), and what need not be saved cannot be rest
 import errno
 import os
 import pickle
+import re
 import shutil
 import warnings
 import zipfile
@@ -76,9 +77,8 @@ def is_second(path: Path) -> bool:
 
 
 def temporary_name(path: Path) -> Path:
-    """What a killed process leaves there is overwritten by the next save. (Only the run that has
-    the lock saves: claim.py.)"""
-    return path.with_name(f".{path.name}.tmp")
+    """Of this process alone: where there are no locks, two runs may save under one name."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
@@ -92,6 +92,9 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
     """
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     with saving(path, n_bytes=sum(tensor.nbytes for tensor in tensors)) as temporary:
+        stale = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
+        for name in filter(stale.fullmatch, os.listdir(path.parent)):
+            path.with_name(name).unlink()  # of a process that was killed while it saved
         with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
