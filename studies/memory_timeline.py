@@ -15,7 +15,6 @@ plans for a GPU wherever you are. Needs matplotlib: pip install matplotlib
 """
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from itertools import chain
@@ -65,7 +64,6 @@ PANELS = {  # of the timeline; --measure records these
 BARS = ("plain", "none", "cheap", "mlp", "full")
 POINT, BEST, SHADE = "#D55E00", "#007A59", "#EEEEEE"
 
-Points = dict[str, tuple[float, int]]  # name -> (cost of a step, bytes of its peak)
 # Of one real step, by the allocator itself: (when, as in `flops_done`; bytes in use from then on).
 Record = tuple[np.ndarray, np.ndarray]
 
@@ -262,18 +260,14 @@ def choose(asked: Question) -> tuple[StepMemory | None, str]:
     return None, f"nothing fits in {limit}"
 
 
-def draw_frontier(plt: Any, asked: Question, measured: tuple[Points, str] | None = None) -> Any:
-    """Peak memory against what a step costs: FLOPs or predicted time; or time that was measured."""
+def draw_frontier(plt: Any, asked: Question) -> Any:
+    """Peak memory against what a step costs: FLOPs or predicted time."""
     figure, axis = plt.subplots(figsize=(WIDTH, 5.3))
-    marked, words = (None, "") if measured else choose(asked)
-    if measured:
-        points, source = measured
-    else:
-        steps = {name: step_of(asked, name) for name in POLICIES}
-        if marked:
-            steps.setdefault(marked.config.recompute, marked)
-        points = {name: (cost(asked, step), step.peak) for name, step in steps.items()}
-        source = ", predicted"
+    marked, words = choose(asked)
+    steps = {name: step_of(asked, name) for name in POLICIES}
+    if marked:
+        steps.setdefault(marked.config.recompute, marked)
+    points = {name: (cost(asked, step), step.peak) for name, step in steps.items()}
     costs, peaks = zip(*points.values(), strict=True)
     unit, y = Unit.of(max(peaks)), np.array(peaks) / Unit.of(max(peaks)).size
     always = f"parameters, moments, gradients: {bytes_each(asked)}, which no policy frees"
@@ -281,12 +275,9 @@ def draw_frontier(plt: Any, asked: Question, measured: tuple[Points, str] | None
     axis.axhspan(0, asked.state / unit.size, **band)
     axis.plot(costs, y, "o", color=POINT)
     axis.set(ylabel=f"peak memory of a step ({unit.name})", ylim=(0, 1.12 * y.max()))
-    if measured:
-        axis.set_xlabel("time of a step (s)")
-    else:
-        mark(axis, asked, marked, words, unit)
+    mark(axis, asked, marked, words, unit)
     title = "What each policy saves, and what it costs (best: lower left)"
-    figure.suptitle(f"{title}\n{describe(asked)}{source}")
+    figure.suptitle(f"{title}\n{describe(asked)}, predicted")
     figure.legend(loc="outside lower center", frameon=False)
     # Names in a column beside the frame, in the order of their heights; a thin line leads from each
     # to its point.
@@ -369,26 +360,6 @@ def record_step(step: StepMemory, args: argparse.Namespace) -> Record:
     return flops[this_step], before + changes.cumsum()[this_step]
 
 
-def load_measured(file: Path, batch_size: int) -> tuple[Points, str]:
-    """(name -> (seconds, bytes), where and when) of this batch size, from a benchmark's file.
-
-    Raises UsageError.
-    """
-    points: Points = {}
-    try:
-        content = json.loads(file.read_text())
-        source = f"\nmeasured on {content['device']}, torch {content['torch']}, {content['date']}"
-        for row in content["rows"]:
-            if row["batch_size"] == batch_size and row["peak_bytes"] is not None:
-                name = " ".join(filter(None, [row.get("peer"), row.get("name", row["policy"])]))
-                points[name] = float(row["step_s"]), int(row["peak_bytes"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(f"--measured {file} is not scripts.benchmark's JSON: {error!r}") from None
-    if not points:
-        raise UsageError(f"--measured {file} has no row with --batch-size {batch_size}")
-    return points, source
-
-
 # ---- The command
 
 
@@ -408,8 +379,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_json(group)
     add("--measure", action="store_true",
         help="also train, and draw the allocator's own record over the prediction (slow on a CPU)")
-    add("--measured", type=Path, metavar="FILE",
-        help="from scripts.benchmark --json: the frontier shows its times, none predicted")
     # fmt: on
     args = parser.parse_args(argv)
     args.use_activation_checkpoint = "none"
@@ -448,7 +417,6 @@ def row(asked: Question, step: StepMemory) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     args = parse(argv)
     plt = load_pyplot("memory_timeline")
-    measured = load_measured(args.measured, args.batch_size) if args.measured else None
     with tqdm(unit="step", desc="simulating", disable=None, leave=False) as bar:
         asked = replace(prepare(args), watch=bar.update)
         planner, config = asked.planner, asked.config
@@ -458,13 +426,14 @@ def main(argv: list[str]) -> None:
         recorded = PANELS if args.measure else ()
         records = {name: record_step(step_of(asked, name), args) for name in recorded}
         args.out.mkdir(parents=True, exist_ok=True)
-        for name, draw, more in (
-            ("timeline", draw_timeline, (records,)),
-            ("frontier", draw_frontier, (measured,)),
-            ("made_of", draw_made_of, ()),
-        ):
+        pictures = {
+            "timeline": draw_timeline(plt, asked, records),
+            "frontier": draw_frontier(plt, asked),
+            "made_of": draw_made_of(plt, asked),
+        }
+        for name, figure in pictures.items():
             file = args.out / f"memory_{name}.{args.format}"
-            save_picture(draw(plt, asked, *more), file)
+            save_picture(figure, file)
             bar.write(f"wrote {file}")
     peaks = {name: int(total.max()) for name, (_, total) in records.items()}
     rows = [row(asked, step) for step in planner.steps.values()]

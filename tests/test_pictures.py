@@ -3,6 +3,7 @@ can be read, for any model: at the width of a page, by a colour-blind reader, an
 others, on a line, on a colour or outside of the picture."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 from itertools import combinations
@@ -13,6 +14,8 @@ import pytest
 from harness.answers import room_for
 from harness.planned import CARD
 from harness.runs import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model import RECOMPUTE_POLICIES
 from planner.formulas import count_parameters
@@ -195,34 +198,6 @@ def test_the_best_choice_is_marked(plt, asked):
     assert nothing is None and words.startswith("nothing fits in the ")
 
 
-ROWS = [
-    {"policy": "none", "step_s": 0.5, "peak_bytes": 2**30, "batch_size": 8},
-    {"policy": "full", "name": "full!", "step_s": 0.6, "peak_bytes": 2**29, "batch_size": 8},
-    {"policy": "full", "peer": "other", "step_s": 1, "peak_bytes": 2**28, "batch_size": 8},
-    {"policy": "full", "step_s": 0.6, "peak_bytes": None, "batch_size": 8},
-    {"policy": "full", "step_s": 0.9, "peak_bytes": 2**31, "batch_size": 12},
-]
-DEVICE = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu128", "date": "2026-01-01"}
-
-
-def test_frontier_of_a_benchmark(plt, asked, tmp_path):
-    """Of what scripts.benchmark writes."""
-    file = tmp_path / "benchmark.json"
-    file.write_text(json.dumps({"rows": ROWS, **DEVICE}))
-    measured = study.load_measured(file, 8)
-    figure = study.draw_frontier(plt, asked, measured)
-    (axis,) = figure.axes
-    named = {text.get_text(): text.xy for text in axis.texts}
-    assert named == {"none": (0.5, 1), "full!": (0.6, 0.5), "other full": (1, 0.25)}
-    (points,) = (line.get_xydata().tolist() for line in axis.lines)
-    assert points == [[0.5, 1], [0.6, 0.5], [1, 0.25]]
-    assert axis.get_xlabel() == "time of a step (s)"
-    said = "measured on NVIDIA H100 80GB HBM3, torch 2.11.0+cu128, 2026-01-01"
-    assert figure.get_suptitle().endswith(said)
-    assert faults(plt, figure) == []
-    names_stand_in_order(figure)
-
-
 # ---- the command
 
 
@@ -279,44 +254,126 @@ def test_the_same_numbers_make_the_same_file(plt, tmp_path):
         assert one == two and one.startswith(starts[ending])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--out", "words.json"], "--out: words.json is a file"),
-        (["--measured", "nowhere.json"], "--measured nowhere.json is not"),
-        (["--measured", "words.json"], "--measured words.json is not"),
-        (["--measured", "list.json"], "--measured list.json is not"),
-        (["--measured", "good.json", "--batch-size", "5"], "no row with --batch-size 5"),
-        (["--device", "cuda", "--measure"], "--device cuda: "),  # it can be planned for, though
-    ],
-)
-def test_mistakes_leave_nothing(tmp_path, monkeypatch, capsys, flags, message):
+def test_what_ends_it_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
+    def ends(flags: list[str], code: int, said: str) -> None:
+        assert study.main([*TINY, *flags]) == code
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith(said)
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    good = json.dumps({"rows": ROWS, **DEVICE})
-    files = {"words.json": "words", "list.json": "[1]", "good.json": good}
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    assert study.main([*TINY, *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line, line
-    assert {path.name for path in tmp_path.iterdir()} == set(files)
-
-
-def test_what_ends_it_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
+    # It can be planned for, though.
+    ends(["--device", "cuda", "--measure"], 2, "error: --device cuda: ")
+    ends(["--out", __file__], 2, f"error: --out: {__file__} is a file")
     full_disk = OSError(28, "No space left on device", "out/x.png")
-    for error, code, said in (
+    for error, *how in (
         (KeyboardInterrupt(), 130, "stopped"),
         (full_disk, 2, "error: out/x.png: No space"),
     ):
         monkeypatch.setattr(study, "prepare", Mock(side_effect=error))
-        assert study.main([*TINY, "--out", str(tmp_path / "new")]) == code
-        assert capsys.readouterr().err.strip().startswith(said)
+        ends([], *how)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert study.main([*TINY, "--out", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "error: memory_timeline needs matplotlib: pip install matplotlib"
+    ends([], 2, "error: memory_timeline needs matplotlib: pip install matplotlib")
     assert not list(tmp_path.iterdir())
+
+
+# ---- curves of runs (that a trainer's own file is drawn: test_scripts.py)
+
+
+def line(step: int, **more) -> dict:
+    loss = 4 + (-1) ** step  # noise alone: 3, 5, 3, 5, ...
+    values = {"train_loss": loss, "train_ppl": math.exp(loss), "lr": 1e-3, "tokens_per_s": 1e4}
+    peak = {"peak_memory_bytes": 2**30 * step, "peak_memory_kind": "cuda"}
+    return {"step": step, **values, **peak, **more}
+
+
+def run(n: int, **more) -> list[dict]:
+    return [line(step, **more) for step in range(1, n + 1)]
+
+
+def panels(plt, *runs: list[dict], smooth: int | None = None) -> list:
+    """Their axes: loss, perplexity, learning rate, speed, memory, and the legend's."""
+    return plot_metrics.draw(plt, {f"run {i}": run for i, run in enumerate(runs)}, smooth).axes
+
+
+def ticks_of(axis) -> list[float]:
+    low, high = axis.get_view_interval()
+    return [tick for tick in axis.get_majorticklocs() if low <= tick <= high]
+
+
+def names_in(legend) -> list[str]:
+    return [text.get_text() for text in legend.get_legend().get_texts()]
+
+
+def test_curves_are_written_where_git_does_not_look(plt, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    metrics = "run.metrics.jsonl"  # as a trainer leaves it
+    (tmp_path / metrics).write_text("".join(json.dumps(one) + "\n" for one in run(3)))
+    made = {"out/metrics.png": [], "out/metrics.svg": ["--format", "svg"]}
+    made["curves.pdf"] = ["--format", "pdf", "--output", "curves"]
+    for name, flags in made.items():
+        assert plot_metrics.main([metrics, *flags]) == 0
+        assert capsys.readouterr().out == f"wrote {name}\n" and (tmp_path / name).exists()
+    assert "out/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert plot_metrics.main([metrics, "--format", "svg", "--output", "curves.png"]) == 2
+    said = "error: --format svg and --output curves.png contradict each other\n"
+    assert capsys.readouterr().err == said
+
+
+def test_one_line_is_a_point(plt):
+    for axis in panels(plt, run(1), run(2))[:5]:
+        point, two = axis.lines
+        assert len(point.get_xdata()) == 1 and point.get_marker() == "."
+        assert len(two.get_xdata()) == 2 and two.get_linestyle() == "-"
+
+
+@pytest.mark.parametrize(("last", "shown"), [(3, {"1", "2", "3"}), (400_000, {"0", "200k"})])
+def test_ticks_of_whole_steps(plt, last, shown):
+    for axis in panels(plt, [line(1), line(last)])[:5]:
+        ticks = ticks_of(axis.xaxis)
+        assert all(tick == round(tick) for tick in ticks) and len(ticks) <= 6
+        assert {axis.xaxis.get_major_formatter()(tick, 0) for tick in ticks} >= shown
+
+
+@settings(deadline=None, derandomize=True, max_examples=12)
+@given(st.floats(2, 20_000), st.floats(1.01, 1000))
+def test_ticks_of_perplexity(plt, lowest, times):
+    axis = panels(plt, run(2, train_ppl=lowest, val_ppl=lowest * times))[1].yaxis
+    ticks = ticks_of(axis)
+    assert 2 <= len(ticks) <= 12 and not len(axis.get_minorticklocs())
+    assert all("e" not in axis.get_major_formatter()(tick, 0) for tick in ticks)
+    plt.close("all")
+
+
+def test_what_is_noisy_is_averaged(plt):
+    loss, perplexity, lr, *_ = panels(plt, run(80))
+    thin, thick = loss.lines
+    assert thin.get_linewidth() < thick.get_linewidth()
+    assert set(thin.get_ydata()) == {3, 5} and set(thick.get_ydata()) == {4}  # four at a time
+    assert len(lr.lines) == 1  # never noisy
+    assert perplexity.lines[1].get_ydata() == pytest.approx(math.exp(4))  # of the losses' average
+    assert thick.get_xdata()[[0, -1]].tolist() == [2, 78]  # nothing where a window is cut off
+    for few in (panels(plt, run(29)), panels(plt, run(80), smooth=1)):
+        assert len(few[0].lines) == 1
+    assert len(panels(plt, run(4), smooth=100)[0].lines[1].get_ydata()) == 1  # all of a short run
+
+
+def test_what_was_not_recorded_and_where_a_run_was_resumed(plt):
+    more = {"tokens_per_s": None, "peak_memory_bytes": 40 * MIB, "peak_memory_kind": "rss"}
+    *_, speed, memory, legend = panels(plt, run(3, **more))
+    assert [text.get_text() for text in speed.texts] == ["not recorded"] and not speed.lines
+    assert memory.get_ylabel() == "MiB, rss" and set(memory.lines[0].get_ydata()) == {40}
+    assert names_in(legend) == ["run 0", "training"]
+
+    resumed = [line(3), line(6, resumed_from=4), line(9), line(12, resumed_from=11)]
+    *axes, memory, legend = panels(plt, resumed)
+    for axis in (*axes, memory):
+        curve, *marks = axis.lines
+        assert [mark.get_xdata() for mark in marks] == [[4, 4], [11, 11]]
+        assert {mark.get_color() for mark in marks} == {curve.get_color()}
+    assert memory.get_ylabel() == "GiB, cuda"
+    assert names_in(legend) == ["run 0", "training", "resumed"]
+    assert not panels(plt, run(3, lr=None, resumed_from=4))[2].lines  # nothing was recorded there
 
 
 # ---- every picture can be read
@@ -398,10 +455,9 @@ def test_block_can_be_read(plt):
 
 @pytest.mark.parametrize("runs", [1, 8, 22])
 def test_curves_can_be_read(plt, runs):
-    line = {"train_loss": 3.0, "train_ppl": 20.0, "lr": 2.5e-4, "tokens_per_s": 123456.0}
-    line |= {"val_loss": 3.2, "val_ppl": 24.5}
-    memory = {"peak_memory_bytes": 2**32, "peak_memory_kind": "cuda"}
-    lines = [{"step": step, **line, **memory} for step in range(1, 6001, 60)]
+    some = {"train_loss": 3.0, "train_ppl": 20.0, "lr": 2.5e-4, "tokens_per_s": 123456.0}
+    some |= {"val_loss": 3.2, "val_ppl": 24.5, "peak_memory_bytes": 2**32}
+    lines = [line(step, **some) for step in range(1, 6001, 60)]
     lines[0] |= {"train_loss": 10.8, "train_ppl": 49000.0}
     figure = plot_metrics.draw(plt, {f"minigpt_run_{i}": lines for i in range(runs)}, None)
     assert faults(plt, figure) == []
