@@ -75,14 +75,14 @@ def tool(does: str) -> subprocess.Popen:
         f"sys.exit(scripts.tool(lambda argv: {does})())"
     )
     how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONIOENCODING": "ascii"}
     words = [sys.executable, "-c", code]
     return subprocess.Popen(words, text=True, cwd=ROOT, env=environment, **how)
 
 
 def test_ctrl_c_and_a_reader_who_goes_are_no_bugs():
-    writing = tool("print('begun', flush=True) or time.sleep(60)")
-    assert writing.stdout.readline() == "begun\n"
+    writing = tool("print('W\\xf6rter', flush=True) or time.sleep(60)")
+    assert writing.stdout.readline() == "W?rter\n"  # what stdout cannot spell is none, either
     writing.send_signal(signal.SIGINT)
     assert (writing.communicate(timeout=60)[1], writing.returncode) == ("stopped\n", 130)
     # Much is noticed when it is written; a few lines leave the buffer at the very end.
