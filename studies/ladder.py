@@ -1,4 +1,4 @@
-"""What each rung of the recompute ladder costs: the peak of a whole step, its FLOPs, its time.
+"""What each rung of the recompute ladder costs: the peak of a whole step, and its time.
 
 python -m studies.ladder
 
@@ -12,14 +12,12 @@ Nothing here depends on the speed of the machine, or on its memory.
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
@@ -42,8 +40,6 @@ RUNGS: dict[str, dict[str, Any]] = {
     "full, head at once": {"recompute": "full", "loss_chunks": 1},
     **{rung: {"recompute": rung} for rung in ALL_ALIKE},
 }
-# What FlopCounterMode sees of attention on a CPU -> dropout that has it seen that way.
-FLOPS = {"FLOPs, attention not counted": 0.0, "FLOPs, attention in full square": 0.1}
 # The planner's prediction for a card, of GPT-2 small with 12 sequences -> with --compile?
 TIMES = {
     "time, H100": ("H100", False),
@@ -56,51 +52,29 @@ def adamw(model: MiniGPT) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), fused=True)
 
 
-def train(config: MiniGPTConfig, batch: int, seq_len: int, steps: int) -> Iterator[int]:
-    """Whole steps, as the trainers do them; yields before each."""
-    model = MiniGPT(config).train()
-    optimizer = adamw(model)
-    ids = torch.randint(config.vocab_size, (batch, seq_len + 1))
-    for step in range(steps):
-        yield step
-        # Each weight is used once a forward: autocast's cache of casts would only hold memory.
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            loss = model(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def step_peak(config: MiniGPTConfig, batch: int, seq_len: int, *, fake: bool = True) -> int:
+def step_peak(config: MiniGPTConfig, batch: int, seq_len: int) -> int:
     """Most bytes alive at once in the second step: weights, gradients, AdamW, and all the rest."""
-    with FakeTensorMode() if fake else nullcontext(), LiveStorages() as storages:
-        for _ in train(config, batch, seq_len, steps=2):
+    with FakeTensorMode(), LiveStorages() as storages:
+        model = MiniGPT(config).train()
+        optimizer = adamw(model)
+        ids = torch.randint(config.vocab_size, (batch, seq_len + 1))
+        for _ in range(2):
             storages.peak = storages.now  # forget the step before
+            # Each weight is used once a forward: autocast's cache of casts would only hold memory.
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = model(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
     return storages.peak
-
-
-def step_flops(config: MiniGPTConfig, batch: int, seq_len: int) -> int:
-    """FLOPs of one step: forward, replay and backward."""
-    # One mode around all of it: torch 2.13's selective checkpoint refuses to replay under other
-    # modes than it ran under.
-    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        for _ in train(config, batch, seq_len, steps=1):
-            pass
-    return of_products(counter)
-
-
-def of_products(counter: FlopCounterMode) -> int:
-    """Without those of a CPU's fused attention, which torch counts since 2.15, in full square."""
-    flops = counter.get_flop_counts()["Global"].items()
-    return sum(n for operator, n in flops if "flash_attention_for_cpu" not in str(operator))
 
 
 @dataclass(frozen=True)
 class Figure:
     column: str
     rung: str
-    value: float  # MiB; or FLOPs or seconds in units of those of `none`
-    raw: float  # bytes, FLOPs or seconds
+    value: float  # MiB; or seconds in units of those of `none`
+    raw: float  # bytes or seconds
 
 
 def peaks() -> Iterator[Figure]:
@@ -108,15 +82,6 @@ def peaks() -> Iterator[Figure]:
         for rung, changes in RUNGS.items():
             peak = step_peak(replace(config, **changes), batch, SEQ_LEN)
             yield Figure(column, rung, peak / 2**20, peak)
-
-
-def flops() -> Iterator[Figure]:
-    """Relative to `none` with the same dropout."""
-    for column, dropout in FLOPS.items():
-        base = step_flops(replace(GPT2_SMALL, dropout=dropout), 2, SEQ_LEN)
-        for rung, changes in RUNGS.items():
-            count = step_flops(replace(GPT2_SMALL, dropout=dropout, **changes), 2, SEQ_LEN)
-            yield Figure(column, rung, count / base, count)
 
 
 def times() -> Iterator[Figure]:
@@ -143,8 +108,8 @@ def report(figures: list[Figure]) -> str:
 
 
 FOOTNOTE = """
-Peaks in MiB, of a second training step, with all that is there; FLOPs as torch's FlopCounterMode
-counts them, and times as the planner predicts them, in units of `none`'s: see docs/ladder.md.
+Peaks in MiB, of a second training step, with all that is there; times as the planner predicts them,
+in units of `none`'s: see docs/ladder.md.
 """
 
 
@@ -154,9 +119,9 @@ def main(argv: list[str]) -> None:
     add_json(parser)
     args = parser.parse_args(argv)
     start, figures = time.perf_counter(), []
-    total = len(RUNGS) * (len(CONFIGURATIONS) + len(FLOPS) + len(TIMES))
+    total = len(RUNGS) * (len(CONFIGURATIONS) + len(TIMES))
     with tqdm(total=total, unit="figure", leave=False, disable=None) as bar:
-        for figure in chain(peaks(), flops(), times()):
+        for figure in chain(peaks(), times()):
             bar.set_postfix_str(f"{figure.column}: {figure.rung}")
             bar.update()
             figures.append(figure)

@@ -22,7 +22,6 @@ from planner.formulas import closed_form, state_bytes, step_flops
 from planner.operators import workspaces
 from planner.timeline import KINDS
 from scripts import plan_memory
-from studies.ladder import of_products
 from trainer.flags import build_parser, fill_in, model_config
 from trainer.measured import LiveStorages
 from trainer.optimizer import make_optimizer
@@ -281,7 +280,9 @@ def test_flops_equal_those_that_torch_counts(memory):
     expected = needed + replayed - attention * (3 * config.n_layers + again)
     # Nor a product that adds in place to what is there: the head's weight gradient.
     expected -= 2 * 2 * T * config.vocab_size * config.d_model
-    assert of_products(counter) == expected
+    # (A CPU's fused attention is counted since torch 2.15, in full square.)
+    flops = counter.get_flop_counts()["Global"].items()
+    assert sum(n for op, n in flops if "flash_attention_for_cpu" not in str(op)) == expected
 
 
 # ---- batches
