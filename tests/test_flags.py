@@ -9,6 +9,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import train_minimal
+from planner.formulas import count_parameters
 from trainer.flags import (
     UsageError,
     as_argv,
@@ -16,7 +17,6 @@ from trainer.flags import (
     fill_in,
     format_tokens,
     model_config,
-    output_folder,
     settle_length,
     token_count,
 )
@@ -105,43 +105,24 @@ def test_all_flags_come_back(typed):
     assert vars(fill_in(after)) == vars(before) | own
 
 
-def test_typed_flags_are_known_even_where_they_say_the_default():
-    assert parse().typed == set() and not parse().compile
-    assert parse("--batch-size 12 --no-compile").typed == {"batch_size", "compile"}
-    assert parse("--model gpt2").typed == {"model", "n_layers", "n_heads", "d_model"}
-
-
 # ---- shapes by name
 
 
-# Hugging Face's model cards of gpt2, gpt2-medium, gpt2-large, gpt2-xl: 124M, 355M, 774M, 1.5B.
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6)],
-)
-def test_a_name_stands_for_a_shape(name, millions):
-    args = fill_in(parse(f"--model {name}"))
-    config = model_config(args, 50257)
-    C, L = config.d_model, config.n_layers
-    count = (50257 + 1024) * C + L * (12 * C * C + 13 * C) + 2 * C
-    assert round(count / 1e6, 1) == millions and C // config.n_heads == 64
-    assert (args.seq_len, args.max_position_embeddings, args.d_ff) == (1024, 1024, 4 * C)
-    assert args.tokenizer_name == "gpt2"
-
-
-def test_a_single_flag_overrides_a_name():
+def test_a_name_stands_for_a_shape_and_a_single_flag_overrides_it():
+    """Parameters as on Hugging Face's model cards: 124M, 355M, 774M, 1.5B."""
+    millions = {"gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "gpt2-xl": 1557.6}
+    for name, count in millions.items():
+        args = fill_in(parse(f"--model {name}"))
+        config = model_config(args, 50257)
+        assert round(count_parameters(config) / 1e6, 1) == count
+        assert config.d_model // config.n_heads == 64 and config.d_ff == 4 * config.d_model
+        assert args.seq_len == args.max_position_embeddings == 1024
+        assert args.tokenizer_name == "gpt2"
     args = parse("--seq-len 256 --n-layers 2 --model gpt2 --tokenizer-name byte --batch-size 3")
     assert (args.seq_len, args.n_layers, args.tokenizer_name) == (256, 2, "byte")
     assert (args.d_model, args.n_heads, args.max_position_embeddings) == (768, 12, 1024)
+    assert args.typed >= {"seq_len", "model", "n_layers", "n_heads", "d_model"}
     assert parse("--model gpt2 --use-toy-data").tokenizer_name is None
-
-
-def test_a_folder_to_write_to_may_be_a_new_one(tmp_path):
-    assert output_folder(str(tmp_path / "new" / "er")) == tmp_path / "new" / "er"
-    assert not list(tmp_path.iterdir())  # nothing is made before all flags are known to be good
-    (tmp_path / "file").touch()
-    with pytest.raises(argparse.ArgumentTypeError, match="file is a file, no folder"):
-        output_folder(str(tmp_path / "file" / "new"))
 
 
 # ---- how long a run is

@@ -197,7 +197,7 @@ def test_a_smaller_state_before_a_smaller_model():
 def machine(monkeypatch):
     """machine(total, free, own=0): what the device has; free for tensors."""
 
-    def make(total: int | None, free: int, own: int = 0) -> None:
+    def make(total: int, free: int, own: int = 0) -> None:
         monkeypatch.setattr("trainer.plan.total_memory", lambda device: total)
         monkeypatch.setattr("trainer.plan.own_memory", lambda: own)
         monkeypatch.setattr("trainer.room.free_memory", lambda device: room_for(free).budget)
@@ -219,7 +219,6 @@ def peak(flags: str = "") -> int:
     ("processes", "snapshot", "own", "total", "free", "says"),
     [  # total and free: bytes beyond the peaks of all processes
         (1, 0, 0, 0, 0, ""),
-        (1, 0, 0, None, 0, ""),
         (1, 0, 99, 99, 0, ""),
         (1, 0, 99, 98, 0, "beside the 99 B that Python, PyTorch and data take"),
         (2, 0, 0, 0, 2, ""),
@@ -234,7 +233,7 @@ def test_the_process_itself_counts_and_so_do_others(
     machine, processes, snapshot, own, total, free, says
 ):
     peaks = processes * peak()
-    machine(None if total is None else peaks + total, peaks + free, own=own)
+    machine(peaks + total, peaks + free, own=own)
     if says:
         with pytest.raises(TooLarge, match=says):
             words(processes=processes, snapshot=snapshot)

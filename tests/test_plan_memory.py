@@ -292,9 +292,7 @@ def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypa
     [
         ("", 1024, None),
         ("--vocab-size 300", 300, "3 layers, 128 channels, 4 heads, 64 tokens (--seq-len)"),
-        ("--train-data x.txt", 50257, None),
         ("--train-data x.txt --tokenizer-name byte", 257, None),
-        ("--use-toy-data", 256, None),
         ("--model gpt2 --n-layers 6", 50257, None),
         ("--n-layers 12 --d-model 768", 1024, "4 heads, a vocabulary of 1,024 (--tokenizer-name "
          "gpt2: 50,257), 64 tokens (--seq-len)"),
