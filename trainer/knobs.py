@@ -1,7 +1,7 @@
 """Out of memory, or about to be: what to change. One list, the least cost first.
 
 A run that did run out takes the first of it (`next_knob`); a prediction can ask the planner, and
-takes the first that fits (`nearest` in plan.py).
+takes the first that fits (`way_out` in plan.py).
 """
 
 import argparse

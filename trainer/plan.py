@@ -157,7 +157,7 @@ class Question:
                 f"{format_bytes(self.state)}{each}, more than the {format_bytes(self.budget)} "
                 "that tensors may take: "
             )
-        knob = nearest(self)
+        knob = next((knob for knob in changes(self) if self.turned(knob).fits), None)
         if knob and not is_auto:
             then = self.turned(knob)
             if not then.config.expanded.offload:
@@ -175,11 +175,6 @@ class Question:
         """Of all processes."""
         sequences = self.processes * self.args.grad_accum_steps * step.batch_size
         return sequences * step.seq_len / self.seconds(step)
-
-
-def nearest(question: Question) -> Knob | None:
-    """The least change to its flags with which a step fits, if there is one."""
-    return next((knob for knob in changes(question) if question.turned(knob).fits), None)
 
 
 def changes(question: Question) -> Iterator[Knob]:
