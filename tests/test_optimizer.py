@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from harness.runs import same, snapshot, torchrun, train_here
+from harness.runs import same, snapshot, train_here
 from torch import Tensor
 
 from model import MiniGPT, MiniGPTConfig
@@ -153,13 +153,6 @@ def test_what_is_restored_is_a_copy():
     for ours, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
         assert same(ours, theirs)
         assert all(ours[n].data_ptr() != theirs[n].data_ptr() for n in ours.keys() - {"step"})
-
-
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_sharded_parameters_are_updated_as_whole_ones(tmp_path, processes):
-    script = "tests/harness/sharded.py optimizers"
-    result = torchrun(tmp_path / "unused.pt", script=script, processes=processes)
-    assert result.stdout.count("6 optimizers equal") == processes
 
 
 # ---- Runs

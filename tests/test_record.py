@@ -11,7 +11,7 @@ from harness.records import KINDS_OF_STEPS, WAYS, B, plan, record
 
 from planner import CARDS, Planner
 from planner.formulas import step_flops
-from planner.record import GRADIENTS, LINES, MADE, NEEDED, Record, any_block, code_of
+from planner.record import Record, code_of
 from planner.shards import GATHERED
 from planner.timeline import KINDS
 from scripts.memory_page import along_flops
@@ -49,18 +49,19 @@ def test_storages_are_the_step(way, setting, dropout):
     assert (len(found.begun), len(found.compiled_begun)) == with_time
 
 
-def test_of_a_thousand_chunks_there_are_three():
+def test_of_a_million_chunks_three_are_simulated():
     """They add up to a step whose peak and whose work are those of all."""
-    config = replace(CONFIG, n_layers=3, loss_chunks=1024)
+    config = replace(CONFIG, n_layers=3, loss_chunks=0)
     plan = planner(config, "bf16", device_type="cuda")
-    found, step = plan.record(64), plan.step(64)
+    found, step, small = plan.record(10**6), plan.step(10**6), plan.step(10**4)
     np.testing.assert_array_equal(added_up(found), found.step.timeline)
     assert len(found.operators) == len(found.replays) == len(found.step.timeline)
-    assert len(found.operators) < len(step.timeline)
+    assert len(found.operators) < len(step.timeline) < 10_000 and len(step.work.flops) < 1000
     assert (found.step.peak, found.step.where) == (step.peak, step.where)
-    works = (found.step.work, step.work), (found.step.compiled_work, step.compiled_work)
-    for mine, whole in works:
-        assert mine.times.max() == 1022 and mine.times.sum() == whole.times.sum()
+    assert step.peak == pytest.approx(100 * small.peak, rel=0.1)
+    for which in ("work", "compiled_work"):
+        ran, wanted = (getattr(one, which).times.sum() for one in (found.step, step))
+        assert ran == wanted > 10**4
     assert sum(storage.bytes for storage in found.at_peak) == step.peak
     # Of all FLOPs, the head's share; the bf16 head's last columns are padding.
     starts, x = along_flops(found)
@@ -111,22 +112,6 @@ def test_names_and_reasons(way, of, name, code, why, until):
         assert {step.operators[int(s.died)] for s in found} == {until}
     if name.startswith("blocks.1"):
         assert {s.block for s in found} == {1}
-
-
-def test_each_word_is_said_of_something():
-    """Of the tables of words none is left over: no operator and no line has another name now."""
-    names, reasons = set(), set()
-    for setting, more in (("cuda", {}), ("cpu", {"precision": "bf16", "accumulate": True})):
-        for way in ("none", "plain"):
-            step = record(way, setting, dropout=0.1, **more)
-            names |= {s.name.split(": ")[-1] for s in step.storages}
-            reasons |= {any_block(s.why) for s in step.storages}
-    for words in [*MADE.values(), *GRADIENTS.values()]:
-        assert names & set(words), words
-    assert set(LINES.values()) <= names
-    for (_, argument), words in NEEDED.items():
-        if argument != "index":
-            assert any(words.replace("{}", "") in reason for reason in reasons), words
 
 
 @pytest.mark.parametrize("way", ["none", "full", "cheap"])
@@ -215,20 +200,13 @@ def test_few_are_simulated(monkeypatch):
         return log_step(self, batch_size, config)
 
     monkeypatch.setattr(Planner, "log_step", note)
-    plan = planner(replace(CONFIG, n_layers=24))
+    plan = planner(replace(CONFIG, n_layers=9))
     plan.step(2)
+    plan.step(2, **mix("mlp", 4, "cheap"))
     plan.step(2, **mix("mlp", 7, "cheap"))
-    plan.step(2, **mix("mlp", 22, "cheap"))
     assert layers == [3, 6, 5]
     # Their copies and their replays go over more than one block.
     plan.step(2, recompute="full/2")
     plan.step(2, recompute="full+offload")
-    assert layers[3:] == [24, 24]
-    assert len(plan.model.blocks) == 24
-
-
-def test_a_giant_batch_is_simulated_with_few_operators():
-    giant, small = (planner(replace(CONFIG, loss_chunks=0)).step(n) for n in (10**6, 10**4))
-    assert max(len(giant.work.flops), len(small.work.flops)) < 1000
-    assert max(len(giant.timeline), len(small.timeline)) < 10_000
-    assert giant.peak == pytest.approx(100 * small.peak, rel=0.1)
+    assert layers[3:] == [9, 9]
+    assert len(plan.model.blocks) == 9

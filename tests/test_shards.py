@@ -22,7 +22,7 @@ from planner.step import Planner
 from planner.timeline import KINDS, StepMemory, stretches
 from scripts import plan_memory
 from scripts.plan_knobs import least
-from trainer.flags import UsageError, build_parser, changed, fill_in
+from trainer.flags import UsageError, build_parser, fill_in
 from trainer.optimizer import make_optimizer
 from trainer.plan import Question, choose_recompute, step_seconds
 from trainer.room import Room
@@ -100,15 +100,6 @@ def test_what_is_gathered_when(recompute, accumulate):
     assert kinds["optimizer"][0] == pytest.approx(2 * share, rel=0.01)
 
 
-def test_gloo_takes_as_much_again_while_it_is_at_work():
-    times = []
-    for device_type in ("cpu", "mps"):
-        plan = planner(WIDE, shards=2, device_type=device_type)
-        kinds, (_, _, block) = columns(plan.step(1)), of(plan)
-        times.append((kinds["temporaries"] + kinds["head"] >= block).sum())
-    assert times == [4 + 4 + 4, 0]  # each block is gathered twice, and reduced
-
-
 @pytest.mark.parametrize("n", [2, 3, 1000])
 def test_rows_that_do_not_divide_are_rounded_up(n):
     """Also where there are more processes than rows. No step takes less than its share."""
@@ -155,14 +146,10 @@ def test_plan_memory_plans_shards(tmp_path, capsys):
         assert plan_memory.main(words.split()) == 0
         return json.loads((tmp_path / "plan.json").read_text())
 
-    alone = asked("")
-    assert asked("--nproc-per-node 1 --fsdp")["rows"] == alone["rows"]
+    alone = asked("--nproc-per-node 1 --fsdp")
     capsys.readouterr()
     four = asked("--nproc-per-node 4 --fsdp --lr 1e-3")
     assert four["shards"] == 4 and four["state_bytes"] < alone["state_bytes"]
-    assert [row["name"] for row in four["rows"]] == [
-        *("none", "cheap", "selective", "mlp", "attn", "sdpa", "full", "full+offload")
-    ]
     precision = getattr(torch, four["precision"])
     plan = Question(parse(""), 64, CPU, precision, shards=4).planner
     assert four["rows"][6]["peak_bytes"] == plan.step(8, recompute="full").peak
@@ -219,11 +206,3 @@ def test_the_way_to_shards_is_the_shortest():
     for asked in (replace(ddp, room=room_for(2**16)), replace(at_state, processes=1)):
         _, knob = asked.way_out()
         assert knob is None or not knob.trainer
-
-    none, sharded = ddp.about(parse(DEEP)), ddp.sharded()
-    plain = sharded.about(none.args).step.peak
-    full = sharded.about(changed(none.args, use_activation_checkpoint="full")).step.peak
-    assert full < plain < state
-    for budget, more in [(plain, False), (full, True)]:
-        _, knob = replace(none, room=room_for(budget)).way_out()
-        assert knob.trainer and ("use_activation_checkpoint" in knob.flags) == more

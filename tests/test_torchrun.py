@@ -107,7 +107,7 @@ def test_resumed_with_as_many_threads_or_with_others(tmp_path, alone, capsys):
 
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=slow)])
 def test_every_policy_with_shards(which):
-    """Each equals DDP, and DDP without recomputation; see sharded.py."""
+    """Each equals DDP, and DDP without recomputation; so does each optimizer. See sharded.py."""
     result = together(["tests/harness/sharded.py", "steps", which], timeout=400)
     assert result.stdout.count("variants equal") == 2, result.stdout + result.stderr
 

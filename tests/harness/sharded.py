@@ -1,9 +1,8 @@
-"""Started in several processes, by test_torchrun.py, test_optimizer.py, test_shards.py.
+"""Started in several processes, by test_torchrun.py and test_shards.py.
 
-steps       a model that is dealt out learns what DDP learns, to the bit; each policy what none does
-optimizers  its weights and moments are updated as those of a whole model are
-memory      process 0 writes what CASES take to a file
-buckets     train_ddp.py, watched: its gradients live in DDP's buckets
+steps    a model that is dealt out learns what DDP learns, to the bit; each policy what none learns
+memory   process 0 writes what CASES take to a file
+buckets  train_ddp.py, watched: its gradients live in DDP's buckets
 """
 
 import gc
@@ -12,10 +11,9 @@ import os
 import sys
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -29,7 +27,7 @@ from harness.runs import TINY, same  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import train_ddp  # noqa: E402
 from memory import offload  # noqa: E402
@@ -37,12 +35,11 @@ from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
 from trainer.flags import build_parser, fill_in  # noqa: E402
-from trainer.optimizer import make_optimizer, restore_optimizer, update_if_finite  # noqa: E402
-from trainer.process import OneProcess  # noqa: E402
+from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
 
 
-def new_model(process: OneProcess, config: MiniGPTConfig) -> MiniGPT:
+def new_model(process: DDPProcess, config: MiniGPTConfig) -> MiniGPT:
     with torch.device("meta"):
         model = MiniGPT(config)
     with patch.object(MiniGPT, "to_empty", no_whole_model) if process.shards > 1 else nullcontext():
@@ -89,7 +86,7 @@ def train_step(
 # ---- steps: five of each variant, with dropout and accumulation, in both trainers' processes
 
 # (Of 61 rows process 0 gets 31, process 1 gets 30. But every shard is a multiple of 16 numbers:
-# what is left of a tensor beyond that, the CPU's fused AdamW rounds otherwise.)
+# what is left of a tensor beyond that, torch's own AdamW rounds otherwise on a CPU.)
 SHAPE = MiniGPTConfig(
     vocab_size=61, max_position_embeddings=16, n_layers=3, n_heads=2, d_model=32, d_ff=64,
     dropout=0.1, loss_chunks=4,
@@ -101,10 +98,14 @@ VARIANTS += [
     {"recompute": "full/2+offload"},
     {"recompute": "cheap+offload"},
     {"loss_chunks": 1},
+    # Nothing divides evenly: rows over processes, elements over a CPU's vectors.
+    {"d_model": 36, "d_ff": 100, "optimizer": "muon", "moments_dtype": "bfloat16"},
+    {"d_model": 36, "d_ff": 100, "optimizer": "adamw", "moments_dtype": "bfloat16"},
+    {"d_model": 36, "d_ff": 100, "optimizer": "muon", "moments_dtype": "float32"},
 ]
 
 
-def learn(process: DDPProcess, config: MiniGPTConfig, dtype: torch.dtype) -> dict:
+def learn(process: DDPProcess, variant: dict, dtype: torch.dtype) -> dict:
     """Weights and moments, whole, after five steps (process 0; others have less)."""
 
     def draw() -> Iterator[tuple[Tensor, Tensor]]:
@@ -113,8 +114,10 @@ def learn(process: DDPProcess, config: MiniGPTConfig, dtype: torch.dtype) -> dic
             ids = torch.randint(0, 61, (2, 16))
             yield ids, ids
 
-    model, batches = new_model(process, config), draw()
-    optimizer = make_optimizer(model, process.args, process.device)
+    flags = vars(process.args) | variant
+    shape = {name: value for name, value in variant.items() if name in vars(SHAPE)}
+    model, batches = new_model(process, replace(SHAPE, **shape)), draw()
+    optimizer = make_optimizer(model, Namespace(**flags), process.device, dtype)
     process.wrap(model)
     for _ in range(5):
         train_step(process, optimizer, batches, 2, dtype)
@@ -129,65 +132,28 @@ def learn(process: DDPProcess, config: MiniGPTConfig, dtype: torch.dtype) -> dic
 
 def steps(fsdp: FSDPProcess, which: str) -> str:
     ddp = DDPProcess(fsdp.args)
-    variants = VARIANTS if which == "all" else [VARIANTS[0], VARIANTS[1], VARIANTS[-2]]
+    variants = VARIANTS if which == "all" else [VARIANTS[i] for i in (0, 1, -5, -3)]
     for dtype in (torch.float32, torch.bfloat16):
         without = None
         for variant in variants:
-            config = replace(SHAPE, **variant)
             ddp.buckets_are_final = False
-            expected = learn(ddp, config, dtype)
-            if config.expanded.group == 1:  # (FSDP gathers block by block)
-                found = learn(fsdp, config, dtype)
+            expected = learn(ddp, variant, dtype)
+            if "/" not in variant.get("recompute", ""):  # (FSDP gathers block by block)
+                found = learn(fsdp, variant, dtype)
                 if ddp.rank == 0 and not same(expected, found):
                     sys.exit(f"{variant} differs in {dtype}")
-            if config.loss_chunks == SHAPE.loss_chunks:  # (others round sums otherwise)
+            if "recompute" in variant:  # (others round otherwise)
                 without = without or expected
                 if not all(same(without[part], expected[part]) for part in ("model", "optimizer")):
                     sys.exit(f"{variant} differs from none in {dtype}")
     return f"{2 * len(variants)} variants equal"
 
 
-# ---- optimizers: of drawn gradients, so that nothing but the optimizer can differ
-
-# Nothing divides evenly: rows over processes (one table has a single row), elements over a CPU's
-# vectors. But torch's own AdamW has no way to round all elements alike: its whole tensors do.
-UNEVEN = MiniGPTConfig(1001, 1, n_layers=3, n_heads=2, d_model=36, d_ff=100)
-EVEN = MiniGPTConfig(1001, 1, n_layers=3, n_heads=2, d_model=48, d_ff=112)
-
-
-def settings_of(optimizer: str, moments: str, lr: float) -> Namespace:
-    return Namespace(optimizer=optimizer, moments_dtype=moments, lr=lr, weight_decay=0.1)
-
-
-def update(process: OneProcess, optimizer: str, moments: str, products: torch.dtype) -> tuple:
-    """Weights and moments, whole, after six steps."""
-    model = new_model(process, EVEN if (optimizer, moments) == ("adamw", "float32") else UNEVEN)
-    flags = settings_of(optimizer, moments, 0.01)
-    make: Callable = lambda: make_optimizer(model, flags, process.device, products)  # noqa: E731
-    updated = make()
-    for step in range(6):
-        torch.manual_seed(step)
-        for parameter in model.parameters():
-            parameter.grad = process.part(0.1 * torch.randn(parameter.shape), parameter)
-        update_if_finite(updated, torch.tensor(torch.inf if step == 3 else 1.0))
-        state = model.state_dict(), updated.state_dict()
-        whole = tree_map_only(DTensor, DTensor.full_tensor, state)
-        if step == 4:  # as a snapshot goes on
-            updated = make()
-            restore_optimizer(updated, whole[1], process.part)
-    return whole[0], whole[1]["state"]
-
-
-def optimizers(fsdp: FSDPProcess) -> str:
-    modes = [("adamw", moments, torch.float32) for moments in ("float32", "bfloat16")]
-    modes += product(["muon"], ["float32", "bfloat16"], [torch.float32, torch.bfloat16])
-    for mode in modes:
-        if not same(update(OneProcess(fsdp.device), *mode), update(fsdp, *mode)):
-            sys.exit(f"{mode} differs")
-    return f"{len(modes)} optimizers equal"
-
-
 # ---- memory
+
+
+def settings_of(optimizer: str, moments: str) -> Namespace:
+    return Namespace(optimizer=optimizer, moments_dtype=moments, lr=1e-3, weight_decay=0.1)
 
 
 class Case(NamedTuple):
@@ -195,7 +161,7 @@ class Case(NamedTuple):
     batch_size: int
     dtype: torch.dtype = torch.float32
     micro_batches: int = 1
-    flags: Namespace = settings_of("adamw", "float32", 1e-3)  # of the optimizer
+    flags: Namespace = settings_of("adamw", "float32")  # of the optimizer
 
 
 FULL, CHEAP = (replace(WIDE, recompute=policy) for policy in ("full", "cheap"))
@@ -212,8 +178,8 @@ CASES = {
     "little but weights": Case(FULL, 1),
     "dropout": Case(replace(WIDE, dropout=0.1), 8),
     "offloaded": Case(replace(FULL, recompute="full+offload"), 24),
-    "Muon": Case(WIDE, 8, flags=settings_of("muon", "float32", 1e-3)),
-    "bfloat16 moments": Case(WIDE, 8, flags=settings_of("adamw", "bfloat16", 1e-3)),
+    "Muon": Case(WIDE, 8, flags=settings_of("muon", "float32")),
+    "bfloat16 moments": Case(WIDE, 8, flags=settings_of("adamw", "bfloat16")),
     "one block": Case(replace(WIDE, n_layers=1), 16),
 }
 
@@ -332,11 +298,7 @@ def main() -> int:
     torch.set_num_threads(1)
     fsdp = FSDPProcess(fill_in(build_parser("test", "x.pt").parse_args(TINY)))
     fsdp.start()
-    if what == "optimizers":
-        said = optimizers(fsdp)
-    else:
-        said = {"steps": steps, "memory": memory}[what](fsdp, *words)
-    print(f"rank {fsdp.rank}: {said}\n", end="")
+    print({"steps": steps, "memory": memory}[what](fsdp, *words) + "\n", end="")
     dist.barrier()  # nobody leaves while another still gathers
     dist.destroy_process_group()
     return 0
