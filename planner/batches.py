@@ -20,11 +20,11 @@ MOST = 10**6  # sequences
 
 class Batches:
     def __init__(self, one: StepMemory, two: StepMemory, precision: torch.dtype, on_cpu: bool):
-        """`two` has one sequence more."""
         self.one, self.precision, self.on_cpu = one, precision, on_cpu
         self.start, self.sent = self.by_operator(one), np.array(one.moved)
-        self.growth = self.by_operator(two) - self.start
-        self.sent_growth = np.array(two.moved) - self.sent
+        more = two.batch_size - one.batch_size
+        self.growth = (self.by_operator(two) - self.start) / more
+        self.sent_growth = (np.array(two.moved) - self.sent) / more
 
     def by_operator(self, step: StepMemory) -> np.ndarray:
         """(operators outside of the head + 1,), the last one for what is beside the head."""
@@ -38,7 +38,7 @@ class Batches:
     def host(self, sequences: int) -> int:
         """Bytes of CPU memory that offload asks for."""
         sizes = self.sent + self.sent_growth * (sequences - self.one.batch_size)
-        return sum(map(bytes_of_blocks, sizes.tolist()))
+        return sum(bytes_of_blocks(round(size)) for size in sizes)
 
     def outside(self, sequences: int) -> np.ndarray:
         """All but the head."""

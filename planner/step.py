@@ -114,11 +114,13 @@ class Planner:
             # what more of them take, are two things.
             moves = math.ceil(SMALL / (4 * self.seq_len * self.config.d_model))
         one = self.step(max(batch_size, moves), **memory)
-        two = self.step(one.batch_size + 1, **memory)
+        # (The step of one sequence is asked for elsewhere, too.)
+        two = self.step(1 if one.batch_size > 1 and not moves else one.batch_size + 1, **memory)
         while outside_of_head(one) != outside_of_head(two):
             # Offload moves tensors from a certain size on, and some have it in one of the two only.
             # Larger batches soon agree; then what they say of others misses less than that size.
-            one, two = two, self.step(two.batch_size + 1, **memory)
+            one = max(one, two, key=lambda step: step.batch_size)
+            two = self.step(one.batch_size + 1, **memory)
 
         def fits(sequences: int) -> bool:
             step = self.step(sequences, **memory)
