@@ -146,9 +146,6 @@ def test_transformers_and_ours_find_the_same_model(run, exported, capsys):
     )
     assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(theirs.eval()).__name__ == "GPT2LMHeadModel"
-    ids = torch.randint(0, model.config.vocab_size, (2, 64))
-    logits = model(ids)
-    assert (theirs(ids).logits - logits).abs().max() <= 1e-5 * logits.abs().max()
     dropouts = [value for name, value in vars(theirs.config).items() if name.endswith("_pdrop")]
     assert dropouts == [0.2] * 3
 
@@ -209,25 +206,19 @@ def test_the_card_tells_what_was_trained(run, exported, tmp_path):
         loss = metrics(run)[-1][name]
         assert f"{what} {loss:.4f} (perplexity {math.exp(loss):.2f})" in card
 
-    state["args"]["init_from"] = Path("/home/me/gpt2")
-    about = ": 5 documents, 3.1 kB; 1,024 training and 99 validation tokens (byte, 257 ids)"
-    counts, shards = about[about.index(";") :], [f"/srv/{i:02}.bin" for i in range(12)]
-    cases = [
-        (
-            ["/home/me/man/*", "/home/me/book: 5.txt", "/srv/code"],
-            about,
-            "man/*, book: 5.txt, code",
-        ),
-        (shards, counts, ", ".join(f"{i:02}.bin" for i in range(10)) + " and 2 more"),
-    ]
+    def data_line(paths: list[str], description: str) -> str:
+        state["data"]["description"], state["args"]["train_data"] = description, paths
+        state["args"]["init_from"] = Path("/home/me/gpt2")
+        export_hf.export(source, state, out := tmp_path / str(len(os.listdir(tmp_path))))
+        card = (out / "README.md").read_text(encoding="utf-8")
+        return card.split(f"from the weights of gpt2, for {state['step']} steps on: ")[1]
+
+    found = data_line(["/a b/man/*", "/home/b: 5.txt"], "man/* and 1 more: 5 documents, 3.1 kB; 9")
+    assert found.startswith("man/*, b: 5.txt: 5 documents, 3.1 kB; 9.\n")
+    found = data_line([f"/srv/{i:02}.bin" for i in range(12)], "00.bin and 11 more; 99 training")
+    assert found.startswith("00.bin, 01.bin, ") and ", 09.bin and 2 more; 99 training.\n" in found
     if sys.platform == "linux":  # names need not be text
-        cases.append(([os.fsdecode(b"/home/w\xf6rter.txt")], about, "w?rter.txt"))
-    for i, (paths, amount, says) in enumerate(cases):
-        state["data"]["description"], state["args"]["train_data"] = f"the first{amount}", paths
-        export_hf.export(source, state, tmp_path / str(i))
-        card = (tmp_path / str(i) / "README.md").read_text(encoding="utf-8")
-        data = f"from the weights of gpt2, for {state['step']} steps on: {says}{amount}.\n"
-        assert data in card
+        assert data_line([os.fsdecode(b"/home/w\xf6rter.txt")], "w").startswith("w?rter.txt")
 
 
 def test_the_cards_example(exported, monkeypatch, capsys):
@@ -270,28 +261,23 @@ def test_without_the_library_it_costs_one_line(run, exported, tmp_path, monkeypa
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("out", ["empty", "none/..", "new"])
+@pytest.mark.parametrize("out", ["empty", "a new one"])
 def test_a_folder_is_filled_or_stays_what_it_was(run, out, tmp_path, monkeypatch, capfd):
-    """However it is named, with somebody in it or a mount. And what it is recognized by comes
-    last: a process may be killed between two files."""
-    folder = tmp_path / "my model"
-    folder.mkdir()
-    (tmp_path / "empty").symlink_to(folder)
-    monkeypatch.chdir(folder if out == "none/.." else tmp_path)
-    before, there = sorted(tmp_path.rglob("*")), folder.stat().st_ino
-
-    def fails(*args, **how):
-        raise OSError(28, "No space left on device")
+    """However it is named. And what it is recognized by comes last: a process may be killed
+    between two files."""
+    (tmp_path / "my model").mkdir()
+    (tmp_path / "empty").symlink_to("my model")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
 
     def needs_room(says: str) -> None:
         assert export(run, out) == 3
-        (line,) = capfd.readouterr().err.splitlines()
-        assert re.match(f"error: cannot save .*{says}", line)
+        assert re.match(f"error: cannot save .*{says}", capfd.readouterr().err)
         assert sorted(tmp_path.rglob("*")) == before
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", fails)
-        needs_room("(my model|new): No space left on device")
+        patch.setattr(Path, "write_text", partial(fail, OSError(28, "No space left on device")))
+        needs_room("(my model|a new one): No space left on device\n$")
     resource = pytest.importorskip("resource")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
@@ -303,13 +289,11 @@ def test_a_folder_is_filled_or_stays_what_it_was(run, out, tmp_path, monkeypatch
     written, write = [], Path.write_text
     monkeypatch.setattr(Path, "write_text", lambda *a, **b: written.append(a[0]) or write(*a, **b))
     assert export(run, out) == 0
-    assert set(os.listdir(os.path.realpath(out))) == FILES and written[-1].name == "config.json"
+    assert set(os.listdir(out)) == FILES and written[-1].name == "config.json"
     line = f"next     python train_minimal.py --init-from {shlex.quote(out)}\n"
     assert capfd.readouterr().out.endswith(line)
-    if out != "new":
-        assert folder.stat().st_ino == there and len(list(tmp_path.rglob("*"))) == 2 + len(FILES)
-        card = (folder / "README.md").read_text()
-        assert '"text-generation", "my model")' in card and "--init-from 'my model'" in card
+    name, card = Path(out).resolve().name, Path(out, "README.md").read_text()
+    assert f'"text-generation", "{name}")' in card and f"--init-from '{name}'" in card
 
 
 # ---- Folders of others
@@ -364,6 +348,7 @@ def test_any_damage_to_a_file_is_one_line_or_harmless(tmp_path_factory, bit, len
 
 
 def test_a_run_starts_from_a_folder(folder, text, tmp_path, monkeypatch, capsys):
+    """And does not, if another process has other weights."""
     run = start(tmp_path, f"--init-from={folder}", text)
     assert same(run.model.state_dict(), load_model(folder, CPU)[0].state_dict())
     assert (run.step, run.args.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
@@ -373,6 +358,15 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, monkeypatch, capsys)
     assert f"weights  {folder}, as transformers writes them" in capsys.readouterr().out
     monkeypatch.setattr("trainer.plan.load_tokenizer", None)  # the planner need not know it
     assert vocabulary(run.args) == 257
+
+    tensors = gpt2_tensors()
+    tensors["ln_f.bias"][3] += 1e-6
+    paths = (folder, folder, write_folder(tmp_path / "other", tensors))
+    common = (run.args, run.process, run.precision, None)
+    of_each = [facts(*common, open_pretrained(path)) for path in paths]
+    check_alike(of_each[:2])
+    with pytest.raises(UsageError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
+        check_alike(of_each)
 
 
 def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
@@ -417,26 +411,10 @@ def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch, c
 
     with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-        capfd.readouterr()
-        for name in ("run.pt", "run.prev.pt"):
-            assert train(path, f"--init-from={tmp_path / name}", text, "--num-steps=2") == 2
-            (line,) = capfd.readouterr().err.splitlines()
-            assert f"{name} is of the run that this one replaces" in line
+        previous = f"--init-from={tmp_path}/run.prev.pt"
+        assert train(path, previous, text, "--num-steps=2") == 2
+        assert "run.prev.pt is of the run that this one replaces" in capfd.readouterr().err
     assert train(path, f"--init-from={path}", text, "--num-steps=2") == 0
-
-
-def test_processes_with_other_weights_do_not_start(folder, text, tmp_path):
-    tensors = gpt2_tensors()
-    tensors["ln_f.bias"][3] += 1e-6
-    other = write_folder(tmp_path / "other", tensors)
-    run = start(tmp_path, f"--init-from={folder}", text)
-    of_each = [
-        facts(run.args, run.process, run.precision, None, open_pretrained(path))
-        for path in (folder, folder, other)
-    ]
-    check_alike(of_each[:2])
-    with pytest.raises(UsageError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
-        check_alike(of_each)
 
 
 @pytest.mark.slow
@@ -533,7 +511,7 @@ def test_whatever_the_files_are(measured, tmp_path):
     first = evaluated(measured, "--val-data", *parts, "--max-tokens=7")
     assert (first["tokens"], first["bytes"]) == (6, 6)
 
-    assert export_hf.main([f"--checkpoint-path={measured}", f"--out={tmp_path}/hf"]) == 0
+    assert export(measured, tmp_path / "hf") == 0
     of_folder = evaluated(tmp_path / "hf", "--val-data", whole)
     assert (of_folder["seq_len"], of_folder["step"]) == (17, None)
     exact = evaluated(measured, "--val-data", whole, "--seq-len=17")["loss"]
