@@ -17,7 +17,6 @@ TEXT_SUFFIXES = tuple(
     ".php .pl .lua .r .jl .hs .ml .swift .sh .sql".split()
 )
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
-KEYS, KEY_LENGTH = 6, 40  # of a line of JSON: how many are shown, and how much of each
 # What the first bytes match, what that is, and what to do. Any other binary stops at a NUL or at a
 # byte that is no UTF-8. These may have neither: of a PDF all in ASCII a model would learn its
 # drawing commands.
@@ -67,17 +66,8 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
                 found = None
             text = found.get("text") if isinstance(found, dict) else None
             if not isinstance(text, str):
-                what = f'want a JSON object with a string "text"{_keys(found)}'
-                raise DataError(f"{path}:{number}: {what}")
+                raise DataError(f'{path}:{number}: want a JSON object with a string "text"')
             yield iter([text])
-
-
-def _keys(found: object) -> str:
-    """What a line has instead."""
-    if not isinstance(found, dict) or not found:
-        return ""
-    names = [f"{json.dumps(key[:KEY_LENGTH])} ({type(found[key]).__name__})" for key in found]
-    return f"; it has {', '.join(names[:KEYS])}{', ...' * (len(names) > KEYS)}"
 
 
 def _encoded(path: Path, what: str, encoding: str) -> DataError:

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from data import Tokenizer
 from model import MiniGPT
@@ -111,9 +110,7 @@ def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     try:
         device = choose_device(args.device)
-        reading = f"reading {args.checkpoint_path}"  # on a terminal, and gone when it is there
-        with tqdm(desc=reading, bar_format="{desc}", leave=False, disable=None):
-            model, tokenizer = load_model(args.checkpoint_path, device)
+        model, tokenizer = load_model(args.checkpoint_path, device)
         for piece in write(args, model, tokenizer, device):
             print(piece, end="", flush=True)
     except (RuntimeError, MemoryError) as error:
