@@ -141,12 +141,10 @@ def trainer_flags(config: MiniGPTConfig) -> str:
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
 
-def step_data(
-    record: Record, name: str, labels: Labels, card: Card | None, args: argparse.Namespace
-) -> dict[str, Any]:
+def step_data(record: Record, name: str, labels: Labels, asked: Question) -> dict[str, Any]:
     """One policy, as page.js has it."""
-    step = record.step
-    starts, x = along_seconds(record, card, args.compile) if card else along_flops(record)
+    step, card, compiled = record.step, asked.card, asked.args.compile
+    starts, x = along_seconds(record, card, compiled) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
     ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
     replays = np.flatnonzero(np.diff(record.replays.astype(int), prepend=0, append=0))
@@ -154,8 +152,8 @@ def step_data(
         "name": name,
         "words": WORDS.get(name, "as it was asked for"),
         "flags": trainer_flags(step.config),
-        "flops": relative_flops(step.config, step.seq_len, args.compile),
-        "seconds": step.seconds(card, args.compile) if card else None,
+        "flops": relative_flops(step.config, step.seq_len, compiled),
+        "seconds": step.seconds(card, compiled) if card else None,
         "peak": step.peak,
         "where": step.where,
         "operators": [labels.operators[operator] for operator in record.operators],
@@ -170,9 +168,10 @@ def step_data(
     }
 
 
-def way_data(way: Way, args: argparse.Namespace, card: Card | None) -> list:
+def way_data(way: Way, asked: Question) -> list:
     """One of those that `auto` would take, as page.js has it: peak, cost, name, flags."""
-    cost = way.cost[0] if card else relative_flops(way.config, args.seq_len, args.compile)
+    flops = relative_flops(way.config, asked.args.seq_len, asked.args.compile)
+    cost = way.cost[0] if asked.card else flops
     return [way.peak, cost, way.config.recompute, trainer_flags(way.config)]
 
 
@@ -202,7 +201,7 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     for name, memory in found.items():
         bar.set_description(name)
         record = planner.record(args.batch_size, **memory)
-        steps.append(step_data(record, name, labels, card, args))
+        steps.append(step_data(record, name, labels, asked))
         if name in rungs(planner):
             alike.append(record.step)
         bar.update()
@@ -216,11 +215,9 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
         "budget": room.safe if is_asked else None,
-        "ways": [way_data(way, args, card) for way in ways],
+        "ways": [way_data(way, asked) for way in ways],
         "first": [*found].index(first),
-        "kinds": [
-            [NAMES.get(kind, kind), color, in_legend(kind)] for kind, color in COLORS.items()
-        ],
+        "kinds": [[NAMES.get(kind, kind), COLORS[kind], in_legend(kind)] for kind in COLORS],
         "lines": [[line, code_of(line)] for line in labels.lines],
         "operators": [*labels.operators],
         "labels": [list(label) for label in labels.storages],
@@ -240,10 +237,7 @@ def write_page(data: dict[str, Any], command: str) -> str:
         # "</script>" in a name would end the script.
         "numbers": "const DATA = " + text.replace("<", "\\u003c") + ";",
     }
-    for name, part in parts.items():
-        before, _, after = page.partition(f"/* {name} */")
-        page = before + part + after
-    return page
+    return re.sub(r"/\* ([\w.]+) \*/", lambda mark: parts[mark[1]], page)
 
 
 @tool

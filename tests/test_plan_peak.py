@@ -79,6 +79,7 @@ def test_what_differs_in_its_block_only_is_one_line(gpu):
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(st.integers(60, 260), st.sampled_from((LINES, 2, 30, 60)))
 def test_the_largest_groups_in_a_few_lines_of_any_terminal(columns, most):
+    """(All that stands in them: see the document.)"""
     step = record()
     groups, peak = at_peak(step), step.step.peak
     with pytest.MonkeyPatch.context() as patch:
@@ -88,21 +89,16 @@ def test_the_largest_groups_in_a_few_lines_of_any_terminal(columns, most):
     assert title == f"alive at the peak of none: {format_bytes(peak)}, {step.step.where}"
     assert blank == "" and max(map(len, [head, *lines])) <= columns
     assert len(lines) == min(most, len(groups))
-    if columns < 100:
-        return
-    assert head.split() == ["bytes", "share", "what", "shape", "line", "why"]
     n = len(groups) if len(groups) <= most else most - 1
     for group, line in zip(groups[:n], lines, strict=False):
-        size, share, rest = re.fullmatch(r" *([\d.,]+ \S+) +([\d.]+%)  (.*)", line).groups()
-        assert size == format_bytes(group["bytes"]) and share == f"{group['bytes'] / peak:.1%}"
-        what, shape, where, _ = in_words(group)
-        assert rest.startswith(what if columns > 200 else what[:37])  # a long name leaves room
-        assert shape in rest and where in rest
-        if "c_fc: output" in what:
-            assert (group["code"] in line) == (columns > 200) or 120 < columns <= 200
+        assert line.strip().startswith(format_bytes(group["bytes"]))
+        if columns > 200:
+            assert all(words in line for words in in_words(group)[:3])
+            assert group["code"] in line or "c_fc: output" not in group["name"]
     if others := groups[n:]:
-        assert lines[-1].split("  ")[-1] == f"and {sum(g['count'] for g in others)} others"
-        assert lines[-1].strip().startswith(format_bytes(sum(g["bytes"] for g in others)))
+        assert f"  and {sum(group['count'] for group in others)} others" in lines[-1]
+        rest = sum(group["bytes"] for group in others)
+        assert lines[-1].strip().startswith(f"{format_bytes(rest)}  ")
 
 
 # ---- of which step
