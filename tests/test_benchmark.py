@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -76,31 +75,26 @@ def bench(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_measured_in_processes_of_their_own(tmp_path, capsys, monkeypatch):
+def test_measured_in_processes_of_their_own(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "clock_card", card.clock_card)
     monkeypatch.chdir(tmp_path)  # from anywhere
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=240))
-    file = tmp_path / "rows.json"
-    flags = ["--policies", "none", "full", "--repeats", "1", "--steps", "2", "--json", str(file)]
     ballast = torch.ones(2**27)  # 512 MiB of this process, which no worker must report as its own
-    assert benchmark.main([*SHAPE, *flags]) == 0
+    flags = "--policies none full --repeats 1 --steps 2"
+    done = bench(*flags.split(), worker=benchmark.run_worker)
     del ballast
-    result = json.loads(file.read_text())
-    assert result["torch"] == torch.__version__ and result["command"].endswith(" ".join(flags))
-    assert result["config"]["vocab_size"] == 211 and result["out_of_memory"] == []
-    assert result["card"]["name"] == result["predicted for"] == "this machine"
-    none, full = result["rows"]
+    assert done.json["torch"] == torch.__version__ and flags in done.json["command"]
+    assert done.json["config"]["vocab_size"] == 211 and done.json["out_of_memory"] == []
+    assert done.json["card"]["name"] == done.json["predicted for"] == "this machine"
+    none, full = done.rows
     assert (none["policy"], full["policy"]) == ("none", "full")
-    for row in result["rows"]:
-        assert len(row["step_s_all"]) == 2 and min(row["step_s_all"]) > 0
+    assert full["peak_bytes"] < none["peak_bytes"]
+    for row in done.rows:
+        assert len(row["step_s_all"]) == 2 and min(*row["step_s_all"], row["predicted_s"]) > 0
         assert row["peak_bytes"] == pytest.approx(row["predicted_bytes"], rel=0.02)
         assert row["peak_kind"] == "cpu allocator" and row["mfu"] is None and row["hfu"] is None
-        assert 0 < row["rss_bytes"] < 2**29 and row["predicted_s"] > 0
-        assert (row["group"], row["compiled"]) == (1, False)
-    assert full["peak_bytes"] < none["peak_bytes"]
-    printed = capsys.readouterr().out.splitlines()
-    (line,) = (line for line in printed if line.startswith("| full |"))
-    assert line.split(" | ")[1] == "8 x 32" and " MiB | " in line
+        assert 0 < row["rss_bytes"] < 2**29
+    assert re.search(r"^\| full \| 8 x 32 \| .* MiB \| ", done.out, re.M)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +139,7 @@ def test_all_models_see_the_same_tokens_and_every_step_others():
     assert torch.equal(batches("full")[1][0], later)
 
 
-def test_processes_take_turns_and_medians_are_reported(bench, capsys):
+def test_processes_take_turns_and_medians_stand_beside_predictions(bench, capsys):
     order = []
 
     def worker(argv, job):
@@ -161,13 +155,20 @@ def test_processes_take_turns_and_medians_are_reported(bench, capsys):
     assert order == "none mlp full none mlp full none full".split()
     assert [row["policy"] for row in done.rows] == ["none", "full"]
     assert [job["policy"] for job in done.json["out_of_memory"]] == ["mlp"]
+    planner = benchmark.ask(arguments("--grad-accum-steps", "2")).planner
     for row in done.rows:
         assert len(row["step_s_all"]) == 6
         assert row["step_s"] == statistics.median(row["step_s_all"]) > 0.5
         assert row["tokens_per_s"] == pytest.approx(2 * 8 * 32 / row["step_s"])
+        one = planner.step(8, recompute=row["policy"]).seconds(CARD)
+        assert one < row["predicted_s"] < 2 * one  # two micro-batches share one update
+    assert (done.json["card"]["name"], done.json["card"]["bytes_per_s"]) == ("a card", 1e9)
+    header, _, first, second = (line.split(" | ") for line in done.out.splitlines()[2:6])
+    for at, name in ((2, "step"), (3, "predicted")):
+        none, full = (row[f"{name}_s"] for row in done.rows)
+        assert header[at] == name and first[at] == f"{1000 * none:,.1f} ms"
+        assert (first[at + 3], second[at + 3]) == ("+0.0%", f"{full / none - 1:+.1%}")
     assert "Out of memory: MiniGPT, mlp, batch 8" in done.out
-    none, full = done.rows
-    assert f"| {full['step_s'] / none['step_s'] - 1:+.1%} |" in done.out
 
 
 def test_largest_batch_is_what_the_planner_says(bench):
@@ -202,8 +203,8 @@ def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):
         benchmark.run_worker([], Job("none", 8))
 
 
-@pytest.mark.parametrize("n_done", [0, 3])
-def test_ctrl_c_keeps_what_was_measured(bench, n_done):
+@pytest.mark.parametrize(("n_done", "kept"), [(0, []), (3, [4, 2])])
+def test_ctrl_c_keeps_what_was_measured(bench, n_done, kept):
     left = iter(range(n_done))
 
     def worker(argv, job):
@@ -214,12 +215,9 @@ def test_ctrl_c_keeps_what_was_measured(bench, n_done):
     done = bench(*"--policies none full --repeats 2".split(), worker=worker, code=130)
     when = f"after {n_done} of 4 runs"
     assert done.err.splitlines()[-1] == f"stopped {when}"
-    assert [row["policy"] for row in done.rows] == ["none", "full"][:n_done]
-    assert [len(row["step_s_all"]) for row in done.rows] == {0: [], 3: [4, 2]}[n_done]
-    assert (done.out == "") == (n_done == 0) == ("interrupted" not in done.json)
-    if n_done:
-        assert done.json["interrupted"] == when
-        assert "| none |" in done.out and f"interrupted: {when}" in done.out
+    assert [len(row["step_s_all"]) for row in done.rows] == kept
+    assert (f"interrupted: {when}" in done.out and "| none |" in done.out) == bool(kept)
+    assert (done.out == "") == (not kept) and done.json.get("interrupted", when) == when
 
 
 @pytest.mark.slow
@@ -253,6 +251,7 @@ def test_the_peer_is_measured_beside_ours(bench, monkeypatch, capsys):
     assert [row["peer"] for row in done.rows] == [None] * 6 + ["transformers"] * 2
     assert done.json["transformers"] == "5.0"
     assert theirs[0]["predicted_bytes"] is None and theirs[0]["predicted_s"] is None
+    assert done.rows[3]["predicted_s"] < ours[0]["predicted_s"]  # compiled
     lines = done.out.split("### Beside transformers")[1].splitlines()
     (none,) = [line for line in lines if "| none" in line]  # what is compiled is compared with none
     assert none.split(" | ")[3] == f"{ours[1]['step_s'] / theirs[0]['step_s']:.2f}"
@@ -282,44 +281,17 @@ def test_the_peer_is_the_same_model():
     assert full < 0.8 * none  # it recomputes when told to
 
 
-def test_predicted_times_stand_beside_measured_ones(bench):
-    flags = "--policies none full --repeats 1 --compile".split()
-    done, planner = bench(*flags), benchmark.ask(arguments()).planner
-    none, full, compiled, _ = done.rows
-    for row in (none, full):
-        assert row["predicted_s"] == planner.step(8, recompute=row["policy"]).seconds(CARD)
-    header, _, first, second = (line.split(" | ") for line in done.out.splitlines()[2:6])
-    assert header[3] == header[6] == "predicted" and header[2] == "step"
-    assert first[3] == f"{1000 * none['predicted_s']:,.1f} ms" and first[6] == "+0.0%"
-    assert second[6] == f"{full['predicted_s'] / none['predicted_s'] - 1:+.1%}" != "+0.0%"
-    assert compiled["predicted_s"] < none["predicted_s"]
-    # Three micro-batches share one update, as they do in what is measured.
-    three = bench(*flags, "--grad-accum-steps", "3").rows[0]
-    assert 2 * none["predicted_s"] < three["predicted_s"] < 3 * none["predicted_s"]
-    assert (done.json["card"]["name"], done.json["card"]["bytes_per_s"]) == ("a card", 1e9)
-
-
 def test_shares_of_what_a_gpu_can_do(monkeypatch):
     """`mfu` of the FLOPs that a step needs, `hfu` of those that it does."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-40GB")
-    monkeypatch.setattr(benchmark, "predict", lambda question, job: (step, 1.0))
-
-    def shares(precision, tokens_per_s, *flags):
-        question = replace(benchmark.ask(arguments(*flags)), precision=precision)
-        question = replace(question, device=torch.device("cuda"))
-        result = defaultdict(lambda: None, step_s_all=[8 * 32 / tokens_per_s])
-        row = benchmark.make_row(question, Job("full", 8), [result])
-        return row["mfu"], row["hfu"]
-
-    step = SimpleNamespace(config=benchmark_worker.config_of(arguments(), Job("full", 8)), peak=1)
-    needed, replayed = step_flops(step.config, 32)
-    # A card that does exactly what 1000 tokens/s need is at 100 %.
-    mfu, hfu = shares(torch.bfloat16, 312e12 / needed)
-    assert mfu == pytest.approx(1.0)
-    assert hfu == pytest.approx(1 + replayed / needed) and hfu > 1.1
-    assert shares(torch.float32, 1000.0) == (None, None)  # nobody has noted it
-    in_bfloat16, in_tf32 = shares(torch.bfloat16, 1000.0), shares(torch.float32, 1000.0, "--tf32")
-    assert in_tf32[0] == pytest.approx(2 * in_bfloat16[0])
+    job, peaks = Job("full", 8), {"": (torch.bfloat16, 312e12), "--tf32": (torch.float32, 156e12)}
+    for flag, (precision, peak) in peaks.items():
+        here = benchmark.ask(arguments(*flag.split()))
+        question = replace(here, device=torch.device("cuda"), precision=precision)
+        row = benchmark.make_row(question, job, [fake_worker([], job)])
+        needed, replayed = step_flops(benchmark_worker.config_of(arguments(), job), 32)
+        assert row["mfu"] == pytest.approx(row["tokens_per_s"] * needed / peak)
+        assert row["hfu"] == pytest.approx(row["mfu"] * (1 + replayed / needed))
 
 
 def test_tf32_is_measured_with_tf32(monkeypatch):
