@@ -43,11 +43,11 @@ LARGE = "--max-tokens=2000 --d-model=64 --seq-len=64 --batch-size=7 --num-steps=
 LARGE += " --lr-scheduler=constant --eval-interval=3 --grad-clip-norm=0.1 --sample-tokens=4"
 
 
-def train(path: Path, script: str, *flags: str, processes: int, **env: str) -> str:
+def train(path: Path, script: str, *flags: str, processes: int) -> str:
     """What the run says."""
-    words = [script, *TINY, *LARGE.split(), "--checkpoint-path", str(path), *flags]
-    result = together(words, processes, OMP_NUM_THREADS="2", **env)
-    assert result.returncode == 0 and "view tensor" not in result.stderr, result.stderr
+    how = {"script": script, "processes": processes, "OMP_NUM_THREADS": "2"}
+    result = torchrun(path, *LARGE.split(), *flags, **how)
+    assert "view tensor" not in result.stderr
     return result.stdout
 
 

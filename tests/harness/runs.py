@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import torch
 
@@ -40,7 +41,7 @@ class Crash(Exception):
 
 def run(
     command: list[str], timeout: float = DEADLINE, cwd: Path = ROOT, **env: str
-) -> subprocess.CompletedProcess:
+) -> CompletedProcess:
     python, *words = command
     if python == sys.executable and words[0] != "-c" and words[:2] != TORCHRUN[1:3]:
         return Forks([(words, env)], cwd).end(timeout)
@@ -91,7 +92,7 @@ class Forks:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def end(self, timeout: float = DEADLINE) -> subprocess.CompletedProcess:
+    def end(self, timeout: float = DEADLINE) -> CompletedProcess:
         """Wait for all; the exit code is that of the one that failed first, or 0."""
         try:
             wait_until(self.answer.exists, "end", timeout)
@@ -100,7 +101,7 @@ class Forks:
             raise subprocess.TimeoutExpired(self.command, timeout) from None
         code, out, err = (path.read_text() for path in (self.answer, self.out, self.err))
         self.temporary.cleanup()
-        return subprocess.CompletedProcess(self.command, json.loads(code), out, err)
+        return CompletedProcess(self.command, json.loads(code), out, err)
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = DEADLINE) -> None:
@@ -136,7 +137,7 @@ def last_step(log: str) -> int:
 
 def together(
     words: list[str], processes: int = 2, timeout: float = DEADLINE, **env: str
-) -> subprocess.CompletedProcess:
+) -> CompletedProcess:
     """A program in as many processes as torchrun would start, without torchrun."""
     return start_together(words, processes, **env).end(timeout)
 
@@ -150,14 +151,9 @@ def start_together(words: list[str], processes: int = 2, **env: str) -> Forks:
     return Forks([(words, env | rank) for rank in ranks])
 
 
-def train(
-    path: Path, *flags: str, expect: int = 0, script: str = "train_minimal.py", **env: str
-) -> subprocess.CompletedProcess:
-    """One trainer in a process of its own."""
-    command = [sys.executable, *script.split(), *TINY, "--checkpoint-path", str(path), *flags]
-    result = run(command, **env)
-    assert result.returncode == expect, result.stdout + result.stderr
-    return result
+def train(path: Path, *flags: str, script: str = "train_minimal.py", **how) -> CompletedProcess:
+    """One trainer in a process of its own: see `torchrun`."""
+    return torchrun(path, *flags, processes=1, script=script, **how)
 
 
 def train_here(path: Path, *flags: str, base: list[str] = TINY) -> int:
@@ -173,7 +169,7 @@ def torchrun(
     script: str = "train_ddp.py",
     expect: int = 0,
     **env: str,
-) -> subprocess.CompletedProcess:
+) -> CompletedProcess:
     """A trainer in as many processes as torchrun would start; see `together`."""
     words = [*script.split(), *TINY, "--checkpoint-path", str(path), *flags]
     result = together(words, processes, **env)
@@ -187,7 +183,7 @@ def by_torchrun(path: Path, *flags: str, script: str, launch: str = "") -> list[
     return [*TORCHRUN, *words, "--checkpoint-path", str(path), *flags]
 
 
-def errors(result: subprocess.CompletedProcess) -> list[str]:
+def errors(result: CompletedProcess) -> list[str]:
     """What it says to its user."""
     return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
 
