@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .operators import EMPTY, Cost, cost_of, signature, tensors_in
+from .operators import EMPTY, count_flops, is_fusable, precision_of, signature, tensors_in
 
 ROOT = Path(__file__).parent.parent
 RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward: their lines are a replay's
@@ -84,7 +84,9 @@ class Op(NamedTuple):
     given: tuple[tuple[str, Storage], ...] = ()  # by the names of its arguments
     made: tuple[tuple[int, Storage], ...] = ()  # (which of its results, storage)
     touches: tuple[Touch, ...] = ()  # (): it moves no bytes
-    cost: Cost = Cost()
+    flops: float = 0
+    precision: int = 0  # of its products: index into PRECISIONS
+    fusable: bool = False  # with its neighbours, by a compiler
 
 
 class Part(NamedTuple):
@@ -183,7 +185,12 @@ class Log(TorchDispatchMode):
         if its.name not in EMPTY and any(touch.written for touch in touches):
             every = dict.fromkeys(touches)  # (x * x reads x once)
             here = tuple(touch for touch in every if touch.storage.device.type == "cpu")
-            op = op._replace(touches=here, cost=cost_of(func, arguments, results, place))
+            op = op._replace(
+                touches=here,
+                flops=count_flops(its.name, arguments, results),
+                precision=precision_of(its.name, arguments),
+                fusable=is_fusable(func, its.name, arguments),
+            )
         self.ops.append(op)
 
     def touch(self, tensor: Tensor) -> Touch:

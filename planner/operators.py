@@ -50,14 +50,6 @@ class Signature(NamedTuple):
     changed: str | None  # the argument that it changes and returns: `add_`, or an `out`
 
 
-class Cost(NamedTuple):
-    """What an operator takes beside its bytes."""
-
-    flops: float = 0
-    precision: int = 0  # index into PRECISIONS
-    fusable: bool = False  # with its neighbours, by a compiler
-
-
 @cache
 def signature(operator: Any) -> Signature:
     name, schema = operator.overloadpacket.__name__, operator._schema
@@ -95,18 +87,11 @@ def tensors_in(argument: Any) -> list[Tensor]:
     return [argument] if isinstance(argument, Tensor) else []
 
 
-def cost_of(
-    operator: Any, given: dict[str, Any], results: list[Tensor], place: tuple[int, str, int | None]
-) -> Cost:
-    """`given`: its arguments, by name."""
-    name = signature(operator).name
+def precision_of(name: str, given: dict[str, Any]) -> int:
+    """Of its products: an index into PRECISIONS. `given`: its arguments, by name."""
     left = given.get("query", given.get(LEFT_FACTOR.get(name, "")))
-    precision = left.dtype if isinstance(left, Tensor) else torch.float32
-    return Cost(
-        count_flops(name, given, results),
-        PRECISIONS.index(precision) if precision in PRECISIONS else 0,
-        is_fusable(operator, name, given, place),
-    )
+    found = isinstance(left, Tensor) and left.dtype in PRECISIONS
+    return PRECISIONS.index(left.dtype) if found else 0
 
 
 def count_flops(name: str, given: dict[str, Any], results: list[Tensor]) -> float:
@@ -120,11 +105,8 @@ def count_flops(name: str, given: dict[str, Any], results: list[Tensor]) -> floa
     return 0
 
 
-def is_fusable(operator: Any, name: str, given: dict[str, Any], place: tuple) -> bool:
-    """Is it inside of what MiniGPT.compile_blocks compiles, and pointwise, or row by row?"""
-    _, phase, block = place
-    if block is None and phase != "head":
-        return False
+def is_fusable(operator: Any, name: str, given: dict[str, Any]) -> bool:
+    """Is it pointwise, or row by row?"""
     if name == "sum":
         return given.get("dim") in ([-1], [given["self"].dim() - 1])
     return name in ROWWISE or torch.Tag.pointwise in operator.tags

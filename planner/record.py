@@ -8,7 +8,6 @@ import linecache
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -82,16 +81,6 @@ ALWAYS = {
 ALIKE = {"parameters": "weight", "gradients": "gradient", "optimizer": "optimizer state"}
 
 
-class Read(NamedTuple):
-    """An operator reads a storage."""
-
-    operator: str
-    argument: str
-    module: str  # whose forward or backward it is part of
-    in_backward: bool
-    replays: bool  # forward, in backward
-
-
 @dataclass(frozen=True)
 class Record:
     """One step, storage by storage."""
@@ -114,16 +103,11 @@ class Record:
 
 def record_of(log: Log, step: StepMemory) -> Record:
     """Of a log that knows who asked for each operator."""
-    reads: dict[Storage, list[Read]] = defaultdict(list)
+    reads: dict[Storage, list[tuple[Op, str]]] = defaultdict(list)  # by whom, as which argument
     gradients: set[Storage] = set()  # what backward makes
-    replays = [False]
     for op in log.ops:
-        _, phase, _ = op.place
-        replays.append(phase == "backward" and not op.source.is_backward)
-        in_backward = op.source.is_backward or phase == "backward"
         for argument, storage in op.given:
-            read = Read(op.name, argument, op.source.module, in_backward, replays[-1])
-            reads[storage].append(read)
+            reads[storage].append((op, argument))
         for i, storage in op.made:
             if op.source.is_backward:
                 gradients.add(storage)
@@ -138,8 +122,14 @@ def record_of(log: Log, step: StepMemory) -> Record:
         if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\b", storage.name)):
             storage.block = int(found[1])  # its weights and their gradients
     names = ["", *(op.name for op in log.ops)]
+    replays = np.array([False, *map(is_replay, log.ops)])
     begun, compiled = ([op.at for op in ops] for ops in (what_moves(log.ops), fuse(log.ops)))
-    return Record(step, storages, names, np.array(replays), begun, compiled)
+    return Record(step, storages, names, replays, begun, compiled)
+
+
+def is_replay(op: Op) -> bool:
+    """Forward, in backward."""
+    return op.place[1] == "backward" and not op.source.is_backward
 
 
 def group_of(storage: Storage) -> tuple[str, str]:
@@ -190,28 +180,32 @@ def code_of(line: str) -> str:
     return linecache.getline(str(ROOT / file), int(number or 0)).split("#")[0].strip()
 
 
-def why(storage: Storage, reads: list[Read], is_gradient: bool) -> str:
+def why(storage: Storage, reads: list[tuple[Op, str]], is_gradient: bool) -> str:
     """A storage is there. `is_gradient`: backward made it (a replay is forward)."""
     if storage.kind in ALWAYS:
         return ALWAYS[storage.kind]
-    in_backward = [] if is_gradient else [read for read in reads if read.in_backward]
-    if storage.replayed:
-        in_backward = [read for read in in_backward if not read.replays]
+    in_backward = [
+        (op, argument)
+        for op, argument in reads
+        if (op.place[1] == "backward" or op.source.is_backward)
+        and not is_gradient
+        and not (storage.replayed and is_replay(op))
+    ]
     if in_backward:
-        first = in_backward[0]
-        if first.replays:
-            of_module = f" of {first.module}" if first.module else ""
-            return f"a replay begins with it: {first.operator}{of_module}"
-        for read in in_backward:
-            if read[:2] in NEEDED:
-                return NEEDED[read[:2]].format(read.module)
-        if first.module.endswith("dropout"):
+        first, module = in_backward[0][0], in_backward[0][0].source.module
+        if is_replay(first):
+            of_module = f" of {module}" if module else ""
+            return f"a replay begins with it: {first.name}{of_module}"
+        for op, argument in in_backward:
+            if (op.name, argument) in NEEDED:
+                return NEEDED[op.name, argument].format(op.source.module)
+        if module.endswith("dropout"):
             return "dropout's backward needs its mask"
-        if first.operator == "mm":
+        if first.name == "mm":
             parts = ("input", "weight") if "weight" in storage.name else ("weight", "input")
-            return "the gradient of {}'s {} needs its {}".format(first.module, *parts)
-        return f"backward needs it: {first.operator} of {first.module}"
+            return "the gradient of {}'s {} needs its {}".format(module, *parts)
+        return f"backward needs it: {first.name} of {module}"
     if storage.kind == "activations" and storage.born:
         return "its policy keeps it, though backward does not read it"
-    readers = [*dict.fromkeys(read.operator for read in reads)]
+    readers = [*dict.fromkeys(op.name for op, _ in reads)]
     return f"on its way to {', '.join(readers[:3])}" if readers else "nobody reads it"

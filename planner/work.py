@@ -48,13 +48,13 @@ def what_moves(ops: Iterable[Op]) -> list[Op]:
 def fuse(ops: Iterable[Op]) -> list[Op]:
     """As a compiler would: neighbours at the same place that can be are one operator. It reads what
     was there before it, once, and writes what outlives it, once."""
-    fused = []
-    groups = [
-        list(group)
-        for _, group in groupby(
-            what_moves(ops), lambda op: (op.place, True) if op.cost.fusable else (op.at, False)
-        )
-    ]
+
+    def together(op: Op) -> tuple:
+        _, phase, block = op.place  # compiled are blocks and the head (MiniGPT.compile_blocks)
+        is_compiled = block is not None or phase == "head"
+        return (op.place, True) if op.fusable and is_compiled else (op.at, False)
+
+    fused, groups = [], [list(group) for _, group in groupby(what_moves(ops), together)]
     for i, group in enumerate(groups):
         after = groups[i + 1][0].at if i + 1 < len(groups) else math.inf
         inner = {
@@ -87,8 +87,8 @@ def summarize_work(ops: Sequence[Op], repeats: Iterable[tuple[int, int, int]] = 
             touches.append((i, touch.bytes, memory.touch(touch)))
     columns = list(zip(*touches, strict=True)) or [()] * 3
     return Work(
-        flops=np.array([op.cost.flops for op in ops], dtype=np.float64),
-        precision=np.array([op.cost.precision for op in ops], dtype=np.uint8),
+        flops=np.array([op.flops for op in ops], dtype=np.float64),
+        precision=np.array([op.precision for op in ops], dtype=np.uint8),
         attention=np.array([WHICH.get(op.name, 0) for op in ops], dtype=np.uint8),
         times=times,
         operator=np.array(columns[0], dtype=np.int32),
