@@ -151,21 +151,11 @@ def test_plan_memory_says_what_offload_takes_of_a_cpu(tmp_path, capsys, monkeypa
     monkeypatch.setattr(offload, "SMALL", X)
     flags, file = FLAGS.format("cuda").split(), tmp_path / "plan.json"
     flags += ["--memory-budget", "64MiB", "--nproc-per-node=2", "--json", str(file)]
-
-    def planned() -> dict:
-        assert plan_tool.main(flags) == 0
-        return json.loads(file.read_text())["rows"][-1]
-
-    row = planned()
+    assert plan_tool.main(flags) == 0
+    row = json.loads(file.read_text())["rows"][-1]
     assert row["host_bytes"] == 3 * X and row["fits"]
     about = 2 * row["host_bytes"] * row["largest_batch_safely"] / 8
     assert (
         f"\noffload  pins {format_bytes(6 * X)} of CPU memory in 2 processes, "
         f"about {format_bytes(about)} for {row['largest_batch_safely']} sequences in each\n"
     ) in capsys.readouterr().out
-    # A GPU that is here is in a machine whose memory is known.
-    asked = plan_tool.ask(plan_tool.parse(flags), 2)
-    here = replace(asked.room, host=row["host_bytes"] - 1)
-    monkeypatch.setattr(plan_tool, "ask", lambda *args: replace(asked, args=args[0], room=here))
-    less = planned()
-    assert not less["fits"] and less["largest_batch"] < 8 <= row["largest_batch"]
