@@ -90,8 +90,8 @@ def tensors_in(argument: Any) -> list[Tensor]:
 def precision_of(name: str, given: dict[str, Any]) -> int:
     """Of its products: an index into PRECISIONS. `given`: its arguments, by name."""
     left = given.get("query", given.get(LEFT_FACTOR.get(name, "")))
-    found = isinstance(left, Tensor) and left.dtype in PRECISIONS
-    return PRECISIONS.index(left.dtype) if found else 0
+    precision = left.dtype if isinstance(left, Tensor) else torch.float32
+    return PRECISIONS.index(precision) if precision in PRECISIONS else 0
 
 
 def count_flops(name: str, given: dict[str, Any], results: list[Tensor]) -> float:
