@@ -49,8 +49,6 @@ def open_pretrained(path: Path) -> Pretrained:
     if os.path.isdir(path):  # (Path's own raises for a name that is too long)
         config, weights, tokenizer = open_folder(path)
         about = "as transformers writes them"
-    elif path.suffix in (".safetensors", ".json") and os.path.exists(path):
-        raise SnapshotError(f"{path} is one file of several: name its folder, {path.parent}")
     elif os.path.exists(path):
         state = read_snapshot(path)
         try:

@@ -72,13 +72,13 @@ FOLDERS = {
     "a text": refused(b"a few words", "gpt2 is no snapshot, or a damaged one"),
     "empty": refused(Path.mkdir, "cannot read gpt2/config.json: No such file"),
     "one file of several": refused(
-        write_folder, "name its folder, gpt2", flags="--init-from=gpt2/model.safetensors"
+        write_folder, "config.json is no snapshot", flags="--init-from=gpt2/config.json"
     ),
     "config is no JSON": folder("config.json is no JSON object, or is damaged", config=b"{"),
     "config is a list": folder("config.json is no JSON object", config=[1]),
     "another model": config("model_type is 'bert'; MiniGPT is GPT-2", model_type="bert"),
     "no model type": config("model_type is None", model_type="gone"),
-    "another head's class": config("a GPT2ForMagic", architectures=["GPT2ForMagic"]),
+    "another class": tensor("score.weight", np.zeros(2, np.float32), "as score.weight, .* nothing"),
     "heads": config(r"config.json: .*divisible", n_head=3),
     "a size that is a word": config("config.json: n_layer is 'two'", n_layer="two"),
     "a huge size": config("config.json: n_positions is 1", n_positions=10**30),
