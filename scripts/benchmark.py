@@ -160,16 +160,6 @@ def run_worker(argv: list[str], job: Job) -> Row | None:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def expected_seconds(args: argparse.Namespace, steps: list[float]) -> float:
-    """How long all runs will take, roughly; `steps`: predicted seconds of one, of each job.
-
-    A step with a profiler takes three times as long; and a process needs to start, as this one has
-    done. (--compile's first steps take longer, nobody knows how much.)
-    """
-    runs = (time.process_time() + step * (WARM_UP + args.steps + 3) for step in steps)
-    return args.repeats * sum(runs)
-
-
 def take_turns(
     jobs: list[Job], repeats: int, run: Callable[[Job], Row | None]
 ) -> tuple[dict[Job, list[Row]], str | None]:
@@ -323,7 +313,9 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     assert question.card
     jobs = choose_jobs(question)
     progress = tqdm(jobs, desc="predicting", leave=False, disable=None)
-    seconds = expected_seconds(args, [predict(question, job)[1] for job in progress])
+    seconds = sum(predict(question, job)[1] for job in progress) * (WARM_UP + args.steps + 3)
+    # (3: a step with a profiler. And each process needs to start, as this one has done.)
+    seconds = args.repeats * (seconds + len(jobs) * time.process_time())
     n_runs = args.repeats * len(jobs)
     print(f"{n_runs} run{'s' * (n_runs > 1)}, about {format_time(seconds)} in all", file=sys.stderr)
     results, interrupted = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))

@@ -416,11 +416,7 @@ def solution(n: int) -> str:
 def check(n: int, text: str) -> int:
     """Print what there is to say to an answer, and return the exit code. Raises UsageError."""
     exercise = EXERCISES[n]
-    try:
-        given = exercise.read(text)
-    except UsageError as error:
-        raise UsageError(f"exercise {n}: {error}") from None
-    answer, _ = MEASURES[n]()
+    given, (answer, _) = exercise.read(text), MEASURES[n]()
     if exercise.is_near(given, answer):
         print(f"right: {exercise.answer(answer)}")
         return 0

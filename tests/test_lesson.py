@@ -149,26 +149,3 @@ def test_answers_are_computed_when_asked(known, capsys, monkeypatch):
     forgets_nothing = checkpoint_from_scratch.in_place_of_torchs
     monkeypatch.setattr(lesson, "checkpoint", forgets_nothing)
     assert lesson.other_dice()[0] == "d"
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["11"], "N: must be a whole number of at least 1 and at most 10, not '11'"),
-        (["0"], "N: must be"),
-        (["two"], "N: must be a whole number"),
-        (["4", "many"], r"exercise 4: the answer must be a number \(BTC\), not 'many'"),
-        (["4", ""], "exercise 4: the answer must be a number"),
-        (["4", "24", "12"], "exercise 4: the answer must be a number"),
-        (["7", "nan"], "exercise 7: the answer must be a number"),
-        (["9", "3/0"], "exercise 9: the answer must be a number"),
-        (["6", "e"], "exercise 6: answer one of a, b, c, d, not 'e'"),
-        (["10", "auto"], "exercise 10: answer one of none, cheap, .*, not 'auto'"),
-        (["--measure"], "--measure needs the number of an exercise"),
-        (["3", "--hint"], "unrecognized arguments: --hint"),
-    ],
-)
-def test_what_is_no_answer_costs_one_line(words, says, capsys):
-    code, out, err = ask(capsys, *words)
-    (line,) = err.splitlines()
-    assert code == 2 and not out and re.search(f"^error: {says}", line), line

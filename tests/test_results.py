@@ -149,20 +149,6 @@ def test_weights_are_compared_like_with_like(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: --train-data: one file only")
 
 
-CHOSEN = {  # by the study itself
-    fine_tuning: "--init-from=x --resume --use-toy-data --val-data=x",
-    optimizers: "--optimizer=muon --moments-dtype=bfloat16 --lr=1",
-}
-
-
-def test_what_a_study_chooses_itself_is_refused(capsys):
-    for study, flags in CHOSEN.items():
-        for flag in flags.split():
-            assert study.main([flag]) == 2
-            (line,) = capsys.readouterr().err.splitlines()
-            assert line.startswith(f"error: {flag.split('=')[0]}: this script chooses it")
-
-
 def test_evidence_says_what_optimizers_found():
     found, text = read("optimizers"), words_of("evidence.md")
     ends = {name: optimizers.best(found["rates"], name)["val_loss"] for name in ("adamw", "muon")}

@@ -21,10 +21,11 @@ from scripts import (
     export_hf,
     generate,
     kept_tensors,
+    lesson,
     plan_memory,
     plot_metrics,
 )
-from studies import ladder
+from studies import fine_tuning, ladder, optimizers
 
 Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
 Programs = dict[str, tuple[Callable[[list[str]], int], list[str]]]
@@ -44,7 +45,10 @@ PROGRAMS: Programs = {
     "plan_memory": (plan_memory.main, []),
     "benchmark": (benchmark.main, ["--device=cpu"]),
     "kept_tensors": (kept_tensors.main, []),
+    "lesson": (lesson.main, []),
     "ladder": (ladder.main, []),
+    "fine_tuning": (fine_tuning.main, []),
+    "optimizers": (optimizers.main, []),
 }
 
 
@@ -130,6 +134,20 @@ REFUSED_BY = {
         "--use-activation-checkpoint": "--policies names what is measured",
         "--tokenizer-name=none.tiktoken": "--tokenizer-name none.tiktoken: no such file",
     },
+    "lesson": {
+        "11": "N: must be a whole number of at least 1 and at most 10, not '11'",
+        "4 many": r"the answer must be a number \(BTC\), not 'many'",
+        "4 24 12": "the answer must be a number",
+        "9 3/0": "the answer must be a number",
+        "6 e": "answer one of a, b, c, d, not 'e'",
+        "10 auto": "answer one of none, cheap, .*, not 'auto'",
+        "--measure": "--measure needs the number of an exercise",
+    },
+    "fine_tuning": {
+        "--resume": "--resume: this script chooses it",
+        "--val-data=x": "--val-data: this script chooses it",
+    },
+    "optimizers": {"--lr=1": "--lr: this script chooses it"},
 }
 TOOLS = {
     f"{tool}: {words}": Case(tool, words, (says,))
