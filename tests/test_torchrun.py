@@ -7,15 +7,17 @@ test_reliability.py.)
 """
 
 import socket
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness.faults import broken_together, history
+from harness.faults import WHOLE_RUNS, broken_together, history
 from harness.runs import TINY, errors, metrics, same, snapshot, together, torchrun, train_here
 
 from train_ddp import DDPProcess
@@ -51,20 +53,12 @@ def train(path: Path, script: str, *flags: str, processes: int) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory, plans_nothing):
+@cache
+def alone(flags: str) -> Path:
     """The run of one process with two micro-batches."""
-    done = {}
-
-    def get(flags: str) -> Path:
-        if flags not in done:
-            path = tmp_path_factory.mktemp("alone") / "run.pt"
-            words = ["--grad-accum-steps=2", *flags.split()]
-            train(path, "train_minimal.py", *words, processes=1)
-            done[flags] = path
-        return done[flags]
-
-    return get
+    path = Path(tempfile.mkdtemp(dir=WHOLE_RUNS.name), "run.pt")
+    train(path, "train_minimal.py", "--grad-accum-steps=2", *flags.split(), processes=1)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -75,7 +69,7 @@ def alone(tmp_path_factory, plans_nothing):
         ("train_fsdp.py", FULL),
     ],
 )
-def test_two_processes_equal_one_with_two_micro_batches(tmp_path, alone, script, flags):
+def test_two_processes_equal_one_with_two_micro_batches(tmp_path, script, flags):
     """Weights, moments, losses, with clipping. One sample is drawn: from shards that needs both."""
     one, two = alone(flags), tmp_path / "two.pt"
     said = train(two, script, *flags.split(), processes=2)
@@ -91,7 +85,7 @@ def test_two_processes_equal_one_with_two_micro_batches(tmp_path, alone, script,
     assert said.count("sample") == 1
 
 
-def test_resumed_with_as_many_threads_or_with_others(tmp_path, alone, capsys):
+def test_resumed_with_as_many_threads_or_with_others(tmp_path, capsys):
     path, flags = tmp_path / "run.pt", ("train_minimal.py", "--no-amp", "--grad-accum-steps=2")
     said = train(path, *flags, "--num-steps=2", processes=1)
     assert "1 x cpu (2 threads; another number rounds sums otherwise)" in said
