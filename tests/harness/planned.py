@@ -79,12 +79,12 @@ def measured_peak(
         for _ in range(accumulate):
             if not by_ours:
                 tracker.reset_mod_stats()
-            ids = torch.randint(config.vocab_size, (batch_size, seq_len))
+            ids, labels = torch.randint(config.vocab_size, (2, batch_size, seq_len))
             in_low = dtype != torch.float32
             with torch.autocast("cpu", dtype, enabled=in_low, cache_enabled=False):
-                loss = model(ids, ids)
+                loss = model(ids, labels)
             loss.backward()
-            del loss, ids
+            del loss, ids, labels
         OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
