@@ -16,11 +16,12 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
+from planner.cards import card_named
 from planner.choose import pick_recompute
 from planner.formulas import count_parameters, state_bytes
 from planner.shards import share_of
 
-from .card import THIS_MACHINE, clock_card, device_type, measured_card
+from .card import THIS_MACHINE, clock_card, device_type
 from .device import choose_device, choose_precision, is_here, set_matmul_precision
 from .flags import AUTO, UsageError, changed, model_config, recompute_of
 from .knobs import Knob, candidates, less_moments, settings, shards, smaller_models
@@ -212,15 +213,13 @@ def ask(args: argparse.Namespace, processes: int | None = None, sharded: bool = 
     has free. `processes`: of train_ddp.py, or `sharded`, of train_fsdp.py, on one machine.
     Raises UsageError or DataError.
     """
-    n, card, kind, budget = processes or 1, None, args.device, args.memory_budget
+    n, kind, budget = processes or 1, args.device, args.memory_budget
     native: bool | None = None  # has it bfloat16?
     if args.card not in (None, THIS_MACHINE):
-        card = clock_card(args, torch.device("cpu"))  # (known by its name, wherever this runs)
-        assert card
-        check_card(args, card)
-        kind, budget = device_type(card), budget or card.memory
-        _, bfloat16, float16 = card.flops
-        native = bfloat16 >= float16  # (not before Ampere)
+        known = card_named(args.card)
+        check_card(args, known)
+        kind, budget = device_type(known), budget or known.memory
+        native = known.flops[1] >= known.flops[2]  # (not before Ampere)
     elif not is_here(kind) and args.card is None:
         native = True
     if native is None:
@@ -236,7 +235,7 @@ def ask(args: argparse.Namespace, processes: int | None = None, sharded: bool = 
                 "out --nproc-per-node"
             )
         set_matmul_precision(device, args.tf32)
-        card = measured_card(args, device)
+    card = clock_card(args, device) if args.card else None
     ddp, shards = processes is not None and not sharded, n if sharded else 1
     return Question(args, vocabulary(args), device, precision, room, card, ddp, n, shards)
 
