@@ -142,7 +142,8 @@ def test_no_misprints():
 
 # ---- their commands, run one after the other in a fresh copy, made small by flags at their end
 
-SHAPE = "--n-layers 1 --n-heads 2 --d-model 16 --d-ff 32 --seq-len 16 --max-position-embeddings 16"
+# That of harness/gpt2_folder.py.
+SHAPE = "--n-layers 2 --n-heads 2 --d-model 16 --d-ff 64 --seq-len 16 --max-position-embeddings 32"
 TRAINING = f"{SHAPE} --num-steps 4 --eval-batches 1 --sample-tokens 4"
 SMALL = {
     "train_minimal.py": TRAINING,

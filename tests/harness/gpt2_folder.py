@@ -1,4 +1,4 @@
-"""A folder as transformers writes it, without transformers and without our writer."""
+"""A folder as transformers writes it, without transformers."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,8 @@ from safetensors.numpy import save
 
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import to_json
+from model import MiniGPT, MiniGPTConfig
+from trainer.hf import THEIRS, renamed, turned
 
 CONFIG: dict[str, Any] = {"model_type": "gpt2", "activation_function": "gelu_new"}
 CONFIG |= {"vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_inner": None}
@@ -18,17 +20,13 @@ Tensors = dict[str, np.ndarray]
 
 
 def gpt2_tensors() -> Tensors:
-    """Random weights of `CONFIG` by the names of the model on the hub, which have no prefix."""
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (257, 16), "wpe.weight": (32, 16)}
-    norms, linears = ["ln_f"], {}
-    for block in ("h.0", "h.1"):
-        norms += [f"{block}.ln_1", f"{block}.ln_2"]
-        linears |= {f"{block}.attn.c_attn": (16, 48), f"{block}.attn.c_proj": (16, 16)}
-        linears |= {f"{block}.mlp.c_fc": (16, 64), f"{block}.mlp.c_proj": (64, 16)}
-    for name, shape in {**dict.fromkeys(norms, (16,)), **linears}.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[-1:]}
-    random = np.random.default_rng(0)
-    return {name: random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    """Random weights by the names of the model on the hub, which have no prefix."""
+    random, model = np.random.default_rng(0), MiniGPT(MiniGPTConfig(257, 32, 2, 2, 16, 64))
+    shapes = {name: turned(name, weight).shape for name, weight in model.state_dict().items()}
+    return {
+        renamed(name, THEIRS): random.normal(0, 0.2, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def safetensors(tensors: Tensors, pad: int = 0) -> bytes:
