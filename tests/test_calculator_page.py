@@ -3,7 +3,6 @@
 (And that is what planner/ says: test_calculator.py.)
 """
 
-import shutil
 from decimal import ROUND_HALF_UP, Decimal
 from urllib.parse import urlsplit
 
@@ -262,24 +261,6 @@ def test_a_broken_link_is_mended(chromium):
     assert page.complaints == [] and "NaN" not in page.locator("body").inner_text()
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_a_command_is_copied(chromium, allowed):
-    """From file://, where some browsers do not let a page write to the clipboard."""
-    page = open_page(chromium)
-    if allowed:
-        page.context.grant_permissions(["clipboard-write", "clipboard-read"])
-    else:
-        page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
-    page.locator("button[data-of=run]").click()
-    page.wait_for_function("document.querySelector('[data-of=run]').textContent === 'copied'")
-    page.evaluate("document.body.append(document.createElement('textarea'))")
-    page.locator("textarea").focus()
-    page.keyboard.press("Control+v")
-    copied = "python train_minimal.py --model gpt2-medium --use-activation-checkpoint auto"
-    assert page.locator("textarea").input_value() == copied
-    assert page.complaints == []
-
-
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (800, "dark"), (1400, "light")])
 def test_it_fits_a_screen(chromium, width, scheme):
     """And whoever uses keys sees where they are."""
@@ -296,11 +277,3 @@ def test_it_fits_a_screen(chromium, width, scheme):
     if width < 760:  # the figure stays while sliders move
         assert page.locator("#peak").bounding_box()["y"] >= 0
     assert page.complaints == []
-
-
-def test_without_its_script_it_says_so(chromium, tmp_path):
-    page = chromium.new_page()
-    shutil.copy(PAGE, tmp_path)
-    page.goto((tmp_path / PAGE.name).as_uri())
-    assert "calculator.js is missing" in page.locator("body").inner_text()
-    page.close()
