@@ -221,11 +221,11 @@ class Planner:
     def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
         """The same in all steps, whatever they recompute."""
 
-        def run() -> tuple[()]:
+        def run() -> list[Tensor]:
             # (A GPU takes all tensors at a time; torch would not for the CPU's.)
             self.clip(parameters, 1.0, foreach=not self.on_cpu)
             self.optimizer.step()
-            return ()
+            return []
 
         state = [tensor for its in self.optimizer.state.values() for tensor in its.values()]
         gradients = [cast(Tensor, parameter.grad) for parameter in parameters]

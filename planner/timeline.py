@@ -104,24 +104,21 @@ def summarize(
         if block is not None
     ]
     changes = np.zeros((log.now + 2, len(KINDS)), dtype=np.int64)
-    runs = np.ones(log.now + 1, dtype=np.int64)  # of each operator
-    for begin, end, n in blocks:
-        runs[begin:end] = n
-    kept = kept_by_blocks = 0
+    kept_beside = kept_by_blocks = 0
     for storage in log.storages:
         if storage.device.type != "cpu":
             continue  # offloaded
-        is_kept = (
-            0 < storage.born <= log.forward_end < storage.died and storage.kind != "parameters"
-        )
+        is_kept = 0 < storage.born <= log.forward_end < storage.died
+        is_kept &= storage.kind != "parameters"
         storage.kind = storage.kind or kind_of(storage, is_kept)
         kind = KINDS.index(storage.kind)
         changes[storage.born, kind] += storage.bytes
         if storage.died != math.inf:
             changes[int(storage.died) + 1, kind] -= storage.bytes
-        size = int(storage.bytes * runs[storage.born]) * is_kept
-        kept += size
-        kept_by_blocks += size * (storage.block is not None)
+        if is_kept and storage.block is not None:
+            kept_by_blocks += storage.bytes * times[storage.block]
+        elif is_kept:
+            kept_beside += storage.bytes
     few_chunks = [(begin, end, min(n, most_runs)) for begin, end, n in log.repeats]
     order = order_of(log.now + 1, sorted(blocks + few_chunks))
     ops, repeats = what_moves(log.ops), blocks + log.repeats
@@ -131,7 +128,7 @@ def summarize(
         seq_len=seq_len,
         timeline=changes[order].cumsum(axis=0),
         places=places_of(log, order, times),
-        kept=kept,
+        kept=kept_beside + kept_by_blocks,
         kept_per_block=kept_by_blocks / config.n_layers,
         moved=log.moved,
         work=summarize_work(ops, repeats),
