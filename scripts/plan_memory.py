@@ -37,7 +37,6 @@ from planner.shards import share_of
 from scripts import plan_knobs, plan_peak, plan_table, tool
 from scripts.plan_knobs import STEP, setting_json, with_length
 from scripts.plan_table import Row, digits, recommend
-from scripts.plan_viz import write_viz
 from trainer import flags
 from trainer.card import THIS_MACHINE
 from trainer.flags import UsageError, as_argv
@@ -309,7 +308,7 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
         if args.at_peak:
             bar.write(plan_peak.format_peak(record) + "\n")
         if args.memory_viz:
-            write_viz(args.memory_viz, record, asked.card, args.compile)
+            plan_peak.write_viz(args.memory_viz, record, asked.card, args.compile)
     run, lines = plan_table.whole_run(asked, taken)
     if settings:
         lines.append(command_line(args, **settings[0].changes(args)))

@@ -1,6 +1,6 @@
 """The pictures show what the planner says, and the planner says what the allocator does. And they
-can be read, for any model: at the width of a page, by a colour-blind reader, and no words lie on
-others, on a line, on a colour or outside of the picture."""
+can be read, for any model: at the width of a page, no words lie on others, on a line, on a colour
+or outside of the picture. The curves of runs, too."""
 
 import json
 import math
@@ -461,32 +461,6 @@ def test_curves_can_be_read(plt, runs):
     lines[0] |= {"train_loss": 10.8, "train_ppl": 49000.0}
     figure = plot_metrics.draw(plt, {f"minigpt_run_{i}": lines for i in range(runs)}, None)
     assert faults(plt, figure) == []
-
-
-# Machado, Oliveira and Fernandes (2009): what a colour looks like to a person without the cones
-# for red (protanopia) or green (deuteranopia) light, of linear RGB.
-BLIND = {
-    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
-    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
-    "neither": np.eye(3).tolist(),
-}
-XYZ = [[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0178, 0.1095, 0.8727]]  # D65 = 1
-
-
-def lab(plt, color: str, eyes: str) -> np.ndarray:
-    """CIE L*a*b*, in which distances are about what eyes see; 2 is just noticed side by side."""
-    rgb = np.array(plt.matplotlib.colors.to_rgb(color))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(np.array(BLIND[eyes]) @ linear, 0, 1)
-    x, y, z = np.cbrt(np.clip(np.array(XYZ) @ seen, 0.0089, None))
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-@pytest.mark.parametrize("eyes", BLIND)
-def test_kinds_can_be_told_apart(plt, eyes):
-    for (one, color), (other, its) in combinations([*COLORS.items(), ("the page", "white")], 2):
-        distance = lab(plt, color, eyes) - lab(plt, its, eyes)
-        assert np.linalg.norm(distance) > 20, (one, other)
 
 
 def test_committed_pictures_are_small():

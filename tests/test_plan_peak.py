@@ -23,9 +23,8 @@ from planner import CARDS, KINDS, Planner
 from planner.clock import seconds_of_each
 from planner.record import Record
 from scripts import plan_memory
-from scripts.plan_peak import COLUMNS, LINES, at_peak, format_peak, in_words, record_step
+from scripts.plan_peak import LINES, FirstFit, at_peak, format_peak, in_words, record_step, snapshot
 from scripts.plan_table import Row
-from scripts.plan_viz import ALIGNMENT, BASE, FirstFit, snapshot
 from trainer.flags import changed
 from trainer.metrics import format_bytes
 
@@ -117,7 +116,7 @@ def test_the_document_shows_what_is_listed():
     page = (ROOT / "docs" / "seeing.md").read_text()
     flags = re.search(r"scripts\.plan_memory (.*) --at-peak\n", page)
     found = format_peak(listed(flags[1], shape=""))
-    assert found in page and max(map(len, found.splitlines())) <= COLUMNS == 120
+    assert found in page and max(map(len, found.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ def replay(found: dict):
     for event in events:
         address, size = event["addr"], event["size"]
         if event["action"] == "alloc":
-            assert address % ALIGNMENT == 0 and not requested
+            assert address % 512 == 0 and not requested
             alive[address] = event
             end = segment["address"]
             for start in sorted(alive):
@@ -267,20 +266,21 @@ def test_what_was_there_before_comes_first_and_what_is_left_are_the_segments_blo
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 99)), max_size=30))
 def test_the_first_gap_that_is_large_enough(changes):
     """Against every place, one by one; in the end all is one gap again."""
-    allocator, there, most = FirstFit(), {}, BASE
+    allocator, there = FirstFit(), {}
+    begin = most = allocator.end
     for size, choice in changes:
         if choice < 40 and there:
             start = sorted(there)[choice % len(there)]
             allocator.give_back(start, there.pop(start))
         taken = {n for start, size in there.items() for n in range(start, start + size)}
-        first = next(n for n in count(BASE) if taken.isdisjoint(range(n, n + size)))
+        first = next(n for n in count(begin) if taken.isdisjoint(range(n, n + size)))
         assert allocator.take(size) == first
         there[first] = size
         most = max(most, first + size)
     assert allocator.end == most
     for start, size in there.items():
         allocator.give_back(start, size)
-    assert allocator.gaps == [(BASE, float("inf"))]
+    assert allocator.gaps == [(begin, float("inf"))]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
