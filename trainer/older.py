@@ -21,18 +21,14 @@ PARTS = re.compile(r"([^:,/+]*)(:[^,/+]*)?(,[^/+]*)?(/[^+]*)?(\+.*)?")
 
 def join(policy: str, older: Mapping[str, object]) -> str:
     """The policy string, with what `older` has in the place of what it says itself of that."""
-    first, *parts = parts_of(policy)
+    match = PARTS.match(policy)
+    assert match  # (any string does)
+    first, *parts = match.groups("")
     for i, (name, (form, default)) in enumerate(OLDER.items()):
         if name in older:
             value = older[name]
             parts[i] = "" if value is None or str(value) == str(default) else form.format(value)
     return first + "".join(parts)
-
-
-def parts_of(policy: str) -> tuple[str, ...]:
-    """POLICY, and what stands after it; "" for what does not."""
-    match = PARTS.match(policy)
-    return match.groups("") if match else ()
 
 
 def translate(state: dict[str, Any]) -> dict[str, Any]:
