@@ -179,18 +179,6 @@ def test_what_processes_send_each_other_takes_no_time_here():
         assert ("\nnote     the times are without what processes send" in said) == is_said
 
 
-def test_where_the_state_is_too_large_for_ddp_shards_are_named(capsys):
-    flags = f"{SHAPE} {DEEP} --memory-budget 5MiB --nproc-per-node 4"
-    assert plan_memory.main([*flags.split(), "--compress-gradients"]) == 0
-    *_, why, command = capsys.readouterr().out.splitlines()
-    assert "AdamW's state alone take 6.2 MiB, more than the 4.5 MiB" in why
-    fits = "train_fsdp.py --no-compress-gradients fits"
-    assert why.endswith(f": {fits} (the processes hold the model between them)")
-    *torchrun, trainer = command.split()[:3]
-    assert (torchrun, trainer) == (["torchrun", "--nproc-per-node=4"], "train_fsdp.py")
-    assert parse(" ".join(command.split()[3:])) == parse(DEEP)
-
-
 def test_the_way_to_shards_is_the_shortest():
     """With what else it takes, no more; and not at all where shards do not help."""
     args = parse(f"--use-activation-checkpoint full/2 {DEEP}")
