@@ -100,6 +100,15 @@ def test_what_is_gathered_when(recompute, accumulate):
     assert kinds["optimizer"][0] == pytest.approx(2 * share, rel=0.01)
 
 
+def test_gloo_takes_as_much_again_while_it_is_at_work():
+    times = []
+    for device_type in ("cpu", "mps"):
+        plan = planner(WIDE, shards=2, device_type=device_type)
+        kinds, (_, _, block) = columns(plan.step(1)), of(plan)
+        times.append((kinds["temporaries"] + kinds["head"] >= block).sum())
+    assert times == [4 + 4 + 4, 0]  # each block is gathered twice, and reduced
+
+
 @pytest.mark.parametrize("n", [2, 3, 1000])
 def test_rows_that_do_not_divide_are_rounded_up(n):
     """Also where there are more processes than rows. No step takes less than its share."""
