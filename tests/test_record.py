@@ -139,6 +139,7 @@ def test_what_is_replayed():
         f"a replay begins with it: native_layer_norm of blocks.{i}.ln_1" for i in range(3)
     ]
     assert {s.block for s in full.storages if s.replayed} == {0, 1, 2}
+    assert not [s.why for s in full.storages if s.replayed and "replay" in s.why]
     assert np.count_nonzero(np.diff(full.replays.astype(int)) == 1) == 3
     again = [s.name for s in cheap.storages if s.replayed]
     assert again.count("blocks.1.ln_1: output") == 1 and "gelu" in again and cheap.replays.any()
