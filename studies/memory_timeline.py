@@ -267,14 +267,14 @@ def draw_frontier(plt: Any, asked: Question) -> Any:
     steps = {name: step_of(asked, name) for name in POLICIES}
     if marked:
         steps.setdefault(marked.config.recompute, marked)
-    points = {name: (cost(asked, step), step.peak) for name, step in steps.items()}
-    costs, peaks = zip(*points.values(), strict=True)
-    unit, y = Unit.of(max(peaks)), np.array(peaks) / Unit.of(max(peaks)).size
+    unit = Unit.of(max(step.peak for step in steps.values()))
+    points = {name: (cost(asked, step), step.peak / unit.size) for name, step in steps.items()}
+    x, y = zip(*points.values(), strict=True)
     always = f"parameters, moments, gradients: {bytes_each(asked)}, which no policy frees"
     band = {"color": COLORS["optimizer"], "alpha": 0.3, "linewidth": 0, "label": always}
     axis.axhspan(0, asked.state / unit.size, **band)
-    axis.plot(costs, y, "o", color=POINT)
-    axis.set(ylabel=f"peak memory of a step ({unit.name})", ylim=(0, 1.12 * y.max()))
+    axis.plot(x, y, "o", color=POINT)
+    axis.set(ylabel=f"peak memory of a step ({unit.name})", ylim=(0, 1.12 * max(y)))
     mark(axis, asked, marked, words, unit)
     title = "What each policy saves, and what it costs (best: lower left)"
     figure.suptitle(f"{title}\n{describe(asked)}, predicted")
@@ -283,10 +283,10 @@ def draw_frontier(plt: Any, asked: Question) -> Any:
     # to its point.
     line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.6, "shrinkB": 4, "relpos": (0, 0.5)}
     beside = {"textcoords": "axes fraction", "va": "center", "zorder": 0.5, "arrowprops": line}
-    by_height = sorted(zip(y, [-x for x in costs], points, strict=True))
-    for (peak, x, name), height in zip(by_height, np.linspace(0.2, 0.9, len(y)), strict=True):
+    by_height = sorted(points, key=lambda name: (points[name][1], -points[name][0], name))
+    for name, height in zip(by_height, np.linspace(0.2, 0.9, len(points)), strict=True):
         weight = "bold" if marked and name == marked.config.recompute else "normal"
-        axis.annotate(name, (-x, peak), (1.03, height), weight=weight, **beside)
+        axis.annotate(name, points[name], (1.03, height), weight=weight, **beside)
     return figure
 
 

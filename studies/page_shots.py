@@ -2,14 +2,13 @@
 
 python -m studies.page_shots --readme studies/results/memory_page.png
 
-Needs playwright (pip install playwright) and Chromium (apt install chromium, say).
+Needs playwright (pip install playwright pillow) and Chromium (apt install chromium, say).
 """
 
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,7 @@ def shoot(browser: Any, url: str, file: Path) -> None:
     upper = {"x": 0, "y": 0, "width": 1200, "height": end + 12}
     page.screenshot(path=file, clip=upper, full_page=True)
     page.close()
-    if find_spec("PIL"):
-        use_few_colors(file, {})
+    use_few_colors(file, {})
     print(f"wrote {file}")
 
 

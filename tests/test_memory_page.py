@@ -13,7 +13,7 @@ import pytest
 from tqdm import tqdm
 
 from planner.choose import pick_recompute
-from planner.record import Record, code_of
+from planner.record import Record, code_of, group_of
 from scripts import memory_page
 from scripts.style import COLORS, POLICIES, in_legend
 
@@ -116,9 +116,7 @@ def grouped(record: Record, at: int) -> dict[tuple[str, str], list[int]]:
     """(kind, name but for the block) -> the bytes of each that is alive, the largest first."""
     found = defaultdict(list)
     for storage in record.alive(at):
-        name = re.sub(r"\bblocks\.\d+", "blocks.*", storage.name)
-        state = {"parameters": "weight", "optimizer": "optimizer state", "gradients": "gradient"}
-        found[in_legend(storage.kind), state.get(storage.kind, name)].append(storage.bytes)
+        found[in_legend(storage.kind), group_of(storage)[0]].append(storage.bytes)
     return {name: sorted(sizes, reverse=True) for name, sizes in found.items()}
 
 
