@@ -3,8 +3,8 @@
 Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on:
 autograd keeps a tensor as soon as it goes *into* the operator whose backward will need it.
 `checkpoint(f, x)` keeps x alone, and calls f(x) once more when backward asks for the first of the
-others. (scripts/checkpoint_from_scratch.py is a checkpoint of thirty lines that tells what happens
-while it happens.) A policy is a choice of what to wrap in it. Two facts make it interesting:
+others (scripts/checkpoint_from_scratch.py tells how). A policy is a choice of what to wrap in it.
+Two facts make it interesting:
 
 - The replay ends as soon as the last tensor that backward needs is there (*early stop*). A linear
   layer's input is kept before the layer runs: if f ends in one, that matmul is not done again. So
@@ -43,10 +43,8 @@ Halves = tuple[Tensor, Tensor]
 
 def checkpoint(run: Callable, *inputs: Tensor, random: bool, **options: Any) -> Any:
     """Never the reentrant variant: it replays all (no early stop) and fails in some DDP settings.
-
-    `random`: there is dropout in `run`. The state of the RNG is kept, else the replay would draw
-    other masks: wrong gradients, without an error.
-    """
+    `random`: there is dropout in `run`. The RNG's state is kept, else the replay would draw other
+    masks: wrong gradients, without an error."""
     if random and forgets_numbers(inputs[0].device) and not torch.compiler.is_compiling():
         run = drawing_alike(run)
     return torch_checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
@@ -167,11 +165,9 @@ def keep_results_of(operators: list) -> Callable[[Any, Tensor], Halves]:
 
 
 def with_same_masks(block: Any) -> Callable[[Tensor], Halves]:
-    """The block's forward, for a replay that may be handed attention's result.
-
-    A GPU's attention draws its masks inside of one operator. Handed out, it draws nothing, and the
-    mask behind it would be made of the numbers that attention had in forward.
-    """
+    """The block's forward, for a replay that is handed attention's result. A GPU's attention draws
+    its masks inside of one operator: handed out, it draws nothing, and the mask behind it would be
+    made of the numbers that attention had in forward."""
     behind_attention = Bookmark()
 
     def forward(x: Tensor) -> Halves:
@@ -188,12 +184,9 @@ def has_dropout(block: Any) -> bool:
 
 
 class Policy(NamedTuple):
-    """All that formulas, tables and pages know of a policy.
-
-    Tensors have the names above, and with each goes what comes along: statistics with ln_1, under
-    autocast a copy of its weight with what a linear layer is given. (That of attention's c_proj is
-    `c_proj`. `mask` is the first dropout's; the second one's is always kept.)
-    """
+    """All that formulas, tables and pages know of a policy. (Tensors have the names above, and with
+    each goes what comes along: `sizes` in planner/formulas.py. `c_proj` is the copy of its weight,
+    `mask` the first dropout's; the second one's is always kept.)"""
 
     keeps: str  # tensors of a block; `results` are those of both c_proj
     twice: str  # what is multiplied once more in backward

@@ -29,13 +29,8 @@ def closed_form(
     gradients   4 P
     optimizer   2 m P for AdamW's two moments, and a step counter of 4 for each tensor; Muon has one
                 moment, and no counter, for the matrices of the blocks, L (4 C^2 + 2 C F) of P
-    blocks      what its policy keeps (see memory/policies.py) of each block's
-                - attention half: x 4 N C, ln_1's output a N C, its mean and deviation 8 N, q k v
-                  3 a N C, attention's output a N C, the softmax's normaliser 4 N H
-                - MLP half: x 4 N C, ln_2's output a N C, its mean and deviation 8 N, outputs of
-                  c_fc and GELU a N F each
-                - and under autocast the copies of weights: 2 for each weight that is multiplied
-                - with dropout a mask of N C for each half, on a device that fuses it
+    blocks      of each block what its policy keeps (memory/policies.py), by `sizes` below; and
+                with dropout the mask of its second half
     head        in chunks of n tokens: gradients of the weight 4 V C and of its input 4 N C, the
                 chunk's labels and losses 13 n and logits a V n, and one after the other
                 - in slices of r tokens what it returns 4 r, and under autocast float32 logits 4 V r
@@ -58,12 +53,13 @@ def closed_form(
     a = 2 if amp else 4
     P = count_parameters(config)
 
-    mask, copies = N * C * bool(config.dropout), 2 * amp  # bytes; of an element of a weight's copy
+    copies = 2 * amp  # bytes of an element of a weight's copy, which comes with a layer's input
+    mask = N * C * bool(config.dropout)  # on a device that fuses dropout
     sizes = {
         "x": 4 * N * C,
-        "ln_1": a * N * C + 8 * N + copies * 3 * C * C,
+        "ln_1": a * N * C + 8 * N + copies * 3 * C * C,  # with its mean and deviation
         "qkv": 3 * a * N * C,
-        "attention": a * N * C + 4 * N * H,
+        "attention": a * N * C + 4 * N * H,  # with the softmax's normaliser
         "c_proj": copies * C * C,
         "mask": mask,
         "x2": 4 * N * C,
