@@ -15,6 +15,7 @@ import json
 import shlex
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 from studies.common import study_parser, tool
@@ -44,15 +45,6 @@ def commands() -> dict[str, list[str]]:
     return {file.stem: [json.loads(file.read_text())["command"]] for file in files} | MORE
 
 
-def run(command: str) -> int:
-    """As it stands, with this Python; the exit code."""
-    print(f"\n{command}", flush=True)
-    try:
-        return subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=ROOT).returncode
-    except KeyboardInterrupt:  # the command has said so
-        raise SystemExit(130) from None
-
-
 @tool
 def main(argv: list[str]) -> int:
     parser, known = study_parser("studies.make_results", __doc__), commands()
@@ -63,7 +55,12 @@ def main(argv: list[str]) -> int:
     if args.list:
         print("\n".join(f"{name}:\n    " + "\n    ".join(known[name]) for name in known))
         return 0
-    return max((run(command) for name in args.only for command in known[name]), key=abs)
+    codes = []
+    for command in chain.from_iterable(known[name] for name in args.only):
+        print(f"\n{command}", flush=True)
+        words = [sys.executable, *shlex.split(command)[1:]]  # as it stands, with this Python
+        codes.append(subprocess.run(words, cwd=ROOT).returncode)
+    return max(codes, key=abs)
 
 
 if __name__ == "__main__":
