@@ -96,12 +96,15 @@ class TrainerParser(OneLineParser):
         if parsed.resume and "use_activation_checkpoint" not in parsed.typed:
             parsed.older = before  # they change the snapshot's policy: see resume.take_flags
             return
-        parsed.use_activation_checkpoint = older.join(parsed.use_activation_checkpoint, before)
+        policy, flags = parsed.use_activation_checkpoint, ", ".join(map(flag, before))
+        if older.join(policy, dict.fromkeys(before)) != policy:
+            self.error(f"{flags}: --use-activation-checkpoint {policy} says it, too: leave one out")
+        parsed.use_activation_checkpoint = older.join(policy, before)
         parsed.typed.add("use_activation_checkpoint")
         try:
             policy_string(parsed.use_activation_checkpoint)
         except argparse.ArgumentTypeError as error:
-            self.error(f"{', '.join(map(flag, before))}: --use-activation-checkpoint {error}")
+            self.error(f"{flags}: --use-activation-checkpoint {error}")
 
 
 def changed(args: argparse.Namespace, **flags: Any) -> argparse.Namespace:

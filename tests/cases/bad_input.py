@@ -72,6 +72,7 @@ REFUSED = {  # words: what the line must say
     f"{AUTO} --memory-budget=0.1b": "or more, as in 8GiB, not '0.1b'",
     f"{AUTO} --memory-budget={'9' * 400}b": f"8GiB, not '{'9' * 40}'",
     f"{AUTO} --recompute-layers=1": "--recompute-layers: .* not 'auto:1': a POLICY is",
+    "--use-activation-checkpoint=mlp:1 --recompute-layers=1": "--recompute-layers: .*mlp:1 says it",
     "--memory-budget=8GiB": "--memory-budget is for .* auto",
     "--batch-size=0": "--batch-size: must be a whole number of at least 1",
     "--weight-decay=inf": "--weight-decay: must be a number",
