@@ -184,10 +184,15 @@ def policy_string(text: str) -> str:
     return text
 
 
+def without_auto(policy: str) -> str:
+    """`auto` as if it were `full`. (What is no policy string, as `auto:3`, stays none.)"""
+    return policy.replace("auto", "full") if policy in AUTO else policy
+
+
 def recompute_of(args: argparse.Namespace) -> Recompute:
     """What the flags say of each block; for `auto`, as if it were `full`. Raises UsageError."""
     try:
-        return expand(args.use_activation_checkpoint.replace("auto", "full"), args.n_layers)
+        return expand(without_auto(args.use_activation_checkpoint), args.n_layers)
     except ValueError as error:
         raise UsageError(flags_for_fields(str(error))) from None
 
@@ -485,7 +490,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
         )
     own = vars(args) | {
         "vocab_size": vocab_size,
-        "recompute": args.use_activation_checkpoint.replace("auto", "full"),
+        "recompute": without_auto(args.use_activation_checkpoint),
     }
     try:
         return MiniGPTConfig(**{field.name: own[field.name] for field in fields(MiniGPTConfig)})

@@ -82,7 +82,7 @@ def newest_first(path: Path) -> tuple[Path, Path, Path]:
 
 def has_saved(run_id: str | None, path: Path) -> bool:
     """Is a snapshot of that run there?"""
-    return any(peek(file).get("run") == run_id for file in newest_first(path))
+    return any(state.get("run") == run_id for state in map(peek, newest_first(path)) if state)
 
 
 def load_own(path: Path, run_id: str) -> Resumed | None:

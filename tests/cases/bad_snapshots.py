@@ -118,6 +118,12 @@ SNAPSHOTS = {
         ("no snapshot minigpt_fsdp.pt; .* .the newest there: minigpt_ddp.pt. with",),
         {"minigpt_ddp.pt": GOOD, "minigpt_ddp.best.pt": GOOD},
     ),
+    "an older flag for what auto chooses": Case(
+        "toy",
+        "--resume --recompute-layers=1",
+        ("--use-activation-checkpoint must be .* not 'auto:1'",),
+        {"run.pt": altered("args", "use_activation_checkpoint", to="auto"), "run.lock": b""},
+    ),
     **{
         name: Case("toy", "--resume", (says,), {"run.pt": content, "run.lock": b""})
         for name, (content, says) in RESUME.items()
@@ -175,6 +181,10 @@ TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, 
         f"--resume {CHECKPOINT}=run.best.pt",
         "--resume: run-best.pt is there and does not go on from run.best.pt; copy that",
         {"run.best.pt": GOOD, "run-best.pt": altered("run", to="other")},
+    ),
+    "a best one that is damaged, and a copy": (
+        *(f"--resume {CHECKPOINT}=run.best.pt", "does not go on from run.best.pt; copy that"),
+        {"run.best.pt": b"", "run-best.pt": GOOD},
     ),
     "one log for two": (f"{CHECKPOINT}=run.ckpt", "share its log with run.pt", {"run.pt": GOOD}),
     "no room for a date": (f"{CHECKPOINT}={'n' * 230}.pt", "too long", {}),
