@@ -20,6 +20,7 @@ stands what a user may do to all of them at any time: stop them, and look at the
 """
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -55,9 +56,10 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
         except BrokenPipeError:  # `| head`
             return 141  # 128 + SIGPIPE, as shells count
         except OSError as error:
-            if error.filename is None:
+            # (Who finds the disk full while he writes is told no name.)
+            if error.filename is None and error.errno != errno.ENOSPC:
                 raise
-            print_error(f"{error.filename}: {error.strerror}")  # a full disk, say
+            print_error(f"{error.filename or 'cannot write'}: {error.strerror}")
             return 2
         except SystemExit as ended:  # argparse; or a run of a study, which has said why
             return int(ended.code or 0)

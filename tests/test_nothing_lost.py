@@ -203,6 +203,13 @@ def test_disk_full_while_the_cache_is_built(tmp_path, cache, monkeypatch, capsys
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}
 
 
+def test_who_loses_the_others_at_the_very_end_need_not_start_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(OneProcess, "close", raising(GLOO))
+    assert train_here(tmp_path / "run.pt") == 3
+    assert capsys.readouterr().err.endswith("Connection reset by peer)\n")
+
+
 @slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
 @pytest.mark.parametrize("end", ["> /dev/full", "| head -2; exit ${PIPESTATUS[0]}"])

@@ -269,6 +269,7 @@ def test_what_ends_it_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_pa
     for error, *how in (
         (KeyboardInterrupt(), 130, "stopped"),
         (full_disk, 2, "error: out/x.png: No space"),
+        (OSError(28, "No space left"), 2, "error: cannot write: No space"),
     ):
         monkeypatch.setattr(study, "prepare", Mock(side_effect=error))
         ends([], *how)

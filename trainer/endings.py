@@ -78,7 +78,8 @@ def run_safely(
         line = lost_others(error)
         if line is None:
             raise
-        print_error(f"{line}; {way_back(run)}")  # each at once: torchrun ends those that live
+        # (Without a run it may be done.) Each at once: torchrun ends those that live.
+        print_error(f"{line}; {way_back(run)}" if run else line)
         return 3
 
 

@@ -145,9 +145,10 @@ class ProfilingClock(MeasuringClock):
                 self.stop()
 
     def table(self) -> str:
-        """torch's, of the dearest operators; on a GPU of kernels too, by the time there."""
+        """torch's, of the dearest operators; on a GPU of kernels too, by the time there, unless its
+        driver told of none."""
         rows = self.profile.key_averages()
-        where = "device" if self.process.device.type == "cuda" else "cpu"
+        where = "device" if any(row.self_device_time_total for row in rows) else "cpu"
         operators = type(rows)(row for row in rows if not row.is_user_annotation)  # no ranges
         return operators.table(sort_by=f"self_{where}_time_total", row_limit=SHOWN)
 
