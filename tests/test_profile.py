@@ -68,6 +68,7 @@ def in_place() -> list[bool]:
         (f"{FULL} full+offload", (1, 1)),
         (f"{FULL} cheap+offload", (3, 3)),  # each half's LayerNorm, and the GELU
         (f"{FULL} selective", (1, 1)),
+        (f"{FULL} qkv", (2, 2)),  # before attention, and after it
         (f"{MIX} --grad-accum-steps=2", (1, 3)),
     ],
 )

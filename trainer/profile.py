@@ -193,14 +193,14 @@ def ranges_in(
         with open_range("head"):
             return loss(head, *inputs)
 
-    def checkpoint(run: Callable, x: Tensor, **options: Any) -> Any:
+    def checkpoint(run: Callable, *inputs: Tensor, **options: Any) -> Any:
         """torch's, inside of a block, with a range around the replay. (Outside of one the replay
         calls whole blocks, which have their ranges.)"""
         if running:
             contexts = options.get("context_fn", noop_context_fn)
             name = f"recompute of block {running[-1]}"
             options["context_fn"] = lambda: around_replay(open_range(name), *contexts())
-        return torch_checkpoint(run, x, **options)
+        return torch_checkpoint(run, *inputs, **options)
 
     with ExitStack() as replaced:
         enter = replaced.enter_context
