@@ -45,9 +45,9 @@ def within(asked: Question, tensors: float) -> Question:
 
 @pytest.fixture(scope="module")
 def asked():
-    return asked_of(
-        "--use-activation-checkpoint=full"
-    )  # (all policies are drawn, whatever is typed)
+    asked = asked_of("--use-activation-checkpoint=full")
+    assert asked.config.recompute == "none"  # all policies are drawn, whatever is typed
+    return asked
 
 
 @pytest.fixture(autouse=True)
