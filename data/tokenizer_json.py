@@ -55,7 +55,7 @@ def halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
 
 
 def list_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """The merges in their order, spelled as in a tokenizer.json."""
+    """The merges in their order, spelled as in merges.txt."""
     by_rank = sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)
     pairs = (halves(token, tokenizer.ranks) for token in by_rank)
     return [(spelled(pair[0]), spelled(pair[1])) for pair in pairs if pair]
@@ -105,15 +105,24 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a transformers folder, if it has one.
+    """The tokenizer of a transformers folder: from tokenizer.json, or vocab.json and merges.txt.
 
-    Raises DataError if that is no byte-level BPE, or one that cannot be run by ranks.
+    None if there is neither. Raises DataError if there is one that is no byte-level BPE, or one
+    that cannot be run by ranks.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    whole, vocabulary, merges = (
+        folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
+    )
+    if whole.is_file():
+        with parsing(whole, "tokenizer of transformers"):
+            return from_json(json.loads(whole.read_bytes()))
+    if not vocabulary.is_file() or not merges.is_file():
         return None
-    with parsing(path, "tokenizer of transformers"):
-        return from_json(json.loads(path.read_bytes()))
+    with parsing(vocabulary, "tokenizer of transformers"):
+        lines = merges.read_text(encoding="utf-8").split("\n")
+        pairs = [line for line in lines if line and not line.startswith("#version")]
+        model = {"vocab": json.loads(vocabulary.read_bytes()), "merges": pairs}
+        return from_json({"model": model, "pre_tokenizer": BYTE_LEVEL, "added_tokens": []})
 
 
 def from_json(content: dict[str, Any]) -> Tokenizer:

@@ -27,7 +27,7 @@ from data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from data.tokenizer_json import from_json, halves, read_folder, splits_as_gpt2, to_json
+from data.tokenizer_json import from_json, halves, list_merges, read_folder, splits_as_gpt2, to_json
 
 LIBRARY = sorted(Path(json.__file__).parent.parent.glob("*.py"))
 TEXT = "".join(path.read_text(encoding="utf-8", errors="replace") for path in LIBRARY[:40])
@@ -140,7 +140,7 @@ def test_odd_text_and_odd_ids_do_not_raise(bpe: Tokenizer) -> None:
             toy.encode(bad)
 
 
-def test_state_survives_a_snapshot_and_a_file(kinds, bpe, tmp_path) -> None:
+def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> None:
     for name, tokenizer in {**kinds, "toy": ToyTokenizer(50257)}.items():
         torch.save(tokenizer.state(), tmp_path / "state.pt")
         again = Tokenizer.from_state(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -153,7 +153,13 @@ def test_state_survives_a_snapshot_and_a_file(kinds, bpe, tmp_path) -> None:
     for tokenizer in (bpe, BYTE):  # (tiktoken's own loader would go on returning the old ranks)
         path.write_text(format_ranks(tokenizer.ranks))
         assert load_tokenizer(str(path)).ranks == tokenizer.ranks
+    # vocab.json and merges.txt, the two files of older folders, say the same.
     assert read_folder(tmp_path) is None
+    merges = (" ".join(pair) for pair in list_merges(bpe))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
+    (tmp_path / "vocab.json").write_text(json.dumps(to_json(bpe)["model"]["vocab"]), "utf-8")
+    found = read_folder(tmp_path)
+    assert found is not None and found.fingerprint == bpe.fingerprint
     others = [Tokenizer("bpe", train_bpe([TEXT[:9000]], 299)), BYTE, ToyTokenizer(300)]
     assert len({bpe.fingerprint, *(t.fingerprint for t in others)}) == 4
     assert Tokenizer("other name", bpe.ranks).fingerprint == bpe.fingerprint

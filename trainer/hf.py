@@ -74,8 +74,8 @@ def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokeniz
         tokenizer = load_tokenizer("gpt2")
     if tokenizer is None:
         raise DataError(
-            f"{folder} holds no tokenizer.json, and with {config.vocab_size:,} ids it is not "
-            "GPT-2's own"
+            f"{folder} holds no tokenizer.json, and no vocab.json with merges.txt; with "
+            f"{config.vocab_size:,} ids it is not GPT-2's own either"
         )
     return config, weights, tokenizer
 
