@@ -14,7 +14,7 @@ from .tokenizer import DataError
 
 CACHE_DIR = Path(__file__).resolve().parent / "cache"
 SHOWN_SUFFIXES = 5  # of those that were skipped
-AS_TEXT = "a file named by itself is read whatever its suffix"
+AS_TEXT = "a file named by itself, or by a pattern, is read whatever its suffix"
 # Tests are two thirds of the standard library (and Debian ships it without them); encodings and
 # pydoc_data are tables; the others are gone from newer Pythons.
 STDLIB_SKIPS = set(
