@@ -84,21 +84,21 @@ def turn_all_knobs(asked: Question) -> list[Row]:
 
     found = {}
     # From the largest micro-batch that fits without recompute on, larger ones (which replay) and
-    # smaller ones (which use the card less) for as long as it pays. Then the one that was asked
+    # smaller ones (which use the card less) until it no longer pays. Then the one that was asked
     # for, to compare with.
     start = sizes.index(max((size for size in sizes if dealt(size).fits), default=1))
     for way in (sizes[start:], sizes[start::-1], [args.batch_size]):
         best = float("inf")
         for size in way:
             here = dealt(size)
-            if here.seconds(here.step) >= best:
-                break  # no way is faster than without recompute
             step = here.pick()
-            if step.peak > here.budget or here.seconds(step) > best:
+            if step.peak > here.budget:
                 break
-            best = here.seconds(step)
             policy = changed(here.args, use_activation_checkpoint=step.config.recompute)
             found[size] = Row(here.about(policy))
+            if here.seconds(step) > best:
+                break
+            best = here.seconds(step)
     return sorted(found.values(), key=lambda row: row.cost)
 
 
