@@ -20,8 +20,10 @@ from tqdm import tqdm
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner import Planner
 from planner.log import Storage
+from scripts import tool
+from scripts.benchmark import table
 from scripts.style import COLORS, WIDTH, load_pyplot, relative_flops, save_picture
-from studies.common import study_parser, table, tool
+from studies.common import study_parser
 from trainer.flags import output_folder
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
@@ -62,11 +64,9 @@ class BlockTensor:
 
     @property
     def state(self) -> str:
-        if self.kept:
-            return "kept"
-        if not self.replayed:
-            return "neither"
-        return "replayed, multiplied" if self.multiplied else "replayed"
+        """As LEGEND has it."""
+        replayed = "X" if self.multiplied else "/"
+        return "#" if self.kept else replayed if self.replayed else "."
 
 
 def name_of(storage: Storage) -> str | None:
@@ -117,14 +117,13 @@ def step_cost(policy: str) -> float:
     return relative_flops(replace(GPT2_SMALL, recompute=policy), SEQ_LEN)
 
 
-MARKS = {"kept": "#", "replayed": "/", "replayed, multiplied": "X", "neither": "."}
 LEGEND = "# kept, / replayed, cheap, X replayed, a matmul or attention, . neither"
 
 
 def text_table(blocks: dict[str, list[BlockTensor]]) -> str:
     """The picture in letters. It is also what the picture carries with it, in its metadata."""
     rows = [
-        [row[0].name, f"{row[0].bytes / BTC:.2f}", *(MARKS[tensor.state] for tensor in row)]
+        [row[0].name, f"{row[0].bytes / BTC:.2f}", *(tensor.state for tensor in row)]
         for row in zip(*blocks.values(), strict=True)
     ]
     rows.append(["kept (BTC)", "", *(f"{kept_btc(tensors):.2f}" for tensors in blocks.values())])
@@ -137,13 +136,10 @@ def text_table(blocks: dict[str, list[BlockTensor]]) -> str:
 # Those that memory_timeline has for the same two things.
 ORANGE, RED, GREY = COLORS["activations"], COLORS["recomputed"], "#999999"
 LOOKS: dict[str, tuple[str, dict[str, Any]]] = {  # state -> its words, how it is drawn
-    "kept": ("kept from forward to backward", {"facecolor": ORANGE, "edgecolor": ORANGE}),
-    "replayed": ("replayed in backward: cheap", {"edgecolor": RED, "hatch": "//"}),
-    "replayed, multiplied": (
-        "replayed: a matmul, or attention",
-        {"edgecolor": RED, "hatch": "xxxx"},
-    ),
-    "neither": ("neither: backward does without", {"edgecolor": GREY}),
+    "#": ("kept from forward to backward", {"facecolor": ORANGE, "edgecolor": ORANGE}),
+    "/": ("replayed in backward: cheap", {"edgecolor": RED, "hatch": "//"}),
+    "X": ("replayed: a matmul, or attention", {"edgecolor": RED, "hatch": "xxxx"}),
+    ".": ("neither: backward does without", {"edgecolor": GREY}),
 }
 THIN = 0.9  # as high, in BTC, is drawn what is thinner: a name has to fit beside it
 GAP = 0.25

@@ -18,12 +18,14 @@ import torch
 from tqdm import tqdm
 
 from planner import CARDS
+from scripts import tool
+from scripts.benchmark import about, table, write_json
 from scripts.plan_knobs import setting_json, turn_all_knobs
 from scripts.plan_memory import PROGRESS, aim
 from scripts.plan_table import digits, format_time
-from studies.common import about, add_json, table, tool, write_json
+from studies.common import add_json, study_parser
 from trainer.card import card_name, device_type
-from trainer.flags import SHAPES, OneLineParser, UsageError
+from trainer.flags import SHAPES, UsageError
 from trainer.metrics import format_bytes
 from trainer.plan import Question
 
@@ -105,7 +107,7 @@ def format_batches(rows: list[dict[str, Any]]) -> str:
 
 @tool
 def main(argv: list[str]) -> None:
-    parser = OneLineParser(prog="python -m studies.cards", description="Which card trains what.")
+    parser = study_parser("studies.cards", __doc__)
     add_json(parser)
     parser.add_argument("--cards", nargs="+", type=card_name, default=SHOWN, metavar="NAME",
         help="any of NVIDIA's that are known (default: those in docs/planning.md)")  # fmt: skip

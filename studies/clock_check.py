@@ -19,21 +19,11 @@ import torch
 from tqdm import tqdm
 
 from model import RECOMPUTE_POLICIES
-from scripts.benchmark import ask, predict
+from scripts import tool
+from scripts.benchmark import about_planned, ask, describe, predict, table, write_json
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
-from studies.common import (
-    about,
-    describe,
-    parse_training,
-    table,
-    tool,
-    training_parser,
-    write_json,
-)
-from trainer.flags import fill_in, number
-from trainer.plan import vocabulary
-from trainer.pretrained import open_init_from
-from trainer.report import describe_model
+from studies.common import parse_training, ready, training_parser
+from trainer.flags import number
 
 Row = dict[str, Any]
 HEADER = ("policy", "step", "predicted", "ratio", "over none", "predicted")
@@ -45,11 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser, group = training_parser("studies.clock_check", words, largest_batch=False)
     group.add_argument("--rounds", type=number(int, 1, 10**6), default=10, metavar="N",
         help="timed steps of each policy, which take turns (default: %(default)s)")  # fmt: skip
-    args = parse_training(parser, argv, "use_activation_checkpoint card")
-    open_init_from(args)
-    args = fill_in(args)
-    args.vocab_size = vocabulary(args)
-    return args
+    return ready(parse_training(parser, argv, "use_activation_checkpoint card"))
 
 
 def measure(args: argparse.Namespace, device: torch.device, jobs: list[Job]) -> np.ndarray:
@@ -104,11 +90,7 @@ def main(argv: list[str]) -> None:
     measured = measure(args, question.device, jobs)
     rows = compare([job.policy for job in jobs], predicted, measured)
     assert question.card
-    told = about("studies.clock_check", argv, question.device) | {
-        "model": describe_model(question.config),
-        "precision": str(question.precision).removeprefix("torch."),
-        "predicted for": question.card.name,
-    }
+    told = about_planned("studies.clock_check", argv, question)
     print(table(HEADER, map(cells, rows)), describe(told), sep="\n\n")
     write_json(args.json, told | {"card": asdict(question.card), "rows": rows})
 

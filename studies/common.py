@@ -1,4 +1,4 @@
-"""What studies share: flags, quiet trainings, tables and files of numbers."""
+"""What studies share: flags and quiet trainings."""
 
 import argparse
 import tempfile
@@ -7,15 +7,12 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from scripts import tool as tool  # studies take it from here, and what follows
-from scripts.benchmark import about as about
-from scripts.benchmark import describe as describe
-from scripts.benchmark import table as table
-from scripts.benchmark import write_json as write_json
 from train_minimal import train
 from trainer.endings import run_safely
 from trainer.flags import OneLineParser, UsageError, build_parser, fill_in, output_file
 from trainer.metrics import read_metrics
+from trainer.plan import vocabulary
+from trainer.pretrained import open_init_from
 from trainer.process import OneProcess
 from trainer.snapshot import beside
 
@@ -45,12 +42,20 @@ def training_parser(module: str, words: str, **defaults: Any) -> tuple[Any, Any]
 
 
 def parse_training(parser: Any, argv: list[str], chosen: str) -> argparse.Namespace:
-    """Raises UsageError, also if one of the flags was typed that the study has `chosen` itself."""
+    """Raises UsageError, also if one of the flags was typed that the study has `chosen` itself,
+    and DataError."""
     args = parser.parse_args(argv)
     for name in chosen.split():
         if name in args.typed:
             raise UsageError(f"--{name.replace('_', '-')}: this script chooses it: leave it out")
     fill_in(changed(args))  # contradictions
+    open_init_from(args)
+    return args
+
+
+def ready(args: argparse.Namespace) -> argparse.Namespace:
+    """`args` with defaults filled in, the size of the vocabulary among them. Raises DataError."""
+    args.vocab_size = vocabulary(fill_in(args))
     return args
 
 

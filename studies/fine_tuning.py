@@ -19,17 +19,9 @@ from tqdm import tqdm
 
 from data import DataError
 from data.files import find_files, find_stdlib
-from studies.common import (
-    about,
-    changed,
-    parse_training,
-    reached,
-    table,
-    tool,
-    training_parser,
-    val_curve,
-    write_json,
-)
+from scripts import tool
+from scripts.benchmark import about, table, write_json
+from studies.common import changed, parse_training, reached, training_parser, val_curve
 from trainer.device import choose_device
 from trainer.flags import fill_in, number
 

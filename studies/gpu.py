@@ -32,9 +32,10 @@ from torch.utils.benchmark import Timer
 from memory.head import head_loss
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner.formulas import head_bytes
-from scripts import benchmark, benchmark_worker
+from scripts import benchmark, benchmark_worker, tool
+from scripts.benchmark import about, describe, table
 from scripts.benchmark_worker import Job, config_of
-from studies.common import about, describe, study_parser, table, tool
+from studies.common import study_parser
 from trainer.endings import is_out_of_memory
 from trainer.flags import UsageError, output_folder
 from trainer.metrics import read_metrics

@@ -23,7 +23,9 @@ from tqdm import tqdm
 from model import MiniGPT, MiniGPTConfig
 from planner import CARDS, Planner
 from planner.choose import RUNGS as ALL_ALIKE
-from studies.common import about, add_json, describe, study_parser, table, tool, write_json
+from scripts import tool
+from scripts.benchmark import about, describe, table, write_json
+from studies.common import add_json, study_parser
 from trainer.measured import LiveStorages
 
 SEQ_LEN = 1024
@@ -118,15 +120,10 @@ def main(argv: list[str]) -> None:
     parser = study_parser("studies.ladder", __doc__)
     add_json(parser)
     args = parser.parse_args(argv)
-    start, figures = time.perf_counter(), []
-    total = len(RUNGS) * (len(CONFIGURATIONS) + len(TIMES))
-    with tqdm(total=total, unit="figure", leave=False, disable=None) as bar:
-        for figure in chain(peaks(), times()):
-            bar.set_postfix_str(f"{figure.column}: {figure.rung}")
-            bar.update()
-            figures.append(figure)
-    found: dict[str, Any] = about("studies.ladder", argv)
-    found["seconds"] = round(time.perf_counter() - start)
+    start, total = time.perf_counter(), len(RUNGS) * (len(CONFIGURATIONS) + len(TIMES))
+    every = tqdm(chain(peaks(), times()), total=total, unit="figure", leave=False, disable=None)
+    figures = list(every)
+    found = about("studies.ladder", argv) | {"seconds": round(time.perf_counter() - start)}
     print(report(figures), FOOTNOTE, describe(found), sep="\n")
     write_json(args.json, found | {"figures": [asdict(figure) for figure in figures]})
 

@@ -18,7 +18,8 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from studies.common import study_parser, tool
+from scripts import tool
+from studies.common import study_parser
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "studies/results"

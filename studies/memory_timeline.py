@@ -31,6 +31,8 @@ from planner.choose import Way, all_alike, all_ways, frontier
 from planner.formulas import count_parameters, step_flops
 from planner.step import follow
 from planner.timeline import KINDS
+from scripts import tool
+from scripts.benchmark import about, write_json
 from scripts.benchmark_worker import Job, allocations, make_run, noted, timed_step
 from scripts.style import (
     COLORS,
@@ -46,7 +48,7 @@ from scripts.style import (
     relative_flops,
     save_picture,
 )
-from studies.common import about, add_json, tool, write_json
+from studies.common import add_json
 from trainer import flags
 from trainer.device import choose_device
 from trainer.flags import UsageError, output_folder

@@ -16,22 +16,12 @@ from itertools import product
 from statistics import mean, median
 from typing import Any
 
+from scripts import tool
+from scripts.benchmark import about, describe, write_json
 from scripts.benchmark_worker import WARM_UP, Job, config_of, make_run, timed_step
-from studies.common import (
-    about,
-    changed,
-    describe,
-    parse_training,
-    reached,
-    tool,
-    training_parser,
-    val_curve,
-    write_json,
-)
+from studies.common import changed, parse_training, reached, ready, training_parser, val_curve
 from trainer.device import choose_device, choose_precision
-from trainer.flags import fill_in, number
-from trainer.plan import vocabulary
-from trainer.pretrained import open_init_from
+from trainer.flags import number
 from trainer.report import describe_model
 
 OPTIMIZERS, MOMENTS = ("adamw", "muon"), ("float32", "bfloat16")
@@ -50,9 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seeds", type=count, default=3, metavar="N", help="(default: %(default)s)")
     add("--rounds", type=count, default=40, metavar="N",
         help="timed steps of each optimizer, which take turns (default: %(default)s)")  # fmt: skip
-    args = parse_training(parser, argv, CHOSEN)
-    open_init_from(args)
-    return args
+    return parse_training(parser, argv, CHOSEN)
 
 
 def run(args: argparse.Namespace, optimizer: str, rate: float, **changes: Any) -> dict[str, Any]:
@@ -76,9 +64,8 @@ def steps_to_match(rates: list[dict[str, Any]]) -> int | None:
 
 def time_steps(args: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     """Seconds of a step of each optimizer, and the median of the ratios of neighbours."""
-    flags = fill_in(changed(args, **changes))
-    flags.vocab_size, device = vocabulary(flags), choose_device(flags.device)
-    job = Job("none", flags.batch_size)
+    flags = ready(changed(args, **changes))
+    device, job = choose_device(flags.device), Job("none", flags.batch_size)
     runs = [make_run(changed(flags, optimizer=name), job, device) for name in OPTIMIZERS]
     rounds = [[timed_step(run) for run in runs] for _ in range(WARM_UP + args.rounds)][WARM_UP:]
     found = {
@@ -119,8 +106,7 @@ def describe_match(rates: list[dict[str, Any]], times: list[dict[str, Any]]) -> 
 @tool
 def main(argv: list[str]) -> None:
     args = parse(argv)
-    flags, device = fill_in(changed(args)), choose_device(args.device)
-    flags.vocab_size = vocabulary(flags)
+    flags, device = ready(changed(args)), choose_device(args.device)
     model = describe_model(config_of(flags, Job("none", flags.batch_size)))
     found = {"model": model} | about("studies.optimizers", argv, device)
     print(describe(found), flush=True)

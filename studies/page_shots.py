@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from scripts import tool
 from scripts.style import use_few_colors
-from studies.common import study_parser, tool
+from studies.common import study_parser
 from trainer.flags import UsageError, output_file
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
