@@ -4,6 +4,7 @@ import codecs
 import json
 import re
 import shlex
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unicodedata import category
@@ -18,11 +19,13 @@ TEXT_SUFFIXES = tuple(
 )
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
 # What the first bytes match, what that is, and what to do. Any other binary stops at a NUL or at a
-# byte that is no UTF-8. These may have neither: of a PDF all in ASCII a model would learn its
-# drawing commands.
+# byte that is no UTF-8. These may have neither (of a PDF all in ASCII a model would learn its
+# drawing commands), or are so common that their text should be found at once.
 SIGNS = [
     (rb"(\xef\xbb\xbf)?\s*%PDF-\d", "a PDF", "make it text: `pdftotext {file} {file}.txt`"),
     (rb"\{\\rtf\d", "an RTF document", "make it text: `pandoc {file} -o {file}.txt`"),
+    (rb"PK\x03\x04", "a zip archive", "unpack it (.docx, .epub: `pandoc {file} -o {file}.txt`)"),
+    (rb"\x1f\x8b\x08", "compressed by gzip", "unpack it: `gunzip {file}`"),
     (
         rb"version https://git-lfs\.github\.com/spec/",
         "what Git LFS leaves in place of a file",
@@ -66,7 +69,10 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
                 found = None
             text = found.get("text") if isinstance(found, dict) else None
             if not isinstance(text, str):
-                raise DataError(f'{path}:{number}: want a JSON object with a string "text"')
+                want = f'{path}:{number}: want a JSON object with a string "text"'
+                if isinstance(found, dict):  # its keys may be called otherwise
+                    want += f", not with {textwrap.shorten(json.dumps([*found]), 100)}"
+                raise DataError(want)
             yield iter([text])
 
 

@@ -176,8 +176,8 @@ NO_TEXT = {
     ("my {b}.txt", PDF): r"a PDF, .*`pdftotext 'my {b}.txt' 'my {b}.txt'.txt`",  # not onto itself
     ("a.rtf", rb"{\rtf1\ansi Hello}"): "an RTF document, .*`pandoc a.rtf -o a.rtf.txt`",
     ("lfs.txt", LFS): "what Git LFS leaves in place of a file, .*`git lfs pull`",
-    ("a.docx", b"PK\x03\x04\x14\0word/document.xml"): "a binary file",
-    ("a.gz", gzip.compress(b"{}")): "a binary file",
+    ("a.docx", b"PK\x03\x04\x14\0word/document.xml"): "a zip .*`pandoc a.docx -o a.docx.txt`",
+    ("a.gz", gzip.compress(b"{}")): "compressed by gzip, .*`gunzip a.gz`",
     (
         "my b.txt",
         b"un caf\xe9",

@@ -181,6 +181,7 @@ TEXTS = {
     "a program": text("x.txt", b"\x7fELF\x00\x01", "x.txt: a binary file, .*NUL at byte 4"),
     "jsonl cut off": text("x.jsonl", b'{"text": "a"}\n{"text": \n', 'x.jsonl:2: want .* "text"'),
     "jsonl with a number": text("x.jsonl", b'{"text": 3}\n', 'x.jsonl:1: want .*string "text"'),
+    "jsonl with other keys": text("x.jsonl", b'{"prompt": "a"}\n', r"want .*, not .*prompt"),
     "jsonl without end": text("x.jsonl", b"[" * 100_000, "x.jsonl:1: want"),
     "jsonl in UTF-16": text("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "x.jsonl:1: want"),
     "jsonl with too many digits": text("x.jsonl", b"1" * 9999, "x.jsonl:1: want"),
