@@ -338,6 +338,7 @@ SAME = "start all with the same flags"
         # What follows from it is not to blame.
         ([of(), of("--seq-len=8")], "--seq-len: "),
         ([of(), of("--seed=8")], "--seed: "),
+        ([of(), of("--optimizer=muon")], "--optimizer: "),
         ([of(), of() | {"--num-tokens": 9, "--num-steps": 1}], "--num-tokens: rank 0 has none"),
         ([of(), of(precision=torch.bfloat16)], "--amp-dtype: rank 0 has float32, rank 1 has bfl"),
         ([of(device=GPU), of()], "--device: rank 0 has cuda, rank 1 has cpu: choose one that all"),

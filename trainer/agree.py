@@ -36,7 +36,7 @@ WAYS_OUT = {
 
 
 # These may only follow from other flags, as the warm-up from --num-tokens: those are named first.
-FOLLOW = "--data-seed --max-position-embeddings --num-steps --warmup-steps".split()
+FOLLOW = "--data-seed --max-position-embeddings --num-steps --warmup-steps --lr --min-lr".split()
 # What must be the same in all processes, under the name by which the user can change it.
 Facts = dict[str, Any]
 
