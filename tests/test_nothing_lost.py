@@ -19,7 +19,6 @@ from harness.faults import broken, history, raising, undisturbed
 from harness.rows import row
 from harness.runs import (
     FAULTS,
-    ROOT,
     TINY,
     TINY_MODEL,
     metrics,
@@ -114,10 +113,6 @@ BREAKS = {
     "NaN: noticed one step late": (THREE, SILENT, 3, TWELVE, 15, []),
     "NaN: none is saved": (THREE, f"{SILENT} {FIVE}", 3, TWELVE, 15, [10, 5]),
     "NaN: a save asks": (THREE, f"{SILENT} --save-interval=7", 3, TWELVE, 14, [7]),
-    "NaN: it asks again": (
-        *("nan:0:13 nan:0:14 nan:0:15", f"{SILENT} --save-interval=7"),
-        *(3, "in a row, 13 to 15", 15, [7]),
-    ),
     "NaN: an evaluation asks": (THREE, f"{SILENT} --eval-interval=14", 3, TWELVE, 14, []),
     "NaN: at the end": (
         *("nan:0:18 nan:0:19 nan:0:20", f"{SILENT} --save-interval=9"),
@@ -262,26 +257,6 @@ def test_sigusr1_before_training_ends_nothing(tmp_path, monkeypatch):
         assert train_here(tmp_path / "run.pt", "--num-steps=2") == 0
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-@slow
-def test_a_terminal_that_is_closed(tmp_path):
-    """SIGHUP comes from the system, perhaps twice, and nothing can be printed any more."""
-    import pty
-
-    path = tmp_path / "run.pt"
-    words = [*TINY, "--num-steps=100000", f"--checkpoint-path={path}"]
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(ROOT)
-        signal.alarm(60)  # or it is ended
-        os.execv(sys.executable, [sys.executable, "train_minimal.py", *words])
-    said = b""
-    while b"step      3/" not in said:  # (ends with an OSError if the program does)
-        said += os.read(terminal, 1000)
-    os.close(terminal)
-    os.waitpid(child, 0)
-    assert snapshot(path)["step"] == metrics(path)[-1]["step"] >= 3
 
 
 # ---- When a save is due

@@ -174,15 +174,6 @@ def of_two(monkeypatch, rank: int = 1, port: int = 4242) -> Torchrun:
     return Torchrun("train_ddp.py")
 
 
-def test_gloo_finds_no_way(monkeypatch):
-    def init_process_group(*_, **__):
-        raise RuntimeError("Gloo connectFullMesh failed with [/gloo/transport/tcp/pair.cc:152] ...")
-
-    monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    with pytest.raises(UsageError, match="rank 1 cannot .* by gloo .*: set GLOO_SOCKET_IFNAME"):
-        of_two(monkeypatch).meet()
-
-
 def test_a_port_that_is_in_use(monkeypatch):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
@@ -218,7 +209,6 @@ def test_gpus_without_nccl(monkeypatch):
 OTHER_END = "/c10d/ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error\n"
 OTHER_END += "Last error:\nsocketProgress: Connection closed by remote peer node1<4242>"
 WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"
-UNIQUE_ID = "store->get('0') got error: wait timeout after 5000ms, keys: /0//cuda//0"
 DUPLICATE = "ncclInvalidUsage: ...\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on"
 GLOO = "[/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:51234: Connection reset by peer. A"
 ABORTED = "NCCL communicator was aborted on rank 0. "
@@ -229,7 +219,6 @@ OF_NCCL, IN_VAIN, ENDED = dist.DistBackendError, "waited 5 s for the others in v
     ("error", "says"),
     [
         (OF_NCCL(WATCHDOG), IN_VAIN),
-        (OF_NCCL(UNIQUE_ID), IN_VAIN),
         (OF_NCCL(f"{ABORTED}Original reason for failure was: {WATCHDOG}"), IN_VAIN),
         (TimeoutError(), IN_VAIN),
         (OF_NCCL(OTHER_END), "ended (socketProgress: Connection closed by remote peer node1<4242>"),
