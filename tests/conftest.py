@@ -30,10 +30,9 @@ trainer.plan.make_planner = planned.make_once  # before anybody imports it from 
 
 
 def pytest_collection_modifyitems(items) -> None:
-    from harness.rows import rows_of
-
     for item in items:  # (reports have what xdist's processes tell of a test)
-        item.user_properties += [("row", row) for row in rows_of(item)]
+        marks = item.iter_markers("reliability")
+        item.user_properties += [("row", mark.args) for mark in marks]
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from harness.faults import broken
 from harness.runs import (
-    Crash,
-    crash_after,
     metrics,
     older_runs,
     snapshot,
@@ -59,12 +58,8 @@ def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, monkeypatch, 
     run does not write into the curves of an older one."""
     path = tmp_path / "run.pt"
 
-    def crash(*flags: str) -> None:
-        with monkeypatch.context() as here, pytest.raises(Crash):
-            crash_after(3, here)
-            train_here(path, TENSORBOARD, *flags)
-
-    crash("--save-interval=2", "--eval-interval=2")
+    flags = ("--save-interval=2", "--eval-interval=2")
+    assert broken(path, "error:0:4", TENSORBOARD, *flags) is None
     assert [*scalars(path)["train_loss"]] == [1, 2, 3]
     assert f"run.tensorboard: tensorboard --logdir {tmp_path} shows it" in capsys.readouterr().out
     flushed: list[int] = []  # with each line of the log
@@ -78,7 +73,7 @@ def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, monkeypatch, 
     assert b"grad_clip_norm = 1.0" in events[0].read_bytes()
     assert train_here(path, "--resume", "--num-steps=6", "--log-to=none") == 0
     assert len(scalars(path)["train_loss"]) == 5 and len(metrics(path)) == 6
-    crash()  # another run, that saves nothing
+    assert broken(path, "error:0:4", TENSORBOARD) is None  # another run, that saves nothing
     assert train_here(path, TENSORBOARD, "--num-steps=2") == 0 and scalars(path) == logged(path)
     (old,) = older_runs(path)
     assert len(scalars(old)["train_loss"]) == 5

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.runs import TINY, Crash, train_here
+from harness.faults import Injected
+from harness.runs import TINY, train_here
 
 import train_minimal
 from trainer import start
@@ -83,13 +84,13 @@ def test_what_is_done_in_a_pause_does_not_count(now):
 
 def test_python_looks_for_garbage_again_when_training_begins(tmp_path, monkeypatch):
     def train_step(run):
-        raise Crash(gc.get_threshold())
+        raise Injected(gc.get_threshold())
 
     monkeypatch.setattr(train_minimal, "train_step", train_step)
     usual = gc.get_threshold()
     monkeypatch.setattr(start, "BEFORE", (321, 7, 7))
     try:
-        with pytest.raises(Crash, match="321, 7, 7"):
+        with pytest.raises(Injected, match="321, 7, 7"):
             train_here(tmp_path / "run.pt")
     finally:
         gc.set_threshold(*usual)

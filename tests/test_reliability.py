@@ -27,6 +27,7 @@ from harness.runs import (
     TINY,
     Forks,
     by_torchrun,
+    children_of,
     errors,
     is_alive,
     last_step,
@@ -239,10 +240,9 @@ def test_nobody_outlives_torchrun(tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=nowhere, text=True) as launcher:
         try:
             assert any(line.startswith("step") for line in launcher.stdout)  # both are training
-            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+            pids = children_of(launcher.pid)
         finally:
             launcher.kill()
-    pids = list(map(int, children.split()))
     try:
         wait_until(lambda: not any(map(is_alive, pids)), "end of both", seconds=5)
     finally:

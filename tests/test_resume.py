@@ -55,7 +55,7 @@ kinds = st.sampled_from(
     [(FP32,), (BF16,), ("--amp-dtype=float16", "--grad-accum-steps=2"), (BF16, LEAN[0])]
 )
 memory = st.sampled_from(
-    [f"{FULL}={words}" for words in ("none", "full", "mlp", "cheap+offload",
+    [f"{FULL}={words}" for words in ("none", "full", "auto", "mlp", "cheap+offload",
                                      "full/2+offload")]
 )  # fmt: skip
 faults = st.sampled_from(["error", "term", "evaluation"])

@@ -11,7 +11,7 @@ import torch
 from cases.shapes import WIDE, T
 from harness.answers import room_for
 from harness.planned import planner
-from harness.runs import together
+from harness.runs import start_together
 from harness.sharded import CASES
 
 from planner import CARDS
@@ -36,7 +36,7 @@ REST = [name for name in CASES if name not in FEW]
 @pytest.mark.parametrize("names", [FEW, pytest.param(REST, marks=pytest.mark.slow)])
 def test_predicted_peak_is_that_of_real_processes(names, tmp_path):
     path = tmp_path / "bytes.json"
-    result = together(["tests/harness/sharded.py", "memory", str(path), *names])
+    result = start_together(["tests/harness/sharded.py", "memory", str(path), *names]).end()
     assert result.returncode == 0, result.stdout + result.stderr
     for name, taken in json.loads(path.read_text()).items():
         case = CASES[name]

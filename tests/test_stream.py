@@ -75,14 +75,6 @@ def test_nothing_is_computed_twice_until_the_window_slides(monkeypatch):
     assert rows == [(2, 1, 32)] * LIMIT
 
 
-def test_logits_of_the_last_positions():
-    model, ids = trained(), random_ids(2, 9)
-    whole = model(ids)
-    assert whole.shape == (2, 9, 61) and torch.equal(model(ids, logits_to_keep=0), whole)
-    for n in (1, 4, 9, 20):
-        torch.testing.assert_close(model(ids, logits_to_keep=n), whole[:, -n:])
-
-
 def test_a_past_counts_as_positions():
     model, past = trained(), Past()
     with torch.no_grad(), past.before(model):

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.faults import WHOLE_RUNS, broken_together, history
-from harness.runs import TINY, errors, metrics, same, snapshot, together, torchrun, train_here
+from harness.runs import TINY, errors, metrics, same, snapshot, start_together, torchrun, train_here
 
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
@@ -102,7 +102,7 @@ def test_resumed_with_as_many_threads_or_with_others(tmp_path, capsys):
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=slow)])
 def test_every_policy_with_shards(which):
     """Each equals DDP, and DDP without recomputation; so does each optimizer. See sharded.py."""
-    result = together(["tests/harness/sharded.py", "steps", which], timeout=400)
+    result = start_together(["tests/harness/sharded.py", "steps", which]).end(timeout=400)
     assert result.stdout.count("variants equal") == 2, result.stdout + result.stderr
 
 

@@ -21,10 +21,6 @@ def row(begin: str) -> pytest.MarkDecorator:
     return pytest.mark.reliability(*found)
 
 
-def rows_of(item: pytest.Item) -> list[Row]:
-    return [mark.args for mark in item.iter_markers("reliability")]
-
-
 def table(reports: Iterable[Any]) -> list[str]:
     """Markdown; a row is held if each of its cases has passed, and there is one. (A test's report
     has its rows among its properties: see tests/conftest.py.)"""

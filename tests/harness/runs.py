@@ -35,10 +35,6 @@ FAULTS = "tests/harness/faults.py"  # the trainers, as FAULTS and PAUSE say
 DEADLINE = 150.0  # seconds; of what takes a few, on a machine that is not otherwise busy
 
 
-class Crash(Exception):
-    pass
-
-
 def run(
     command: list[str], timeout: float = DEADLINE, cwd: Path = ROOT, **env: str
 ) -> CompletedProcess:
@@ -120,29 +116,17 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def pids_of(path: Path) -> list[int]:
-    """The processes that have `path` (or what lies below it) on their command line."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # gone meanwhile
-            if str(path).encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return [pid for pid in found if pid != os.getpid() and is_alive(pid)]
-
-
 def last_step(log: str) -> int:
     """The last one of which there is a line."""
     return max(map(int, re.findall(r"^step +(\d+)/", log, re.M)), default=0)
 
 
-def together(
-    words: list[str], processes: int = 2, timeout: float = DEADLINE, **env: str
-) -> CompletedProcess:
-    """A program in as many processes as torchrun would start, without torchrun."""
-    return start_together(words, processes, **env).end(timeout)
+def children_of(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def start_together(words: list[str], processes: int = 2, **env: str) -> Forks:
+    """A program in as many processes as torchrun would start, without torchrun."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
@@ -170,9 +154,9 @@ def torchrun(
     expect: int = 0,
     **env: str,
 ) -> CompletedProcess:
-    """A trainer in as many processes as torchrun would start; see `together`."""
+    """A trainer in as many processes as torchrun would start."""
     words = [*script.split(), *TINY, "--checkpoint-path", str(path), *flags]
-    result = together(words, processes, **env)
+    result = start_together(words, processes, **env).end()
     assert result.returncode == expect, result.stdout + result.stderr
     return result
 
@@ -186,18 +170,6 @@ def by_torchrun(path: Path, *flags: str, script: str, launch: str = "") -> list[
 def errors(result: CompletedProcess) -> list[str]:
     """What it says to its user."""
     return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-
-
-def crash_after(step: int, monkeypatch) -> None:
-    """Let a run in this process die in the step after that one."""
-    real = train_minimal.train_step
-
-    def train_step(run):
-        if run.step > step:
-            raise Crash
-        return real(run)
-
-    monkeypatch.setattr(train_minimal, "train_step", train_step)
 
 
 def plan_nothing() -> None:
