@@ -94,10 +94,8 @@ class Part(NamedTuple):
 
     begin: int  # operators before it
     ops: list[Op]
-    repeats: list[Repeat]
     given: list[Storage]
     made: list[Storage]
-    results: list[Storage]  # of `made`
 
 
 class Log(TorchDispatchMode):
@@ -119,7 +117,6 @@ class Log(TorchDispatchMode):
         self.repeats: list[Repeat] = []
         self.forward_end = 0  # the operator with which forward ended
         self.moved: list[int] = []  # the bytes of each tensor that offload sends away
-        self.is_idle = False  # what runs is nothing that a step would do
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -146,8 +143,6 @@ class Log(TorchDispatchMode):
         result = given.get(its.changed)
         if not isinstance(result, FakeTensor):  # (else nothing is to be done, as it has no numbers)
             result = func(*args, **kwargs)
-        if self.is_idle:
-            return result
         results = result if isinstance(result, tuple | list) else (result,)
         self.note(func, given, [tensor for tensor in results if isinstance(tensor, Tensor)])
         if self.inside is not None and (size := self.inside(func, args)):
@@ -201,45 +196,29 @@ class Log(TorchDispatchMode):
         different = min(extent, size * n)  # (an expanded row is there once)
         return Touch(self.find(tensor), start, start + extent, different, False)
 
-    def once(
-        self, parts: dict[Any, Part], key: Any, run: Callable[[], Any], given: list[Tensor]
-    ) -> list[Tensor]:
-        """`run()`, which returns tensors, and knows none but those that it is given or makes. If
-        `parts` has it by this key, from another log, it does not run, but is copied from there."""
-        storages = [self.find(tensor) for tensor in given]
-        begin, n_repeats = self.now, len(self.repeats)
-        if self.sources is not None:  # each operator has one of its own
-            return list(run())
-        if key not in parts:
-            results = list(run())
-            made = [storage for storage in self.storages if storage.born > begin]
-            found = [self.find(tensor) for tensor in results]
-            ops, repeats = self.ops[begin:], self.repeats[n_repeats:]
-            parts[key] = Part(begin, ops, repeats, storages, made, found)
-            return results
-        part = parts[key]
-        later = begin - part.begin
-        here = dict(zip(part.given, storages, strict=True))
+    def part(self, begin: int, given: list[Tensor]) -> Part:
+        """All since operator `begin`, which knows no tensors but those `given`, or made."""
+        made = [storage for storage in self.storages if storage.born > begin]
+        return Part(begin, self.ops[begin:], [self.find(tensor) for tensor in given], made)
+
+    def copy(self, part: Part, given: list[Tensor]) -> None:
+        """Instead of running it once more: a part of another log, given these tensors."""
+        later = self.now - part.begin
+        here = dict(zip(part.given, map(self.find, given), strict=True))
         for storage in part.made:
             born, died = storage.born + later, storage.died + later
             here[storage] = replace(storage, born=born, died=died)
             self.storages.append(here[storage])
-        self.is_idle = True
-        results = [torch.empty(storage.shape, dtype=storage.dtype) for storage in part.results]
-        self.is_idle = False
-        for tensor, storage in zip(results, part.results, strict=True):
-            self.watch(tensor, here[storage]).died = math.inf
-        self.repeats += [(begin + later, end + later, n) for begin, end, n in part.repeats]
         for op in part.ops:
             touches = tuple(touch._replace(storage=here[touch.storage]) for touch in op.touches)
             self.ops.append(op._replace(at=op.at + later, place=self.places[-1], touches=touches))
-        return results
 
     # ---- storages
 
     def add(self, tensor: Tensor, operator: str = "", source: Source = NOBODY) -> Storage:
         """The storage of `tensor`: known (the tensor is a view, or changed in place) or new."""
-        address = tensor.untyped_storage()._cdata
+        memory = tensor.untyped_storage()
+        address = memory._cdata
         if address in self.known:
             return self.known[address][1]
         storage = new_storage(tensor, self.now + bool(operator))
@@ -250,12 +229,6 @@ class Log(TorchDispatchMode):
         storage.module, storage.line, _ = source
         if storage.bytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
             self.storages.append(storage)
-        return self.watch(tensor, storage)
-
-    def watch(self, tensor: Tensor, storage: Storage) -> Storage:
-        """The storage of `tensor` is this one; note when it dies."""
-        memory = tensor.untyped_storage()
-        address = memory._cdata
 
         def gone(_: weakref.ref) -> None:
             del self.known[address]  # the next storage at this address is another one

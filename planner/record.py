@@ -134,12 +134,8 @@ def is_replay(op: Op) -> bool:
 
 def group_of(storage: Storage) -> tuple[str, str]:
     """(name, kind): of what is the same but for its block; all weights are one group, say."""
-    return ALIKE.get(storage.kind) or any_block(storage.name), storage.kind
-
-
-def any_block(words: str) -> str:
-    """ "blocks.*.ln_1: output" """
-    return re.sub(r"\bblocks\.\d+\b", "blocks.*", words)
+    of_any_block = re.sub(r"\bblocks\.\d+\b", "blocks.*", storage.name)
+    return ALIKE.get(storage.kind) or of_any_block, storage.kind
 
 
 def describe(op: Op, i: int, dtype: torch.dtype) -> str:

@@ -64,8 +64,7 @@ class Group:
     def __init__(self, whole: Iterable[nn.Parameter], shards: Iterable[nn.Parameter], n: int):
         self.whole, self.shards = list(whole), list(shards)
         self.bytes = n * sum(shard.nbytes for shard in self.shards)  # of a buffer, padding included
-        self.arriving: Tensor | None = None  # a buffer that is not copied out yet
-        self.weights: Tensor | None = None  # the copy
+        self.weights: Tensor | None = None  # gathered
 
 
 class Gathering:
@@ -77,7 +76,7 @@ class Gathering:
         pairs = zip(model.blocks, shard.blocks, strict=False)  # (the step may have fewer blocks)
         self.blocks = [Group(block.parameters(), its.parameters(), n) for block, its in pairs]
         self.root = Group(outside_of_blocks(model), outside_of_blocks(shard), n)
-        self.arrived: Tensor | None = None  # in forward, the buffer of the last group
+        self.arrived: Tensor | None = None  # the buffer of the last group; in backward, the next
         self.reduced: Tensor | None = None  # the buffer of the last gradients
 
     # ---- what happens
@@ -87,22 +86,25 @@ class Gathering:
         self.log.name(tensor, kind, name, why)
         return tensor
 
-    def gather(self, group: Group) -> None:
-        group.arriving = self.buffer(group, "parameters", "weights as they arrive", GATHERED)
+    def gather(self, group: Group) -> Tensor:
+        arriving = self.buffer(group, "parameters", "weights as they arrive", GATHERED)
         if self.gloo:  # it receives in memory of its own
             self.buffer(group, "", "gloo's own buffer")
+        return arriving
+
+    def copy_out(self, group: Group) -> None:
+        group.weights = self.buffer(group, "parameters", "gathered weights", GATHERED)
 
     def before_forward(self, group: Group) -> None:
-        self.gather(group)
-        self.arrived = None
-        group.weights = self.buffer(group, "parameters", "gathered weights", GATHERED)
-        self.arrived, group.arriving = group.arriving, None
+        arriving, self.arrived = self.gather(group), None
+        self.copy_out(group)
+        self.arrived = arriving
 
-    def before_backward(self, group: Group, next_one: Group | None) -> None:
-        group.weights = self.buffer(group, "parameters", "gathered weights", GATHERED)
-        group.arriving = None
-        if next_one is not None:
-            self.gather(next_one)
+    def before_backward(self, i: int) -> None:
+        self.copy_out(self.blocks[i])
+        self.arrived = None
+        if i > 0:
+            self.arrived = self.gather(self.blocks[i - 1])
 
     def after_backward(self, group: Group) -> None:
         group.weights = self.reduced = None
@@ -128,9 +130,12 @@ class Gathering:
     def hooks(self) -> list[RemovableHandle]:
         """From now on, the log counts what is gathered instead of the whole weights."""
 
+        def gather_last(_: Tensor) -> None:
+            self.arrived = self.gather(self.blocks[-1])
+
         def after(model: nn.Module, args: tuple, loss: Tensor) -> None:
             self.arrived = None
-            loss.register_hook(lambda _: self.gather(self.blocks[-1]))
+            loss.register_hook(gather_last)
 
         for parameter in self.model.parameters():
             self.log.add(parameter).bytes = 0
@@ -141,7 +146,7 @@ class Gathering:
         return found
 
     def hook_block(self, block: nn.Module, i: int) -> list[RemovableHandle]:
-        group, next_one = self.blocks[i], self.blocks[i - 1] if i else None
+        group = self.blocks[i]
 
         def before(block: nn.Module, args: tuple) -> None:
             if self.log.phase != "backward":  # else it is a replay, and the weights are there
@@ -152,7 +157,7 @@ class Gathering:
             if self.log.phase != "backward":
                 group.weights = None
                 _, update = results  # its gradient is the first to come
-                update.register_hook(lambda _: self.before_backward(group, next_one))
+                update.register_hook(lambda _: self.before_backward(i))
 
         return [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
 

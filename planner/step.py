@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -74,7 +73,7 @@ class Planner:
         self.compress, self.shards = compress, shards
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.parts: dict[Any, Part] = {}  # of steps, that are the same in others
+        self.updated: Part | None = None  # the end of a step, which is the same in all
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
@@ -179,7 +178,7 @@ class Planner:
             self.fake,
             log,
             replaced(model, blocks=model.blocks[: config.n_layers]),
-            replaced(head, **few_chunks(log, MOST_RUNS if sources else 0, self.parts)),
+            replaced(head, starts_of_chunks=few_chunks(log, MOST_RUNS if sources else 0)),
             replaced(F, dropout=fused_dropout if self.kernels else F.dropout),
             sources.listen() if sources else nullcontext(),
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
@@ -220,16 +219,15 @@ class Planner:
 
     def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
         """The same in all steps, whatever they recompute."""
-
-        def run() -> list[Tensor]:
-            # (A GPU takes all tensors at a time; torch would not for the CPU's.)
-            self.clip(parameters, 1.0, foreach=not self.on_cpu)
-            self.optimizer.step()
-            return []
-
         state = [tensor for its in self.optimizer.state.values() for tensor in its.values()]
-        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
-        log.once(self.parts, "optimizer", run, [*parameters, *gradients, *state])
+        given = [*parameters, *(cast(Tensor, parameter.grad) for parameter in parameters), *state]
+        if self.updated and log.sources is None:
+            return log.copy(self.updated, given)
+        begin = log.now
+        # (A GPU takes all tensors at a time; torch would not for the CPU's.)
+        self.clip(parameters, 1.0, foreach=not self.on_cpu)
+        self.optimizer.step()
+        self.updated = self.updated or log.part(begin, given)
 
     def name_what_is_there(self, log: Log) -> None:
         """Weights, gradients as far as there are any, and the optimizer's state."""
@@ -292,11 +290,10 @@ def replaced(thing: Any, **attributes: Any) -> Iterator[None]:
             setattr(thing, name, value)
 
 
-def few_chunks(log: Log, few: int, parts: dict[Any, Part]) -> dict[str, Callable]:
+def few_chunks(log: Log, few: int) -> Callable[[int, int], Iterator[int]]:
     """For memory/head.py: of its chunks, of which there may be millions, only the first, one more
-    and the last run. Those in between do the same, operator by operator. Up to `few`, all of them.
-    And they run once, as no policy changes anything there."""
-    by_chunks = head.loss_by_chunks
+    and the last run. Those in between do the same, operator by operator. Up to `few`, all of
+    them."""
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
         n_chunks, chunk = math.ceil(n_tokens / n), 0
@@ -307,14 +304,7 @@ def few_chunks(log: Log, few: int, parts: dict[Any, Part]) -> dict[str, Callable
                 log.repeats.append((begin, log.now + 1, times))
             chunk += times
 
-    def once(
-        x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Any, gradients: Any = ()
-    ) -> Any:
-        given = [x, weight, labels, *gradients]
-        run = partial(by_chunks, x, weight, labels, n_chunks, softmax, gradients)
-        return log.once(parts, ("head", len(x), n_chunks), run, given)
-
-    return {"starts_of_chunks": starts_of_few, "loss_by_chunks": once}
+    return starts_of_few
 
 
 def follow(model: MiniGPT, log: Log) -> list[RemovableHandle]:

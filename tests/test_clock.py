@@ -234,7 +234,7 @@ def test_this_machine_is_measured_and_what_that_took_is_given_back(monkeypatch):
     card = this_machine(seq_len=16, head_size=8)
     one, heads = 2 * 1024**3 / 1e-3, 16 * torch.get_num_threads()
     assert card.flops == (one, one, 2 * 128**3 / 1e-3)
-    assert card.bytes_per_s == 2 * 2**26 / 1e-3 and card.launch_s == 1e-3 and card.memory > 2**28
+    assert card.bytes_per_s == 2 * 2**26 / 1e-3 and card.launch_s == 1e-3
     assert (card.reached_flops, card.reached_bytes) == (1, 1)
     product = heads * 16 * 16 * 8 / 1e-3
     assert card.attention == ((2 * product, 5 * product),) * len(OF_PRODUCTS)
