@@ -19,7 +19,6 @@ from planner.choose import RUNGS
 from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
 from trainer.flags import build_parser, byte_count
-from trainer.plan import step_seconds
 from trainer.room import Room, for_tensors
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -51,7 +50,7 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
     """Of one batch; only the last column is about another one."""
     flags = tight() if flags == "tight" else flags
     answer, asked = ask(flags), question(flags)
-    room, card, compiled = asked.room, asked.card, asked.args.compile
+    room, card = asked.room, asked.card
     mix = [name for name in answer.rows if ":" in name]
     assert bool(mix) == (takes is None)
     assert [n for n in answer.rows if n not in mix] == [*RUNGS, "full+offload"]
@@ -65,10 +64,10 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         word = "yes" if row["fits_safely"] else "tight" if row["fits"] else "no"
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
         if card:
-            assert row["seconds"] == step_seconds(step, card, asked.args.grad_accum_steps, compiled)
+            assert row["seconds"] == asked.seconds(step)
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / row["seconds"])
         if card and sequences == 64:
-            assert row["seconds"] == step.seconds(card, compiled)
+            assert row["seconds"] == step.seconds(card, asked.args.compile)
     fitting = [row for row in answer.json["rows"][:-1] if row["fits_safely"]]
     cost = "seconds" if card else "replayed"
     cheapest = min(fitting, key=lambda row: row[cost])

@@ -24,7 +24,7 @@ from scripts import plan_memory
 from scripts.plan_knobs import least
 from trainer.flags import UsageError, build_parser, fill_in
 from trainer.optimizer import make_optimizer
-from trainer.plan import Question, choose_recompute, step_seconds
+from trainer.plan import Question, choose_recompute
 from trainer.room import Room
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -173,7 +173,8 @@ def test_plan_memory_plans_shards(tmp_path, capsys):
 
 def test_an_update_of_shards_is_a_part_of_one():
     step, card = planner(WIDE, shards=2).step(1), CARDS["A100"]
-    update, part = (step.seconds(card) - step_seconds(step, card, 2, shards=n) / 2 for n in (1, 2))
+    asked = Question(parse("--grad-accum-steps 2"), 64, CPU, torch.float32, card=card)
+    update, part = (step.seconds(card) - replace(asked, shards=n).seconds(step) / 2 for n in (1, 2))
     assert update == pytest.approx(2 * part) and part > 0
 
 

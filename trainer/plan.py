@@ -81,13 +81,10 @@ class Question:
         """The same of other flags."""
         return replace(self, args=args)
 
-    def sharded(self) -> "Question":
-        """Of one of the processes, if they held one model between them."""
-        return replace(self, ddp=False, shards=self.processes)
-
     def turned(self, knob: Knob) -> "Question":
         """The same after this change."""
-        return (self.sharded() if knob.trainer else self).about(knob.change(self.args))
+        then = self.about(knob.change(self.args))
+        return replace(then, ddp=False, shards=self.processes) if knob.trainer else then
 
     @property
     def config(self) -> MiniGPTConfig:
@@ -166,11 +163,15 @@ class Question:
         return why, knob
 
     def seconds(self, step: StepMemory) -> float:
-        """Predicted for a training step with all its micro-batches, of which `step` is one."""
+        """Predicted for a training step. `step`: one of its micro-batches and the update of the
+        weights, which all of them share. (Gathering shards takes no time here.)"""
         assert self.card
-        return step_seconds(
-            step, self.card, self.args.grad_accum_steps, self.args.compile, self.shards
-        )
+        one, micro_batches = step.seconds(self.card, self.args.compile), self.args.grad_accum_steps
+        # Clipping reads the gradients twice and writes them; AdamW reads weights, gradients and two
+        # moments, and writes all but the gradients: ten times 4 bytes a parameter.
+        moved = 40 * count_parameters(step.config) / self.shards
+        update = moved / (self.card.reached_bytes * self.card.bytes_per_s)
+        return micro_batches * one - (micro_batches - 1) * min(update, one)
 
     def tokens_per_s(self, step: StepMemory) -> float:
         """Of all processes."""
@@ -191,19 +192,6 @@ def changes(question: Question) -> Iterator[Knob]:
     for base in bases:
         for knob in (Knob({}), *candidates(base.change(args), kind)):
             yield replace(base, flags=base.flags | knob.flags)
-
-
-def step_seconds(
-    step: StepMemory, card: Card, micro_batches: int, compiled: bool = False, shards: int = 1
-) -> float:
-    """Predicted for a training step. `step`: one of its micro-batches and the update of the
-    weights, which all of them share. (Gathering shards takes no time here.)"""
-    one = step.seconds(card, compiled)
-    # Clipping reads the gradients twice and writes them; AdamW reads weights, gradients and two
-    # moments, and writes all but the gradients: ten times 4 bytes a parameter.
-    moved = 40 * count_parameters(step.config) / shards
-    update = moved / (card.reached_bytes * card.bytes_per_s)
-    return micro_batches * one - (micro_batches - 1) * min(update, one)
 
 
 def ask(args: argparse.Namespace, processes: int | None = None, sharded: bool = False) -> Question:

@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -239,10 +238,16 @@ def identify(
     args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, data: Dataset
 ) -> State:
     """The part of a snapshot that says which run it is of (plain types, no tensors)."""
+    # (--profile is of this start, and not of the run: --resume does not take it over.)
+    flags = {name: v for name, v in vars(args).items() if name not in ("typed", "profile")}
+    flags["checkpoint_path"] = str(args.checkpoint_path)
+    for name in ("train_data", "val_data"):  # from the root: --resume may come from elsewhere
+        flags[name] = flags[name] and [os.path.abspath(path) for path in flags[name]]
+    flags["init_from"] = args.init_from and os.path.abspath(args.init_from)
     return {
         "run": process.run_id,
         "config": asdict(config),
-        "args": plain_flags(args),
+        "args": flags,
         "tokenizer": data.tokenizer.state(),
         # That share a sum, and so decide how it is rounded; a GPU's are its own.
         "threads": torch.get_num_threads() if process.device.type == "cpu" else None,
@@ -252,17 +257,6 @@ def identify(
             "sequences_per_step": args.batch_size * args.grad_accum_steps * process.world_size,
         },
     }
-
-
-def plain_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """All flags as plain types. Data are named from the root: --resume may come from elsewhere."""
-    # (--profile is of this start, and not of the run: --resume does not take it over.)
-    flags = {name: v for name, v in vars(args).items() if name not in ("typed", "profile")}
-    flags["checkpoint_path"] = str(args.checkpoint_path)
-    for name in ("train_data", "val_data"):
-        flags[name] = flags[name] and [os.path.abspath(path) for path in flags[name]]
-    flags["init_from"] = args.init_from and os.path.abspath(args.init_from)
-    return flags
 
 
 def go_on_from(resumed: Resumed, run: Run) -> None:
