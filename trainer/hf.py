@@ -111,7 +111,10 @@ def read_config(folder: Path) -> MiniGPTConfig:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards that its index names. Raises DataError."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.exists() or not index.exists():
+    if not whole.exists() and not index.exists():  # but a pytorch_model.bin, as older folders have
+        way_out = f"model.save_pretrained({str(folder)!r}) in transformers writes it"
+        raise DataError(f"{folder} holds no {whole.name}; {way_out}")
+    if whole.exists():
         return read_tensors(whole)
     with parsing(index, "index of weights"):
         names = {Path(name).name for name in read_json(index)["weight_map"].values()}

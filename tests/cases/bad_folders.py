@@ -90,7 +90,7 @@ FOLDERS = {
     "fewer layers than there are": config("as blocks.1.*, .* says nothing", n_layer=1),
     "a million layers": config("holds .* tensors for 1000000 layers", n_layer=10**6),
     "more ids than the tokenizer": config("300 ids, but a tokenizer .* of 257", vocab_size=300),
-    "no weights": folder("model.safetensors: No such file", model=None),
+    "no weights": folder("holds no model.safetensors; .*save_pretrained", model=None),
     "header cut in the middle": folder(DAMAGED, model=safetensors(GOOD)[:100]),
     "whole numbers": tensor("ln_f.bias", np.zeros(16, np.int32), "torch.int32 .* says floats"),
     "NaN": tensor("h.1.mlp.c_fc.weight", SPOILED, "NaN or infinite .*blocks.1.mlp.c_fc"),
