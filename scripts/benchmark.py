@@ -52,10 +52,10 @@ from planner.formulas import step_flops
 from scripts import say_stopped, tool
 from scripts.benchmark_worker import WARM_UP, Job, config_of, flags_of, measure
 from scripts.style import policy_fields
-from trainer.card import clock_card, measured_card
+from trainer.card import THIS_MACHINE, clock_card
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.endings import is_out_of_memory
-from trainer.flags import UsageError, fill_in, number, output_file, policy_string
+from trainer.flags import UsageError, changed, fill_in, number, output_file, policy_string
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes, format_time
 from trainer.plan import Question, vocabulary
@@ -119,7 +119,7 @@ def ask(args: argparse.Namespace) -> Question:
     device = choose_device(args.device)
     set_matmul_precision(device, args.tf32)
     room = room_on(device, args.memory_budget) if args.largest_batch else Room(None, device.type)
-    card = clock_card(args, device) or measured_card(args, device)
+    card = clock_card(args, device) or clock_card(changed(args, card=THIS_MACHINE), device)
     precision = choose_precision(args, device)
     return Question(args, args.vocab_size, device, precision, room, card)
 

@@ -24,9 +24,12 @@ def card_name(text: str) -> str:
 
 
 def clock_card(args: argparse.Namespace, device: torch.device) -> Card | None:
-    """The card that --card names; without it a CUDA GPU that is known. None: nobody can tell."""
+    """The card that --card names; without it a CUDA GPU that is known. None: nobody can tell.
+
+    This machine is measured, at the shape of the model's attention: two or three seconds.
+    """
     if args.card == THIS_MACHINE:
-        return measured_card(args, device)
+        return this_machine(device, args.seq_len, args.d_model // args.n_heads)
     card = None if args.card is None else card_named(args.card)
     if card is None and device.type == "cuda":
         there = torch.cuda.get_device_properties(device)
@@ -35,12 +38,6 @@ def clock_card(args: argparse.Namespace, device: torch.device) -> Card | None:
         float32, bfloat16, float16 = card.flops
         card = replace(card, flops=(max(float32, bfloat16 / 2), bfloat16, float16))
     return card
-
-
-def measured_card(args: argparse.Namespace, device: torch.device) -> Card:
-    """This machine; measuring it, at the shape of the model's attention, takes two or three
-    seconds."""
-    return this_machine(device, args.seq_len, args.d_model // args.n_heads)
 
 
 def device_type(card: Card) -> str:
