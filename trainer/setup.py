@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from data import DataError, Dataset, FoundData, Tokenizer, TrainBatches, ValBatches, find_dataset
 from model import MiniGPT, MiniGPTConfig
 
+from . import resume
 from .agree import check_alike, data_facts, facts
 from .claim import check_name, claim, step_aside, take_place
 from .device import choose_precision, set_matmul_precision
@@ -24,15 +25,6 @@ from .pretrained import Pretrained, open_init_from
 from .process import OneProcess
 from .profile import check_profile, make_clock
 from .report import describe_run
-from .resume import (
-    check_resumable,
-    keep_batch,
-    load_newest,
-    load_own,
-    own_name,
-    restore,
-    take_flags,
-)
 from .run import Run
 from .snapshot import Resumed, SnapshotError, State, beside
 from .start import look_for_garbage
@@ -53,20 +45,20 @@ def start_run(
         raise UsageError("--init-from starts a run and --resume goes on with one: leave one out")
     resumed = source = None
     if args.resume:
-        named, args.checkpoint_path = args.checkpoint_path, own_name(args.checkpoint_path)
-        resumed = load_newest(args.checkpoint_path, named)
-        take_flags(args, resumed)
+        named, args.checkpoint_path = args.checkpoint_path, resume.own_name(args.checkpoint_path)
+        resumed = resume.load_newest(args.checkpoint_path, named)
+        resume.take_flags(args, resumed)
     process = make_process(args)
     if resumed is not None:
-        keep_batch(args, resumed.state, process.world_size)
+        resume.keep_batch(args, resumed.state, process.world_size)
     else:
         # What this very run has saved, before torchrun started it again. The weights that it began
         # with are not needed then, and need not be there any more.
-        resumed = load_own(args.checkpoint_path, process.run_id)
+        resumed = resume.load_own(args.checkpoint_path, process.run_id)
         if resumed is None:
             source = open_init_from(args)
         elif args.init_from is not None:
-            take_flags(args, resumed)
+            resume.take_flags(args, resumed)
     fill_in(args, process.world_size)
     if args.num_epochs is None:  # else the data will tell how many steps there are
         check_profile(args, resumed)
@@ -97,7 +89,7 @@ def set_up(
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     identity = identify(args, process, plan.config, data)
     if resumed is not None:
-        check_resumable(resumed.state, identity, resumed.path)
+        resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
     held_lock = process.by_first(lambda: claim(args.checkpoint_path, resumed))
     with torch.device("meta"):
@@ -262,7 +254,7 @@ def identify(
 def go_on_from(resumed: Resumed, run: Run) -> None:
     """Put the run where the snapshot left it."""
     args, process = run.args, run.process
-    restore(resumed, run.model, run.optimizer, run.scaler, process.part)
+    resume.restore(resumed, run.model, run.optimizer, run.scaler, process.part)
     run.step = run.saved_step = resumed.state["step"]
     run.best_val_loss = resumed.state["best_val_loss"]
     record = resumed.state.get("record", {})
