@@ -27,14 +27,16 @@ TENSORBOARD = "--log-to=tensorboard"
 
 def scalars(path: Path) -> dict[str, dict[int, float]]:
     """What TensorBoard would show: each curve."""
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(beside(path, ".tensorboard")), size_guidance={"scalars": 0})
     events.Reload()
-    curves = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
-    assert all(len({event.step for event in curve}) == len(curve) for curve in curves.values())
-    return {name: {event.step: event.value for event in curve} for name, curve in curves.items()}
+    found: dict[str, dict[int, float]] = {}
+    for name in events.Tags()["scalars"]:
+        curve = events.Scalars(name)
+        found[name] = {event.step: event.value for event in curve}
+        assert len(found[name]) == len(curve)  # no step twice
+    return found
 
 
 def logged(path: Path) -> dict[str, Any]:
@@ -48,29 +50,25 @@ def logged(path: Path) -> dict[str, Any]:
     return curves
 
 
-@pytest.fixture
-def tensorboard():
-    return pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
-
-
-def test_tensorboard_shows_what_the_log_has(tmp_path, tensorboard, monkeypatch, capsys):
+def test_tensorboard_shows_what_the_log_has(tmp_path, monkeypatch, capsys):
     """On the disk as soon as it is logged; steps that are done again are shown once; and another
     run does not write into the curves of an older one."""
+    pytest.importorskip("tensorboard")
     path = tmp_path / "run.pt"
 
     flags = ("--save-interval=2", "--eval-interval=2")
     assert broken(path, "error:0:4", TENSORBOARD, *flags) is None
     assert [*scalars(path)["train_loss"]] == [1, 2, 3]
     assert f"run.tensorboard: tensorboard --logdir {tmp_path} shows it" in capsys.readouterr().out
-    flushed: list[int] = []  # with each line of the log
+    flush = MagicMock()  # with each line of the log
     with monkeypatch.context() as here:
-        here.setattr(tensorboard.SummaryWriter, "flush", lambda writer: flushed.append(1))
+        here.setattr("torch.utils.tensorboard.SummaryWriter.flush", flush)
         assert train_here(path, "--resume", "--num-steps=5") == 0  # and the flag is taken over
     curves = scalars(path)
-    assert len(flushed) == 3 and curves == logged(path)
+    assert flush.call_count == 3 and curves == logged(path)
     assert [*curves["train_loss"]] == [1, 2, 3, 4, 5] and [*curves["val_loss"]] == [2, 5]
-    events = sorted(beside(path, ".tensorboard").iterdir())
-    assert b"grad_clip_norm = 1.0" in events[0].read_bytes()
+    first = min(beside(path, ".tensorboard").iterdir())
+    assert b"grad_clip_norm = 1.0" in first.read_bytes()
     assert train_here(path, "--resume", "--num-steps=6", "--log-to=none") == 0
     assert len(scalars(path)["train_loss"]) == 5 and len(metrics(path)) == 6
     assert broken(path, "error:0:4", TENSORBOARD) is None  # another run, that saves nothing
@@ -169,7 +167,8 @@ def test_wandb_itself_without_a_key_or_a_network(key, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_process_0_logs(tmp_path, tensorboard):
+def test_process_0_logs(tmp_path):
+    pytest.importorskip("tensorboard")
     path = tmp_path / "run.pt"
     result = torchrun(path, TENSORBOARD, "--num-steps=3")
     assert result.stdout.count("shows it") == 1

@@ -5,10 +5,10 @@ Here are the pictures, the ladder and the studies of trainings; other results ha
 
 import json
 import shlex
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from statistics import mean
+from unittest.mock import Mock
 
 import pytest
 from harness.runs import ROOT, TINY
@@ -41,21 +41,17 @@ def test_each_file_has_the_command_that_makes_it():
 
 
 def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsys):
-    started = []
-
-    def note(words, cwd):
-        assert cwd == ROOT and words[0] == sys.executable
-        started.append(words[2:])
-        return subprocess.CompletedProcess(words, returncode=2 if "studies.ladder" in words else 0)
-
-    monkeypatch.setattr(make_results.subprocess, "run", note)
-    assert make_results.main(["--list"]) == 0 and not started
+    run = Mock(side_effect=[Mock(returncode=code) for code in (2, 0, 0, 0)])
+    monkeypatch.setattr(make_results.subprocess, "run", run)
+    assert make_results.main(["--list"]) == 0 and not run.called
     assert "    python -m studies.ladder --json " in capsys.readouterr().out
-    assert make_results.main([]) == 2
-    quick = "scripts.memory_timeline studies.block_picture studies.ladder"
-    assert [words[0] for words in started] == quick.split()
-    assert make_results.main(["--only", "fine_tuning"]) == 0
-    assert started[-1] == "studies.fine_tuning --json studies/results/fine_tuning.json".split()
+    assert make_results.main([]) == 2 and make_results.main(["--only", "fine_tuning"]) == 0
+    assert all(call.kwargs == {"cwd": ROOT} for call in run.call_args_list)
+    *quick, last = ([*call.args[0]] for call in run.call_args_list)
+    of_quick = "scripts.memory_timeline studies.block_picture studies.ladder".split()
+    assert [words[2] for words in quick] == of_quick
+    command = "-m studies.fine_tuning --json studies/results/fine_tuning.json".split()
+    assert last == [sys.executable, *command]
 
 
 def test_the_pictures_numbers_are_what_the_planner_says():
@@ -134,8 +130,7 @@ def test_weights_are_compared_like_with_like(tmp_path, monkeypatch, capsys):
         f"--device cpu --json={file} --train-data {texts}"
     ).split()
     halves = fine_tuning.halves(fine_tuning.parse(flags))
-    names = [[path[-5:] for path in half] for half in halves]
-    assert names == [["0.txt", "2.txt", "4.txt"], ["1.txt", "3.txt"]]
+    assert [[path[-5] for path in half] for half in halves] == [["0", "2", "4"], ["1", "3"]]
     assert fine_tuning.main(flags) == 0
     out, found = capsys.readouterr().out, json.loads(file.read_text())
     runs = [(run["from"], round(run["lr"], 5), run["steps"]) for run in found["runs"]]
