@@ -120,13 +120,11 @@ class LeanOptimizer(torch.optim.Optimizer):
                     self.adamw(some, group)
 
     def pieces(self, parameter: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Weights, gradients, both moments, each of at most AT_A_TIME elements, a step count ()."""
+        """Weights, gradients, both moments, flat, each of at most AT_A_TIME elements, and a step
+        count ()."""
         state = self.state[parameter]
         every = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
         tensors, count = [local(t) for t in every if t is not None], state["step"]
-        if tensors[0].numel() <= AT_A_TIME:
-            yield *tensors, count
-            return
         columns = [tensor.reshape(-1).split(AT_A_TIME) for tensor in tensors]
         for i, piece in enumerate(zip(*columns, strict=True)):
             yield *piece, count.clone() if i else count  # the kernel adds 1 for each piece
@@ -143,10 +141,8 @@ class LeanOptimizer(torch.optim.Optimizer):
         )  # fmt: skip
         for which in (0, 2, 3):
             for piece, copy in zip(columns[which], wide[which], strict=True):
-                if copy.shape != piece.shape:
-                    copy = copy[: piece.numel()].view_as(piece)
                 if copy is not piece:
-                    piece.copy_(copy)
+                    piece.copy_(copy[: piece.numel()])
 
     def muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         """One step for matrices of one shape (A, B), as torch.optim.Muon has it.
@@ -249,7 +245,7 @@ def widen(piece: Tensor) -> Tensor:
     """In float32, and for the CPU's vectors of whole ones: what is left over its kernel computes
     by other instructions, which round otherwise; and of a shard other elements are left over."""
     wide, missing = piece.float(), -piece.numel() % LANES
-    return F.pad(wide.reshape(-1), (0, missing)) if missing else wide
+    return F.pad(wide, (0, missing)) if missing else wide
 
 
 def is_sharded(tensor: Tensor) -> bool:
