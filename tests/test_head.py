@@ -3,8 +3,6 @@
 That they are right at all: test_oracle.py.
 """
 
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +13,6 @@ from memory.head import (
     PAD,
     TiedEmbedding,
     add_product,
-    count_chunks,
     head_loss,
     rows_of_product,
 )
@@ -103,19 +100,6 @@ def test_the_weights_gradient_is_added_up_in_float32_by_the_gpus_matmul_if_it_ca
     assert called == [(torch.bfloat16, torch.float32)] * can_add
     torch.testing.assert_close(on_gpu.as_subclass(Tensor), 1 + (a.float() @ b.float()), atol=0.02,
                                rtol=0.02)  # fmt: skip
-
-
-def test_a_compiled_model_can_be_pickled():
-    model = tiny()
-    model.compile_blocks()
-    assert pickle.loads(pickle.dumps(model)).token_embedding.compiled
-
-
-def test_how_many_chunks():
-    """Of at most 80 MiB of logits; never more than there are tokens."""
-    assert [count_chunks(n, 1024, 0, 4) for n in (768, 20480, 20481)] == [1, 1, 2]
-    assert [count_chunks(3, vocab_size, 0, 16) for vocab_size in (2**23, 2**24)] == [3, 3]
-    assert [count_chunks(10, 61, asked, 4) for asked in (1, 4, 11)] == [1, 4, 10]
 
 
 @pytest.mark.parametrize("grad", [True, False])

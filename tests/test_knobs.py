@@ -1,17 +1,16 @@
 """What to change when memory is little: one list, the least cost first; and who asks for it."""
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.answers import room_for
+from harness.answers import parse, room_for
 
 from planner import CARDS, Planner
 from trainer.card import clock_card
-from trainer.flags import UsageError, build_parser, changed, fill_in, model_config
+from trainer.flags import UsageError, changed, model_config
 from trainer.knobs import FEWER, Knob, candidates, next_knob
 from trainer.plan import Question, TooLarge, plan_memory
 from trainer.process import OneProcess
@@ -24,10 +23,6 @@ SHAPE = (
 )
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB, H100 = 2**30, CARDS["H100"]
-
-
-def parse(flags: str) -> argparse.Namespace:
-    return fill_in(build_parser("test", "x.pt").parse_args(flags.split()))
 
 
 # ---- the list

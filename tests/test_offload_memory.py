@@ -1,6 +1,5 @@
 """What offload takes: of a CPU's memory as the planner predicts it, at sizes as they are."""
 
-import json
 import random
 import re
 from dataclasses import replace
@@ -9,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from cases.shapes import CONFIG, PRECISIONS
+from harness.answers import SHAPE, ask, parse
 from harness.planned import measured_peak, planner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +17,7 @@ from memory import offload
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from planner import StepMemory
 from planner import step as step_of_planner
-from scripts import plan_memory as plan_tool
-from trainer.flags import build_parser, fill_in, model_config
+from trainer.flags import model_config
 from trainer.metrics import format_bytes
 from trainer.plan import Question, TooLarge, plan_memory
 from trainer.process import OneProcess
@@ -109,10 +108,7 @@ def test_largest_batch_in_the_memory_of_a_cpu(device_type, bounded, room, monkey
 # ---- does it fit
 
 FULL = {"recompute": "full+offload"}
-FLAGS = (
-    "--use-toy-data --vocab-size 61 --n-layers 4 --n-heads 2 --d-model 16 --seq-len 32 "
-    "--batch-size 8 --device {} --use-activation-checkpoint full+offload"
-)
+FLAGS = "--n-layers 4 --batch-size 8 --use-activation-checkpoint full+offload"
 X = 8 * 32 * 16 * 4  # bytes of the residual stream: of four blocks, three are moved
 
 
@@ -120,7 +116,7 @@ X = 8 * 32 * 16 * 4  # bytes of the residual stream: of four blocks, three are m
 def test_the_memory_of_a_cpu_is_part_of_the_room(left, processes, monkeypatch, everything_travels):
     process = OneProcess(torch.device("cuda"))
     process.processes_here = processes
-    args = fill_in(build_parser("test", "x.pt").parse_args(FLAGS.format("auto").split()))
+    args = parse(f"{SHAPE} {FLAGS}")
     need = Question(args, 61, process.device, torch.float32).planner.step(8, **FULL).host
     assert need == 3 * X
     free = need - (left != "enough")
@@ -147,15 +143,12 @@ def test_the_memory_of_a_cpu_is_part_of_the_room(left, processes, monkeypatch, e
         assert line.endswith(f"{way_out}, which fits")
 
 
-def test_plan_memory_says_what_offload_takes_of_a_cpu(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(offload, "SMALL", X)
-    flags, file = FLAGS.format("cuda").split(), tmp_path / "plan.json"
-    flags += ["--memory-budget", "64MiB", "--nproc-per-node=2", "--json", str(file)]
-    assert plan_tool.main(flags) == 0
-    row = json.loads(file.read_text())["rows"][-1]
+def test_plan_memory_says_what_offload_takes_of_a_cpu():
+    answer = ask(f"{FLAGS} --device cuda --memory-budget 64MiB --nproc-per-node=2")
+    row = answer.json["rows"][-1]
     assert row["host_bytes"] == 3 * X and row["fits"]
     about = 2 * row["host_bytes"] * row["largest_batch_safely"] / 8
     assert (
         f"\noffload  pins {format_bytes(6 * X)} of CPU memory in 2 processes, "
         f"about {format_bytes(about)} for {row['largest_batch_safely']} sequences in each\n"
-    ) in capsys.readouterr().out
+    ) in answer.out

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.answers import parse
 from harness.calculator import evaluate
 from tqdm import tqdm
 
 from planner import CARDS, Planner
 from planner.choose import all_alike
 from scripts import memory_page, plan_memory
-from trainer.flags import UsageError, build_parser, fill_in, model_config, words_of
+from trainer.flags import UsageError, model_config, words_of
 from trainer.plan import Question
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
@@ -33,11 +34,6 @@ def flags_of(model: str, share: float | None = None) -> str:
     if share is None:
         return shape
     return f"{shape} --memory-budget {budget_of(model, share)}b --card {card.replace(' ', '-')}"
-
-
-def parse(flags: str):
-    """As a trainer does."""
-    return fill_in(build_parser("test", "x.pt").parse_args(flags.split()))
 
 
 def of_card(model: str, args) -> Question:

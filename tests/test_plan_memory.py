@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from planner import CARDS, Card, Planner
 from planner.choose import RUNGS
+from planner.formulas import count_parameters
 from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
 from trainer.flags import build_parser, byte_count
@@ -108,29 +109,15 @@ def test_what_is_offloaded_is_recommended_last():
     assert recommend([too_large, offloaded]) is offloaded and recommend([too_large]) is None
 
 
-class Idle(torch.optim.Optimizer):
-    """Does nothing."""
-
-    def __init__(self, model):
-        super().__init__(model.parameters(), {})
-
-    def step(self):
-        pass
-
-
 def test_micro_batches_share_one_update():
-    """What AdamW takes is 28 of the update's 40 bytes a parameter."""
+    """Which moves 40 bytes of each parameter that a process holds."""
     card = Card("simple", GIB, (1e12,) * 3, 1e9, 0, 0, 1, 1)
-    step, without = (
-        planned.planner(WIDE, "bf16", device_type="cuda", make_optimizer=make).step(2)
-        for make in (planned.adamw, Idle)
-    )
-    one = step.seconds(card)
-    update = (one - without.seconds(card)) * 40 / 28
-    for n in (1, 2, 10):
+    step = planned.planner(WIDE, "bf16", device_type="cuda").step(2)
+    one, update = step.seconds(card), 40 * count_parameters(WIDE) / 1e9
+    for n, shards in ((1, 1), (2, 1), (10, 1), (10, 3)):
         asked = question(f"--device cuda --grad-accum-steps {n} --nproc-per-node 3")
-        asked = replace(asked, card=card)
-        assert asked.seconds(step) == pytest.approx(n * one - (n - 1) * update, rel=1e-3)
+        asked = replace(asked, card=card, shards=shards)
+        assert asked.seconds(step) == pytest.approx(n * one - (n - 1) * update / shards, rel=1e-3)
         tokens = 3 * n * 2 * step.seq_len
         assert asked.tokens_per_s(step) == pytest.approx(tokens / asked.seconds(step))
 

@@ -9,7 +9,7 @@ from cases.shapes import CONFIG, SETTINGS, T, mix
 from harness.planned import CARD, planner
 from harness.records import KINDS_OF_STEPS, WAYS, B, plan, record
 
-from planner import CARDS, Planner
+from planner import CARDS
 from planner.formulas import step_flops
 from planner.record import Record, code_of
 from planner.shards import GATHERED
@@ -190,24 +190,3 @@ def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
         for card in [CARD] if n_layers > 3 else [CARDS["H100"], CARDS["RTX 4090"]]:
             seconds = every.seconds(card, compiled)
             assert few.seconds(card, compiled) == pytest.approx(seconds, rel=2e-3)
-
-
-def test_few_are_simulated(monkeypatch):
-    layers = []
-    log_step = Planner.log_step
-
-    def note(self, batch_size, config):
-        layers.append(config.n_layers)
-        return log_step(self, batch_size, config)
-
-    monkeypatch.setattr(Planner, "log_step", note)
-    plan = planner(replace(CONFIG, n_layers=9))
-    plan.step(2)
-    plan.step(2, **mix("mlp", 4, "cheap"))
-    plan.step(2, **mix("mlp", 7, "cheap"))
-    assert layers == [3, 6, 5]
-    # Their copies and their replays go over more than one block.
-    plan.step(2, recompute="full/2")
-    plan.step(2, recompute="full+offload")
-    assert layers[3:] == [9, 9]
-    assert len(plan.model.blocks) == 9

@@ -83,4 +83,9 @@ def room_for(tensors: float) -> Room:
 def run(words: list[str]) -> argparse.Namespace:
     """The flags that a recommended command asks of a trainer."""
     assert words[:2] == ["python", "train_minimal.py"]
-    return fill_in(build_parser("test", "x.pt").parse_args(words[2:]))
+    return parse(" ".join(words[2:]))
+
+
+def parse(flags: str) -> argparse.Namespace:
+    """As a trainer does."""
+    return fill_in(build_parser("test", "x.pt").parse_args(flags.split()))

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import sys
-import weakref
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,7 +25,6 @@ from cases.shapes import CONFIG, WIDE, T  # noqa: E402
 from harness.runs import TINY, same  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import train_ddp  # noqa: E402
@@ -35,6 +33,7 @@ from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
 from trainer.flags import build_parser, fill_in  # noqa: E402
+from trainer.measured import LiveStorages  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
 
@@ -184,38 +183,20 @@ CASES = {
 }
 
 
-class Storages(TorchDispatchMode):
-    """The bytes of all storages that operators have seen and that are still alive.
-
-    A storage can also be freed and made anew without an operator (fully_shard does that to the
-    weights), so each is asked for its size again and again.
-    """
-
-    def __init__(self, there: list[Tensor]) -> None:
-        super().__init__()
-        self.alive: dict[int, weakref.ref] = {}
-        self.peak = 0
-        for tensor in there:
-            self.add(tensor)
+class Storages(LiveStorages):
+    """A storage can also be freed and made anew without an operator (fully_shard does that to the
+    weights), so each is asked for its size again and again."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local tensor will be seen
-        self.look()
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
+        self.look_at()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def look_at(self, *tensors: object) -> None:
+        for leaf in tree_leaves(tensors):
             if isinstance(leaf, Tensor):
-                self.add(leaf)
-        self.look()
-        return result
-
-    def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self.alive:
-            self.alive[address] = weakref.ref(storage, lambda _: self.alive.pop(address))
-
-    def look(self) -> None:
+                self.add(leaf.untyped_storage())
         storages = [reference() for reference in list(self.alive.values())]
         now = sum(storage.nbytes() for storage in storages if storage is not None)
         self.peak = max(self.peak, now)
@@ -239,7 +220,9 @@ def measure(process: FSDPProcess, case: Case) -> dict[str, int]:
     there = [t.to_local() if isinstance(t, DTensor) else t for t in state]
     peaks = []
     for _ in range(5):  # a thread of gloo's may hold a buffer a moment longer, or may not
-        with Storages(there) as storages:
+        storages = Storages()
+        storages.look_at(there)
+        with storages:
             step()
         peaks.append(storages.peak)
     alive = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in there}
