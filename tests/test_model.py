@@ -104,26 +104,17 @@ def test_what_is_compiled(monkeypatch):
 # ---- sampling
 
 
-def probabilities(logits, monkeypatch, temperature=1.0, top_k=None, top_p=None) -> list:
-    """What `sample` draws from."""
-    seen = []
-    monkeypatch.setattr(torch, "multinomial", lambda p, num_samples: seen.append(p) or p[:, :1])
-    sample(torch.tensor(logits), temperature, top_k, top_p)
-    return seen[0].tolist()
-
-
-def test_temperature_top_k_and_top_p_by_hand(monkeypatch):
-    two = [[math.log(4.0), math.log(1.0)], [0.0, 0.0]]  # 4 : 1, and 1 : 1
-    by_temperature = {1.0: [0.8, 0.2], 0.5: [16 / 17, 1 / 17], 2.0: [2 / 3, 1 / 3]}
-    for temperature, expected in by_temperature.items():
-        first, second = probabilities(two, monkeypatch, temperature)
-        assert first == pytest.approx(expected) and second == pytest.approx([0.5, 0.5])
-    rows = [[0.0, 3.0, 1.0, 2.0], [9.0, 9.0, 1.0, 0.0]]
-    first, second = probabilities(rows, monkeypatch, top_k=2)
-    assert first == pytest.approx([0, math.e / (math.e + 1), 0, 1 / (math.e + 1)])
-    assert second == pytest.approx([0.5, 0.5, 0, 0])
+def test_the_edges_of_top_p_and_of_the_temperature(monkeypatch):
+    """(All else of sampling: test_stream.py.)"""
     # The fewest whose sum is at least p: at 0.5 one of two equal ones is enough.
-    assert sorted(probabilities([[0.0, 0.0]], monkeypatch, top_p=0.5)[0]) == [0, 1]
-    assert sorted(probabilities([[0.0, 0.0]], monkeypatch, top_p=0.51)[0]) == [0.5, 0.5]
-    assert probabilities([[0.0, 1.0]], monkeypatch, top_p=0.0)[0] == [0, 1]  # never none
+    drawn_from: list[torch.Tensor] = []
+    draw = lambda p, num_samples: drawn_from.append(p) or p[:, :1]  # noqa: E731
+    monkeypatch.setattr(torch, "multinomial", draw)
+    for logits, top_p, expected in (
+        ([0.0, 0.0], 0.5, [0, 1]),
+        ([0.0, 0.0], 0.51, [0.5, 0.5]),
+        ([0.0, 1.0], 0.0, [0, 1]),  # never none
+    ):
+        sample(torch.tensor([logits]), 1.0, None, top_p)
+        assert sorted(drawn_from.pop()[0].tolist()) == expected
     assert sample(torch.tensor([[0.0, 1.0]]), 1e-7, None, None).tolist() == [[1]]

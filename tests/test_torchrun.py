@@ -248,17 +248,6 @@ def test_a_network_interface_that_is_not_there(tmp_path):
 # ---- One is different
 
 
-def test_other_flags(tmp_path):
-    """--min-lr follows --lr, and is not to blame. The paths may differ: they are the machines'."""
-    own = {f"FLAGS_{r}": f"--checkpoint-path={tmp_path}/{r}/run.pt" for r in (0, 1)}
-    own["FLAGS_1"] += " --lr=0.001 --seed=3"
-    result = broken_together(tmp_path / "run.pt", "", "--lr=0.003", expect=2, **own)
-    assert set(errors(result)) == {
-        "error: --lr: rank 0 has 0.003, rank 1 has 0.001: start all with the same flags"
-    }
-    assert list(tmp_path.iterdir()) == []  # no folder, no lock
-
-
 class Other(OneProcess):
     """Process 1 of two that does what process 0 has told it."""
 
@@ -323,8 +312,9 @@ SAME = "start all with the same flags"
     [
         ([of(), of("--device=auto", "--no-amp", "--checkpoint-path=/other/disk.pt")], None),
         ([of(), of("--compile")], "--compile: rank 0 has off, rank 1 has on:"),
-        ([of(), of(), of("--num-steps=30")], f"--num-steps: rank 0 has 20, rank 2 has 30: {SAME}"),
         # What follows from it is not to blame.
+        ([of("--lr=0.003"), of("--lr=0.001")], "--lr: rank 0 has 0.003, rank 1 has 0.001"),
+        ([of(), of(), of("--num-steps=30")], f"--num-steps: rank 0 has 20, rank 2 has 30: {SAME}"),
         ([of(), of("--seq-len=8")], "--seq-len: "),
         ([of(), of("--seed=8")], "--seed: "),
         ([of(), of("--optimizer=muon")], "--optimizer: "),

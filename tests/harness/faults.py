@@ -5,8 +5,7 @@ FAULTS="nan:1:7" torchrun --nproc-per-node=2 tests/harness/faults.py train_ddp [
 
 A fault is kind:rank:step, a kind of STEP_FAULTS (it strikes before that step) or of SAVE_FAULTS
 (while the snapshot of that step is saved). Faults strike in the first attempt only: what torchrun
-starts again may show that it gets through. PAUSE makes each step last that many seconds longer; in
-FLAGS_0 and FLAGS_1 are flags of one process alone.
+starts again may show that it gets through. PAUSE makes each step last that many seconds longer.
 Each process writes what it has after each step (hashes of weights and moments, the loss scale; with
 COLLECTIVES, what those carried) into RUN.rankR.jsonl beside its snapshot RUN.pt (`history`). All of
 it stands here, none of it in the trainers.
@@ -254,5 +253,4 @@ if __name__ == "__main__":
     train_minimal.train_step = train_step
     run_module.save_snapshot = save_snapshot
     _, script, *flags = sys.argv
-    own = os.environ.get(f"FLAGS_{RANK}", "").split()
-    main_and_exit(lambda: importlib.import_module(script).main([*flags, *own]))
+    main_and_exit(lambda: importlib.import_module(script).main(flags))
