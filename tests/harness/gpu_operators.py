@@ -14,6 +14,7 @@ Both yield the generator that is drawn from.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -25,18 +26,16 @@ aten = torch.ops.aten
 FUNCTIONAL = "torch.nn.functional"
 
 
-def masks(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
-    """(B, H, T, T) What is dropped, and the rest scaled."""
-    generator = torch.Generator().manual_seed(int(seed))
-    kept = torch.rand(*q.shape[:3], k.size(2), generator=generator) >= p
-    return kept / (1 - p)
+def drop(x: Tensor, p: float, generator: Generator) -> Tensor:
+    return x * (torch.rand(x.shape, generator=generator) >= p) / (1 - p)
 
 
-def probabilities(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, *how: Any) -> Tensor:
+    """In float32. `how`: of `drop`."""
     scores = q.float() @ k.float().mT / math.sqrt(q.size(-1))
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
-    return scores.softmax(dim=-1)
+    return drop(scores.softmax(dim=-1), *how) @ v.float()
 
 
 def lay_out(x: Tensor, like: Tensor) -> Tensor:
@@ -47,12 +46,11 @@ def lay_out(x: Tensor, like: Tensor) -> Tensor:
 @torch.autocast("cpu", enabled=False)  # as inside of any kernel
 def attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     """Draws one number, of which its backward makes the masks again."""
-    seed = torch.zeros((), dtype=torch.int64)
+    seed, nothing = (torch.zeros((), dtype=torch.int64) for _ in range(2))
     if dropout_p > 0:
         seed.random_()
-    dropped = probabilities(q, k, is_causal) * masks(q, k, dropout_p, seed)
-    out = lay_out(dropped @ v.float(), q)
-    nothing, T = torch.zeros((), dtype=torch.int64), q.size(2)
+    generator, T = Generator().manual_seed(int(seed)), q.size(2)
+    out = lay_out(attend(q, k, v, is_causal, dropout_p, generator), q)
     logsumexp = torch.zeros(q.shape[:3])
     return out, logsumexp, nothing, nothing, T, T, seed, nothing.clone(), nothing.clone()
 
@@ -60,8 +58,8 @@ def attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, 
 @torch.autocast("cpu", enabled=False)
 def attention_backward(grad, q, k, v, *kept, scale=None):
     *_, dropout_p, is_causal, seed, _ = kept
-    mask = masks(q, k, dropout_p, seed)
-    run = lambda q, k, v: (probabilities(q, k, is_causal) * mask) @ v.float()  # noqa: E731
+    generator = Generator().manual_seed(int(seed))
+    run = lambda q, k, v: attend(q, k, v, is_causal, dropout_p, generator)  # noqa: E731
     _, vjp = torch.func.vjp(run, q, k, v)
     return tuple(map(lay_out, vjp(grad.float()), (q, k, v)))
 
@@ -94,13 +92,13 @@ def mps() -> Iterator[Generator]:
     generator, real = Generator(), policies.generator_of
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
-        return x * (torch.rand(x.shape, generator=generator) >= p) / (1 - p) if training else x
+        return drop(x, p, generator) if training else x
 
-    def attend(q, k, v, dropout_p=0.0, is_causal=False):
-        return dropout(probabilities(q, k, is_causal), dropout_p).to(v.dtype) @ v
+    def of_mps(q, k, v, dropout_p=0.0, is_causal=False):
+        return attend(q, k, v, is_causal, dropout_p, generator).to(v.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{FUNCTIONAL}.scaled_dot_product_attention", attend)
+        patch.setattr(f"{FUNCTIONAL}.scaled_dot_product_attention", of_mps)
         patch.setattr(f"{FUNCTIONAL}.dropout", dropout)
         patch.setattr("torch.mps._get_default_mps_generator", lambda: generator)
         patch.setattr(policies, "generator_of", lambda device: real(torch.device("mps")))
