@@ -281,5 +281,6 @@ def test_mistakes(words, tmp_path, capsys, monkeypatch):
     before = json.dumps(gpu.about("studies.gpu", [], torch.device("cpu")) | {"torch": "1.0"})
     (tmp_path / "gpu.jsonl").write_text(before)
     assert gpu.main([*words.split(), "--out", str(tmp_path)]) == 2
-    assert MISTAKES[words] in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and MISTAKES[words] in line
     assert (tmp_path / "gpu.jsonl").read_text() == before

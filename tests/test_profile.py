@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.faults import broken
 from harness.runs import older_runs, same, snapshot, torchrun, train_here
 from torch._dynamo.utils import counters
 
@@ -105,6 +106,12 @@ def test_ranges_are_named_and_no_bit_changes(flags, replays, tmp_path):
 def before_each_step(monkeypatch, act) -> None:
     real = train_minimal.train_step
     monkeypatch.setattr(train_minimal, "train_step", lambda run: act(run) or real(run))
+
+
+def test_a_run_that_dies_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "run.pt"
+    assert broken(path, f"error:0:{WARM_UP + 2}", *SHORT) is None
+    assert all(in_place()) and not beside(path, ".trace.json").exists()
 
 
 # ---- The table
