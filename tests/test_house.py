@@ -20,17 +20,17 @@ FLOOR["data"] = FLOOR["planner"]
 # Lines of Python, of a whole room: a limit of a file makes files split, one of a room makes them
 # simpler. Who adds says what goes.
 ROOMS = {
-    "the root": 770,
-    "memory": 960,
-    "planner": 2_600,
-    "trainer": 4_980,
-    "data": 1_720,
-    "scripts": 4_270,
-    "studies": 2_650,
-    "all without tests": 17_850,
-    "tests": 20_450,
+    "the root": 767,
+    "memory": 920,
+    "planner": 2_290,
+    "trainer": 4_740,
+    "data": 1_540,
+    "scripts": 3_800,
+    "studies": 1_850,
+    "all without tests": 15_870,
+    "tests": 14_900,
 }
-SCRIPTS = 18  # files
+SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
     "README.md": 140,

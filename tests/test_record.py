@@ -166,8 +166,8 @@ def test_what_is_replayed():
     ids=str,
 )
 def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
-    """To the byte, operator by operator, also where the head ran in another step. And the seconds,
-    where no cache outlasts the blocks."""
+    """To the byte, operator by operator, also where the update ran in another step. And the
+    seconds, where no cache outlasts the blocks."""
     settings = dict(SETTINGS[setting])
     dropout = settings.pop("dropout", 0.0)
     config = replace(CONFIG, n_layers=n_layers, loss_chunks=chunks, dropout=dropout)
