@@ -223,8 +223,10 @@ RECOMPUTE_POLICIES = tuple(POLICIES)
 # ---- the policy string: which block has which
 
 
-GRAMMAR = "POLICY[:N][,POLICY][/K][+offload]"
-STRING = re.compile(r"(\w+)(?::(\d{1,9})(?:,(\w+))?)?(?:/(\d{1,9}))?(\+offload)?", re.ASCII)
+GRAMMAR = "POLICY[:N][,POLICY][/K][+nested][+offload]"
+STRING = re.compile(
+    r"(\w+)(?::(\d{1,9})(?:,(\w+))?)?(?:/(\d{1,9}))?(\+nested)?(\+offload)?", re.ASCII
+)
 
 
 class Recompute(NamedTuple):
@@ -232,6 +234,7 @@ class Recompute(NamedTuple):
 
     policies: tuple[str, ...]  # of each block
     group: int = 1  # so many of the first blocks, which are `full` then, share a checkpoint
+    nested: bool = False  # each block of a group has one of its own, too, inside of that
     offload: bool = False  # what the policies keep waits in CPU memory
 
     @property
@@ -251,12 +254,13 @@ def expand(text: str, n_layers: int) -> Recompute:
     `mlp:7`      of the first 7; the others have none
     `mlp:7,full` and another one of the others
     `full/2`     one checkpoint around every 2 of the `full` blocks that come first
+    `+nested`    inside of it one around each of them: see `one_by_one`
     `+offload`   what the policies keep waits in CPU memory
 
     Raises ValueError, one line with the grammar, if it cannot be.
     """
     match = STRING.fullmatch(text)
-    first, n, rest, group, offload = match.groups() if match else [""] * 5
+    first, n, rest, group, nested, offload = match.groups() if match else [""] * 6
     n, group, rest = n_layers if n is None else int(n or 0), int(group or 1), rest or "none"
     wrong = ""
     if first not in RECOMPUTE_POLICIES or rest not in RECOMPUTE_POLICIES:
@@ -267,16 +271,19 @@ def expand(text: str, n_layers: int) -> Recompute:
         wrong = "none stands alone"
     elif group < 1 or group > 1 and first != "full":
         wrong = "only blocks that are full can share a checkpoint, one or more of them"
+    elif nested and group == 1:
+        wrong = "only groups can be nested: full/2+nested, or more than 2"
     if wrong:
         raise ValueError(f"recompute must be {GRAMMAR}, not {text[:40]!r}: {wrong}")
     policies = (first,) * n + (rest,) * (n_layers - n)
     nothing = set(policies) == {"none"}
-    return Recompute(policies, group if n else 1, bool(offload) and not nothing)
+    group = group if n else 1
+    return Recompute(policies, group, bool(nested) and group > 1, bool(offload) and not nothing)
 
 
 def write(recompute: Recompute) -> str:
     """The shortest policy string that says it. Raises ValueError if none does."""
-    policies, group, offload = recompute
+    policies, group, nested, offload = recompute
     first, rest = policies[0], policies[-1]
     n = policies.index(rest) if rest != first else len(policies)
     if policies != (first,) * n + (rest,) * (len(policies) - n) or first == "none" != rest:
@@ -284,7 +291,7 @@ def write(recompute: Recompute) -> str:
     text = first if n == len(policies) else f"{first}:{n}"
     text += f",{rest}" if rest not in (first, "none") else ""
     text += f"/{group}" if group > 1 else ""
-    return text + "+offload" * offload
+    return text + "+nested" * nested + "+offload" * offload
 
 
 Call = tuple[Callable[..., Halves], str]  # (block, policy), for `block(x, policy)`
@@ -301,7 +308,7 @@ def schedule(
     left, calls = iter(blocks), list[Call]()
     for policy, size in how.calls:
         group = list(islice(left, size))
-        calls.append((group[0] if size == 1 else one_by_one(group), policy))
+        calls.append((group[0] if size == 1 else one_by_one(group, how.nested), policy))
     if how.offload:
         return offloaded(calls, Offload(host, blocks), random=config.dropout > 0)
     if config.dropout > 0 and forgets_numbers(next(blocks[0].parameters()).device):
@@ -325,14 +332,25 @@ def offloaded(calls: list[Call], offload: Offload, random: bool) -> Iterator[Cal
         offload.settle()
 
 
-def one_by_one(blocks: list) -> Callable[..., Halves]:
-    """Several blocks that are called as if they were one."""
+def one_by_one(blocks: list, nested: bool = False) -> Callable[..., Halves]:
+    """Several blocks that are called as if they were one.
+
+    Around them is a checkpoint, whose replay would make all that K blocks keep, at a time.
+    `nested`: each block is in a checkpoint of its own as well, so the group's replay keeps their
+    inputs only, and then backward replays block by block. L blocks so keep L / K inputs in forward
+    and K in backward, least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174), where `full`
+    keeps L. It costs (K - 1) / K of one more forward: the group's replay ends when it has the last
+    block's input.
+    """
+
+    def call(block: Any, x: Tensor, policy: str) -> Halves:
+        return checkpoint(block, x, random=has_dropout(block)) if nested else block(x, policy)
 
     def run(x: Tensor, policy: str = "none") -> Halves:
         for block in blocks[:-1]:
-            x, update = block(x, policy)
+            x, update = call(block, x, policy)
             x = block.add(x, update)
             del update  # not beside the next block
-        return blocks[-1](x, policy)
+        return call(blocks[-1], x, policy)
 
     return run

@@ -164,11 +164,13 @@ def segments(step: StepMemory) -> np.ndarray:
     of_blocks = [stretch for stretch in stretches(step) if stretch[1] is not None]
     forward = [part for part in of_blocks if part[0] == "forward"]
     backward = of_blocks[len(forward) :]
-    ends = {block: end for _, block, _, end in backward}  # (a group enters its blocks twice)
+    ends = {
+        block: end for _, block, _, end in backward
+    }  # (a group's replay enters its blocks, too)
     # The last row of each segment but one. What dies with a block's last operator is still there
     # when the next one's first operator runs, which is a LayerNorm in all of them.
     last = [forward[0][2][0], *(end for _, _, _, end in forward)]
-    last += [backward[0][2][0] - 1, *(end - 1 for end in ends.values())]
+    last += [backward[0][2][0] - 1, *(end - 1 for end in sorted(ends.values()))]
     begin = [0, *(row + 1 for row in last)]
     level = step.total[[*last, -1]]
     before = np.concatenate([[0], level[:-1]])

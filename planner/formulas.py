@@ -138,9 +138,12 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
     replayed = 0
     for policy, blocks in config.expanded.calls:
         again = sum(flops[name] for name in POLICIES[policy].twice.split())
-        # Compiled, a block runs to its end; and in a group all do but the last one.
-        to_the_end = policy == "full" and (blocks if compiled else blocks - 1)
-        replayed += again * blocks + linear * to_the_end
+        # In a nested group each block has a replay of its own, and all but the last one are in the
+        # group's. Compiled, a block runs to its end; and in a group's replay all do but the last.
+        nested = config.expanded.nested and blocks > 1
+        runs = 2 * blocks - 1 if nested else blocks
+        stopped = 0 if compiled else blocks if nested else 1
+        replayed += again * runs + linear * (runs - stopped) * (policy == "full")
     needed = 3 * (config.n_layers * block + 2 * config.vocab_size * C)
     return needed, replayed
 

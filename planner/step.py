@@ -264,7 +264,7 @@ def few_blocks(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[int]]:
 
     Not with offload, whose copies of a block wait for another, nor with groups.
     """
-    policies, group, offload = config.expanded
+    policies, group, _, offload = config.expanded
     if offload or group > 1:
         return config, [1] * config.n_layers
     found = [(policy, n) for policy, run in groupby(policies) for n in few_of(len(list(run)))]

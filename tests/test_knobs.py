@@ -87,7 +87,7 @@ class MadeUp(Question):
 
     @property
     def peak(self) -> int:
-        args, (_, group, offload) = self.args, self.config.expanded
+        args, (_, group, _, offload) = self.args, self.config.expanded
         way = (0.8 if group > 1 else 1) * (0.3 if offload else 1)
         of_blocks = 2 * args.n_layers * args.d_model * way
         gradients = 48 * args.n_layers * args.d_model**2 * (args.grad_accum_steps > 1)

@@ -22,11 +22,12 @@ def parse(words: list[str]):
 
 WORDS = some.sampled_from(RECOMPUTE_POLICIES)
 STRINGS = some.builds(
-    "{}{}{}{}".format,
+    "{}{}{}{}{}".format,
     WORDS,
     some.just("")
     | some.builds(":{}{}".format, some.integers(0, 7), some.just("") | WORDS.map(",{}".format)),
     some.just("") | some.integers(0, 9).map("/{}".format),
+    some.sampled_from(["", "+nested"]),
     some.sampled_from(["", "+offload"]),
 )
 
@@ -43,6 +44,7 @@ def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
         layers = re.search(r":(\d+)", text)
         wrong = first == "none" and more
         wrong = wrong or layers and int(layers[1]) > n_layers or "/0" in text
+        wrong = wrong or "+nested" in text and ("/" not in text or "/1" in text)
         assert wrong or "/" in text and "/1" not in text and first != "full"
         return
     written = write(found)
@@ -56,22 +58,24 @@ def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
 
 
 @pytest.mark.parametrize(
-    ("text", "policies", "group", "offload", "written"),
+    ("text", "policies", "group", "nested", "offload", "written"),
     [
-        ("mlp:0,cheap", ["cheap"] * 4, 1, False, "cheap"),
-        ("mlp:3,mlp+offload", ["mlp"] * 4, 1, True, "mlp+offload"),
-        ("cheap:1,none", ["cheap", "none", "none", "none"], 1, False, "cheap:1"),
-        ("full:3,attn/2", ["full", "full", "full", "attn"], 2, False, "full:3,attn/2"),
-        ("full:0/2+offload", ["none"] * 4, 1, False, "none"),
+        ("mlp:0,cheap", ["cheap"] * 4, 1, False, False, "cheap"),
+        ("mlp:3,mlp+offload", ["mlp"] * 4, 1, False, True, "mlp+offload"),
+        ("cheap:1,none", ["cheap", "none", "none", "none"], 1, False, False, "cheap:1"),
+        ("full:3,attn/2", ["full", "full", "full", "attn"], 2, False, False, "full:3,attn/2"),
+        ("full/2+nested+offload", ["full"] * 4, 2, True, True, "full/2+nested+offload"),
+        ("full:0/2+nested+offload", ["none"] * 4, 1, False, False, "none"),
     ],
 )
-def test_a_policy_string(text, policies, group, offload, written):
+def test_a_policy_string(text, policies, group, nested, offload, written):
     found = expand(text, 4)
-    assert found == (tuple(policies), group, offload) and write(found) == written
+    assert found == (tuple(policies), group, nested, offload) and write(found) == written
 
 
 CANNOT_BE = ["", "some", "FULL", "mlp:5", "mlp,cheap", "mlp:-1", "mlp: 1", "mlp:1,some", "mlp/2",
-             "full/0", "full /2", "full+offloads", "none:2", "none:1,mlp", "none+offload",
+             "full/0", "full /2", "full+nested", "full/1+nested", "mlp/2+nested",
+             "full/2+offload+nested", "full+offloads", "none:2", "none:1,mlp", "none+offload",
              "mlp:1,cheap,full"]  # fmt: skip
 
 
@@ -93,6 +97,7 @@ OLD = {
     "--use-activation-checkpoint --recompute-layers 2": "full:2",
     "--recompute-layers 3 --use-activation-checkpoint mlp --recompute-rest cheap": "mlp:3,cheap",
     "--use-activation-checkpoint --recompute-group 2 --offload-activations": "full/2+offload",
+    "--use-activation-checkpoint full/2+nested --offload-activations": "full/2+nested+offload",
     "--use-activation-checkpoint mlp:2 --recompute-rest full": "mlp:2,full",
     "--use-activation-checkpoint mlp --recompute-group 1 --recompute-rest none": "mlp",
     "--use-activation-checkpoint auto --offload-activations": "auto+offload",

@@ -64,6 +64,15 @@ def test_every_way_equals_none(first, data, dropout, precision):
     assert all(map(torch.equal, tensors, expected))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("end", ["", "+offload"])
+@pytest.mark.parametrize("size", [2, 3, 4, 9])
+def test_groups_of_any_size_can_be_nested(size, end, precision):
+    losses, tensors = train(f"full/{size}+nested{end}", 0.1, precision)
+    none, expected = train("none", 0.1, precision)
+    assert losses == none and all(map(torch.equal, tensors, expected))
+
+
 @pytest.mark.parametrize(
     ("policy", "last"),
     [
@@ -104,6 +113,7 @@ def total(*args, **kwargs) -> int:
 @laws(20)
 @example("full/3")
 @example("full:3,mlp/2")
+@example("full/3+nested")
 @given(ways(5, ends=("",)))
 def test_a_way_keeps_what_its_policies_keep(way):
     """One after the other; a group of blocks what one of them does. And nothing in evaluation."""
@@ -180,7 +190,7 @@ def test_a_group_holds_no_update_beside_its_next_block():
 
 MEMORY = [
     *(policy + end for policy in RECOMPUTE_POLICIES[1:] for end in ("", "+offload")),
-    *("selective:1,sdpa", "full:1,attn", "full/2", "full/2+offload"),
+    *("selective:1,sdpa", "full:1,attn", "full/2", "full/2+offload", "full/2+nested"),
 ]
 
 
@@ -226,8 +236,15 @@ def test_no_policy_changes_a_bit_of_what_is_compiled(policy):
 
 
 @pytest.mark.parametrize(
-    ("way", "n_full"),
-    [("full", 3), ("full/3", 3), ("full/2", 3), ("full:2,mlp", 2), ("mlp:1,full", 2)],
+    ("way", "n_full"),  # replays of a whole block
+    [
+        ("full", 3),
+        ("full/3", 3),
+        ("full/2", 3),
+        ("full/3+nested", 5),
+        ("full:2,mlp", 2),
+        ("mlp:1,full", 2),
+    ],
 )
 def test_compiled_blocks_replay_their_last_matmul_too(way, n_full):
     """Early stop cannot end compiled code half-way; step_flops knows."""

@@ -16,7 +16,7 @@ OLDER: dict[str, tuple[str, object]] = {
     "recompute_group": ("/{}", 1),
     "offload_activations": ("+offload", False),
 }
-PARTS = re.compile(r"([^:,/+]*)(:[^,/+]*)?(,[^/+]*)?(/[^+]*)?(\+.*)?")
+PARTS = re.compile(r"([^:,/+]*)(:[^,/+]*)?(,[^/+]*)?(/[^+]*(?:\+nested)?)?(\+.*)?")
 
 
 def join(policy: str, older: Mapping[str, object]) -> str:

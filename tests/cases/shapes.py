@@ -26,6 +26,7 @@ MEMORY = [
     *({"recompute": policy} for policy in RECOMPUTE_POLICIES),
     {"recompute": "mlp:2"},
     {"recompute": "full/2"},
+    {"recompute": "full:3/2+nested"},
     {"recompute": "full:3/2"},
     {"recompute": "full+offload"},
     {"recompute": "none", "loss_chunks": 1},
@@ -37,6 +38,9 @@ def mix(first: str, n: int, rest: str, **changes) -> dict:
     return {"recompute": f"{first}:{n},{rest}", **changes}
 
 
+GROUPS = ["", "/2", "/3", "/2+nested", "/3+nested"]
+
+
 def ways(n_layers: int, first: str = "", ends: tuple[str, ...] = ("", "+offload")):
     """Policy strings for that many blocks; those that begin with `first`, or any."""
 
@@ -46,9 +50,7 @@ def ways(n_layers: int, first: str = "", ends: tuple[str, ...] = ("", "+offload"
     rest = some.sampled_from(["", *(f",{policy}" for policy in RECOMPUTE_POLICIES)])
     n = some.just("") | some.builds(":{}{}".format, some.integers(1, n_layers), rest)
     firsts = some.just(first) if first else some.sampled_from(RECOMPUTE_POLICIES[1:])
-    return some.builds(
-        spell, firsts, n, some.sampled_from(["", "/2", "/3"]), some.sampled_from(ends)
-    )
+    return some.builds(spell, firsts, n, some.sampled_from(GROUPS), some.sampled_from(ends))
 
 
 MIXES = [
