@@ -57,10 +57,11 @@ class FSDPProcess(DDPProcess):
         super().__init__(args)
         self.shards = self.world_size
         policy = recompute_of(args)
-        if policy.group > 1 and self.world_size > 1:  # (alone it has nothing to gather)
+        # (Alone it has nothing to gather.)
+        if policy.group > 1 and not policy.nested and self.world_size > 1:
             flag = f"--use-activation-checkpoint {args.use_activation_checkpoint}"
-            alone = write(policy._replace(group=1))
-            raise UsageError(f"{flag}: train_fsdp.py gathers block by block; {alone} fits")
+            nested = write(policy._replace(nested=True))
+            raise UsageError(f"{flag}: train_fsdp.py gathers block by block; {nested} fits")
         if args.compress_gradients:
             raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
         if self.device.type == "cuda" and not dist.is_nccl_available():

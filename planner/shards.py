@@ -11,6 +11,7 @@ what is in none, the root: embeddings and ln_f. A process has, beside its shards
     it has run                    the weights go; but the root's stay until backward is over
     its backward is about to run  its weights again; and the buffer of the group before it, so that
                                   backward need not wait for that
+    it is replayed ahead of that  its weights, until its backward is over: in full/K+nested
     its backward is over          the weights go; its whole gradients are copied to a flat buffer
                                   and go; 1 / n of the sums arrives. The buffer stays until the next
                                   group is there
@@ -64,6 +65,7 @@ class Group:
     def __init__(self, whole: Iterable[nn.Parameter], shards: Iterable[nn.Parameter], n: int):
         self.whole, self.shards = list(whole), list(shards)
         self.bytes = n * sum(shard.nbytes for shard in self.shards)  # of a buffer, padding included
+        self.arrived: Tensor | None = None  # the buffer, ahead of its backward
         self.weights: Tensor | None = None  # gathered
 
 
@@ -76,7 +78,7 @@ class Gathering:
         pairs = zip(model.blocks, shard.blocks, strict=False)  # (the step may have fewer blocks)
         self.blocks = [Group(block.parameters(), its.parameters(), n) for block, its in pairs]
         self.root = Group(outside_of_blocks(model), outside_of_blocks(shard), n)
-        self.arrived: Tensor | None = None  # the buffer of the last group; in backward, the next
+        self.arrived: Tensor | None = None  # the buffer of the last group, in forward
         self.reduced: Tensor | None = None  # the buffer of the last gradients
 
     # ---- what happens
@@ -101,10 +103,19 @@ class Gathering:
         self.arrived = arriving
 
     def before_backward(self, i: int) -> None:
-        self.copy_out(self.blocks[i])
-        self.arrived = None
-        if i > 0:
-            self.arrived = self.gather(self.blocks[i - 1])
+        group, before = self.blocks[i], self.blocks[i - 1] if i > 0 else None
+        if group.weights is None:  # else a replay has gathered them
+            self.copy_out(group)
+        group.arrived = None
+        if before and before.weights is None:
+            before.arrived = self.gather(before)
+
+    def before_replay(self, group: Group) -> None:
+        """Of a block whose backward is still to come. (Else its weights are there.)"""
+        if group.weights is None:
+            if group.arrived is None:
+                group.arrived = self.gather(group)
+            self.copy_out(group)
 
     def after_backward(self, group: Group) -> None:
         group.weights = self.reduced = None
@@ -131,7 +142,7 @@ class Gathering:
         """From now on, the log counts what is gathered instead of the whole weights."""
 
         def gather_last(_: Tensor) -> None:
-            self.arrived = self.gather(self.blocks[-1])
+            self.blocks[-1].arrived = self.gather(self.blocks[-1])
 
         def after(model: nn.Module, args: tuple, loss: Tensor) -> None:
             self.arrived = None
@@ -149,15 +160,18 @@ class Gathering:
         group = self.blocks[i]
 
         def before(block: nn.Module, args: tuple) -> None:
-            if self.log.phase != "backward":  # else it is a replay, and the weights are there
-                self.before_forward(group)
-                args[0].register_hook(lambda _: self.after_backward(group))
+            if self.log.phase == "backward":
+                return self.before_replay(group)
+            self.before_forward(group)
+            args[0].register_hook(lambda _: self.after_backward(group))
 
         def after(block: nn.Module, args: tuple, results: tuple[Tensor, Tensor]) -> None:
-            if self.log.phase != "backward":
-                group.weights = None
-                _, update = results  # its gradient is the first to come
-                update.register_hook(lambda _: self.before_backward(i))
+            if self.log.phase == "backward":
+                group.arrived = None  # the weights stay for its backward
+                return
+            group.weights = None
+            _, update = results  # its gradient is the first to come
+            update.register_hook(lambda _: self.before_backward(i))
 
         return [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
 

@@ -111,10 +111,11 @@ def check(args: argparse.Namespace) -> None:
         return
     if args.nproc_per_node is None:
         raise UsageError("--fsdp: over how many processes? --nproc-per-node tells")
-    if flags.recompute_of(args).group > 1:
+    policy = flags.recompute_of(args)
+    if policy.group > 1 and not policy.nested:
         raise UsageError(
             f"--use-activation-checkpoint {args.use_activation_checkpoint}: with --fsdp weights "
-            "are gathered block by block; leave it out"
+            "are gathered block by block; add +nested, or leave it out"
         )
     if args.compress_gradients:
         raise UsageError("--compress-gradients is for train_ddp.py: leave it or --fsdp out")

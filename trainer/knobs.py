@@ -116,7 +116,7 @@ def smaller_models(args: Flags) -> Iterator[Knob]:
 def shards(args: Flags) -> Iterator[Knob]:
     """train_fsdp.py, alone or with less moments."""
     policy, kept = recompute_of(args), dict[str, Any]()
-    if policy.group > 1:  # they are gathered block by block
+    if policy.group > 1 and not policy.nested:  # they are gathered block by block
         kept[POLICY] = write(policy._replace(group=1))
     kept |= {"compress_gradients": False} if args.compress_gradients else {}
     dealt = Knob(kept, "the processes hold the model between them", "train_fsdp.py")

@@ -298,7 +298,8 @@ ENVIRONMENTS = {
         "ddp", "", ("torchrun --nproc-per-node=2 train_ddp.py",), {}, dict.fromkeys(ALONE)
     ),
     "groups of blocks in shards": sharded(
-        "--use-activation-checkpoint=full/2", "full/2: train_fsdp.py gathers .*; full fits"
+        "--use-activation-checkpoint=full/2",
+        "full/2: train_fsdp.py gathers .*; full/2\\+nested fits",
     ),
     "compressed gradients of shards": sharded(
         "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"

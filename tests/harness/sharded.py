@@ -95,6 +95,8 @@ VARIANTS += [
     {"recompute": "mlp:1,full"},
     {"recompute": "full+offload"},
     {"recompute": "full/2+offload"},
+    {"recompute": "full/3+nested"},
+    {"recompute": "full/2+nested+offload"},
     {"recompute": "cheap+offload"},
     {"loss_chunks": 1},
     # Nothing divides evenly: rows over processes, elements over a CPU's vectors.
@@ -131,13 +133,14 @@ def learn(process: DDPProcess, variant: dict, dtype: torch.dtype) -> dict:
 
 def steps(fsdp: FSDPProcess, which: str) -> str:
     ddp = DDPProcess(fsdp.args)
-    variants = VARIANTS if which == "all" else [VARIANTS[i] for i in (0, 1, -5, -3)]
+    variants = VARIANTS if which == "all" else [VARIANTS[i] for i in (0, 1, -6, -5, -3)]
     for dtype in (torch.float32, torch.bfloat16):
         without = None
         for variant in variants:
             ddp.buckets_are_final = False
             expected = learn(ddp, variant, dtype)
-            if "/" not in variant.get("recompute", ""):  # (FSDP gathers block by block)
+            policy = variant.get("recompute", "")
+            if "/" not in policy or "nested" in policy:  # (FSDP gathers block by block)
                 found = learn(fsdp, variant, dtype)
                 if ddp.rank == 0 and not same(expected, found):
                     sys.exit(f"{variant} differs in {dtype}")
@@ -179,6 +182,8 @@ CASES = {
     "offloaded": Case(replace(FULL, recompute="full+offload"), 24),
     "Muon": Case(WIDE, 8, flags=settings_of("muon", "float32")),
     "bfloat16 moments": Case(WIDE, 8, flags=settings_of("adamw", "bfloat16")),
+    "nested": Case(replace(WIDE, n_layers=5, recompute="full/2+nested"), 24),
+    "nested, bfloat16": Case(replace(WIDE, recompute="full/3+nested"), 1, torch.bfloat16),
     "one block": Case(replace(WIDE, n_layers=1), 16),
 }
 
