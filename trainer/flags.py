@@ -319,7 +319,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         type=policy_string,
         help="what backward recomputes instead of keeping, from least to most: "
         f"{' '.join(RECOMPUTE_POLICIES)}; mlp:7 = in the first 7 blocks; mlp:7,cheap = and cheap "
-        "in the others; full/2 = keep one input for every 2 blocks; full+offload = what is kept "
+        "in the others; full/2 = keep one input for every 2 blocks; full/4+nested = "
+        "for every 4, which are replayed once more, one by one; full+offload = what is kept "
         "waits in CPU memory (of selective and sdpa, without --compile, each block's input only); "
         "auto = the least that fits in memory (default: none; the bare flag means full)")
     add("--memory-budget", type=byte_count, metavar="SIZE",
