@@ -263,7 +263,9 @@ def expand(text: str, n_layers: int) -> Recompute:
     first, n, rest, group, nested, offload = match.groups() if match else [""] * 6
     n, group, rest = n_layers if n is None else int(n or 0), int(group or 1), rest or "none"
     wrong = ""
-    if first not in RECOMPUTE_POLICIES or rest not in RECOMPUTE_POLICIES:
+    if match is None:
+        wrong = "N and K are whole numbers, and ,POLICY stands behind an N"
+    elif first not in RECOMPUTE_POLICIES or rest not in RECOMPUTE_POLICIES:
         wrong = f"a POLICY is one of {', '.join(RECOMPUTE_POLICIES)}"
     elif n > n_layers:
         wrong = f"N must be in 0..{n_layers}"

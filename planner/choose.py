@@ -164,9 +164,8 @@ def segments(step: StepMemory) -> np.ndarray:
     of_blocks = [stretch for stretch in stretches(step) if stretch[1] is not None]
     forward = [part for part in of_blocks if part[0] == "forward"]
     backward = of_blocks[len(forward) :]
-    ends = {
-        block: end for _, block, _, end in backward
-    }  # (a group's replay enters its blocks, too)
+    # (The replay of a group enters its blocks, too.)
+    ends = {block: end for _, block, _, end in backward}
     # The last row of each segment but one. What dies with a block's last operator is still there
     # when the next one's first operator runs, which is a LayerNorm in all of them.
     last = [forward[0][2][0], *(end for _, _, _, end in forward)]

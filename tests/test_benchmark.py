@@ -234,7 +234,7 @@ def test_no_worker_outlives_ctrl_c(tmp_path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
         assert process.returncode == 130 and err.splitlines()[1:] == ["stopped after 0 of 3 runs"]
-        assert not any(map(is_alive, workers))
+        wait_until(lambda: not any(map(is_alive, workers)), "end of the worker")
     finally:
         for pid in filter(is_alive, workers):  # a test that fails must not take a core for ever
             os.kill(pid, signal.SIGKILL)

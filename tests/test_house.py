@@ -20,14 +20,14 @@ FLOOR["data"] = FLOOR["planner"]
 # Lines of Python, of a whole room: a limit of a file makes files split, one of a room makes them
 # simpler. Who adds says what goes.
 ROOMS = {
-    "the root": 767,
-    "memory": 920,
-    "planner": 2_290,
+    "the root": 768,
+    "memory": 940,
+    "planner": 2_310,
     "trainer": 4_740,
     "data": 1_540,
     "scripts": 3_800,
     "studies": 1_850,
-    "all without tests": 15_870,
+    "all without tests": 15_900,
     "tests": 14_900,
 }
 SCRIPTS = 17  # files

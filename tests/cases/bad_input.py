@@ -92,6 +92,7 @@ REFUSED = {  # words: what the line must say
     "--max-position-embeddings=8": "--seq-len 16 is above --max-position-embeddings 8: raise",
     "--use-activation-checkpoint=mlp:3": "--use-activation-checkpoint must be POLICY.* in 0..2",
     "--use-activation-checkpoint=mlp/2": "must be auto or POLICY.* only blocks that are full can",
+    "--use-activation-checkpoint=mlp,cheap": "not 'mlp,cheap': N and K are whole numbers, and ,POL",
     "--use-activation-checkpoint=auto:3": "must be auto or .* not 'auto:3': a POLICY is one of",
     "--use-activation-checkpoint --recompute-rest=mlp": "--recompute-rest: .* not 'full,mlp'",
     "--use-activation-checkpoint --card=H100": "--card is for --use-activation-checkpoint auto",
