@@ -89,7 +89,7 @@ def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) 
 
 def policy_fields(config: MiniGPTConfig) -> dict[str, Any]:
     """How a config recomputes, for a JSON file: as the policy string, and in its parts."""
-    policies, group, nested, offload = config.expanded
+    policies, group, _, offload = config.expanded
     first, rest = policies[0], policies[-1]
     return {
         "name": config.recompute,
@@ -97,7 +97,6 @@ def policy_fields(config: MiniGPTConfig) -> dict[str, Any]:
         "layers": 0 if first == "none" else policies.count(first),
         "rest": "none" if rest == first else rest,
         "group": group,
-        "nested": nested,
         "offload": offload,
     }
 
