@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -221,6 +222,12 @@ def test_ctrl_c_keeps_what_was_measured(bench, n_done, kept):
     assert (done.out == "") == (not kept) and done.json.get("interrupted", when) == when
 
 
+def is_worker(pid: int) -> bool:
+    """And it has begun its own work: after exec, and with torch loaded."""
+    words, files = (Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "maps"))
+    return "--worker" in words and "libtorch" in files
+
+
 @pytest.mark.slow
 def test_no_worker_outlives_ctrl_c(tmp_path):
     """Also if the signal reached this process alone, not all of the terminal's."""
@@ -229,7 +236,8 @@ def test_no_worker_outlives_ctrl_c(tmp_path):
     command = [sys.executable, "-m", "scripts.benchmark", *SHAPE, *flags]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: children_of(process.pid), "worker")
+        # Between fork and exec it is Popen itself that would be interrupted.
+        wait_until(lambda: any(map(is_worker, children_of(process.pid))), "worker")
         workers = children_of(process.pid)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
