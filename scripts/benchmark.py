@@ -232,23 +232,31 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def in_units_of(first: Row, row: Row) -> tuple[float, float]:
+    """A row's step in units of another's, measured and predicted. What was measured is compared
+    within each turn: a machine that is slow in one of them is so for both."""
+    turns = zip(row["step_s_all"], first["step_s_all"], strict=False)  # (Ctrl-C ends in one)
+    measured = statistics.median(own / other for own, other in turns)
+    return measured, row["predicted_s"] / first["predicted_s"]
+
+
 def policy_table(rows: list[Row]) -> str:
     """Times are compared with the first row's."""
-    lines = []
+    first, lines = rows[0], []
     for row in rows:
         peak, predicted = row["peak_bytes"], row["predicted_bytes"]
         line = [row["name"], f"{row['batch_size']} x {row['seq_len']}"]
         line += [f"{1000 * row[name]:,.1f} ms" for name in ("step_s", "predicted_s")]
         line += [f"{row['tokens_per_s']:,.0f}"]
-        for name in ("step_s", "predicted_s"):
-            first, own = (r[name] / r["batch_size"] for r in (rows[0], row))
-            line.append(f"{own / first - 1:+.1%}")
+        of_a_token = first["batch_size"] / row["batch_size"]
+        line += [f"{of_a_token * ratio - 1:+.1%}" for ratio in in_units_of(first, row)]
         line += [show(format_bytes, peak), show("{:.4f}".format, peak and predicted / peak)]
         line += [show(format_bytes, row["rss_bytes"])]
         line += [show("{:.1%}".format, row[name]) for name in ("mfu", "hfu")]
         lines.append(line)
-    header = "policy|batch|step|predicted|tokens/s|time per token|predicted|peak"
-    return table(f"{header}|predicted / peak|resident|MFU|HFU".split("|"), lines) + "\n"
+    more = f"time per token, over {first['name']}|predicted, over {first['name']}"
+    header = f"policy|batch|step|predicted step|tokens/s|{more}|peak|predicted / peak"
+    return table(f"{header}|resident|MFU|HFU".split("|"), lines) + "\n"
 
 
 def peer_table(ours: list[Row], theirs: list[Row]) -> str:

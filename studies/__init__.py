@@ -7,7 +7,6 @@ block_picture      what does each policy keep of a block? (a picture)           
 memory_timeline    where does a step's memory go? (scripts.memory_timeline)        half a minute
 page_shots         how does scripts.memory_page's page look? (README's picture)      seconds
 cards              which card trains what?                                         3 minutes
-clock_check        is the planner's clock right on this machine?                   10 minutes
 gpu                what does this project do on a GPU?                             an hour
 calculator_tables  which shapes and cards does docs/calculator.js know?            a second
 optimizers         what do Muon and moments in bfloat16 do to loss and time?       half an hour

@@ -1,30 +1,22 @@
-"""The planner's clock: FLOPs and bytes by hand, a roofline by hand; and studies/clock_check.py."""
+"""The planner's clock: FLOPs and bytes by hand, a roofline by hand."""
 
-import json
 import math
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, call
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from cases.shapes import CONFIG, MEMORY, T
 from harness.planned import planner
-from harness.runs import ROOT
-from test_benchmark import CARD, SHAPE
-from test_readme import DOCS, cells
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import RECOMPUTE_POLICIES
 from planner import CARDS, Card, clock, this_machine
 from planner.formulas import step_flops
 from planner.log import Log, Op
 from planner.operators import PRECISIONS as OF_PRODUCTS
 from planner.work import Work, fuse, summarize_work, what_moves
-from scripts import benchmark
-from studies import clock_check
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -254,41 +246,3 @@ def test_the_fastest_run_counts(monkeypatch):
     runs = Mock()
     fastest = clock.time_of(runs, torch.device("cpu"), times=2, budget=1)
     assert fastest == pytest.approx(0.1) and runs.call_count == 1 + 3 * 2
-
-
-# ---- studies/clock_check.py: what is compared with what
-
-
-def test_every_policy_runs_and_is_predicted(tmp_path, capsys, monkeypatch):
-    ran, timed_step = [], clock_check.timed_step
-    note = lambda run: ran.append(run.model.config.recompute) or timed_step(run)  # noqa: E731
-    monkeypatch.setattr(benchmark, "clock_card", lambda *_: CARD)  # to measure takes 3 seconds
-    monkeypatch.setattr(clock_check, "timed_step", note)
-    file = tmp_path / "clock.json"
-    assert clock_check.main([*SHAPE, "--rounds", "2", "--json", str(file)]) == 0
-    rows = {row["policy"]: row for row in json.loads(file.read_text())["rows"]}
-    assert tuple(rows) == RECOMPUTE_POLICIES and ran == 3 * [p for p in rows for _ in range(2)]
-    none, full = rows["none"], rows["full"]
-    assert len(full["step_s_all"]) == 2 and none["over_none"] == 0
-    more = full["predicted_s"] / none["predicted_s"] - 1
-    assert full["predicted_over_none"] == pytest.approx(more) and more > 0.1
-    out = capsys.readouterr().out
-    assert f"| full | {1000 * full['step_s']:,.1f} ms" in out and "predicted for: a card" in out
-
-
-def test_what_a_policy_costs_is_compared_within_a_round():
-    """A machine that is twice as slow in one round changes no ratio, one slow step no median."""
-    measured = np.array([[1.0, 1.1], [2.0, 2.2], [1.0, 2.0]])
-    rows = clock_check.compare(["none", "full"], [1.0, 1.0], measured)
-    assert rows[1]["over_none"] == pytest.approx(0.1) and rows[1]["step_s"] == 2.0
-
-
-def test_the_clocks_table_is_what_was_measured():
-    rows = json.loads((ROOT / "studies/results/clock_cpu_124m.json").read_text())["rows"]
-    for found, row in zip(cells(DOCS["evidence.md"], "| | GPT-2 small | pred"), rows, strict=True):
-        seconds = [f"{1000 * row[key]:,.0f} ms" for key in ("step_s", "predicted_s")]
-        more = [f"{100 * row[key]:+.1f} %" for key in ("over_none", "predicted_over_none")]
-        assert found == [f"`{row['policy']}`", *seconds, *more]
-    short = [100 - 100 * row["predicted_s"] / row["step_s"] for row in rows]
-    text = " ".join(DOCS["evidence.md"].split())
-    assert f"predicted {min(short):.0f} to {max(short):.0f} % too short" in text

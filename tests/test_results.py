@@ -21,6 +21,7 @@ from test_readme import DOCS, README, cells
 from data import find_dataset
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner.formulas import count_parameters, step_flops
+from scripts import benchmark
 from scripts.kept_tensors import kept_by_one_block
 from studies import block_picture, fine_tuning, ladder, make_results, memory_timeline, optimizers
 from studies.block_picture import BATCH_SIZE, SEQ_LEN
@@ -299,6 +300,16 @@ def test_evidence_says_what_optimizers_found():
         spread = max(losses[name, "float32"]) - min(losses[name, "float32"])
         assert abs(means[0] - means[1]) < spread and f"{spread:.3f}" in text
         assert all(f"{one:.4f}" in text for one in means)
+
+
+def test_the_clocks_table_is_what_was_measured():
+    rows = read("clock_cpu_124m")["rows"]
+    for found, row in zip(cells(DOCS["evidence.md"], "| | step | predicted"), rows, strict=True):
+        seconds = [f"{1000 * row[key]:,.0f} ms" for key in ("step_s", "predicted_s")]
+        more = [f"{100 * ratio - 100:+.1f} %" for ratio in benchmark.in_units_of(rows[0], row)]
+        assert found == [f"`{row['policy']}`", *seconds, *more]
+    short = [100 - 100 * row["predicted_s"] / row["step_s"] for row in rows]
+    assert f"predicted {min(short):.0f} to {max(short):.0f} % too short" in words_of("evidence.md")
 
 
 def test_weights_says_what_fine_tuning_found():
