@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from data import Tokenizer
+from data.store import label
 from data.tokenizer_json import to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import tool
 from trainer.flags import OneLineParser, UsageError, output_folder
 from trainer.hf import GPT2_ALONE, SIZES, THEIRS, renamed, turned, write_tensors
-from trainer.metrics import logged_at, perplexity
+from trainer.metrics import logged_at
 from trainer.pretrained import Pretrained, open_pretrained
 from trainer.report import describe_model
 from trainer.snapshot import SaveError, State, beside, peek
@@ -42,15 +43,13 @@ from transformers import pipeline
 
 write = pipeline("text-generation", "{name}")
 prompt = write.tokenizer.eos_token + {prompt!r}  # as documents began in training
-special = {{"split_special_tokens": False}}
-print(write(prompt, tokenizer_encode_kwargs=special)[0]["generated_text"])
+print(write(prompt, tokenizer_encode_kwargs={{"split_special_tokens": False}})[0]["generated_text"])
 ```
 
 What looks like `<|endoftext|>` in a text is plain text for this tokenizer, unless
 `split_special_tokens` is False (`tokenizer.split_special_tokens = False` for all that follows).
 
 To go on from these weights in MiniGPT: `{again}`."""
-SHOWN = 10  # names of what was trained on
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -101,37 +100,30 @@ def model_card(name: str, source: Pretrained, state: State) -> str:
     logged = logged_at(state["step"], beside(source.path, ".metrics.jsonl"))
     record = logged or state.get("record") or {}
     losses = {"training": record.get("train_loss"), "validation": record.get("val_loss")}
-    figures = [
-        f"{what} {loss:.4f} (perplexity {perplexity(loss):.2f})"
-        for what, loss in losses.items()
-        if isinstance(loss, float)
-    ]
-    loss_line = f"\nLoss at that step, in nats a token: {', '.join(figures)}.\n" * bool(figures)
+    known = [f"{what} {loss:.4f}" for what, loss in losses.items() if isinstance(loss, float)]
+    loss_line = f"\nLoss at that step, in nats a token: {', '.join(known)}.\n" * bool(known)
     flags, data = state["args"], state["data"].get("description", "unknown data")
+    if paths := flags.get("train_data"):
+        counts = re.search("[:;] [0-9,]+ (document|training)", data)
+        data = label([*map(public_name, paths)]) + (data[counts.start() :] if counts else "")
     source_path = flags.get("init_from")
     start = f"the weights of {Path(source_path).name}" if source_path else "random weights"
-    if named := [public_name(path) for path in flags.get("train_data") or []]:
-        # A line of the log has room for the first one only.
-        more = f" and {len(named) - SHOWN:,} more" * (len(named) > SHOWN)
-        counts = re.search("[:;] [0-9,]+ (document|training)", data)
-        data = ", ".join(named[:SHOWN]) + more + (data[counts.start() :] if counts else "")
     use = "Its ids are numbers that stand for no text, so there is no tokenizer here."
     if source.tokenizer.name != "toy":
         prompt = "def " if "standard library" in str(state["data"]) else "Once upon a time"
         use = USE.format(name=name, prompt=prompt, again=command_to_go_on(name))
-    shape = f"{count_parameters(source.config):,} parameters, {describe_model(source.config)}"
+    config = source.config
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags:
-- gpt2
-- minigpt
+tags: [gpt2, minigpt]
 ---
 
 # {name}
 
-A GPT-2-shaped language model: {shape}, {source.config.max_position_embeddings:,} positions. Trained
-with MiniGPT from {start}, for {state["step"]:,} steps on: {data}.
+A GPT-2-shaped language model: {count_parameters(config):,} parameters, {describe_model(config)},
+{config.max_position_embeddings:,} positions.
+Trained with MiniGPT from {start}, for {state["step"]:,} steps on: {data}.
 {loss_line}
 {use}
 """

@@ -205,7 +205,7 @@ def test_the_card_tells_what_was_trained(run, exported, tmp_path):
     assert str(run.parent) not in card and f"--init-from {exported.name}" in card
     for what, name in (("training", "train_loss"), ("validation", "val_loss")):
         loss = metrics(run)[-1][name]
-        assert f"{what} {loss:.4f} (perplexity {math.exp(loss):.2f})" in card
+        assert f"{what} {loss:.4f}" in card
 
     def data_line(paths: list[str], description: str) -> str:
         state["data"]["description"], state["args"]["train_data"] = description, paths
@@ -214,10 +214,9 @@ def test_the_card_tells_what_was_trained(run, exported, tmp_path):
         card = (out / "README.md").read_text(encoding="utf-8")
         return card.split(f"from the weights of gpt2, for {state['step']} steps on: ")[1]
 
-    found = data_line(["/a b/man/*", "/home/b: 5.txt"], "man/* and 1 more: 5 documents, 3.1 kB; 9")
-    assert found.startswith("man/*, b: 5.txt: 5 documents, 3.1 kB; 9.\n")
-    found = data_line([f"/srv/{i:02}.bin" for i in range(12)], "00.bin and 11 more; 99 training")
-    assert found.startswith("00.bin, 01.bin, ") and ", 09.bin and 2 more; 99 training.\n" in found
+    paths = ["/home/b: 5/man/*", "/home/c.txt"]
+    found = data_line(paths, "/home/b: 5/man/* and 1 more: 5 documents, 3.1 kB; 9")
+    assert found.startswith("man/* and 1 more: 5 documents, 3.1 kB; 9.\n")
     if sys.platform == "linux":  # names need not be text
         assert data_line([os.fsdecode(b"/home/w\xf6rter.txt")], "w").startswith("w?rter.txt")
 
@@ -230,7 +229,7 @@ def test_the_cards_example(exported, monkeypatch, capsys):
     exec(code.split("```")[0], names := {})
     assert capsys.readouterr().out.startswith("<|endoftext|>Once upon a time")
     _, tokenizer = load_model(exported, CPU)
-    found = names["write"].tokenizer(names["prompt"], **names["special"]).input_ids
+    found = names["write"].tokenizer(names["prompt"], split_special_tokens=False).input_ids
     assert found == [tokenizer.eot_id, *tokenizer.encode("Once upon a time").tolist()]
 
 
