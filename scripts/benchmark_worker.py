@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from model import MiniGPT, MiniGPTConfig
 from train_minimal import train_step
@@ -140,32 +141,28 @@ def timed_step(run: Run) -> float:
     return time.perf_counter() - start
 
 
-def cpu_allocator_peak(run: Run) -> int:
-    """The most bytes that tensors on a CPU take at a time, in one more step."""
+def record_step(run: Run) -> tuple[np.ndarray, np.ndarray, Any]:
+    """One more step, as the allocator notes it: (nanoseconds, the bytes that tensors take from each
+    of them on, all of the profiler's events)."""
+    kind = run.process.device.type
     there: list[Tensor] = list(run.model.parameters())
     there += chain(*(state.values() for state in run.optimizer.state.values()))
     if isinstance(run.model, MiniGPT):  # the blocks of +offload
         there += run.model.host_memory.made
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    before = sum(tensor.nbytes for tensor in there)
+    if kind == "cuda":  # which rounds up, and has room to work in
+        before = torch.cuda.memory_allocated()
+    with profile(profile_memory=True) as profiler:
         timed_step(run)
-    since_then = accumulate(size for _, size in allocations(profiler, "cpu"))
-    return sum(tensor.nbytes for tensor in there) + max(since_then)
-
-
-def noted(profiler: profile) -> Any:
-    """The profiler's events, one by one; tables that it makes itself have sums only."""
-    result: Any = profiler.profiler
-    return result.kineto_results.events()
-
-
-def allocations(profiler: profile, device_type: str) -> list[tuple[int, int]]:
-    """(nanosecond, bytes) for each tensor that came to be; and, with a minus, when it went."""
-    changes = [
+    result: Any = profiler.profiler  # (tables that it makes itself have sums only)
+    events = result.kineto_results.events()
+    changes = [  # with a minus, when a tensor goes
         (event.start_ns(), event.nbytes())
-        for event in noted(profiler)
-        if event.name() == "[memory]" and event.device_type().name.lower() == device_type
+        for event in events
+        if event.name() == "[memory]" and event.device_type().name.lower() == kind
     ]
-    return sorted(changes, key=lambda change: change[0])
+    times, sizes = np.array(sorted(changes, key=lambda change: change[0])).T
+    return times, before + sizes.cumsum(), events
 
 
 def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
@@ -187,7 +184,7 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     elif device.type == "cpu":
         if before:  # (now, as the profiler takes memory of its own)
             resident = own_memory("VmHWM") - before
-        peak, kind = cpu_allocator_peak(run), "cpu allocator"
+        peak, kind = int(record_step(run)[1].max()), "cpu allocator"
     return {
         "step_s_all": seconds,
         "peak_bytes": peak,

@@ -12,7 +12,7 @@ Nothing here depends on the speed of the machine, or on its memory.
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from model import MiniGPT, MiniGPTConfig
 from planner import CARDS, Planner
-from planner.choose import RUNGS as ALL_ALIKE
 from scripts import tool
 from scripts.benchmark import about, describe, table, write_json
+from scripts.style import POLICIES
 from studies.common import add_json, study_parser
 from trainer.measured import LiveStorages
 
@@ -38,9 +38,9 @@ CONFIGURATIONS = {  # name -> (model, sequences a batch)
 }
 TIMED = CONFIGURATIONS["124M, B=12"]
 RUNGS: dict[str, dict[str, Any]] = {
-    "plain": {"recompute": "none", "loss_chunks": 1},  # what every tutorial does: whole logits
+    "plain": POLICIES["plain"],  # first
     "full, head at once": {"recompute": "full", "loss_chunks": 1},
-    **{rung: {"recompute": rung} for rung in ALL_ALIKE},
+    **POLICIES,
 }
 # The planner's prediction for a card, of GPT-2 small with 12 sequences -> with --compile?
 TIMES = {
@@ -71,23 +71,16 @@ def step_peak(config: MiniGPTConfig, batch: int, seq_len: int) -> int:
     return storages.peak
 
 
-@dataclass(frozen=True)
-class Figure:
-    column: str
-    rung: str
-    value: float  # MiB; or seconds in units of those of `none`
-    raw: float  # bytes or seconds
-
-
-def peaks() -> Iterator[Figure]:
+def peaks() -> Iterator[dict[str, Any]]:
+    """In bytes (`raw`) and MiB."""
     for column, (config, batch) in CONFIGURATIONS.items():
         for rung, changes in RUNGS.items():
             peak = step_peak(replace(config, **changes), batch, SEQ_LEN)
-            yield Figure(column, rung, peak / 2**20, peak)
+            yield {"column": column, "rung": rung, "value": peak / 2**20, "raw": peak}
 
 
-def times() -> Iterator[Figure]:
-    """Relative to `none` on the same card."""
+def times() -> Iterator[dict[str, Any]]:
+    """In seconds (`raw`), and relative to `none` on the same card."""
     config, batch = TIMED
     planner = Planner(
         config, SEQ_LEN, precision=torch.bfloat16, make_optimizer=adamw, device_type="cuda"
@@ -96,17 +89,16 @@ def times() -> Iterator[Figure]:
         steps = {rung: planner.step(batch, **changes) for rung, changes in RUNGS.items()}
         seconds = {rung: step.seconds(CARDS[card], compiled) for rung, step in steps.items()}
         for rung, raw in seconds.items():
-            yield Figure(column, rung, raw / seconds["none"], raw)
+            yield {"column": column, "rung": rung, "value": raw / seconds["none"], "raw": raw}
 
 
-def report(figures: list[Figure]) -> str:
+def report(figures: list[dict[str, Any]]) -> str:
     """A row for each rung, a column for each configuration."""
-    columns = list(dict.fromkeys(figure.column for figure in figures))
-    cells = {
-        (f.column, f.rung): f"{f.value:.{0 if f.column in CONFIGURATIONS else 3}f}" for f in figures
-    }
-    rows = [[rung, *(cells[column, rung] for column in columns)] for rung in RUNGS]
-    return table(["", *columns], rows)
+    rows = {rung: [rung] for rung in RUNGS}
+    for figure in figures:  # column by column
+        digits = 0 if figure["column"] in CONFIGURATIONS else 3
+        rows[figure["rung"]].append(f"{figure['value']:.{digits}f}")
+    return table(["", *CONFIGURATIONS, *TIMES], rows.values())
 
 
 FOOTNOTE = """
@@ -125,7 +117,7 @@ def main(argv: list[str]) -> None:
     figures = list(every)
     found = about("studies.ladder", argv) | {"seconds": round(time.perf_counter() - start)}
     print(report(figures), FOOTNOTE, describe(found), sep="\n")
-    write_json(args.json, found | {"figures": [asdict(figure) for figure in figures]})
+    write_json(args.json, found | {"figures": figures})
 
 
 if __name__ == "__main__":

@@ -17,13 +17,11 @@ plans for a GPU wherever you are. Needs matplotlib: pip install matplotlib
 import argparse
 import sys
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.profiler import profile, record_function
+from torch.profiler import record_function
 from tqdm import tqdm
 
 from planner import StepMemory
@@ -31,27 +29,13 @@ from planner.choose import Way, all_alike, all_ways, frontier
 from planner.formulas import count_parameters, step_flops
 from planner.step import follow
 from planner.timeline import KINDS
-from scripts import tool
+from scripts import benchmark_worker, style, tool
 from scripts.benchmark import about, write_json
-from scripts.benchmark_worker import Job, allocations, make_run, noted, timed_step
-from scripts.style import (
-    COLORS,
-    FORMATS,
-    GRAY,
-    POLICIES,
-    WIDTH,
-    Unit,
-    describe,
-    in_legend,
-    load_pyplot,
-    policy_fields,
-    relative_flops,
-    save_picture,
-)
+from scripts.style import COLORS, GRAY, POLICIES, WIDTH, Unit, describe, relative_flops
 from studies.common import add_json
 from trainer import flags
 from trainer.device import choose_device
-from trainer.flags import UsageError, output_folder
+from trainer.flags import UsageError, changed, output_folder
 from trainer.plan import Question, ask
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
@@ -106,7 +90,7 @@ def flops_done(step: StepMemory) -> np.ndarray:
 def legend(plt: Any, figure: Any, more: Any) -> None:
     """A colour for each kind, in the order of the layers, and `more`."""
     handles = [
-        plt.Rectangle((0, 0), 1, 1, color=color, label=in_legend(kind))
+        plt.Rectangle((0, 0), 1, 1, color=color, label=style.in_legend(kind))
         for kind, color in COLORS.items()
     ]
     handles.append(more)
@@ -341,25 +325,19 @@ def record_step(step: StepMemory, args: argparse.Namespace) -> Record:
     unit is no time, the record is stretched part by part; heights stay as they were noted.
     """
     marks: Any = Marks()
-    job = Job(step.config.recompute, step.batch_size)
-    head = {"vocab_size": step.config.vocab_size, "loss_chunks": step.config.loss_chunks}
-    run = make_run(argparse.Namespace(**vars(args) | head), job, choose_device(args.device))
-    run.clock, kind = marks, run.process.device.type
-    timed_step(run)  # the first one makes AdamW's moments
-    state = chain(*(moments.values() for moments in run.optimizer.state.values()))
-    before = sum(tensor.nbytes for tensor in chain(run.model.parameters(), state))
-    if kind == "cuda":  # which rounds up, and has room to work in
-        before = torch.cuda.memory_allocated()
+    config, job = step.config, benchmark_worker.Job(step.config.recompute, step.batch_size)
+    args = changed(args, vocab_size=config.vocab_size, loss_chunks=config.loss_chunks)
+    run = benchmark_worker.make_run(args, job, choose_device(args.device))
+    run.clock = marks
+    benchmark_worker.timed_step(run)  # the first one makes AdamW's moments
     follow(run.model, marks)
-    with profile(profile_memory=True) as profiler:
-        timed_step(run)
+    times, total, events = benchmark_worker.record_step(run)
     parts = [operator for operator, phase, _ in step.places if phase]
-    begun = sorted(event.start_ns() for event in noted(profiler) if event.name() == "## part")
+    begun = sorted(event.start_ns() for event in events if event.name() == "## part")
     begun = begun[-len(parts) :]
-    times, changes = np.array(allocations(profiler, kind)).T
     flops = np.interp(times, [*begun, times[-1]], flops_done(step)[[*parts, -1]])
     this_step = times >= begun[0]
-    return flops[this_step], before + changes.cumsum()[this_step]
+    return flops[this_step], total[this_step]
 
 
 # ---- The command
@@ -377,7 +355,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     # fmt: off
     add("--out", type=output_folder, default=Path("out"), metavar="FOLDER",
         help="where the pictures go; is made if need be (default: %(default)s)")
-    add("--format", choices=tuple(FORMATS), default="png", help="(default: %(default)s)")
+    add("--format", choices=tuple(style.FORMATS), default="png", help="(default: %(default)s)")
     add_json(group)
     add("--measure", action="store_true",
         help="also train, and draw the allocator's own record over the prediction (slow on a CPU)")
@@ -403,7 +381,7 @@ def row(asked: Question, step: StepMemory) -> dict[str, Any]:
     """For the JSON file; what a benchmark's file has, too, has the same name there."""
     config, card = step.config, asked.card
     return {
-        **policy_fields(config),
+        **style.policy_fields(config),
         "loss_chunks": config.loss_chunks,
         "batch_size": step.batch_size,
         "seq_len": step.seq_len,
@@ -418,7 +396,7 @@ def row(asked: Question, step: StepMemory) -> dict[str, Any]:
 @tool
 def main(argv: list[str]) -> None:
     args = parse(argv)
-    plt = load_pyplot("memory_timeline")
+    plt = style.load_pyplot("memory_timeline")
     with tqdm(unit="step", desc="simulating", disable=None, leave=False) as bar:
         asked = replace(prepare(args), watch=bar.update)
         planner, config = asked.planner, asked.config
@@ -435,7 +413,7 @@ def main(argv: list[str]) -> None:
         }
         for name, figure in pictures.items():
             file = args.out / f"memory_{name}.{args.format}"
-            save_picture(figure, file)
+            style.save_picture(figure, file)
             bar.write(f"wrote {file}")
     peaks = {name: int(total.max()) for name, (_, total) in records.items()}
     rows = [row(asked, step) for step in planner.steps.values()]
