@@ -22,19 +22,12 @@ stands what a user may do to all of them at any time: stop them, and look at the
 import atexit
 import errno
 import os
-import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
 from io import TextIOWrapper
-from pathlib import Path
-from types import FrameType
 
-
-def say_stopped(when: str = "") -> None:
-    """The one line after Ctrl-C. (A terminal shows ^C, and the cursor stands behind it.)"""
-    newline = "\n" if sys.stderr.isatty() else ""
-    print(f"{newline}stopped {when}".rstrip(), file=sys.stderr, flush=True)
+from trainer.start import STARTED, say_stopped
 
 
 def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
@@ -70,19 +63,6 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
     return main
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """What SIGINT does: KeyboardInterrupt, as always; but while something is imported, the end.
-
-    Libraries written in C drop exceptions there, and fail later over what is missing then.
-    """
-    while frame is not None:
-        if "importlib" in frame.f_code.co_filename:
-            say_stopped()
-            os._exit(130)
-        frame = frame.f_back
-    raise KeyboardInterrupt
-
-
 def flush() -> None:
     """At the end: Python itself would complain about a reader who is gone."""
     try:
@@ -91,12 +71,7 @@ def flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-started, here = (Path(path).resolve().parent for path in (sys.argv[0], __file__))
-# Was a tool started (a study, too), by its path or by -m (more Python does not know yet)? Or does
-# a test import?
-if sys.argv[0] == "-m" or started.parent == here.parent:
+if STARTED:
     atexit.register(flush)
     if isinstance(sys.stdout, TextIOWrapper):  # a letter that it cannot spell is no reason to crash
         sys.stdout.reconfigure(errors="replace")
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup: leave it ignored
-        signal.signal(signal.SIGINT, interrupt)

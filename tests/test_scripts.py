@@ -52,7 +52,9 @@ if not __package__:  # python scripts/{tool}.py: the others lie one folder up
     assert (result.returncode, result.stderr) == (0, "") and result.stdout.startswith("usage: ")
 
 
-@pytest.mark.parametrize("words", [["-m", "studies.ladder"], ["scripts/generate.py"]])
+@pytest.mark.parametrize(
+    "words", ["-m studies.ladder", "scripts/generate.py", "train_minimal.py", "train_fsdp.py"]
+)
 def test_ctrl_c_during_imports(tmp_path, words):
     """A library may make something else of it."""
     (tmp_path / "torch.py").write_text(
@@ -64,7 +66,7 @@ def test_ctrl_c_during_imports(tmp_path, words):
     )
     how = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT}
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    result = subprocess.run([sys.executable, *words], env=environment, **how)
+    result = subprocess.run([sys.executable, *words.split()], env=environment, **how)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
 
 
