@@ -240,9 +240,9 @@ def find_dataset(
     val_ratio: float = 0.1,
     tokenizer_name: str | None = None,
     vocab_size: int | None = None,
-    toy: bool = False,
+    use_toy_data: bool = False,
     max_tokens: int | None = None,
-    seed: int = 0,
+    data_seed: int = 0,
     tokenizer: Tokenizer | None = None,
     fingerprint: str | None = None,
     cache_dir: Path = CACHE_DIR,
@@ -251,22 +251,22 @@ def find_dataset(
     """What is behind the `data:` flags; loaded, it comes from the cache if it is there already.
 
     train_data None is the built-in corpus, Python's standard library. val_ratio lies between 0 and
-    1. max_tokens, 1 at least, caps training and validation, each. seed is for toy data alone. Safe
-    to call from many processes at once.
+    1. max_tokens, 1 at least, caps training and validation, each. data_seed is for toy data alone.
+    Safe to call from many processes at once.
     A run that goes on brings the tokenizer and the fingerprint that its Dataset had: its ids keep
     their meaning even if the text that a bpe was trained on has changed, and data that have not
     changed have that fingerprint again. A tokenizer of another name is left aside.
     Raises DataError; bad input is found before anything is written.
     """
-    name = tokenizer_name or ("toy" if toy else "gpt2" if train_data else "bpe")
-    if toy and (train_data or val_data):
+    name = tokenizer_name or ("toy" if use_toy_data else "gpt2" if train_data else "bpe")
+    if use_toy_data and (train_data or val_data):
         raise DataError("--use-toy-data makes its own data: drop --train-data and --val-data")
-    if toy != (name == "toy"):
+    if use_toy_data != (name == "toy"):
         raise DataError(f"--tokenizer-name {name}: toy belongs to --use-toy-data, and it alone")
     if vocab_size is not None:
         _check_vocab_size(vocab_size, name)
-    if toy:
-        return find_toy(vocab_size or 256, max_tokens, seed, cache_dir, say)
+    if use_toy_data:
+        return find_toy(vocab_size or 256, max_tokens, data_seed, cache_dir, say)
     with one_line(cache_dir):
         train, val = _find(train_data, val_data, say)
         is_tokens = suffix_of(train[0]) in TOKEN_SUFFIXES

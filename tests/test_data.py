@@ -377,8 +377,9 @@ def test_max_tokens_caps_each_split_and_stops_early(cache, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("vocab_size", [256, 70000])
 def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
-    options = {"toy": True, "tokenizer_name": None, "vocab_size": vocab_size, "max_tokens": 60_000}
-    data, other = load(cache, seed=3, **options), load(cache, seed=4, **options)
+    options = {"use_toy_data": True, "vocab_size": vocab_size, "tokenizer_name": None}
+    options["max_tokens"] = 60_000
+    data, other = load(cache, data_seed=3, **options), load(cache, data_seed=4, **options)
     walk = np.array(ids(data.train) + ids(data.val))
     assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
     pairs, counts = np.unique(np.stack([walk[:-1], walk[1:]]), axis=1, return_counts=True)

@@ -342,7 +342,7 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, monkeypatch, capsys)
     tensors = gpt2_tensors()
     tensors["ln_f.bias"][3] += 1e-6
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
-    common = (run.args, run.process, run.precision, None)
+    common = (run.args, run.process, run.precision)
     of_each = [facts(*common, open_pretrained(path)) for path in paths]
     check_alike(of_each[:2])
     with pytest.raises(UsageError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):

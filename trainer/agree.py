@@ -12,7 +12,7 @@ import torch
 from data import Dataset
 
 from .flags import UsageError, flag
-from .pretrained import Pretrained
+from .pretrained import Origin, Pretrained
 from .process import OneProcess
 from .snapshot import Resumed
 
@@ -45,16 +45,16 @@ def facts(
     args: argparse.Namespace,
     process: OneProcess,
     precision: torch.dtype,
-    resumed: Resumed | None,
-    source: Pretrained | None = None,
+    origin: Origin,
 ) -> Facts:
     """All but the data."""
     snapshot = "no snapshot to go on from"
-    if resumed is not None:
-        snapshot = f"step {resumed.state['step']} of run {str(resumed.state.get('run'))[:8]}"
+    if isinstance(origin, Resumed):
+        snapshot = f"step {origin.state['step']} of run {str(origin.state.get('run'))[:8]}"
+    checksum = origin.checksum if isinstance(origin, Pretrained) else None
     return {
         "--checkpoint-path": snapshot,
-        "--init-from": f"weights of checksum {source and source.checksum}",
+        "--init-from": f"weights of checksum {checksum}",
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "the trainer": process.script,
         "--device": process.device.type,

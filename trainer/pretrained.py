@@ -18,7 +18,7 @@ from .claim import files_of
 from .flags import UsageError
 from .hf import open_folder, read_config
 from .resume import blamed
-from .snapshot import SnapshotError, peek, read_snapshot
+from .snapshot import Resumed, SnapshotError, peek, read_snapshot
 
 # The flags that follow from the weights.
 SHAPE = "n_layers n_heads d_model d_ff max_position_embeddings".split()
@@ -42,6 +42,9 @@ class Pretrained:
         """Put them into a model of that shape; `part` as in `MiniGPT.init_weights`."""
         for name, weight in model.state_dict().items():
             weight.copy_(part(self.weights[name].float(), weight))
+
+
+Origin = Resumed | Pretrained | None  # what a run begins with; None: weights that are drawn
 
 
 def open_pretrained(path: Path) -> Pretrained:

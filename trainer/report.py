@@ -16,10 +16,10 @@ from model import MiniGPTConfig
 from .claim import files_of, name_aside
 from .flags import tokens_per_step
 from .metrics import format_bytes, format_line, format_time, memory_used, perplexity
-from .pretrained import Pretrained
+from .pretrained import Origin, Pretrained
 from .resume import changes, data_changed
 from .run import Run
-from .snapshot import Resumed, State, beside
+from .snapshot import State, beside
 
 SILENCE = 30  # seconds that pass without a line of the log, where no bar moves
 
@@ -32,9 +32,7 @@ def describe_model(config: MiniGPTConfig) -> str:
     )
 
 
-def describe_run(
-    run: Run, plan: str, resumed: Resumed | None, source: Pretrained | None = None
-) -> str:
+def describe_run(run: Run, plan: str, origin: Origin) -> str:
     """What is about to happen, before it does. `plan`: what memory a step will need."""
     args, config, device = run.args, run.model.config, run.process.device
     hardware = ""
@@ -57,8 +55,8 @@ def describe_run(
         f"step, {args.num_steps:,} steps, {tokens:,} tokens, {epochs:.2f} epochs",
         f"memory   {plan}",
     ]
-    if source is not None:
-        lines.insert(2, f"weights  {source.path}, {source.about}")
+    if isinstance(origin, Pretrained):
+        lines.insert(2, f"weights  {origin.path}, {origin.about}")
     if device.type == "cpu" and config.vocab_size == 50257 and args.tokenizer_name is None:
         lines.append(
             "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
@@ -71,13 +69,13 @@ def describe_run(
         )
     if args.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
-    if resumed is None:
+    if origin is None or isinstance(origin, Pretrained):
         return "\n".join(lines + describe_replaced(run))
-    if resumed.why:
-        lines.append(f"resume   {resumed.why}")
-    lines.append(f"resume   {resumed.path}, step {run.step:,}")
+    if origin.why:
+        lines.append(f"resume   {origin.why}")
+    lines.append(f"resume   {origin.path}, step {run.step:,}")
     if run.step < args.num_steps:  # else there is no "from here on"
-        lines += describe_changes(resumed.state, run.identity)
+        lines += describe_changes(origin.state, run.identity)
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from .loggers import LOGGERS, Logger, check_logger
 from .metrics import MetricsFile, logged_at
 from .optimizer import make_optimizer
 from .plan import Plan, TooLarge, plan_memory
-from .pretrained import Pretrained, open_init_from
+from .pretrained import Origin, Pretrained, open_init_from
 from .process import OneProcess
 from .profile import check_profile, make_clock
 from .report import describe_run
@@ -43,7 +43,7 @@ def start_run(
     """
     if args.resume and "init_from" in args.typed:
         raise UsageError("--init-from starts a run and --resume goes on with one: leave one out")
-    resumed = source = None
+    resumed = None
     if args.resume:
         named, args.checkpoint_path = args.checkpoint_path, resume.own_name(args.checkpoint_path)
         resumed = resume.load_newest(args.checkpoint_path, named)
@@ -55,34 +55,26 @@ def start_run(
         # What this very run has saved, before torchrun started it again. The weights that it began
         # with are not needed then, and need not be there any more.
         resumed = resume.load_own(args.checkpoint_path, process.run_id)
-        if resumed is None:
-            source = open_init_from(args)
-        elif args.init_from is not None:
+        if resumed is not None and args.init_from is not None:
             resume.take_flags(args, resumed)
+    origin = resumed or open_init_from(args)
     fill_in(args, process.world_size)
     if args.num_epochs is None:  # else the data will tell how many steps there are
         check_profile(args, resumed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     if process.rank == 0:  # it alone logs
         check_logger(args.log_to)
-    run = set_up(args, process, resumed, source)
+    run = set_up(args, process, origin)
     look_for_garbage()
     return run
 
 
-def set_up(
-    args: argparse.Namespace,
-    process: OneProcess,
-    resumed: Resumed | None = None,
-    source: Pretrained | None = None,
-) -> Run:
-    """Data, model, optimizer; or the last snapshot of them. Raises what `start_run` does.
-
-    `source`: the weights of a new run, if they are not to be drawn.
-    """
+def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Run:
+    """Data, model, optimizer; or the last snapshot of them. Raises what `start_run` does."""
+    resumed = origin if isinstance(origin, Resumed) else None
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
-    data, plan = agree(args, process, precision, resumed, source)
+    data, plan = agree(args, process, precision, origin)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     settle_length(args, process.world_size, train_batches.n_windows)
     check_profile(args, resumed)
@@ -95,9 +87,9 @@ def set_up(
     with torch.device("meta"):
         model = MiniGPT(plan.config)
     process.place(model)
-    if source is not None:
-        source.fill(model, process.part)
-    elif resumed is None:
+    if isinstance(origin, Pretrained):
+        origin.fill(model, process.part)
+    elif origin is None:
         torch.manual_seed(args.seed)
         model.init_weights(process.part)
     optimizer = make_optimizer(model, args, device, precision)
@@ -120,7 +112,7 @@ def set_up(
     if resumed is not None:
         go_on_from(resumed, run)
     if process.rank == 0:  # it looks at files
-        process.say(describe_run(run, plan.words, resumed, source))
+        process.say(describe_run(run, plan.words, origin))
     if args.compile:
         model.compile_blocks()
     run.wrapped = process.wrap(model)
@@ -128,27 +120,24 @@ def set_up(
 
 
 def agree(
-    args: argparse.Namespace,
-    process: OneProcess,
-    precision: torch.dtype,
-    resumed: Resumed | None,
-    source: Pretrained | None,
+    args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
 ) -> tuple[Dataset, Plan]:
     """Data, model's shape and the memory of a step: the same in all processes.
 
     A long text takes long to be encoded, into data/cache. What is wrong with anything else is told
     before that.
     """
-    found = find_data(args, process, resumed, source)
+    found = find_data(args, process, origin)
     # So far each process by itself; from here on together.
     process.start()
-    check_alike(process.exchange(facts(args, process, precision, resumed, source)))
-    process.by_first(lambda: check_name(args.checkpoint_path, resuming=resumed is not None))
+    check_alike(process.exchange(facts(args, process, precision, origin)))
+    resuming = isinstance(origin, Resumed)
+    process.by_first(lambda: check_name(args.checkpoint_path, resuming))
 
     def plan(vocab_size: int) -> Plan:
         asked = model_config(args, vocab_size)
         with process.waiting("predicting the memory of a step"):
-            return plan_memory(args, process, asked, precision, held(resumed))
+            return plan_memory(args, process, asked, precision, held(origin))
 
     most = max(process.exchange(found.vocab_size))
     try:
@@ -165,10 +154,10 @@ def agree(
     return data, planned
 
 
-def held(resumed: Resumed | None) -> int:
+def held(origin: Origin) -> int:
     """Bytes of CPU memory that the snapshot has until it is restored: a step does not need them
     twice."""
-    leaves = [] if resumed is None else tree_leaves(resumed.state)
+    leaves = tree_leaves(origin.state) if isinstance(origin, Resumed) else []
     tensors = [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.layout == torch.strided]
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -192,38 +181,23 @@ def start_log(run: Run, next_rate: float) -> None:
             run.metrics.append(Logger(run.args, run.identity, run.step, run.process.say))
 
 
-def find_data(
-    args: argparse.Namespace,
-    process: OneProcess,
-    resumed: Resumed | None = None,
-    source: Pretrained | None = None,
-) -> FoundData:
+def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> FoundData:
     """What the flags of the group "data" ask for; by the tokenizer of the run that goes on, or of
     the weights that it starts from.
 
     Raises DataError, or SnapshotError if that tokenizer is none.
     """
-    tokenizer = None if source is None else source.tokenizer
-    fingerprint = None
-    if resumed is not None:
-        fingerprint = resumed.state["data"].get("fingerprint")
+    tokenizer = fingerprint = None
+    if isinstance(origin, Pretrained):
+        tokenizer = origin.tokenizer
+    elif origin is not None:
+        fingerprint = origin.state["data"].get("fingerprint")
         try:
-            tokenizer = Tokenizer.from_state(resumed.state["tokenizer"])
+            tokenizer = Tokenizer.from_state(origin.state["tokenizer"])
         except DataError as error:
-            raise SnapshotError(f"{resumed.path} holds {error}") from None
-    return find_dataset(
-        args.train_data,
-        args.val_data,
-        val_ratio=args.val_ratio,
-        tokenizer_name=args.tokenizer_name,
-        vocab_size=args.vocab_size,
-        toy=args.use_toy_data,
-        max_tokens=args.max_tokens,
-        seed=args.data_seed,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
-        say=process.say,
-    )
+            raise SnapshotError(f"{origin.path} holds {error}") from None
+    flags = {name: getattr(args, name) for name in [*resume.DATA, "data_seed"]}
+    return find_dataset(**flags, tokenizer=tokenizer, fingerprint=fingerprint, say=process.say)
 
 
 def identify(
