@@ -101,11 +101,10 @@ def drawing_alike(run: Callable) -> Callable:
 
 def cheap(block: Any, x: Tensor) -> Halves:
     """Replay what is pointwise. Megatron-LM: output-discarding recompute; llm.c: -r 2."""
-    replay = partial(checkpoint, random=False)
-    qkv = replay(lambda before: block.attn.c_attn(block.ln_1(before)), x)
+    qkv = up_to_matmul(lambda before: block.attn.c_attn(block.ln_1(before)), x)
     x2 = block.add(x, block.attn.c_proj(block.attn.attend(qkv)))
-    wide = replay(lambda before: block.mlp.c_fc(block.ln_2(before)), x2)
-    return x2, replay(lambda w: block.mlp.c_proj(F.gelu(w, approximate="tanh")), wide)
+    wide = up_to_matmul(lambda before: block.mlp.c_fc(block.ln_2(before)), x2)
+    return x2, up_to_matmul(lambda w: block.mlp.c_proj(F.gelu(w, approximate="tanh")), wide)
 
 
 def replay_mlp(block: Any, x: Tensor) -> Halves:
@@ -124,7 +123,7 @@ def replay_attention(block: Any, x: Tensor) -> Halves:
 
 def keep_qkv(block: Any, x: Tensor) -> Halves:
     """Replay all but c_attn and attention."""
-    qkv = checkpoint(lambda before: block.attn.c_attn(block.ln_1(before)), x, random=False)
+    qkv = up_to_matmul(lambda before: block.attn.c_attn(block.ln_1(before)), x)
 
     def rest(attended: Tensor, before: Tensor) -> Halves:
         x2 = block.add(before, block.attn.c_proj(attended))
@@ -177,6 +176,17 @@ def with_same_masks(block: Any) -> Callable[[Tensor], Halves]:
         return x, block.mlp(block.ln_2(x))
 
     return forward
+
+
+def up_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A checkpoint around what ends in a linear layer, whose result whoever comes next may keep.
+
+    Early stop leaves that layer out of the replay. A compiler, which knows no early stop, would
+    not keep the result, and multiply again: it has to be told.
+    """
+    compiled = torch.compiler.is_compiling()
+    contexts = partial(create_selective_checkpoint_contexts, MATMUL_OPS)
+    return checkpoint(run, x, random=False, **({"context_fn": contexts} if compiled else {}))
 
 
 def has_dropout(block: Any) -> bool:

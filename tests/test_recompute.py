@@ -273,6 +273,28 @@ def test_compiled_blocks_replay_their_last_matmul_too(way, n_full):
     assert flops_replayed() == expected(True) > expected(False)
 
 
+@pytest.mark.slow
+def test_compiled_policies_multiply_no_more_than_they_say():
+    """The result of a region that ends in a matmul is kept: a compiler knows no early stop."""
+
+    def multiplied(policy: str) -> int:
+        """FLOPs of matmuls of a second step."""
+        model = tiny(recompute=policy).train()
+        model.compile_blocks()
+        ids = random_ids(2, 16)
+        model(ids, ids).backward()
+        with torch.profiler.profile(record_shapes=True, with_flops=True) as profiler:
+            model(ids, ids).backward()
+        return sum(event.flops for event in profiler.events() if event.flops)
+
+    config, without = tiny().config, multiplied("none")
+    C, wide = config.d_model, config.d_ff
+    weights = {"c_attn": 3 * C * C, "c_proj": C * C, "c_fc": C * wide, "attention": 0}
+    for policy in RECOMPUTE_POLICIES[1:-1]:  # `full` has no early stop when it is compiled
+        twice = sum(weights[name] for name in POLICIES[policy].twice.split())
+        assert multiplied(policy) - without == 2 * 2 * 16 * config.n_layers * twice, policy
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["full:1,cheap", "mlp:1,sdpa", "selective:1,attn", "qkv"])
