@@ -116,7 +116,8 @@ class Log(TorchDispatchMode):
         self.places: list[Place] = [(0, "", None)]
         self.repeats: list[Repeat] = []
         self.forward_end = 0  # the operator with which forward ended
-        self.moved: list[int] = []  # the bytes of each tensor that offload sends away
+        # Of each tensor that offload sends away: its bytes, and the block that was at work.
+        self.moved: list[tuple[int, int | None]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

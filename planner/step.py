@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from memory import HostMemory, Recompute, head, write
+from memory import HostMemory, head, offload, write
 from memory.offload import SMALL, bytes_of_blocks
 from model import MiniGPT, MiniGPTConfig
 
@@ -29,7 +29,7 @@ from .log import Log, Part, Sources
 from .operators import inside, workspaces
 from .record import Record, record_of
 from .shards import Gathering, shard_of
-from .timeline import KINDS, MOST_RUNS, StepMemory, summarize
+from .timeline import KINDS, MOST_RUNS, Call, StepMemory, summarize
 
 
 class Planner:
@@ -133,11 +133,11 @@ class Planner:
         return max(most, batch_size if fits(batch_size) else 0)
 
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """A step of `config`. Of blocks that do the same only the first, one more, and the last are
-        simulated, and stand for all."""
-        shown, times = few_blocks(config)
+        """A step of `config`. Of blocks that do the same only a few are simulated, and stand for
+        all."""
+        shown, calls = few_calls(config)
         log = self.log_step(batch_size, shown)
-        step = summarize(log, config, batch_size, self.seq_len, times)
+        step = summarize(log, config, batch_size, self.seq_len, calls)
         # The other blocks' gradients: backward makes them, block by block.
         left_out = set(self.own.blocks[shown.n_layers :].parameters()) - self.waiting
         step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
@@ -171,7 +171,7 @@ class Planner:
             batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             ids, labels = batch
         log = Log(sources, inside=inside if self.kernels else None)
-        model.config, model.host_memory = config, WholeBlocks()
+        model.config, model.host_memory = config, WholeBlocks(log)
         if not self.on_cpu:
             model.host_memory.device = torch.device("meta")  # anything but the fake GPU
         with (
@@ -214,7 +214,6 @@ class Planner:
         for buffer in model.host_memory.made:  # in the first step; all others find them there
             log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
             log.find(buffer).born = 0
-        log.moved = model.host_memory.moved
         return log
 
     def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
@@ -250,30 +249,35 @@ class Planner:
 class WholeBlocks(HostMemory):
     """A tensor's blocks as one: then steps do the same operators, however large a batch is."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Log) -> None:
         super().__init__()
-        self.moved: list[int] = []  # the bytes of each tensor that travels
+        self.log = log
 
     def take(self, like: Tensor) -> list[Tensor]:
-        self.moved.append(like.nbytes)
+        self.log.moved.append((like.nbytes, self.log.places[-1][2]))
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
 
 
-def few_blocks(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[int]]:
-    """A model with a few blocks of each kind, and how many blocks each of them stands for.
+def few_calls(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[Call]]:
+    """A model with a few calls of each kind, of a block or of a group; and what each stands for.
 
-    Not with offload, whose copies of a block wait for another, nor with groups.
+    With offload some more at both ends: what is copied of a block waits for those after it.
     """
-    policies, group, _, offload = config.expanded
-    if offload or group > 1:
-        return config, [1] * config.n_layers
-    found = [(policy, n) for policy, run in groupby(policies) for n in few_of(len(list(run)))]
-    few, times = zip(*found, strict=True)
-    return replace(config, n_layers=len(few), recompute=write(Recompute(few))), list(times)
+    how, few, calls = config.expanded, list[str](), list[Call]()
+    ends = [1] * offload.IN_FLIGHT if how.offload else []
+    for (policy, size), run in groupby(how.calls):
+        n = len(list(run))
+        between = few_of(max(0, n - 2 * len(ends)))
+        for times in [*ends, *between, *ends][:n]:
+            few += [policy] * size
+            calls.append((size, times))
+    text = write(how._replace(policies=tuple(few)))
+    return replace(config, n_layers=len(few), recompute=text), calls
 
 
 def few_of(n: int) -> list[int]:
-    """Of a run of n equal blocks, or chunks, a few: how many each of them stands for."""
+    """Of a run of n equal calls, or chunks, the first, one more and the last: how many each of them
+    stands for."""
     return [1, n - 2, 1] if n > 3 else [1] * n
 
 

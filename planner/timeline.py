@@ -84,25 +84,29 @@ class StepMemory:
         return slice(inside[0][2][0], inside[-1][3])
 
 
+# What MiniGPT.forward calls at a time, a block or a group of them: (blocks, how many calls that do
+# the same it stands for).
+Call = tuple[int, int]
+
+
 def summarize(
     log: Log,
     config: MiniGPTConfig,
     batch_size: int,
     seq_len: int,
-    times: list[int] | None = None,
+    calls: list[Call] | None = None,
     most_runs: int = MOST_RUNS,
 ) -> StepMemory:
-    """The step of `config`, in which `times[i]` blocks in a row do what block i of the log does.
+    """The step of `config`, of which the log has a few `calls`, by default all blocks.
 
     Its storages are sorted by kind, and added up operator by operator. In the timeline the head's
     chunks repeat at most `most_runs` times.
     """
-    times = times or [1] * config.n_layers
-    blocks = [
-        (begins[0], end, times[block])
-        for _, block, begins, end in stretches_of(log.places, log.now + 1)
-        if block is not None
-    ]
+    calls = calls or [(1, 1)] * config.n_layers
+    times: dict[int | None, int] = dict(enumerate(n for size, n in calls for _ in range(size)))
+    times[None] = 1
+    units = units_of(log, calls)
+    blocks = [(begin, end, calls[call][1]) for call, _, begin, end in units if call is not None]
     changes = np.zeros((log.now + 2, len(KINDS)), dtype=np.int64)
     kept_beside = kept_by_blocks = 0
     for storage in log.storages:
@@ -112,25 +116,27 @@ def summarize(
         is_kept &= storage.kind != "parameters"
         storage.kind = storage.kind or kind_of(storage, is_kept)
         kind = KINDS.index(storage.kind)
-        changes[storage.born, kind] += storage.bytes
+        # (What was there before the step, offload's buffers, repeats with no operator.)
+        of_all = storage.bytes * times[storage.block]
+        changes[storage.born, kind] += storage.bytes if storage.born else of_all
         if storage.died != math.inf:
             changes[int(storage.died) + 1, kind] -= storage.bytes
         if is_kept and storage.block is not None:
-            kept_by_blocks += storage.bytes * times[storage.block]
+            kept_by_blocks += of_all
         elif is_kept:
             kept_beside += storage.bytes
     few_chunks = [(begin, end, min(n, most_runs)) for begin, end, n in log.repeats]
-    order = order_of(log.now + 1, sorted(blocks + few_chunks))
+    order = order_of(log.now + 1, blocks + few_chunks)
     ops, repeats = what_moves(log.ops), blocks + log.repeats
     return StepMemory(
         config=config,
         batch_size=batch_size,
         seq_len=seq_len,
         timeline=changes[order].cumsum(axis=0),
-        places=places_of(log, order, times),
+        places=places_of(units, calls, order),
         kept=kept_beside + kept_by_blocks,
         kept_per_block=kept_by_blocks / config.n_layers,
-        moved=log.moved,
+        moved=[size for size, block in log.moved for _ in range(times[block])],
         work=summarize_work(ops, repeats),
         compiled_work=summarize_work(fuse(ops), repeats),
     )
@@ -145,26 +151,33 @@ def kind_of(storage: Storage, is_kept: bool) -> str:
 
 
 def order_of(n: int, repeats: list[Repeat]) -> np.ndarray:
-    """Which of `n` operators runs, one after the other, if some are repeated."""
-    order = np.arange(n)
-    for begin, end, times in reversed(repeats):
-        order = np.insert(order, end, np.tile(order[begin:end], times - 1))
+    """Which of `n` operators runs, one after the other, if some are repeated; repeats may lie
+    within others."""
+    order, now_at = np.arange(n), np.arange(n + 1)
+    for begin, end, times in sorted(repeats, key=lambda repeat: (-repeat[0], repeat[1])):
+        once = order[now_at[begin] : now_at[end]]
+        order = np.insert(order, now_at[end], np.tile(once, times - 1))
+        now_at[end:] += len(once) * (times - 1)
     return order
 
 
-def places_of(log: Log, order: np.ndarray, times: list[int]) -> list[Place]:
+def places_of(units: list["Unit"], calls: list[Call], order: np.ndarray) -> list[Place]:
     """Where each of the blocks begins in that order, and all else."""
     reached = np.maximum.accumulate(order)
-    first = np.cumsum([0, *times])  # a block of the log -> the first one that it stands for
+    # Of each call its first block, in the log and in the model.
+    in_log = np.cumsum([0, *(size for size, _ in calls)])
+    in_model = np.cumsum([0, *(size * n for size, n in calls)])
     found: list[Place] = []
-    for phase, block, begins, end in stretches_of(log.places, log.now + 1):
-        n = 1 if block is None else times[block]
+    for call, unit, begin, end in units:
+        size, n = (0, 1) if call is None else calls[call]
         for i in range(n):
-            which = None
-            if block is not None:
-                which = int(first[block]) + (i if phase == "forward" else n - 1 - i)
-            later = i * (end - begins[0])
-            found += [(int(reached.searchsorted(at)) + later, phase, which) for at in begins]
+            for phase, block, begins, _ in unit:
+                which = block
+                if block is not None:
+                    later = size * (i if phase == "forward" else n - 1 - i)
+                    which = int(block - in_log[call] + in_model[call]) + later
+                where = reached.searchsorted(begins) + i * (end - begin)
+                found += [(int(at), phase, which) for at in where]
     return found
 
 
@@ -184,3 +197,16 @@ def stretches_of(places: list[Place], n_rows: int) -> list[Stretch]:
 
 def stretches(step: StepMemory) -> list[Stretch]:
     return stretches_of(step.places, len(step.timeline))
+
+
+Unit = tuple[int | None, list[Stretch], int, int]
+
+
+def units_of(log: Log, calls: list[Call]) -> list[Unit]:
+    """The stretches of each call one after the other: (call, they, its first operator, that of the
+    next unit). (The replay of a group goes through all its blocks.)"""
+    call_of: dict[int | None, int | None] = {None: None}
+    call_of |= enumerate(call for call, (size, _) in enumerate(calls) for _ in range(size))
+    found = stretches_of(log.places, log.now + 1)
+    units = [list(unit) for _, unit in groupby(found, lambda its: (its[0], call_of[its[1]]))]
+    return [(call_of[unit[0][1]], unit, unit[0][2][0], unit[-1][3]) for unit in units]

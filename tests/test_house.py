@@ -22,7 +22,7 @@ FLOOR["data"] = FLOOR["planner"]
 ROOMS = {
     "the root": 768,
     "memory": 950,
-    "planner": 2_310,
+    "planner": 2_335,
     "trainer": 4_740,
     "data": 1_540,
     "scripts": 3_800,

@@ -146,7 +146,7 @@ def test_what_is_replayed():
     assert not none.replays.any() and not any(s.replayed for s in none.storages)
 
 
-# ---- of blocks, or chunks of the head, that do the same, three are simulated
+# ---- of blocks, groups of them, or chunks of the head, that do the same, a few are simulated
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,12 @@ def test_what_is_replayed():
         ("ddp", {}, 2, 2),
         ("cuda", {}, 2, 31),  # the last one is smaller
         ("cuda", {"recompute": "full+offload"}, 2, 23),
+        ("cuda", {"recompute": "full/2"}, 11, 4),
+        ("shards", {"recompute": "full/2+nested"}, 9, 4),
+        ("accumulate", mix("full", 12, "mlp/3+nested"), 17, 4),
+        ("cpu", {"recompute": "full+offload"}, 9, 4),
+        ("cuda", mix("cheap", 6, "selective+offload"), 12, 4),
+        ("cuda", mix("full", 10, "attn/2+offload"), 16, 4),
     ],
     ids=str,
 )
@@ -178,6 +184,7 @@ def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
     every = planner(config, **settings).step(8, **memory)
     np.testing.assert_array_equal(few.timeline, every.timeline)
     assert (few.places, few.kept, few.config) == (every.places, every.kept, every.config)
+    assert sorted(few.moved) == sorted(every.moved)
     assert few.kept_per_block == pytest.approx(every.kept_per_block, rel=1e-12)
     for left, right in ((few.work, every.work), (few.compiled_work, every.compiled_work)):
         assert (len(left.flops) < len(right.flops)) == (n_layers > 3 or chunks > 3)
