@@ -68,13 +68,15 @@ class FSDPProcess(DDPProcess):
             raise UsageError("train_fsdp.py needs NCCL on GPUs, which Windows lacks: train_ddp.py")
 
     def place(self, model: MiniGPT) -> None:
-        # What is gathered together: a block; and all that is no block (embeddings and ln_f), which
-        # stays whole from the beginning of forward to the end of backward, for lookup and head.
+        # What is gathered together: a block; the positions, whose table grows with T, for their
+        # lookup alone (its gradient does not need them); and the rest (token embedding and ln_f),
+        # which is whole from the beginning of forward to the end of backward, for lookup and head.
         group = self.torchrun.connect(self.device) or dist.group.WORLD
         self.group = cast(dist.ProcessGroup, group)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
+        fully_shard(model.position_embedding, mesh=mesh).set_unshard_in_backward(False)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         for module in model.modules():
             if isinstance(module, FSDPModule):  # gloo has summed up for a mean (pytorch#162338)

@@ -1,15 +1,17 @@
 """Shards: several processes hold one model between them, and what that adds to a step's memory.
 
 train_fsdp.py shards with `fully_shard` (FSDP2): each process keeps 1 / n of every weight, gradient
-and moment, and computes with whole weights, one block at a time. A block is a *group*, and so is
-what is in none, the root: embeddings and ln_f. A process has, beside its shards:
+and moment, and computes with whole weights, one block at a time. A block is a *group*, and so are
+the positions; and what is in none, the root: token embedding and ln_f. A process has, beside its
+shards:
 
     when                          what
     a group is about to run       a flat buffer in which all processes' shards arrive, and the
                                   weights, copied out of it. In forward the buffer stays until the
                                   next group's has arrived
     it has run                    the weights go; but the root's stay until backward is over
-    its backward is about to run  its weights again; and the buffer of the group before it, so that
+    its backward is about to run  its weights again (not the positions': their gradient does not
+                                  need them); and the buffer of the block before it, so that
                                   backward need not wait for that
     it is replayed ahead of that  its weights, until its backward is over: in full/K+nested
     its backward is over          the weights go; its whole gradients are copied to a flat buffer
@@ -24,6 +26,7 @@ What an optimizer gathers (Muon: a few whole matrices at a time) is not followed
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import cast
 
 import torch
@@ -55,8 +58,8 @@ def share_of(state: int, config: MiniGPTConfig, n: int) -> int:
 
     An n-th, and the root's whole weights, which are there from forward to the end of backward.
     """
-    C, rows = config.d_model, config.vocab_size + config.max_position_embeddings
-    return state if n == 1 else state // n + 4 * (rows * C + 2 * C)
+    root = (config.vocab_size + 2) * config.d_model
+    return state if n == 1 else state // n + 4 * root
 
 
 class Group:
@@ -77,7 +80,9 @@ class Gathering:
         self.model, self.log, self.gloo = model, log, gloo
         pairs = zip(model.blocks, shard.blocks, strict=False)  # (the step may have fewer blocks)
         self.blocks = [Group(block.parameters(), its.parameters(), n) for block, its in pairs]
-        self.root = Group(outside_of_blocks(model), outside_of_blocks(shard), n)
+        table, its = model.position_embedding, shard.position_embedding
+        self.positions = Group(table.parameters(), its.parameters(), n)
+        self.root = Group(in_no_group(model), in_no_group(shard), n)
         self.arrived: Tensor | None = None  # the buffer of the last group, in forward
         self.reduced: Tensor | None = None  # the buffer of the last gradients
 
@@ -97,7 +102,7 @@ class Gathering:
     def copy_out(self, group: Group) -> None:
         group.weights = self.buffer(group, "parameters", "gathered weights", GATHERED)
 
-    def before_forward(self, group: Group) -> None:
+    def before_forward(self, group: Group, *_: object) -> None:
         arriving, self.arrived = self.gather(group), None
         self.copy_out(group)
         self.arrived = arriving
@@ -123,17 +128,17 @@ class Gathering:
         for parameter in group.whole:
             of_all = cast(Tensor, parameter.grad)
             self.log.name(of_all, "gradients", "whole gradient", "on its way to be averaged")
-            del of_all
-            parameter.grad = None
+            parameter.grad = None  # (the last one stays until it is reduced: torch's loop has it)
         for shard in group.shards:
             shard.grad = torch.empty_like(shard)
             self.log.name(shard.grad, "gradients", "share of a gradient")
         if self.gloo:  # it adds up in a copy
-            self.buffer(group, "", "gloo's own buffer")
+            self.buffer(group, "temporaries", "gloo's own buffer")
 
     def end_backward(self) -> None:
-        """The root comes last: its inputs, ids, have no gradient that would tell when."""
+        """These come last: what they are given, ids, has no gradient that would tell when."""
         self.after_backward(self.root)
+        self.after_backward(self.positions)
         self.reduced = None
 
     # ---- when
@@ -148,10 +153,18 @@ class Gathering:
             self.arrived = None
             loss.register_hook(gather_last)
 
+        def after_lookup(*_: object) -> None:
+            self.positions.weights = None
+
         for parameter in self.model.parameters():
             self.log.add(parameter).bytes = 0
-        before = self.model.register_forward_pre_hook(lambda *_: self.before_forward(self.root))
-        found = [before, self.model.register_forward_hook(after)]
+        model, table = self.model, self.model.position_embedding
+        found = [
+            model.register_forward_pre_hook(partial(self.before_forward, self.root)),
+            model.register_forward_hook(after),
+            table.register_forward_pre_hook(partial(self.before_forward, self.positions)),
+            table.register_forward_hook(after_lookup),
+        ]
         for i, block in enumerate(self.model.blocks):
             found += self.hook_block(block, i)
         return found
@@ -176,6 +189,6 @@ class Gathering:
         return [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
 
 
-def outside_of_blocks(model: MiniGPT) -> list[nn.Parameter]:
-    inside = set(model.blocks.parameters())
+def in_no_group(model: MiniGPT) -> list[nn.Parameter]:
+    inside = {*model.blocks.parameters(), *model.position_embedding.parameters()}
     return [parameter for parameter in model.parameters() if parameter not in inside]

@@ -174,7 +174,7 @@ def state_words(asked: Question) -> str:
     if shards == 1:
         return state
     gathered = format_bytes(share_of(0, config, shards))
-    return f"1/{shards} of {state}; and gathered embeddings, {gathered}"
+    return f"1/{shards} of {state}; and gathered token embeddings, {gathered}"
 
 
 def assumptions(asked: Question) -> list[str]:

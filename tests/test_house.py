@@ -20,9 +20,9 @@ FLOOR["data"] = FLOOR["planner"]
 # Lines of Python, of a whole room: a limit of a file makes files split, one of a room makes them
 # simpler. Who adds says what goes.
 ROOMS = {
-    "the root": 768,
-    "memory": 950,
-    "planner": 2_335,
+    "the root": 772,
+    "memory": 1_000,
+    "planner": 2_400,
     "trainer": 4_740,
     "data": 1_540,
     "scripts": 3_800,

@@ -27,7 +27,7 @@ from trainer.room import Room
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 CPU = torch.device("cpu")
-FEW = ["cheap, bfloat16", "none, accumulated"]
+FEW = ["cheap, bfloat16", "none, accumulated", "many positions"]
 REST = [name for name in CASES if name not in FEW]
 
 
@@ -47,7 +47,8 @@ def test_predicted_peak_is_that_of_real_processes(names, tmp_path):
         ).step(case.batch_size)
         kinds = dict(zip(KINDS, step.timeline[0], strict=True))
         assert kinds["parameters"] + kinds["optimizer"] == taken["state"], name
-        assert taken["peak"] <= step.peak <= 1.005 * taken["peak"], name
+        # (4: the gradient of the loss, which lives until all is reduced.)
+        assert taken["peak"] - 4 <= step.peak <= 1.005 * taken["peak"], name
 
 
 # ---- what a process has when
@@ -57,31 +58,32 @@ def columns(step: StepMemory) -> dict[str, np.ndarray]:
     return dict(zip(KINDS, step.timeline.T, strict=True))
 
 
-def of(plan: Planner) -> tuple[int, int, int]:
-    """Bytes of one process's shards, of the root, of a block."""
+def of(plan: Planner) -> tuple[int, int, int, int]:
+    """Bytes of one process's shards, of the root, of the positions, of a block."""
     block = sum(p.nbytes for p in plan.model.blocks[0].parameters())
     whole = sum(p.nbytes for p in plan.model.parameters())
-    root = whole - plan.config.n_layers * block
-    return whole // plan.shards, root, block
+    positions = plan.model.position_embedding.weight.nbytes
+    root = whole - positions - plan.config.n_layers * block
+    return whole // plan.shards, root, positions, block
 
 
 @pytest.mark.parametrize(("recompute", "accumulate"), [("none", True), ("full", False)])
 def test_what_is_gathered_when(recompute, accumulate):
     config = replace(WIDE, vocab_size=64)
     plan = planner(config, shards=4, device_type="cuda", accumulate=accumulate)
-    share, root, block = of(plan)
+    share, root, positions, block = of(plan)
     step = plan.step(24, recompute=recompute)
     kinds = columns(step)
     beside = kinds["parameters"] - share
     forward, head = step.phase("forward"), step.phase("head")
     assert beside[0] == beside[-1] == 0
-    assert beside[forward].max() == max(2 * root + block, root + 2 * block)
+    assert beside[forward].max() == max(2 * root + positions, root + 2 * block)
     assert beside[head.start] == beside[head.stop - 1] == root + block  # a buffer
     assert (beside[step.phase("optimizer")] == 0).all()
 
     gradients = kinds["gradients"]
-    assert gradients[0] == accumulate * (root + 4 * block)
-    of_root = root if accumulate else (64 + 2) * 64 * 4  # the head's, ln_f's
+    assert gradients[0] == accumulate * (root + positions + 4 * block)
+    of_root = root + accumulate * positions  # (the head's and ln_f's)
     for phase, i, (begin, *_), end in stretches(step):
         if phase == "backward" and i is not None:
             # Weights, and those of the next one, which arrive.
@@ -102,7 +104,7 @@ def test_gloo_takes_as_much_again_while_it_is_at_work():
     times = []
     for device_type in ("cpu", "mps"):
         plan = planner(WIDE, shards=2, device_type=device_type)
-        kinds, (_, _, block) = columns(plan.step(1)), of(plan)
+        kinds, (*_, block) = columns(plan.step(1)), of(plan)
         times.append((kinds["temporaries"] + kinds["head"] >= block).sum())
     assert times == [4 + 4 + 4, 0]  # each block is gathered twice, and reduced
 
@@ -116,9 +118,10 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
     assert [len(p) for p in plan.own.parameters()] == [
         -(-len(p) // n) for p in plan.model.parameters()
     ]
-    share, block = (sum(p.nbytes for p in m.parameters()) for m in (plan.own, plan.own.blocks[0]))
+    parts = plan.own, plan.own.blocks[0], plan.own.position_embedding
+    share, block, positions = (sum(p.nbytes for p in part.parameters()) for part in parts)
     assert parameters[0] == share
-    root = share - 4 * block
+    root = share - positions - 4 * block
     assert parameters.max() == share + n * (root + block + max(root, block))
     least = share_of(state_bytes(WIDE), WIDE, n)
     assert least < step.peak
@@ -147,7 +150,7 @@ def test_plan_memory_plans_shards():
     assert four.peaks["full"] == plan.step(BATCH, recompute="full").peak
     assert "fully_shard: 4 processes hold the model between them" in four.out
     assert "1/4 of weights, gradients, AdamW" in four.out
-    assert "gathered embeddings, 6.1 KiB" in four.out
+    assert "gathered token embeddings, 4.1 KiB" in four.out
     command = " ".join(four.command)
     assert command.startswith("torchrun --nproc-per-node=4 train_fsdp.py --")
     assert "--fsdp" not in command and "--lr 0.001" in command

@@ -184,6 +184,7 @@ CASES = {
     "bfloat16 moments": Case(WIDE, 8, flags=settings_of("adamw", "bfloat16")),
     "nested": Case(replace(WIDE, n_layers=5, recompute="full/2+nested"), 24),
     "nested, bfloat16": Case(replace(WIDE, recompute="full/3+nested"), 1, torch.bfloat16),
+    "many positions": Case(replace(CHEAP, max_position_embeddings=4096), 8),
     "one block": Case(replace(WIDE, n_layers=1), 16),
 }
 
