@@ -305,15 +305,6 @@ def about(module: str, argv: list[str], device: torch.device | None = None) -> R
     return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
 
 
-def about_planned(module: str, argv: list[str], question: Question) -> Row:
-    """The same, and of what the planner's figures are."""
-    return about(module, argv, question.device) | {
-        "model": describe_model(question.config),
-        "precision": str(question.precision).removeprefix("torch."),
-        "predicted for": question.card and question.card.name,
-    }
-
-
 def describe(about: Row) -> str:
     return "\n".join(f"{name}: {value}" for name, value in about.items())
 
@@ -338,7 +329,11 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     results, interrupted = take_turns(jobs, args.repeats, lambda job: run_worker(argv, job))
     rows = [make_row(question, job, found) for job, found in results.items() if found]
     failed = [job for job in jobs if job not in results]
-    told = about_planned("scripts.benchmark", argv, question)
+    told = about("scripts.benchmark", argv, question.device) | {
+        "model": describe_model(question.config),
+        "precision": str(question.precision).removeprefix("torch."),
+        "predicted for": question.card.name,
+    }
     if args.peer:
         told[args.peer] = version(args.peer)
     if interrupted:

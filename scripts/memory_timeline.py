@@ -1,10 +1,4 @@
-"""Where the memory of a training step goes, drawn: three pictures in out/.
-
-python -m scripts.memory_timeline --model gpt2 --batch-size 8 --device cuda       # a minute
-
-Only the name stands here: the study that draws is studies/memory_timeline.py (no script imports a
-study, so Python runs it).
-"""
+"""The name that people type for studies/memory_timeline.py. (No script imports a study.)"""
 
 import sys
 

@@ -85,13 +85,8 @@ def load(paths: list[Path]) -> Runs:
 
 def points(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of the records in which that key is a number."""
-    numbers = [
-        (record["step"], record[key])
-        for record in records
-        if isinstance(record.get(key), int | float) and math.isfinite(record[key])
-    ]
-    steps, values = zip(*numbers, strict=True) if numbers else ((), ())
-    return np.array(steps), np.array(values, dtype=float)
+    known = [r for r in records if isinstance(r.get(key), int | float) and math.isfinite(r[key])]
+    return np.array([r["step"] for r in known]), np.array([r[key] for r in known], dtype=float)
 
 
 def moving_average(panel: Panel, values: np.ndarray, window: int) -> np.ndarray:
