@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from model import MiniGPT, MiniGPTConfig
+from scripts.export_hf import their_sizes
 from train_minimal import train_step
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.flags import changed, model_config
@@ -75,15 +76,7 @@ class Transformers(nn.Module):
         library: Any = import_module(GPT2)
         self.gpt2 = library.GPT2LMHeadModel(
             library.GPT2Config(
-                vocab_size=config.vocab_size,
-                n_positions=config.max_position_embeddings,
-                n_embd=config.d_model,
-                n_layer=config.n_layers,
-                n_head=config.n_heads,
-                n_inner=config.d_ff,
-                resid_pdrop=config.dropout,
-                embd_pdrop=config.dropout,
-                attn_pdrop=config.dropout,
+                **their_sizes(config),
                 # The same function as its default, gelu_new, which takes an operator for each step
                 # of the formula, more time and more memory: let it be at its best.
                 activation_function="gelu_pytorch_tanh",

@@ -66,19 +66,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
+    """As config.json and transformers' GPT2Config call them; of dropout, too."""
+    sizes = {theirs: getattr(config, ours) for theirs, ours, _ in SIZES}
+    return sizes | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
+
+
 def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """{file: its content}; no tokenizer of toy data, whose ids stand for no text."""
-    sizes = {theirs: getattr(config, ours) for theirs, ours, _ in SIZES}
-    dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
     alone = {name: allowed[0] for name, allowed in GPT2_ALONE.items()}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
     # As scripts.generate has it. (transformers does not let the window slide: max_length.)
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
     sampling |= {"pad_token_id": tokenizer.eot_id, "max_length": config.max_position_embeddings}
-    files: dict[str, Any] = {
-        "config.json": {"architectures": ["GPT2LMHeadModel"], **alone, **sizes, **dropout, **ends},
-        "generation_config.json": ends | sampling,
-    }
+    whole = {"architectures": ["GPT2LMHeadModel"]} | alone | their_sizes(config) | ends
+    files = {"config.json": whole, "generation_config.json": ends | sampling}
     if tokenizer.name == "toy":
         return files
     (eot,) = (text for text, i in tokenizer.special_tokens.items() if i == tokenizer.eot_id)

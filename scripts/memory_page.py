@@ -46,7 +46,7 @@ from planner.log import Storage
 from planner.record import Record, code_of, group_of
 from planner.timeline import stretches
 from scripts import tool
-from scripts.style import COLORS, NAMES, POLICIES, describe, in_legend, relative_flops
+from scripts.style import COLORS, LEGEND, POLICIES, describe, relative_flops
 from trainer import flags
 from trainer.flags import AUTO, UsageError, output_file
 from trainer.metrics import format_bytes
@@ -217,7 +217,7 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
         "budget": room.safe if is_asked else None,
         "ways": [way_data(way, asked) for way in ways],
         "first": [*found].index(first),
-        "kinds": [[NAMES.get(kind, kind), COLORS[kind], in_legend(kind)] for kind in COLORS],
+        "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
         "lines": [[line, code_of(line)] for line in labels.lines],
         "operators": [*labels.operators],
         "labels": [list(label) for label in labels.storages],

@@ -30,13 +30,14 @@ COLORS = {
     "head": "#C66A9C",
     "temporaries": "#C4C4C4",
 }
-NAMES = {"optimizer": "moments"}  # others: the kind's own
-MEANINGS = {  # in legends, of what explains itself less
-    "optimizer": "the optimizer's",
-    "activations": "kept for backward",
-    "recomputed": "made again in backward",
-    "head": "logits, loss",
-    "temporaries": "soon gone",
+LEGEND = {  # what a kind is called: and what it is
+    "parameters": "parameters",
+    "optimizer": "moments: the optimizer's",
+    "gradients": "gradients",
+    "activations": "activations: kept for backward",
+    "recomputed": "recomputed: made again in backward",
+    "head": "head: logits, loss",
+    "temporaries": "temporaries: soon gone",
 }
 GRAY = "#555555"
 # Pages show a picture some 830 pixels wide, whatever its own width. SMALL at this WIDTH is then
@@ -48,11 +49,6 @@ FORMATS: dict[str, dict[str, str | None]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-
-
-def in_legend(kind: str) -> str:
-    """ "head: logits, loss" """
-    return ": ".join([NAMES.get(kind, kind), *filter(None, [MEANINGS.get(kind)])])
 
 
 class Unit(NamedTuple):

@@ -90,7 +90,7 @@ def flops_done(step: StepMemory) -> np.ndarray:
 def legend(plt: Any, figure: Any, more: Any) -> None:
     """A colour for each kind, in the order of the layers, and `more`."""
     handles = [
-        plt.Rectangle((0, 0), 1, 1, color=color, label=style.in_legend(kind))
+        plt.Rectangle((0, 0), 1, 1, color=color, label=style.LEGEND[kind])
         for kind, color in COLORS.items()
     ]
     handles.append(more)

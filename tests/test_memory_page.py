@@ -15,7 +15,7 @@ from tqdm import tqdm
 from planner.choose import pick_recompute
 from planner.record import Record, code_of, group_of
 from scripts import memory_page
-from scripts.style import COLORS, POLICIES, in_legend
+from scripts.style import COLORS, LEGEND, POLICIES
 
 browser = pytest.mark.browser
 FLAGS = ["--n-layers", "4", "--n-heads", "4", "--d-model", "64", "--seq-len", "64",
@@ -116,7 +116,7 @@ def grouped(record: Record, at: int) -> dict[tuple[str, str], list[int]]:
     """(kind, name but for the block) -> the bytes of each that is alive, the largest first."""
     found = defaultdict(list)
     for storage in record.alive(at):
-        found[in_legend(storage.kind), group_of(storage)[0]].append(storage.bytes)
+        found[LEGEND[storage.kind], group_of(storage)[0]].append(storage.bytes)
     return {name: sorted(sizes, reverse=True) for name, sizes in found.items()}
 
 
@@ -145,7 +145,7 @@ def test_the_page_reads_the_steps_as_they_were(page, made):
             assert words == {
                 "name": storage.name,
                 "why": storage.why,
-                "kind": in_legend(storage.kind),
+                "kind": LEGEND[storage.kind],
                 "bytes": storage.bytes,
                 "shape": " x ".join(f"{n:,}" for n in storage.shape) or "one number",
                 "dtype": str(storage.dtype).removeprefix("torch."),
@@ -362,7 +362,7 @@ def test_keys(page, made):
     said, there = details(page), alive[place]
     code = "\n".join(filter(None, (there.line, code_of(there.line))))
     assert f"({there.bytes:,} bytes)" in said["bytes"] and said["why"] == there.why
-    assert (said["kind"], said.get("line", "")) == (in_legend(there.kind), code)
+    assert (said["kind"], said.get("line", "")) == (LEGEND[there.kind], code)
     assert said.get("block") == (None if there.block is None else str(there.block))
     assert said["what"].endswith(str(there.dtype).removeprefix("torch."))
     press(page, "Enter")
