@@ -20,29 +20,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from . import store
 from .batches import TokenFile, hash_ids, slice_files
-from .documents import (
-    CHUNK,
-    TOKEN_SUFFIXES,
-    check_text,
-    read_documents,
-    read_text,
-    suffix_of,
-)
+from .documents import CHUNK, TOKEN_SUFFIXES, check_text, read_documents, read_text, suffix_of
 from .files import CACHE_DIR, find_files, find_stdlib, warn_of_shared
-from .store import (
-    Dataset,
-    FoundData,
-    Say,
-    build_cache,
-    cached_dataset,
-    hash_files,
-    key,
-    label,
-    one_line,
-    read_meta,
-    shown,
-)
+from .store import Dataset, FoundData, Say
 from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
 from .toy import TOY_SUCCESSORS, find_toy
 
@@ -103,12 +85,12 @@ class Text:
     @cached_property
     def content(self) -> list[str]:
         """Hashes of the training and the validation files."""
-        return [hash_files(self.train), hash_files(self.val)]
+        return [store.hash_files(self.train), store.hash_files(self.val)]
 
     def folder(self, vocabulary: str) -> Path:
         """Of the cache, by what it is made from."""
         split = "given" if self.val else self.ratio
-        return self.cache_dir / key(self.content, vocabulary, split, self.max_tokens)
+        return self.cache_dir / store.key(self.content, vocabulary, split, self.max_tokens)
 
     def place(self, fingerprint: str | None) -> Path:
         """The folder of these ids, there or not. `fingerprint`: of a run that goes on."""
@@ -121,24 +103,25 @@ class Text:
             return own
         # Of an edited text it is another BPE's: then the ids of `known` have their own place.
         is_of_known = bpe.name == fingerprint  # nothing there: training would give it again
-        if read_meta(bpe):
+        if store.read_meta(bpe):
             is_of_known = (bpe / RANKS).read_text() == format_ranks(known.ranks)
         return bpe if is_of_known else own
 
     def find(self, fingerprint: str | None) -> FoundData:
         """The data as `find_dataset` returns them."""
         folder, known = self.place(fingerprint), self.known
-        meta = read_meta(folder)
+        meta = store.read_meta(folder)
 
-        @one_line(self.cache_dir)
+        @store.one_line(self.cache_dir)
         def load() -> Dataset:
-            made = meta or build_cache(folder, self.build, self.say)
+            made = meta or store.build_cache(folder, self.build, self.say)
             saved = folder / RANKS
             tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
             n, size = made["documents"], made["bytes"]
             documents = "1 document" if n == 1 else f"{n:,} documents"
             amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
-            return cached_dataset(folder, made, tokenizer, f"{self.label}: {documents}, {amount}")
+            about = f"{self.label}: {documents}, {amount}"
+            return store.cached_dataset(folder, made, tokenizer, about)
 
         if meta is None:
             self.documents  # noqa: B018  (looks whether all text is good)
@@ -149,7 +132,7 @@ class Text:
         """Write a folder of the cache; returns its meta.json."""
         tokenizer = self.known or self.train_bpe()
         (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
-        self.say(f"encoding {self.label}, once: the ids stay in {shown(self.cache_dir)}")
+        self.say(f"encoding {self.label}, once: the ids stay in {store.shown(self.cache_dir)}")
         return {
             "tokenizer": self.tokenizer_name,
             "vocab_size": tokenizer.vocab_size,
@@ -267,7 +250,7 @@ def find_dataset(
         _check_vocab_size(vocab_size, name)
     if use_toy_data:
         return find_toy(vocab_size or 256, max_tokens, data_seed, cache_dir, say)
-    with one_line(cache_dir):
+    with store.one_line(cache_dir):
         train, val = _find(train_data, val_data, say)
         is_tokens = suffix_of(train[0]) in TOKEN_SUFFIXES
         if is_tokens and name == "bpe":
@@ -280,7 +263,7 @@ def find_dataset(
             data = _read_tokens(train, val, val_ratio, max_tokens, known)
             return FoundData(known.vocab_size, lambda: data)
         stdlib = f"Python {platform.python_version()} standard library"
-        about = label(train_data) if train_data else stdlib
+        about = store.label(train_data) if train_data else stdlib
         how = (name, vocab_size or 1024, known, cache_dir, say)
         return Text(about, train, val, val_ratio, max_tokens, *how).find(fingerprint)
 
@@ -314,7 +297,7 @@ def _read_tokens(
     train: list[Path], val: list[Path], ratio: float, max_tokens: int | None, tokenizer: Tokenizer
 ) -> Dataset:
     """Token files as they are. Validation: `val`, else the files named so, else the tail."""
-    about = label([path.name for path in train])
+    about = store.label([path.name for path in train])
     # nanoGPT writes train.bin and val.bin, llm.c fineweb_train_000001.bin and fineweb_val_...
     named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
     if not val and 0 < len(named_val) < len(train):
@@ -327,5 +310,5 @@ def _read_tokens(
         train_files = slice_files(train_files, 0, n_train)
     parts = [slice_files(files, 0, max_tokens or sys.maxsize) for files in (train_files, val_files)]
     content = [hash_ids(files, tokenizer) for files in parts]
-    fingerprint = key(content, tokenizer.fingerprint)
+    fingerprint = store.key(content, tokenizer.fingerprint)
     return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, about, fingerprint)

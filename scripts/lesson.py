@@ -44,17 +44,18 @@ from trainer.flags import OneLineParser, UsageError, byte_count, number
 
 PAGE = Path(__file__).parent.parent / "docs" / "lesson.md"
 NOT_YET = 3
-SIZES = {"MiB": 2**20, "GiB": 2**30}
+MIB, GIB = 2**20, 2**30
+SIZES = {"MiB": MIB, "GiB": GIB}
 
 
 @dataclass(frozen=True)
 class Exercise:
     """How an answer is read, and what is said about it. The question is in docs/lesson.md."""
 
-    unit: str  # "" = just a number
     why: str  # when it is right
     hint: str  # when it is not, and not one of:
     mistakes: tuple[tuple[float | str, str], ...] = ()  # (a wrong answer, what to say to it)
+    unit: str = ""  # "" = just a number
     tolerance: float = 0.0  # of a number, relative
     choices: tuple[str, ...] = ()  # no number, but one of these
 
@@ -98,7 +99,6 @@ class Exercise:
 
 EXERCISES: dict[int, Exercise] = {
     1: Exercise(
-        unit="",
         why="A linear layer's backward needs the layer's input, GELU's needs GELU's. Nobody needs "
         "y: the result of a last matmul is never kept.",
         hint="Go through the three operations one by one: which tensor is in the formula of its "
@@ -150,7 +150,6 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     5: Exercise(
-        unit="",
         tolerance=0.004,
         why="Of 12 C^2 weights in a block the last 4 are not multiplied again: 1 + (8/12) / 3. The "
         "head, which is not replayed at all, makes it 1.17 for GPT-2 small.",
@@ -164,7 +163,6 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     6: Exercise(
-        unit="",
         choices=("a", "b", "c", "d"),
         why="The loss is forward's and forward is the same; but backward multiplies with the masks "
         "of other dice. So checkpoint keeps the generator's state, and then nothing differs.",
@@ -191,7 +189,6 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     8: Exercise(
-        unit="",
         why="A block in full is as much as 9 inputs, so what a group saves in inputs it loses nine "
         "times over: 4 L / K + 36 K has its minimum at sqrt(L) / 3, which is 1.2 for 12.",
         hint="Write down 4 L / K + 36 K for L = 12 and K = 1, 2, 3, 4.",
@@ -216,7 +213,6 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     10: Exercise(
-        unit="",
         choices=RECOMPUTE_POLICIES,
         why="16 bytes a parameter leave 2.1 GiB of the 4, and 12 blocks of 18 BTC, 9 MiB each, "
         "take 1.9. `auto` would look further, for a policy in only a part of the blocks.",
@@ -238,7 +234,6 @@ EXERCISES: dict[int, Exercise] = {
 Measured = tuple[float | str, list[str]]
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 SEQ_LEN, SEQUENCES = 1024, 12
-MIB, GIB = 2**20, 2**30
 BUDGET = 4 * GIB  # exercise 10
 
 
@@ -409,10 +404,6 @@ def sections() -> dict[int, str]:
     return {int(number): section for section, number in found}
 
 
-def solution(n: int) -> str:
-    return f"{n}: {EXERCISES[n].answer(MEASURES[n]()[0])}"
-
-
 def check(n: int, text: str) -> int:
     """Print what there is to say to an answer, and return the exit code. Raises UsageError."""
     exercise = EXERCISES[n]
@@ -456,7 +447,7 @@ def main(argv: list[str]) -> int:
         print("\n".join(MEASURES[n]()[1]))
     if args.solution:
         for each in [n] if n else EXERCISES:
-            print(solution(each), flush=True)
+            print(f"{each}: {EXERCISES[each].answer(MEASURES[each]()[0])}", flush=True)
     return code
 
 

@@ -584,7 +584,7 @@ def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, t
 
 def test_what_cannot_be_read_or_written_is_one_line(cache, text, monkeypatch) -> None:
     for function, error, says in [
-        ("data.corpus.hash_files", PermissionError(13, "Permission denied", "x"), "x: Permission"),
+        ("data.store.hash_files", PermissionError(13, "Permission denied", "x"), "x: Permission"),
         ("data.tokenizer.Tokenizer.encode", OSError(28, "No space left"), "cache: No space left"),
     ]:
         with monkeypatch.context() as patch, pytest.raises(DataError, match=says):

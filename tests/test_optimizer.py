@@ -19,6 +19,7 @@ from trainer.optimizer import (
     product_of_factors,
     restore_optimizer,
 )
+from trainer.process import OneProcess
 
 CPU, MPS = torch.device("cpu"), torch.device("mps")  # for MPS there is no kernel that can skip
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -149,7 +150,7 @@ def test_what_is_restored_is_a_copy():
     """A view of what was read would keep all of it alive."""
     _, optimizer = learn(2, MUON)
     other = make(MUON)[1]
-    restore_optimizer(other, optimizer.state_dict())
+    restore_optimizer(other, optimizer.state_dict(), OneProcess(CPU).part)
     for ours, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
         assert same(ours, theirs)
         assert all(ours[n].data_ptr() != theirs[n].data_ptr() for n in ours.keys() - {"step"})

@@ -209,7 +209,7 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
     path = tmp_path / "run.pt"
     kernel = {True: torch.device("cpu"), False: torch.device("mps")}
     for steps, now in ((2, not fused), (4, fused)):
-        make = lambda model, args, *_, now=now: make_optimizer(model, args, kernel[now])  # noqa: E731
+        make = lambda m, args, *_, now=now: make_optimizer(m, args, kernel[now], torch.float32)  # noqa: E731
         monkeypatch.setattr("trainer.setup.make_optimizer", make)
         flags = [f"--num-steps={steps}", *["--resume"] * path.exists()]
         assert train_here(path, FP32, "--lr-scheduler=constant", *flags) == 0
@@ -219,8 +219,10 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
     args = fill_in(build_parser("test", "x.pt").parse_args([]))
     model = MiniGPT(MiniGPTConfig(**snapshot(path)["config"])).to("meta")
     for other in (False, True):  # on a device that is not the snapshot's, nor the CPU
-        optimizer = make_optimizer(model, args, kernel[other])
-        restore(load_newest(path), model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+        optimizer = make_optimizer(model, args, kernel[other], torch.float32)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+        restore(load_newest(path), SimpleNamespace(process=OneProcess(kernel[True]), **parts))
         devices = {state["step"].device.type for state in optimizer.state.values()}
         assert devices == {"meta" if other else "cpu"}
 

@@ -187,4 +187,3 @@ def take_place(source: Path, path: Path) -> None:
     else:  # it stays the best one, of this run or of another
         with saving(path, source.stat().st_size) as temporary:
             shutil.copyfile(source, temporary)
-            os.replace(temporary, path)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import time
 from collections import defaultdict
@@ -136,7 +135,6 @@ class MetricsFile:
         text = "".join(json.dumps(r) + "\n" for r in kept)
         with saving(path, len(text)) as temporary:
             temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
         self.file = open(path, "a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:

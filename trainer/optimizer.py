@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from model import MiniGPT
@@ -25,15 +25,14 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # 
 # Elements that are copied at a time, at least one matrix: the step shall need little beside what
 # it is there to save.
 AT_A_TIME = 2**22
+Part = Callable[[Tensor, Tensor], Tensor]  # OneProcess.part
+Groups = list[dict[str, Any]]
 Item = TypeVar("Item")
 LANES = 64  # a multiple of the floats in a CPU's vector
 
 
 def make_optimizer(
-    model: MiniGPT,
-    args: argparse.Namespace,
-    device: torch.device,
-    precision: torch.dtype = torch.float32,
+    model: MiniGPT, args: argparse.Namespace, device: torch.device, precision: torch.dtype
 ) -> torch.optim.Optimizer:
     """What --optimizer and --moments-dtype name; `precision` is that of the model's products.
 
@@ -52,7 +51,7 @@ def make_optimizer(
             matrices.append(parameter)
         else:
             decayed.append(parameter)
-    groups: list[dict[str, Any]] = [
+    groups: Groups = [
         {"params": decayed, "weight_decay": args.weight_decay},
         {"params": free, "weight_decay": 0.0},
     ]
@@ -92,12 +91,7 @@ class LeanOptimizer(torch.optim.Optimizer):
     found_inf: Tensor | None = None  # () float32: at 1 a step changes nothing. See update_if_finite
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        fused: bool,
-        moments: torch.dtype,
-        products: torch.dtype,
+        self, groups: Groups, lr: float, fused: bool, moments: torch.dtype, products: torch.dtype
     ):
         super().__init__(groups, {"lr": lr, "rule": "adamw", "fused": fused})
         self.moments, self.products = moments, products
@@ -293,11 +287,7 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Ten
 
 
 @torch.no_grad()
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer,
-    saved: dict[str, Any],
-    part: Callable[[Tensor, nn.Parameter], Tensor] = lambda whole, like: whole,
-) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], part: Part) -> None:
     """Put the moments of a `state_dict` back, in this optimizer's dtype.
 
     They are the snapshot's; the settings (weight decay, fused or not) are this run's. So this is

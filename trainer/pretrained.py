@@ -3,7 +3,6 @@ folder as transformers writes it (hf.py)."""
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from model import MiniGPT, MiniGPTConfig
 from .claim import files_of
 from .flags import UsageError
 from .hf import open_folder, read_config
+from .optimizer import Part
+from .process import OneProcess
 from .resume import blamed
 from .snapshot import Resumed, SnapshotError, peek, read_snapshot
 
@@ -36,9 +37,7 @@ class Pretrained:
     checksum: int  # the same for the same weights
 
     @torch.no_grad()
-    def fill(
-        self, model: nn.Module, part: Callable[[Tensor, Tensor], Tensor] = lambda whole, _: whole
-    ) -> None:
+    def fill(self, model: nn.Module, part: Part) -> None:
         """Put them into a model of that shape; `part` as in `MiniGPT.init_weights`."""
         for name, weight in model.state_dict().items():
             weight.copy_(part(self.weights[name].float(), weight))
@@ -123,11 +122,11 @@ def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
 
     Raises SnapshotError or DataError.
     """
-    source = open_pretrained(path)
+    source, process = open_pretrained(path), OneProcess(device)
     with torch.device("meta"):
         model = MiniGPT(source.config)
-    model.to_empty(device=device)
-    source.fill(model)
+    process.place(model)
+    source.fill(model, process.part)
     return model.eval(), source.tokenizer
 
 

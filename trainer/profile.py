@@ -197,9 +197,9 @@ def ranges_in(
         """torch's, inside of a block, with a range around the replay. (Outside of one the replay
         calls whole blocks, which have their ranges.)"""
         if running:
-            contexts = options.get("context_fn", noop_context_fn)
-            name = f"recompute of block {running[-1]}"
-            options["context_fn"] = lambda: around_replay(open_range(name), *contexts())
+            forward, replay = options.get("context_fn", noop_context_fn)()
+            new = open_range(f"recompute of block {running[-1]}")
+            options["context_fn"] = lambda: (forward, one_in_another(new, replay))
         return torch_checkpoint(run, *inputs, **options)
 
     with ExitStack() as replaced:
@@ -211,12 +211,7 @@ def ranges_in(
         yield
 
 
-def around_replay(new: Any, forward: Any, replay: Any) -> tuple[Any, Any]:
-    """The two contexts of a checkpoint, with a `new` one around the second."""
-
-    @contextmanager
-    def both() -> Iterator[None]:
-        with new, replay:
-            yield
-
-    return forward, both()
+@contextmanager
+def one_in_another(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield

@@ -2,17 +2,16 @@
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
 
 from .flags import LENGTHS, SHAPES, as_argv, build_parser, flag
 from .metrics import format_line
 from .older import join
 from .optimizer import restore_optimizer
+from .run import Run
 from .snapshot import Resumed, SnapshotError, State, beside, is_second, peek, read_snapshot
 
 # What decides every weight of the run, besides its data and its batch: it must stay.
@@ -113,8 +112,15 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
     # It may be typed again as it was, though the text had fewer.
     if "vocab_size" in typed and args.vocab_size != saved.get("vocab_size"):
         rows.append(("--vocab-size", vocabulary, args.vocab_size))
-    for row in rows:
-        check_same(*row, resumed.path)
+    for name, before, after in rows:
+        if before != after:
+            new = "another --checkpoint-path to start a new run"
+            if name in ("--optimizer", "--seed", "--data-seed", "--dropout"):
+                new = fresh_start(resumed.path)
+            raise SnapshotError(
+                f"{name}: {resumed.path} was trained with {before}, this run has {after}; pass the "
+                f"old value to resume, or {new}"
+            )
     moot = {"typed", "resume", "checkpoint_path"}
     for name in typed:
         moot |= {name, *DECIDES.get(name, ())}
@@ -148,17 +154,6 @@ def parse_again(saved: State, path: Path) -> argparse.Namespace:
     nothing = parser.parse_args([])
     known = vars(nothing).keys() - {"typed", "resume", "checkpoint_path"}
     return parser.parse_args(as_argv(nothing, **{n: saved[n] for n in saved if n in known}))
-
-
-def check_same(name: str, before: object, after: object, path: Path) -> None:
-    if before != after:
-        new = "another --checkpoint-path to start a new run"
-        if name in ("--optimizer", "--seed", "--data-seed", "--dropout"):
-            new = fresh_start(path)
-        raise SnapshotError(
-            f"{name}: {path} was trained with {before}, this run has {after}; pass the old "
-            f"value to resume, or {new}"
-        )
 
 
 def fresh_start(path: Path) -> str:
@@ -240,18 +235,9 @@ def blamed(args: argparse.Namespace, name: str) -> str:
 
 
 @torch.no_grad()
-def restore(
-    resumed: Resumed,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    part: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
-) -> None:
-    """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit.
-
-    `part(whole, like)`: what of a whole tensor this process has (OneProcess.part).
-    """
-    state, weights = resumed.state, model.state_dict()
+def restore(resumed: Resumed, run: Run) -> None:
+    """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit."""
+    state, weights, part = resumed.state, run.model.state_dict(), run.process.part
     expected = {name: (value.shape, value.dtype) for name, value in weights.items()}
     try:
         found = {name: (value.shape, value.dtype) for name, value in state["model"].items()}
@@ -259,8 +245,8 @@ def restore(
             raise ValueError
         for name, weight in weights.items():
             weight.copy_(part(state["model"][name], weight))
-        restore_optimizer(optimizer, state["optimizer"], part)
-        if state["scaler"] and scaler.is_enabled():  # empty unless that run was in float16
-            scaler.load_state_dict(state["scaler"])
+        restore_optimizer(run.optimizer, state["optimizer"], part)
+        if state["scaler"] and run.scaler.is_enabled():  # empty unless that run was in float16
+            run.scaler.load_state_dict(state["scaler"])
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None

@@ -228,7 +228,7 @@ def identify(
 def go_on_from(resumed: Resumed, run: Run) -> None:
     """Put the run where the snapshot left it."""
     args, process = run.args, run.process
-    resume.restore(resumed, run.model, run.optimizer, run.scaler, process.part)
+    resume.restore(resumed, run)
     run.step = run.saved_step = resumed.state["step"]
     run.best_val_loss = resumed.state["best_val_loss"]
     record = resumed.state.get("record", {})

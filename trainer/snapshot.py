@@ -101,22 +101,22 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
             os.fsync(file.fileno())
         if keep_previous and path.exists():
             os.replace(path, beside(path, ".prev.pt"))
-        os.replace(temporary, path)
-        if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
 
 
 @contextmanager
 def saving(path: Path, n_bytes: int) -> Iterator[Path]:
-    """A name to write to before the rename to `path`: nothing is left of it if that fails.
+    """A name to write to, then the rename to `path`: nothing is left of it if that fails.
 
     Raises SaveError with what the operating system says, and how much room is needed.
     """
     temporary = temporary_name(path)
     try:
         yield temporary
+        os.replace(temporary, path)
+        if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
     except BaseException as error:
         with suppress(OSError):  # the folder may be gone
             temporary.unlink(missing_ok=True)

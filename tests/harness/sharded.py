@@ -216,7 +216,7 @@ def measure(process: FSDPProcess, case: Case) -> dict[str, int]:
             yield tuple(torch.randint(case.config.vocab_size, (2, case.batch_size, T)))
 
     model, batches = new_model(process, case.config), draw()
-    optimizer = make_optimizer(model, case.flags, process.device)
+    optimizer = make_optimizer(model, case.flags, process.device, torch.float32)
     process.wrap(model)
     step = lambda: train_step(process, optimizer, batches, case.micro_batches, case.dtype)  # noqa: E731
     step()
