@@ -223,6 +223,10 @@ def changes(saved: State, now: State) -> list[str]:
         and name in before
         and before[name] != after[name]
     ]
+    same_warmup = before.get("warmup_steps") == after["warmup_steps"]
+    if before.get("num_steps") != after["num_steps"] and same_warmup:
+        if saved["step"] < after["num_steps"] // 20:
+            rows.append(f"--warmup-steps stays {after['warmup_steps']}")
     if all(isinstance(number, int) for number in threads) and threads[0] != threads[1]:
         rows.append(f"threads {threads[0]} -> {threads[1]}: sums are rounded otherwise")
     return rows
