@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from data import DataError, Dataset, FoundData, Tokenizer, TrainBatches, ValBatches, find_dataset
 from model import MiniGPT, MiniGPTConfig
@@ -26,7 +25,7 @@ from .process import OneProcess
 from .profile import check_profile, make_clock
 from .report import describe_run
 from .run import Run
-from .snapshot import Resumed, SnapshotError, State, beside
+from .snapshot import Resumed, SnapshotError, State, beside, bytes_of
 from .start import look_for_garbage
 
 FEWEST = 257  # ids of a bpe: bytes, and the end of a document
@@ -133,11 +132,13 @@ def agree(
     check_alike(process.exchange(facts(args, process, precision, origin)))
     resuming = isinstance(origin, Resumed)
     process.by_first(lambda: check_name(args.checkpoint_path, resuming))
+    # Until they are restored: a step does not need them twice.
+    held = bytes_of(origin.state) if isinstance(origin, Resumed) else 0
 
     def plan(vocab_size: int) -> Plan:
         asked = model_config(args, vocab_size)
         with process.waiting("predicting the memory of a step"):
-            return plan_memory(args, process, asked, precision, held(origin))
+            return plan_memory(args, process, asked, precision, held)
 
     most = max(process.exchange(found.vocab_size))
     try:
@@ -152,14 +153,6 @@ def agree(
     if planned is None or data.tokenizer.vocab_size < most:  # its text has no more pairs
         planned = plan(data.tokenizer.vocab_size)
     return data, planned
-
-
-def held(origin: Origin) -> int:
-    """Bytes of CPU memory that the snapshot has until it is restored: a step does not need them
-    twice."""
-    leaves = tree_leaves(origin.state) if isinstance(origin, Resumed) else []
-    tensors = [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.layout == torch.strided]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def start_log(run: Run, next_rate: float) -> None:

@@ -90,8 +90,7 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
 
     Raises SaveError if the disk does not take it.
     """
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    with saving(path, n_bytes=sum(tensor.nbytes for tensor in tensors)) as temporary:
+    with saving(path, bytes_of(state)) as temporary:
         stale = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
         for name in filter(stale.fullmatch, os.listdir(path.parent)):
             path.with_name(name).unlink()  # of a process that was killed while it saved
@@ -101,6 +100,10 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
             os.fsync(file.fileno())
         if keep_previous and path.exists():
             os.replace(path, beside(path, ".prev.pt"))
+
+
+def bytes_of(state: State) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 @contextmanager
