@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from . import store
+import data.store as store
+
 from .batches import TokenFile, hash_ids, slice_files
 from .documents import CHUNK, TOKEN_SUFFIXES, check_text, read_documents, read_text, suffix_of
 from .files import CACHE_DIR, find_files, find_stdlib, warn_of_shared
