@@ -438,15 +438,9 @@ def test_frontier_can_be_read(plt, model, budget):
     peak = step_of(model, "none").peak
     figure = study.draw_frontier(plt, within(model, budget * peak) if budget else model)
     assert faults(plt, figure) == []
-    names_stand_in_order(figure)
-
-
-def names_stand_in_order(figure):
-    """From the highest point down; so no line to a name crosses all others."""
-    texts = figure.axes[0].texts
-    heights = [text.get_window_extent().y0 for text in texts]
-    assert heights == sorted(heights)
-    assert [text.xy[1] for text in texts] == sorted(text.xy[1] for text in texts)
+    texts = [*figure.axes[0].texts]  # in the order of their points: no line crosses all others
+    for height in (lambda text: text.get_window_extent().y0), (lambda text: text.xy[1]):
+        assert texts == sorted(texts, key=height)
 
 
 def test_block_can_be_read(plt):
