@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -314,7 +315,7 @@ def few_chunks(log: Log, few: int) -> Callable[[int, int], Iterator[int]]:
 def follow(model: MiniGPT, log: Log) -> list[RemovableHandle]:
     """Hooks that tell the log which part of the model is at work: forward, backward, replays."""
 
-    def enter_block(i: int, args: tuple[Tensor]) -> None:
+    def enter_block(i: int, ln_1: nn.Module, args: tuple[Tensor]) -> None:
         phase = log.phase
         log.enter(phase, i)
         if phase == "forward" and i > 0:  # backward of block i ends with its input's gradient
@@ -328,7 +329,7 @@ def follow(model: MiniGPT, log: Log) -> list[RemovableHandle]:
         model.ln_f.register_forward_pre_hook(lambda *_: log.enter("forward")),
         model.ln_f.register_forward_hook(enter_head),
         *(
-            block.ln_1.register_forward_pre_hook(lambda _, args, i=i: enter_block(i, args))  # type: ignore
+            block.ln_1.register_forward_pre_hook(partial(enter_block, i))  # type: ignore
             for i, block in enumerate(model.blocks)
         ),
     ]

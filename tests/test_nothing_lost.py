@@ -301,7 +301,8 @@ def test_a_save_is_due(tmp_path, monkeypatch, capfd, flags, faults, steps):
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys, flags, kernel):
     """Neither weights nor moments, with a kernel that can skip and with one that cannot (MPS's);
     and each is said, whether somebody looks at the steps or not."""
-    make = lambda model, args, _, dtype: make_optimizer(model, args, torch.device(kernel), dtype)  # noqa: E731
+    device = torch.device(kernel)
+    make = lambda model, args, _, dtype: make_optimizer(model, args, device, dtype)  # noqa: E731
     monkeypatch.setattr("trainer.setup.make_optimizer", make)
     quiet, logged = tmp_path / "quiet.pt", tmp_path / "logged.pt"
     # ("huge" is finite in each number, and in no sum of their squares.)

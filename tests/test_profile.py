@@ -67,6 +67,7 @@ def in_place() -> list[bool]:
     [
         ("--save-interval=4 --eval-interval=4 --log-interval=4", (0, 0)),
         (f"{FULL} full+offload", (1, 1)),
+        (f"{FULL} full/2+nested", (2, 1)),  # the group's begins with the first; then each has one
         (f"{FULL} cheap+offload", (3, 3)),  # each half's LayerNorm, and the GELU
         (f"{FULL} selective", (1, 1)),
         (f"{FULL} qkv", (2, 2)),  # before attention, and after it

@@ -19,6 +19,7 @@ from memory.policies import POLICIES, expand, one_by_one, schedule
 from model import RECOMPUTE_POLICIES
 from planner.formulas import step_flops
 from planner.log import Storage, kept_for_backward
+from trainer.measured import LiveStorages
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -127,6 +128,34 @@ def test_a_way_keeps_what_its_policies_keep(way):
 @cache
 def of_blocks(policy: str, n_layers: int, **how) -> int:
     return total(policy, n_layers=n_layers, **how)
+
+
+def test_of_a_nested_group_only_inputs_are_kept():
+    """In forward one for each group; in backward also those of the group that is replayed, as far
+    as it has come. That replay ends when it has the last block's input; then each block has its
+    own, the last one first."""
+    x, layers, besides = 4 * B * T * C, 6, set()
+    begun: list[tuple[int, int]] = []  # whenever a block begins: which, and the bytes then
+    for size in (2, 3, 4, 6):
+        with LiveStorages() as storages:
+            model, ids = tiny(recompute=f"full/{size}+nested", n_layers=layers), random_ids(B, T)
+            model.train()(ids, ids).backward()
+            model.zero_grad(set_to_none=False)
+            for i, block in enumerate(model.blocks):
+                note = lambda *_, i=i: begun.append((i, storages.now))  # noqa: E731
+                block.ln_1.register_forward_pre_hook(note)
+            loss = model(ids, ids)
+            begun[:] = [(-1, storages.now)]
+            loss.backward()
+        firsts = range(0, layers, size)
+        inputs = [(-1, len(firsts))]
+        for before, first in reversed([*enumerate(firsts)]):
+            n = min(size, layers - first)
+            inputs += [(first + i, before + 1 + i) for i in (*range(n), *reversed(range(n - 1)))]
+        assert [block for block, _ in begun] == [block for block, _ in inputs]
+        for (block, there), (_, n) in zip(begun, inputs, strict=True):
+            besides.add((block < 0, there - n * x))
+    assert len(besides) == 2  # between forward and backward; in backward
 
 
 def test_who_does_what():

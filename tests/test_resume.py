@@ -217,7 +217,10 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
     path = tmp_path / "run.pt"
     kernel = {True: torch.device("cpu"), False: torch.device("mps")}
     for steps, now in ((2, not fused), (4, fused)):
-        make = lambda m, args, *_, now=now: make_optimizer(m, args, kernel[now], torch.float32)  # noqa: E731
+
+        def make(model, args, *_, device=kernel[now]):
+            return make_optimizer(model, args, device, torch.float32)
+
         monkeypatch.setattr("trainer.setup.make_optimizer", make)
         flags = [f"--num-steps={steps}", *["--resume"] * path.exists()]
         assert train_here(path, FP32, "--lr-scheduler=constant", *flags) == 0

@@ -218,7 +218,10 @@ def measure(process: FSDPProcess, case: Case) -> dict[str, int]:
     model, batches = new_model(process, case.config), draw()
     optimizer = make_optimizer(model, case.flags, process.device, torch.float32)
     process.wrap(model)
-    step = lambda: train_step(process, optimizer, batches, case.micro_batches, case.dtype)  # noqa: E731
+
+    def step() -> None:
+        train_step(process, optimizer, batches, case.micro_batches, case.dtype)
+
     step()
     step()
     state = [p.detach() for p in model.parameters()]
