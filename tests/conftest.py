@@ -22,11 +22,14 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from harness import planned  # noqa: E402
 from harness.runs import plan_nothing  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 import trainer.plan  # noqa: E402
 import trainer.setup  # noqa: E402
 
 trainer.plan.make_planner = planned.make_once  # before anybody imports it from there
+settings.register_profile("the same each time", deadline=None, derandomize=True)
+settings.load_profile("the same each time")
 
 
 def pytest_collection_modifyitems(items) -> None:

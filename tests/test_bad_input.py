@@ -48,8 +48,7 @@ CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in t
 ROWS = {
     "snapshot: code": row("a snapshot that"),
     **dict.fromkeys(
-        (f"resumed with another: {name}" for name in RESUMED),
-        row("resume with other"),
+        (f"resumed with another: {name}" for name in RESUMED), row("resume with other")
     ),
 }
 

@@ -20,13 +20,7 @@ from hypothesis import strategies as st
 
 from data import DataError, Tokenizer
 from data import tokenizer as module
-from data.tokenizer import (
-    GPT2_PATTERN,
-    ToyTokenizer,
-    format_ranks,
-    load_tokenizer,
-    train_bpe,
-)
+from data.tokenizer import GPT2_PATTERN, ToyTokenizer, format_ranks, load_tokenizer, train_bpe
 from data.tokenizer_json import from_json, halves, list_merges, read_folder, splits_as_gpt2, to_json
 
 LIBRARY = sorted(Path(json.__file__).parent.parent.glob("*.py"))
@@ -91,7 +85,7 @@ def naive_bpe(text: str, merges: int) -> list[bytes]:
     return order
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=40)
 @given(st.text("ab cd\n1é", max_size=60).map(lambda text: text * 3))
 @example(TEXT[:3000])
 @example("abababab aaaa aaa aa bababa " * 9)
@@ -106,7 +100,6 @@ def test_training_equals_the_definition(text: str) -> None:
         assert train_bpe(some, 256 + 40 + 1) == ranks
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 @example(TEXT[150_000:200_000] + HARD)
 @example("a<|endoftext|>b")  # in a text that is text

@@ -75,7 +75,7 @@ def parse_all(typed: list[list[str]]):
     return build_parser("test", "x.pt").parse_args([word for words in typed for word in words])
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@settings(max_examples=150)
 @given(TYPED, TYPED)
 def test_words_and_flags_are_the_same(typed, later):
     """In the order in which they were typed; and a change is as if it had been typed last."""
@@ -89,7 +89,7 @@ def test_words_and_flags_are_the_same(typed, later):
     assert as_argv(args, **dict.fromkeys(args.typed)) == []
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@settings(max_examples=150)
 @given(TYPED)
 def test_all_flags_come_back(typed):
     """From a snapshot, of those that were typed and of all others."""

@@ -9,13 +9,7 @@ import torch.nn.functional as F
 from test_model import random_ids, tiny
 from torch import Tensor
 
-from memory.head import (
-    PAD,
-    TiedEmbedding,
-    add_product,
-    head_loss,
-    rows_of_product,
-)
+from memory.head import PAD, TiedEmbedding, add_product, head_loss, rows_of_product
 from planner.log import Log, Op
 from planner.work import what_moves
 

@@ -10,14 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from harness.faults import broken
-from harness.runs import (
-    metrics,
-    older_runs,
-    snapshot,
-    torchrun,
-    train,
-    train_here,
-)
+from harness.runs import metrics, older_runs, snapshot, torchrun, train, train_here
 
 from trainer.loggers import LOGGERS, NEEDS
 from trainer.snapshot import beside

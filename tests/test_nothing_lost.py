@@ -17,17 +17,7 @@ import pytest
 import torch
 from harness.faults import broken, history, raising, undisturbed
 from harness.rows import row
-from harness.runs import (
-    FAULTS,
-    TINY,
-    TINY_MODEL,
-    metrics,
-    run,
-    same,
-    snapshot,
-    train,
-    train_here,
-)
+from harness.runs import FAULTS, TINY, TINY_MODEL, metrics, run, same, snapshot, train, train_here
 from torch.distributed import DistBackendError
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -295,8 +285,7 @@ def test_a_save_is_due(tmp_path, monkeypatch, capfd, flags, faults, steps):
 
 
 @pytest.mark.parametrize(
-    ("flags", "kernel"),
-    [(FP32, "cpu"), (FP32, "mps"), (FP16, "cpu"), (LEAN, "cpu"), (LEAN, "mps")],
+    ("flags", "kernel"), [(FP32, "cpu"), (FP32, "mps"), (FP16, "cpu"), (LEAN, "cpu"), (LEAN, "mps")]
 )
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys, flags, kernel):
     """Neither weights nor moments, with a kernel that can skip and with one that cannot (MPS's);

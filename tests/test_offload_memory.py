@@ -10,7 +10,7 @@ import torch
 from cases.shapes import CONFIG, PRECISIONS
 from harness.answers import SHAPE, ask, parse
 from harness.planned import measured_peak, planner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memory import offload
@@ -80,7 +80,6 @@ def test_what_is_pinned_is_what_was_predicted(number, monkeypatch):
     assert sum(step.moved) <= pinned == step.host <= 1.05 * sum(step.moved)
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.integers(2**10, 2**40))
 def test_blocks_are_few_powers_of_two_and_hardly_larger_in_all(size):
     """torch rounds up to powers of two: c10's CachingHostAllocator."""

@@ -32,7 +32,7 @@ STRINGS = some.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(STRINGS, some.integers(1, 7))
 def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     """Or it cannot be, and why is said in one line, with the grammar."""

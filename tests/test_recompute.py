@@ -49,13 +49,11 @@ def train(way: str, dropout: float, precision: str):
     return losses, [*gradients, *model.parameters()]
 
 
-def laws(n: int):
-    fixture = [HealthCheck.function_scoped_fixture]
-    return settings(max_examples=n, deadline=None, derandomize=True, suppress_health_check=fixture)
+law = partial(settings, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("first", RECOMPUTE_POLICIES[1:])
-@laws(8)
+@law(max_examples=8)
 @given(some.data(), some.sampled_from([0.0, 0.1]), some.sampled_from([*PRECISIONS]))
 def test_every_way_equals_none(first, data, dropout, precision):
     way = data.draw(ways(4, first))
@@ -111,7 +109,7 @@ def total(*args, **kwargs) -> int:
     return sum(kept.bytes for kept in keep(*args, **kwargs))
 
 
-@laws(20)
+@law(max_examples=20)
 @example("full/3")
 @example("full:3,mlp/2")
 @example("full/3+nested")

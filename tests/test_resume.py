@@ -70,11 +70,8 @@ faults = st.sampled_from(["error", "term", "evaluation"])
 stops = st.tuples(st.integers(1, 19), faults, memory)
 
 
-law = settings(deadline=None, derandomize=True, database=None, max_examples=5)
-
-
 # (To find the smallest case takes long.)
-@settings(law, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
 @example((FP32, *LEAN), [(9, "error", FULL)], FULL)
 @given(kinds, st.lists(stops, min_size=1, max_size=2, unique_by=lambda stop: stop[0]), memory)
 def test_resumed_equals_uninterrupted(kind, parts, last):

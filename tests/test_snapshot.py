@@ -24,16 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.claim import claim, files_of, lock, name_aside, step_aside
-from trainer.snapshot import (
-    KEYS,
-    SaveError,
-    SnapshotError,
-    beside,
-    read_snapshot,
-    save_snapshot,
-)
-
-drawn = settings(deadline=None, derandomize=True, database=None, max_examples=100)
+from trainer.snapshot import KEYS, SaveError, SnapshotError, beside, read_snapshot, save_snapshot
 
 
 def state(step: int) -> dict:
@@ -133,7 +124,7 @@ def test_a_flipped_bit_is_one_line_or_changes_nothing(tmp_path):
     data, directory = stored(content), content.index(b"PK\1\2")
     places = st.integers(0, len(content) - 1) | st.integers(directory, len(content) - 1)
 
-    @settings(drawn, max_examples=300)
+    @settings(max_examples=300)
     @given(places | st.sampled_from(data).flatmap(st.sampled_from), st.integers(0, 7))
     def check(place, bit):
         damaged = bytearray(content)
@@ -195,7 +186,6 @@ def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeyp
 newest = st.sampled_from([0, 1])
 
 
-@drawn
 @given(st.lists(st.tuples(st.sets(st.integers(0, 5)), newest), min_size=1, max_size=3),
        st.integers(0, 7))  # fmt: skip
 def test_whatever_a_kill_has_left_of_runs_that_ended_in_one_second(runs, survived):
