@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from harness.calculator import PAGE, SCRIPT, as_page, evaluate, random_shapes
-from harness.runs import ROOT
+from harness.runs import ROOT, parse
 
 from model import MiniGPTConfig
 from planner import CARDS, Planner, StepMemory
@@ -42,8 +42,8 @@ RARE = [
 
 def planned(shape: dict) -> StepMemory:
     """The step that a trainer with these flags would predict."""
-    flags = [f"--optimizer={shape['optimizer']}", f"--moments-dtype={str(shape['moments'])[6:]}"]
-    args, precision = fill_in(build_parser("test", "x.pt").parse_args(flags)), shape["precision"]
+    moments, precision = str(shape["moments"]).removeprefix("torch."), shape["precision"]
+    args = parse(f"--optimizer={shape['optimizer']} --moments-dtype={moments}")
     processes = {name: shape[name] for name in ("ddp", "shards") if name in shape}
     cuda = torch.device("cuda")
     return Planner(
@@ -180,5 +180,4 @@ def test_the_first_command(request):
     run, plan = evaluate("[runCommand(SMALL), planCommand(SMALL)]", None, request)
     assert run == "python train_minimal.py"
     assert plan == "python -m scripts.plan_memory --card RTX-3060-12GB"
-    args = fill_in(build_parser("test", "x.pt").parse_args([]))
-    check_means(args, evaluate("shapeOf(SMALL)", None, request))
+    check_means(parse(), evaluate("shapeOf(SMALL)", None, request))

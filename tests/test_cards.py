@@ -6,13 +6,13 @@ import shlex
 
 import pytest
 import torch
-from harness.runs import ROOT
+from harness.runs import ROOT, parse
 
 from planner import CARDS
 from planner.cards import SAME, card_named, find_card, peak_flops, plain
 from studies import cards
 from studies.make_results import FOLDER
-from trainer.flags import SHAPES, build_parser, fill_in
+from trainer.flags import SHAPES
 
 # What torch.cuda.get_device_name() says -> the card
 REPORTED = {
@@ -103,9 +103,8 @@ def test_a_row():
     plan, row = cards.Plan(), ROWS["RTX 3060 12GB"]
     best, found = row["fastest"], plan.largest_batches(row["card"], "gpt2")
     assert found == row["largest_batch"]["gpt2"], REMAKE
-    words = ["--model", best["model"], *best["flags"]]
     asked = plan.ask(row["card"], best["model"], cards.STEP)
-    asked = asked.about(fill_in(build_parser("test", "x.pt").parse_args(words)))
+    asked = asked.about(parse("--model", best["model"], *best["flags"]))
     assert asked.step.peak == best["peak_bytes"] <= asked.budget, REMAKE
     assert asked.seconds(asked.step) == pytest.approx(best["seconds"], rel=1e-9), REMAKE
     assert asked.tokens_per_s(asked.step) == pytest.approx(best["tokens_per_s"], rel=1e-9)

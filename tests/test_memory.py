@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases.shapes import CONFIG, MEMORY, MIXES, PRECISIONS, WIDE, T
 from harness.planned import adamw, measured_peak, planner
+from harness.runs import parse
 from test_model import random_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,7 @@ from planner.formulas import closed_form, state_bytes, step_flops
 from planner.operators import workspaces
 from planner.timeline import KINDS
 from scripts import plan_memory
-from trainer.flags import build_parser, fill_in, model_config
+from trainer.flags import model_config
 from trainer.measured import LiveStorages
 from trainer.optimizer import make_optimizer
 from trainer.plan import make_planner, vocabulary
@@ -62,8 +63,7 @@ def maker(mode: tuple[str, str], precision: str = "fp32"):
     """Makes the optimizer that the trainers make."""
     if mode == ("", ""):
         return adamw
-    flags = [f"--optimizer={mode[0]}", f"--moments-dtype={mode[1]}"]
-    args = fill_in(build_parser("test", "x.pt").parse_args(flags))
+    args = parse(f"--optimizer={mode[0]} --moments-dtype={mode[1]}")
     return lambda model: make_optimizer(model, args, CPU, PRECISIONS[precision])
 
 
@@ -84,8 +84,7 @@ def test_predicted_peak_is_that_of_a_real_step(case, monkeypatch):
 )
 def test_of_few_tokens_the_gradients_norm_is_the_peak(flags):
     """Which the trainers compute in a way of their own."""
-    flags += " --n-layers=4 --n-heads=1 --batch-size=1 --no-amp"
-    args = fill_in(build_parser("test", "x.pt").parse_args(flags.split()))
+    args = parse(f"{flags} --n-layers=4 --n-heads=1 --batch-size=1 --no-amp")
     config = model_config(args, vocabulary(args))
     make = partial(make_optimizer, args=args, device=CPU, precision=torch.float32)
     measured = measured_peak(config, 1, make_optimizer=make, seq_len=args.seq_len)

@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 from harness.faults import Injected
-from harness.runs import TINY, train_here
+from harness.runs import ready, train_here
 
 import train_minimal
 from trainer import start
 from trainer.device import set_matmul_precision
-from trainer.flags import build_parser, fill_in
 from trainer.metrics import StepClock, memory_used
-from trainer.process import OneProcess
 from trainer.report import describe_run
-from trainer.setup import set_up
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps")
@@ -134,9 +131,8 @@ def test_what_torch_says_of_the_setting_is_no_users_business(monkeypatch):
 def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
     """A GPU that is not found, to whoever asked for none in particular and has a PyTorch that is
     for one; GPT-2's vocabulary on a CPU, to whoever did not name it."""
-    args = fill_in(build_parser("test", "x.pt").parse_args([*TINY, "--checkpoint-path=x.pt"]))
-    args.checkpoint_path = tmp_path / "run.pt"
-    run = set_up(args, OneProcess(CPU))
+    run = ready(tmp_path)
+    args = run.args
     for args.device, cuda in itertools.product(("auto", "cpu"), ("13.0", None)):
         monkeypatch.setattr("torch.version.cuda", cuda)
         noted = "note     PyTorch, built for CUDA 13.0, finds no GPU" in describe_run(run, "", None)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from harness import runs
 from harness.faults import broken, history, raising, undisturbed
 from harness.rows import row
 from harness.runs import FAULTS, TINY, TINY_MODEL, metrics, run, same, snapshot, train, train_here
@@ -24,10 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_minimal
 from data import find_dataset
 from trainer.endings import NotFinite, SkippedUpdates
-from trainer.flags import build_parser, fill_in
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
-from trainer.setup import set_up
 
 CPU, FP32, FP16 = torch.device("cpu"), "--no-amp", "--amp-dtype=float16"
 slow = pytest.mark.slow
@@ -352,11 +351,6 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def start(tmp_path, *flags: str):
-    args = build_parser("test", f"{tmp_path}/run.pt").parse_args([*TINY, *flags])
-    return set_up(fill_in(args), OneProcess(CPU))
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -366,7 +360,7 @@ def start(tmp_path, *flags: str):
     ],
 )
 def test_a_step_reads_nothing_from_the_device(tmp_path, flags):
-    run = start(tmp_path, "--grad-accum-steps=2", *flags.split())
+    run = runs.ready(tmp_path, "--grad-accum-steps=2", *flags.split())
     for run.step in (1, 2):
         with Reads() as reads:
             losses, norm = train_minimal.train_step(run)
@@ -378,7 +372,7 @@ def test_a_step_reads_nothing_from_the_device(tmp_path, flags):
 
 
 def test_an_evaluation_reads_when_all_is_on_its_way(tmp_path):
-    run = start(tmp_path, "--batch-size=5")
+    run = runs.ready(tmp_path, "--batch-size=5")
     with Reads() as reads:
         run.model.ln_f.register_forward_hook(lambda *_: reads.events.append("batch"))
         train_minimal.evaluate(run)
@@ -413,7 +407,7 @@ def test_the_copy_is_looked_at_when_it_has_arrived(monkeypatch):
             waits.append(run.step)
 
     monkeypatch.setattr(torch.cpu, "Event", Event)
-    args = fill_in(build_parser("test", "x.pt").parse_args([]))
+    args = runs.parse()
     scaler = SimpleNamespace(is_enabled=lambda: False)
     process = SimpleNamespace(device=CPU, say=said.append)
     run = SimpleNamespace(args=args, scaler=scaler, process=process, step=0, saved_step=0)

@@ -5,13 +5,12 @@ import math
 
 import pytest
 import torch
-from harness.runs import same, snapshot, train_here
+from harness.runs import parse, same, snapshot, train_here
 from torch import Tensor
 
 from model import MiniGPT, MiniGPTConfig
 from scripts.generate import main as generate
 from trainer import optimizer as optimizer_file
-from trainer.flags import build_parser, fill_in
 from trainer.optimizer import (
     LeanOptimizer,
     make_optimizer,
@@ -28,7 +27,7 @@ MUON, SMALL = "--optimizer=muon", "--moments-dtype=bfloat16"
 
 
 def make(*flags: str, device: torch.device = CPU, precision: torch.dtype = FP32):
-    args = fill_in(build_parser("test", "x.pt").parse_args(["--lr=0.02", *flags]))
+    args = parse("--lr=0.02", *flags)
     torch.manual_seed(1)
     model = MiniGPT(CONFIG)
     return model, make_optimizer(model, args, device, precision)
@@ -56,7 +55,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 def test_muon_is_for_the_matrices_of_the_blocks_and_learns_faster():
     assert type(make()[1]) is torch.optim.AdamW and type(make(SMALL)[1]) is LeanOptimizer
     for flags, rate in (((), 0.4), ((MUON,), 0.8)):
-        args = fill_in(build_parser("test", "x.pt").parse_args(["--d-model=64", *flags]))
+        args = parse("--d-model=64", *flags)
         assert args.lr == rate / 64 and args.min_lr == args.lr / 10
     model, optimizer = make(MUON)
     rules = [

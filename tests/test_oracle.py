@@ -12,15 +12,11 @@ import numpy as np
 import pytest
 import torch
 from harness import oracle
-from harness.runs import TINY as RUN
+from harness.runs import parse, ready
 
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from train_minimal import evaluate, learning_rate, seed_of, train_step
-from trainer.flags import build_parser, fill_in
-from trainer.process import OneProcess
-from trainer.setup import set_up
 
-CPU = torch.device("cpu")
 SHAPE = dict(vocab_size=61, max_position_embeddings=20, n_layers=3, n_heads=2, d_model=16, d_ff=48)
 LAYERS, HEADS = 3, 2
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -119,8 +115,7 @@ def test_dropout_is_where_gpt2_has_it(memory, monkeypatch):
 
 
 def start(tmp_path, *flags: str):
-    argv = [*RUN, "--no-amp", "--dropout=0", f"--checkpoint-path={tmp_path}/run.pt", *flags]
-    run = set_up(fill_in(build_parser("test", "x.pt").parse_args(argv)), OneProcess(CPU))
+    run = ready(tmp_path, "--no-amp", "--dropout=0", *flags)
     run.model.double()  # then rounding cannot hide a mistake, nor look like one
     run.model.train()
     return run
@@ -229,7 +224,6 @@ COSINE = [(1 + math.cos(math.pi * i / 6)) / 2 for i in range(1, 7)]
     ],
 )
 def test_learning_rates_by_hand(warmup, scheduler, rates):
-    words = "--lr=8 --min-lr=2 --num-steps=8".split()
-    words += [f"--warmup-steps={warmup}", f"--lr-scheduler={scheduler}"]
-    args = fill_in(build_parser("test", "x.pt").parse_args(words))
+    schedule = f"--warmup-steps={warmup} --lr-scheduler={scheduler}"
+    args = parse(f"--lr=8 --min-lr=2 --num-steps=8 {schedule}")
     assert [learning_rate(step, args) for step in range(1, 9)] == pytest.approx(rates)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from harness.faults import broken, undisturbed
 from harness.rows import row
-from harness.runs import TINY, metrics, same, snapshot, train_here
+from harness.runs import TINY, metrics, parse, same, snapshot, train_here
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -224,7 +224,7 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
     optimizer = snapshot(path)["optimizer"]
     assert {group["fused"] for group in optimizer["param_groups"]} == {fused}
     assert {float(state["step"]) for state in optimizer["state"].values()} == {4.0}
-    args = fill_in(build_parser("test", "x.pt").parse_args([]))
+    args = parse()
     model = MiniGPT(MiniGPTConfig(**snapshot(path)["config"])).to("meta")
     for other in (False, True):  # on a device that is not the snapshot's, nor the CPU
         optimizer = make_optimizer(model, args, kernel[other], torch.float32)
@@ -240,13 +240,13 @@ def test_all_processes_agree_on_the_lowest_loss(tmp_path):
     path = tmp_path / "run.pt"
     assert train_here(path, "--eval-interval=5") == 0
     best, logged = min(r["val_loss"] for r in metrics(path) if "val_loss" in r), metrics(path)[-1]
-    argv = [*TINY, f"--checkpoint-path={path}", "--resume", "--num-steps=30"]
     for rank in (0, 1):
         process = OneProcess(torch.device("cpu"))
         if rank == 1:
             process.rank, process.by_all, process.by_first = 1, lambda act: act(), lambda act: None
             process.exchange = lambda mine: [logged if mine is None else mine]
-        args = fill_in(build_parser("test", "x.pt").parse_args(argv))
+        args = parse(*TINY, "--resume --num-steps=30")
+        args.checkpoint_path = path
         resumed = set_up(args, process, load_newest(path))
         assert resumed.best_val_loss == best
         if resumed.held_lock is not None:

@@ -17,14 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from harness import runs
 from harness.faults import WHOLE_RUNS, broken_together, history
-from harness.runs import TINY, errors, metrics, same, snapshot, start_together, torchrun, train_here
+from harness.runs import TINY, errors, metrics, parse, same, snapshot, start_together, torchrun
 
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from trainer import agree
 from trainer.agree import FOLLOW, OWN, WAYS_OUT, Facts, check_alike, data_facts, facts
-from trainer.flags import UsageError, build_parser, fill_in, model_config
+from trainer.flags import UsageError, model_config
 from trainer.plan import TooLarge, plan_memory
 from trainer.process import OneProcess
 from trainer.setup import find_data
@@ -94,7 +95,7 @@ def test_resumed_with_as_many_threads_or_with_others(tmp_path, capsys):
     assert same(snapshot(path)["model"], snapshot(alone("--no-amp"))["model"])
     for threads in (2, None):  # None: a snapshot from before they were noted
         torch.save(state | {"threads": threads}, path)
-        assert train_here(path, *LARGE.split(), "--resume", "--lr=0.002") == 0
+        assert runs.train_here(path, *LARGE.split(), "--resume", "--lr=0.002") == 0
         said = "-> 0.0002, threads 2 -> 1: sums are rounded otherwise\n" in capsys.readouterr().out
         assert said == (threads == 2) and snapshot(path)["threads"] == 1
 
@@ -197,7 +198,7 @@ def test_gpus_without_nccl(monkeypatch):
     monkeypatch.setattr(dist, "new_group", None)
     assert of_two(monkeypatch).connect(GPU) is None
     monkeypatch.setattr(Torchrun, "device", lambda *_: GPU)
-    args = build_parser("test", "x.pt").parse_args([])
+    args = parse()
     assert DDPProcess(args).device == GPU
     with pytest.raises(UsageError, match="needs NCCL on GPUs.*: train_ddp.py"):
         FSDPProcess(args)
@@ -269,7 +270,7 @@ def test_other_data(tmp_path, monkeypatch, capsys):
         return [{**mine, "--train-data": "a book"}, mine] if is_data else [mine]
 
     monkeypatch.setattr(OneProcess, "exchange", exchange)
-    assert train_here(tmp_path / "run.pt") == 2
+    assert runs.train_here(tmp_path / "run.pt") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --train-data: rank 0 has a book, rank 1 has toy data")
     assert "fingerprint" in line and "the same data" in line
@@ -288,20 +289,16 @@ def test_by_first():
 @pytest.mark.parametrize(("theirs", "chosen"), [(1 << 30, "none"), (400_000, "less")])
 def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
     monkeypatch.setattr("trainer.room.free_memory", lambda device: 1 << 30)
-    args = parse("--use-activation-checkpoint=auto", "--batch-size=8", "--no-amp")
+    args = parse(*TINY, "--use-activation-checkpoint=auto --batch-size=8 --no-amp")
     process = Other(None)
     process.exchange = lambda mine: [theirs if isinstance(mine, int) else None, mine]
     config, *_ = plan_memory(args, process, model_config(args, 31), torch.float32)
     assert (config.recompute == "none") == (chosen == "none")
 
 
-def parse(*flags: str):
-    return fill_in(build_parser("test", "x.pt").parse_args([*TINY, *flags]))
-
-
 def of(*flags: str, precision=torch.float32, device=CPU, step=None) -> Facts:
     resumed = Resumed({"step": step, "run": "0123456789"}, Path("run.pt")) if step else None
-    return facts(parse(*flags), OneProcess(device), precision, resumed)
+    return facts(parse(*TINY, *flags), OneProcess(device), precision, resumed)
 
 
 SAME = "start all with the same flags"
@@ -338,7 +335,7 @@ def test_what_differs_is_named(of_each, says):
 
 
 def test_every_flag_is_compared_or_has_a_reason(monkeypatch):
-    args = parse()
+    args = parse(*TINY)
     names = {"--" + name.replace("_", "-") for name in vars(args).keys() - OWN}
     known = of() | data_facts(find_data(args, OneProcess(CPU)).load())
     assert names <= known.keys() and OWN <= vars(args).keys()

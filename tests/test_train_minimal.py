@@ -9,20 +9,15 @@ import re
 
 import pytest
 import torch
-from harness.runs import metrics, snapshot, train_here
+from harness.runs import metrics, parse, snapshot, train_here
 
 import train_minimal
 from memory.head import softmax_in_place
 from trainer.device import choose_precision, cpu_has_bfloat16
-from trainer.flags import build_parser, fill_in
 from trainer.metrics import format_line
 from trainer.report import sample_text
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
-
-
-def arguments(*flags: str):
-    return fill_in(build_parser("test", "x.pt").parse_args(flags))
 
 
 def test_clipping_sees_true_gradients(tmp_path):
@@ -39,9 +34,9 @@ def test_precision_follows_the_hardware(monkeypatch):
     assert isinstance(cpu_has_bfloat16(), bool)
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr("trainer.device.cpu_has_bfloat16", lambda has=has: has)
-        assert choose_precision(arguments(), cpu) == dtype
-        assert choose_precision(arguments(BF16), cpu) == torch.bfloat16
-        assert choose_precision(arguments(FP32), cpu) == torch.float32
+        assert choose_precision(parse(), cpu) == dtype
+        assert choose_precision(parse(BF16), cpu) == torch.bfloat16
+        assert choose_precision(parse(FP32), cpu) == torch.float32
 
 
 # ---- What is printed and written

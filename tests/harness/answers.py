@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from harness.runs import parse
 
 from scripts import plan_memory
-from trainer.flags import build_parser, fill_in
 from trainer.plan import Question
 from trainer.room import Room, for_tensors
 
@@ -84,8 +84,3 @@ def run(words: list[str]) -> argparse.Namespace:
     """The flags that a recommended command asks of a trainer."""
     assert words[:2] == ["python", "train_minimal.py"]
     return parse(" ".join(words[2:]))
-
-
-def parse(flags: str) -> argparse.Namespace:
-    """As a trainer does."""
-    return fill_in(build_parser("test", "x.pt").parse_args(flags.split()))

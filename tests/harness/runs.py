@@ -1,5 +1,6 @@
 """Run the trainers as a user does, in processes of their own, with a deadline; or in this one."""
 
+import argparse
 import json
 import os
 import re
@@ -20,6 +21,9 @@ import torch
 import train_minimal
 import trainer.plan
 import trainer.setup
+from trainer.flags import build_parser, fill_in
+from trainer.process import OneProcess
+from trainer.run import Run
 
 ROOT = Path(__file__).parents[2]
 # The smallest run that still has everything: two layers, dropout, epochs of 6 steps (12 windows).
@@ -144,6 +148,18 @@ def train_here(path: Path, *flags: str, base: list[str] = TINY) -> int:
     """Like `train`, but in this process, whose random state is somewhere else each time."""
     torch.rand(int(torch.randint(1, 100, ())))
     return train_minimal.main([*base, "--checkpoint-path", str(path), *flags])
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    """As a trainer does. (A string may be several flags.)"""
+    return fill_in(build_parser("test", "x.pt").parse_args(" ".join(flags).split()))
+
+
+def ready(folder: Path, *flags: str) -> Run:
+    """A run in this process, before its first step."""
+    args = parse(*TINY, *flags)
+    args.checkpoint_path = folder / "run.pt"
+    return trainer.setup.set_up(args, OneProcess(torch.device("cpu")))
 
 
 def torchrun(
