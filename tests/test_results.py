@@ -23,7 +23,15 @@ from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner.formulas import count_parameters, step_flops
 from scripts import benchmark
 from scripts.kept_tensors import kept_by_one_block
-from studies import block_picture, fine_tuning, ladder, make_results, memory_timeline, optimizers
+from studies import (
+    block_picture,
+    compiler,
+    fine_tuning,
+    ladder,
+    make_results,
+    memory_timeline,
+    optimizers,
+)
 from studies.block_picture import BATCH_SIZE, SEQ_LEN
 
 FOLDER = ROOT / make_results.FOLDER
@@ -115,6 +123,34 @@ def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys
     none, full = (figures["time, H100", rung] for rung in ("none", "full"))
     assert none["value"] == 1 and full["value"] == full["raw"] / none["raw"] > 1
     assert result[0]["raw"] == ladder.step_peak(replace(SMALL, loss_chunks=1), 2, 16)
+
+
+# ---- The compiler's own choice
+
+
+def test_a_budget_is_compared_with_the_best_mix_that_needs_no_more():
+    ours = [compiler.Counted(f"{peak}", peak, flops, True) for peak, flops in
+            [(100, 10.0), (50, 14.0), (40, 12.0), (20, 20.0)]]  # fmt: skip
+    for peak, flops in [(100, 10), (999, 10), (70, 11), (40, 12), (30, 16), (20, 20), (19, None)]:
+        assert compiler.ours_at(peak, ours) == flops
+
+
+@pytest.mark.slow
+def test_what_the_compiler_does_is_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "CONFIG", SMALL)
+    monkeypatch.setattr(compiler, "POLICIES", ("none", "full"))
+    monkeypatch.setattr(compiler, "BUDGETS", (0.5,))
+    file = tmp_path / "compiler.json"
+    assert compiler.main(["--json", str(file)]) == 0
+    none, full, half = json.loads(file.read_text())["counted"]
+    # `full` replays each block to its end, as compiled code cannot stop half-way.
+    config, tokens = SMALL, compiler.BATCH * SMALL.max_position_embeddings
+    weights = 4 * config.d_model**2 + 2 * config.d_model * config.d_ff
+    attention = 2 * tokens * config.max_position_embeddings * config.d_model
+    block = 2 * tokens * weights + attention
+    assert full["flops"] - none["flops"] == config.n_layers * block
+    assert max(full["peak"], half["peak"]) < none["peak"]
+    assert "| budget 0.5 |" in capsys.readouterr().out and none["same_bits"]
 
 
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
