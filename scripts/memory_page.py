@@ -29,7 +29,7 @@ import re
 import shlex
 from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return flags.fill_in(args, is_run=False)
 
 
-def numbers() -> dict[Any, int]:
-    """Values, each once: asked for the number of a new one, it gives it the next one."""
-    found: dict[Any, int] = defaultdict(lambda: len(found))
-    return found
-
-
 class Labels:
     """What storages are called. Equal blocks have equal storages: only the block's number differs,
     so that "<+0>" stands for it, and "<+1>" for the next one."""
 
     def __init__(self) -> None:
-        self.operators, self.lines, self.storages = numbers(), numbers(), numbers()
+        # Values, each once: who asks for a new one's number gives it the next one.
+        self.operators = defaultdict[str, int](count().__next__)
+        self.lines = defaultdict[str, int](count().__next__)
+        self.storages = defaultdict[tuple, int](count().__next__)
 
     def of(self, storage: Storage) -> int:
         """A number for all that it has in common with its likes in other blocks."""

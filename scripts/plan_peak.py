@@ -126,18 +126,13 @@ def format_peak(record: Record) -> str:
     *widths, of_why = (max(map(len, column)) + 2 for column in columns)
     room = width - sum(widths)
     if room - of_why >= LEAST_CODE:
-        columns[4] = [with_code(line, room - of_why) for line in columns[4]]
+        most_of = room - of_why  # of a line's code
+        columns[4] = [f"{line}  {cut(code_of(line), most_of)}".rstrip() for line in columns[4]]
     of_what = max(LEAST_WHAT, widths[2] - 2 - max(LEAST_WHY - room, 0))
     columns[2] = [cut(name, of_what) for name in columns[2]]
     head = f"alive at the peak of {record.step.config.recompute}: {format_bytes(peak)}"
     lines = [cut(line, width) for line in align(columns).splitlines()]
     return "\n".join([f"{head}, {record.step.where}", "", *lines])
-
-
-def with_code(line: str, room: int) -> str:
-    """ "model.py:106" and at most `room` more columns"""
-    code = code_of(line) if ":" in line else ""
-    return f"{line}  {cut(code, room)}" if code else line
 
 
 def cut(text: str, width: int) -> str:

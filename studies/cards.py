@@ -10,7 +10,6 @@ GPT-3 had; cards of one precision share what is simulated. Some minutes on a lap
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from planner import CARDS
 from scripts import tool
 from scripts.benchmark import about, table, write_json
 from scripts.plan_knobs import setting_json, turn_all_knobs
-from scripts.plan_memory import PROGRESS, aim
+from scripts.plan_memory import aim
 from scripts.plan_table import digits, format_time
 from studies.common import add_json, study_parser
 from trainer.card import card_name, device_type
@@ -43,36 +42,36 @@ BESIDE |= {"V100 16GB", "V100 32GB"}
 SHOWN = [name for name in NVIDIA if name not in BESIDE]
 
 
-class Plan:
-    """Asks as plan_memory does; cards of one precision share the steps that are simulated."""
+MADE = defaultdict[torch.dtype, dict](dict)  # cards of one precision share what is simulated
 
-    def __init__(self, watch: Callable[[], object] = lambda: None):
-        self.watch, self.made = watch, defaultdict[torch.dtype, dict](dict)
 
-    def ask(self, card: str, model: str, flags: str) -> Question:
-        asked, _ = aim(["--model", model, "--card", card, *flags.split()])
-        return replace(asked, made=self.made[asked.precision], watch=self.watch)
+def ask(card: str, model: str, flags: str) -> Question:
+    """As plan_memory does."""
+    asked, _ = aim(["--model", model, "--card", card, *flags.split()])
+    return replace(asked, made=MADE[asked.precision])
 
-    def largest_batches(self, card: str, model: str) -> dict[str, int]:
-        """For each way to spend memory, the largest micro-batch; 0 = not one sequence."""
-        asked = self.ask(card, model, ONE_SEQUENCE)
-        if asked.state >= asked.budget:
-            return dict.fromkeys(WAYS, 0)
-        most = asked.planner.largest_batch
-        return {name: most(asked.budget, 1, **way) for name, way in WAYS.items()}
 
-    def row(self, card: str) -> dict[str, Any]:
-        """The largest batches of each model; of the largest that fits, the fastest way to run 512
-        sequences a step."""
-        batches = {model: self.largest_batches(card, model) for model in SHAPES}
-        row = {"card": card, "memory_bytes": CARDS[card].memory, "largest_batch": batches}
-        for model in reversed(SHAPES):
-            asked = self.ask(card, model, STEP)
-            if batches[model]["full"] and (settings := turn_all_knobs(asked)):
-                precision = str(asked.precision).removeprefix("torch.")
-                best = {"model": model, **setting_json(settings[0], asked.args)}
-                return row | {"fastest": best, "precision": precision}
-        return row | {"fastest": None}
+def largest_batches(card: str, model: str) -> dict[str, int]:
+    """For each way to spend memory, the largest micro-batch; 0 = not one sequence."""
+    asked = ask(card, model, ONE_SEQUENCE)
+    if asked.state >= asked.budget:
+        return dict.fromkeys(WAYS, 0)
+    most = asked.planner.largest_batch
+    return {name: most(asked.budget, 1, **way) for name, way in WAYS.items()}
+
+
+def row(card: str) -> dict[str, Any]:
+    """The largest batches of each model; of the largest that fits, the fastest way to run 512
+    sequences a step."""
+    batches = {model: largest_batches(card, model) for model in SHAPES}
+    found = {"card": card, "memory_bytes": CARDS[card].memory, "largest_batch": batches}
+    for model in reversed(SHAPES):
+        asked = ask(card, model, STEP)
+        if batches[model]["full"] and (settings := turn_all_knobs(asked)):
+            precision = str(asked.precision).removeprefix("torch.")
+            best = {"model": model, **setting_json(settings[0], asked.args)}
+            return found | {"fastest": best, "precision": precision}
+    return found | {"fastest": None}
 
 
 def format_fastest(rows: list[dict[str, Any]]) -> str:
@@ -114,9 +113,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if others := [name for name in args.cards if name not in NVIDIA]:
         raise UsageError(f"--cards: {others[0]} is no NVIDIA card; plan_memory --card plans for it")
-    with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
-        plan = Plan(bar.update)
-        rows = [plan.row(card) for card in args.cards]
+    rows = [row(card) for card in tqdm(args.cards, unit="card", disable=None, leave=False)]
     print(format_fastest(rows), format_batches(rows), sep="\n\n")
     write_json(args.json, about("studies.cards", argv) | {"rows": rows})
 

@@ -100,10 +100,10 @@ def test_the_tables_in_the_docs():
 
 def test_a_row():
     """The largest batches; and the fastest step, alone. (The slow test below finds it again.)"""
-    plan, row = cards.Plan(), ROWS["RTX 3060 12GB"]
-    best, found = row["fastest"], plan.largest_batches(row["card"], "gpt2")
+    row = ROWS["RTX 3060 12GB"]
+    best, found = row["fastest"], cards.largest_batches(row["card"], "gpt2")
     assert found == row["largest_batch"]["gpt2"], REMAKE
-    asked = plan.ask(row["card"], best["model"], cards.STEP)
+    asked = cards.ask(row["card"], best["model"], cards.STEP)
     asked = asked.about(parse("--model", best["model"], *best["flags"]))
     assert asked.step.peak == best["peak_bytes"] <= asked.budget, REMAKE
     assert asked.seconds(asked.step) == pytest.approx(best["seconds"], rel=1e-9), REMAKE
@@ -112,7 +112,7 @@ def test_a_row():
 
 @pytest.mark.slow
 def test_a_row_is_found_again():
-    found, wanted = cards.Plan().row("RTX 3060 12GB"), dict(ROWS["RTX 3060 12GB"])
+    found, wanted = cards.row("RTX 3060 12GB"), dict(ROWS["RTX 3060 12GB"])
     best, shown = found.pop("fastest"), wanted.pop("fastest")
     assert found == wanted, REMAKE
     for name, value in best.items():
@@ -124,7 +124,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     nothing = dict.fromkeys(SHAPES, dict.fromkeys(cards.WAYS, 0))
     rows = {"RTX 4090": ROWS["RTX 4090"], "H100": {"fastest": None, "largest_batch": nothing}}
     rows["H100"] |= {"card": "Voodoo2", "memory_bytes": 1}  # on which nothing trains
-    monkeypatch.setattr(cards.Plan, "row", lambda plan, card: rows[card])
+    monkeypatch.setattr(cards, "row", rows.get)
     words = ["--cards", "4090", "h100", "--json", str(tmp_path / "cards.json")]
     assert cards.main(words) == 0
     out, found = capsys.readouterr().out, json.loads((tmp_path / "cards.json").read_text())
