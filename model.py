@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
-        self.n_heads = config.n_heads
+        self.head_size = config.d_model // config.n_heads
         self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)  # q, k and v in one matmul
         self.c_proj = nn.Linear(config.d_model, config.d_model)
         self.dropout = config.dropout  # a number: the fused kernel drops by itself
@@ -80,9 +80,9 @@ class Attention(nn.Module):
         return self.c_proj(self.attend(self.c_attn(x)))
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """(B, T, 3C) -> (B, T, C); between them q, k and v, each (B, H, T, D)."""
+        """(B, T, 3C) -> (B, T, C); between them q, k and v, each (B, H, T, D), of any H heads."""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
-        q, k, v = (x.view(B, T, self.n_heads, -1).transpose(1, 2) for x in qkv.split(C, dim=2))
+        q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
         if self.past:
             k, v = self.past.join(self, k, v)  # of all tokens so far; a single q sees them all
         # A fused kernel never holds the (B, H, T, T) scores: its backward computes them again.

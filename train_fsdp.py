@@ -61,11 +61,11 @@ class FSDPProcess(DDPProcess):
         if policy.group > 1 and not policy.nested and self.world_size > 1:
             flag = f"--use-activation-checkpoint {args.use_activation_checkpoint}"
             nested = write(policy._replace(nested=True))
-            raise UsageError(f"{flag}: train_fsdp.py gathers block by block; {nested} fits")
+            raise UsageError(f"{flag}: {self.script} gathers block by block; {nested} fits")
         if args.compress_gradients:
             raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
         if self.device.type == "cuda" and not dist.is_nccl_available():
-            raise UsageError("train_fsdp.py needs NCCL on GPUs, which Windows lacks: train_ddp.py")
+            raise UsageError(f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py")
 
     def place(self, model: MiniGPT) -> None:
         # What is gathered together: a block; the positions, whose table grows with T, for their

@@ -83,7 +83,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
         number = (run.step - 1) * args.grad_accum_steps + micro_batch
         number = number * process.world_size + process.rank
         torch.manual_seed(seed_of(args.seed, number))
-        input_ids, labels = run.train_batches[number]  # (B, T), (B, T)
+        input_ids, labels = run.train_batches[number // process.sharing]  # (B, T), (B, T)
 
         clock.begin("forward")
         last_of_step = micro_batch == args.grad_accum_steps - 1
@@ -123,10 +123,10 @@ def evaluate(run: Run) -> dict[str, float | None]:
     """
     run.model.eval()
     batches = []  # on the device, and read after the loop only: each reading waits for the GPU
-    for first in range(0, len(run.val_batches), run.process.world_size):
+    for first in range(0, len(run.val_batches), run.process.replicas):
         # In the last round there may be none left for this process. It takes one again, which does
         # not count: if the model is sharded, each forward needs all processes.
-        i = first + run.process.rank
+        i = first + run.process.rank // run.process.sharing
         input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
             loss = run.model(input_ids, labels)

@@ -14,21 +14,22 @@ from harness.runs import ROOT
 from model import MiniGPT
 
 # From the ground up; a room may import those below it. `data` stands beside all of them.
-FLOORS = "memory model planner trainer train_minimal train_ddp train_fsdp scripts studies tests"
+FLOORS = "memory model planner trainer train_minimal train_ddp train_fsdp train_sp"
+FLOORS += " scripts studies tests"
 FLOOR = {room: height for height, room in enumerate(FLOORS.split())}
 FLOOR["data"] = FLOOR["planner"]
 # Lines of Python, of a whole room: a limit of a file makes files split, one of a room makes them
 # simpler. Who adds says what goes.
 ROOMS = {
-    "the root": 772,
-    "memory": 1_000,
+    "the root": 890,
+    "memory": 1_055,
     "planner": 2_400,
     "trainer": 4_740,
     "data": 1_540,
     "scripts": 3_800,
     "studies": 1_850,
-    "all without tests": 15_900,
-    "tests": 14_900,
+    "all without tests": 16_200,
+    "tests": 15_300,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.
@@ -39,6 +40,7 @@ FILES_READ = {
     "train_minimal.py": 260,
     "train_ddp.py": 130,
     "train_fsdp.py": 130,
+    "train_sp.py": 120,
     "docs/planning.md": 250,
     "docs/evidence.md": 250,
     "docs/calculator.html": 400,
@@ -98,7 +100,7 @@ def test_no_circles():
 
 
 def test_the_root_is_the_tutorial():
-    tutorial = {"model.py", "train_minimal.py", "train_ddp.py", "train_fsdp.py"}
+    tutorial = {"model.py", "train_minimal.py", "train_ddp.py", "train_fsdp.py", "train_sp.py"}
     assert {name for name in FILES if "/" not in name} == tutorial
 
 

@@ -150,8 +150,10 @@ def test_steps_are_the_formulas(tmp_path):
             assert parameter.grad is None
 
 
-def test_each_micro_batch_of_each_process_has_a_number_of_its_own(tmp_path):
-    """Of three processes with two micro-batches each; here they take their turns in one."""
+@pytest.mark.parametrize("sharing", [1, 3])
+def test_each_micro_batch_of_each_process_has_a_number_of_its_own(tmp_path, sharing):
+    """Of three processes with two micro-batches each; here they take their turns in one. If they
+    share each sequence, they take the same data, but draw masks of their own."""
     run = start(tmp_path, "--grad-accum-steps=2")
     batches, asked, seeds = run.train_batches, [], []
 
@@ -162,16 +164,18 @@ def test_each_micro_batch_of_each_process_has_a_number_of_its_own(tmp_path):
             return batches[0]
 
     run.train_batches = Recorder()
-    run.process.world_size = 3
+    run.process.world_size, run.process.sharing = 3, sharing
+    assert run.micro_batches == 6 // sharing
     synchronised = []
     run.process.sync_gradients = lambda now: synchronised.append(now) or nullcontext()
     for run.step in (1, 2, 3):
         for run.process.rank in range(3):
             train_step(run)
     one_by_one = [6 * step + 3 * i + rank for step in range(3) for rank in range(3) for i in (0, 1)]
-    assert asked == one_by_one and sorted(asked) == list(range(18))
+    assert asked == [number // sharing for number in one_by_one]
+    assert sorted(one_by_one) == list(range(18))
     assert synchronised == [False, True] * 9  # with the last micro-batch of a step
-    assert seeds == [seed_of(run.args.seed, number) for number in asked]
+    assert seeds == [seed_of(run.args.seed, number) for number in one_by_one]
     assert set(run.clock.total) == {"set up", "data", "forward", "backward", "optimizer"}
 
 
@@ -204,6 +208,9 @@ def test_evaluation_is_the_mean_over_all_tokens(tmp_path):
     nats, tokens, in_bytes = map(sum, zip(*shares, strict=True))
     assert [share[1] for share in shares] == [7 * 16, 5 * 16]
     assert nats / tokens == pytest.approx(loss, rel=1e-6) and in_bytes == n_bytes
+    run.process.sharing = 2  # all take all batches, each some of the tokens
+    evaluate(run)
+    assert shares[2][1:] == [12 * 16, n_bytes]
     run.token_bytes = torch.zeros(31)
     assert evaluate(run)["val_bits_per_byte"] is None
 

@@ -149,6 +149,7 @@ SMALL = {
     "train_minimal.py": TRAINING,
     "train_ddp.py": TRAINING,
     "train_fsdp.py": TRAINING,
+    "train_sp.py": TRAINING,
     "scripts.plan_memory": SHAPE,
     "scripts.memory_timeline": f"{SHAPE} --vocab-size 61",
     "scripts.memory_page": f"{SHAPE} --vocab-size 61",

@@ -12,8 +12,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,22 +53,40 @@ case = pytest.param
 SAVING = ("--no-amp", "--save-interval=5")
 
 
-def trainers(first: str, what: str, sharded: str):
-    """Two cases of a test: one trainer, and train_fsdp.py, which is slow; and the row of each."""
+def trainers(first: str, what: str, sharded: str, shared: str = ""):
+    """The cases of a test: one trainer; train_fsdp.py, which is slow, and perhaps train_sp.py; and
+    the row of each."""
     cases = [case(first, marks=row(what)), case("train_fsdp", marks=[row(sharded), slow])]
+    if shared:
+        cases.append(case("train_sp", marks=[row(shared), slow]))
     return pytest.mark.parametrize("trainer", cases)
+
+
+def batches(trainer: str, processes: int = 2) -> str:
+    """Two micro-batches a step, whoever computes them."""
+    return f"--grad-accum-steps={2 if trainer == 'train_sp' else 2 // processes}"
 
 
 def start(path: Path, trainer: str, *flags: str, processes: int = 2, **env: str) -> Forks:
     words = [FAULTS, trainer, *TINY, *SAVING, f"--checkpoint-path={path}", *flags]
     if trainer == "train_minimal":
         return Forks([([*words, "--grad-accum-steps=2"], env)])
-    return start_together([*words, f"--grad-accum-steps={2 // processes}"], processes, **env)
+    return start_together([*words, batches(trainer, processes)], processes, **env)
 
 
-def whole(steps: int = 20) -> Path:
-    """The run of so many steps that nothing happened to."""
+def whole(steps: int = 20, trainer: str = "") -> Path:
+    """The run of so many steps that nothing happened to. (Where sequences are shared, processes
+    draw other masks, and add up otherwise.)"""
+    if trainer == "train_sp":
+        return whole_together(steps)
     return undisturbed(*SAVING, "--grad-accum-steps=2", f"--num-steps={steps}")
+
+
+@cache
+def whole_together(steps: int) -> Path:
+    path = Path(tempfile.mkdtemp(dir=faults.WHOLE_RUNS.name), "run.pt")
+    assert start(path, "train_sp", f"--num-steps={steps}").end().returncode == 0
+    return path
 
 
 def ends_as_whole(path: Path) -> bool:
@@ -79,7 +99,12 @@ def ends_as_whole(path: Path) -> bool:
 
 
 @only_linux
-@trainers("train_minimal", "`kill -9` at random", "`train_fsdp.py`: `kill -9` of one")
+@trainers(
+    "train_minimal",
+    "`kill -9` at random",
+    "`train_fsdp.py`: `kill -9` of one",
+    "`train_sp.py`: `kill -9` of one",
+)
 def test_killed_in_training(tmp_path, thorough, trainer):
     """A scheduler's or the kernel's kill leaves no time to save: what lies there must do."""
     kills, steps = (20, 160) if thorough else (1, 20)
@@ -95,10 +120,10 @@ def test_killed_in_training(tmp_path, thorough, trainer):
         if path.exists() or beside(path, ".prev.pt").exists():
             state = load_newest(path).state
             kept = state["step"]
-            assert weights_hash(state["model"]) == history(whole(steps))[kept]["weights"]
+            assert weights_hash(state["model"]) == history(whole(steps, trainer))[kept]["weights"]
         assert last_step(result.stdout) - kept <= 5
     assert start(path, trainer, f"--num-steps={steps}", "--resume").end().returncode == 0
-    assert same(snapshot(path)["model"], snapshot(whole(steps))["model"])
+    assert same(snapshot(path)["model"], snapshot(whole(steps, trainer))["model"])
 
 
 FAST = ("half-written", "rename")
@@ -122,16 +147,22 @@ def test_killed_in_a_save(tmp_path, trainer, call):
 @pytest.mark.parametrize(
     "fault", ["kill:0:9", case("error:1:3", marks=slow), case("kill:1:20", marks=slow)]
 )
-@trainers("train_ddp", "`torchrun --max-restarts`, a", "`train_fsdp.py` with `torchrun")
+@trainers(
+    "train_ddp",
+    "`torchrun --max-restarts`, a",
+    "`train_fsdp.py` with `torchrun",
+    "`train_sp.py` with `torchrun",
+)
 def test_restarted_by_torchrun(tmp_path, trainer, fault):
     """Though nobody said --resume. Not from the snapshot of another run that it was about to
     replace, and that is further on."""
     path = tmp_path / "run.pt"
     assert train_here(path, *SAVING, "--grad-accum-steps=2", "--lr=0.001") == 0
     how = {"script": f"{FAULTS} {trainer}", "launch": "--max-restarts=1"}
-    result = run(by_torchrun(path, *SAVING, **how), timeout=400, FAULTS=fault)
+    command = by_torchrun(path, *SAVING, batches(trainer), **how)
+    result = run(command, timeout=400, FAULTS=fault)
     assert result.returncode == 0, result.stderr
-    assert same(snapshot(path)["model"], snapshot(whole())["model"])
+    assert same(snapshot(path)["model"], snapshot(whole(trainer=trainer))["model"])
     assert [r["step"] for r in metrics(path)] == list(range(1, 21))
     old = snapshot(older_runs(path)[-1])
     assert (old["step"], old["args"]["lr"]) == (20, 0.001)

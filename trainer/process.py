@@ -1,7 +1,7 @@
 """What the loop asks of the world, with the answers of a single process.
 
 A trainer for several is a class with other answers to the same questions, and nothing else:
-train_ddp.py is one, train_fsdp.py another.
+train_ddp.py is one, train_fsdp.py another, train_sp.py a third.
 """
 
 import argparse
@@ -33,6 +33,7 @@ class OneProcess:
     processes_here = 1  # on this machine
     # Over how many are weights, gradients and moments dealt out? (The planner asks that, too.)
     shards = 1
+    sharing = 1  # processes that compute the same sequences, each some tokens of them
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -48,6 +49,11 @@ class OneProcess:
             starts = "torchrun starts train_ddp.py or train_fsdp.py"
             raise UsageError(f"{starts}; this is for one process, but {world}")
         return cls(choose_device(args.device))
+
+    @property
+    def replicas(self) -> int:
+        """Micro-batches that are computed at the same time."""
+        return self.world_size // self.sharing
 
     @property
     def processes_on_device(self) -> int:

@@ -46,7 +46,7 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
         precision += ", matmuls in TF32"
     n_parameters = sum(p.numel() for p in run.model.parameters())
     epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
-    tokens = args.num_steps * tokens_per_step(args, run.process.world_size)
+    tokens = args.num_steps * tokens_per_step(args, run.process.replicas)
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
@@ -196,7 +196,7 @@ def describe_result(
 ) -> str:
     """The last screen: what came out, what it cost, where it lies, what to try next."""
     args, device = run.args, run.process.device
-    tokens = tokens_per_step(args, run.process.world_size)
+    tokens = tokens_per_step(args, run.process.replicas)
     speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
     if device.type == "cpu":  # elsewhere the host's clock does not see what the device does
         speed += f", {run.clock.overhead():.1%} of the time outside forward, backward, optimizer"

@@ -56,7 +56,7 @@ class Run:
     @property
     def micro_batches(self) -> int:
         """In a step, of all processes."""
-        return self.args.grad_accum_steps * self.process.world_size
+        return self.args.grad_accum_steps * self.process.replicas
 
     def autocast(self) -> torch.autocast:
         """Matmuls in the chosen precision; LayerNorm, softmax and loss stay in float32.

@@ -49,7 +49,7 @@ def start_run(
         resume.take_flags(args, resumed)
     process = make_process(args)
     if resumed is not None:
-        resume.keep_batch(args, resumed.state, process.world_size)
+        resume.keep_batch(args, resumed.state, process.replicas)
     else:
         # What this very run has saved, before torchrun started it again. The weights that it began
         # with are not needed then, and need not be there any more.
@@ -57,7 +57,7 @@ def start_run(
         if resumed is not None and args.init_from is not None:
             resume.take_flags(args, resumed)
     origin = resumed or open_init_from(args)
-    fill_in(args, process.world_size)
+    fill_in(args, process.replicas)
     if args.num_epochs is None:  # else the data will tell how many steps there are
         check_profile(args, resumed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
@@ -75,7 +75,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     set_matmul_precision(device, args.tf32)
     data, plan = agree(args, process, precision, origin)
     train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
-    settle_length(args, process.world_size, train_batches.n_windows)
+    settle_length(args, process.replicas, train_batches.n_windows)
     check_profile(args, resumed)
     val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     identity = identify(args, process, plan.config, data)
@@ -213,7 +213,7 @@ def identify(
         "data": {
             "description": data.description,
             "fingerprint": data.fingerprint,
-            "sequences_per_step": args.batch_size * args.grad_accum_steps * process.world_size,
+            "sequences_per_step": args.batch_size * args.grad_accum_steps * process.replicas,
         },
     }
 

@@ -14,6 +14,7 @@ from harness.runs import TINY
 import train_ddp
 import train_fsdp
 import train_minimal
+import train_sp
 from data.tokenizer import format_ranks, load_tokenizer
 from scripts import (
     benchmark,
@@ -38,6 +39,7 @@ PROGRAMS: Programs = {
     "built-in": (train_minimal.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "ddp": (train_ddp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "fsdp": (train_fsdp.main, [*TINY, "--checkpoint-path=run.pt"]),
+    "sp": (train_sp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "generate": (generate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "export_hf": (export_hf.main, ["--checkpoint-path=run.pt"]),
     "evaluate": (evaluate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
@@ -290,8 +292,12 @@ def rank(*says: str, **variables: str | None) -> Case:
     return Case("ddp", "", says, {}, ALONE | variables)
 
 
-def sharded(words: str, *says: str) -> Case:
-    return Case("fsdp", words, says, {}, ALONE | {"WORLD_SIZE": "2"})
+def sharded(words: str, *says: str, program: str = "fsdp") -> Case:
+    return Case(program, words, says, {}, ALONE | {"WORLD_SIZE": "2"})
+
+
+def shared(words: str, *says: str) -> Case:
+    return sharded(words, *says, program="sp")
 
 
 ENVIRONMENTS = {
@@ -304,6 +310,16 @@ ENVIRONMENTS = {
     ),
     "compressed gradients of shards": sharded(
         "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"
+    ),
+    "fewer heads than processes": shared(
+        "--n-heads=1", "--n-heads 1: each of the 2 processes .* --nproc-per-node=1, or train_fsdp"
+    ),
+    "fewer tokens than processes": shared(
+        "--seq-len=1 --n-heads=4", "--seq-len 1: each of the 2 processes .* --nproc-per-node=1"
+    ),
+    "compiled, of a shared sequence": shared("--compile", "--compile: train_fsdp.py can; "),
+    "groups of blocks of a shared sequence": shared(
+        "--use-activation-checkpoint=full/2", "full/2: train_sp.py gathers .*; full/2\\+nested"
     ),
     "WORLD_SIZE of 5,000 digits": rank("WORLD_SIZE=9{40} is not", WORLD_SIZE="9" * 5000),
     "RANK=abc": rank("RANK.*abc.*torchrun", RANK="abc"),

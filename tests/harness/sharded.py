@@ -3,6 +3,7 @@
 steps    a model that is dealt out learns what DDP learns, to the bit; each policy what none learns
 memory   process 0 writes what CASES take to a file
 buckets  train_ddp.py, watched: its gradients live in DDP's buckets
+together train_sp.py's processes compute what one does, and send what they have to
 """
 
 import gc
@@ -22,6 +23,7 @@ sys.path[:0] = map(str, Path(__file__).parents[1:3])
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cases.shapes import CONFIG, WIDE, T  # noqa: E402
+from harness import oracle  # noqa: E402
 from harness.runs import TINY, same  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -32,6 +34,7 @@ from memory import offload  # noqa: E402
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
+from train_sp import SPProcess  # noqa: E402
 from trainer.flags import build_parser, fill_in  # noqa: E402
 from trainer.measured import LiveStorages  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
@@ -282,15 +285,114 @@ def buckets(words: list[str]) -> int:
     return code
 
 
+# ---- together: of each sequence, every process has some tokens
+
+# Of 2 or 4 processes, none has as many tokens and heads as the others.
+LONG = MiniGPTConfig(
+    vocab_size=61, max_position_embeddings=40, n_layers=3, n_heads=5, d_model=20, d_ff=48,
+    dropout=0.0,
+)  # fmt: skip
+POLICIES_TOGETHER = [*RECOMPUTE_POLICIES, "mlp:1,full", "full/3+nested", "full/2+nested"]
+POLICIES_TOGETHER += ["full+offload", "cheap+offload", "full/2+nested+offload", "full", "none"]
+
+
+def batches_together() -> list[tuple[Tensor, Tensor]]:
+    """Two micro-batches, the same in all processes. Labels that do not count are dealt unevenly: in
+    the first the last process has no others."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for some in (slice(18, None), slice(3, 30, 4)):
+        ids, labels = torch.randint(0, 61, (2, 3, 35), generator=generator)
+        labels[:, some] = -100
+        batches.append((ids, labels))
+    return batches
+
+
+def gradients_together(process: SPProcess, dtype: torch.dtype) -> dict:
+    """Losses of the micro-batches; the gradient of their mean and its norm; what was sent."""
+    model, swap, losses, sent = process.wrapper, process.swap, [], []
+
+    def count(numbers: Tensor, send: list[int], take: list[int]) -> Tensor:
+        sent.append(numbers.nbytes)
+        return swap(numbers, send, take)
+
+    process.sequence.exchange = count
+    for i, (ids, labels) in enumerate(batches_together()):
+        torch.manual_seed(10 * i + process.rank)
+        low = dtype == torch.bfloat16
+        with process.sync_gradients(now=i == 1), torch.autocast("cpu", dtype, enabled=low):
+            loss = model(ids, labels)
+        losses.append(loss.item())
+        (loss / 2).backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    norm = process.norm([p.grad for p in model.parameters()]).item()
+    model.zero_grad()
+    return {"losses": losses, "gradients": found, "norm": norm, "sent": sum(sent)}
+
+
+def together(process: SPProcess, which: str) -> str:
+    dtypes = [torch.float64, torch.float32, torch.bfloat16][: 3 if which == "all" else 2]
+    policies = POLICIES_TOGETHER[0 if which == "all" else -3 :]
+    rank, n = process.rank, process.world_size
+    (T, t), h = (35, (35 + n - 1 - rank) // n), (5 + n - 1 - rank) // n
+    for dtype in dtypes:
+        exact = dtype == torch.float64
+        config = replace(LONG, dropout=0.0 if exact else 0.1)
+        with torch.device("meta"):
+            model = MiniGPT(config).to(torch.float64 if exact else torch.float32)
+        process.place(model)
+        torch.manual_seed(0)
+        weights = {
+            k: 0.3 * torch.randn(p.shape, dtype=p.dtype) for k, p in model.named_parameters()
+        }
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(process.part(weights[name], p))
+        process.wrap(model.train())
+        without: dict = {}
+        for policy in policies:
+            model.config = replace(config, recompute=policy)
+            found = gradients_together(process, dtype)
+            if policy in ("none", "full"):  # there, once more if it is replayed, and back
+                C, D, there = 20, 4, 1 + (policy == "full")
+                numbers = there * (3 * C * t + h * D * T) + C * t + 3 * h * D * T
+                assert found["sent"] == 2 * 3 * 3 * numbers * dtype.itemsize, "what is sent"
+            without = without or found
+            for part in ("losses", "gradients", "norm"):
+                assert same(without[part], found[part]), f"{policy} differs in {part}, {dtype}"
+        if exact:
+            check_exact(model, weights, without)
+            model.config = replace(config, loss_chunks=1)
+            check_exact(model, weights, gradients_together(process, dtype))
+    return "as one"
+
+
+def check_exact(model: MiniGPT, weights: oracle.Weights, found: dict) -> None:
+    """Against one plain GPT: loss, gradients, and logits of another length, as sampling wants."""
+    losses, gradients = oracle.loss_and_gradients(weights, batches_together(), 3, 5)
+    torch.testing.assert_close(found["losses"], losses, rtol=1e-12, atol=0)
+    for name, gradient in gradients.items():
+        error = (found["gradients"][name] - gradient).abs().max() / gradient.abs().max()
+        assert error < 1e-10, f"{name}: {error}"
+    norm = sum((g * g).sum() for g in gradients.values()) ** 0.5
+    assert abs(found["norm"] / norm - 1) < 1e-10
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), oracle.gpt_logits(weights, ids, 3, 5))
+
+
 def main() -> int:
     _, what, *words = sys.argv
     if what == "buckets":
         return buckets(words)
     offload.SMALL = 1  # everything travels
     torch.set_num_threads(1)
-    fsdp = FSDPProcess(fill_in(build_parser("test", "x.pt").parse_args(TINY)))
-    fsdp.start()
-    print({"steps": steps, "memory": memory}[what](fsdp, *words) + "\n", end="")
+    act = {"steps": steps, "memory": memory, "together": together}[what]
+    kind = SPProcess if what == "together" else FSDPProcess
+    args = build_parser("test", "x.pt").parse_args([*TINY, "--n-heads=4"])
+    process = kind(fill_in(args))
+    process.start()
+    print(act(process, *words) + "\n", end="")
     dist.barrier()  # nobody leaves while another still gathers
     dist.destroy_process_group()
     return 0

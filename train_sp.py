@@ -1,0 +1,120 @@
+"""Train a MiniGPT on sequences that several devices share: what that changes in train_fsdp.py.
+
+Two GPUs; without GPUs two CPU processes:
+    torchrun --nproc-per-node=2 train_sp.py --use-activation-checkpoint
+
+Several machines, restarts: as with train_ddp.py. All trainers go on from each other's snapshots:
+    python train_minimal.py --resume --checkpoint-path checkpoints/minigpt_sp.pt
+
+With train_ddp.py and train_fsdp.py each process has sequences of its own: more processes make a
+batch larger, but no sequence longer. Here all N of them compute each sequence together. Each has an
+N-th of its tokens, and for attention an N-th of its heads (memory/sequence.py). So each keeps an
+N-th of all activations, and sequences can be N times as long. (Attention's time grows with the
+square of that.) The model is dealt out to the same processes, as in train_fsdp.py.
+
+A step descends the mean loss over all tokens, as with one process: the same numbers, up to the
+order in which they are added. With dropout the masks are others, as each process draws its own.
+"""
+
+import trainer.start  # noqa: F401  # before torch: the clock, and how OpenMP waits
+
+# isort: split
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memory.sequence import Moved, SharedSequence
+from model import MiniGPT
+from train_fsdp import FSDPProcess
+from train_minimal import train
+from trainer.endings import run_safely
+from trainer.flags import UsageError, build_parser
+from trainer.torchrun import complain_once, main_and_exit
+
+
+class SPProcess(FSDPProcess):
+    """One of `world_size` processes that torchrun started, each with a device, 1/N of the model and
+    1/N of every sequence.
+
+    Raises UsageError if torchrun did not start it, or if a flag does not go with that.
+    """
+
+    script = "train_sp.py"
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__(args)
+        self.sharing = self.world_size
+        if args.compile and self.world_size > 1:
+            raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
+
+    def start(self) -> None:
+        n, args = self.world_size, self.args
+        for name, there in (("--n-heads", args.n_heads), ("--seq-len", args.seq_len)):
+            if there < n:
+                raise UsageError(
+                    f"{name} {there}: each of the {n} processes of train_sp.py needs one at least: "
+                    f"torchrun --nproc-per-node={there}, or train_fsdp.py"
+                )
+        super().start()
+
+    def place(self, model: MiniGPT) -> None:
+        super().place(model)
+        if self.world_size == 1:
+            return
+        # Not the group that gathers weights: it would wait behind those that are gathered ahead.
+        group = self.torchrun.connect(self.device) or dist.new_group(timeout=self.torchrun.timeout)
+        self.peers, n_heads = group, model.config.n_heads
+        self.sequence = SharedSequence(self.rank, self.world_size, n_heads, self.swap)
+        self.sequence.surround(model)
+        model.position_embedding.register_forward_pre_hook(self.shift)
+        model.forward = partial(self.compute, model.forward)  # type: ignore[method-assign]
+
+    def swap(self, sent: Tensor, send: list[int], take: list[int]) -> Tensor:
+        """Numbers, `send[i]` of which go to process i; what came, `take[i]` from process i."""
+        came = sent.new_empty(sum(take))
+        dist.all_to_all_single(came, sent, take, send, group=self.peers)
+        return came
+
+    def shift(self, _: nn.Module, positions: tuple[Tensor]) -> tuple[Tensor]:
+        """My first token is not the sequence's first."""
+        return (positions[0] + self.sequence.before,)
+
+    def compute(
+        self, forward: Callable[..., Tensor], ids: Tensor, labels: Tensor | None = None, **how: int
+    ) -> Tensor:
+        """MiniGPT.forward of my tokens; the mean loss that it returns is that of all tokens.
+
+        Who wants no loss is about to write a text, token by token: that each does by itself.
+        """
+        if labels is None:
+            self.sequence.join()
+            return forward(ids, **how)
+        # They are cut only now that they are shifted: my last label is another's first token.
+        mine, kept = self.sequence.cut(ids.size(1)), labels != -100
+        loss = forward(ids[:, mine], labels[:, mine])
+        # Mine is a mean, too. A mean of means would not do: some have more tokens than others.
+        n_mine, n_all = kept[:, mine].sum(), kept.sum()
+        share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
+        # FSDP takes the mean of the processes' gradients, of which they are to be the sum.
+        return Moved.apply(share, self.sum_of_all, lambda gradient: gradient * self.world_size)
+
+    def sum_of_all(self, share: Tensor) -> Tensor:
+        total = share.clone()
+        dist.all_reduce(total, group=self.peers)
+        return total
+
+    def sum(self, values: list[float]) -> list[float]:
+        return values  # all have computed the same sequences, and know the same losses
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as one of torchrun's processes; returns the exit code of this one."""
+    args = build_parser("train_sp.py", "checkpoints/minigpt_sp.pt").parse_args(argv)
+    return run_safely(args, SPProcess, train, complain_once)
+
+
+if __name__ == "__main__":
+    main_and_exit(main)
