@@ -52,10 +52,8 @@ def check_text(paths: Iterable[Path]) -> None:
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
-    """Each document as chunks of text. A .jsonl holds one a line, any other file is one.
-
-    Raises DataError that names the file and the line or byte.
-    """
+    """Each document as chunks of text. A .jsonl holds one a line, any other file is one. Raises
+    DataError that names the file and the line or byte."""
     if suffix_of(path) != ".jsonl":
         yield read_text(path, 0, path.stat().st_size)
         return
@@ -83,10 +81,8 @@ def _encoded(path: Path, what: str, encoding: str) -> DataError:
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
-    """Bytes start to stop of a UTF-8 file, as chunks that encode as the whole does.
-
-    Raises DataError that names the file and the byte.
-    """
+    """Bytes start to stop of a UTF-8 file, as chunks that encode as the whole does. Raises
+    DataError that names the file and the byte."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     text = ""  # what is read, but for the chunks before
     with open(path, "rb") as file:  # binary, so that no line end is translated

@@ -84,9 +84,7 @@ def read_data(
     args: argparse.Namespace, state: State, tokenizer: Tokenizer, process: OneProcess
 ) -> tuple[str, np.ndarray]:
     """What is evaluated: a name, and one row of ids (N,), uint16 if that holds the vocabulary.
-
-    Raises DataError or SnapshotError.
-    """
+    Raises DataError or SnapshotError."""
     if args.val_data:
         about = ", ".join(args.val_data)
         paths = find_files(args.val_data, "--val-data", process.say)

@@ -480,10 +480,8 @@ def settle_length(args: argparse.Namespace, processes: int, windows: int | None 
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
-    """The model that the flags ask for; for `auto`, as if it were `full`.
-
-    Raises UsageError if it is impossible.
-    """
+    """The model that the flags ask for; for `auto`, as if it were `full`. Raises UsageError if it
+    is impossible."""
     if args.seq_len > args.max_position_embeddings:
         raise UsageError(
             f"--seq-len {args.seq_len} is above --max-position-embeddings "

@@ -60,9 +60,7 @@ def turned(name: str, weight: Tensor) -> Tensor:
 
 def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
     """The weights have MiniGPT's names, and are mapped into memory: they must not be written to.
-
-    Raises DataError.
-    """
+    Raises DataError."""
     config, found = read_config(folder), read_weights(folder)
     found = {renamed(name.removeprefix("transformer."), OURS): found[name] for name in found}
     weights = {name: turned(name, found[name]) for name in found if not name.endswith(MASKS)}
@@ -135,9 +133,7 @@ def import_safetensors() -> ModuleType:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file, mapped into memory: one that is not used is not read.
-
-    They must not be written to. Raises DataError that names the file and what is wrong with it.
-    """
+    They must not be written to. Raises DataError that names the file and what is wrong with it."""
     library = import_safetensors()
     with parsing(path, ".safetensors file"):
         open(path, "rb").close()  # Python says more plainly than the library why that cannot be

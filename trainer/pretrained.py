@@ -119,9 +119,7 @@ def kind(found: object) -> str:
 
 def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
     """The model in a snapshot or a transformers folder, ready to evaluate, and its tokenizer.
-
-    Raises SnapshotError or DataError.
-    """
+    Raises SnapshotError or DataError."""
     source, process = open_pretrained(path), OneProcess(device)
     with torch.device("meta"):
         model = MiniGPT(source.config)
@@ -131,10 +129,8 @@ def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
 
 
 def open_init_from(args: argparse.Namespace) -> Pretrained | None:
-    """What --init-from names; `args` get its shape and its tokenizer. None without the flag.
-
-    Raises UsageError, also where something else was typed.
-    """
+    """What --init-from names; `args` get its shape and its tokenizer. None without the flag. Raises
+    UsageError, also where something else was typed."""
     if args.init_from is None:
         return None
     try:

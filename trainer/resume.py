@@ -94,10 +94,8 @@ def load_own(path: Path, run_id: str) -> Resumed | None:
 
 
 def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
-    """Give `args` the flags of the run that is resumed, where none were typed.
-
-    Raises SnapshotError if one was typed that the run cannot change.
-    """
+    """Give `args` the flags of the run that is resumed, where none were typed. Raises SnapshotError
+    if one was typed that the run cannot change."""
     # (Older snapshots do not say the optimizer.)
     saved, typed = {"optimizer": "adamw", **resumed.state["args"]}, args.typed
     toy, vocabulary = bool(saved.get("use_toy_data")), resumed.state["config"].get("vocab_size")

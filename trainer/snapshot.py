@@ -108,10 +108,8 @@ def bytes_of(state: State) -> int:
 
 @contextmanager
 def saving(path: Path, n_bytes: int) -> Iterator[Path]:
-    """A name to write to, then the rename to `path`: nothing is left of it if that fails.
-
-    Raises SaveError with what the operating system says, and how much room is needed.
-    """
+    """A name to write to, then the rename to `path`: nothing is left of it if that fails. Raises
+    SaveError with what the operating system says, and how much room is needed."""
     temporary = temporary_name(path)
     try:
         yield temporary
