@@ -248,7 +248,14 @@ def find_dataset(
     if use_toy_data != (name == "toy"):
         raise DataError(f"--tokenizer-name {name}: toy belongs to --use-toy-data, and it alone")
     if vocab_size is not None:
-        _check_vocab_size(vocab_size, name)
+        if name not in ("bpe", "toy"):
+            what = f"the vocabulary of {name} is fixed"
+            raise DataError(
+                f"--vocab-size {vocab_size}: {what}; drop the flag or use --tokenizer-name bpe"
+            )
+        least = 257 if name == "bpe" else 2 * TOY_SUCCESSORS
+        if not least <= vocab_size <= 2**20:
+            raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")
     if use_toy_data:
         return find_toy(vocab_size or 256, max_tokens, data_seed, cache_dir, say)
     with store.one_line(cache_dir):
@@ -283,15 +290,6 @@ def _find(
         check_text(train + val)
     warn_of_shared(train, val, say)
     return train, val
-
-
-def _check_vocab_size(vocab_size: int, name: str) -> None:
-    if name not in ("bpe", "toy"):
-        way_out = "drop the flag or use --tokenizer-name bpe"
-        raise DataError(f"--vocab-size {vocab_size}: the vocabulary of {name} is fixed; {way_out}")
-    least = 257 if name == "bpe" else 2 * TOY_SUCCESSORS
-    if not least <= vocab_size <= 2**20:
-        raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")
 
 
 def _read_tokens(

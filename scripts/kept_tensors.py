@@ -29,24 +29,6 @@ from trainer.metrics import format_bytes
 ROOT = Path(__file__).parent.parent
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="python -m scripts.kept_tensors", description="List what one block keeps for backward."
-    )
-    add, size = parser.add_argument, number(int, 1, 10**6)
-    # fmt: off
-    add("--policy", choices=RECOMPUTE_POLICIES, help="(default: all, one after the other)")
-    add("--batch-size", type=size, default=2, metavar="N", help="(default: %(default)s)")
-    add("--seq-len", type=size, default=1024, metavar="N", help="(default: %(default)s)")
-    add("--model", choices=tuple(SHAPES), default="gpt2",
-        help="whose block (default: %(default)s); the next two override its shape")
-    add("--d-model", type=size, metavar="N", help="(default: the --model's)")
-    add("--n-heads", type=size, metavar="N", help="(default: the --model's)")
-    add("--no-amp", action="store_true", help="float32 instead of bfloat16 autocast")
-    # fmt: on
-    return parser
-
-
 def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
     """What a model of two blocks keeps more than a model of one."""
 
@@ -90,7 +72,21 @@ def table(policy: str, tensors: list[Storage], unit: int) -> str:
 
 @tool
 def main(argv: list[str]) -> None:
-    args = build_parser().parse_args(argv)
+    parser = OneLineParser(
+        prog="python -m scripts.kept_tensors", description="List what one block keeps for backward."
+    )
+    add, size = parser.add_argument, number(int, 1, 10**6)
+    # fmt: off
+    add("--policy", choices=RECOMPUTE_POLICIES, help="(default: all, one after the other)")
+    add("--batch-size", type=size, default=2, metavar="N", help="(default: %(default)s)")
+    add("--seq-len", type=size, default=1024, metavar="N", help="(default: %(default)s)")
+    add("--model", choices=tuple(SHAPES), default="gpt2",
+        help="whose block (default: %(default)s); the next two override its shape")
+    add("--d-model", type=size, metavar="N", help="(default: the --model's)")
+    add("--n-heads", type=size, metavar="N", help="(default: the --model's)")
+    add("--no-amp", action="store_true", help="float32 instead of bfloat16 autocast")
+    # fmt: on
+    args = parser.parse_args(argv)
     for name in ("d_model", "n_heads"):
         if getattr(args, name) is None:
             setattr(args, name, SHAPES[args.model][name])

@@ -72,17 +72,15 @@ class MeasuringClock(StepClock):
     def begin(self, phase: str) -> None:
         super().begin(phase)
         first = phase == "forward" and self.steps == STEP - 1 and not self.storages.peak
-        if first and self.predicted and self.sees_all():
+        # Not of compiled blocks, which would not run as such under a mode; nor of shards, which are
+        # gathered where no mode looks.
+        on_cpu, whole = self.process.device.type == "cpu", self.process.shards == 1
+        sees_all = on_cpu and whole and not self.model.token_embedding.compiled
+        if first and self.predicted and sees_all:
             weights = [*self.model.parameters()]
             there = [weight.grad for weight in weights], [*self.optimizer.state.values()]
             self.storages.look_at(weights, there)
             self.looking.enter_context(self.storages)
-
-    def sees_all(self) -> bool:
-        """Not of compiled blocks, which would not run as such under a mode; nor of shards, which
-        are gathered where no mode looks."""
-        on_cpu, whole = self.process.device.type == "cpu", self.process.shards == 1
-        return on_cpu and whole and not self.model.token_embedding.compiled
 
     def end_step(self) -> None:
         super().end_step()

@@ -3,8 +3,7 @@
 A snapshot is a dict of plain types and tensors, written by `torch.save` and read with
 `weights_only=True`, so that opening somebody's file never runs their code. The file that
 `--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
-before) and `.best.pt` (lowest validation loss). What an older run has left under that name is
-renamed when a new one starts: claim.py. How a run goes on from one: resume.py.
+before) and `.best.pt` (lowest validation loss).
 
 A snapshot is written before its step is evaluated and logged; `record` is the log line that was due
 then, for the run that goes on from it. `run` names the run, for torchrun's restarts

@@ -1,7 +1,4 @@
-"""What keeps several processes safe that torchrun started: how they meet, and how they end.
-
-Nothing here is about training: train_ddp.py and train_fsdp.py are.
-"""
+"""What keeps several processes safe that torchrun started: how they meet, and how they end."""
 
 import ctypes
 import hashlib
