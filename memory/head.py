@@ -165,7 +165,8 @@ def rows_of_slice(n_tokens: int, vocab_size: int) -> int:
 
 
 def starts_of_chunks(n_tokens: int, n: int) -> Iterable[int]:
-    """(Chunks are alike, so the planner puts in a few of them for all: planner/step.py.)"""
+    """The first token of each chunk, of `n` tokens but for the last. (They are alike, so the
+    planner puts in a few of them for all: planner/step.py.)"""
     return range(0, n_tokens, n)
 
 

@@ -42,8 +42,11 @@ IN_FLIGHT = 2  # tensors that may be on their way out before the computing strea
 
 
 class HostMemory:
-    """CPU memory that outlives a step, because pinning takes milliseconds a block. torch pins
-    blocks of 2^n bytes only. So a tensor lives in several of them, 532 MiB in 512 + 16 + 4."""
+    """CPU memory in blocks of bytes: `take` lends some, `give_back` takes them again.
+
+    It outlives a step, because pinning takes milliseconds a block. torch pins blocks of 2^n bytes
+    only. So a tensor lives in several of them, 532 MiB in 512 + 16 + 4.
+    """
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -51,7 +54,7 @@ class HostMemory:
         self.unused: dict[int, list[Tensor]] = {}  # size -> those that are not in use
 
     def take(self, like: Tensor) -> list[Tensor]:
-        """Blocks for the 1-D `like`. Raises MemoryError."""
+        """Blocks for the 1-D `like`. Raises MemoryError if there is none left to pin."""
         pinned = like.device.type == "cuda"  # others cannot be copied beside the computation
         blocks: list[Tensor] = []
         try:
@@ -212,7 +215,8 @@ Tickets = WeakValueDictionary[tuple[ref[UntypedStorage], int, torch.dtype], Tick
 
 
 def fetch_all(tickets: Tickets) -> None:
-    for ticket in reversed(list(tickets.values())):  # as backward will ask
+    """Start to bring home all that a block has kept; what backward asks for first comes first."""
+    for ticket in reversed(list(tickets.values())):
         ticket.fetch()
 
 

@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class Past:
-    """Keys and values of a text's tokens so far, of each block; none at first."""
+    """Keys and values of a text's tokens so far, of each block; none at first.
+
+    With `past.before(model):` a forward sees those tokens, too, and adds its own to them.
+    """
 
     def __init__(self) -> None:
         self.kept: dict[Any, tuple[Tensor, Tensor]] = {}  # by attention, (B, H, tokens, D) each

@@ -22,10 +22,10 @@ FLOOR["data"] = FLOOR["planner"]
 # simpler. Who adds says what goes.
 ROOMS = {
     "the root": 890,
-    "memory": 1_055,
+    "memory": 1_062,
     "planner": 2_400,
-    "trainer": 4_740,
-    "data": 1_540,
+    "trainer": 4_690,
+    "data": 1_515,
     "scripts": 3_800,
     "studies": 1_850,
     "all without tests": 16_200,
