@@ -26,6 +26,7 @@ from hypothesis import settings  # noqa: E402
 
 import trainer.plan  # noqa: E402
 import trainer.setup  # noqa: E402
+from data import find_dataset  # noqa: E402
 
 trainer.plan.make_planner = planned.make_once  # before anybody imports it from there
 settings.register_profile("the same each time", deadline=None, derandomize=True)
@@ -84,8 +85,15 @@ def plans_memory(monkeypatch) -> None:
 
 
 @pytest.fixture
-def cache(tmp_path) -> Path:
-    """Where a data set may be kept (and not pytest's own, which no test needs)."""
+def path(tmp_path) -> Path:
+    """Where a run saves."""
+    return tmp_path / "run.pt"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Where all data sets are kept (and not pytest's own, which no test needs)."""
+    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
     return tmp_path / "cache"
 
 

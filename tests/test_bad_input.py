@@ -139,9 +139,8 @@ def test_bad_input_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
     (tmp_path / "x.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     return tmp_path
 

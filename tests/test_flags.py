@@ -1,10 +1,9 @@
 """The command line: what was typed, and back to words; shapes by name; how long a run is."""
 
 import argparse
-import re
 
 import pytest
-from harness.runs import TINY, snapshot
+from harness.runs import TINY_FREE, snapshot, train_here
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
@@ -169,14 +168,6 @@ def test_in_steps(flags, processes, steps, warm_up):
     assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
 
 
-# 2 x 16 tokens a step, 12 sequences an epoch; without --num-steps.
-FREE = [word for i, word in enumerate(TINY) if "--num-steps" not in TINY[max(i - 1, 0) : i + 1]]
-
-
-def train(path, *flags: str) -> int:
-    return train_minimal.main([*FREE, f"--checkpoint-path={path}", *flags])
-
-
 @pytest.mark.parametrize(
     ("flags", "longer", "end"),
     [
@@ -185,11 +176,11 @@ def train(path, *flags: str) -> int:
         ("--num-tokens=641", "--num-steps=25", 25),
     ],
 )
-def test_a_run_of_tokens_or_epochs_is_one_of_steps(flags, longer, end, tmp_path, capsys):
-    """It goes on to its own end; or to another one, however that is said."""
-    path = tmp_path / "run.pt"
+def test_a_run_of_tokens_or_epochs_is_one_of_steps(flags, longer, end, path, capsys):
+    """Of 2 x 16 tokens each, 6 an epoch. It goes on to its own end; or to another one, however that
+    is said."""
     resume = "--resume", f"--checkpoint-path={path}"
-    assert train(path, flags) == 0 and train_minimal.main([*resume]) == 0
+    assert train_here(path, flags, base=TINY_FREE) == 0 and train_minimal.main([*resume]) == 0
     out = capsys.readouterr().out
     assert "2 sequences of 16 tokens a step, 21 steps, 672 tokens, 3.50 " in out
     assert "already at step 21" in out and snapshot(path)["args"]["warmup_steps"] == 1
@@ -199,17 +190,3 @@ def test_a_run_of_tokens_or_epochs_is_one_of_steps(flags, longer, end, tmp_path,
     assert snapshot(path)["step"] == args["num_steps"] == end
     given = [name for name in ("num_tokens", "num_epochs") if args[name]]
     assert given == [name for name in given if name in longer.replace("-", "_")]
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--num-tokens=1000T", "steps of .* at most 1,000,000,000 can be run"),
-        ("--num-epochs=999999 --batch-size=1 --max-tokens=99999", "steps of .* at most 1,000,000"),
-        ("--num-epochs=1 --profile=4", "needs --num-steps 7 at least, not 6"),
-    ],
-)
-def test_too_long_for_any_run_and_too_short_to_profile(flags, says, tmp_path, capsys):
-    assert train(tmp_path / "new" / "run.pt", *flags.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(says, line) and not list(tmp_path.iterdir())

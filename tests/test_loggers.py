@@ -43,11 +43,10 @@ def logged(path: Path) -> dict[str, Any]:
     return curves
 
 
-def test_tensorboard_shows_what_the_log_has(tmp_path, monkeypatch, capsys):
+def test_tensorboard_shows_what_the_log_has(path, tmp_path, monkeypatch, capsys):
     """On the disk as soon as it is logged; steps that are done again are shown once; and another
     run does not write into the curves of an older one."""
     pytest.importorskip("tensorboard")
-    path = tmp_path / "run.pt"
 
     flags = ("--save-interval=2", "--eval-interval=2")
     assert broken(path, "error:0:4", TENSORBOARD, *flags) is None
@@ -112,14 +111,13 @@ def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("fails", ["", "no key:\nrefused"])
-def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, tmp_path, monkeypatch, capsys):
+def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, path, monkeypatch, capsys):
     """With a stand-in. (How the package itself fails: the next test.)"""
     wandb = MagicMock(errors=SimpleNamespace(UsageError=LookupError, CommError=LookupError))
     wandb.run.url, wandb.run.offline = "URL", bool(fails)
     wandb.init.side_effect = 2 * [*[LookupError(fails)] * bool(fails), wandb.run]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    path = tmp_path / "run.pt"
     assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
     assert train_here(path, "--resume", "--num-steps=5") == 0
     starts = ["init", *["teardown", "init"] * bool(fails)]  # or the run's id would be in use
@@ -127,13 +125,13 @@ def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, tmp_path, mon
     logs = ["run.log"] * 3, ["run.log"] * 2
     assert calls == [*starts, *logs[0], "run.finish", *starts, *logs[1], "run.finish"]
     name = snapshot(path)["run"]
-    about = {"project": "minigpt", "name": "run", "id": name, "resume": "allow", "dir": tmp_path}
+    about = {"project": "minigpt", "name": "run", "id": name, "resume": "allow", "dir": path.parent}
     for start in wandb.init.call_args_list:
         assert about.items() <= start.kwargs.items() and start.kwargs["config"]["n_layers"] == 2
     assert wandb.init.call_args.kwargs.get("mode") == ("offline" if fails else None)
     found = [(step, numbers["train_loss"]) for (numbers, step), _ in wandb.run.log.call_args_list]
     assert found == [(record["step"], record["train_loss"]) for record in metrics(path)]
-    upload = f"wandb sync {tmp_path}/wandb/offline-run-*-{name} uploads it"
+    upload = f"wandb sync {path.parent}/wandb/offline-run-*-{name} uploads it"
     where = f"offline (no key: refused); {upload}" if fails else "URL"
     assert capsys.readouterr().out.count(f"log      wandb, {where}\n") == 2
 
@@ -160,9 +158,8 @@ def test_wandb_itself_without_a_key_or_a_network(key, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_process_0_logs(tmp_path):
+def test_process_0_logs(path):
     pytest.importorskip("tensorboard")
-    path = tmp_path / "run.pt"
     result = torchrun(path, TENSORBOARD, "--num-steps=3")
     assert result.stdout.count("shows it") == 1
     assert len(list(beside(path, ".tensorboard").iterdir())) == 1 and scalars(path) == logged(path)

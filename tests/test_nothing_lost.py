@@ -23,7 +23,6 @@ from torch.distributed import DistBackendError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_minimal
-from data import find_dataset
 from trainer.endings import NotFinite, SkippedUpdates
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
@@ -175,8 +174,7 @@ def test_what_was_saved_is_there_and_goes_on(tmp_path, monkeypatch, capsys, data
 # ---- Other disks, other memory, other signals
 
 
-def test_disk_full_while_the_cache_is_built(tmp_path, cache, monkeypatch, capsys):
-    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", cache)
+def test_disk_full_while_the_cache_is_built(tmp_path, cache, capsys):
     largest_file(100)()
     assert train_here(tmp_path / "run.pt") == 3
     (line,) = capsys.readouterr().err.splitlines()
@@ -195,8 +193,7 @@ def test_who_loses_the_others_at_the_very_end_need_not_start_again(tmp_path, mon
 @slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
 @pytest.mark.parametrize("end", ["> /dev/full", "| head -2; exit ${PIPESTATUS[0]}"])
-def test_a_full_disk_or_a_broken_pipe_costs_only_the_output(tmp_path, end):
-    path = tmp_path / "run.pt"
+def test_a_full_disk_or_a_broken_pipe_costs_only_the_output(path, end):
     words = ["bash", "-c", f'"$0" train_minimal.py "$@" {end}', sys.executable, *TINY]
     result = run([*words, "--checkpoint-path", str(path)])
     assert result.returncode == 0 and result.stderr == ""
@@ -222,8 +219,7 @@ def test_out_of_memory_before_the_first_step(tmp_path, monkeypatch, capsys):
 
 
 @SIGNALS
-def test_second_signal_ends_at_once(tmp_path):
-    path = tmp_path / "run.pt"
+def test_second_signal_ends_at_once(path):
     faults = {"script": f"{FAULTS} train_minimal", "FAULTS": "term:0:7 again:0:7"}
     train(path, expect=-signal.SIGTERM, **faults)
     assert not path.exists()

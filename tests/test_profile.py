@@ -109,8 +109,7 @@ def before_each_step(monkeypatch, act) -> None:
     monkeypatch.setattr(train_minimal, "train_step", lambda run: act(run) or real(run))
 
 
-def test_a_run_that_dies_leaves_nothing_behind(tmp_path):
-    path = tmp_path / "run.pt"
+def test_a_run_that_dies_leaves_nothing_behind(path):
     assert broken(path, f"error:0:{WARM_UP + 2}", *SHORT) is None
     assert all(in_place()) and not beside(path, ".trace.json").exists()
 
@@ -137,8 +136,7 @@ def test_the_table(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("step", [WARM_UP, WARM_UP + 1])
-def test_a_signal_before_the_end(step, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "run.pt"
+def test_a_signal_before_the_end(step, path, monkeypatch, capsys):
     before_each_step(
         monkeypatch, lambda run: os.kill(os.getpid(), signal.SIGINT) if run.step == step else None
     )
@@ -152,8 +150,7 @@ def test_a_signal_before_the_end(step, tmp_path, monkeypatch, capsys):
     assert all(in_place())
 
 
-def test_it_needs_steps_and_is_of_this_start_alone(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "run.pt"
+def test_it_needs_steps_and_is_of_this_start_alone(path, capsys, monkeypatch):
     assert train_here(path, "--num-steps=4", "--profile=1") == 0
     before = beside(path, ".trace.json").read_bytes()
     # A resumed run counts what is left, and does not take the flag over.
@@ -172,11 +169,10 @@ def test_it_needs_steps_and_is_of_this_start_alone(tmp_path, capsys, monkeypatch
     assert beside(old, ".trace.json").read_bytes() == before
 
 
-def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_costs_the_trace_and_not_the_run(path, tmp_path, monkeypatch, capsys):
     """Who writes a trace says nothing of it: what is there is cut short."""
     write = lambda profiled, path: Path(path).write_text('{"a": [1, 2')  # noqa: E731
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write)
-    path = tmp_path / "run.pt"
     assert train_here(path, *SHORT) == 0
     said = capsys.readouterr().out
     assert said.count(f"warning  no trace, {tmp_path}/run.trace.json: not all of it") == 1

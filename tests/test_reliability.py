@@ -134,10 +134,9 @@ FAST = ("half-written", "rename")
     "call", [case(call, marks=[slow] * (call not in FAST)) for call in faults.SAVE_FAULTS]
 )
 @trainers("train_minimal", "`kill -9` at each", "`train_fsdp.py`: `kill -9` of process")
-def test_killed_in_a_save(tmp_path, trainer, call):
+def test_killed_in_a_save(path, tmp_path, trainer, call):
     """A snapshot that is overwritten in place is gone if the writer dies half-way. And what it
     writes may be gathered from all: the others must not wait for it for ever."""
-    path = tmp_path / "run.pt"
     assert start(path, trainer, FAULTS=f"{call}:0:10").end().returncode != 0
     assert load_newest(path).state["step"] == (10 if call == "fsync-of-the-folder" else 5)
     assert ends_as_whole(path)
@@ -153,10 +152,9 @@ def test_killed_in_a_save(tmp_path, trainer, call):
     "`train_fsdp.py` with `torchrun",
     "`train_sp.py` with `torchrun",
 )
-def test_restarted_by_torchrun(tmp_path, trainer, fault):
+def test_restarted_by_torchrun(path, trainer, fault):
     """Though nobody said --resume. Not from the snapshot of another run that it was about to
     replace, and that is further on."""
-    path = tmp_path / "run.pt"
     assert train_here(path, *SAVING, "--grad-accum-steps=2", "--lr=0.001") == 0
     how = {"script": f"{FAULTS} {trainer}", "launch": "--max-restarts=1"}
     command = by_torchrun(path, *SAVING, batches(trainer), **how)
@@ -187,10 +185,9 @@ stopped = trainers("train_ddp", "Ctrl-C, SIGTERM, a", "`train_fsdp.py`: SIGTERM 
 
 
 @stopped
-def test_all_log_save_and_stop_after_the_same_step(tmp_path, trainer):
+def test_all_log_save_and_stop_after_the_same_step(path, trainer):
     """Whichever of them is asked to; a line is due by the clock of process 0 alone. And what is
     logged or saved takes all of them: else this hangs."""
-    path = tmp_path / "run.pt"
     asked = "silence:1:2 silence:0:3 usr1:1:5 term:1:8"
     flags = ("--no-amp", "--log-interval=50")
     broken_together(path, asked, *flags, script=trainer, expect=143, MINIGPT_TIMEOUT_S="60")
@@ -202,9 +199,8 @@ def test_all_log_save_and_stop_after_the_same_step(tmp_path, trainer):
 @slow
 @stopped
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_torchrun(tmp_path, trainer, number):
+def test_signal_to_torchrun(path, trainer, number):
     """It passes them on, and exits with 1 whatever its processes do."""
-    path = tmp_path / "run.pt"
     command = by_torchrun(path, "--no-amp", script=f"{FAULTS} {trainer}")
     pipe, env = subprocess.PIPE, os.environ | {"PAUSE": "0.1", "PYTHONUNBUFFERED": "1"}
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
@@ -294,9 +290,8 @@ ONE, TWO = [("train_minimal", 1), ("train_ddp", 2)], [("train_fsdp", 2), ("train
 @pytest.mark.parametrize(
     "parts", [case(ONE, marks=row("1 -> 2")), case(ONE + TWO, marks=[ACROSS, slow])]
 )
-def test_from_one_trainer_to_another(tmp_path, parts):
+def test_from_one_trainer_to_another(path, parts):
     """The machine that is free tomorrow has another number of GPUs than today's."""
-    path = tmp_path / "run.pt"
     for i, (trainer, processes) in enumerate(parts, 1):
         flags = ["--resume"] * (i > 1)
         part = start(path, trainer, *flags, processes=processes, FAULTS=f"term:0:{4 * i}")

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 
 import train_ddp
 import train_minimal
-from data import find_dataset
 from model import MiniGPT, MiniGPTConfig
 from trainer.flags import build_parser, fill_in
 from trainer.optimizer import make_optimizer
@@ -205,13 +204,12 @@ def test_another_run_s_best_is_gone_on_from_as_a_copy_would(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore:.*is a no-op")  # torch, about copies to "meta"
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
+def test_the_optimizers_kernel_may_change(path, monkeypatch, fused):
     """A snapshot of a device without the fused kernel goes on where there is one, or back.
 
     Which kernel it was stands in the snapshot, and torch would go by that: the step count of
     unfused AdamW stays on the CPU, where the fused kernel cannot read it.
     """
-    path = tmp_path / "run.pt"
     kernel = {True: torch.device("cpu"), False: torch.device("mps")}
     for steps, now in ((2, not fused), (4, fused)):
 
@@ -235,9 +233,8 @@ def test_the_optimizers_kernel_may_change(tmp_path, monkeypatch, fused):
         assert devices == {"meta" if other else "cpu"}
 
 
-def test_all_processes_agree_on_the_lowest_loss(tmp_path):
+def test_all_processes_agree_on_the_lowest_loss(path):
     """Process 0 alone reads the log, which knows more than a snapshot of before its evaluation."""
-    path = tmp_path / "run.pt"
     assert train_here(path, "--eval-interval=5") == 0
     best, logged = min(r["val_loss"] for r in metrics(path) if "val_loss" in r), metrics(path)[-1]
     for rank in (0, 1):
@@ -265,9 +262,8 @@ def test_all_processes_agree_on_the_lowest_loss(tmp_path):
         ("auto", {"offload_activations": True}, "auto+offload"),
     ],
 )
-def test_a_snapshot_from_before_the_policy_string_goes_on(tmp_path, policy, fields, now):
+def test_a_snapshot_from_before_the_policy_string_goes_on(path, policy, fields, now):
     """With the keys and values that the code of then wrote; the oldest ones had no rest."""
-    path = tmp_path / "run.pt"
     assert train_here(path, "--num-steps=2", *CONSTANT) == 0
     state, of_now = snapshot(path), snapshot(path)
     old = {"recompute_layers": None, "recompute_group": 1, "offload_activations": False} | fields
@@ -402,9 +398,8 @@ def test_any_path_can_be_pasted(tmp_path, capsysbinary):
     assert logs == [[1, 2], [3, 10, 20, 30, 40]]
 
 
-def test_what_is_said_first(tmp_path, capsys):
+def test_what_is_said_first(path, capsys):
     """A jump of the learning rate; and the first step at once, though it is not recorded."""
-    path = tmp_path / "run.pt"
     assert train_here(path, "--log-interval=10") == 0
     (line,) = re.findall(r"^first    step +1/20 \| .*loss .*", capsys.readouterr().out, re.M)
     assert "eta" not in line  # the first step warms up: it would be a lie
@@ -443,9 +438,8 @@ TEXT = "--tokenizer-name=bpe --vocab-size=300 --num-steps=4 --seq-len=8 --max-po
 
 
 @pytest.fixture
-def text_run(tmp_path, monkeypatch, capsys):
+def text_run(cache, tmp_path, monkeypatch, capsys):
     """A finished run, from another folder, on a text: (its snapshot, the text)."""
-    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     for folder in (here, elsewhere):
         folder.mkdir()

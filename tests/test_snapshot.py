@@ -61,8 +61,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
         ("torch.save", failing(KeyError()), None),  # a bug is no full disk
     ],
 )
-def test_failed_save_harms_nothing(tmp_path, monkeypatch, where, what, says):
-    path = tmp_path / "run.pt"
+def test_failed_save_harms_nothing(path, tmp_path, monkeypatch, where, what, says):
     save_snapshot(path, state(1))
     monkeypatch.setattr(where, what)
     with pytest.raises(SaveError if says else KeyError) as error:
@@ -164,9 +163,8 @@ def test_a_file_system_without_locks_costs_no_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [{"step": 3}, {"run": "another"}])
-def test_a_snapshot_that_changes_while_a_run_is_set_up(tmp_path, capsys, monkeypatch, change):
+def test_a_snapshot_that_changes_while_a_run_is_set_up(path, capsys, monkeypatch, change):
     """The run before was still at its last save: to go on from the one before would drop that."""
-    path = tmp_path / "run.pt"
     assert train_here(path, "--num-steps=2") == 0
     later = snapshot(path) | change
 
@@ -263,9 +261,8 @@ def test_what_never_logged_is_no_run(tmp_path):
     assert name_aside(tmp_path / "run.pt") is None
 
 
-def test_a_file_that_cannot_be_renamed(tmp_path, monkeypatch, capsys):
+def test_a_file_that_cannot_be_renamed(path, monkeypatch, capsys):
     """As in a folder where everybody may write, but only rename what is his own."""
-    path = tmp_path / "run.pt"
     assert train_here(path, "--num-steps=2") == 0
     before = path.read_bytes()
     monkeypatch.setattr("os.replace", failing(PermissionError(1, "Operation not permitted")))

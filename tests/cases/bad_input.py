@@ -3,13 +3,14 @@
 What a case is, and a table for each subject. Those in snapshots and places: bad_snapshots.py.
 """
 
+import gzip
 import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from harness.runs import TINY
+from harness.runs import TINY, TINY_FREE, TINY_MODEL
 
 import train_ddp
 import train_fsdp
@@ -31,11 +32,10 @@ from studies import fine_tuning, ladder, optimizers
 Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
 Programs = dict[str, tuple[Callable[[list[str]], int], list[str]]]
 
-# The tiny run without its toy data, for the cases that bring data of their own.
-N_TOY = TINY.index("--n-layers")
 PROGRAMS: Programs = {
     "toy": (train_minimal.main, [*TINY, "--checkpoint-path=run.pt"]),
-    "text": (train_minimal.main, [*TINY[N_TOY:], "--checkpoint-path=run.pt"]),
+    "free": (train_minimal.main, [*TINY_FREE, "--checkpoint-path=run.pt"]),
+    "text": (train_minimal.main, [*TINY_MODEL, "--checkpoint-path=run.pt"]),
     "built-in": (train_minimal.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "ddp": (train_ddp.main, [*TINY, "--checkpoint-path=run.pt"]),
     "fsdp": (train_fsdp.main, [*TINY, "--checkpoint-path=run.pt"]),
@@ -110,10 +110,15 @@ REFUSED = {  # words: what the line must say
 }
 FLAGS = {words[:80]: Case("toy", words, (says,)) for words, says in REFUSED.items()}
 
-# ---- Flags of what plans and measures
+# ---- Flags of runs of any length, and of what plans and measures
 
 
 REFUSED_BY = {
+    "free": {
+        "--num-tokens=1000T": "steps of .* at most 1,000,000,000 can be run",
+        "--num-epochs=999999 --batch-size=1 --max-tokens=99999": "steps of .* at most 1,000,000",
+        "--num-epochs=1 --profile=4": "needs --num-steps 7 at least, not 6",
+    },
     "plan_memory": {
         "--json=nowhere/plan.json": "--json: there is no folder nowhere",
         "--memory-viz=.": "--memory-viz: . is a folder",
@@ -175,12 +180,27 @@ def data(words: str, says: str, files: dict[str, Write] = X) -> Case:
     )
 
 
+PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\nBT (Hello) Tj ET\n"  # all ASCII
+NO_TEXT = {  # (what a file is called, its content): what it is, and the way out
+    ("a.PDF", b"\xef\xbb\xbf\r\n" + PDF): "a PDF, .*`pdftotext a.PDF a.PDF.txt`",
+    ("my{b}.txt", PDF): r"a PDF, .*`pdftotext 'my{b}.txt' 'my{b}.txt'.txt`",  # not onto itself
+    ("a.rtf", rb"{\rtf1\ansi Hello}"): "an RTF document, .*`pandoc a.rtf -o a.rtf.txt`",
+    ("lfs.txt", b"version https://git-lfs.github.com/spec/v1\noid"): (
+        "what Git LFS leaves in place of a file, .*`git lfs pull`"
+    ),
+    ("a.docx", b"PK\x03\x04\x14\0word/document.xml"): "a zip .*`pandoc a.docx -o a.docx.txt`",
+    ("a.gz", gzip.compress(b"{}")): "compressed by gzip, .*`gunzip a.gz`",
+    ("b.txt", "h\xe9".encode("utf-16")): "UTF-16; .*`iconv -f UTF-16 -t UTF-8 b.txt > b.utf8.txt`",
+    ("my{b}.txt", b"caf\xe9"): "not UTF-8 at byte 3; if .*`iconv -f CP1252 -t UTF-8 'my{b}.txt' >",
+}
 TEXTS = {
+    **{
+        f"{name} {says[:9]}": text(name, content, f"{name}: .*{says}")
+        for (name, content), says in NO_TEXT.items()
+    },
     "empty": text("x.txt", b"", "--train-data x.txt: the file is empty"),
-    "latin-1": text("x.txt", b"caf\xe9 au lait", "x.txt: not UTF-8 at byte 3; if it is Western"),
     "half a character at the end": text("x.txt", "né".encode()[:-1], "x.txt: not UTF-8 at byte 1"),
     "far inside": text("x.txt", b"a b " * 2**19 + b"\xff", "x.txt: not UTF-8 at byte 2097152"),
-    "UTF-16": text("x.txt", "hello".encode("utf-16"), "x.txt: the text is UTF-16; make it"),
     "a program": text("x.txt", b"\x7fELF\x00\x01", "x.txt: a binary file, .*NUL at byte 4"),
     "jsonl cut off": text("x.jsonl", b'{"text": "a"}\n{"text": \n', 'x.jsonl:2: want .* "text"'),
     "jsonl with a number": text("x.jsonl", b'{"text": 3}\n', 'x.jsonl:1: want .*string "text"'),
