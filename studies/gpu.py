@@ -188,14 +188,9 @@ SECTIONS: dict[str, Callable[[Bench], Jobs]] = {"head": head, "steps": steps}
 
 def read(file: Path) -> tuple[Values, Records]:
     """What the file says of the machine, and its measurements: the last line of each counts."""
-    what: Values = {}
-    records: Records = {}
-    for record in read_metrics(file):  # (a line that a crash cut short is left out)
-        if "section" in record:
-            records[record["section"], record["name"]] = record
-        else:
-            what = record
-    return what, records
+    lines = read_metrics(file)  # (one that a crash cut short is left out)
+    what = [line for line in lines if "section" not in line] or [{}]
+    return what[-1], {(line["section"], line["name"]): line for line in lines if "section" in line}
 
 
 def append(file: Path, record: Values) -> None:

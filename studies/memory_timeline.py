@@ -239,11 +239,10 @@ def choose(asked: Question) -> tuple[StepMemory | None, str]:
         words = "the least memory with no matmul twice (or ask with --memory-budget)"
         return step, f"{step.config.recompute}: {words}"
     limit = f"the {Unit.of(asked.budget).text(asked.budget)} that --memory-budget leaves tensors"
-    if asked.state < asked.budget:  # else no recompute helps
-        step = asked.pick()
-        if step.peak <= asked.budget:
-            return step, f"{step.config.recompute}:\nwhat auto takes in {limit}"
-    return None, f"nothing fits in {limit}"
+    step = asked.pick()
+    if step.peak > asked.budget:
+        return None, f"nothing fits in {limit}"
+    return step, f"{step.config.recompute}:\nwhat auto takes in {limit}"
 
 
 def draw_frontier(plt: Any, asked: Question) -> Any:

@@ -102,12 +102,10 @@ SMALL = MiniGPTConfig(**{**OF_MODEL, "n_layers": 4, "loss_chunks": 4})
 
 
 def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ladder, "SEQ_LEN", 16)
-    monkeypatch.setattr(ladder, "GPT2_SMALL", SMALL)
-    monkeypatch.setattr(ladder, "CONFIGURATIONS", {"tiny": (SMALL, 2)})
-    monkeypatch.setattr(ladder, "TIMED", (SMALL, 2))
     rungs = {rung: ladder.RUNGS[rung] for rung in ("plain", "none", "full")}
-    monkeypatch.setattr(ladder, "RUNGS", rungs)
+    tiny = {"SEQ_LEN": 16, "CONFIGURATIONS": {"tiny": (SMALL, 2)}, "TIMED": (SMALL, 2)}
+    for name, value in (tiny | {"RUNGS": rungs}).items():
+        monkeypatch.setattr(ladder, name, value)
     columns, path = ["tiny", *ladder.TIMES], tmp_path / "ladder.json"
     assert ladder.main(["--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
