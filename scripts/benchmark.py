@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -232,11 +232,13 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def in_units_of(first: Row, row: Row) -> tuple[float, float]:
+def in_units_of(first: Row, row: Row) -> tuple[float, float | None]:
     """A row's step in units of another's, measured and predicted. What was measured is compared
     within each turn: a machine that is slow in one of them is so for both."""
     turns = zip(row["step_s_all"], first["step_s_all"], strict=False)  # (Ctrl-C ends in one)
     measured = statistics.median(own / other for own, other in turns)
+    if None in (row["predicted_s"], first["predicted_s"]):
+        return measured, None
     return measured, row["predicted_s"] / first["predicted_s"]
 
 
@@ -245,44 +247,30 @@ def policy_table(rows: list[Row]) -> str:
     first, lines = rows[0], []
     for row in rows:
         peak, predicted = row["peak_bytes"], row["predicted_bytes"]
-        line = [row["name"], f"{row['batch_size']} x {row['seq_len']}"]
-        line += [f"{1000 * row[name]:,.1f} ms" for name in ("step_s", "predicted_s")]
-        line += [f"{row['tokens_per_s']:,.0f}"]
         of_a_token = first["batch_size"] / row["batch_size"]
-        line += [f"{of_a_token * ratio - 1:+.1%}" for ratio in in_units_of(first, row)]
-        line += [show(format_bytes, peak), show("{:.4f}".format, peak and predicted / peak)]
+        line = [f"{row['peer'] or ''} {row['name']}".strip()]
+        line += [f"{row['batch_size']} x {row['seq_len']}"]
+        for name in ("step_s", "predicted_s"):
+            line.append(show("{:,.1f} ms".format, row[name] and 1000 * row[name]))
+        line += [f"{row['tokens_per_s']:,.0f}"]
+        for ratio in in_units_of(first, row):
+            line.append(show("{:+.1%}".format, ratio and of_a_token * ratio - 1))
+        line += [show(format_bytes, peak)]
+        line += [show("{:.4f}".format, peak and predicted and predicted / peak)]
         line += [show(format_bytes, row["rss_bytes"])]
         line += [show("{:.1%}".format, row[name]) for name in ("mfu", "hfu")]
         lines.append(line)
-    more = f"time per token, over {first['name']}|predicted, over {first['name']}"
+    more = f"time per token, over {lines[0][0]}|predicted, over {lines[0][0]}"
     header = f"policy|batch|step|predicted step|tokens/s|{more}|peak|predicted / peak"
     return table(f"{header}|resident|MFU|HFU".split("|"), lines) + "\n"
 
 
-def peer_table(ours: list[Row], theirs: list[Row]) -> str:
-    """The peer runs none and full, and nothing compiled."""
-    lines = []
-    for other, own in product(theirs, ours):
-        if own["policy"] == other["policy"] and not own["compiled"]:
-            line = [own["name"]]
-            for name, form in (("step_s", "{:.3f} s".format), ("peak_bytes", format_bytes)):
-                a, b = own[name], other[name]
-                line += [show(form, a), show(form, b), show("{:.2f}".format, a and a / b)]
-            lines.append(line)
-    header = "policy|step, ours|the peer's|ratio|peak, ours|the peer's|ratio"
-    return table(header.split("|"), lines) + "\n"
-
-
 def report(rows: list[Row], failed: list[Job]) -> str:
     """Markdown: a table for each kind of comparison that was made."""
-    equal = [row for row in rows if not row["largest"] and not row["peer"]]
-    largest = [row for row in rows if row["largest"]]
-    theirs = [row for row in rows if row["peer"]]
-    parts = ["### At equal batch\n", policy_table(equal)]
-    if largest:
-        parts += ["### At the largest batch that fits\n", policy_table(largest)]
-    if theirs:
-        parts += [f"### Beside {theirs[0]['peer']}\n", peer_table(equal, theirs)]
+    parts = []
+    for title, largest in (("At equal batch", False), ("At the largest batch that fits", True)):
+        if some := [row for row in rows if row["largest"] == largest]:
+            parts += [f"### {title}\n", policy_table(some)]
     for job in failed:
         way = job.policy + (", compiled" if job.compiled else "")
         parts.append(f"Out of memory: {job.peer or 'MiniGPT'}, {way}, batch {job.batch_size}\n")

@@ -196,6 +196,11 @@ def test_largest_batch_is_what_the_planner_says(bench):
     assert said in done.err and len(done.rows) == 4
 
 
+def test_where_nothing_fits_that_is_all_that_is_said(bench):
+    done = bench("--policies", "none", worker=lambda argv, job: None)
+    assert done.rows == [] and done.out.startswith("Out of memory: MiniGPT, none, batch 8\n")
+
+
 def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):
     def full(args, job):
         raise MemoryError
@@ -268,9 +273,12 @@ def test_the_peer_is_measured_beside_ours(bench, monkeypatch, capsys):
     assert done.json["transformers"] == "5.0"
     assert theirs[0]["predicted_bytes"] is None and theirs[0]["predicted_s"] is None
     assert done.rows[3]["predicted_s"] < ours[0]["predicted_s"]  # compiled
-    lines = done.out.split("### Beside transformers")[1].splitlines()
-    (none,) = [line for line in lines if "| none" in line]  # what is compiled is compared with none
-    assert none.split(" | ")[3] == f"{ours[1]['step_s'] / theirs[0]['step_s']:.2f}"
+    (line,) = [line for line in done.out.splitlines() if "| transformers none |" in line]
+    cells = line.strip("| ").split(" | ")
+    turns = zip(theirs[0]["step_s_all"], ours[0]["step_s_all"], strict=True)
+    ratio = statistics.median(their / own for their, own in turns)
+    assert cells[2:4] == [f"{1000 * theirs[0]['step_s']:,.1f} ms", ""]
+    assert cells[5:7] == [f"{ratio - 1:+.1%}", ""]  # of what nobody predicts
 
 
 @pytest.mark.slow
