@@ -41,11 +41,9 @@ from trainer.torchrun import Torchrun, complain_once, main_and_exit
 
 class DDPProcess(OneProcess):
     """One of `world_size` processes that torchrun started, each with a device and the whole model.
+    Raises UsageError if torchrun did not start it."""
 
-    Raises UsageError if torchrun did not start it.
-    """
-
-    script = "train_ddp.py"
+    script, newest = "train_ddp.py", "checkpoints/minigpt_ddp.pt"
     keeps_gradients = True  # they live in DDP's communication buckets, which stay
     buckets_are_final = False  # they are after the first step
 
@@ -112,6 +110,12 @@ class DDPProcess(OneProcess):
         gc.collect()
         dist.destroy_process_group()
 
+    @classmethod
+    def main(cls, argv: list[str] | None = None) -> int:
+        """Train as one of torchrun's processes; returns the exit code of this one."""
+        args = build_parser(cls.script, cls.newest).parse_args(argv)
+        return run_safely(args, cls, train, complain_once)
+
 
 def zero_without_memory(model: nn.Module) -> None:
     """Gradients that are zero, each of one element only, for DDP to copy into its buckets."""
@@ -119,11 +123,7 @@ def zero_without_memory(model: nn.Module) -> None:
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train as one of torchrun's processes; returns the exit code of this one."""
-    args = build_parser("train_ddp.py", "checkpoints/minigpt_ddp.pt").parse_args(argv)
-    return run_safely(args, DDPProcess, train, complain_once)
-
+main = DDPProcess.main
 
 if __name__ == "__main__":
     main_and_exit(main)

@@ -38,10 +38,8 @@ from torch.utils._pytree import tree_map_only
 from memory import write
 from model import MiniGPT
 from train_ddp import DDPProcess
-from train_minimal import train
-from trainer.endings import run_safely
-from trainer.flags import UsageError, build_parser, recompute_of
-from trainer.torchrun import complain_once, main_and_exit
+from trainer.flags import UsageError, recompute_of
+from trainer.torchrun import main_and_exit
 
 
 class FSDPProcess(DDPProcess):
@@ -50,7 +48,7 @@ class FSDPProcess(DDPProcess):
     Raises UsageError if torchrun did not start it, or if a flag does not go with shards.
     """
 
-    script = "train_fsdp.py"
+    script, newest = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
     keeps_gradients = False
 
     def __init__(self, args: argparse.Namespace):
@@ -117,11 +115,7 @@ class FSDPProcess(DDPProcess):
         return tensor.cpu() if self.rank == 0 else None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train as one of torchrun's processes; returns the exit code of this one."""
-    args = build_parser("train_fsdp.py", "checkpoints/minigpt_fsdp.pt").parse_args(argv)
-    return run_safely(args, FSDPProcess, train, complain_once)
-
+main = FSDPProcess.main
 
 if __name__ == "__main__":
     main_and_exit(main)

@@ -29,10 +29,8 @@ from torch import Tensor, nn
 from memory.sequence import Moved, SharedSequence
 from model import MiniGPT
 from train_fsdp import FSDPProcess
-from train_minimal import train
-from trainer.endings import run_safely
-from trainer.flags import UsageError, build_parser
-from trainer.torchrun import complain_once, main_and_exit
+from trainer.flags import UsageError
+from trainer.torchrun import main_and_exit
 
 
 class SPProcess(FSDPProcess):
@@ -42,7 +40,7 @@ class SPProcess(FSDPProcess):
     Raises UsageError if torchrun did not start it, or if a flag does not go with that.
     """
 
-    script = "train_sp.py"
+    script, newest = "train_sp.py", "checkpoints/minigpt_sp.pt"
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
@@ -110,11 +108,7 @@ class SPProcess(FSDPProcess):
         return values  # all have computed the same sequences, and know the same losses
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train as one of torchrun's processes; returns the exit code of this one."""
-    args = build_parser("train_sp.py", "checkpoints/minigpt_sp.pt").parse_args(argv)
-    return run_safely(args, SPProcess, train, complain_once)
-
+main = SPProcess.main
 
 if __name__ == "__main__":
     main_and_exit(main)
