@@ -9,7 +9,7 @@ of a step is made of this one list: bytes over time (timeline.py), FLOPs and byt
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from .operators import EMPTY, count_flops, is_fusable, precision_of, signature, tensors_in
 
@@ -94,8 +94,10 @@ class Part(NamedTuple):
 
     begin: int  # operators before it
     ops: list[Op]
+    repeats: list[Repeat]
     given: list[Storage]
     made: list[Storage]
+    results: list[Storage]  # those of `made` that it returns
 
 
 class Log(TorchDispatchMode):
@@ -197,13 +199,25 @@ class Log(TorchDispatchMode):
         different = min(extent, size * n)  # (an expanded row is there once)
         return Touch(self.find(tensor), start, start + extent, different, False)
 
-    def part(self, begin: int, given: list[Tensor]) -> Part:
-        """All since operator `begin`, which knows no tensors but those `given`, or made."""
+    def once(
+        self, parts: dict[Any, Part], key: Any, run: Callable[..., Any], *given: Tensor
+    ) -> Sequence[Tensor]:
+        """`run(*given)`, which knows no other tensors and returns new ones; in all logs but the
+        first of those that share `parts` it is noted, but not done once more."""
+        if self.sources is not None:
+            return run(*given)
+        if key in parts:
+            return self.copy(parts[key], given)
+        begin, n_repeats = self.now, len(self.repeats)
+        results = run(*given)
         made = [storage for storage in self.storages if storage.born > begin]
-        return Part(begin, self.ops[begin:], [self.find(tensor) for tensor in given], made)
+        here = [[self.find(tensor) for tensor in tensors] for tensors in (given, results)]
+        repeats = self.repeats[n_repeats:]
+        parts[key] = Part(begin, self.ops[begin:], repeats, here[0], made, here[1])
+        return results
 
-    def copy(self, part: Part, given: list[Tensor]) -> None:
-        """Instead of running it once more: a part of another log, given these tensors."""
+    def copy(self, part: Part, given: Sequence[Tensor]) -> list[Tensor]:
+        """A part of another log, given these tensors; returns what it makes."""
         later = self.now - part.begin
         here = dict(zip(part.given, map(self.find, given), strict=True))
         for storage in part.made:
@@ -213,13 +227,19 @@ class Log(TorchDispatchMode):
         for op in part.ops:
             touches = tuple(touch._replace(storage=here[touch.storage]) for touch in op.touches)
             self.ops.append(op._replace(at=op.at + later, place=self.places[-1], touches=touches))
+        self.repeats += [(begin + later, end + later, n) for begin, end, n in part.repeats]
+        results = []
+        for storage in part.results:
+            with _pop_mode_temporarily():  # (its operator has been noted)
+                results.append(torch.empty(storage.shape, dtype=storage.dtype))
+            self.watch(results[-1], here[storage])
+        return results
 
     # ---- storages
 
     def add(self, tensor: Tensor, operator: str = "", source: Source = NOBODY) -> Storage:
         """The storage of `tensor`: known (the tensor is a view, or changed in place) or new."""
-        memory = tensor.untyped_storage()
-        address = memory._cdata
+        address = tensor.untyped_storage()._cdata
         if address in self.known:
             return self.known[address][1]
         storage = new_storage(tensor, self.now + bool(operator))
@@ -230,13 +250,19 @@ class Log(TorchDispatchMode):
         storage.module, storage.line, _ = source
         if storage.bytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
             self.storages.append(storage)
+        self.watch(tensor, storage)
+        return storage
+
+    def watch(self, tensor: Tensor, storage: Storage) -> None:
+        """`storage` is that of `tensor`, and dies with it."""
+        memory = tensor.untyped_storage()
+        address, storage.died = memory._cdata, math.inf
 
         def gone(_: weakref.ref) -> None:
             del self.known[address]  # the next storage at this address is another one
             storage.died = self.now
 
         self.known[address] = weakref.ref(memory, gone), storage
-        return storage
 
     def add_bytes(self, size: int, name: str, why: str, born: int, died: float) -> None:
         """Memory that no tensor shows."""

@@ -7,7 +7,7 @@ formulas.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -74,7 +74,7 @@ class Planner:
         self.compress, self.shards = compress, shards
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.updated: Part | None = None  # the end of a step, which is the same in all
+        self.parts: dict[Any, Part] = {}  # of a step, which are the same in others
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
@@ -179,7 +179,11 @@ class Planner:
             self.fake,
             log,
             replaced(model, blocks=model.blocks[: config.n_layers]),
-            replaced(head, starts_of_chunks=few_chunks(log, MOST_RUNS if sources else 0)),
+            replaced(
+                head,
+                starts_of_chunks=few_chunks(log, MOST_RUNS if sources else 0),
+                loss_by_chunks=self.run_head(log, head.loss_by_chunks),
+            ),
             replaced(F, dropout=fused_dropout if self.kernels else F.dropout),
             sources.listen() if sources else nullcontext(),
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
@@ -219,15 +223,29 @@ class Planner:
 
     def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
         """The same in all steps, whatever they recompute."""
+
+        def run(*_: Tensor) -> list[Tensor]:
+            # (A GPU takes all tensors at a time; torch would not for the CPU's.)
+            self.clip(parameters, 1.0, foreach=not self.on_cpu)
+            self.optimizer.step()
+            return []
+
+        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
         state = [tensor for its in self.optimizer.state.values() for tensor in its.values()]
-        given = [*parameters, *(cast(Tensor, parameter.grad) for parameter in parameters), *state]
-        if self.updated and log.sources is None:
-            return log.copy(self.updated, given)
-        begin = log.now
-        # (A GPU takes all tensors at a time; torch would not for the CPU's.)
-        self.clip(parameters, 1.0, foreach=not self.on_cpu)
-        self.optimizer.step()
-        self.updated = self.updated or log.part(begin, given)
+        log.once(self.parts, "update", run, *parameters, *gradients, *state)
+
+    def run_head(self, log: Log, loss_by_chunks: Callable[..., Any]) -> Callable[..., Any]:
+        """memory/head.py's `loss_by_chunks`, the same in all steps of as many sequences."""
+
+        def run(
+            x: Tensor, weight: Tensor, labels: Tensor, n: int, softmax: Any, gradients: Any
+        ) -> Sequence[Tensor]:
+            def of_these(x: Tensor, weight: Tensor, labels: Tensor, *gradients: Tensor) -> Any:
+                return loss_by_chunks(x, weight, labels, n, softmax, gradients)
+
+            return log.once(self.parts, (labels.shape, n), of_these, x, weight, labels, *gradients)
+
+        return run
 
     def name_what_is_there(self, log: Log) -> None:
         """Weights, gradients as far as there are any, and the optimizer's state."""
