@@ -1,5 +1,6 @@
 """Choose by prediction: the fastest way to recompute that fits."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,7 +32,8 @@ def pick_recompute(
     one in the rest, for every N. On a `card` the fastest takes the least seconds (`compiled`: with
     --compile). Without one it does the fewest matrix products' FLOPs twice, then replays the least.
     Of equals it has the smallest peak. If nothing fits, the smallest peak of all is returned.
-    `offload`: whatever is taken, what it keeps waits in CPU memory.
+    `offload`: whatever is taken, what it keeps waits in CPU memory. Nested groups, which are slower
+    than all of these, are tried where none of them fits.
 
     Only the rungs are simulated (the rest follows: `peaks_of`), and what is taken.
     """
@@ -45,7 +47,20 @@ def pick_recompute(
             if step.peak <= budget:  # (what is offloaded may take more than was thought)
                 return step
     least = min(ways, key=lambda way: way.peak)
-    return planner.step(batch_size, recompute=least.config.recompute)
+    smallest = planner.step(batch_size, recompute=least.config.recompute)
+    for way in [] if offload else nested_groups(planner.config.n_layers):
+        smallest = min(smallest, planner.step(batch_size, recompute=way), key=lambda its: its.peak)
+        if smallest.peak <= budget:
+            break
+    return smallest
+
+
+def nested_groups(n_layers: int) -> list[str]:
+    """The nested groups whose inputs take the least, n_layers / K + K of them; the fastest first;
+    none where `full` has no more."""
+    sizes = {math.isqrt(n_layers), math.isqrt(n_layers - 1) + 1}
+    few = sorted(K for K in sizes if K + math.ceil(n_layers / K) < n_layers)
+    return [f"full/{K}+nested" for K in few]
 
 
 class Way(NamedTuple):

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from planner import Planner
+from planner.choose import nested_groups
 from scripts.plan_table import Row, align, digits, format_time
-from trainer.flags import changed, words_of
+from trainer.flags import MOST, changed, words_of
 from trainer.knobs import Knob
 from trainer.metrics import format_bytes
 from trainer.plan import Question
 
 STEP = 64  # tokens; lengths are multiples of it
-LONGEST = 10**6  # tokens, as --seq-len allows
 SHOWN = 5  # settings
 
 
@@ -32,7 +32,7 @@ def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
 
 def longest_possible(args: argparse.Namespace) -> int:
     typed = "max_position_embeddings" in args.typed
-    return min(LONGEST, args.max_position_embeddings) if typed else LONGEST
+    return args.max_position_embeddings if typed else MOST
 
 
 def longest_sequence(row: Row) -> int:
@@ -103,8 +103,9 @@ def turn_all_knobs(asked: Question) -> list[Row]:
 
 
 def least(planner: Planner) -> list[str]:
-    """Two ways that take the least memory, one of them in any model; shards know no groups."""
-    return ["full", "full/2"] if planner.shards == 1 else ["full"]
+    """Ways one of which takes the least memory, in any model; of groups shards know nested ones."""
+    ways = ["full", "full/2"] if planner.shards == 1 else ["full"]
+    return ways + nested_groups(planner.config.n_layers)
 
 
 def longest_for_all(asked: Question) -> Question:

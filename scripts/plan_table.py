@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner import StepMemory
-from planner.choose import rungs
+from planner.choose import nested_groups, rungs
 from planner.formulas import recompute_cost, step_flops
 from scripts.style import policy_fields
 from trainer.flags import changed, format_tokens, tokens_per_step, words_of
@@ -109,10 +109,14 @@ class Row:
 
 
 def rows(asked: Question) -> list[Row]:
-    """Every policy, and the cheapest way that fits (a row of its own if it is a mix)."""
+    """Every policy, and the cheapest way that fits (a row of its own if it is a mix); for long
+    sequences nested groups as well."""
     ways, taken = [*rungs(asked.planner), OFFLOADED], asked.pick().config
+    if asked.args.longest_sequence:
+        ways[-1:-1] = nested_groups(asked.args.n_layers)
     if taken.recompute not in ways:
-        ways.insert(ways.index(taken.expanded.policies[0]), taken.recompute)
+        how = taken.expanded
+        ways.insert(ways.index(OFFLOADED if how.nested else how.policies[0]), taken.recompute)
     return [Row(asked.about(changed(asked.args, use_activation_checkpoint=way))) for way in ways]
 
 

@@ -1,6 +1,7 @@
 """What is chosen is the best there is: against trying all, and against real steps."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,14 +10,16 @@ from cases.shapes import CONFIG, WIDE, T
 from harness.planned import CARD, measured_peak, planner
 from test_readme import DOCS
 
-from memory.policies import RECOMPUTE_POLICIES
+from memory.policies import RECOMPUTE_POLICIES, expand
 from planner import CARDS, Planner
 from planner.choose import (
     RUNGS,
     all_alike,
     all_mixes,
+    all_ways,
     config_of,
     mean_seconds,
+    nested_groups,
     peaks_of,
     pick_recompute,
     rungs,
@@ -45,6 +48,32 @@ def test_auto_takes_the_cheapest_that_fits():
     assert pick_recompute(plan, batch_size, max(peaks)).config.recompute == "none"
     nothing = pick_recompute(plan, batch_size, min(peaks) - 1)
     assert nothing.peak == min(peaks)
+
+
+def test_auto_nests_groups_where_nothing_else_fits():
+    """The faster of two sizes if both do; never over, by an independent tracker."""
+    config, batch_size = replace(WIDE, n_layers=11), 24
+    plan = planner(config)
+    least = min(way.peak for way in all_ways(all_alike(plan, batch_size)))
+    faster, slower = (plan.step(batch_size, recompute=way) for way in nested_groups(11))
+    assert faster.peak < least and slower.peak < least
+    assert faster.seconds(CARD) < slower.seconds(CARD)
+    assert "nested" not in pick_recompute(plan, batch_size, least).config.recompute
+    for budget in (least - 1, faster.peak):
+        taken = pick_recompute(plan, batch_size, budget)
+        assert taken.config == faster.config
+        assert measured_peak(taken.config, batch_size) <= budget
+    nothing = pick_recompute(plan, batch_size, min(faster.peak, slower.peak) - 1)
+    assert nothing.peak == min(faster.peak, slower.peak)
+
+
+def test_nested_groups_are_those_with_the_fewest_inputs():
+    """Of all sizes; and none where each block's input is as few."""
+    for n_layers in range(1, 200):
+        inputs = {K: K + math.ceil(n_layers / K) for K in range(1, n_layers + 1)}
+        sizes = [expand(way, n_layers).group for way in nested_groups(n_layers)]
+        assert sizes == sorted(sizes) and bool(sizes) == (min(inputs.values()) < n_layers)
+        assert all(inputs[K] == min(inputs.values()) for K in sizes)
 
 
 def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():

@@ -58,6 +58,19 @@ LISTS = [
             f"{OFFLOAD} --batch-size 1",
         ],
     ),
+    (  # more than four layers can be nested, with the smallest micro-batch
+        "--n-layers 7 --batch-size 2 --grad-accum-steps 3 --seq-len 8",
+        "cuda",
+        [
+            FULL,
+            f"{FULL} --batch-size 1 --grad-accum-steps 6",
+            "--use-activation-checkpoint full/3+nested --batch-size 1 --grad-accum-steps 6",
+            OFFLOAD,
+            f"{OFFLOAD} --batch-size 1 --grad-accum-steps 6",
+        ],
+    ),
+    ("--use-activation-checkpoint full/3+nested --n-layers 7 --batch-size 1 --seq-len 8", "cpu",
+     []),
     # what is there is not asked for again, and what belongs to auto goes with it
     (f"{OFFLOAD} --batch-size 2 --grad-accum-steps 3 --seq-len 8", "cuda",
      ["--batch-size 1 --grad-accum-steps 6"]),

@@ -336,7 +336,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=size, default=12, metavar="N",
         help="sequences per micro-batch and process (default: %(default)s)")
-    add("--seq-len", type=size, default=64, metavar="N", help="tokens (default: %(default)s)")
+    add("--seq-len", type=count, default=64, metavar="N", help="tokens (default: %(default)s)")
     add("--grad-accum-steps", type=count, default=1, metavar="N",
         help="micro-batches per process and step (default: %(default)s)")
     add("--num-steps", type=count, default=1000, metavar="N",

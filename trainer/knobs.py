@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from memory import write
+from planner.choose import nested_groups
 
 from .flags import AUTO, SHAPES, changed, flag, recompute_of, words_of
 
 Flags = argparse.Namespace
 POLICY, FOR_AUTO = "use_activation_checkpoint", ("memory_budget", "card")
 SLOWER = "same results, some more time"
+SLOWEST = "same results, at most one more forward"
 SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
 FEWER = "fewer sequences a step: to accumulate them, gradients would have to wait"
 
@@ -77,7 +79,9 @@ def candidates(
     if groups and full.group == 1:
         yield Knob(kept | {POLICY: write(full._replace(group=2))}, SLOWER)
     yield from (Knob(kept | batch, SAME) for batch in smaller)
-    ways = [kept]
+    ways, smallest = [kept], smaller[-1] if smaller else {}
+    for way in [] if full.nested or full.offload else nested_groups(args.n_layers)[-1:]:
+        yield Knob(kept | smallest | {POLICY: way}, SLOWEST)
     if device_type == "cuda" and not full.offload:
         kept = kept | {POLICY: write(full._replace(offload=True))}
         ways.append(kept)
@@ -90,7 +94,7 @@ def candidates(
             fewer = Knob(way | {"batch_size": size - 1}).change(args)
             if n := min(size - 1, most(fewer)):
                 yield Knob(way | {"batch_size": n}, FEWER)
-    kept = kept | (smaller[-1] if smaller else {})
+    kept = kept | smallest
     for n in range(1, args.seq_len.bit_length() - 3):  # down to 8 tokens
         yield Knob(kept | {"seq_len": args.seq_len >> n}, "the model sees less at a time")
 

@@ -156,10 +156,9 @@ class Question:
                 "that tensors may take: "
             )
         knob = next((knob for knob in changes(self) if self.turned(knob).fits), None)
-        if knob and not is_auto:
-            then = self.turned(knob)
-            if not then.config.expanded.offload:
-                knob = knob.with_policy(self.args, then.pick().config.recompute)
+        if knob and not (then := self.turned(knob)).config.expanded.offload:
+            same = self.args.use_activation_checkpoint  # which `auto` will find by itself
+            knob = knob.with_policy(self.args, same if is_auto else then.pick().config.recompute)
         return why, knob
 
     def seconds(self, step: StepMemory) -> float:
