@@ -200,16 +200,16 @@ class Log(TorchDispatchMode):
         return Touch(self.find(tensor), start, start + extent, different, False)
 
     def once(
-        self, parts: dict[Any, Part], key: Any, run: Callable[..., Any], *given: Tensor
+        self, parts: dict[Any, Part], key: Any, run: Callable[[], Any], given: list[Tensor]
     ) -> Sequence[Tensor]:
-        """`run(*given)`, which knows no other tensors and returns new ones; in all logs but the
-        first of those that share `parts` it is noted, but not done once more."""
+        """`run()`, which knows no tensors but those `given`, and returns new ones; in all logs but
+        the first of those that share `parts` it is noted, but not done once more."""
         if self.sources is not None:
-            return run(*given)
+            return run()
         if key in parts:
             return self.copy(parts[key], given)
         begin, n_repeats = self.now, len(self.repeats)
-        results = run(*given)
+        results = run()
         made = [storage for storage in self.storages if storage.born > begin]
         here = [[self.find(tensor) for tensor in tensors] for tensors in (given, results)]
         repeats = self.repeats[n_repeats:]

@@ -182,7 +182,7 @@ class Planner:
             replaced(
                 head,
                 starts_of_chunks=few_chunks(log, MOST_RUNS if sources else 0),
-                loss_by_chunks=self.run_head(log, head.loss_by_chunks),
+                loss_by_chunks=self.head_of(log),
             ),
             replaced(F, dropout=fused_dropout if self.kernels else F.dropout),
             sources.listen() if sources else nullcontext(),
@@ -224,28 +224,26 @@ class Planner:
     def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
         """The same in all steps, whatever they recompute."""
 
-        def run(*_: Tensor) -> list[Tensor]:
+        def run() -> tuple[Tensor, ...]:
             # (A GPU takes all tensors at a time; torch would not for the CPU's.)
             self.clip(parameters, 1.0, foreach=not self.on_cpu)
             self.optimizer.step()
-            return []
+            return ()
 
-        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
         state = [tensor for its in self.optimizer.state.values() for tensor in its.values()]
-        log.once(self.parts, "update", run, *parameters, *gradients, *state)
+        given = [*parameters, *(cast(Tensor, parameter.grad) for parameter in parameters), *state]
+        log.once(self.parts, "update", run, given)
 
-    def run_head(self, log: Log, loss_by_chunks: Callable[..., Any]) -> Callable[..., Any]:
-        """memory/head.py's `loss_by_chunks`, the same in all steps of as many sequences."""
+    def head_of(self, log: Log) -> Callable[..., Sequence[Tensor]]:
+        """For memory/head.py: the same in all steps of as many sequences."""
+        loss_by_chunks = head.loss_by_chunks
 
-        def run(
-            x: Tensor, weight: Tensor, labels: Tensor, n: int, softmax: Any, gradients: Any
-        ) -> Sequence[Tensor]:
-            def of_these(x: Tensor, weight: Tensor, labels: Tensor, *gradients: Tensor) -> Any:
-                return loss_by_chunks(x, weight, labels, n, softmax, gradients)
+        def once(x: Tensor, weight: Tensor, labels: Tensor, n: int, *more: Any) -> Sequence[Tensor]:
+            run = partial(loss_by_chunks, x, weight, labels, n, *more)
+            _, gradients = more
+            return log.once(self.parts, (len(labels), n), run, [x, weight, labels, *gradients])
 
-            return log.once(self.parts, (labels.shape, n), of_these, x, weight, labels, *gradients)
-
-        return run
+        return once
 
     def name_what_is_there(self, log: Log) -> None:
         """Weights, gradients as far as there are any, and the optimizer's state."""
