@@ -48,8 +48,9 @@ def pick_recompute(
                 return step
     least = min(ways, key=lambda way: way.peak)
     smallest = planner.step(batch_size, recompute=least.config.recompute)
-    for way in [] if offload else nested_groups(planner.config.n_layers):
-        smallest = min(smallest, planner.step(batch_size, recompute=way), key=lambda its: its.peak)
+    for nested in [] if offload else nested_groups(planner.config.n_layers):
+        step = planner.step(batch_size, recompute=nested)
+        smallest = min(smallest, step, key=lambda its: its.peak)
         if smallest.peak <= budget:
             break
     return smallest

@@ -179,11 +179,7 @@ class Planner:
             self.fake,
             log,
             replaced(model, blocks=model.blocks[: config.n_layers]),
-            replaced(
-                head,
-                starts_of_chunks=few_chunks(log, MOST_RUNS if sources else 0),
-                loss_by_chunks=self.head_of(log),
-            ),
+            replaced(head, **self.less_of_head(log)),
             replaced(F, dropout=fused_dropout if self.kernels else F.dropout),
             sources.listen() if sources else nullcontext(),
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
@@ -234,8 +230,8 @@ class Planner:
         given = [*parameters, *(cast(Tensor, parameter.grad) for parameter in parameters), *state]
         log.once(self.parts, "update", run, given)
 
-    def head_of(self, log: Log) -> Callable[..., Sequence[Tensor]]:
-        """For memory/head.py: the same in all steps of as many sequences."""
+    def less_of_head(self, log: Log) -> dict[str, Callable]:
+        """For memory/head.py: a few of its chunks, once for all steps of as many sequences."""
         loss_by_chunks = head.loss_by_chunks
 
         def once(x: Tensor, weight: Tensor, labels: Tensor, n: int, *more: Any) -> Sequence[Tensor]:
@@ -243,7 +239,8 @@ class Planner:
             _, gradients = more
             return log.once(self.parts, (len(labels), n), run, [x, weight, labels, *gradients])
 
-        return once
+        few = few_chunks(log, MOST_RUNS if log.sources else 0)
+        return {"loss_by_chunks": once, "starts_of_chunks": few}
 
     def name_what_is_there(self, log: Log) -> None:
         """Weights, gradients as far as there are any, and the optimizer's state."""

@@ -80,8 +80,8 @@ def candidates(
         yield Knob(kept | {POLICY: write(full._replace(group=2))}, SLOWER)
     yield from (Knob(kept | batch, SAME) for batch in smaller)
     ways, smallest = [kept], smaller[-1] if smaller else {}
-    for way in [] if full.nested or full.offload else nested_groups(args.n_layers)[-1:]:
-        yield Knob(kept | smallest | {POLICY: way}, SLOWEST)
+    for nested in [] if full.nested or full.offload else nested_groups(args.n_layers)[-1:]:
+        yield Knob(kept | smallest | {POLICY: nested}, SLOWEST)
     if device_type == "cuda" and not full.offload:
         kept = kept | {POLICY: write(full._replace(offload=True))}
         ways.append(kept)
