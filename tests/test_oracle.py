@@ -2,7 +2,7 @@
 
 Everywhere else two paths of ours are compared, and both could be wrong. Here loss and the gradient
 of every parameter, what a step changes, and which tokens it sees are computed by harness/oracle.py,
-which shares no line with ours. (test_pretrained.py asks Hugging Face's GPT-2.)
+which shares no line with ours. (test_weights.py asks Hugging Face's GPT-2.)
 """
 
 import math

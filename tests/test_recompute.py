@@ -1,5 +1,5 @@
 """Recompute changes what is kept, and nothing else: not one bit of the result, whoever draws the
-masks, and compiled as well. (How policies are spelled: test_policy_string.py.)"""
+masks, and compiled as well. (How policies are spelled: test_flags.py.)"""
 
 import gc
 import math

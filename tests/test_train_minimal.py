@@ -1,23 +1,37 @@
 """The loop: what is asked for is what is done, printed and written.
 
-Precision follows the hardware; the lines and the log say the same, and who reads a log hears of the
-run; `auto` takes the least that fits its budget. How a run goes on: test_resume.py.
+Precision and rounding follow the hardware; the lines and the log say the same, and who reads a log
+hears of the run; time is booked where it belongs; the step that is measured takes what was
+predicted. How a run goes on: test_resume.py.
 """
 
+import gc
+import itertools
 import math
 import re
+import warnings
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from harness.runs import metrics, parse, snapshot, train_here
+from harness.faults import Injected
+from harness.runs import metrics, parse, ready, same, snapshot, train_here
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import train_minimal
 from memory.head import softmax_in_place
-from trainer.device import choose_precision, cpu_has_bfloat16
-from trainer.metrics import format_line
-from trainer.report import sample_text
+from trainer import profile, start
+from trainer.device import choose_precision, cpu_has_bfloat16, set_matmul_precision
+from trainer.measured import STEP
+from trainer.metrics import StepClock, format_line, memory_used
+from trainer.report import describe_run, sample_text
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
+CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps")
+predicted = pytest.mark.usefixtures("plans_memory")
 
 
 def test_clipping_sees_true_gradients(tmp_path):
@@ -110,16 +124,79 @@ def test_a_line_comes_at_least_every_half_minute(seconds, flags, logged, tmp_pat
     assert [record["step"] for record in metrics(tmp_path / "run.pt")] == logged
 
 
-# ---- What is planned
+# ---- What is planned, and measured
 
 
-def test_a_prediction_that_fails_does_not_cost_the_run(plans_memory, tmp_path, capsys, monkeypatch):
+@predicted
+def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeypatch):
     def fail(*args):
         raise NotImplementedError("no such device")
 
     monkeypatch.setattr("trainer.plan.describe_plan", fail)
     assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
     assert "could not be predicted (NotImplementedError)" in capsys.readouterr().out
+
+
+LARGER = ("--n-layers=3", "--d-model=32", "--num-steps=3", "--max-tokens=900")
+SIZE = r"([\d.]+ \w+)"
+MEASURED = rf"^measured peak {SIZE} of tensors; predicted {SIZE}(?:, without recompute {SIZE})?$"
+PLAN = rf"^memory .*?peak {SIZE}, .*?(?:recompute: peak {SIZE}|$)"
+
+
+def measured_in(out: str) -> list[tuple[str, ...]]:
+    return re.findall(MEASURED, out, re.M)
+
+
+@predicted
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        (FULL, "--grad-accum-steps=2"),
+        (FULL, "selective", "--optimizer=muon", "--profile=1"),
+        (FULL, "cheap", "--no-amp", "--loss-chunks=1"),
+    ],
+)
+def test_a_step_takes_what_was_predicted(flags, tmp_path, capsys):
+    assert train_here(tmp_path / "run.pt", *LARGER, "--seq-len=64", "--num-steps=6", *flags) == 0
+    out = capsys.readouterr().out
+    ((measured, expected, plain),) = measured_in(out)
+    assert measured == expected
+    planned = re.search(PLAN, out, re.M)
+    assert planned and planned[1] == expected and (planned[2] or "") == plain
+
+
+@predicted
+@pytest.mark.parametrize("flags", [("--dropout=0.1", FULL, "mlp"), (FULL, "full+offload")])
+def test_measuring_changes_no_bit(flags, tmp_path, monkeypatch, capsys):
+    ways = tmp_path / "measured.pt", tmp_path / "not.pt"
+    assert train_here(ways[0], *LARGER, *flags) == 0
+    monkeypatch.setattr(profile, "MeasuringClock", lambda *_: StepClock())
+    assert train_here(ways[1], *LARGER, *flags) == 0
+    assert len(measured_in(capsys.readouterr().out)) == 1
+    first, second = map(snapshot, ways)
+    assert same(first["model"], second["model"]) and same(first["optimizer"], second["optimizer"])
+
+
+@predicted
+def test_one_step_is_looked_at_and_it_ends_with_the_step_or_the_run(tmp_path, monkeypatch):
+    looking = []
+
+    def count(losses: torch.Tensor) -> torch.Tensor:
+        looking.append(_get_current_dispatch_mode() is not None)
+        if len(looking) == fails_in:
+            raise FloatingPointError
+        return losses
+
+    monkeypatch.setattr(train_minimal, "nan_if_infinite", count)
+    fails_in = 0
+    assert train_here(tmp_path / "run.pt", *LARGER, "--num-steps=5") == 0
+    assert looking == [step == STEP for step in range(1, 6)]
+    looking.clear()
+    fails_in = STEP
+    with pytest.raises(FloatingPointError):
+        train_here(tmp_path / "other.pt", *LARGER)
+    assert looking[-1] and _get_current_dispatch_mode() is None
 
 
 # ---- What is compiled
@@ -149,3 +226,137 @@ def test_the_sample_compiles_nothing(tmp_path, monkeypatch):
     assert train_here(tmp_path / "run.pt", *flags) == 0
     assert not any("_orig_mod" in name for name in snapshot(tmp_path / "run.pt")["model"])
     torch._dynamo.reset()
+
+
+# ---- What a device says
+
+
+def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
+    found = {"memory": 100, "active": 150, "reserved": 200}
+    names = zip(("allocated", "active", "reserved"), found.values(), strict=True)
+    stats = {f"{name}_bytes.all.peak": peak for name, peak in names}
+    stats["active_bytes.all.current"] = 7
+    for told, peaks in ((stats, found), ({}, dict.fromkeys(found, 0))):  # nothing ran there yet
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, told=told: told)
+        expected: dict[str, Any] = {f"peak_{name}_bytes": peak for name, peak in peaks.items()}
+        assert memory_used(CUDA) == expected | {"peak_memory_kind": "cuda"}
+
+
+# ---- Time
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time is what the test says it is: `now.s` seconds."""
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: now.s)
+    return now
+
+
+def test_a_clock_books_to_the_phase_that_began(now):
+    clock = StepClock()
+    assert clock.steps_per_second() == 0 and clock.overhead() == 1  # without a step
+    now.s = 100  # setting up does not count
+    for phase, seconds in [("data", 1), ("forward", 2), ("backward", 4), ("optimizer", 8)]:
+        clock.begin(phase)
+        now.s += seconds
+    clock.end_step()
+    now.s += 1
+    assert clock.end_interval() == 16 == 1 / clock.steps_per_second()
+    assert clock.overhead() == 1 - 14 / 16
+    now.s += 4  # of the same log
+    for _ in range(2):
+        clock.begin("data")
+        now.s += 2
+        clock.end_step()
+    assert clock.end_interval() == 4  # a step, of two
+
+
+def test_what_is_done_in_a_pause_does_not_count(now):
+    clock = StepClock()
+    with clock:
+        clock.begin("data")
+        now.s += 1
+        with clock.paused("save"):
+            now.s += 50
+        now.s += 1
+        clock.end_step()
+        now.s += 2
+    now.s += 7  # nor does what comes after training
+    assert clock.phase == "end" and clock.total["save"] == 50
+    assert clock.end_interval() == 4
+
+
+def test_python_looks_for_garbage_again_when_training_begins(tmp_path, monkeypatch):
+    def train_step(run):
+        raise Injected(gc.get_threshold())
+
+    monkeypatch.setattr(train_minimal, "train_step", train_step)
+    usual = gc.get_threshold()
+    monkeypatch.setattr(start, "BEFORE", (321, 7, 7))
+    try:
+        with pytest.raises(Injected, match="321, 7, 7"):
+            train_here(tmp_path / "run.pt")
+    finally:
+        gc.set_threshold(*usual)
+
+
+# ---- How matmuls round, and how fast they can be then
+
+
+def test_tf32_is_a_setting_of_a_gpu_that_the_trainer_asks_for(tmp_path, monkeypatch, capsys):
+    cublas, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    sums = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
+    asked: list[tuple] = []
+    try:
+        for name in sums:
+            setattr(cublas, name, True)
+        for tf32 in (False, True, False):  # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have set it
+            for device in (CPU, MPS):
+                there = torch.get_float32_matmul_precision(), cublas.allow_tf32
+                set_matmul_precision(device, tf32=True)
+                assert there == (torch.get_float32_matmul_precision(), cublas.allow_tf32)
+            set_matmul_precision(CUDA, tf32)
+            assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+            assert cublas.allow_tf32 == tf32 and not any(getattr(cublas, name) for name in sums)
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for name in sums:
+            setattr(cublas, name, True)
+    monkeypatch.setattr("trainer.setup.set_matmul_precision", lambda *how: asked.append(how))
+    assert train_here(tmp_path / "run.pt", "--no-amp", "--num-steps=1", "--tf32") == 0
+    assert asked == [(CPU, True)] and "TF32" not in capsys.readouterr().out
+
+
+def test_what_torch_says_of_the_setting_is_no_users_business(monkeypatch):
+    of_torch_2_9 = partial(warnings.warn, "Please use the new API settings to ...", stacklevel=1)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: of_torch_2_9())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_matmul_precision(CUDA, tf32=True)
+
+
+def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
+    """A GPU that is not found, to whoever asked for none in particular and has a PyTorch that is
+    for one; GPT-2's vocabulary on a CPU, to whoever did not name it."""
+    run = ready(tmp_path)
+    args = run.args
+    for args.device, cuda in itertools.product(("auto", "cpu"), ("13.0", None)):
+        monkeypatch.setattr("torch.version.cuda", cuda)
+        noted = "note     PyTorch, built for CUDA 13.0, finds no GPU" in describe_run(run, "", None)
+        assert noted == (args.device == "auto" and cuda is not None)
+    for size, args.tokenizer_name in ((50257, None), (50257, "gpt2"), (31, None)):
+        run.model.config = replace(run.model.config, vocab_size=size)
+        noted = "note     GPT-2's vocabulary makes" in describe_run(run, "", None)
+        assert noted == (size == 50257 and args.tokenizer_name is None)
+    run.process.device = CUDA
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    in_tf32 = {
+        (torch.float32, False): "",
+        (torch.float32, True): ", matmuls in TF32",
+        (torch.bfloat16, True): "",
+    }
+    for (run.precision, args.tf32), more in in_tf32.items():
+        words = f"{str(run.precision).removeprefix('torch.')}{more}"
+        assert f"device   1 x cuda (a card), {words}\n" in describe_run(run, "", None)
+    run.held_lock.close()
