@@ -107,20 +107,9 @@ def make_run(args: argparse.Namespace, job: Job, device: torch.device) -> Run:
         model.compile() if job.peer else model.compile_blocks()
     tokens: Any = RandomTokens(args.vocab_size, job.batch_size, args.seq_len, device)
     unused: Any = None  # by train_step
+    process, optimizer = OneProcess(device), make_optimizer(model, args, device, precision)
     return Run(
-        args=args,
-        process=OneProcess(device),
-        data=unused,
-        identity=unused,
-        model=model,
-        wrapped=model,
-        optimizer=make_optimizer(model, args, device, precision),
-        scaler=torch.amp.GradScaler(device.type, enabled=precision == torch.float16),
-        precision=precision,
-        train_batches=tokens,
-        val_batches=unused,
-        token_bytes=unused,
-        clock=StepClock(),
+        args, process, unused, unused, model, optimizer, precision, tokens, unused, StepClock()
     )
 
 

@@ -4,6 +4,7 @@ import argparse
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from typing import IO, Any
@@ -29,13 +30,10 @@ class Run:
     data: Dataset
     identity: State  # what a snapshot says about the run: config, flags, tokenizer, data
     model: MiniGPT
-    wrapped: nn.Module  # the model as the loop calls it: itself, or in DDP's wrapper
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
     precision: torch.dtype
     train_batches: TrainBatches
     val_batches: ValBatches
-    token_bytes: Tensor  # (V,) bytes that each token id stands for
     clock: StepClock
     held_lock: IO[str] | None = None  # keeps a second run off our files as long as this one lives
     # What takes the log's records: only process 0 has some.
@@ -52,6 +50,16 @@ class Run:
     rate_before: float | None = None  # the last learning rate, if another schedule goes on from it
     # The log record of the step that was resumed from, if it has not been logged yet.
     unreported: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.wrapped: nn.Module = self.model  # as the loop calls it: itself, or in DDP's wrapper
+        device, float16 = self.process.device.type, self.precision == torch.float16
+        self.scaler = torch.amp.GradScaler(device, enabled=float16)
+
+    @cached_property
+    def token_bytes(self) -> Tensor:
+        """(V,) bytes that each token id stands for."""
+        return torch.from_numpy(self.data.tokenizer.byte_lengths()).to(self.process.device)
 
     @property
     def micro_batches(self) -> int:

@@ -74,10 +74,10 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
     data, plan = agree(args, process, precision, origin)
-    train_batches = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
-    settle_length(args, process.replicas, train_batches.n_windows)
+    train = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
+    settle_length(args, process.replicas, train.n_windows)
     check_profile(args, resumed)
-    val_batches = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
+    val = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
     identity = identify(args, process, plan.config, data)
     if resumed is not None:
         resume.check_resumable(resumed.state, identity, resumed.path)
@@ -92,22 +92,9 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
         torch.manual_seed(args.seed)
         model.init_weights(process.part)
     optimizer = make_optimizer(model, args, device, precision)
-    run = Run(
-        args=args,
-        process=process,
-        data=data,
-        identity=identity,
-        model=model,
-        wrapped=model,
-        optimizer=optimizer,
-        scaler=torch.amp.GradScaler(device.type, enabled=precision == torch.float16),
-        precision=precision,
-        train_batches=train_batches,
-        val_batches=val_batches,
-        token_bytes=torch.from_numpy(data.tokenizer.byte_lengths()).to(device),
-        clock=make_clock(args, process, model, optimizer, plan.peaks),
-        held_lock=held_lock,
-    )
+    clock = make_clock(args, process, model, optimizer, plan.peaks)
+    run = Run(args, process, data, identity, model, optimizer, precision, train, val, clock)
+    run.held_lock = held_lock
     if resumed is not None:
         go_on_from(resumed, run)
     if process.rank == 0:  # it looks at files
