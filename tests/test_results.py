@@ -32,7 +32,7 @@ from studies import (
     memory_timeline,
     optimizers,
 )
-from studies.block_picture import BATCH_SIZE, SEQ_LEN
+from studies.block_picture import BATCH_SIZE, GPT2_SMALL, SEQ_LEN
 
 FOLDER = ROOT / make_results.FOLDER
 CHEAP = ("plain", "none", "full")  # rungs whose GPT-2 small is simulated here, with 2 sequences
@@ -149,9 +149,6 @@ def test_what_the_compiler_does_is_counted(tmp_path, monkeypatch, capsys):
     assert full["flops"] - none["flops"] == config.n_layers * block
     assert max(full["peak"], half["peak"]) < none["peak"]
     assert "| budget 0.5 |" in capsys.readouterr().out and none["same_bits"]
-
-
-GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 
 
 def figures_of(column: str) -> dict[str, float]:
