@@ -131,5 +131,3 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert found["rows"] == [*rows.values()] and shlex.split(found["command"])[3:] == words
     assert cards.format_fastest(found["rows"]) in out
     assert "| Voodoo2 | - |  |" in out and "| Voodoo2 | - | - | - | - |" in out
-    assert cards.main(["--cards", "M1"]) == 2
-    assert "--cards: M1 is no NVIDIA card" in capsys.readouterr().err

@@ -574,14 +574,6 @@ def test_words_can_be_read(chromium, made, scheme):
 # ---- What is written into it
 
 
-def test_bad_input(tmp_path, capsys):
-    for words in (["--out", str(tmp_path)], ["--card", "H1000"]):
-        assert memory_page.main(words) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and words[0] in error, error
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_along_flops(made):
     """A block's forward is as wide as its products: 2 FLOPs a weight and token, and attention."""
     record = made.records["none"]

@@ -24,10 +24,11 @@ from scripts import (
     generate,
     kept_tensors,
     lesson,
+    memory_page,
     plan_memory,
     plot_metrics,
 )
-from studies import fine_tuning, ladder, optimizers
+from studies import cards, fine_tuning, ladder, memory_timeline, optimizers
 
 Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
 Programs = dict[str, tuple[Callable[[list[str]], int], list[str]]]
@@ -45,6 +46,9 @@ PROGRAMS: Programs = {
     "evaluate": (evaluate.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "plot": (plot_metrics.main, []),
     "plan_memory": (plan_memory.main, []),
+    "memory_page": (memory_page.main, []),
+    "memory_timeline": (memory_timeline.main, []),
+    "cards": (cards.main, []),
     "benchmark": (benchmark.main, ["--device=cpu"]),
     "kept_tensors": (kept_tensors.main, []),
     "lesson": (lesson.main, []),
@@ -143,6 +147,10 @@ REFUSED_BY = {
         "--use-activation-checkpoint": "--policies names what is measured",
         "--tokenizer-name=none.tiktoken": "--tokenizer-name none.tiktoken: no such file",
     },
+    "memory_page": {"--out=.": "--out: . is a folder", "--card=H1000": "--card: .*'H1000'"},
+    "memory_timeline": {f"--out={__file__}": "--out: .* is a file"},
+    "plot": {"x --format=svg --output=y.png": "--format svg and --output y.png contradict"},
+    "cards": {"--cards=M1": "--cards: M1 is no NVIDIA card"},
     "lesson": {
         "11": "N: must be a whole number of at least 1 and at most 10, not '11'",
         "4 many": r"the answer must be a number \(BTC\), not 'many'",
