@@ -14,15 +14,3 @@ from .batches import TokenFile, TrainBatches, ValBatches
 from .corpus import find_dataset
 from .store import Dataset, FoundData
 from .tokenizer import DataError, DiskFull, Tokenizer
-
-__all__ = [
-    "DataError",
-    "Dataset",
-    "DiskFull",
-    "FoundData",
-    "TokenFile",
-    "Tokenizer",
-    "TrainBatches",
-    "ValBatches",
-    "find_dataset",
-]

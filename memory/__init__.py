@@ -11,15 +11,3 @@ from .head import TiedEmbedding
 from .offload import HostMemory
 from .past import Past
 from .policies import POLICIES, RECOMPUTE_POLICIES, Recompute, expand, schedule, write
-
-__all__ = [
-    "POLICIES",
-    "RECOMPUTE_POLICIES",
-    "HostMemory",
-    "Past",
-    "Recompute",
-    "TiedEmbedding",
-    "expand",
-    "schedule",
-    "write",
-]

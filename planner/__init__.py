@@ -19,5 +19,3 @@ from .clock import Card, this_machine
 from .log import kept_for_backward
 from .step import Planner
 from .timeline import KINDS, StepMemory
-
-__all__ = ["CARDS", "KINDS", "Card", "Planner", "StepMemory", "kept_for_backward", "this_machine"]
