@@ -86,40 +86,50 @@ def test_autocast_of_forward_holds_in_the_replay(backward_inside):
     assert dtypes == [torch.float32 if backward_inside else torch.bfloat16] * 2
 
 
-def test_several_arguments_and_results_in_any_order(replays):
-    """Each result has its own backward: the last ticket is not always the first one back."""
+def several_results_in_any_order(wrap):
+    """Each has its own backward: the last ticket is not always the first one back."""
 
     def two(a, b, scale, unused):
         return scale * (a * b).exp(), nn.functional.dropout(a.tanh() * b, 0.5)
 
-    gradients = []
-    for wrap in (checkpoint, plain):
-        torch.manual_seed(0)
-        a, b = (torch.randn(5, requires_grad=True) for _ in range(2))
-        first, second = wrap(two, a, b, 2.0, None)
-        gradients += [
-            torch.autograd.grad(first.sum(), (a, b), retain_graph=True),
-            torch.autograd.grad(second.sum(), (b, a), retain_graph=True),
-            torch.autograd.grad(first.sum(), b),
-        ]
-    for ours, wanted in zip(gradients[:3], gradients[3:], strict=True):
-        assert all(map(torch.equal, ours, wanted))
-    assert 1 <= len(replays) <= 3
+    torch.manual_seed(0)
+    a, b = (torch.randn(5, requires_grad=True) for _ in range(2))
+    first, second = wrap(two, a, b, 2.0, None)
+    return [
+        *torch.autograd.grad(first.sum(), (a, b), retain_graph=True),
+        *torch.autograd.grad(second.sum(), (b, a), retain_graph=True),
+        *torch.autograd.grad(first.sum(), b),
+    ]
 
 
-def test_a_checkpoint_inside_a_checkpoint():
+def one_inside_of_another(wrap):
     def whole(block, x):
         x, update = block(x)
         return block.add(x, update)
 
-    gradients = []
-    for wrap in (checkpoint, plain):
-        block, other = small_block(), small_block()
-        x = torch.randn(2, 4, 16, requires_grad=True)
-        y = wrap(lambda x: whole(other, wrap(whole, block, x)), x)  # noqa: B023
-        y.square().sum().backward()
-        gradients.append([x.grad, *(p.grad for p in [*block.parameters(), *other.parameters()])])
-    assert all(map(torch.equal, *gradients))
+    block, other = small_block(), small_block()
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    wrap(lambda x: whole(other, wrap(whole, block, x)), x).square().sum().backward()
+    return [x.grad, *(p.grad for p in [*block.parameters(), *other.parameters()])]
+
+
+def dropout_and_autocast_on_a_gpu(wrap):
+    layers, x = dropout_then_linear("cuda"), torch.randn(64, 8, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        y = wrap(layers, x)
+    y.float().sum().backward()
+    return [p.grad for p in layers.parameters()]
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+OTHERS = several_results_in_any_order, one_inside_of_another
+OTHERS += (pytest.param(dropout_and_autocast_on_a_gpu, marks=GPU),)
+
+
+@pytest.mark.parametrize("gradients", OTHERS)
+def test_gradients_are_those_of_a_plain_call(gradients, replays):
+    assert all(map(torch.equal, gradients(checkpoint), gradients(plain)))
+    assert 1 <= len(replays) <= 3
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
@@ -179,18 +189,6 @@ def test_a_function_that_changes_its_way_is_found_out():
     y = checkpoint(lambda x: next(ways)(x), torch.randn(3, requires_grad=True))
     with pytest.raises(RuntimeError, match="fewer tensors"):
         y.sum().backward()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_dropout_and_autocast_are_the_same_in_the_replay():
-    gradients = []
-    for wrap in (checkpoint, plain):
-        layers, x = dropout_then_linear("cuda"), torch.randn(64, 8, device="cuda")
-        with torch.autocast("cuda", torch.bfloat16):
-            y = wrap(layers, x)
-        y.float().sum().backward()
-        gradients.append([p.grad for p in layers.parameters()])
-    assert all(map(torch.equal, *gradients))
 
 
 def test_main_tells_the_story_and_prints_the_table(capsys):

@@ -116,10 +116,8 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
     advice, command = of_the_calculator(model, budget, request)
     assert advice == (answer if answer in ("none", None) else "auto")
     if answer:
-        run = parse(command.partition("train_minimal.py ")[2])
+        run = parse(command.partition("train_minimal.py ")[2])  # (more of it: test_calculator.py)
         assert run.use_activation_checkpoint == advice
-        for flag in ("n_layers", "d_model", "batch_size", "seq_len", "vocab_size", "dropout"):
-            assert getattr(run, flag) == getattr(args, flag)
 
     if answer != "none":
         _, knob = replace(of_card(model, args), room=Room(budget, "cuda")).way_out()
