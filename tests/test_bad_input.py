@@ -47,9 +47,7 @@ TABLES = {
 CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in table.items()}
 ROWS = {
     "snapshot: code": row("a snapshot that"),
-    **dict.fromkeys(
-        (f"resumed with another: {name}" for name in RESUMED), row("resume with other")
-    ),
+    **dict.fromkeys((f"resumed with another: {n}" for n in RESUMED), row("resume with other")),
 }
 
 

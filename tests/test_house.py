@@ -150,9 +150,7 @@ def test_functions_fit_on_a_screen():
 
 def test_the_models_forward():
     """One loop, and no plumbing. (The activation checkpoint in it is the README's excerpt.)"""
-    source = dedent(inspect.getsource(MiniGPT.forward))
-    assert len(source.splitlines()) <= 30
-    (loop,) = (
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.While)
-    )
+    code = dedent(inspect.getsource(MiniGPT.forward))
+    assert len(code.splitlines()) <= 30
+    (loop,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.For | ast.While))
     assert not re.search("group|offload|slice|chunk|compile", ast.unparse(loop))

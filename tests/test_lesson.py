@@ -90,9 +90,7 @@ def test_the_measurement_shows_the_answer(known, measured):
     assert not re.search(r"preserve_rng_state=False.* 0 of 28", seen[6])
     peaks = [float(peak) for peak in re.findall(r"([\d.]+) GiB", seen[8])]
     assert len(peaks) == 6 and peaks == sorted(peaks)
-    before, now = (
-        float(mib.replace(",", "")) for mib in re.findall(r"^([\d,]+) MiB", seen[9], re.M)
-    )
+    before, now = (float(n.replace(",", "")) for n in re.findall(r"^([\d,]+) MiB", seen[9], re.M))
     assert abs(now - before - known[9]) <= 1
     assert re.search(r"^attn .*no$", seen[10], re.M) and re.search(r"^mlp .*fits$", seen[10], re.M)
 

@@ -159,9 +159,7 @@ def test_what_is_restored_is_a_copy():
 
 
 @pytest.mark.parametrize(("name", "other"), [("adamw", "muon"), ("muon", "adamw")])
-def test_at_resume_the_moments_dtype_may_change_and_the_optimizer_may_not(
-    name, other, tmp_path, capsys
-):
+def test_at_resume_the_moments_dtype_may_change_the_optimizer_not(name, other, tmp_path, capsys):
     """Moments are cast, and there and back they are what they were; a snapshot of them is plain."""
     run = tmp_path / "run.pt"
     assert train_here(run, f"--optimizer={name}", "--num-steps=2", "--lr-scheduler=constant") == 0

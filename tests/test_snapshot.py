@@ -235,9 +235,7 @@ def test_a_log_whose_first_line_was_cut_short(tmp_path, line):
         (".prev.pt", ".pt", True),  # between the two renames of a save
     ],
 )
-def test_what_a_kill_has_left_is_kept_and_the_command_goes_on(
-    tmp_path, capsys, left, becomes, goes_on
-):
+def test_what_a_kill_has_left_is_kept_and_gone_on_with(tmp_path, capsys, left, becomes, goes_on):
     """No command is promised that could not."""
     path, file = tmp_path / "run.pt", beside(tmp_path / "run.pt", left)
     assert train_here(path, "--num-steps=2", "--save-interval=1") == 0

@@ -454,9 +454,7 @@ def test_every_token_once_with_as_much_context_as_fits(model, n, seq_len, stride
         nats += F.cross_entropy(logits[:, -1], tokens[:, t]).item()
     args, seen = SimpleNamespace(seq_len=seq_len, stride=stride, batch_size=batch_size), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(model), "__call__", lambda *a: seen.append(a[1]) or model.forward(*a[1:])
-        )
+        patch.setattr(MiniGPT, "__call__", lambda *a: seen.append(a[1]) or model.forward(*a[1:]))
         assert evaluate.sum_loss(model, ids, args) == pytest.approx(nats, rel=1e-5)
     windows = 1 + max(0, math.ceil((n - 1 - seq_len) / stride))
     assert sum(map(len, seen)) == windows and max(map(len, seen)) == min(batch_size, windows)
@@ -474,9 +472,7 @@ def test_whatever_the_files_are(measured, tmp_path):
     with open(tmp_path / "PART.NPY", "wb") as file:
         np.save(file, np.array(ids[5:], np.uint32))
     (tmp_path / "start.txt").write_text("für", encoding="utf-8")  # 256 and 4 bytes
-    folder, whole, *parts = (
-        str(tmp_path / name) for name in "a all.bin start.txt PART.NPY".split()
-    )
+    folder, whole, *parts = (str(tmp_path / it) for it in "a all.bin start.txt PART.NPY".split())
     all_found = [evaluated(measured, "--val-data", *some) for some in ([folder], [whole], parts)]
     assert len({found["loss"] for found in all_found}) == 1
     for found in all_found:

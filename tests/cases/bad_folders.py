@@ -82,9 +82,7 @@ FOLDERS = {
     "heads": config(r"config.json: .*divisible", n_head=3),
     "a size that is a word": config("config.json: n_layer is 'two'", n_layer="two"),
     "a huge size": config("config.json: n_positions is 1", n_positions=10**30),
-    "an impossible width": config(
-        "no model can have such sizes", n_embd=2**31 - 2, n_head=1, n_inner=2**31 - 2
-    ),
+    "impossible": config("no model can have such", n_embd=2**31 - 2, n_head=1, n_inner=2**31 - 2),
     "other sizes than the weights": config(r"\(257, 16\) as .*\(257, 768\)", n_embd="gone"),
     "more layers than there are": config("nothing as blocks.2.*: is it damaged", n_layer=3),
     "fewer layers than there are": config("as blocks.1.*, .* says nothing", n_layer=1),
@@ -131,13 +129,9 @@ FOLDERS = {
     "a vocabulary": contradiction("--vocab-size=512", "--vocab-size 512: .* has 257"),
     "a sequence": contradiction("--seq-len=33", "--seq-len 33: .*32 positions"),
     "toy data": contradiction("--use-toy-data", "gpt2 knows text and no toy data"),
-    "export onto files": export(
-        "--out=full/none/..", "is there and not empty; name another folder"
-    ),
+    "export onto files": export("--out=full/none/..", "is there and not empty; name another"),
     "export onto a file": export("--out=full/config.json", "is a file, no folder"),
-    "export a folder": export(
-        "--checkpoint-path=a-folder --out=new", "a-folder is a folder, no snapshot"
-    ),
+    "export a folder": export("--checkpoint-path=a-folder --out=new", "is a folder, no snapshot"),
     "export nothing": export("--out=new", "no snapshot and no folder run.pt"),
     "to resume": contradiction("--resume", "starts a run and --resume goes on .*leave one out"),
 }

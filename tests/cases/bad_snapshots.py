@@ -98,9 +98,7 @@ RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume s
     "dtype": (altered("model", to=each(torch.Tensor.half)), STRANGE),
 }
 SNAPSHOTS = {
-    "none to resume": Case(
-        "toy", "--resume", ("--resume: there is no snapshot run.pt; start without --resume",)
-    ),
+    "none to resume": Case("toy", "--resume", ("no snapshot run.pt; start without --resume",)),
     "another trainer's": Case(
         "toy",
         "--resume --checkpoint-path=minigpt_fsdp.pt",

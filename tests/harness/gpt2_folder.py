@@ -37,9 +37,7 @@ def safetensors(tensors: Tensors, pad: int = 0) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[end:]
 
 
-def write_folder(
-    folder: Path, tensors: Tensors | None = None, files: dict[str, Any] | None = None
-) -> Path:
+def write_folder(folder: Path, tensors: Tensors | None = None, files: dict | None = None) -> Path:
     """`files`: what some of its files hold instead, as bytes or as JSON; None: not there."""
     weights = safetensors(gpt2_tensors() if tensors is None else tensors)
     whole = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "model.safetensors": weights}

@@ -37,9 +37,7 @@ def gpt_logits(
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     x = drop(w["token_embedding.weight"][ids] + w["position_embedding.weight"][:T])
     for i in range(n_layers):
-        b = {
-            name.removeprefix(f"blocks.{i}."): p for name, p in w.items() if f"blocks.{i}." in name
-        }
+        b = {key.removeprefix(f"blocks.{i}."): p for key, p in w.items() if f"blocks.{i}." in key}
         normed = layer_norm(x, b["ln_1.weight"], b["ln_1.bias"])
         qkv = normed @ b["attn.c_attn.weight"].T + b["attn.c_attn.bias"]
         heads = []
