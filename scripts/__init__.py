@@ -21,6 +21,7 @@ stands what a user may do to all of them at any time: stop them, and look at the
 
 import atexit
 import errno
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -64,7 +65,9 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
 
 def flush() -> None:
-    """At the end: Python itself would complain about a reader who is gone."""
+    """At the end: Python itself would complain about a reader who is gone; and look for garbage once
+    more, in all that torch is made of, for half a second. The system takes it back sooner."""
+    gc.freeze()
     try:
         sys.stdout.flush()
     except BrokenPipeError:
