@@ -15,7 +15,7 @@ from memory.offload import bytes_of_blocks
 from model import MiniGPTConfig
 
 from .clock import Card, seconds
-from .log import Log, Place, Repeat, Storage
+from .log import Log, Op, Place, Repeat, Storage
 from .work import Work, fuse, summarize_work, what_moves
 
 KINDS = (
@@ -42,8 +42,8 @@ class StepMemory:
     kept: int  # for backward when forward is over, by blocks and head
     kept_per_block: float  # on average
     moved: list[int]  # bytes of each tensor that offload sends away
-    work: Work  # what the operators do
-    compiled_work: Work  # the same with neighbours fused, as --compile does
+    ops: list[Op]  # those that move bytes
+    repeats: list[Repeat]  # and which of them run more than once
 
     def seconds(self, card: Card, compiled: bool = False) -> float:
         """How long the step, of one micro-batch, takes on a card: an estimate (planner/clock.py).
@@ -51,6 +51,16 @@ class StepMemory:
         `compiled`: with neighbours fused, as --compile does.
         """
         return seconds(self.compiled_work if compiled else self.work, card)
+
+    @cached_property
+    def work(self) -> Work:
+        """What the operators do."""
+        return summarize_work(self.ops, self.repeats)
+
+    @cached_property
+    def compiled_work(self) -> Work:
+        """The same with neighbours fused, as --compile does."""
+        return summarize_work(fuse(self.ops), self.repeats)
 
     @cached_property
     def total(self) -> np.ndarray:
@@ -127,7 +137,6 @@ def summarize(
             kept_beside += storage.bytes
     few_chunks = [(begin, end, min(n, most_runs)) for begin, end, n in log.repeats]
     order = order_of(log.now + 1, blocks + few_chunks)
-    ops, repeats = what_moves(log.ops), blocks + log.repeats
     return StepMemory(
         config=config,
         batch_size=batch_size,
@@ -137,8 +146,8 @@ def summarize(
         kept=kept_beside + kept_by_blocks,
         kept_per_block=kept_by_blocks / config.n_layers,
         moved=[size for size, block in log.moved for _ in range(times[block])],
-        work=summarize_work(ops, repeats),
-        compiled_work=summarize_work(fuse(ops), repeats),
+        ops=what_moves(log.ops),
+        repeats=blocks + log.repeats,
     )
 
 
