@@ -228,11 +228,10 @@ class Log(TorchDispatchMode):
             touches = tuple(touch._replace(storage=here[touch.storage]) for touch in op.touches)
             self.ops.append(op._replace(at=op.at + later, place=self.places[-1], touches=touches))
         self.repeats += [(begin + later, end + later, n) for begin, end, n in part.repeats]
-        results = []
-        for storage in part.results:
-            with _pop_mode_temporarily():  # (its operator has been noted)
-                results.append(torch.empty(storage.shape, dtype=storage.dtype))
-            self.watch(results[-1], here[storage])
+        with _pop_mode_temporarily():  # (their operators have been noted)
+            results = [torch.empty(its.shape, dtype=its.dtype) for its in part.results]
+        for storage, tensor in zip(part.results, results, strict=True):
+            self.watch(tensor, here[storage])
         return results
 
     # ---- storages

@@ -65,8 +65,8 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
 
 def flush() -> None:
-    """At the end: Python itself would complain about a reader who is gone; and look for garbage once
-    more, in all that torch is made of, for half a second. The system takes it back sooner."""
+    """At the end: Python itself would complain about a reader who is gone; and look for garbage in
+    all that torch is made of, for half a second. The system takes it back sooner."""
     gc.freeze()
     try:
         sys.stdout.flush()

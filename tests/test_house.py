@@ -23,7 +23,7 @@ FLOOR["data"] = FLOOR["planner"]
 ROOMS = {
     "the root": 882,
     "memory": 1_062,
-    "planner": 2_402,
+    "planner": 2_408,
     "trainer": 4_690,
     "data": 1_502,
     "scripts": 3_800,
