@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from memory.sequence import Moved, SharedSequence
 from model import MiniGPT
 from train_fsdp import FSDPProcess
-from trainer.flags import UsageError
+from trainer.flags import check_shared
 from trainer.torchrun import main_and_exit
 
 
@@ -45,17 +45,9 @@ class SPProcess(FSDPProcess):
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
         self.sharing = self.world_size
-        if args.compile and self.world_size > 1:
-            raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
 
     def start(self) -> None:
-        n, args = self.world_size, self.args
-        for name, there in (("--n-heads", args.n_heads), ("--seq-len", args.seq_len)):
-            if there < n:
-                raise UsageError(
-                    f"{name} {there}: each of the {n} processes of train_sp.py needs one at least: "
-                    f"torchrun --nproc-per-node={there}, or train_fsdp.py"
-                )
+        check_shared(self.args, self.world_size)  # each needs some tokens, and a head
         super().start()
 
     def place(self, model: MiniGPT) -> None:

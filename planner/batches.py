@@ -19,8 +19,11 @@ MOST = 10**6  # sequences
 
 
 class Batches:
-    def __init__(self, one: StepMemory, two: StepMemory, precision: torch.dtype, on_cpu: bool):
-        self.one, self.precision, self.on_cpu = one, precision, on_cpu
+    def __init__(
+        self, one: StepMemory, two: StepMemory, tokens: int, precision: torch.dtype, on_cpu: bool
+    ):
+        """`tokens`: of a sequence, that a process has."""
+        self.one, self.tokens, self.precision, self.on_cpu = one, tokens, precision, on_cpu
         self.start, self.sent = self.by_operator(one), np.array(one.moved)
         more = two.batch_size - one.batch_size
         self.growth = (self.by_operator(two) - self.start) / more
@@ -33,7 +36,7 @@ class Batches:
         return np.append(np.delete(total, inside), beside)
 
     def of_the_head(self, sequences: int) -> int:
-        return head_bytes(self.one.config, sequences * self.one.seq_len, self.precision)
+        return head_bytes(self.one.config, sequences * self.tokens, self.precision)
 
     def host(self, sequences: int) -> int:
         """Bytes of CPU memory that offload asks for."""

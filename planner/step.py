@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memory import HostMemory, head, offload, write
 from memory.offload import SMALL, bytes_of_blocks
+from memory.sequence import SharedSequence
 from model import MiniGPT, MiniGPTConfig
 
 from .batches import Batches, outside_of_head
@@ -50,6 +51,8 @@ class Planner:
         compress: they are averaged in bfloat16, in copies (the first step's are one bucket).
         shards: processes that hold the model between them (train_fsdp.py): planned is what one of
             them takes. Not with `ddp`.
+        sharing: processes that share each sequence (train_sp.py): planned is the first, as none has
+            more of its tokens and heads.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Planner:
         ddp: bool = False,
         compress: bool = False,
         shards: int = 1,
+        sharing: int = 1,
     ):
         self.config, self.seq_len, self.precision = config, seq_len, precision
         self.on_cpu, self.accumulate, self.ddp = device_type == "cpu", accumulate, ddp
@@ -72,6 +76,8 @@ class Planner:
         self.kernels = device_type == "cuda"  # there they need memory of their own, too
         self.fused = device_type != "mps"  # attention, which else keeps its scores, (B, H, T, T)
         self.compress, self.shards = compress, shards
+        self.sequence = SharedSequence(0, sharing, config.n_heads, nothing_sent)
+        self.tokens = self.sequence.cut(seq_len).stop  # of a sequence
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.parts: dict[Any, Part] = {}  # of a step, which are the same in others
@@ -82,6 +88,8 @@ class Planner:
             if self.kernels:  # CUDA fuses attention with dropout, a CPU does not
                 for block in self.model.blocks:
                     block.attn.dropout = 0.0  # type: ignore[union-attr]  # no mask is stored
+            if sharing > 1:
+                self.sequence.surround(self.model)
             # What a process holds, and updates.
             self.own = self.model if shards == 1 else shard_of(config, shards)
             whole = [*self.model.named_parameters(), *self.own.named_parameters()]
@@ -112,7 +120,7 @@ class Planner:
         if replace(self.config, **memory).expanded.offload:
             # Of fewer sequences the residual stream is too small to be moved: what they take, and
             # what more of them take, are two things.
-            moves = math.ceil(SMALL / (4 * self.seq_len * self.config.d_model))
+            moves = math.ceil(SMALL / (4 * self.tokens * self.config.d_model))
         one = self.step(max(batch_size, moves), **memory)
         # (The step of one sequence is asked for elsewhere, too.)
         two = self.step(1 if one.batch_size > 1 and not moves else one.batch_size + 1, **memory)
@@ -126,7 +134,7 @@ class Planner:
             step = self.step(sequences, **memory)
             return step.peak <= budget and (host is None or step.host <= host)
 
-        most = Batches(one, two, self.precision, self.on_cpu).largest(budget, host)
+        most = Batches(one, two, self.tokens, self.precision, self.on_cpu).largest(budget, host)
         while host is not None and most and (asked := self.step(most, **memory).host) > host:
             most = most * host // asked  # what is too small to be moved in the two may travel here
         if most < moves:
@@ -170,7 +178,7 @@ class Planner:
             for parameter in made_before:
                 parameter.grad = torch.empty_like(parameter)
             batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
-            ids, labels = batch
+            ids, labels = batch[:, :, : self.tokens]
         log = Log(sources, inside=inside if self.kernels else None)
         model.config, model.host_memory = config, WholeBlocks(log)
         if not self.on_cpu:
@@ -258,6 +266,11 @@ class Planner:
     def waiting(self) -> set[nn.Parameter]:
         """Weights whose gradients are there from the step's begin to its end."""
         return set(self.model.parameters()) if self.accumulate or self.ddp else set()
+
+
+def nothing_sent(sent: Tensor, send: list[int], take: list[int]) -> Tensor:
+    """What would come from other processes, for memory/sequence.py."""
+    return sent.new_empty(sum(take))
 
 
 class WholeBlocks(HostMemory):

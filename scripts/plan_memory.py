@@ -72,6 +72,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--fsdp", action="store_true",
         help="with --nproc-per-node: for train_fsdp.py, whose processes hold one model between "
         "them; predicted is what one of them takes")  # fmt: skip
+    add("--sp", action="store_true",
+        help="with --nproc-per-node: for train_sp.py, whose processes share each sequence, and the "
+        "model as well; predicted is what the first of them takes")  # fmt: skip
     add("--longest-sequence", action="store_true",
         help="for each policy, the longest sequence that fits at this batch, in multiples of "
         f"{STEP} tokens; positions grow with it, unless --max-position-embeddings is typed; "
@@ -92,8 +95,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.implied = dict.fromkeys(args.typed - typed)  # what the weights say, nobody needs to type
     args.typed_policy = plan_peak.typed_policy(args) if wants_record(args) else None
     args.use_activation_checkpoint = "none"  # the rows are changes of a run without recompute
-    flags.fill_in(args, args.nproc_per_node or 1, is_run=False)
-    args.typed -= ANSWERED | ({"compress_gradients"} if args.fsdp else set())
+    flags.fill_in(args, 1 if args.sp else args.nproc_per_node or 1, is_run=False)
+    if args.sp:
+        flags.check_shared(args, args.nproc_per_node)
+    args.typed -= ANSWERED | ({"compress_gradients"} if args.fsdp or args.sp else set())
     return args
 
 
@@ -107,25 +112,28 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--json and --memory-viz: both are to be written to {args.json}")
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
-    if not args.fsdp:
+    if args.fsdp and args.sp:
+        raise UsageError("--fsdp and --sp: leave --fsdp out; train_sp.py deals the model out, too")
+    if not (args.fsdp or args.sp):
         return
+    sharded = "--sp" if args.sp else "--fsdp"
     if args.nproc_per_node is None:
-        raise UsageError("--fsdp: over how many processes? --nproc-per-node tells")
+        raise UsageError(f"{sharded}: over how many processes? --nproc-per-node tells")
     policy = flags.recompute_of(args)
     if policy.group > 1 and not policy.nested:
         raise UsageError(
-            f"--use-activation-checkpoint {args.use_activation_checkpoint}: with --fsdp weights "
+            f"--use-activation-checkpoint {args.use_activation_checkpoint}: with {sharded} weights "
             "are gathered block by block; add +nested, or leave it out"
         )
     if args.compress_gradients:
-        raise UsageError("--compress-gradients is for train_ddp.py: leave it or --fsdp out")
+        raise UsageError(f"--compress-gradients is for train_ddp.py: leave it or {sharded} out")
 
 
 def aim(argv: list[str]) -> tuple[Question, float]:
     """What is asked; and in how many seconds the machine was measured, if it was. Raises UsageError
     or DataError."""
     args, start = parse(argv), time.perf_counter()
-    asked = ask(args, args.nproc_per_node, args.fsdp)
+    asked = ask(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
     if args.longest_sequence and asked.room.budget is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
     return asked, time.perf_counter() - start
@@ -162,7 +170,8 @@ def describe_target(asked: Question, seconds: float) -> str:
 
 def parallel_words(asked: Question) -> str:
     if asked.shards > 1:
-        return f", fully_shard: {asked.shards} processes hold the model between them"
+        held = f", fully_shard: {asked.shards} processes hold the model between them"
+        return held + ", and share each sequence" * (asked.sharing > 1)
     return ", DistributedDataParallel" if asked.ddp else ""
 
 
@@ -200,7 +209,8 @@ def command_line(args: argparse.Namespace, trainer: str = "", **found: Any) -> s
     """The trainer's command: what was asked, with what was found."""
     start = ["python", "train_minimal.py"]
     if args.nproc_per_node:
-        trainer = trainer or ("train_fsdp.py" if args.fsdp else "train_ddp.py")
+        ours = "train_sp.py" if args.sp else "train_fsdp.py" if args.fsdp else "train_ddp.py"
+        trainer = trainer or ours
         start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer]
     found = {name: None if value is False else value for name, value in found.items()}
     return shlex.join([*start, *as_argv(args, **args.implied | found)])

@@ -180,7 +180,7 @@ def describe_host(table: list[Row]) -> str:
 def whole_run(asked: Question, row: Row | None) -> tuple[dict[str, Any], list[str]]:
     """What was asked, with the step that is recommended: for the JSON file, and in words. If nobody
     said how long, it is a billion tokens, by which runs are compared."""
-    args, of_step, lines = asked.args, tokens_per_step(asked.args, asked.processes), []
+    args, of_step, lines = asked.args, tokens_per_step(asked.args, asked.replicas), []
     if "num_steps" in args.typed:
         steps = args.num_steps
         tokens, words = steps * of_step, f"{steps:,} steps"

@@ -1,14 +1,19 @@
 """A sequence that processes share (memory/sequence.py, train_sp.py): what one process computes, in
 each a share of the bytes."""
 
+import json
 import math
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.planned import planner
 from harness.runs import FAULTS, metrics, start_together, torchrun, train_here
+from harness.sharded import LONG_CASES
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
@@ -88,6 +93,33 @@ def test_processes_compute_what_one_does(n, which):
     """35 tokens, 5 heads; each policy to the bit what none does. See `together` in sharded.py."""
     result = start_together(["tests/harness/sharded.py", "together", which], n).end(timeout=400)
     assert result.stdout.count("as one") == n, result.stdout + result.stderr
+
+
+def taken(processes: int, names: Iterable[str], folder: Path) -> dict[str, int]:
+    """Bytes of the first of them, at the peak of a step of LONG_CASES."""
+    path = folder / f"{processes}.json"
+    words = ["tests/harness/sharded.py", "memory_together", str(path), *names]
+    result = start_together(words, processes).end(timeout=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {name: bytes["peak"] for name, bytes in json.loads(path.read_text()).items()}
+
+
+@pytest.mark.parametrize(
+    ("n", "names"), [(2, ["sdpa"]), *(pytest.param(n, LONG_CASES, marks=slow) for n in (2, 4))]
+)
+def test_memory_is_planned(n, names, tmp_path):
+    for name, peak in taken(n, names, tmp_path).items():
+        case = LONG_CASES[name]
+        how = {"seq_len": case.seq_len, "shards": n, "sharing": n}
+        step = planner(case.config, "bf16", **how).step(case.batch_size)
+        assert 0.98 < step.peak / peak < 1.02, name
+
+
+@slow
+def test_memory_is_shared(tmp_path):
+    """Of four processes: how it grows with the sequence, beside that of one."""
+    of_one, of_four = (taken(n, ["once", "twice"], tmp_path) for n in (1, 4))
+    assert of_four["twice"] - of_four["once"] < 0.275 * (of_one["twice"] - of_one["once"])
 
 
 # 15 tokens over two processes; and what is logged, in all of its columns.

@@ -43,7 +43,9 @@ def test_predicted_peak_is_that_of_real_processes(names, tmp_path):
             "fp32" if case.dtype == torch.float32 else "bf16",
             shards=2,
             accumulate=case.micro_batches > 1,
-            make_optimizer=partial(make_optimizer, args=case.flags, device=CPU),
+            make_optimizer=partial(
+                make_optimizer, args=case.flags, device=CPU, precision=torch.float32
+            ),
         ).step(case.batch_size)
         kinds = dict(zip(KINDS, step.timeline[0], strict=True))
         assert kinds["parameters"] + kinds["optimizer"] == taken["state"], name
@@ -154,6 +156,21 @@ def test_plan_memory_plans_shards():
     command = " ".join(four.command)
     assert command.startswith("torchrun --nproc-per-node=4 train_fsdp.py --")
     assert "--fsdp" not in command and "--lr 0.001" in command
+
+
+def test_plan_memory_plans_shared_sequences():
+    """In whole sequences; a step has as many as with one process."""
+    flags = "--vocab-size 64 --device cpu --memory-budget 1GiB --sp --nproc-per-node"
+    alone, two = ask(f"{flags} 1"), ask(f"{flags} 2 --num-steps 3")
+    precision = getattr(torch, two.json["precision"])
+    of_two = {"processes": 2, "shards": 2, "sharing": 2}
+    plan = Question(parse(SHAPE), 64, CPU, precision, **of_two).planner
+    assert two.peaks["full"] == plan.step(BATCH, recompute="full").peak < 0.6 * alone.peaks["full"]
+    assert two.json["run"]["tokens"] == 3 * BATCH * 32
+    assert "2 processes hold the model between them, and share each sequence" in two.out
+    command = " ".join(two.command)
+    assert command.startswith("torchrun --nproc-per-node=2 train_sp.py --")
+    assert "--sp" not in command
 
 
 def test_what_processes_send_each_other_takes_no_time_here():

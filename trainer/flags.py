@@ -455,6 +455,21 @@ def fill_in(
     return args
 
 
+def check_shared(args: argparse.Namespace, processes: int) -> None:
+    """Raise UsageError if so many `processes` of train_sp.py cannot share the sequences."""
+    if processes == 1:
+        return
+    for name in ("n_heads", "seq_len"):
+        there = getattr(args, name)
+        if there < processes:
+            raise UsageError(
+                f"{flag(name)} {there}: each of {processes} processes of train_sp.py needs one at "
+                f"least: --nproc-per-node={there}, or train_fsdp.py"
+            )
+    if args.compile:
+        raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
+
+
 def settle_length(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:
     """Set --num-steps to what --num-tokens or --num-epochs mean, in whole steps, rounded up; and
     the warm-up that follows from it.

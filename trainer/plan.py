@@ -45,6 +45,7 @@ def make_planner(
     precision: torch.dtype,
     ddp: bool = False,
     shards: int = 1,
+    sharing: int = 1,
 ) -> Planner:
     """The planner of the run that the flags ask for, on a device that need not be there."""
     return Planner(
@@ -58,6 +59,7 @@ def make_planner(
         ddp=ddp,
         compress=ddp and args.compress_gradients,
         shards=shards,
+        sharing=sharing,
     )
 
 
@@ -74,6 +76,7 @@ class Question:
     ddp: bool = False
     processes: int = 1  # with `ddp`, that hold the whole model each
     shards: int = 1  # processes that hold one between them
+    sharing: int = 1  # processes that share each sequence
     watch: Callable[[], object] = lambda: None  # called before each step that is simulated
     made: dict[tuple, Any] = field(default_factory=dict)  # what other flags asked for, too
 
@@ -95,10 +98,11 @@ class Question:
         """The same one for all flags that differ in batch size and recompute only."""
         args, config = self.args, self.config
         state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1
-        key = replace(config, recompute="none"), args.seq_len, state, self.ddp, self.shards
+        way = self.ddp, self.shards, self.sharing
+        key = replace(config, recompute="none"), args.seq_len, state, *way
         if key not in self.made:
             self.watch()
-            planner = make_planner(args, config, self.device, self.precision, self.ddp, self.shards)
+            planner = make_planner(args, config, self.device, self.precision, *way)
             planner.watch, self.made[key] = self.watch, planner
         return self.made[key]
 
@@ -161,6 +165,11 @@ class Question:
             knob = knob.with_policy(self.args, same if is_auto else then.pick().config.recompute)
         return why, knob
 
+    @property
+    def replicas(self) -> int:
+        """Micro-batches at the same time."""
+        return self.processes // self.sharing
+
     def seconds(self, step: StepMemory) -> float:
         """Predicted for a training step. `step`: one of its micro-batches and the update of the
         weights, which all of them share. (Gathering shards takes no time here.)"""
@@ -174,7 +183,7 @@ class Question:
 
     def tokens_per_s(self, step: StepMemory) -> float:
         """Of all processes."""
-        sequences = self.processes * self.args.grad_accum_steps * step.batch_size
+        sequences = self.replicas * self.args.grad_accum_steps * step.batch_size
         return sequences * step.seq_len / self.seconds(step)
 
 
@@ -193,11 +202,17 @@ def changes(question: Question) -> Iterator[Knob]:
             yield replace(base, flags=base.flags | knob.flags)
 
 
-def ask(args: argparse.Namespace, processes: int | None = None, sharded: bool = False) -> Question:
+def ask(
+    args: argparse.Namespace,
+    processes: int | None = None,
+    sharded: bool = False,
+    shared: bool = False,
+) -> Question:
     """What the tools ask, about a device that need not be there.
 
     A card of the table has all of its memory; a device that is not here cannot be asked how much it
-    has free. `processes`: of train_ddp.py, or `sharded`, of train_fsdp.py, on one machine.
+    has free. `processes`: of train_ddp.py; `sharded`: of train_fsdp.py; with `shared` sequences: of
+    train_sp.py; on one machine.
     Raises UsageError or DataError.
     """
     n, kind, budget = processes or 1, args.device, args.memory_budget
@@ -224,7 +239,8 @@ def ask(args: argparse.Namespace, processes: int | None = None, sharded: bool = 
         set_matmul_precision(device, args.tf32)
     card = clock_card(args, device) if args.card else None
     ddp, shards = processes is not None and not sharded, n if sharded else 1
-    return Question(args, vocabulary(args), device, precision, room, card, ddp, n, shards)
+    sharing = n if shared else 1
+    return Question(args, vocabulary(args), device, precision, room, card, ddp, n, shards, sharing)
 
 
 def check_card(args: argparse.Namespace, card: Card) -> None:
@@ -293,7 +309,7 @@ def plan_memory(
         free = Room(None, process.device.type)
     n, shards, ddp = process.world_size, process.shards, process.keeps_gradients
     what = args, config.vocab_size, process.device, precision, free, card
-    question = Question(*what, ddp=ddp, processes=n, shards=shards)
+    question = Question(*what, ddp, n, shards, process.sharing)
     words = ""
     if args.use_activation_checkpoint in AUTO:
         mine = room_on(process.device, args.memory_budget, *processes)

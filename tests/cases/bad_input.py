@@ -128,6 +128,11 @@ REFUSED_BY = {
         "--memory-viz=.": "--memory-viz: . is a folder",
         "--json=x --memory-viz=x": "--json and --memory-viz: both are to be written to x",
         "--fsdp": "--fsdp: over how many processes",
+        "--sp": "--sp: over how many processes",
+        "--sp --fsdp --nproc-per-node=2": "--fsdp and --sp: leave --fsdp out",
+        "--sp --nproc-per-node=2 --n-heads=1 --compile": "--n-heads 1: .* or train_fsdp.py",
+        "--sp --nproc-per-node=2 --compile": "--compile: train_fsdp.py can",
+        "--sp --nproc-per-node=2 --use-activation-checkpoint=full/2": "full/2: with --sp weights",
         "--fsdp --nproc-per-node=2 --use-activation-checkpoint=full/2": "full/2: with --fsdp",
         "--fsdp --nproc-per-node=2 --compress-gradients": "--compress-gradients is for train_ddp",
         "--card=Voodoo2": "--card: .*Voodoo2.*RTX 3060 12GB, .*M4 Max.*; or this-machine, "
@@ -333,10 +338,10 @@ ENVIRONMENTS = {
         "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"
     ),
     "fewer heads than processes": shared(
-        "--n-heads=1", "--n-heads 1: each of the 2 processes .* --nproc-per-node=1, or train_fsdp"
+        "--n-heads=1", "--n-heads 1: each of 2 processes .* --nproc-per-node=1, or train_fsdp"
     ),
     "fewer tokens than processes": shared(
-        "--seq-len=1 --n-heads=4", "--seq-len 1: each of the 2 processes .* --nproc-per-node=1"
+        "--seq-len=1 --n-heads=4", "--seq-len 1: each of 2 processes .* --nproc-per-node=1"
     ),
     "compiled, of a shared sequence": shared("--compile", "--compile: train_fsdp.py can; "),
     "groups of blocks of a shared sequence": shared(

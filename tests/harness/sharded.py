@@ -3,6 +3,7 @@
 steps    a model that is dealt out learns what DDP learns, to the bit; each policy what none learns
 memory   process 0 writes what CASES take to a file
 buckets  train_ddp.py, watched: its gradients live in DDP's buckets
+memory_together  the same of LONG_CASES, by train_sp.py's processes
 together train_sp.py's processes compute what one does, and send what they have to
 """
 
@@ -167,6 +168,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     micro_batches: int = 1
     flags: Namespace = settings_of("adamw", "float32")  # of the optimizer
+    seq_len: int = T
 
 
 FULL, CHEAP = (replace(WIDE, recompute=policy) for policy in ("full", "cheap"))
@@ -189,6 +191,22 @@ CASES = {
     "nested, bfloat16": Case(replace(WIDE, recompute="full/3+nested"), 1, torch.bfloat16),
     "many positions": Case(replace(CHEAP, max_position_embeddings=4096), 8),
     "one block": Case(replace(WIDE, n_layers=1), 16),
+}
+
+
+def long_case(seq_len: int, recompute: str, **changes: int) -> Case:
+    long: dict = {"max_position_embeddings": seq_len, "n_heads": 4, "recompute": recompute}
+    return Case(replace(WIDE, **long | changes), 1, torch.bfloat16, seq_len=seq_len)
+
+
+# Of train_sp.py, which deals tokens and heads out as well: those of UNEVEN not evenly.
+UNEVEN = {"n_heads": 5, "d_model": 80}
+LONG_CASES = {
+    "once": long_case(512, "full"),
+    "twice": long_case(1024, "full"),
+    "none": long_case(501, "none", **UNEVEN)._replace(batch_size=4),
+    "sdpa": long_case(501, "sdpa", **UNEVEN),
+    "nested": long_case(501, "full/2+nested", **UNEVEN),
 }
 
 
@@ -216,7 +234,7 @@ def measure(process: FSDPProcess, case: Case) -> dict[str, int]:
 
     def draw() -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            yield tuple(torch.randint(case.config.vocab_size, (2, case.batch_size, T)))
+            yield tuple(torch.randint(case.config.vocab_size, (2, case.batch_size, case.seq_len)))
 
     model, batches = new_model(process, case.config), draw()
     optimizer = make_optimizer(model, case.flags, process.device, torch.float32)
@@ -242,7 +260,8 @@ def measure(process: FSDPProcess, case: Case) -> dict[str, int]:
 
 
 def memory(process: FSDPProcess, path: str, *names: str) -> str:
-    measured = {name: measure(process, CASES[name]) for name in names}
+    cases = LONG_CASES if process.script == "train_sp.py" else CASES
+    measured = {name: measure(process, cases[name]) for name in names}
     if process.rank == 0:
         Path(path).write_text(json.dumps(measured))
     dist.barrier()
@@ -387,8 +406,8 @@ def main() -> int:
         return buckets(words)
     offload.SMALL = 1  # everything travels
     torch.set_num_threads(1)
-    act = {"steps": steps, "memory": memory, "together": together}[what]
-    kind = SPProcess if what == "together" else FSDPProcess
+    acts = {"steps": steps, "memory": memory, "together": together, "memory_together": memory}
+    act, kind = acts[what], SPProcess if "together" in what else FSDPProcess
     args = build_parser("test", "x.pt").parse_args([*TINY, "--n-heads=4"])
     process = kind(fill_in(args))
     process.start()
