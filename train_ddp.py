@@ -20,7 +20,6 @@ object what depends on the number of processes (trainer/process.py); this file h
 import trainer.start  # noqa: F401  # before torch: the clock, OpenMP, Ctrl-C
 
 # isort: split
-import argparse
 import gc
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -35,11 +34,11 @@ from model import MiniGPT
 from train_minimal import train
 from trainer.endings import run_safely
 from trainer.flags import build_parser
-from trainer.process import OneProcess, T
+from trainer.process import T
 from trainer.torchrun import Torchrun, complain_once, main_and_exit
 
 
-class DDPProcess(OneProcess):
+class DDPProcess(Torchrun):
     """One of `world_size` processes that torchrun started, each with a device and the whole model.
     Raises UsageError if torchrun did not start it."""
 
@@ -47,24 +46,11 @@ class DDPProcess(OneProcess):
     keeps_gradients = True  # they live in DDP's communication buckets, which stay
     buckets_are_final = False  # they are after the first step
 
-    def __init__(self, args: argparse.Namespace):
-        self.torchrun = Torchrun(self.script)
-        super().__init__(self.torchrun.device(args.device))
-        self.rank, self.world_size = self.torchrun.rank, self.torchrun.world_size
-        self.run_id = self.torchrun.run_id(self.run_id)
-        self.command = self.torchrun.command
-        self.args = args
-        self.processes_here = self.torchrun.local_world_size
-
-    def start(self) -> None:
-        # Only now, with data and flags in order: none waits for one that has ended over its own.
-        self.torchrun.meet()
-
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
         # DDP takes in gradients that are there; so even the first step's are not made beside them.
         zero_without_memory(model)
-        group = self.torchrun.connect(self.device)
+        group = self.connect()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
         if self.args.compress_gradients and self.world_size > 1:
             # (By the hook's name DDP would refuse it without NCCL; but gloo can do it, too.)
@@ -85,7 +71,7 @@ class DDPProcess(OneProcess):
             self.buckets_are_final = True
 
     def sum(self, values: list[float]) -> list[float]:
-        total = torch.tensor(values, dtype=torch.float64)  # on the CPU: see Torchrun.meet
+        total = torch.tensor(values, dtype=torch.float64)  # on the CPU: see Torchrun.start
         dist.all_reduce(total)  # the default operation is the sum
         return total.tolist()
 

@@ -69,7 +69,7 @@ class FSDPProcess(DDPProcess):
         # What is gathered together: a block; the positions, whose table grows with T, for their
         # lookup alone (its gradient does not need them); and the rest (token embedding and ln_f),
         # which is whole from the beginning of forward to the end of backward, for lookup and head.
-        group = self.torchrun.connect(self.device) or dist.group.WORLD
+        group = self.connect() or dist.group.WORLD
         self.group = cast(dist.ProcessGroup, group)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         for block in model.blocks:

@@ -55,7 +55,7 @@ class SPProcess(FSDPProcess):
         if self.world_size == 1:
             return
         # Not the group that gathers weights: it would wait behind those that are gathered ahead.
-        group = self.torchrun.connect(self.device) or dist.new_group(timeout=self.torchrun.timeout)
+        group = self.connect() or dist.new_group(timeout=self.timeout)
         self.peers, n_heads = group, model.config.n_heads
         self.sequence = SharedSequence(self.rank, self.world_size, n_heads, self.swap)
         self.sequence.surround(model)

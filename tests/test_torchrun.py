@@ -168,38 +168,39 @@ def test_each_attempt_meets_under_a_name_of_its_own():
         common_name(store, 0, 2, timedelta(seconds=0.2))
 
 
-def of_two(monkeypatch, rank: int = 1, port: int = 4242) -> Torchrun:
+def of_two(monkeypatch, rank: int = 1, port: int = 4242) -> DDPProcess:
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     for name, value in (environment | {"MASTER_ADDR": "localhost"}).items():
         monkeypatch.setenv(name, str(value))
-    return Torchrun("train_ddp.py")
+    return DDPProcess(parse("--device=cpu"))
 
 
 def test_a_port_that_is_in_use(monkeypatch):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"MASTER_PORT={port}: another program has this port"):
-            of_two(monkeypatch, 0, port).meet()
+            of_two(monkeypatch, 0, port).start()
 
 
 def test_each_process_connects_its_own_gpu(monkeypatch):
     asked = []
     monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    torchrun = of_two(monkeypatch)
-    assert torchrun.connect(CPU) is None and not asked  # the CPUs have met
-    torchrun.connect(GPU)
-    assert asked == [{"backend": "nccl", "timeout": torchrun.timeout, "device_id": GPU}]
+    process = of_two(monkeypatch)
+    assert process.connect() is None and not asked  # the CPUs have met
+    process.device = GPU
+    process.connect()
+    assert asked == [{"backend": "nccl", "timeout": process.timeout, "device_id": GPU}]
 
 
 def test_gpus_without_nccl(monkeypatch):
     """As on Windows: gloo averages gradients there, but cannot deal out a model."""
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     monkeypatch.setattr(dist, "new_group", None)
-    assert of_two(monkeypatch).connect(GPU) is None
-    monkeypatch.setattr(Torchrun, "device", lambda *_: GPU)
+    of_two(monkeypatch)
+    monkeypatch.setattr(Torchrun, "own_device", lambda *_: GPU)
     args = parse()
-    assert DDPProcess(args).device == GPU
+    assert (DDPProcess(args).device, DDPProcess(args).connect()) == (GPU, None)
     with pytest.raises(UsageError, match="needs NCCL on GPUs.*: train_ddp.py"):
         FSDPProcess(args)
 

@@ -1,5 +1,6 @@
 """What keeps several processes safe that torchrun started: how they meet, and how they end."""
 
+import argparse
 import ctypes
 import hashlib
 import os
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from .device import choose_device
 from .flags import UsageError, print_error
-from .process import as_typed
+from .process import OneProcess
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 # The longest that processes wait for each other; above what one of them alone may take to save, to
@@ -28,37 +29,37 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 TIMEOUT_S = "1800"
 
 
-class Torchrun:
-    """What torchrun has told this process: who it is, and where the others are."""
+class Torchrun(OneProcess):
+    """A process that torchrun has told who it is, and where the others are."""
 
-    def __init__(self, script: str):
-        """`script`: what torchrun was to start. Raises UsageError if it was not torchrun."""
-        self.script = script
-        self.start = f"start it with torchrun: torchrun --nproc-per-node=2 {script}"
+    def __init__(self, args: argparse.Namespace):
+        """Raises UsageError if it was not torchrun that started it."""
+        self.args = args
+        self.way_out = f"start it with torchrun: torchrun --nproc-per-node=2 {self.script}"
         if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
             alone = "(for one device: python train_minimal.py)"
-            raise UsageError(f"{script}: {self.start} {alone}")
+            raise UsageError(f"{self.script}: {self.way_out} {alone}")
         self.world_size = self.number("WORLD_SIZE", 1, 10**6)
         self.rank = self.number("RANK", 0, self.world_size - 1)
         self.local_rank = self.number("LOCAL_RANK", 0, self.rank)
-        # (Processes on this machine.)
-        self.local_world_size = self.number("LOCAL_WORLD_SIZE", 1, self.world_size, default="1")
+        self.processes_here = self.number("LOCAL_WORLD_SIZE", 1, self.world_size, default="1")
         self.port = self.number("MASTER_PORT", 1, 2**16 - 1)
         if not os.environ.get("MASTER_ADDR"):
-            raise UsageError(f"MASTER_ADDR is not set; {self.start}")
+            raise UsageError(f"MASTER_ADDR is not set; {self.way_out}")
         seconds = self.number("MINIGPT_TIMEOUT_S", 1, 10**6, default=TIMEOUT_S)
         self.timeout = timedelta(seconds=seconds)
         end_with_torchrun()
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """What was typed, but for the script's flags; of several machines, this one's part."""
-        words = ["torchrun", f"--nproc-per-node={self.local_world_size}"]
-        if self.world_size > self.local_world_size:
+        super().__init__(self.own_device(args.device))
+        # The store remembers the name of the run for `torchrun --max-restarts`: it is one of all
+        # processes, and of those that are started again. (See resume.load_own.)
+        if self.store is not None:
+            self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
+        words = ["torchrun", f"--nproc-per-node={self.processes_here}"]
+        if self.world_size > self.processes_here:  # several machines: this one's part
             nodes, node = os.environ.get("GROUP_WORLD_SIZE", "?"), os.environ.get("GROUP_RANK", "?")
             words += [f"--nnodes={nodes}", f"--node-rank={node}"]
             words += [f"--master-addr={os.environ['MASTER_ADDR']}", f"--master-port={self.port}"]
-        return (*words, as_typed(self.script))
+        self.command = (*words, *self.command[1:])
 
     @cached_property
     def store(self) -> dist.Store | None:
@@ -77,12 +78,12 @@ class Torchrun:
         text = os.environ.get(name, default)
         if not (text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
             raise UsageError(
-                f"{name}={text[:40]} is not a number from {low} to {high}; {self.start}"
+                f"{name}={text[:40]} is not a number from {low} to {high}; {self.way_out}"
             )
         return int(text)
 
-    def device(self, name: str) -> torch.device:
-        """The device of this process, by --device. Raises UsageError."""
+    def own_device(self, name: str) -> torch.device:
+        """By --device. Raises UsageError."""
         device = choose_device(name)
         if device.type == "cuda":
             n_gpus = torch.cuda.device_count()
@@ -96,17 +97,7 @@ class Torchrun:
             device = torch.device("cpu")
         return device
 
-    def run_id(self, new: str) -> str:
-        """The name of the run: of all processes, and of those that are started again.
-
-        The store remembers it for `torchrun --max-restarts`. (The user started the run without
-        --resume; see resume.load_own.)
-        """
-        if self.store is None:
-            return new
-        return self.store.compare_set("minigpt/run", "", new).decode()
-
-    def meet(self) -> None:
+    def start(self) -> None:
         """Connect the CPUs of all processes, by gloo. Raises UsageError if that cannot work here.
 
         What they tell each other goes that way; it need not wait for the GPUs. Those are connected
@@ -135,11 +126,11 @@ class Torchrun:
                 "others (one name, as `ip addr` lists them)"
             ) from None
 
-    def connect(self, device: torch.device) -> dist.ProcessGroup | None:
+    def connect(self) -> dist.ProcessGroup | None:
         """Connect the devices of all processes, for gradients; None: as the CPUs have met."""
-        if device.type == "cpu" or not dist.is_nccl_available():  # (Windows; gloo can do both)
+        if self.device.type == "cpu" or not dist.is_nccl_available():  # (Windows; gloo can do both)
             return None
-        return dist.new_group(backend="nccl", timeout=self.timeout, device_id=device)
+        return dist.new_group(backend="nccl", timeout=self.timeout, device_id=self.device)
 
 
 def end_with_torchrun() -> None:
