@@ -40,22 +40,23 @@ class MiniGPTConfig:
     d_model: int = 768
     d_ff: int = 3072
     dropout: float = 0.1
-    # The memory side. None of these changes a result, only what is kept for backward.
+    # The memory side. None of these changes a result (but chunks of the MLP, by rounding), only
+    # what is kept for backward.
     recompute: str = "none"  # "full": an activation checkpoint around each block. Or "cheap",
     # "mlp:7,cheap", "full/2", "full+offload", ...: see `expand` in memory/policies.py
     loss_chunks: int = 0  # head and loss in n chunks of tokens; 0 = choose n, 1 = all at once
+    mlp_chunks: int = 1  # so does backward replay the MLP half of a block, if that is replayed
 
     def __post_init__(self) -> None:
-        for name in "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        shape = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split()
+        for name in [*shape, "loss_chunks", "mlp_chunks"]:
+            if getattr(self, name) < (least := int(name in shape)):
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         C, H = self.d_model, self.n_heads
         if C % H:
             raise ValueError(f"d_model ({C}) must be divisible by n_heads ({H})")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
-        if self.loss_chunks < 0:
-            raise ValueError(f"loss_chunks must be at least 0, not {self.loss_chunks}")
         # What is the same is spelled the same: "mlp:12,cheap" of 12 blocks is "mlp".
         object.__setattr__(self, "recompute", write(self.expanded))
 
@@ -132,9 +133,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.add = Residual(config.dropout)
 
-    def forward(self, x: Tensor, policy: str = "none") -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, policy: str = "none", **how: Any) -> tuple[Tensor, Tensor]:
         if run := POLICIES[policy].run:
-            return run(self, x)  # the same, and keeps less: memory/policies.py
+            return run(self, x, **how)  # the same, and keeps less: memory/policies.py
         x = self.add(x, self.attn(self.ln_1(x)))
         return x, self.mlp(self.ln_2(x))
 
@@ -217,8 +218,7 @@ class MiniGPT(nn.Module):
         the block's input alone. (Such code cannot stop half-way: the last matmul is replayed, too.)
         The finer policies are inside: the compiler has to see what they are about.
         """
-        # DDP would cut graphs to its buckets, which cannot be done through a checkpoint.
-        torch._dynamo.config.optimize_ddp = False
+        torch._dynamo.config.optimize_ddp = False  # DDP would cut graphs, checkpoints as well
         for module in (*self.blocks, self.add):
             module.compile()
         self.token_embedding.compiled = True
@@ -257,8 +257,7 @@ def sample(
     Args:
         temperature: below 1 is safer, above 1 is wilder, 0 always takes the likeliest token.
         top_k: draw among the k likeliest tokens only.
-        top_p: draw among the fewest tokens whose probabilities sum to at least p (nucleus
-            sampling, Holtzman et al., 2020).
+        top_p: draw among the fewest that sum to p or more (nucleus: Holtzman et al., 2020).
     """
     if temperature < 1e-6:  # dividing by less would overflow
         return logits.argmax(dim=-1, keepdim=True)

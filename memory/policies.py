@@ -23,6 +23,7 @@ fused attention and no dropout `none` keeps all of them, 36 (and 4 H / C for the
 normaliser, 16 / C for mean and deviation of the LayerNorms). What the others keep: `POLICIES`.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
@@ -94,6 +95,11 @@ def drawing_alike(run: Callable) -> Callable:
     return alike
 
 
+# Elements that a chunk of the MLP half has of what is d_ff wide, if nobody says how many chunks:
+# little beside a long sequence, enough tokens for fast matmuls.
+WIDE = 2**25
+ROWS_ALIKE = 64
+
 # A policy is called by the block itself, `block(x, "cheap")`, in place of its plain forward: what
 # hangs on a block's forward (sharded weights, a compiler) then works with every policy. `block` is
 # a model.Block.
@@ -107,10 +113,50 @@ def cheap(block: Any, x: Tensor) -> Halves:
     return x2, up_to_matmul(lambda w: block.mlp.c_proj(F.gelu(w, approximate="tanh")), wide)
 
 
-def replay_mlp(block: Any, x: Tensor) -> Halves:
+def replay_mlp(block: Any, x: Tensor, mlp_chunks: int = 1) -> Halves:
     """Replay the MLP half. Megatron-LM: --recompute-modules mlp."""
     x2 = block.add(x, block.attn(block.ln_1(x)))
-    return x2, checkpoint(lambda before: block.mlp(block.ln_2(before)), x2, random=False)
+    return x2, replayed_mlp(block, x2, mlp_chunks)
+
+
+def replayed_mlp(block: Any, x2: Tensor, n_chunks: int) -> Tensor:
+    """The MLP half in an activation checkpoint; or in `n_chunks` chunks of tokens, as
+    `sizes_of_chunks` cuts them, each in one of its own.
+
+    Backward then replays chunk by chunk, and never has more of what is d_ff wide than one chunk's.
+    A chunk keeps its part of x2, a view. The loss and what flows back through the blocks keep their
+    bits, as a token's row of a matmul does not depend on the others'. But the gradients of ln_2 and
+    of the MLP's two layers are sums over tokens, and those are rounded otherwise.
+
+    All chunks stand in one graph, where autograd sums up each weight's gradients before DDP or FSDP
+    see them. (An autograd.Function with a backward a chunk would show them one by one.) Autocast's
+    cache of weights has to be off: chunks would share a copy, and be summed up in its precision.
+    """
+
+    def half(before: Tensor) -> Tensor:
+        return block.mlp(block.ln_2(before))
+
+    sizes = sizes_of_chunks(x2.size(1), block.mlp.c_fc.out_features, n_chunks)
+    return by_chunks(partial(checkpoint, half, random=False), x2, sizes)
+
+
+def by_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
+    """(Chunks are alike, so the planner puts in a few of them for all: planner/step.py.)"""
+    if len(sizes) == 1:
+        return run(x)
+    return torch.cat([run(part) for part in x.split(sizes, dim=1)], dim=1)
+
+
+def sizes_of_chunks(n_tokens: int, d_ff: int, asked: int) -> list[int]:
+    """Tokens of a sequence's chunks. `asked`: how many, or fewer; 0 = as `WIDE` says.
+
+    All but the last are as long, a multiple of ROWS_ALIKE, and the last has that many at least: of
+    a few rows, and of those at the end of a matmul, some kernels round otherwise.
+    """
+    units = max(1, n_tokens // ROWS_ALIKE)
+    each = math.ceil(units / (asked or math.ceil(n_tokens * d_ff / WIDE)))
+    size, before_last = each * ROWS_ALIKE, math.ceil(units / each) - 1
+    return [size] * before_last + [n_tokens - size * before_last]
 
 
 def replay_attention(block: Any, x: Tensor) -> Halves:
@@ -150,20 +196,22 @@ MATMUL_OPS = [
 ]
 
 
-def keep_results_of(operators: list) -> Callable[[Any, Tensor], Halves]:
+def keep_results_of(operators: list) -> Callable[..., Halves]:
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
-    def run(block: Any, x: Tensor) -> Halves:
-        random = has_dropout(block)
+    def run(block: Any, x: Tensor, mlp_chunks: int = 1) -> Halves:
+        random, forward = has_dropout(block), block.forward
         # (Compiled, each operator that draws has a state of its own.)
-        by_hand = random and not torch.compiler.is_compiling()
-        forward = with_same_masks(block) if by_hand else block.forward
+        if random and not torch.compiler.is_compiling():
+            forward = with_same_masks(block, mlp_chunks)
+        elif mlp_chunks != 1:
+            forward = partial(replay_mlp, block, mlp_chunks=mlp_chunks)
         return checkpoint(forward, x, random=random, context_fn=contexts)
 
     return run
 
 
-def with_same_masks(block: Any) -> Callable[[Tensor], Halves]:
+def with_same_masks(block: Any, mlp_chunks: int) -> Callable[[Tensor], Halves]:
     """The block's forward, for a replay that is handed attention's result. A GPU's attention draws
     its masks inside of one operator: handed out, it draws nothing, and the mask behind it would be
     made of the numbers that attention had in forward."""
@@ -173,6 +221,8 @@ def with_same_masks(block: Any) -> Callable[[Tensor], Halves]:
         update = block.attn(block.ln_1(x))
         behind_attention(x.device)
         x = block.add(x, update)
+        if mlp_chunks != 1:
+            return x, replayed_mlp(block, x, mlp_chunks)
         return x, block.mlp(block.ln_2(x))
 
     return forward
@@ -201,8 +251,9 @@ class Policy(NamedTuple):
     keeps: str  # tensors of a block; `results` are those of both c_proj
     twice: str  # what is multiplied once more in backward
     words: str
-    run: Callable[[Any, Tensor], Halves] | None = None  # (block, x); None: model.py has it
+    run: Callable[..., Halves] | None = None  # (block, x); None: model.py has it
     by_operator: bool = False  # keeps attention's result where one operator makes it
+    cuts_mlp: bool = False  # replays the MLP half in chunks, `mlp_chunks`, if it is told to
 
 
 OF_ATTENTION, OF_MLP = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
@@ -215,7 +266,7 @@ POLICIES = {  # the comments: B * T * C bytes a block, and where else it is foun
         "what matrix products and attention made is kept, the rest is done again",
         keep_results_of(ATTENTION_OPS + MATMUL_OPS), by_operator=True),
     "mlp": Policy(f"{OF_ATTENTION} x2", "c_fc",  # 18
-        "the MLP half of each block is done again in backward", replay_mlp),
+        "the MLP half of each block is done again in backward", replay_mlp, cuts_mlp=True),
     "attn": Policy(f"x mask {OF_MLP}", "c_attn attention",  # 26
         "the attention half of each block is done again in backward", replay_attention),
     "qkv": Policy("x qkv attention", "c_proj c_fc",  # 12
@@ -223,9 +274,9 @@ POLICIES = {  # the comments: B * T * C bytes a block, and where else it is foun
         keep_qkv),
     "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl: what costs most at long T
         "of each block only its input and attention's result are kept",
-        keep_results_of(ATTENTION_OPS), by_operator=True),
+        keep_results_of(ATTENTION_OPS), by_operator=True, cuts_mlp=True),
     "full": Policy("x", "c_attn attention c_proj c_fc",  # 4; the line in MiniGPT.forward
-        "an activation checkpoint around each block: only its input is kept"),
+        "an activation checkpoint around each block: only its input is kept", cuts_mlp=True),
 }  # fmt: skip
 RECOMPUTE_POLICIES = tuple(POLICIES)
 
@@ -246,6 +297,11 @@ class Recompute(NamedTuple):
     group: int = 1  # so many of the first blocks, which are `full` then, share a checkpoint
     nested: bool = False  # each block of a group has one of its own, too, inside of that
     offload: bool = False  # what the policies keep waits in CPU memory
+
+    @property
+    def cuts_mlp(self) -> bool:
+        """Is there a block whose MLP half can be replayed in chunks?"""
+        return any(POLICIES[policy].cuts_mlp for policy in self.policies)
 
     @property
     def calls(self) -> list[tuple[str, int]]:
@@ -320,7 +376,11 @@ def schedule(
     left, calls = iter(blocks), list[Call]()
     for policy, size in how.calls:
         group = list(islice(left, size))
-        calls.append((group[0] if size == 1 else one_by_one(group, how.nested), policy))
+        run = group[0] if size == 1 else one_by_one(group, how.nested)
+        if config.mlp_chunks != 1 and POLICIES[policy].cuts_mlp:
+            inside = {"policy": "mlp"} if policy == "full" else {}  # of the checkpoint around it
+            run = partial(run, mlp_chunks=config.mlp_chunks, **inside)
+        calls.append((run, policy))
     if how.offload:
         return offloaded(calls, Offload(host, blocks), random=config.dropout > 0)
     if config.dropout > 0 and forgets_numbers(next(blocks[0].parameters()).device):
@@ -355,14 +415,15 @@ def one_by_one(blocks: list, nested: bool = False) -> Callable[..., Halves]:
     block's input.
     """
 
-    def call(block: Any, x: Tensor, policy: str) -> Halves:
-        return checkpoint(block, x, random=has_dropout(block)) if nested else block(x, policy)
+    def call(block: Any, x: Tensor, how: dict[str, Any]) -> Halves:
+        inside = partial(block, **how)
+        return checkpoint(inside, x, random=has_dropout(block)) if nested else inside(x)
 
-    def run(x: Tensor, policy: str = "none") -> Halves:
+    def run(x: Tensor, **how: Any) -> Halves:
         for block in blocks[:-1]:
-            x, update = call(block, x, policy)
+            x, update = call(block, x, how)
             x = block.add(x, update)
             del update  # not beside the next block
-        return call(blocks[-1], x, policy)
+        return call(blocks[-1], x, how)
 
     return run

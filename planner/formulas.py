@@ -10,6 +10,7 @@ import torch
 
 from memory import POLICIES
 from memory.head import PAD, count_chunks, rows_of_product, rows_of_slice
+from memory.policies import sizes_of_chunks
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
 
@@ -135,7 +136,9 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
     linear = 2 * C * F  # c_fc, and the MLP's c_proj
     flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
     block = sum(flops.values()) + linear
-    replayed = 0
+    *before, last = sizes_of_chunks(seq_len, F, config.mlp_chunks)
+    before_last = sum(before) / seq_len
+    replayed: float = 0
     for policy, blocks in config.expanded.calls:
         again = sum(flops[name] for name in POLICIES[policy].twice.split())
         # In a nested group each block has a replay of its own, and all but the last one are in the
@@ -144,6 +147,10 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
         runs = 2 * blocks - 1 if nested else blocks
         stopped = 0 if compiled else blocks if nested else 1
         replayed += again * runs + linear * (runs - stopped) * (policy == "full")
+        if config.mlp_chunks != 1 and POLICIES[policy].cuts_mlp and policy != "mlp":
+            # A chunk is in a checkpoint inside of another one, whose replay does both layers of all
+            # but the last, and stops there.
+            replayed += linear * (blocks - stopped) + 2 * linear * before_last * stopped
     needed = 3 * (config.n_layers * block + 2 * config.vocab_size * C)
     return needed, replayed
 

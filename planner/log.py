@@ -117,6 +117,7 @@ class Log(TorchDispatchMode):
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
         self.places: list[Place] = [(0, "", None)]
         self.repeats: list[Repeat] = []
+        self.repeats_of_work: list[Repeat] = []  # whose memory is there without them
         self.forward_end = 0  # the operator with which forward ended
         # Of each tensor that offload sends away: its bytes, and the block that was at work.
         self.moved: list[tuple[int, int | None]] = []

@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from memory import HostMemory, head, offload, write
+from memory import HostMemory, head, offload, policies, write
 from memory.offload import SMALL, bytes_of_blocks
+from memory.policies import by_chunks
 from memory.sequence import SharedSequence
 from model import MiniGPT, MiniGPTConfig
 
@@ -188,6 +189,7 @@ class Planner:
             log,
             replaced(model, blocks=model.blocks[: config.n_layers]),
             replaced(head, **self.less_of_head(log)),
+            replaced(policies, by_chunks=by_few_chunks(log)),
             replaced(F, dropout=fused_dropout if self.kernels else F.dropout),
             sources.listen() if sources else nullcontext(),
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
@@ -336,6 +338,50 @@ def few_chunks(log: Log, few: int) -> Callable[[int, int], Iterator[int]]:
             chunk += times
 
     return starts_of_few
+
+
+def by_few_chunks(log: Log) -> Callable[[Callable[[Tensor], Tensor], Tensor, list[int]], Tensor]:
+    """For memory/policies.py: of the MLP's chunks only the first, one more and the last run. What
+    the others return, and their inputs' gradients, are there when the one more runs, forward and
+    backward: it stands for the last but one, and the second, of which the most is there. Its work
+    is counted for all."""
+
+    def by_few(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
+        n, size, begun = len(sizes), sizes[0], list[int]()
+        if len(few_of(n)) == n:
+            return by_chunks(run, x, sizes)
+        first, others, one_more, last = x.split([size, (n - 3) * size, size, sizes[-1]], dim=1)
+
+        def begin(*_: object) -> None:
+            begun.append(log.now + 1)
+
+        def end(*_: object) -> None:
+            log.repeats_of_work.append((begun.pop(), log.now + 1, n - 2))
+
+        made = [run(first)]
+        returned = torch.empty(others.shape, dtype=made[0].dtype)
+        begin()
+        made.append(run(one_more))
+        end()
+        made[1].register_hook(begin)  # in backward it comes before the first
+        made[0].register_hook(end)
+        made += [OtherChunks.apply(others, returned), run(last)]
+        return torch.cat(made, dim=1)
+
+    return by_few
+
+
+class OtherChunks(torch.autograd.Function):
+    """(their inputs, what they return) -> the latter; backward makes the former's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, returned: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return returned
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.empty(gradient.shape, dtype=ctx.dtype), None
 
 
 def follow(model: MiniGPT, log: Log) -> list[RemovableHandle]:

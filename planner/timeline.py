@@ -147,7 +147,7 @@ def summarize(
         kept_per_block=kept_by_blocks / config.n_layers,
         moved=[size for size, block in log.moved for _ in range(times[block])],
         ops=what_moves(log.ops),
-        repeats=blocks + log.repeats,
+        repeats=blocks + log.repeats + log.repeats_of_work,
     )
 
 

@@ -135,6 +135,8 @@ def along_seconds(record: Record, card: Card, compiled: bool) -> tuple[list[int]
 def trainer_flags(config: MiniGPTConfig) -> str:
     """What a trainer is told to get such a step."""
     chunks = f" --loss-chunks {config.loss_chunks}" if config.loss_chunks else ""
+    if config.mlp_chunks != 1 and config.expanded.cuts_mlp:
+        chunks += f" --mlp-chunks {config.mlp_chunks}"
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
 

@@ -6,13 +6,14 @@ Peaks grow nearly along lines and times have one valley, so that few steps need 
 import argparse
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from planner import Planner
 from planner.choose import nested_groups
 from scripts.plan_table import Row, align, digits, format_time
 from trainer.flags import MOST, changed, words_of
-from trainer.knobs import Knob
+from trainer.knobs import Knob, cuts_mlp
 from trainer.metrics import format_bytes
 from trainer.plan import Question
 
@@ -46,6 +47,16 @@ def longest_sequence(row: Row) -> int:
     # Where attention is fused, tokens take as much in one sequence as in another.
     guess = (row.largest_batch or 0) * args.seq_len // (args.batch_size * STEP)
     return STEP * most_that_fit(peak, asked.budget, guess, longest_possible(args) // STEP)
+
+
+def in_chunks(row: Row) -> Row | None:
+    """The same with the MLP half in chunks, and its longest sequence; None: that is no longer."""
+    args = row.asked.args
+    if not row.step.config.expanded.cuts_mlp or not cuts_mlp(with_length(args, row.longest or 1)):
+        return None
+    cut = Row(row.asked.about(changed(args, mlp_chunks=0)))
+    cut = replace(cut, longest=longest_sequence(cut))
+    return cut if (cut.longest or 0) > (row.longest or 0) else None
 
 
 def most_that_fit(peak: Callable[[int], int], budget: int, guess: int, most: int) -> int:

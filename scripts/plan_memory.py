@@ -40,6 +40,7 @@ from scripts.plan_table import Row, digits, recommend
 from trainer import flags
 from trainer.card import THIS_MACHINE
 from trainer.flags import UsageError, as_argv
+from trainer.knobs import CHUNKED
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
 from trainer.plan import SMALLER, Question, ask
@@ -251,11 +252,11 @@ def longest_verdict(asked: Question, table: list[Row]) -> list[str]:
     table = sorted(table, key=lambda row: (-(row.longest or 0), row.offloaded, row.cost))
     if not table[0].longest:
         return verdict(asked, table)
-    here = next(row for row in table if not row.offloaded)
-    if here is table[0]:
-        return [command(here)]
-    instead = f"or, without offloading, {here.longest or 0:,} tokens: {command(here)}"
-    return [instead, command(table[0])]
+    here, cut = next(row for row in table if not row.offloaded), plan_knobs.in_chunks(table[0])
+    lines = [f"or, with {CHUNKED}, {cut.longest:,} tokens: {command(cut)}"] if cut else []
+    if here is not table[0]:
+        lines.append(f"or, without offloading, {here.longest or 0:,} tokens: {command(here)}")
+    return [*lines, command(table[0])]
 
 
 def as_json(

@@ -12,7 +12,7 @@ from planner import StepMemory
 from planner.choose import nested_groups, rungs
 from planner.formulas import recompute_cost, step_flops
 from scripts.style import policy_fields
-from trainer.flags import changed, format_tokens, tokens_per_step, words_of
+from trainer.flags import changed, format_tokens, moot_chunks, tokens_per_step, words_of
 from trainer.metrics import format_bytes
 from trainer.plan import Question
 
@@ -38,10 +38,10 @@ class Row:
         """What is to be typed instead of `args`. (Positions follow --seq-len by themselves, unless
         a model by name has its own.)"""
         own = vars(self.asked.args)
-        names = ["batch_size", "grad_accum_steps", "seq_len"]
+        names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
         names += ["max_position_embeddings"] * bool(args.model)
         found = {name: own[name] for name in names if own[name] != getattr(args, name)}
-        return found | {"use_activation_checkpoint": self.name}
+        return found | {"use_activation_checkpoint": self.name} | moot_chunks(args, self.name)
 
     @property
     def replayed(self) -> float:

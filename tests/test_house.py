@@ -22,14 +22,14 @@ FLOOR["data"] = FLOOR["planner"]
 # simpler. Who adds says what goes.
 ROOMS = {
     "the root": 868,
-    "memory": 1_062,
-    "planner": 2_426,
-    "trainer": 4_715,
+    "memory": 1_112,
+    "planner": 2_490,
+    "trainer": 4_760,
     "data": 1_502,
     "scripts": 3_800,
     "studies": 1_850,
-    "all without tests": 16_200,
-    "tests": 15_300,
+    "all without tests": 16_290,
+    "tests": 15_340,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.

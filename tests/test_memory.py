@@ -250,10 +250,17 @@ def test_closed_form_of_an_optimizer(mode):
     assert form["optimizer"] + form["parameters"] + form["gradients"] == state_bytes(CONFIG, *how)
 
 
-@pytest.mark.parametrize("memory", [*MEMORY[:-2], *MIXES[:-1]], ids=str)
+CHUNKS = {"mlp_chunks": 5, "max_position_embeddings": 330}
+IN_CHUNKS = [
+    {"recompute": way, **CHUNKS} for way in ("mlp:1,sdpa", "full", "full/2", "full/3+nested")
+]
+
+
+@pytest.mark.parametrize("memory", [*MEMORY[:-2], *MIXES[:-1], *IN_CHUNKS], ids=str)
 def test_flops_equal_those_that_torch_counts(memory):
     """But for attention's own."""
     config = replace(CONFIG, **memory)
+    T = config.max_position_embeddings
     model, ids = MiniGPT(config).train(), random_ids(2, T)
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()

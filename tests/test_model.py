@@ -72,7 +72,7 @@ def test_too_long_a_sequence_is_an_error():
 
 def test_the_defaults_are_gpt2_small_without_recompute():
     shape = (50257, 1024, 12, 12, 768, 3072)  # vocabulary, positions, layers, heads, d_model, d_ff
-    assert MiniGPTConfig() == MiniGPTConfig(*shape, 0.1, "none", 0)
+    assert MiniGPTConfig() == MiniGPTConfig(*shape, 0.1, "none", 0, 1)
     with pytest.raises(FrozenInstanceError):
         MiniGPTConfig().dropout = 0.0
 
@@ -85,6 +85,7 @@ def test_the_defaults_are_gpt2_small_without_recompute():
         *(("dropout", value, "dropout must be in") for value in (1.0, -0.5, math.nan)),
         ("recompute", "mlp:3", "recompute must be POLICY.*N must be in 0..2"),
         ("loss_chunks", -1, "loss_chunks must be at least 0"),
+        ("mlp_chunks", -1, "mlp_chunks must be at least 0"),
     ],
 )
 def test_impossible_config(field, value, message):

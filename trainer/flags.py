@@ -332,6 +332,10 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         "elsewhere, auto takes the fewest FLOPs)")
     add("--loss-chunks", type=count_or_zero, default=0, metavar="N",
         help="compute head and loss in N chunks of tokens; 1 = at once, 0 = choose (default: 0)")
+    add("--mlp-chunks", type=count_or_zero, default=1, metavar="N",
+        help="for long sequences, with mlp, sdpa or full: replay a block's MLP half in N chunks "
+        "of 64 tokens or more; 1 = at once, 0 = choose; other rounding of six gradients a block "
+        "(default: 1)")
 
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=size, default=12, metavar="N",
@@ -452,6 +456,7 @@ def fill_in(
             if getattr(args, name) is not None:
                 raise UsageError(f"{flag(name)} is for --use-activation-checkpoint auto")
     model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
+    check_chunks(args, is_run)
     return args
 
 
@@ -468,6 +473,25 @@ def check_shared(args: argparse.Namespace, processes: int) -> None:
             )
     if args.compile:
         raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
+
+
+def check_chunks(args: argparse.Namespace, is_run: bool) -> None:
+    """Raise UsageError if --mlp-chunks would do nothing, or is not known to do it right."""
+    asked, policy = f"--mlp-chunks {args.mlp_chunks}", args.use_activation_checkpoint
+    if args.mlp_chunks != 1 and args.compile:
+        raise UsageError(f"{asked}: compiled blocks are not cut; --no-compile or --mlp-chunks 1")
+    if is_run and moot_chunks(args, policy):
+        raise UsageError(
+            f"{asked}: --use-activation-checkpoint {policy} replays no MLP half by itself; mlp, "
+            "sdpa and full do, or --mlp-chunks 1"
+        )
+
+
+def moot_chunks(args: argparse.Namespace, policy: str) -> dict[str, int]:
+    """The flag that has to change where chunks were asked for and `policy` has none to make."""
+    if args.mlp_chunks == 1 or policy in AUTO or expand(policy, args.n_layers).cuts_mlp:
+        return {}
+    return {"mlp_chunks": 1}
 
 
 def settle_length(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:

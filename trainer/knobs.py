@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from memory import write
+from memory.policies import sizes_of_chunks
 from planner.choose import nested_groups
 
-from .flags import AUTO, SHAPES, changed, flag, recompute_of, words_of
+from .flags import AUTO, SHAPES, changed, flag, moot_chunks, recompute_of, words_of
 
 Flags = argparse.Namespace
 POLICY, FOR_AUTO = "use_activation_checkpoint", ("memory_budget", "card")
 SLOWER = "same results, some more time"
 SLOWEST = "same results, at most one more forward"
+CHUNKED = "other rounding of six gradients a block"
 SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
 FEWER = "fewer sequences a step: to accumulate them, gradients would have to wait"
 
@@ -44,7 +46,7 @@ class Knob:
         """The same, but for the way to recompute."""
         new = {} if policy == args.use_activation_checkpoint else {POLICY: policy}
         others = {name: value for name, value in self.flags.items() if name != POLICY}
-        return replace(self, flags=new | others)
+        return replace(self, flags=new | others | moot_chunks(self.change(args), policy))
 
     def change(self, args: Flags) -> Flags:
         """The flags with this change, and with the defaults that follow from it."""
@@ -63,7 +65,8 @@ def candidates(
     """What can be changed, the least cost first, each beside all that is cheaper.
 
     `most` tells how many sequences fit with some flags; without it there are only knobs that leave
-    the training what it is. `groups`: of two blocks as well, which take less in some models.
+    the training what it is, or round otherwise. `groups`: of two blocks as well, which take less in
+    some models.
     """
     size, steps, kept = args.batch_size, args.grad_accum_steps, dict[str, Any]()
     asked = recompute_of(args)
@@ -80,13 +83,17 @@ def candidates(
         yield Knob(kept | {POLICY: write(full._replace(group=2))}, SLOWER)
     yield from (Knob(kept | batch, SAME) for batch in smaller)
     ways, smallest = [kept], smaller[-1] if smaller else {}
-    for nested in [] if full.nested or full.offload else nested_groups(args.n_layers)[-1:]:
-        yield Knob(kept | smallest | {POLICY: nested}, SLOWEST)
+    nested = [] if full.nested or full.offload else nested_groups(args.n_layers)[-1:]
+    yield from (Knob(kept | smallest | {POLICY: way}, SLOWEST) for way in nested)
     if device_type == "cuda" and not full.offload:
         kept = kept | {POLICY: write(full._replace(offload=True))}
         ways.append(kept)
         yield Knob(kept, MOVED)
         yield from (Knob(kept | batch, f"{SAME}, {MOVED}") for batch in smaller)
+    if cuts_mlp(args):
+        kept = kept | {"mlp_chunks": 0}
+        yield Knob(kept | smallest, CHUNKED)
+        yield from (Knob(kept | smallest | {POLICY: way}, CHUNKED) for way in nested)
     if most is None:
         return
     if steps == 1 and size > 1:  # of several steps gradients are there during forward already
@@ -97,6 +104,12 @@ def candidates(
     kept = kept | smallest
     for n in range(1, args.seq_len.bit_length() - 3):  # down to 8 tokens
         yield Knob(kept | {"seq_len": args.seq_len >> n}, "the model sees less at a time")
+
+
+def cuts_mlp(args: Flags) -> bool:
+    """Would --mlp-chunks 0 cut what it does not cut yet?"""
+    fresh = args.mlp_chunks == 1 and not args.compile
+    return fresh and len(sizes_of_chunks(args.seq_len, args.d_ff, 0)) > 1
 
 
 def less_moments(args: Flags) -> Iterator[Knob]:

@@ -180,12 +180,12 @@ def ranges_in(
     running: list[int] = []  # the block that is being called
     call, loss, torch_checkpoint = Block.__call__, TiedEmbedding.loss, policies.torch_checkpoint
 
-    def call_in_range(block: Block, x: Tensor, policy: str = "none") -> policies.Halves:
+    def call_in_range(block: Block, *inputs: Any, **how: Any) -> policies.Halves:
         # Who calls a block in backward is the checkpoint around it: that is a replay.
         with open_range("recompute of " * in_backward() + f"block {numbers[block]}"):
             running.append(numbers[block])
             try:  # (a checkpoint ends the replay half-way, by an exception)
-                return call(block, x, policy)
+                return call(block, *inputs, **how)
             finally:
                 running.pop()
 
