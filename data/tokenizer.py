@@ -139,6 +139,7 @@ class ToyTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.eot_id = vocab_size, 0  # toy data has no documents to separate
+        self.ranks = {}  # nor have they bytes
         self.fingerprint = hashlib.sha256(f"toy {vocab_size}".encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
@@ -153,9 +154,6 @@ class ToyTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
-
-    def byte_lengths(self) -> np.ndarray:
-        return np.zeros(self.vocab_size, dtype=np.int64)
 
     def state(self) -> dict[str, Any]:
         return {"name": self.name, "vocab_size": self.vocab_size}

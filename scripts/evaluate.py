@@ -48,25 +48,6 @@ from trainer.setup import find_data
 from trainer.snapshot import Resumed, SaveError, State, peek
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = flags.OneLineParser(prog="python -m scripts.evaluate", description="Loss over a text.")
-    add, count = parser.add_argument, flags.number(int, 1, 10**9)
-    # fmt: off
-    add("--checkpoint-path", type=Path, default=Path("checkpoints/minigpt_single.pt"),
-        metavar="PATH", help="snapshot, or transformers folder (default: %(default)s)")
-    add("--val-data", nargs="+", metavar="PATH", help="files, folders or globs, as the trainers "
-        "take them; all of it counts (default: the validation part of the run's own data)")
-    add("--max-tokens", type=count, metavar="N", help="only the first N (default: all)")
-    add("--seq-len", type=count, metavar="N", help="tokens of a window (default: as in training)")
-    add("--stride", type=count, metavar="N", help="from window to window (default: --seq-len)")
-    add("--batch-size", type=count, default=8, metavar="N", help="windows (default: %(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add("--amp-dtype", choices=("auto", "bfloat16", "float16"), help="(default: none, float32)")
-    add("--json", type=flags.output_file, metavar="FILE", help="write the numbers there, unrounded")
-    # fmt: on
-    return parser
-
-
 def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """All of them in pieces; in a text, <|endoftext|> before each document. Raises DataError."""
     if suffix_of(path) in TOKEN_SUFFIXES:
@@ -187,7 +168,22 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
 
 @tool
 def main(argv: list[str]) -> None:
-    args = build_parser().parse_args(argv)
+    parser = flags.OneLineParser(prog="python -m scripts.evaluate", description="Loss over a text.")
+    add, count = parser.add_argument, flags.number(int, 1, 10**9)
+    # fmt: off
+    add("--checkpoint-path", type=Path, default=Path("checkpoints/minigpt_single.pt"),
+        metavar="PATH", help="snapshot, or transformers folder (default: %(default)s)")
+    add("--val-data", nargs="+", metavar="PATH", help="files, folders or globs, as the trainers "
+        "take them; all of it counts (default: the validation part of the run's own data)")
+    add("--max-tokens", type=count, metavar="N", help="only the first N (default: all)")
+    add("--seq-len", type=count, metavar="N", help="tokens of a window (default: as in training)")
+    add("--stride", type=count, metavar="N", help="from window to window (default: --seq-len)")
+    add("--batch-size", type=count, default=8, metavar="N", help="windows (default: %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add("--amp-dtype", choices=("auto", "bfloat16", "float16"), help="(default: none, float32)")
+    add("--json", type=flags.output_file, metavar="FILE", help="write the numbers there, unrounded")
+    # fmt: on
+    args = parser.parse_args(argv)
     try:
         found = evaluate(args)
     except (RuntimeError, MemoryError) as error:

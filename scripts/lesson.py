@@ -415,7 +415,8 @@ def check(n: int, text: str) -> int:
     return NOT_YET
 
 
-def build_parser() -> argparse.ArgumentParser:
+@tool
+def main(argv: list[str]) -> int:
     parser = OneLineParser(
         prog="python -m scripts.lesson",
         description="Exercises on activation memory (docs/lesson.md), and whether you are right.",
@@ -427,12 +428,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("answer", nargs="*", metavar="ANSWER", help="is it right?")
     add("--measure", action="store_true", help="see for yourself, in a few seconds")
     add("--solution", action="store_true", help="the answer, and why (without N: all of them)")
-    return parser
-
-
-@tool
-def main(argv: list[str]) -> int:
-    args = build_parser().parse_intermixed_args(argv)  # 3 --measure 36
+    args = parser.parse_intermixed_args(argv)  # 3 --measure 36
     n, code = args.exercise, 0
     if n is None and args.measure:
         raise UsageError("--measure needs the number of an exercise")

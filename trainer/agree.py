@@ -42,10 +42,7 @@ Facts = dict[str, Any]
 
 
 def facts(
-    args: argparse.Namespace,
-    process: OneProcess,
-    precision: torch.dtype,
-    origin: Origin,
+    args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
 ) -> Facts:
     """All but the data."""
     snapshot = "no snapshot to go on from"
