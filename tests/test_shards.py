@@ -36,6 +36,7 @@ def test_predicted_peak_is_that_of_real_processes(names, tmp_path):
     path = tmp_path / "bytes.json"
     result = start_together(["tests/harness/sharded.py", "memory", str(path), *names]).end()
     assert result.returncode == 0, result.stdout + result.stderr
+    how = {"device": CPU, "precision": torch.float32}
     for name, taken in json.loads(path.read_text()).items():
         case = CASES[name]
         step = planner(
@@ -43,9 +44,7 @@ def test_predicted_peak_is_that_of_real_processes(names, tmp_path):
             "fp32" if case.dtype == torch.float32 else "bf16",
             shards=2,
             accumulate=case.micro_batches > 1,
-            make_optimizer=partial(
-                make_optimizer, args=case.flags, device=CPU, precision=torch.float32
-            ),
+            make_optimizer=partial(make_optimizer, args=case.flags, **how),
         ).step(case.batch_size)
         kinds = dict(zip(KINDS, step.timeline[0], strict=True))
         assert kinds["parameters"] + kinds["optimizer"] == taken["state"], name
@@ -193,8 +192,9 @@ def test_the_way_to_shards_is_the_shortest():
     _, knob = at_state.way_out()
     none = "--use-activation-checkpoint none"  # there is so much room then
     assert knob.command(args) == f"train_fsdp.py {none}"
-    with pytest.raises(UsageError, match=r"train_fsdp.py --use-.* full fits \(the proc"):
-        choose_recompute(replace(ddp, room=Room(state, "cpu")))
+    auto = parse(f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint auto {DEEP}")
+    with pytest.raises(UsageError, match=r": train_fsdp.py fits \(the proc"):  # auto stays auto
+        choose_recompute(replace(ddp, args=auto, room=Room(state, "cpu")))
     for asked in (replace(ddp, room=room_for(2**16)), replace(at_state, processes=1)):
         _, knob = asked.way_out()
         assert knob is None or not knob.trainer
