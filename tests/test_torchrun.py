@@ -120,13 +120,14 @@ def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
 
 
-# Parameters of TINY (31 ids, 16 positions, 16 channels, 2 layers): a block's; what is in no block,
-# for two processes to share: 31 rows are 32 then; and all.
-BLOCK, SHARED, ALL = 3280, 800, 496 + 256 + 32 + 2 * 3280
+# Parameters of TINY (31 ids, 16 positions, 16 channels, 2 layers): a block's; the positions'; what
+# is in neither, for two processes to share: 31 rows are 32 then; and all.
+BLOCK, POSITIONS, SHARED, ALL = 3280, 256, 544, 496 + 256 + 32 + 2 * 3280
 # Weights are gathered in forward, and those of blocks once more in backward (not for a replay);
 # gradients are dealt out, and squares of their norm are added up, in float64.
-GATHERS = [["_allgather_base_", 4 * BLOCK]] * 2 * 2 + [["_allgather_base_", 4 * SHARED]]
-ONCE = [["_reduce_scatter_base_", 4 * BLOCK]] * 2 + [["_reduce_scatter_base_", 4 * SHARED]]
+EACH = [4 * BLOCK, 4 * BLOCK, 4 * POSITIONS, 4 * SHARED]
+GATHERS = [["_allgather_base_", size] for size in [*EACH, 4 * BLOCK, 4 * BLOCK]]
+ONCE = [["_reduce_scatter_base_", size] for size in EACH]
 ONCE += [["allreduce_", 8]]
 
 
