@@ -121,7 +121,7 @@ class Walk {
     this.add("temporaries", WORKSPACES, "activations", 16 * N + this.sizes.mask + 4 * NC + 8 * N);
     this.add("activations", some * this.kept(s.policy) + (s.L - some) * this.kept("none"));
     // The root's weights are whole; and the last block's buffer is still there.
-    if (n > 1) this.add("parameters", 4 * this.outside(1) + 4 * n * this.inABlock(n));
+    if (n > 1) this.add("parameters", 4 * this.inRoot(1) + 4 * n * this.inABlock(n));
   }
 
   kept(policy) { // of a block
@@ -192,9 +192,11 @@ class Walk {
     this.add("temporaries", 4 * V * channels, "temporaries", -4 * V * channels - 4 * NC);
     this.add("head", -4 * V * C * ddp);
     if (n === 1) return;
-    const root = 4 * this.outside(1), share = 4 * this.outside(n);
-    this.add("parameters", -root, "gradients", -4 * n * this.inABlock(n));
-    this.add("gradients", n * share, "gradients", share - root - n * share);
+    this.add("parameters", -4 * this.inRoot(1), "gradients", -4 * n * this.inABlock(n));
+    for (const group of ["inRoot", "inPositions"]) {
+      const share = 4 * this[group](n), whole = 4 * this[group](1);
+      this.add("gradients", n * share, "gradients", share - whole, "gradients", -n * share);
+    }
   }
 
   update() { // the gradients' norm, and what the optimizer copies
@@ -276,16 +278,13 @@ class Walk {
     const {C, F} = this;
     return [[3 * C, C], [C, C], [F, C], [C, F]].map(([rows, columns]) => [ceil(rows / n), columns]);
   }
-
   inMatrices(n) { return this.matrices(n).reduce((sum, [r, c]) => sum + r * c, 0); }
-
   inABlock(n) {
     return this.inMatrices(n) + ceil((3 * this.C) / n) + ceil(this.F / n) + 6 * ceil(this.C / n);
   }
-
-  outside(n) {
-    return (ceil(this.s.V / n) + ceil(this.s.positions / n)) * this.C + 2 * ceil(this.C / n);
-  }
+  inRoot(n) { return ceil(this.s.V / n) * this.C + 2 * ceil(this.C / n); } // with ln_f
+  inPositions(n) { return ceil(this.s.positions / n) * this.C; }
+  outside(n) { return this.inRoot(n) + this.inPositions(n); } // of blocks
 }
 
 // ---- Tables, written by `python -m studies.calculator_tables`
