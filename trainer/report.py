@@ -19,7 +19,7 @@ from .metrics import format_bytes, format_line, format_time, memory_used, perple
 from .pretrained import Origin, Pretrained
 from .resume import changes, data_changed
 from .run import Run
-from .snapshot import State, beside
+from .snapshot import Resumed, State, beside
 
 SILENCE = 30  # seconds that pass without a line of the log, where no bar moves
 
@@ -69,7 +69,7 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
         )
     if args.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
-    if origin is None or isinstance(origin, Pretrained):
+    if not isinstance(origin, Resumed):
         return "\n".join(lines + describe_replaced(run))
     if origin.why:
         lines.append(f"resume   {origin.why}")
