@@ -71,9 +71,7 @@ FOLDERS = {
     "a very long name": refused(None, "no snapshot and no", flags="--init-from=" + "n" * 999),
     "a text": refused(b"a few words", "gpt2 is no snapshot, or a damaged one"),
     "empty": refused(Path.mkdir, "cannot read gpt2/config.json: No such file"),
-    "one file of several": refused(
-        write_folder, "config.json is no snapshot", flags="--init-from=gpt2/config.json"
-    ),
+    "one file": refused(write_folder, "json is no snapshot", flags="--init-from=gpt2/config.json"),
     "config is no JSON": folder("config.json is no JSON object, or is damaged", config=b"{"),
     "config is a list": folder("config.json is no JSON object", config=[1]),
     "another model": config("model_type is 'bert'; MiniGPT is GPT-2", model_type="bert"),

@@ -187,6 +187,7 @@ def text(name: str, content: bytes, *says: str) -> Case:
     return Case("text", f"--tokenizer-name=byte --train-data={name}", says, {name: content})
 
 
+X_TXT = "--train-data x.txt"
 X: dict[str, Write] = {"x.txt": b"text"}
 
 
@@ -229,23 +230,12 @@ TEXTS = {
     "empty name": data("--train-data=", "--train-data: an empty name"),
     "a very long name": data("--train-data=" + "n" * 5000, "nnn: File name too long"),
     "a device": data("--train-data=/dev/zero", "--train-data /dev/zero: not a regular file"),
-    "a folder of pictures": data(
-        "--train-data=.", "--train-data .: no text or token file", {"x.png": b"\x89PNG"}
-    ),
-    "bad validation file": data(
-        "--train-data=x.txt --val-data=y.txt", "y.txt: not UTF-8 at byte 1", X | {"y.txt": b"a\xff"}
-    ),
-    "vocabulary of a fixed tokenizer": data(
-        "--train-data=x.txt --vocab-size=300", "--vocab-size 300: .* byte is fixed; drop the flag"
-    ),
-    "vocabulary of too few ids": data(
-        "--train-data=x.txt --tokenizer-name=bpe --vocab-size=256",
-        "--vocab-size 256: must be 257 to",
-    ),
-    "text and tokens": data(
-        "--train-data x.txt y.bin",
-        "--train-data, --val-data: found both text and token files",
-        X | {"y.bin": b"\1\0"},
+    "pictures": data("--train-data=.", "--train-data .: no text or token f", {"x.png": b"\x89PNG"}),
+    "validation": data(f"{X_TXT} --val-data=y.txt", "y.txt: not UTF-8 at", X | {"y.txt": b"a\xff"}),
+    "fixed ids": data(f"{X_TXT} --vocab-size=300", "--vocab-size 300: .* byte is fixed; drop the"),
+    "few ids": data(f"{X_TXT} --tokenizer-name=bpe --vocab-size=256", "-size 256: must be 257 to"),
+    "both": data(
+        f"{X_TXT} y.bin", "-data: found both text and token files", X | {"y.bin": b"\1\0"}
     ),
 }
 
@@ -337,9 +327,7 @@ ENVIRONMENTS = {
         "--use-activation-checkpoint=full/2",
         "full/2: train_fsdp.py gathers .*; full/2\\+nested fits",
     ),
-    "compressed gradients of shards": sharded(
-        "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"
-    ),
+    "compressed": sharded("--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"),
     "fewer heads than processes": shared(
         "--n-heads=1", "--n-heads 1: each of 2 processes .* --nproc-per-node=1, or train_fsdp"
     ),
