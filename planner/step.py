@@ -32,7 +32,7 @@ from .log import Log, Part, Sources
 from .operators import inside, workspaces
 from .record import Record, record_of
 from .shards import Gathering, shard_of
-from .timeline import KINDS, MOST_RUNS, Call, StepMemory, summarize
+from .timeline import KINDS, MOST_RUNS, Shown, StepMemory, summarize
 
 
 class Planner:
@@ -145,11 +145,11 @@ class Planner:
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
         """A step of `config`. Of blocks that do the same only a few are simulated, and stand for
         all."""
-        shown, calls = few_calls(config)
-        log = self.log_step(batch_size, shown)
-        step = summarize(log, config, batch_size, self.seq_len, calls)
+        few, shown = few_calls(config)
+        log = self.log_step(batch_size, few)
+        step = summarize(log, config, batch_size, self.seq_len, shown)
         # The other blocks' gradients: backward makes them, block by block.
-        left_out = set(self.own.blocks[shown.n_layers :].parameters()) - self.waiting
+        left_out = set(self.own.blocks[few.n_layers :].parameters()) - self.waiting
         step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
         return step
 
@@ -287,21 +287,23 @@ class WholeBlocks(HostMemory):
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
 
 
-def few_calls(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[Call]]:
-    """A model with a few calls of each kind, of a block or of a group; and what each stands for.
+def few_calls(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[Shown]]:
+    """A model with a few calls of each kind, of a block or of a group; and what each block in them
+    stands for.
 
     With offload some more at both ends: what is copied of a block waits for those after it.
     """
-    how, few, calls = config.expanded, list[str](), list[Call]()
+    how, few, shown = config.expanded, list[str](), list[Shown]()
     ends = [1] * offload.IN_FLIGHT if how.offload else []
+    done = 0  # blocks of the model
     for (policy, size), run in groupby(how.calls):
         n = len(list(run))
-        between = few_of(max(0, n - 2 * len(ends)))
-        for times in [*ends, *between, *ends][:n]:
+        for times in [*ends, *few_of(max(0, n - 2 * len(ends))), *ends][:n]:
             few += [policy] * size
-            calls.append((size, times))
+            begin, done = done, done + size * times
+            shown += [Shown(begin, range(begin + i, done, size)) for i in range(size)]
     text = write(how._replace(policies=tuple(few)))
-    return replace(config, n_layers=len(few), recompute=text), calls
+    return replace(config, n_layers=len(few), recompute=text), shown
 
 
 def few_of(n: int) -> list[int]:

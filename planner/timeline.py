@@ -5,9 +5,11 @@ chunks of the head, was simulated once: it changes the bytes equally each time.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -94,9 +96,11 @@ class StepMemory:
         return slice(inside[0][2][0], inside[-1][3])
 
 
-# What MiniGPT.forward calls at a time, a block or a group of them: (blocks, how many calls that do
-# the same it stands for).
-Call = tuple[int, int]
+class Shown(NamedTuple):
+    """A block of the log, and those of the model for which it stands."""
+
+    call: int  # of a group of blocks, which are called, and repeat, as one; or of a block
+    blocks: range
 
 
 def summarize(
@@ -104,19 +108,21 @@ def summarize(
     config: MiniGPTConfig,
     batch_size: int,
     seq_len: int,
-    calls: list[Call] | None = None,
+    shown: list[Shown] | None = None,
     most_runs: int = MOST_RUNS,
 ) -> StepMemory:
-    """The step of `config`, of which the log has a few `calls`, by default all blocks.
+    """The step of `config`, of which the log has a few blocks (`shown`), by default all.
 
     Its storages are sorted by kind, and added up operator by operator. In the timeline the head's
     chunks repeat at most `most_runs` times.
     """
-    calls = calls or [(1, 1)] * config.n_layers
-    times: dict[int | None, int] = dict(enumerate(n for size, n in calls for _ in range(size)))
-    times[None] = 1
-    units = units_of(log, calls)
-    blocks = [(begin, end, calls[call][1]) for call, _, begin, end in units if call is not None]
+    shown = shown or [Shown(i, range(i, i + 1)) for i in range(config.n_layers)]
+    times = {None: 1} | {i: len(its.blocks) for i, its in enumerate(shown)}
+    # One place of each call, forward or backward. (A group's replay goes through all its blocks.)
+    parts = groupby(log.places, lambda at: (at[1], at[2] is not None and shown[at[2]].call))
+    first = [next(places) for _, places in parts]
+    ends = [begin for begin, *_ in first[1:]] + [log.now + 1]
+    blocks = [(place[0], end, times[place[2]]) for place, end in zip(first, ends, strict=True)]
     changes = np.zeros((log.now + 2, len(KINDS)), dtype=np.int64)
     kept_beside = kept_by_blocks = 0
     for storage in log.storages:
@@ -142,7 +148,7 @@ def summarize(
         batch_size=batch_size,
         seq_len=seq_len,
         timeline=changes[order].cumsum(axis=0),
-        places=places_of(units, calls, order),
+        places=places_of(log, shown, order),
         kept=kept_beside + kept_by_blocks,
         kept_per_block=kept_by_blocks / config.n_layers,
         moved=[size for size, block in log.moved for _ in range(times[block])],
@@ -170,52 +176,25 @@ def order_of(n: int, repeats: list[Repeat]) -> np.ndarray:
     return order
 
 
-def places_of(units: list["Unit"], calls: list[Call], order: np.ndarray) -> list[Place]:
+def places_of(log: Log, shown: list[Shown], order: np.ndarray) -> list[Place]:
     """Where each of the blocks begins in that order, and all else."""
-    reached = np.maximum.accumulate(order)
-    # Of each call its first block, in the log and in the model.
-    in_log = np.cumsum([0, *(size for size, _ in calls)])
-    in_model = np.cumsum([0, *(size * n for size, n in calls)])
     found: list[Place] = []
-    for call, unit, begin, end in units:
-        size, n = (0, 1) if call is None else calls[call]
-        for i in range(n):
-            for phase, block, begins, _ in unit:
-                which = block
-                if block is not None:
-                    later = size * (i if phase == "forward" else n - 1 - i)
-                    which = int(block - in_log[call] + in_model[call]) + later
-                where = reached.searchsorted(begins) + i * (end - begin)
-                found += [(int(at), phase, which) for at in where]
-    return found
+    for at, phase, block in log.places:
+        which: Sequence[int | None] = [None] if block is None else shown[block].blocks
+        rows = np.flatnonzero(order == at)[:: 1 if phase == "forward" else -1].tolist()
+        found += [(row, phase, its) for row, its in zip(rows, which, strict=True)]
+    return sorted(found, key=lambda place: place[0])
 
 
 Stretch = tuple[str, int | None, list[int], int]
 
 
-def stretches_of(places: list[Place], n_rows: int) -> list[Stretch]:
+def stretches(step: StepMemory) -> list[Stretch]:
     """What a step does, in order: (phase, block, operators at which it begins or begins anew, the
     operator at which the next one begins)."""
     found = [
         (phase, block, [at for at, _, _ in group])
-        for (phase, block), group in groupby(places, lambda place: place[1:])
+        for (phase, block), group in groupby(step.places, lambda place: place[1:])
     ]
-    ends = [begins[0] for _, _, begins in found[1:]] + [n_rows]
+    ends = [begins[0] for _, _, begins in found[1:]] + [len(step.timeline)]
     return [(*stretch, end) for stretch, end in zip(found, ends, strict=True)]
-
-
-def stretches(step: StepMemory) -> list[Stretch]:
-    return stretches_of(step.places, len(step.timeline))
-
-
-Unit = tuple[int | None, list[Stretch], int, int]
-
-
-def units_of(log: Log, calls: list[Call]) -> list[Unit]:
-    """The stretches of each call one after the other: (call, they, its first operator, that of the
-    next unit). (The replay of a group goes through all its blocks.)"""
-    call_of: dict[int | None, int | None] = {None: None}
-    call_of |= enumerate(call for call, (size, _) in enumerate(calls) for _ in range(size))
-    found = stretches_of(log.places, log.now + 1)
-    units = [list(unit) for _, unit in groupby(found, lambda its: (its[0], call_of[its[1]]))]
-    return [(call_of[unit[0][1]], unit, unit[0][2][0], unit[-1][3]) for unit in units]
