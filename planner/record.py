@@ -14,7 +14,6 @@ import torch
 
 from .log import ROOT, Log, Op, Storage
 from .timeline import StepMemory
-from .work import fuse, what_moves
 
 # What an operator's results are, in forward
 MADE = {
@@ -89,8 +88,6 @@ class Record:
     storages: list[Storage]  # in order of birth
     operators: list[str]  # (operators + 1,) what ran; "" before the step, and for views
     replays: np.ndarray  # (operators + 1,) bool: in backward, forward done again
-    begun: list[int]  # where each operator of `step.work` begins
-    compiled_begun: list[int]  # and each of `step.compiled_work`
 
     def alive(self, at: int) -> list[Storage]:
         """What is there after operator `at`, in the order of birth."""
@@ -123,8 +120,7 @@ def record_of(log: Log, step: StepMemory) -> Record:
             storage.block = int(found[1])  # its weights and their gradients
     names = ["", *(op.name for op in log.ops)]
     replays = np.array([False, *map(is_replay, log.ops)])
-    begun, compiled = ([op.at for op in ops] for ops in (what_moves(log.ops), fuse(log.ops)))
-    return Record(step, storages, names, replays, begun, compiled)
+    return Record(step, storages, names, replays)
 
 
 def is_replay(op: Op) -> bool:

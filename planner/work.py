@@ -26,6 +26,7 @@ WHICH = {name: i + 1 for i, name in enumerate(ATTENTION)}
 class Work:
     """The operators of a step as numbers."""
 
+    at: np.ndarray  # (operators,) int64, where in the log each begins
     flops: np.ndarray  # (operators,) float64
     precision: np.ndarray  # (operators,) uint8, index into PRECISIONS
     attention: np.ndarray  # (operators,) uint8: 1 attention, 2 its backward, 0 anything else
@@ -75,7 +76,7 @@ def fuse(ops: Iterable[Op]) -> list[Op]:
 
 def summarize_work(ops: Sequence[Op], repeats: Iterable[tuple[int, int, int]] = ()) -> Work:
     """Of operators that move bytes. `repeats`: as in a Log."""
-    at = np.array([op.at for op in ops])
+    at = np.array([op.at for op in ops], dtype=np.int64)
     times = np.ones(len(ops))
     for begin, end, n in repeats:
         times[(begin <= at) & (at < end)] *= n
@@ -87,6 +88,7 @@ def summarize_work(ops: Sequence[Op], repeats: Iterable[tuple[int, int, int]] = 
             touches.append((i, touch.bytes, memory.touch(touch)))
     columns = list(zip(*touches, strict=True)) or [()] * 3
     return Work(
+        at=at,
         flops=np.array([op.flops for op in ops], dtype=np.float64),
         precision=np.array([op.precision for op in ops], dtype=np.uint8),
         attention=np.array([WHICH.get(op.name, 0) for op in ops], dtype=np.uint8),

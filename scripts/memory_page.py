@@ -113,7 +113,7 @@ def along_flops(record: Record) -> tuple[list[int], list[float]]:
     step = record.step
     needed, _ = step_flops(step.config, step.seq_len)
     flops = np.zeros(len(step.timeline) + 1)
-    np.add.at(flops, record.begun, step.work.flops * step.work.times)
+    np.add.at(flops, step.work.at, step.work.flops * step.work.times)
     whole = needed * step.batch_size * step.seq_len
     starts, x = [0], [0.0]
     for phase, _, begins, end in stretches(step):
@@ -127,9 +127,8 @@ def along_seconds(record: Record, card: Card, compiled: bool) -> tuple[list[int]
     """The same in predicted seconds on a card."""
     step = record.step
     work = step.compiled_work if compiled else step.work
-    begun = record.compiled_begun if compiled else record.begun
     each = seconds_of_each(work, card) * work.times
-    return [*begun, len(step.timeline)], [0.0, *each.cumsum()]
+    return [*work.at.tolist(), len(step.timeline)], [0.0, *each.cumsum()]
 
 
 def trainer_flags(config: MiniGPTConfig) -> str:

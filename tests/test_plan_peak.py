@@ -268,7 +268,7 @@ def test_times_are_the_clocks(gpu, compiled):
     (storage,) = [storage for storage in gpu.storages if storage.name == name]
     (comes,) = [e["time_us"] for e in allocations(found) if name in e["frames"][0]["name"]]
     work = gpu.step.compiled_work if compiled else gpu.step.work
-    before = np.array(gpu.compiled_begun if compiled else gpu.begun) < storage.born
+    before = work.at < storage.born
     assert comes == round(1e6 * seconds_of_each(work, card)[before].sum()) > 0
 
 

@@ -13,10 +13,15 @@ from planner import CARDS
 from planner.formulas import step_flops
 from planner.record import Record, code_of
 from planner.shards import GATHERED
-from planner.timeline import KINDS
+from planner.timeline import KINDS, StepMemory
+from planner.work import Work
 from scripts.memory_page import along_flops
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
+
+
+def works(step: StepMemory) -> tuple[Work, Work]:
+    return step.work, step.compiled_work
 
 
 def added_up(step: Record) -> np.ndarray:
@@ -45,8 +50,8 @@ def test_storages_are_the_step(way, setting, dropout):
     assert len(found.operators) == len(found.replays) == len(step.timeline)
     assert sum(storage.bytes for storage in found.at_peak) == step.peak
     assert all(storage.name and storage.why for storage in found.storages)
-    with_time = step.work.times.sum(), step.compiled_work.times.sum()
-    assert (len(found.begun), len(found.compiled_begun)) == with_time
+    for every, few in zip(works(found.step), works(step), strict=True):
+        assert len(every.flops) == few.times.sum()
 
 
 def test_of_a_million_chunks_three_are_simulated():
@@ -186,7 +191,7 @@ def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
     assert (few.places, few.kept, few.config) == (every.places, every.kept, every.config)
     assert sorted(few.moved) == sorted(every.moved)
     assert few.kept_per_block == pytest.approx(every.kept_per_block, rel=1e-12)
-    for left, right in ((few.work, every.work), (few.compiled_work, every.compiled_work)):
+    for left, right in zip(works(few), works(every), strict=True):
         assert (len(left.flops) < len(right.flops)) == (n_layers > 3 or chunks > 3)
         assert left.times.sum() == right.times.sum()
         assert left.times @ left.flops == right.times @ right.flops
