@@ -241,16 +241,26 @@ class Planner:
         log.once(self.parts, "update", run, given)
 
     def less_of_head(self, log: Log) -> dict[str, Callable]:
-        """For memory/head.py: a few of its chunks, once for all steps of as many sequences."""
-        loss_by_chunks = head.loss_by_chunks
+        """For memory/head.py: once for all steps of as many sequences; and of its chunks, of which
+        there may be millions, only the first, one more and the last. Those in between do the same,
+        operator by operator."""
+        loss_by_chunks, all_of = head.loss_by_chunks, MOST_RUNS if log.sources else 0
 
         def once(x: Tensor, weight: Tensor, labels: Tensor, n: int, *more: Any) -> Sequence[Tensor]:
             run = partial(loss_by_chunks, x, weight, labels, n, *more)
             _, gradients = more
             return log.once(self.parts, (len(labels), n), run, [x, weight, labels, *gradients])
 
-        few = few_chunks(log, MOST_RUNS if log.sources else 0)
-        return {"loss_by_chunks": once, "starts_of_chunks": few}
+        def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
+            n_chunks, chunk = math.ceil(n_tokens / n), 0
+            for times in few_of(n_chunks) if n_chunks > all_of else [1] * n_chunks:
+                begin = log.now + 1
+                yield chunk * n
+                if times > 1:
+                    log.repeats.append((begin, log.now + 1, times))
+                chunk += times
+
+        return {"loss_by_chunks": once, "starts_of_chunks": starts_of_few}
 
     def name_what_is_there(self, log: Log) -> None:
         """Weights, gradients as far as there are any, and the optimizer's state."""
@@ -323,23 +333,6 @@ def replaced(thing: Any, **attributes: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(thing, name, value)
-
-
-def few_chunks(log: Log, few: int) -> Callable[[int, int], Iterator[int]]:
-    """For memory/head.py: of its chunks, of which there may be millions, only the first, one more
-    and the last run. Those in between do the same, operator by operator. Up to `few`, all of
-    them."""
-
-    def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
-        n_chunks, chunk = math.ceil(n_tokens / n), 0
-        for times in few_of(n_chunks) if n_chunks > few else [1] * n_chunks:
-            begin = log.now + 1
-            yield chunk * n
-            if times > 1:
-                log.repeats.append((begin, log.now + 1, times))
-            chunk += times
-
-    return starts_of_few
 
 
 def by_few_chunks(log: Log) -> Callable[[Callable[[Tensor], Tensor], Tensor, list[int]], Tensor]:
