@@ -111,10 +111,10 @@ def all_alike(planner: Planner, batch_size: int, offload: bool = False) -> list[
 def rungs(planner: Planner) -> list[str]:
     """RUNGS; under shards, which are gathered block by block, no group of blocks; without fused
     attention, nothing that keeps the result of its operator."""
-    found = [rung for rung in RUNGS if planner.shards == 1 or "/" not in rung]
-    return [
-        rung for rung in found if planner.fused or not POLICIES[rung.partition("/")[0]].by_operator
-    ]
+    left_out = {"full/2"} if planner.shards > 1 else set()
+    if not planner.fused:
+        left_out |= {name for name, policy in POLICIES.items() if policy.by_operator}
+    return [rung for rung in RUNGS if rung not in left_out]
 
 
 def all_mixes(n_layers: int, rungs: Sequence[str] = RUNGS) -> np.ndarray:

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, cast
@@ -35,50 +35,40 @@ from .shards import Gathering, shard_of
 from .timeline import KINDS, MOST_RUNS, Shown, StepMemory, summarize
 
 
+@dataclass(eq=False)
 class Planner:
     """One training step of the real model, optimizer and policies, on fake tensors.
 
-    Args:
-        config: the model; `step` can change how it spends memory.
-        seq_len: tokens in a sequence.
-        precision: float32, or the dtype of autocast. (float16's GradScaler needs some bytes more.)
-        make_optimizer: what the trainer makes its own with.
-        clip: what it clips gradients with, as torch's `clip_grad_norm_` does.
-        device_type: the kind of device it is planned for. The fake tensors are the CPU's in any
-            case. For "cuda" its fused dropout and attention are put in, and what its kernels take
-            besides (planner/operators.py); on "mps" neither is fused where it is trained.
-        accumulate: forward runs beside the gradients of an earlier micro-batch.
-        ddp: gradients stay, in the buckets of DistributedDataParallel.
-        compress: they are averaged in bfloat16, in copies (the first step's are one bucket).
-        shards: processes that hold the model between them (train_fsdp.py): planned is what one of
-            them takes. Not with `ddp`.
-        sharing: processes that share each sequence (train_sp.py): planned is the first, as none has
-            more of its tokens and heads.
+    They are the CPU's in any case. For "cuda" its fused dropout and attention are put in, and what
+    its kernels take besides (planner/operators.py); on "mps" neither is fused where it is trained.
     """
 
-    def __init__(
-        self,
-        config: MiniGPTConfig,
-        seq_len: int,
-        *,
-        precision: torch.dtype,
-        make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer],
-        clip: Callable[..., object] = nn.utils.clip_grad_norm_,
-        device_type: str = "cpu",
-        accumulate: bool = False,
-        ddp: bool = False,
-        compress: bool = False,
-        shards: int = 1,
-        sharing: int = 1,
-    ):
-        self.config, self.seq_len, self.precision = config, seq_len, precision
-        self.on_cpu, self.accumulate, self.ddp = device_type == "cpu", accumulate, ddp
-        self.clip = clip
-        self.kernels = device_type == "cuda"  # there they need memory of their own, too
-        self.fused = device_type != "mps"  # attention, which else keeps its scores, (B, H, T, T)
-        self.compress, self.shards = compress, shards
-        self.sequence = SharedSequence(0, sharing, config.n_heads, nothing_sent)
-        self.tokens = self.sequence.cut(seq_len).stop  # of a sequence
+    config: MiniGPTConfig  # `step` can change how it spends memory
+    seq_len: int
+    _: KW_ONLY
+    precision: torch.dtype  # of autocast, or float32. (float16's GradScaler needs some bytes more.)
+    make_optimizer: Callable[
+        [MiniGPT], torch.optim.Optimizer
+    ]  # what the trainer makes its own with
+    clip: Callable[..., object] = nn.utils.clip_grad_norm_  # gradients, or what does as this does
+    device_type: str = "cpu"
+    accumulate: bool = False  # forward runs beside the gradients of an earlier micro-batch
+    ddp: bool = False  # gradients stay, in the buckets of DistributedDataParallel
+    compress: bool = False  # averaged in bfloat16, in copies (the first step's are one bucket)
+    # Processes that hold the model between them (train_fsdp.py): planned is what one of them takes.
+    # Not with `ddp`.
+    shards: int = 1
+    # Processes that share each sequence (train_sp.py): planned is the first, as none has more of
+    # its tokens and heads.
+    sharing: int = 1
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.on_cpu = self.device_type == "cpu"
+        self.kernels = self.device_type == "cuda"  # there they need memory of their own, too
+        self.fused = self.device_type != "mps"  # attention; else it keeps its scores, (B, H, T, T)
+        self.sequence = SharedSequence(0, self.sharing, config.n_heads, nothing_sent)
+        self.tokens = self.sequence.cut(self.seq_len).stop  # of a sequence
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.parts: dict[Any, Part] = {}  # of a step, which are the same in others
@@ -89,13 +79,13 @@ class Planner:
             if self.kernels:  # CUDA fuses attention with dropout, a CPU does not
                 for block in self.model.blocks:
                     block.attn.dropout = 0.0  # type: ignore[union-attr]  # no mask is stored
-            if sharing > 1:
+            if self.sharing > 1:
                 self.sequence.surround(self.model)
             # What a process holds, and updates.
-            self.own = self.model if shards == 1 else shard_of(config, shards)
+            self.own = self.model if self.shards == 1 else shard_of(config, self.shards)
             whole = [*self.model.named_parameters(), *self.own.named_parameters()]
             self.names = {parameter: name for name, parameter in whole}
-            self.optimizer = make_optimizer(self.own)
+            self.optimizer = self.make_optimizer(self.own)
             # The first step makes the optimizer's state; all others find it there.
             for parameter in self.own.parameters():
                 parameter.grad = torch.empty_like(parameter)
