@@ -11,13 +11,15 @@ and predicts the time, too. What is recommended leaves a margin to what tensors 
 context, kernels, an allocator's gaps): a tenth of the budget, on a GPU at least 1 GiB.
 """
 
+import gc
 import sys
 
 if not __package__:  # python scripts/plan_memory.py: the others lie one folder up
     sys.path[0] += "/.."
     import scripts  # noqa: F401
 
-import trainer.start  # noqa: F401  # before torch: then garbage is looked for rarely
+if "torch" not in sys.modules:  # nothing that it makes while it is imported is garbage
+    gc.set_threshold(1_000_000)
 
 # isort: split
 import argparse
