@@ -23,7 +23,7 @@ FLOOR["data"] = FLOOR["planner"]
 ROOMS = {
     "the root": 868,
     "memory": 1_112,
-    "planner": 2_490,
+    "planner": 2_440,
     "trainer": 4_760,
     "data": 1_502,
     "scripts": 3_800,
