@@ -37,8 +37,9 @@ class OneProcess:
 
     def __init__(self, device: torch.device):
         self.device = device
-        # What was typed to start it, but for the flags.
-        self.command: tuple[str, ...] = ("python", as_typed(self.script))
+        # What was typed to start it, but for the flags: the script by its path.
+        typed = sys.argv[0] if os.path.basename(sys.argv[0]) == self.script else self.script
+        self.command: tuple[str, ...] = ("python", typed)
         self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
 
     @classmethod
@@ -159,8 +160,3 @@ class OneProcess:
 
     def close(self) -> None:
         """Leave the other processes."""
-
-
-def as_typed(script: str) -> str:
-    """The path by which `script` was started: `../minigpt/train_minimal.py`."""
-    return sys.argv[0] if os.path.basename(sys.argv[0]) == script else script
