@@ -31,19 +31,9 @@ from harness.runs import TINY, run, snapshot
 import train_minimal
 from data import find_dataset
 
-TABLES = {
-    "flags": FLAGS,
-    "tool": TOOLS,
-    "text": TEXTS,
-    "tokens": TOKEN_FILES,
-    "tokenizer": TOKENIZERS,
-    "snapshot": SNAPSHOTS,
-    "resumed with another": RESUMED,
-    "folder": FOLDERS,
-    "place": PLACES,
-    "environment": ENVIRONMENTS,
-    "script": SCRIPTS,
-}
+TABLES = {"flags": FLAGS, "tool": TOOLS, "text": TEXTS, "tokens": TOKEN_FILES, "place": PLACES}
+TABLES |= {"tokenizer": TOKENIZERS, "snapshot": SNAPSHOTS, "resumed with another": RESUMED}
+TABLES |= {"folder": FOLDERS, "environment": ENVIRONMENTS, "script": SCRIPTS}
 CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in table.items()}
 ROWS = {
     "snapshot: code": row("a snapshot that"),

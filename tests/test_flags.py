@@ -37,20 +37,8 @@ def parse(flags: str = ""):
 
 # ---- back to words
 
-LIKELY = (
-    "mlp:7,full+offload",
-    "auto",
-    "7",
-    "12",
-    "0.03",
-    "1e-05",
-    "1.5B",
-    "8GiB",
-    "500 MB",
-    "RTX 4090",
-    "a b*.txt",
-    "-x",
-)
+LIKELY = "mlp:7,full+offload auto 7 12 0.03 1e-05 1.5B 8GiB -x".split()
+LIKELY += ["500 MB", "RTX 4090", "a b*.txt"]
 
 
 def ways_to_type(action: argparse.Action) -> list[list[str]]:

@@ -341,5 +341,3 @@ def test_plan_memory_says_what_is_stored(mode, words):
     asked, seconds = plan_memory.aim(argv)
     said = plan_memory.describe_target(asked, seconds)
     assert f"weights, gradients, {words} (1" in said and "bytes a parameter)" in said
-    command = plan_memory.command_line(asked.args)
-    assert f"--optimizer {mode[0]}" in command and f"--moments-dtype {mode[1]}" in command

@@ -12,15 +12,8 @@ import torch.nn.functional as F
 from memory import Past
 from model import MiniGPT, MiniGPTConfig, sample
 
-TINY = dict(
-    vocab_size=61,
-    max_position_embeddings=16,
-    n_layers=2,
-    n_heads=2,
-    d_model=32,
-    d_ff=64,
-    dropout=0.0,
-)
+TINY = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=2, d_model=32, d_ff=64)
+TINY |= dict(dropout=0.0)
 LIMIT = TINY["max_position_embeddings"]
 
 

@@ -157,13 +157,8 @@ SMALL = {
     "scripts.generate": "--max-new-tokens 5",
     "scripts.kept_tensors": "--d-model 16 --n-heads 2 --seq-len 16",
 }
-ELSEWHERE = {  # have tests of their own
-    "studies.block_picture",
-    "studies.gpu",
-    "studies.ladder",
-    "scripts.lesson",
-    "pytest",
-}
+# They have tests of their own.
+ELSEWHERE = {"studies.block_picture", "studies.gpu", "studies.ladder", "scripts.lesson", "pytest"}
 
 
 def runnable() -> list[str]:

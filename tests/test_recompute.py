@@ -71,16 +71,11 @@ def test_groups_of_any_size_can_be_nested(size, end, precision):
     assert losses == none and all(map(torch.equal, tensors, expected))
 
 
-@pytest.mark.parametrize(
-    ("policy", "last"),
-    [
-        ("full", "mlp.c_proj"),
-        ("mlp", "mlp.c_proj"),
-        ("attn", "attn.c_proj"),
-        ("cheap", "attn.c_attn mlp.c_fc mlp.c_proj"),
-        ("qkv", "attn.c_attn mlp.c_proj"),
-    ],
-)
+LAST = {"full": "mlp.c_proj", "mlp": "mlp.c_proj", "attn": "attn.c_proj"}
+LAST |= {"cheap": "attn.c_attn mlp.c_fc mlp.c_proj", "qkv": "attn.c_attn mlp.c_proj"}
+
+
+@pytest.mark.parametrize(("policy", "last"), LAST.items())
 def test_no_replay_of_the_last_matmul_even_with_dropout(policy, last):
     """Early stop comes before it; a dropout behind it, inside the region, would be too late."""
     model, ids, ran = tiny(recompute=policy, dropout=0.1).train(), random_ids(2, 16), []
@@ -227,17 +222,11 @@ def test_no_policy_changes_a_bit_of_what_is_compiled(policy):
 # ---- compiled
 
 
-@pytest.mark.parametrize(
-    ("way", "n_full"),  # replays of a whole block
-    [
-        ("full", 3),
-        ("full/3", 3),
-        ("full/2", 3),
-        ("full/3+nested", 5),
-        ("full:2,mlp", 2),
-        ("mlp:1,full", 2),
-    ],
-)
+REPLAYS = {"full": 3, "full/3": 3, "full/2": 3, "full/3+nested": 5}
+REPLAYS |= {"full:2,mlp": 2, "mlp:1,full": 2}
+
+
+@pytest.mark.parametrize(("way", "n_full"), REPLAYS.items())  # replays of a whole block
 def test_compiled_blocks_replay_their_last_matmul_too(way, n_full):
     """Early stop cannot end compiled code half-way; step_flops knows."""
     model = tiny(recompute=way, n_layers=3).train()

@@ -328,12 +328,10 @@ ENVIRONMENTS = {
         "full/2: train_fsdp.py gathers .*; full/2\\+nested fits",
     ),
     "compressed": sharded("--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"),
-    "fewer heads than processes": shared(
-        "--n-heads=1", "--n-heads 1: each of 2 processes .* --nproc-per-node=1, or train_fsdp"
+    "few heads": shared(
+        "--n-heads=1", "--n-heads 1: each of 2 .* --nproc-per-node=1, or train_fsdp"
     ),
-    "fewer tokens than processes": shared(
-        "--seq-len=1 --n-heads=4", "--seq-len 1: each of 2 processes .* --nproc-per-node=1"
-    ),
+    "few tokens": shared("--seq-len=1 --n-heads=4", "--seq-len 1: each of 2 .* --nproc-per-node=1"),
     "compiled, of a shared sequence": shared("--compile", "--compile: train_fsdp.py can; "),
     "groups of blocks of a shared sequence": shared(
         "--use-activation-checkpoint=full/2", "full/2: train_sp.py gathers .*; full/2\\+nested"
