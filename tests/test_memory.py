@@ -279,17 +279,11 @@ def test_flops_equal_those_that_torch_counts(memory):
 # ---- batches
 
 
-@pytest.mark.parametrize(
-    ("chunks", "memory", "batch_size", "settings"),
-    [
-        (0, {}, 1, {}),
-        (0, FULL, 12, {}),
-        (1, {}, 12, {}),
-        (4, {}, 2, {}),
-        (0, FULL, 8, {"shards": 2, "accumulate": True}),
-    ],
-    ids=str,
-)
+ASKED = [(0, {}, 1, {}), (0, FULL, 12, {}), (1, {}, 12, {}), (4, {}, 2, {})]
+ASKED += [(0, FULL, 8, {"shards": 2, "accumulate": True})]
+
+
+@pytest.mark.parametrize(("chunks", "memory", "batch_size", "settings"), ASKED, ids=str)
 def test_largest_batch_is_the_largest(chunks, memory, batch_size, settings, monkeypatch):
     monkeypatch.setattr("memory.head.CHUNK", 2**15)
     plan = planner(replace(CONFIG, loss_chunks=chunks), **settings)

@@ -39,13 +39,10 @@ def test_predicted_peak_is_that_of_real_processes(names, tmp_path):
     how = {"device": CPU, "precision": torch.float32}
     for name, taken in json.loads(path.read_text()).items():
         case = CASES[name]
-        step = planner(
-            case.config,
-            "fp32" if case.dtype == torch.float32 else "bf16",
-            shards=2,
-            accumulate=case.micro_batches > 1,
-            make_optimizer=partial(make_optimizer, args=case.flags, **how),
-        ).step(case.batch_size)
+        more = {"shards": 2, "accumulate": case.micro_batches > 1}
+        more |= {"make_optimizer": partial(make_optimizer, args=case.flags, **how)}
+        precision = "fp32" if case.dtype == torch.float32 else "bf16"
+        step = planner(case.config, precision, **more).step(case.batch_size)
         kinds = dict(zip(KINDS, step.timeline[0], strict=True))
         assert kinds["parameters"] + kinds["optimizer"] == taken["state"], name
         # (4: the gradient of the loss, which lives until all is reduced.)

@@ -138,6 +138,8 @@ def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeyp
 
 
 LARGER = ("--n-layers=3", "--d-model=32", "--num-steps=3", "--max-tokens=900")
+RUNS = ["", f"{FULL} --grad-accum-steps=2", f"{FULL} cheap --no-amp --loss-chunks=1"]
+RUNS += [f"{FULL} selective --optimizer=muon --profile=1"]
 SIZE = r"([\d.]+ \w+)"
 MEASURED = rf"^measured peak {SIZE} of tensors; predicted {SIZE}(?:, without recompute {SIZE})?$"
 PLAN = rf"^memory .*?peak {SIZE}, .*?(?:recompute: peak {SIZE}|$)"
@@ -148,17 +150,9 @@ def measured_in(out: str) -> list[tuple[str, ...]]:
 
 
 @predicted
-@pytest.mark.parametrize(
-    "flags",
-    [
-        (),
-        (FULL, "--grad-accum-steps=2"),
-        (FULL, "selective", "--optimizer=muon", "--profile=1"),
-        (FULL, "cheap", "--no-amp", "--loss-chunks=1"),
-    ],
-)
-def test_a_step_takes_what_was_predicted(flags, tmp_path, capsys):
-    assert train_here(tmp_path / "run.pt", *LARGER, "--seq-len=64", "--num-steps=6", *flags) == 0
+@pytest.mark.parametrize("flags", RUNS)
+def test_a_step_takes_what_was_predicted(flags, path, capsys):
+    assert train_here(path, *LARGER, "--seq-len=64", "--num-steps=6", *flags.split()) == 0
     out = capsys.readouterr().out
     ((measured, expected, plain),) = measured_in(out)
     assert measured == expected
