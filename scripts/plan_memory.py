@@ -5,10 +5,10 @@ The flags are the trainers' own; add nothing but what you ask:
     python -m scripts.plan_memory --model gpt2 --card "RTX 4090" --all-knobs
 
 One training step of that model is simulated for each recompute policy, on tensors that have shapes
-but no memory: no GPU is needed, nothing is downloaded, 1.5 billion parameters take a minute on a
-laptop. `--device cuda` plans for a GPU wherever you are, `--card` for one with that much memory,
-and predicts the time, too. What is recommended leaves a margin to what tensors are not (the CUDA
-context, kernels, an allocator's gaps): a tenth of the budget, on a GPU at least 1 GiB.
+but no memory: no GPU is needed, nothing is downloaded, 1.5 billion parameters take a quarter of a
+minute on a laptop. `--device cuda` plans for a GPU wherever you are, `--card` for one with that
+much memory, and predicts the time, too. What is recommended leaves a margin to what tensors are not
+(the CUDA context, kernels, an allocator's gaps): a tenth of the budget, on a GPU at least 1 GiB.
 """
 
 import gc
