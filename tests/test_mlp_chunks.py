@@ -154,7 +154,7 @@ def test_the_longest_sequence_names_them(monkeypatch):
     """Beside the command of the longest row; and no row that has none to make asks for any."""
     monkeypatch.setattr(policies, "WIDE", 2**15)
     flags = "--batch-size 1 --d-ff 512 --dropout 0 --no-amp"
-    answer = ask(f"{flags} --device cuda --memory-budget 20MB --longest-sequence")
+    answer = ask(f"{flags} --device cuda --memory-budget 50MB --longest-sequence")
     (line,) = (line for line in answer.out.splitlines() if CHUNKED in line)
     found = run(line.partition(": ")[2].split())
     assert found.mlp_chunks == 0 and f"{found.seq_len:,} tokens" in line
