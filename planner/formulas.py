@@ -136,8 +136,7 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
     linear = 2 * C * F  # c_fc, and the MLP's c_proj
     flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
     block = sum(flops.values()) + linear
-    *before, last = sizes_of_chunks(seq_len, F, config.mlp_chunks)
-    before_last = sum(before) / seq_len
+    before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
     replayed: float = 0
     for policy, blocks in config.expanded.calls:
         again = sum(flops[name] for name in POLICIES[policy].twice.split())

@@ -11,12 +11,13 @@ much memory, and predicts the time, too. What is recommended leaves a margin to 
 (the CUDA context, kernels, an allocator's gaps): a tenth of the budget, on a GPU at least 1 GiB.
 """
 
-import gc
 import sys
 
 if not __package__:  # python scripts/plan_memory.py: the others lie one folder up
     sys.path[0] += "/.."
     import scripts  # noqa: F401
+
+import gc
 
 if "torch" not in sys.modules:  # nothing that it makes while it is imported is garbage
     gc.set_threshold(1_000_000)
