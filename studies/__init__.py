@@ -5,6 +5,7 @@ make_results       which commands make studies/results/? (it runs them)         
 ladder             what does each policy save and cost?                            2 minutes
 block_picture      what does each policy keep of a block? (a picture)              seconds
 memory_timeline    where does a step's memory go? (scripts.memory_timeline)        half a minute
+long               how long may a sequence be, knob by knob?                       15 minutes
 page_shots         how does scripts.memory_page's page look? (README's picture)      seconds
 compiler           does the compiler choose better than a policy?                  4 minutes
 cards              which card trains what?                                         3 minutes

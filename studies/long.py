@@ -70,33 +70,34 @@ def longest(model: str, policy: str, mlp_chunks: int, processes: int = 1) -> dic
 
 def report(found: list[dict[str, Any]]) -> str:
     """A row for each way, the models side by side."""
-    rows: dict[tuple[str, int, int], list[str]] = {}
+    rows: dict[str, list[str]] = {}
     for each in found:
+        way = f"`{'full/K+nested' if 'nested' in each['policy'] else each['policy']}`"
+        way += ", chunks" if each["mlp_chunks"] != 1 else ""
+        way += f", {each['processes']} devices" if each["processes"] > 1 else ""
         host = format_bytes(each["host_bytes"]) if each["host_bytes"] else ""
         cells = [f"{each['tokens']:,}", f"{1 + each['replayed']:.2f}", format_time(each["seconds"])]
-        policy = "full/K+nested" if "nested" in each["policy"] else each["policy"]
-        key = policy, each["mlp_chunks"], each["processes"]
-        rows.setdefault(key, []).extend([*cells, host])
-    header = ["policy", "--mlp-chunks", "processes"]
+        rows.setdefault(way, []).extend([*cells, host])
+    header = [""]
     for model, (card, budget) in CARD.items():
-        header += [f"{model}, {budget}: tokens", "FLOPs", f"a step, {card}", "CPU memory"]
-    return table(header, ([*map(str, key), *cells] for key, cells in rows.items()))
+        header += [f"`{model}`, {budget}: tokens", "FLOPs", f"a step, {card}", "CPU memory"]
+    return table(header, ([way, *cells] for way, cells in rows.items()))
 
 
 def draw(plt: Any, found: list[dict[str, Any]]) -> Any:
     """Tokens against processes; and beside it what a step of them takes."""
-    figure, (tokens, hours) = plt.subplots(1, 2, figsize=(WIDTH, 3.2))
+    figure, (tokens, minutes) = plt.subplots(1, 2, figsize=(WIDTH, 3.2))
     for model, color, mark in zip(CARD, ("#0072B2", "#C04A00"), "os", strict=True):
         ways = [each for each in found if (each["model"], each["policy"]) == (model, "full")]
         ways = [each for each in ways if each["mlp_chunks"] == 1]
         counts = [each["processes"] for each in ways]
         label = f"{model} on {CARD[model][1]}"
-        for axis, name, unit in ((tokens, "tokens", 1e6), (hours, "seconds", 3600)):
+        for axis, name, unit in ((tokens, "tokens", 1e6), (minutes, "seconds", 60)):
             figures = [each[name] / unit for each in ways]
             axis.plot(counts, figures, color=color, marker=mark, label=label)
     tokens.set(title="Longest sequence, millions of tokens", ylim=0)
-    hours.set(title="Hours that one step of it takes", ylim=0)
-    for axis in (tokens, hours):
+    minutes.set(title="Minutes that one step of it takes", ylim=0)
+    for axis in (tokens, minutes):
         axis.set(xlabel="devices that share it (train_sp.py)", xticks=(1, *PROCESSES))
     tokens.legend(frameon=False)
     return figure

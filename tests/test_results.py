@@ -28,6 +28,7 @@ from studies import (
     compiler,
     fine_tuning,
     ladder,
+    long,
     make_results,
     memory_timeline,
     optimizers,
@@ -53,7 +54,7 @@ def test_each_file_has_the_command_that_makes_it():
     for file in FOLDER.glob("*.json"):
         assert f"--json {make_results.FOLDER}/{file.name}" in known[file.stem][-1]
     drawn = {name for name in known if not (FOLDER / f"{name}.json").exists()}
-    drawn |= {f"memory_{name}" for name in ("timeline", "frontier", "made_of")}
+    drawn |= {"long", *(f"memory_{name}" for name in ("timeline", "frontier", "made_of"))}
     assert {file.stem for file in FOLDER.glob("*.png")} == drawn
 
 
@@ -121,6 +122,20 @@ def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys
     none, full = (figures["time, H100", rung] for rung in ("none", "full"))
     assert none["value"] == 1 and full["value"] == full["raw"] / none["raw"] > 1
     assert result[0]["raw"] == ladder.step_peak(replace(SMALL, loss_chunks=1), 2, 16)
+
+
+# ---- Long sequences
+
+
+def test_the_document_has_the_studys_table():
+    assert long.report(read("long")["found"]) in (ROOT / "docs/long.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [("sdpa", 0, 1), ("full", 1, 4)])
+def test_a_length_is_found_again(way):
+    found = long.longest("gpt2", *way)
+    assert found in read("long")["found"]
 
 
 # ---- The compiler's own choice
