@@ -226,6 +226,16 @@ EXERCISES: dict[int, Exercise] = {
             ("full", "It fits, but one that costs less does, too."),
         ),
     ),
+    11: Exercise(
+        why="36 / K inputs of groups wait, and K of the blocks inside of one: least at sqrt(36), "
+        "as Chen et al. say. A block in full, as much as 9 inputs, no longer counts K times.",
+        hint="Write down 36 / K + K for the divisors of 36.",
+        mistakes=(
+            (1, "Then all 36 inputs wait. What is there in full is one block, whatever K is."),
+            (2, "That is sqrt(36) / 3, for groups whose blocks are all there in full."),
+            (36, "Then the only group's replay keeps the inputs of all 36 blocks."),
+        ),
+    ),
 }
 
 
@@ -380,6 +390,18 @@ def policy_for_a_card() -> Measured:
     return next(step.config.recompute for step in steps if step.peak <= BUDGET), lines
 
 
+def nested_groups() -> Measured:
+    """11: of narrow blocks, beside which weights are nothing."""
+    config = MiniGPTConfig(61, SEQ_LEN, n_layers=36, n_heads=1, d_model=64, d_ff=256, dropout=0.0)
+    deep = replace(planner(), config=config)
+    sizes, peaks = (2, 3, 4, 6, 9, 12, 18), dict[int, int]()
+    lines = ["K   by formula   peak of a step"]
+    for k in tqdm(sizes, leave=False, disable=None):
+        peaks[k] = deep.step(SEQUENCES, recompute=f"full/{k}+nested").peak
+        lines.append(f"{k:<3} {4 * (36 / k + k):6.0f} BTC   {peaks[k] / MIB:.1f} MiB")
+    return min(peaks, key=peaks.__getitem__), lines
+
+
 MEASURES: dict[int, Callable[[], Measured]] = {
     1: needed_by_backward,
     2: partial(block_keeps, "none", no_amp=True),
@@ -391,6 +413,7 @@ MEASURES: dict[int, Callable[[], Measured]] = {
     8: groups,
     9: gradients_that_wait,
     10: policy_for_a_card,
+    11: nested_groups,
 }
 
 
