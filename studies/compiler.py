@@ -93,17 +93,10 @@ def report(ours: list[Counted], compilers: list[Counted]) -> str:
     least, rows = ours[0].flops, []
     for each in ours + compilers:
         mix = ours_at(each.peak, ours) if each in compilers else None
-        rows.append(
-            [
-                each.name,
-                f"{each.peak / 2**20:.1f}",
-                f"{each.flops / least - 1:.1%}",
-                f"{mix / least - 1:.1%}" if mix else "",
-                "yes" if each.same_bits else "no",
-            ]
-        )
-    header = ["", "peak, MiB", "replayed", "ours at that peak", "bits of `none`"]
-    return table(header, rows)
+        flops = [f"{n / least - 1:.1%}" if n else "" for n in (each.flops, mix)]
+        peak, bits = f"{each.peak / 2**20:.1f}", "yes" if each.same_bits else "no"
+        rows.append([each.name, peak, *flops, bits])
+    return table(["", "peak, MiB", "replayed", "ours at that peak", "bits of `none`"], rows)
 
 
 @tool

@@ -10,6 +10,7 @@ for these flags, and FLOPs and seconds are those of a step of that length. Some 
 
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,8 @@ from trainer.metrics import format_bytes
 # Model -> whose clock tells the time, and the memory of such a card (all of it, for round figures)
 CARD = {"gpt2": ("RTX 4090", "24GiB"), "gpt2-xl": ("A100", "80GiB")}
 GROUP = {"gpt2": 4, "gpt2-xl": 7}  # blocks, near sqrt(n_layers)
-WAYS = [  # of one device: the policy, and --mlp-chunks
-    ("none", 1),
-    ("sdpa", 1),
-    ("sdpa", 0),
-    ("full", 1),
-    ("full", 0),
-    ("full/K+nested", 1),
-    ("full/K+nested", 0),
-    ("full+offload", 1),
-    ("full+offload", 0),
-]
+GOING_FAR = ("sdpa", "full", "full/K+nested", "full+offload")
+WAYS = [("none", 1), *product(GOING_FAR, (1, 0))]  # of one device: the policy, and --mlp-chunks
 PROCESSES = (2, 4, 8)  # with train_sp.py and `full`
 
 
