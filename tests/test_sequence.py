@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.planned import planner
-from harness.runs import FAULTS, metrics, start_together, torchrun, train_here
+from harness.runs import FAULTS, metrics, same, snapshot, start_together, torchrun, train_here
 from harness.sharded import LONG_CASES
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -140,3 +140,16 @@ def test_from_and_to_other_trainers(tmp_path):
     for ours, theirs in zip(metrics(path), metrics(whole), strict=True):
         for name in ("step", "epoch", "train_loss", "grad_norm", "val_loss"):
             assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4), ours
+
+
+@slow
+def test_resumed_by_as_many_processes_it_is_the_same_to_the_bit(tmp_path):
+    """With dropout, whose masks each process draws, and chunks of the MLP."""
+    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
+    flags = [*FLAGS.split(), "--dropout=0.1", "--seq-len=131", "--mlp-chunks=2"]
+    flags += ["--use-activation-checkpoint"]
+    torchrun(whole, *flags, script="train_sp.py")
+    torchrun(path, *flags, script=f"{FAULTS} train_sp", expect=143, FAULTS="term:0:6")
+    torchrun(path, *flags, "--resume", script="train_sp.py")
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+    assert same(snapshot(path)["optimizer"], snapshot(whole)["optimizer"])
