@@ -160,7 +160,7 @@ REFUSED_BY = {
     "plot": {"x --format=svg --output=y.png": "--format svg and --output y.png contradict"},
     "cards": {"--cards=M1": "--cards: M1 is no NVIDIA card"},
     "lesson": {
-        "11": "N: must be a whole number of at least 1 and at most 10, not '11'",
+        "12": "N: must be a whole number of at least 1 and at most 11, not '12'",
         "4 many": r"the answer must be a number \(BTC\), not 'many'",
         "4 24 12": "the answer must be a number",
         "9 3/0": "the answer must be a number",
