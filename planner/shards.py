@@ -128,7 +128,9 @@ class Gathering:
         for parameter in group.whole:
             of_all = cast(Tensor, parameter.grad)
             self.log.name(of_all, "gradients", "whole gradient", "on its way to be averaged")
-            parameter.grad = None  # (the last one stays until it is reduced: torch's loop has it)
+            parameter.grad = None
+        if torch.__version__ >= "2.15":  # before, torch's loop has the last one until it is reduced
+            del of_all
         for shard in group.shards:
             shard.grad = torch.empty_like(shard)
             self.log.name(shard.grad, "gradients", "share of a gradient")

@@ -23,7 +23,7 @@ FLOOR["data"] = FLOOR["planner"]
 ROOMS = {
     "the root": 868,
     "memory": 1_112,
-    "planner": 2_440,
+    "planner": 2_442,
     "trainer": 4_740,
     "data": 1_502,
     "scripts": 3_760,
