@@ -47,9 +47,8 @@ class Planner:
     seq_len: int
     _: KW_ONLY
     precision: torch.dtype  # of autocast, or float32. (float16's GradScaler needs some bytes more.)
-    make_optimizer: Callable[
-        [MiniGPT], torch.optim.Optimizer
-    ]  # what the trainer makes its own with
+    # What the trainer makes its own with.
+    make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer]
     clip: Callable[..., object] = nn.utils.clip_grad_norm_  # gradients, or what does as this does
     device_type: str = "cpu"
     accumulate: bool = False  # forward runs beside the gradients of an earlier micro-batch

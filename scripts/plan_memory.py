@@ -17,10 +17,10 @@ if not __package__:  # python scripts/plan_memory.py: the others lie one folder 
     sys.path[0] += "/.."
     import scripts  # noqa: F401
 
-import gc
+from trainer.start import leave_garbage
 
-if "torch" not in sys.modules:  # nothing that it makes while it is imported is garbage
-    gc.set_threshold(1_000_000)
+if __name__ == "__main__":
+    leave_garbage()  # to the end: what a step's log has is no garbage, either
 
 # isort: split
 import argparse

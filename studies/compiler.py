@@ -22,6 +22,7 @@ from tqdm import tqdm
 from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
 from scripts import tool
 from scripts.benchmark import about, describe, table, write_json
+from scripts.benchmark_worker import allocations
 from studies.common import add_json, study_parser
 
 CONFIG = MiniGPTConfig(512, 1024, n_layers=6, n_heads=4, d_model=256, d_ff=1024, dropout=0.0)
@@ -46,7 +47,6 @@ def count(policy: str, budget: float, gradients: list[torch.Tensor]) -> Counted:
     ids = torch.randint(CONFIG.vocab_size, (BATCH, CONFIG.max_position_embeddings + 1))
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         loss.backward()
@@ -56,15 +56,12 @@ def count(policy: str, budget: float, gradients: list[torch.Tensor]) -> Counted:
         model.zero_grad(set_to_none=True)
         with profile(profile_memory=True, record_shapes=True, with_flops=True) as profiler:
             step()
-    result: Any = profiler.profiler
-    events = result.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    sizes = torch.tensor([size for _, size in sorted(changes)])
+    _, sizes, events = allocations(profiler, "cpu")
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     gradients[:] = gradients or found
     return Counted(
         name=policy if budget == 1 else f"budget {budget}",
-        peak=int(sizes.cumsum(0).max()),
+        peak=int(sizes.max()),
         flops=sum(event.flops() for event in events) + attention_flops(events),
         same_bits=all(map(torch.equal, found, gradients)),
     )

@@ -12,15 +12,18 @@ PROCESS_START = time.perf_counter()  # `import torch` takes a second or two
 # Idle OpenMP threads should soon sleep: by default they spin for long, and on a busy machine that
 # takes the cores away from the threads that have work. Read when the library is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Nothing that torch makes while it is imported is garbage, and to look for some takes a quarter of
-# that time. From the first step on Python looks as often as ever. (A tool knows no such moment.)
 BEFORE = gc.get_threshold()
-if not {"torch", "scripts"} & sys.modules.keys():
-    gc.set_threshold(1_000_000)
 # Was a trainer, tool or study started, by its path or by -m (more Python does not know yet)? Or
 # does a test import?
 ROOT, PROGRAM = Path(__file__).resolve().parents[1], Path(sys.argv[0])
 STARTED = sys.argv[0] == "-m" or PROGRAM.suffix == ".py" and ROOT in PROGRAM.resolve().parents[:2]
+
+
+def leave_garbage() -> None:
+    """Look for it rarely, if torch is still to be imported. Nothing that it makes then is garbage,
+    and to look for some takes a quarter of that time."""
+    if "torch" not in sys.modules:
+        gc.set_threshold(1_000_000)
 
 
 def look_for_garbage() -> None:
@@ -47,5 +50,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+if "scripts" not in sys.modules:  # (a tool knows no such moment as a run's first step)
+    leave_garbage()
 if STARTED and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
     signal.signal(signal.SIGINT, interrupt)
