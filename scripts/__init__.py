@@ -11,7 +11,7 @@ memory_timeline          where does a step's memory go? (three pictures)      ha
 benchmark                what does each policy cost on this machine?          minutes
 kept_tensors             which tensors does a block keep for backward?        seconds
 checkpoint_from_scratch  how does an activation checkpoint work?              seconds
-lesson                   have I understood it? (ten exercises)                half an hour
+lesson                   have I understood it? (eleven exercises)             half an hour
 gpt2_small.sh            how do I train GPT-2 small on one GPU?               days
 gpt2_small_ddp.sh        and on all GPUs of a machine?                        days
 

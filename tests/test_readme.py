@@ -15,7 +15,9 @@ from harness.gpt2_folder import write_folder
 from harness.runs import ROOT, run
 from torch.distributed.run import get_args_parser
 
+import scripts
 from model import MiniGPT
+from scripts.lesson import EXERCISES
 from trainer.flags import build_parser
 from trainer.older import OLDER
 
@@ -42,6 +44,15 @@ def test_the_two_commands():
 def test_every_document_is_linked_from_the_readme():
     linked = set(re.findall(r"\]\(docs/(\w+\.md)[)#]", README))
     assert linked == DOCS.keys() and linked
+
+
+def test_counts_in_words():
+    """Wherever the lesson's exercises are counted, the count is the same."""
+    listing, lesson = scripts.__doc__ or "", ROOT / "docs" / "lesson.md"
+    texts = [listing, *(page.read_text("utf-8") for page in PAGES if page != lesson)]
+    texts = [text for text in texts if not text.startswith("# Changelog")]  # as it was then
+    counts = [n for text in texts for n in re.findall(r"(\w+)\s+exercises\b", text)]
+    assert len(EXERCISES) == 11 and len(counts) >= 3 and {*counts} == {"eleven"}
 
 
 def test_every_flag_is_there_and_no_other():
