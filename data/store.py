@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from .batches import TokenFile
 from .documents import suffix_of
 from .tokenizer import DataError, DiskFull, Tokenizer
 
+META = "meta.json"  # what a folder of the cache holds, and how to see that it is whole
 CACHE_VERSION = 1  # part of every key: raise it when the same input would give other files
 Say = Callable[[str], None]
 
@@ -80,9 +81,8 @@ def label(names: Sequence[str]) -> str:
 def build_cache(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say) -> dict[str, Any]:
     """Make `folder` once, however many processes ask; returns its meta.json.
 
-    build(temporary folder) writes the files. One rename makes them visible, so nobody ever reads
-    half a cache, and a builder that is killed leaves only a temporary folder, which the next one
-    removes.
+    build(new folder) writes the files. One rename makes them visible, so no process ever reads half
+    a cache, and a builder that is killed leaves only a temporary folder, which the next one removes.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock(folder.parent, say) as alone:
@@ -91,19 +91,23 @@ def build_cache(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say)
         if alone:
             for stale in folder.parent.glob(".tmp-*"):
                 shutil.rmtree(stale, ignore_errors=True)
+        if os.path.lexists(folder):
+            say(f"{shown(folder)} is incomplete, damaged or of an older version: built anew")
         temporary = folder.parent / f".tmp-{secrets.token_hex(8)}"
-        temporary.mkdir()
+        new = temporary / "new"
+        new.mkdir(parents=True)
         try:
-            meta = build(temporary) | {"python": platform.python_version()}
-            meta["sizes"] = {path.name: path.stat().st_size for path in temporary.iterdir()}
-            (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-            for path in temporary.iterdir():
+            meta = build(new)
+            files = sorted(new.iterdir())
+            meta |= {"python": platform.python_version(), "content": hash_files(files)}
+            meta["times"] = read_times(files)
+            write_meta(new, meta)
+            for path in new.iterdir():
                 with open(path, "rb+") as file:
                     os.fsync(file.fileno())
-            if folder.exists():
-                say(f"{shown(folder)} is incomplete, damaged or of an older version: built anew")
-                shutil.rmtree(folder)
-            os.rename(temporary, folder)
+            if os.path.lexists(folder):  # not a folder, perhaps: a rename moves anything
+                os.rename(folder, temporary / "old")
+            os.rename(new, folder)
             return meta
         except OSError:
             if found := read_meta(folder):  # no lock, and another process was first: same bytes
@@ -122,7 +126,7 @@ def _lock(cache_dir: Path, say: Say) -> Iterator[bool]:
     else:
         import fcntl
 
-        with open(cache_dir / ".lock", "w") as file:
+        with open(cache_dir / ".lock", "a+") as file:  # ("w" would wait for a pipe's reader)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -132,13 +136,44 @@ def _lock(cache_dir: Path, say: Say) -> Iterator[bool]:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """meta.json of a complete cache; None where there is none, or a file has another size."""
+    """meta.json of a cache in which no bit is wrong; None if there is none.
+
+    A file is read again only if its size or times are not those that were noted when it was last
+    found good. (A copy has other times. They are noted, where that can be written.)
+    """
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
-        return meta if sizes == meta["sizes"] else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+        if not (folder / META).is_file():  # a pipe would be waited for
+            return None
+        meta = json.loads((folder / META).read_bytes())
+        if meta.pop("checksum") != key(meta):
+            return None
+        files = [folder / name for name in meta["times"]]
+        if meta["times"] != (now := read_times(files)):
+            if not all(map(Path.is_file, files)) or hash_files(files) != meta["content"]:
+                return None
+            meta["times"] = now
+            with suppress(OSError):
+                write_meta(folder, meta)
+        return meta
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # a damaged file may hold anything
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """Write meta.json, whole or not at all: other processes may be reading it."""
+    temporary = folder / f"{META}.{os.getpid()}"
+    try:
+        temporary.write_text(json.dumps(meta | {"checksum": key(meta)}, indent=2) + "\n")
+        os.replace(temporary, folder / META)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_times(files: Sequence[Path]) -> dict[str, list[int]]:
+    """Size in bytes, and times in ns, of each file. Writing to it changes ctime, which, unlike
+    mtime, no program can set back."""
+    found = {file.name: file.stat() for file in files}
+    return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found.items()}
 
 
 def hash_files(paths: list[Path]) -> str:

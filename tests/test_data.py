@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -32,6 +32,7 @@ from tiktoken_ext import openai_public
 
 from data import DataError, Dataset, TokenFile, Tokenizer, TrainBatches, ValBatches, find_dataset
 from data import documents as documents_module
+from data import store
 from data.batches import hash_ids, slice_files
 from data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, read_text
 from data.files import find_files
@@ -477,6 +478,124 @@ def test_whatever_happens_ids_are_those_of_the_run(tmp_path_factory, happens, up
             assert again.description == data.description
             run, last = data, texts[0]
     assert len(set(name_of.values())) == len(name_of)
+
+
+def flip(path: Path, position: int, bit: int, restored: bool) -> None:
+    """Flip one bit of a file; `restored`: its time of modification is what it was."""
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[position % len(content)] ^= 1 << bit
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # some clocks tick slowly
+        path.write_bytes(content)
+        if restored:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> tuple[Path, Path, Dataset, dict[str, bytes]]:
+    """A text, its cache, what a run gets of it, and the bytes of the files when they were new."""
+    folder = tmp_path_factory.mktemp("kept")
+    (folder / "x.txt").write_text(TEXT)
+    data = start(folder / "cache", folder / "x.txt")
+    files = {name: (folder / "cache" / data.fingerprint / name).read_bytes() for name in FILES}
+    return folder / "x.txt", folder / "cache", data, files
+
+
+def check_kept(kept, say: Callable[[str], None]) -> None:
+    """A run on it trains on exactly what it trained on when the cache was new."""
+    path, cache, fresh, files = kept
+    data = start(cache, path, say=say)
+    for name in ("train.bin", "val.bin"):
+        assert (cache / fresh.fingerprint / name).read_bytes() == files[name]
+    assert (data.train, data.val, data.description) == (fresh.train, fresh.val, fresh.description)
+    assert data.tokenizer.state() == fresh.tokenizer.state()
+
+
+BUILT_ANEW = re.compile(".* is incomplete, damaged or of an older version: built anew")
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(FILES), st.integers(0, 10**6), st.integers(0, 7), st.booleans())
+def test_a_flipped_bit_in_the_cache_is_noticed(kept, name, position, bit, restored) -> None:
+    _, cache, data, files = kept
+    lines: list[str] = []
+    flip(cache / data.fingerprint / name, position, bit, restored)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)  # half of the time that this takes
+        check_kept(kept, lines.append)
+    noticed = [line for line in lines if BUILT_ANEW.fullmatch(line)]
+    assert len(noticed) == 1 or name == "meta.json" and not lines  # (a blank, or a time)
+    check_kept(kept, never)
+
+
+# A flip that even leaves ctime as it was, as a disk's own fault does, is not noticed: nothing tells
+# of it but reading all files, each time.
+
+
+def become_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def become_folder(path: Path) -> None:
+    path.unlink()
+    (path / "inside").mkdir(parents=True)
+
+
+def become_older(path: Path) -> None:
+    """As meta.json was when it knew sizes alone."""
+    meta = json.loads(path.read_text())
+    sizes = {name: (path.parent / name).stat().st_size for name in FILES if name != "meta.json"}
+    for name in ("content", "times", "checksum"):
+        del meta[name]
+    path.write_text(json.dumps(meta | {"sizes": sizes}))
+
+
+NO_META = [b"", b"[]", b"3", b"null", b'"x"', b"{}", b"[" * 99_999, b"\xff", b'{"checksum": 1}']
+WRITTEN = {str(content[:20]): partial(Path.write_bytes, data=content) for content in NO_META}
+BROKEN = [(name, change) for name in FILES for change in (become_pipe, become_folder, Path.unlink)]
+BROKEN += [("meta.json", change) for change in (become_older, *WRITTEN.values())]
+BROKEN += [("", lambda folder: shutil.rmtree(folder) or folder.touch())]
+BROKEN += [("", lambda folder: shutil.rmtree(folder) or folder.symlink_to("nowhere"))]
+
+
+@pytest.mark.parametrize(("name", "change"), BROKEN)
+def test_what_is_no_cache_is_built_anew(kept, name, change) -> None:
+    """Without waiting for a pipe, and with one line."""
+    _, cache, data, _ = kept
+    lines: list[str] = []
+    change(cache / data.fingerprint / name)
+    check_kept(kept, lines.append)
+    assert len([line for line in lines if BUILT_ANEW.fullmatch(line)]) == 1
+    assert sorted(os.listdir(cache)) == sorted([".lock", data.fingerprint])
+    check_kept(kept, never)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_copied_cache_is_read_once_and_not_built(kept, tmp_path, monkeypatch, writable) -> None:
+    """Where it cannot be written to, each time."""
+    path, cache, data, _ = kept
+    shutil.copytree(cache, tmp_path / "copy")
+    read: list[Path] = []
+    real = store.hash_files
+    monkeypatch.setattr(store, "hash_files", lambda paths: read.extend(paths) or real(paths))
+    if not writable:
+        monkeypatch.setattr(os, "replace", Mock(side_effect=PermissionError(13, "read-only")))
+    ids_read = []
+    for _ in range(3):
+        read.clear()
+        copy = start(tmp_path / "copy", path, say=never)
+        assert copy.fingerprint == data.fingerprint
+        ids_read.append(copy.train[0].path in read)
+    assert ids_read == [True, not writable, not writable]
+    assert sorted(os.listdir(tmp_path / "copy" / data.fingerprint)) == sorted(FILES)
+
+
+def test_a_flipped_bit_of_toy_data_is_noticed(cache) -> None:
+    options = {"use_toy_data": True, "tokenizer_name": None, "max_tokens": 100}
+    data = load(cache, **options)
+    fresh = ids(data.train)
+    flip(data.train[0].path, 3, 0, restored=False)
+    assert ids(load(cache, **options).train) == fresh
 
 
 def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) -> None:
