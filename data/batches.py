@@ -5,6 +5,7 @@ shifted by one, their T labels. Windows follow each other at a stride of T insid
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from .documents import suffix_of
-from .tokenizer import DataError, Tokenizer
+from .tokenizer import DataError, Tokenizer, parsing
 
 # llm.c writes 256 int32 before the tokens: magic, version, count, padding. A raw nanoGPT file
 # cannot look like one: the magics begin with the uint16 ids 55432 and 55713, above all of GPT-2.
@@ -57,8 +58,17 @@ class TokenFile:
     @classmethod
     def open(cls, path: Path) -> "TokenFile":
         """A nanoGPT .bin, an llm.c .bin or a .npy, told apart by content. Raises DataError."""
-        if suffix_of(path) == ".npy":
-            return cls._open_npy(path)
+        found = cls._open_npy(path) if suffix_of(path) == ".npy" else cls._open_bin(path)
+        size = path.stat().st_size
+        if size != found.offset + found.count * found.itemsize:
+            raise DataError(
+                f"{path}: its header promises {found.count:,} tokens, its {size:,} bytes hold "
+                "another number: the file is cut off or damaged"
+            )
+        return found
+
+    @classmethod
+    def _open_bin(cls, path: Path) -> "TokenFile":
         size = path.stat().st_size
         magic, version, count = 0, 0, 0
         if size >= 12:
@@ -70,20 +80,14 @@ class TokenFile:
         known, dtype = LLMC_FORMATS[magic]
         if version != known:
             raise DataError(f"{path}: llm.c header of unknown version {version}")
-        found = cls(path, dtype, LLMC_HEADER_BYTES, count)
-        if size != found.offset + found.count * found.itemsize:
-            raise DataError(
-                f"{path}: its header promises {count:,} tokens, its {size:,} bytes hold another "
-                "number: the file is cut off or damaged"
-            )
-        return found
+        return cls(path, dtype, LLMC_HEADER_BYTES, count)
 
     @classmethod
     def _open_npy(cls, path: Path) -> "TokenFile":
-        try:
+        # numpy reads the header as Python, and raises or warns as Python does.
+        with parsing(path, ".npy file"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             array = np.lib.format.open_memmap(path, mode="r")
-        except (ValueError, EOFError) as error:
-            raise DataError(f"{path}: not a complete .npy file") from error
         if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
             order = "big-endian " if array.dtype.str.startswith(">") else ""
             raise DataError(

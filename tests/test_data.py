@@ -30,9 +30,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
-from data import DataError, Dataset, TokenFile, Tokenizer, TrainBatches, ValBatches, find_dataset
+from data import (
+    DataError,
+    Dataset,
+    TokenFile,
+    Tokenizer,
+    TrainBatches,
+    ValBatches,
+    find_dataset,
+    store,
+)
 from data import documents as documents_module
-from data import store
 from data.batches import hash_ids, slice_files
 from data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, read_text
 from data.files import find_files
@@ -300,6 +308,30 @@ def test_token_files_are_read_in_place(cache, tmp_path, name, dtype, content) ->
         assert ids(data.train) == tokens[:cut].tolist() and ids(data.val) == tokens[cut:].tolist()
         assert {file.path for file in data.train + data.val} == {tmp_path / name}
     assert not cache.exists()
+
+
+@pytest.mark.filterwarnings("error")  # a line of a library's would stand beside ours
+def test_a_flipped_bit_in_the_header_of_an_npy_is_noticed(tmp_path) -> None:
+    """Each of all; some change nothing."""
+    path, tokens = tmp_path / "x.npy", np.arange(99, dtype=np.uint16)
+    content = npy(tokens)
+    unchanged = 0
+    for position in range(8 * (len(content) - tokens.nbytes)):
+        flipped = bytearray(content)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        try:
+            found = TokenFile.open(path)
+        except DataError as error:
+            assert re.match(f"{path}(: | is no \\.npy file, or is damaged$)", str(error))
+        else:
+            assert found.dtype == "uint16" and ids([found]) == tokens.tolist()
+            unchanged += 1
+    assert unchanged < 0.2 * position
+    for promised in (b"(98,), } ", b"(999,), }"):
+        path.write_bytes(content.replace(b"(99,), } ", promised))
+        with pytest.raises(DataError, match=str(path)):
+            TokenFile.open(path)
 
 
 def test_token_files_named_val_validate_and_a_tail_spans_files(cache, tmp_path) -> None:

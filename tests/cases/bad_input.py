@@ -261,9 +261,9 @@ TOKEN_FILES = {
     "llm.c cut off": text("x.bin", llmc(NINE, 20240520, 1)[:-2], "x.bin: .*9 tokens.*cut off"),
     "llm.c version": text("x.bin", llmc(NINE, 20240520, 3), "x.bin: .*unknown version 3"),
     "llm.c of -9": text("x.bin", llmc(NINE, 20240520, 1, count=-9), "x.bin: its header promises"),
-    ".npy cut off": text("x.npy", npy(NINE)[:-2], "x.npy: not a complete .npy file"),
+    ".npy cut off": text("x.npy", npy(NINE)[:-2], "x.npy is no .npy file, or is damaged"),
     ".npy of no tokens": text("x.npy", npy(NINE[:0]), "--seq-len 16 needs 17"),
-    ".npy of objects": text("x.npy", npy(np.array([{}])), "x.npy: "),
+    ".npy of objects": text("x.npy", npy(np.array([{}])), "x.npy is no .npy file"),
     "two dimensions": text("x.npy", npy(np.zeros((3, 3), np.uint16)), r"x.npy: holds .*\(3, 3\)"),
     "big-endian": text("x.npy", npy(np.zeros(9, ">u2")), "x.npy: holds .*big-endian"),
     "tokens for a bpe": data(
