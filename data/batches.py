@@ -131,15 +131,21 @@ class Windows:
 
     def __init__(self, files: Files, batch_size: int, seq_len: int, device: torch.device) -> None:
         """Raises DataError when no file holds seq_len + 1 tokens."""
+        self.check(files, seq_len)
         self.files, self.batch_size, self.seq_len, self.device = files, batch_size, seq_len, device
         counts = [max(0, (file.count - 1) // seq_len) for file in files]
         self.first = np.cumsum([0, *counts])  # number of each file's first window, then the total
         self.n_windows = int(self.first[-1])
-        if not self.n_windows:
-            kind, more = self.too_short
+
+    @classmethod
+    def check(cls, files: Files, seq_len: int) -> None:
+        """Raises DataError when no file holds seq_len + 1 tokens."""
+        longest = max((file.count for file in files), default=0)
+        if longest <= seq_len:
+            kind, more = cls.too_short
             raise DataError(
                 f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
-                f"has {max((file.count for file in files), default=0)}: lower --seq-len{more}"
+                f"has {longest}: lower --seq-len{more}"
             )
 
     def read(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,6 +46,7 @@ class Text:
     tokenizer_name: str
     vocab_size: int  # of a bpe that is still to be trained
     known: Tokenizer | None
+    seq_len: int  # tokens, which each part must have, and one more
     cache_dir: Path
     say: Say
 
@@ -115,7 +116,7 @@ class Text:
 
         @store.one_line(self.cache_dir)
         def load() -> Dataset:
-            made = meta or store.build_cache(folder, self.build, self.say)
+            made = meta or store.build_cache(folder, self.build, self.seq_len, self.say)
             saved = folder / RANKS
             tokenizer = known or Tokenizer("bpe", parse_ranks(saved.read_bytes(), str(saved)))
             n, size = made["documents"], made["bytes"]
@@ -227,6 +228,7 @@ def find_dataset(
     use_toy_data: bool = False,
     max_tokens: int | None = None,
     data_seed: int = 0,
+    seq_len: int = 0,
     tokenizer: Tokenizer | None = None,
     fingerprint: str | None = None,
     cache_dir: Path = CACHE_DIR,
@@ -236,6 +238,7 @@ def find_dataset(
 
     train_data None is the built-in corpus, Python's standard library. val_ratio lies between 0 and
     1. max_tokens, 1 at least, caps training and validation, each. data_seed is for toy data alone.
+    Nothing is written of data in which no sequence of seq_len tokens, and the next one, fits.
     Safe to call from many processes at once.
     A run that goes on brings the tokenizer and the fingerprint that its Dataset had: its ids keep
     their meaning even if the text that a bpe was trained on has changed, and data that have not
@@ -257,7 +260,7 @@ def find_dataset(
         if not least <= vocab_size <= 2**20:
             raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")
     if use_toy_data:
-        return find_toy(vocab_size or 256, max_tokens, data_seed, cache_dir, say)
+        return find_toy(vocab_size or 256, max_tokens, data_seed, seq_len, cache_dir, say)
     with store.one_line(cache_dir):
         train, val = _find(train_data, val_data, say)
         is_tokens = suffix_of(train[0]) in TOKEN_SUFFIXES
@@ -272,7 +275,7 @@ def find_dataset(
             return FoundData(known.vocab_size, lambda: data)
         stdlib = f"Python {platform.python_version()} standard library"
         about = store.label(train_data) if train_data else stdlib
-        how = (name, vocab_size or 1024, known, cache_dir, say)
+        how = (name, vocab_size or 1024, known, seq_len, cache_dir, say)
         return Text(about, train, val, val_ratio, max_tokens, *how).find(fingerprint)
 
 

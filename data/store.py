@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .batches import TokenFile
+from .batches import TokenFile, TrainBatches, ValBatches
 from .documents import suffix_of
 from .tokenizer import DataError, DiskFull, Tokenizer
 
-META = "meta.json"  # what a folder of the cache holds, and how to see that it is whole
+META = "meta.json"  # tells what a folder of the cache holds, and how to see that it is whole
 CACHE_VERSION = 1  # part of every key: raise it when the same input would give other files
 Say = Callable[[str], None]
 
@@ -66,11 +66,16 @@ def one_line(cache_dir: Path) -> Iterator[None]:
 
 def cached_dataset(folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str) -> Dataset:
     """The content of a folder of the cache."""
-    train, val = (
+    train, val = token_files(folder, meta)
+    return Dataset((train,), (val,), tokenizer, about, fingerprint=folder.name)
+
+
+def token_files(folder: Path, meta: dict[str, Any]) -> list[TokenFile]:
+    """train.bin and val.bin of a folder of the cache."""
+    return [
         TokenFile(folder / f"{split}.bin", meta["dtype"], 0, meta[f"{split}_tokens"])
         for split in ("train", "val")
-    )
-    return Dataset((train,), (val,), tokenizer, about, fingerprint=folder.name)
+    ]
 
 
 def label(names: Sequence[str]) -> str:
@@ -78,11 +83,14 @@ def label(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def build_cache(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say) -> dict[str, Any]:
+def build_cache(
+    folder: Path, build: Callable[[Path], dict[str, Any]], seq_len: int, say: Say
+) -> dict[str, Any]:
     """Make `folder` once, however many processes ask; returns its meta.json.
 
     build(new folder) writes the files. One rename makes them visible, so no process ever reads half
-    a cache, and a builder that is killed leaves only a temporary folder, which the next one removes.
+    a cache; a builder that is killed leaves only a temporary folder, which the next one removes.
+    Raises DataError, and leaves nothing, if a part is too short for a sequence of seq_len tokens.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock(folder.parent, say) as alone:
@@ -98,6 +106,9 @@ def build_cache(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say)
         new.mkdir(parents=True)
         try:
             meta = build(new)
+            train, val = token_files(new, meta)
+            TrainBatches.check([train], seq_len)
+            ValBatches.check([val], seq_len)
             files = sorted(new.iterdir())
             meta |= {"python": platform.python_version(), "content": hash_files(files)}
             meta["times"] = read_times(files)

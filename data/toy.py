@@ -14,7 +14,7 @@ TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
 
 
 def find_toy(
-    vocab_size: int, max_tokens: int | None, seed: int, cache_dir: Path, say: Say
+    vocab_size: int, max_tokens: int | None, seed: int, seq_len: int, cache_dir: Path, say: Say
 ) -> FoundData:
     """A random walk in which every id has 4 equally likely successors, fixed by `seed`.
 
@@ -47,7 +47,7 @@ def find_toy(
 
     @one_line(cache_dir)
     def load() -> Dataset:
-        meta = read_meta(folder) or build_cache(folder, build, say)
+        meta = read_meta(folder) or build_cache(folder, build, seq_len, say)
         about = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
         return cached_dataset(folder, meta, ToyTokenizer(vocab_size), about)
 

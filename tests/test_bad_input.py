@@ -5,6 +5,7 @@ bad_input.py and bad_snapshots.py. Most run inside this process, which is fast; 
 their own, as what libraries print on stderr by themselves shows only there.
 """
 
+import os
 import re
 import signal
 import sys
@@ -135,7 +136,8 @@ def folder(cache, tmp_path, monkeypatch):
 
 def train_on_text(*flags: str) -> int:
     own = [word for word in TINY if word != "--use-toy-data"]
-    words = ["--train-data=x.txt", "--tokenizer-name=bpe", "--vocab-size=300", "--max-tokens=900"]
+    words = ["--train-data=x.txt", "--tokenizer-name=bpe"] * ("--use-toy-data" not in flags)
+    words += ["--vocab-size=300", "--max-tokens=900"]
     return train_minimal.main([*own, *words, "--checkpoint-path=new/run.pt", *flags])
 
 
@@ -161,6 +163,20 @@ def test_before_a_text_is_encoded(folder, capsys, flags, code, says):
     assert train_on_text(*flags.split()) == code
     out, err = capsys.readouterr()
     assert says in err and out == "" and sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--seq-len=999", "--seq-len 999 needs 1000 training tokens in a row"),
+        ("--seq-len=99", "--seq-len 99 needs 100 validation tokens in a row"),
+        ("--seq-len=901 --use-toy-data", "--seq-len 901 needs 902 training tokens in a row"),
+    ],
+)
+def test_a_text_too_short_for_one_sequence_leaves_no_cache(folder, cache, capsys, flags, says):
+    assert train_on_text(*flags.split()) == 2
+    assert says in capsys.readouterr().err and not (folder / "new").exists()
+    assert os.listdir(cache) == [".lock"]
 
 
 @pytest.mark.usefixtures("plans_memory")

@@ -176,7 +176,7 @@ def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = No
             tokenizer = Tokenizer.from_state(origin.state["tokenizer"])
         except DataError as error:
             raise SnapshotError(f"{origin.path} holds {error}") from None
-    flags = {name: getattr(args, name) for name in [*resume.DATA, "data_seed"]}
+    flags = {name: getattr(args, name) for name in [*resume.DATA, "data_seed", "seq_len"]}
     return find_dataset(**flags, tokenizer=tokenizer, fingerprint=fingerprint, say=process.say)
 
 
