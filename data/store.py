@@ -57,6 +57,9 @@ def one_line(cache_dir: Path) -> Iterator[None]:
     """Makes a DataError of an OSError; where that names no file, it is one in `cache_dir`."""
     try:
         yield
+    except FileExistsError:
+        what = "is no folder, or a link to none: remove it, or make what it leads to"
+        raise DataError(f"{cache_dir} {what}") from None
     except OSError as error:
         reason = f"{error.filename or cache_dir}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -321,6 +321,7 @@ def shared(words: str, *says: str) -> Case:
     return sharded(words, *says, program="sp")
 
 
+LEADS_NOWHERE = "cache is no folder, or a link to none: remove it, or make what it leads to"
 ENVIRONMENTS = {
     "no torchrun": Case("ddp", "", ("torchrun .*=2 train_ddp.py",), {}, dict.fromkeys(ALONE)),
     "groups of blocks in shards": sharded(
@@ -341,5 +342,8 @@ ENVIRONMENTS = {
     "RANK beyond WORLD_SIZE": rank("RANK.*5.*torchrun", RANK="5"),
     "MASTER_PORT=abc": rank("MASTER_PORT.*torchrun", MASTER_PORT="abc"),
     "torchrun for one": Case("toy", "", ("torchrun starts train_ddp.py",), {}, {"WORLD_SIZE": "2"}),
-    "no cache, but a file": Case("toy", "", ("cache", "exists|directory"), {"cache": b"my own"}),
+    "no cache, but a file": Case("toy", "", (LEADS_NOWHERE,), {"cache": b"my own"}),
+    "a cache that leads nowhere": Case(
+        "toy", "", (LEADS_NOWHERE,), {"cache": lambda path: path.symlink_to("nowhere")}
+    ),
 }
