@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import IO
 
 from .snapshot import (
-    ENDINGS,
     SUFFIXES,
     Resumed,
     SnapshotError,
@@ -22,6 +21,7 @@ from .snapshot import (
     peek,
     saving,
     temporary_name,
+    twins,
 )
 
 
@@ -50,8 +50,8 @@ def check_name(path: Path, resuming: bool) -> None:
                 raise refuse(f"{file} is not a file")
         if not resuming and path.exists() and not peek(path):
             raise refuse(f"{path} is there and is no snapshot; name another file")
-        for twin in (beside(path, ending) for ending in ENDINGS):
-            if not resuming and twin != path and peek(twin):
+        for twin in twins(path):
+            if not resuming and peek(twin):
                 raise refuse(f"{path} would share its log with {twin}; name another file")
         if not is_log(log):
             raise refuse(f"{log} is there and is no log of a run; name another file")

@@ -244,6 +244,13 @@ UNITS: dict[Any, Callable[[int], str]] = {
 }
 
 
+def snapshot_file(text: str) -> Path:
+    """An argparse type: the name of a file. (Path drops the slash that ends a folder's name.)"""
+    if os.path.basename(text) in ("", ".", ".."):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
+    return Path(text)
+
+
 def output_file(text: str) -> Path:
     """An argparse type: a file that can be written, before hours are spent on what goes into it."""
     path = Path(text)
@@ -397,7 +404,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="save when the last one is that long ago, 0 = not by time (default: 15)")
     add("--eval-batches", type=count_or_zero, default=20, metavar="N",
         help="0 = the whole validation set (default: %(default)s)")
-    add("--checkpoint-path", type=Path, default=Path(checkpoint_path), metavar="FILE",
+    add("--checkpoint-path", type=snapshot_file, default=Path(checkpoint_path), metavar="FILE",
         help="the newest snapshot (default: %(default)s)")
     add("--resume", action="store_true",
         help="go on from --checkpoint-path, with the flags of that run where none are typed")

@@ -12,7 +12,16 @@ from .metrics import format_line
 from .older import join
 from .optimizer import restore_optimizer
 from .run import Run
-from .snapshot import Resumed, SnapshotError, State, beside, is_second, peek, read_snapshot
+from .snapshot import (
+    Resumed,
+    SnapshotError,
+    State,
+    beside,
+    is_second,
+    peek,
+    read_snapshot,
+    twins,
+)
 
 # What decides every weight of the run, besides its data and its batch: it must stay.
 FIXED = (
@@ -42,6 +51,10 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
     `named`: the file whose `own_name` is `path`. It counts while there is no snapshot at `path`;
     what is there later has to go on from it. Raises SnapshotError if none of them can be read.
     """
+    for twin in twins(path):
+        if os.path.isfile(twin) and not os.path.lexists(path):  # else its files would be taken
+            what = f"there is no snapshot {path}, but there is {twin}"
+            raise SnapshotError(f"--resume: {what}; name that with --checkpoint-path")
     why = []
     there = any(map(os.path.lexists, newest_first(path)))
     if named is not None and named != path:
@@ -54,7 +67,7 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
                 "of its own, and resume the copy"
             )
     elif not there:
-        others = [file for file in path.parent.glob("*.pt") if not is_second(file)]
+        others = [file for file in path.parent.glob("[!.]*.pt") if not is_second(file)]
         newest = max(others, key=lambda file: file.lstat().st_mtime, default=None)
         hint = f" (the newest there: {newest})" if newest else ""
         raise SnapshotError(

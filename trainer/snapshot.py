@@ -63,11 +63,18 @@ class SaveError(Exception):
 
 def beside(path: Path, suffix: str) -> Path:
     """`checkpoints/run.pt`, `.prev.pt` -> `checkpoints/run.prev.pt`."""
-    if not path.name:
-        raise SnapshotError(f"--checkpoint-path: {path} is not a file")
     # `lr0.01` and `lr0.02` are two runs: what follows the last point is not always an ending.
-    stem = path.stem if path.suffix in ENDINGS else path.name
+    ending = next(ending for ending in reversed(ENDINGS) if path.name.endswith(ending))
+    stem = path.name.removesuffix(ending)
+    if not stem.strip("."):
+        what = f"{path} has no name before its ending"
+        raise SnapshotError(f"--checkpoint-path: {what}; name a file, as in checkpoints/run.pt")
     return path.with_name(stem + suffix)
+
+
+def twins(path: Path) -> list[Path]:
+    """The names that differ from `path` in their ending alone."""
+    return [twin for ending in ENDINGS if (twin := beside(path, ending)) != path]
 
 
 def is_second(path: Path) -> bool:

@@ -137,9 +137,11 @@ RESUMED = {
 
 LOG, LOCK = "run.metrics.jsonl", "run.lock"
 CHECKPOINT = "--checkpoint-path"
+NAMELESS = dict.fromkeys([".pt", "..pt", "...", "a/..pt"], "has no name before its ending")
+NAMELESS |= dict.fromkeys(["new/", "new/.", ".", ""], "is no name of a file")
 TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, what lies there
     "in a file": (f"{CHECKPOINT}=x/run.pt", f"{CHECKPOINT}: .* x/run.pt", {"x": b""}),
-    "a folder": (f"{CHECKPOINT}=.", f"{CHECKPOINT}: . is not a file", {}),
+    "a folder": (f"{CHECKPOINT}=new", f"{CHECKPOINT}: new is not a file", {"new": None}),
     "the log is a folder": ("", f"{LOG} is not a file", {LOG: None}),
     "somebody's lock": ("", "run.lock is there and is no lock", {LOCK: b"poetry's"}),
     "a lock that leads elsewhere": (
@@ -156,6 +158,19 @@ TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, 
         *(f"--resume {CHECKPOINT}=run.prev.pt", "is the name of another run's .*copy it"),
         {"run.prev.pt": GOOD},
     ),
+    **{
+        f"{name} instead of run.pt, to resume": (
+            f"--resume {CHECKPOINT}={name}",
+            f"--resume: there is no snapshot {name}, but there is run.pt; name that with",
+            {"run.pt": content, "run.prev.pt": GOOD, "run.best.pt": GOOD},
+        )
+        for name, content in {"run.pth": GOOD, "run": GOOD, "run.ckpt": b"damaged"}.items()
+    },
+    **{
+        f"no name in {name} {flags}": (f"{CHECKPOINT}={name}{flags}", f"{CHECKPOINT}: .*{says}", {})
+        for flags in ("", " --resume")
+        for name, says in NAMELESS.items()
+    },
     "a best one whose copy is another's": (
         f"--resume {CHECKPOINT}=run.best.pt",
         "--resume: run-best.pt is there and does not go on from run.best.pt; copy that",
