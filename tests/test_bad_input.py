@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import bad_snapshots
+from cases import bad_folders, bad_snapshots
 from cases.bad_folders import FOLDERS
 from cases.bad_input import (
     ENVIRONMENTS,
@@ -25,7 +25,7 @@ from cases.bad_input import (
     TOOLS,
     Case,
 )
-from cases.bad_snapshots import PLACES, RESUMED, SCRIPTS, SNAPSHOTS
+from cases.bad_snapshots import PLACES, RESUMED, SCRIPTS, SNAPSHOTS, altered
 from harness.rows import row
 from harness.runs import TINY, run, snapshot
 
@@ -122,6 +122,34 @@ def test_bad_input_in_a_process_of_its_own(tmp_path):
     result = run([sys.executable, "train_minimal.py", *words])
     check(result.returncode, result.stderr, Case("", "", ("--use-toy-data",)))
     assert contents(tmp_path) == {}
+
+
+LIMITED = """
+import resource, sys
+import train_minimal
+resource.setrlimit(resource.RLIMIT_AS, (6_000_000 * 1024,) * 2)
+sys.exit(train_minimal.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.parametrize(
+    ("write", "says"),
+    [
+        (
+            bad_folders.config(n_layer=2 * 10**9).files["gpt2"],
+            "gpt2/config.json: n_layer is 2000000000, not a whole number of .* at most 10,000",
+        ),
+        (altered("config", "n_layers", to=2 * 10**9), "gpt2 holds no model: is it damaged"),
+    ],
+)
+def test_weights_of_an_absurd_shape_fill_no_memory(write, says, tmp_path):
+    """In a process of its own, which may have 6 GB."""
+    (tmp_path / "limited.py").write_text(LIMITED)
+    write(tmp_path / "gpt2")
+    words = ["--device=cpu", f"--init-from={tmp_path}/gpt2", f"--checkpoint-path={tmp_path}/run.pt"]
+    result = run([sys.executable, f"{tmp_path}/limited.py", *words])
+    check(result.returncode, result.stderr, Case("", "", ("--init-from", says)))
 
 
 # ---- before a text is encoded

@@ -39,6 +39,11 @@ SHAPES: dict[str, dict[str, int]] = {
 # The upper ends are far above sense: they catch a slipped finger before it fills the machine.
 MOST = 10**9
 MOST_LAYERS = 10**4
+LARGEST = {  # sizes of a model
+    "n_layers": MOST_LAYERS,
+    **dict.fromkeys(("n_heads", "d_model", "d_ff"), 10**6),
+    **dict.fromkeys(("max_position_embeddings", "vocab_size"), MOST),
+}
 AUTO = ("auto", "auto+offload")  # a run finds its policy by itself
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # each says it alone
 TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -146,6 +151,11 @@ def words_of(flags: dict[str, Any]) -> list[str]:
             word = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
             words += [f"{flag}={word}"] if word.startswith("-") else [flag, word]
     return words
+
+
+def is_size(name: str, value: object) -> bool:
+    """Is `value` a size that a flag of that name takes? A file may say anything."""
+    return type(value) is int and 0 < value <= LARGEST[name]
 
 
 def print_error(message: object) -> None:
@@ -282,7 +292,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     count, count_or_zero = number(int, 1, MOST), number(int, 0, MOST)
-    layers, size = number(int, 1, MOST_LAYERS), number(int, 1, 10**6)
+    layers, size = number(int, 1, LARGEST["n_layers"]), number(int, 1, LARGEST["d_model"])
     seed = number(int, 0, 2**63 - 1)
     positive, positive_or_zero = number(float, 0, open=True), number(float, 0)
 

@@ -20,6 +20,7 @@ from data.tokenizer import load_tokenizer, parsing
 from data.tokenizer_json import read_folder
 from model import MiniGPTConfig
 
+from .flags import LARGEST, is_size
 from .snapshot import SaveError, cannot_save
 
 # config.json's name of a size, MiniGPT's, and GPT-2's value: what is left out there.
@@ -97,8 +98,9 @@ def read_config(folder: Path) -> MiniGPTConfig:
         size = content.get(theirs, default)
         if size is None and ours == "d_ff":
             size = 4 * shape["d_model"]
-        if type(size) is not int or not 0 < size < 2**31:
-            raise DataError(f"{path}: {theirs} is {size!r}")
+        if not is_size(ours, size):
+            most = f"a whole number of at least 1 and at most {LARGEST[ours]:,}"
+            raise DataError(f"{path}: {theirs} is {size!r}, not {most}")
         shape[ours] = size
     try:
         return MiniGPTConfig(**shape, dropout=0.0)
