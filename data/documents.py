@@ -40,6 +40,11 @@ def suffix_of(path: Path) -> str:
     return path.suffix.lower()
 
 
+def quoted(path: Path) -> str:
+    """For a shell, and for a program that would take -x.txt for a flag."""
+    return shlex.quote("./" * str(path).startswith("-") + str(path))
+
+
 def check_text(paths: Iterable[Path]) -> None:
     """Raises DataError for the first file that is no text: its name, what it is and what to do."""
     for path in paths:
@@ -47,7 +52,7 @@ def check_text(paths: Iterable[Path]) -> None:
             head = file.read(64)
         for sign, what, way_out in SIGNS:
             if re.match(sign, head):
-                command = way_out.format(file=shlex.quote(str(path)))
+                command = way_out.format(file=quoted(path))
                 raise DataError(f"{path}: {what}, not text; {command}")
 
 
@@ -76,7 +81,7 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
 
 def _encoded(path: Path, what: str, encoding: str) -> DataError:
     made = path.with_name(f"{path.stem}.utf8{path.suffix}")
-    names = f"{shlex.quote(str(path))} > {shlex.quote(str(made))}"
+    names = f"{quoted(path)} > {quoted(made)}"
     return DataError(f"{path}: {what}: `iconv -f {encoding} -t UTF-8 {names}`")
 
 

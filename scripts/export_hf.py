@@ -31,7 +31,7 @@ from data.tokenizer_json import to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import tool
-from trainer.flags import OneLineParser, UsageError, output_folder
+from trainer.flags import OneLineParser, UsageError, output_folder, words_of
 from trainer.hf import GPT2_ALONE, SIZES, THEIRS, renamed, turned, write_tensors
 from trainer.metrics import logged_at
 from trainer.pretrained import Pretrained, open_pretrained
@@ -137,7 +137,7 @@ def public_name(path: str) -> str:
 
 
 def command_to_go_on(folder: str) -> str:
-    return shlex.join(["python", "train_minimal.py", "--init-from", folder])
+    return shlex.join(["python", "train_minimal.py", *words_of({"init_from": folder})])
 
 
 def export(source: Pretrained, state: State, folder: Path) -> None:

@@ -3,19 +3,23 @@ policies are spelled."""
 
 import argparse
 import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cases.shapes import CONFIG
 from harness.runs import TINY_FREE, snapshot, train_here
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 import train_minimal
 from memory.policies import GRAMMAR, Recompute, expand, write
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 from planner.formulas import count_parameters
-from scripts import plan_memory
+from scripts import generate, plan_memory
+from scripts.export_hf import command_to_go_on
 from trainer.flags import (
     UsageError,
     as_argv,
@@ -27,6 +31,7 @@ from trainer.flags import (
     token_count,
 )
 from trainer.older import OLDER
+from trainer.report import generate_command, resume_command
 from trainer.resume import take_flags
 from trainer.snapshot import Resumed
 
@@ -54,7 +59,7 @@ def ways_to_type(action: argparse.Action) -> list[list[str]]:
     if action.nargs == 0:
         return [[word] for word in action.option_strings]
     if action.nargs == "+":
-        return [[name, "x", "a b*.txt"], [name, "."]]
+        return [[name, "x", "a b*.txt"], [name, "."], [f"{name}=-x.txt"]]
     words = [word for word in action.choices or LIKELY if action.choices or is_taken(word)]
     return [[f"{name}={word}"] for word in words]
 
@@ -97,6 +102,29 @@ def test_all_flags_come_back(typed):
     own = {name: getattr(after, name) for name in ("resume", "checkpoint_path", "typed")}
     take_flags(after, Resumed(saved, after.checkpoint_path))
     assert vars(fill_in(after)) == vars(before) | own
+
+
+NAMES = st.text(st.sampled_from("-=.a 0*'\"$\\é\udcff\n"), min_size=1).filter(
+    lambda name: name.strip(".") and str(Path(name)) == name
+)
+
+
+@settings(max_examples=150)
+@given(NAMES)
+@example("-d.pt")
+@example("--resume")
+def test_a_printed_command_names_the_file_that_was_named(name):
+    """Whatever it is called."""
+    process = SimpleNamespace(command=("python", "train_minimal.py"))
+    args = argparse.Namespace(typed={"checkpoint_path"}, checkpoint_path=Path(name))
+    run = SimpleNamespace(process=process, args=args)
+    for command in (resume_command(run), resume_command(run, Path(name))):
+        _, _, *words = shlex.split(command)
+        assert build_parser("", "x.pt").parse_args(words).checkpoint_path == Path(name)
+    _, _, *words = shlex.split(command_to_go_on(name))
+    assert build_parser("", "x.pt").parse_args(words).init_from == Path(name)
+    _, _, _, *words = shlex.split(generate_command(run))
+    assert generate.build_parser().parse_args(words).checkpoint_path == Path(name)
 
 
 # ---- shapes by name

@@ -143,13 +143,13 @@ def words_of(flags: dict[str, Any]) -> list[str]:
         flag, *off = actions[name].option_strings
         if isinstance(value, bool):
             words += [flag] if value else off
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)]
-        else:
-            if isinstance(value, int) and actions[name].type in UNITS:
-                value = UNITS[actions[name].type](value)
-            word = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
-            words += [f"{flag}={word}"] if word.startswith("-") else [flag, word]
+            continue
+        if isinstance(value, int) and actions[name].type in UNITS:
+            value = UNITS[actions[name].type](value)
+        first, *others = map(str, value if isinstance(value, list) else [value])
+        first = first.removesuffix(".0") if isinstance(value, float) else first
+        # A file may be called -x.pt.
+        words += [f"{flag}={first}", *others] if first.startswith("-") else [flag, first, *others]
     return words
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from model import MiniGPTConfig
 
 from .claim import files_of, name_aside
-from .flags import tokens_per_step
+from .flags import tokens_per_step, words_of
 from .metrics import format_bytes, format_line, format_time, memory_used, perplexity
 from .pretrained import Origin, Pretrained
 from .resume import changes, data_changed
@@ -110,10 +110,19 @@ def describe_changes(saved: State, now: State) -> list[str]:
 
 def resume_command(run: Run, path: Path | None = None) -> str:
     """What to type to go on from `path`, by default the run's own: it needs no other flag."""
-    words = [*run.process.command, "--resume"]
-    if path is not None or "checkpoint_path" in run.args.typed:
-        words += ["--checkpoint-path", str(path or run.args.checkpoint_path)]
-    return shlex.join(words)
+    if path is None and "checkpoint_path" in run.args.typed:
+        path = run.args.checkpoint_path
+    return shlex.join([*run.process.command, "--resume", *words_of({"checkpoint_path": path})])
+
+
+def generate_command(run: Run) -> str:
+    """The command that samples from the run's snapshot."""
+    folder = os.path.dirname(run.process.command[-1])  # of the project, if this is another one
+    tool = (
+        [os.path.join(folder, "scripts", "generate.py")] if folder else ["-m", "scripts.generate"]
+    )
+    named = words_of({"checkpoint_path": run.args.checkpoint_path})
+    return shlex.join(["python", *tool, *named])
 
 
 def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
@@ -206,11 +215,6 @@ def describe_result(
     used = memory_used(device)
     memory = f"{format_bytes(used['peak_memory_bytes'] or 0)} ({used['peak_memory_kind']})"
     best = beside(args.checkpoint_path, ".best.pt")
-    folder = os.path.dirname(run.process.command[-1])  # of the project, if this is another one
-    tool = (
-        [os.path.join(folder, "scripts", "generate.py")] if folder else ["-m", "scripts.generate"]
-    )
-    generate = ["python", *tool, "--checkpoint-path", str(args.checkpoint_path)]
     lines = [
         "",
         f"train    {mean_of_recent(run, record)}",
@@ -219,7 +223,7 @@ def describe_result(
         f"memory   peak {memory}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
-        f"next     {shlex.join(generate)}",
+        f"next     {generate_command(run)}",
     ]
     if sample:
         lines = ["", "sample", *("    " + line for line in sample.splitlines()), *lines]

@@ -200,6 +200,8 @@ PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\nBT (Hello) Tj ET\n"  # 
 NO_TEXT = {  # (what a file is called, its content): what it is, and the way out
     ("a.PDF", b"\xef\xbb\xbf\r\n" + PDF): "a PDF, .*`pdftotext a.PDF a.PDF.txt`",
     ("my{b}.txt", PDF): r"a PDF, .*`pdftotext 'my{b}.txt' 'my{b}.txt'.txt`",  # not onto itself
+    ("-a.pdf", PDF): r"a PDF, .*`pdftotext \./-a.pdf \./-a.pdf.txt`",
+    ("-b.txt", b"caf\xe9"): r"not UTF-8 .* \./-b.txt > \./-b.utf8.txt`",
     ("a.rtf", rb"{\rtf1\ansi Hello}"): "an RTF document, .*`pandoc a.rtf -o a.rtf.txt`",
     ("lfs.txt", b"version https://git-lfs.github.com/spec/v1\noid"): (
         "what Git LFS leaves in place of a file, .*`git lfs pull`"
