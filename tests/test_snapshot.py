@@ -13,6 +13,7 @@ import tempfile
 import zipfile
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -73,6 +74,23 @@ def test_failed_save_harms_nothing(path, tmp_path, monkeypatch, where, what, say
     assert read_snapshot(path)["step"] == 1
     with pytest.raises(SaveError, match="run.pt: No such file .* its folder is gone"):
         save_snapshot(tmp_path / "gone" / "run.pt", state(1))
+
+
+@pytest.mark.parametrize(
+    ("inodes", "free", "says"),
+    [
+        (100, 0, "its disk takes no more files .inodes used up: No space left on device.; delete"),
+        (100, 9, "disk full .*; it needs 0.0 MB, .* MB are free"),
+        (0, 0, "disk full .*; it needs 0.0 MB, .* MB are free"),  # btrfs makes them as needed
+    ],
+)
+def test_no_room_for_one_more_file_is_no_lack_of_bytes(path, monkeypatch, inodes, free, says):
+    disk = SimpleNamespace(f_files=inodes, f_favail=free)
+    monkeypatch.setattr("trainer.snapshot.os.statvfs", lambda folder: disk)
+    monkeypatch.setattr("trainer.snapshot.shutil.disk_usage", lambda _: SimpleNamespace(free=7e6))
+    monkeypatch.setattr("torch.save", failing(FULL))
+    with pytest.raises(SaveError, match=f"cannot save {path}: {says}"):
+        save_snapshot(path, state(1))
 
 
 def test_a_save_is_whole_when_it_is_written_to_the_disk(tmp_path, monkeypatch):

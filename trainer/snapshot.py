@@ -138,12 +138,24 @@ def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
     """One line: the file, the reason, how much room it needs and how much there is."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if not has_inodes(path.parent):
+            reason = f"its disk takes no more files (inodes used up: {reason})"
+            return f"cannot save {path}: {reason}; delete some"
         reason = f"disk full ({reason})"
     try:
         room = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are free"
     except OSError:
         room = "its folder is gone"
     return f"cannot save {path}: {reason}; it needs {n_bytes / 1e6:,.1f} MB, {room}"
+
+
+def has_inodes(folder: Path) -> bool:
+    """Does its file system take one more file, however small?"""
+    try:
+        disk = os.statvfs(folder)
+    except (OSError, AttributeError):  # gone; Windows, which counts no files
+        return True
+    return disk.f_favail > 0 or disk.f_files == 0  # (btrfs makes them as they are needed)
 
 
 def read_snapshot(path: Path) -> State:
