@@ -23,7 +23,7 @@ from tqdm import tqdm
 import data.store as store
 
 from .batches import TokenFile, hash_ids, slice_files
-from .documents import CHUNK, TOKEN_SUFFIXES, check_text, read_documents, read_text, suffix_of
+from .documents import CHUNK, TOKEN_SUFFIXES, read_documents, read_text, suffix_of
 from .files import CACHE_DIR, find_files, find_stdlib, warn_of_shared
 from .store import Dataset, FoundData, Say
 from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
@@ -289,8 +289,6 @@ def _find(
     if kinds == {True, False}:
         both = "text and token files (.bin, .npy)"
         raise DataError(f"--train-data, --val-data: found both {both}; name files of one kind")
-    if kinds == {False}:
-        check_text(train + val)
     warn_of_shared(train, val, say)
     return train, val
 

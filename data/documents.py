@@ -2,10 +2,9 @@
 
 import codecs
 import json
-import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unicodedata import category
 
@@ -18,20 +17,6 @@ TEXT_SUFFIXES = tuple(
     ".php .pl .lua .r .jl .hs .ml .swift .sh .sql".split()
 )
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
-# What the first bytes match, what that is, and what to do. Any other binary stops at a NUL or at a
-# byte that is no UTF-8. These may have neither (of a PDF all in ASCII a model would learn its
-# drawing commands), or are so common that their text should be found at once.
-SIGNS = [
-    (rb"(\xef\xbb\xbf)?\s*%PDF-\d", "a PDF", "make it text: `pdftotext {file} {file}.txt`"),
-    (rb"\{\\rtf\d", "an RTF document", "make it text: `pandoc {file} -o {file}.txt`"),
-    (rb"PK\x03\x04", "a zip archive", "unpack it (.docx, .epub: `pandoc {file} -o {file}.txt`)"),
-    (rb"\x1f\x8b\x08", "compressed by gzip", "unpack it: `gunzip {file}`"),
-    (
-        rb"version https://git-lfs\.github\.com/spec/",
-        "what Git LFS leaves in place of a file",
-        "fetch the file itself: `git lfs pull`",
-    ),
-]
 
 
 def suffix_of(path: Path) -> str:
@@ -43,17 +28,6 @@ def suffix_of(path: Path) -> str:
 def quoted(path: Path) -> str:
     """For a shell, and for a program that would take -x.txt for a flag."""
     return shlex.quote("./" * str(path).startswith("-") + str(path))
-
-
-def check_text(paths: Iterable[Path]) -> None:
-    """Raises DataError for the first file that is no text: its name, what it is and what to do."""
-    for path in paths:
-        with open(path, "rb") as file:
-            head = file.read(64)
-        for sign, what, way_out in SIGNS:
-            if re.match(sign, head):
-                command = way_out.format(file=quoted(path))
-                raise DataError(f"{path}: {what}, not text; {command}")
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
@@ -110,7 +84,7 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
                 new = decoder.decode(block, final=start >= stop)
             except UnicodeDecodeError as error:  # (its object begins with what a block has left)
                 byte = start - len(error.object) + error.start
-                what = f"not UTF-8 at byte {byte}; if it is Western European"
+                what = f"not UTF-8 at byte {byte}: no text, or Western European"
                 raise _encoded(path, what, "CP1252") from None
             text += new if first else new.removeprefix("\ufeff")
     yield text

@@ -1,14 +1,13 @@
 """Names to files: what --train-data and --val-data mean, and the corpus that everybody has."""
 
-import filecmp
 import glob
 import os
 import sysconfig
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, check_text, suffix_of
+from .documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
 from .store import Say, label
 from .tokenizer import DataError
 
@@ -39,7 +38,6 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
             usable += inside
             others += rest
         if not usable:
-            check_text(others)
             held = count_suffixes(others) or "hidden and empty ones are not counted"
             what = f"no text or token file in this folder ({held})"
             raise DataError(f"{flag} {name}: {what}; {AS_TEXT}")
@@ -81,20 +79,10 @@ def count_suffixes(paths: Iterable[Path]) -> str:
 
 
 def warn_of_shared(train: Sequence[Path], val: Sequence[Path], say: Say) -> None:
-    """Says so if files of `val` are in `train` as well, or copies of theirs are."""
-    sizes: defaultdict[int, list[Path]] = defaultdict(list)
-    for path in train:
-        sizes[path.stat().st_size].append(path)
-    shared = {
-        path: twin
-        for path in val
-        for twin in sizes[path.stat().st_size]
-        if filecmp.cmp(twin, path, shallow=False)
-    }
-    if shared:
-        file, twin = next(iter(shared.items()))
-        part = f" ({len(shared):,} of its {len(val):,} files)" * (len(val) > 1)
-        what = f"--val-data {file}{part}: the same as {twin} in --train-data"
+    """Says so if files of `val` are in `train` as well."""
+    trained = {path.resolve() for path in train}
+    if shared := [str(path) for path in val if path.resolve() in trained]:
+        what = f"--val-data {label(shared)}: in --train-data, too"
         say(f"warning  {what}: the validation loss will not see overfitting")
 
 

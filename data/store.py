@@ -155,22 +155,21 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     A file is read again only if its size or times are not those that were noted when it was last
     found good. (A copy has other times. They are noted, where that can be written.)
     """
-    try:
-        if not (folder / META).is_file():  # a pipe would be waited for
-            return None
-        meta = json.loads((folder / META).read_bytes())
-        if meta.pop("checksum") != key(meta):
-            return None
+    # (A damaged file may hold anything, and a pipe in its place would be waited for.)
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        content = (folder / META).read_bytes() if (folder / META).is_file() else b""
+        meta = json.loads(content)
+        is_whole = meta.pop("checksum") == key(meta)
         files = [folder / name for name in meta["times"]]
-        if meta["times"] != (now := read_times(files)):
-            if not all(map(Path.is_file, files)) or hash_files(files) != meta["content"]:
-                return None
-            meta["times"] = now
+        found = read_times(files)
+        if is_whole and found == meta["times"]:
+            return meta
+        if is_whole and all(map(Path.is_file, files)) and hash_files(files) == meta["content"]:
+            meta["times"] = found
             with suppress(OSError):
                 write_meta(folder, meta)
-        return meta
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None  # a damaged file may hold anything
+            return meta
+    return None
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:

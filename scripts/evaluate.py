@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from data import DataError, TokenFile, Tokenizer
 from data.batches import SCAN
-from data.documents import TOKEN_SUFFIXES, check_text, read_documents, suffix_of
+from data.documents import TOKEN_SUFFIXES, read_documents, suffix_of
 from data.files import find_files
 from model import MiniGPT
 from scripts import tool
@@ -53,7 +53,6 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     if suffix_of(path) in TOKEN_SUFFIXES:
         yield from TokenFile.open(path).blocks()
         return
-    check_text([path])
     if tokenizer.name == "toy":
         raise DataError(f"--val-data {path}: this model learned numbers, not text")
     for document in read_documents(path):
