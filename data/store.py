@@ -58,8 +58,9 @@ def one_line(cache_dir: Path) -> Iterator[None]:
     try:
         yield
     except FileExistsError:
-        what = "is no folder, or a link to none: remove it, or make what it leads to"
-        raise DataError(f"{cache_dir} {what}") from None
+        raise DataError(
+            f"{cache_dir} is no folder, or a link to none: remove it, or make what it leads to"
+        ) from None
     except OSError as error:
         reason = f"{error.filename or cache_dir}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -519,6 +519,7 @@ def check_kept(kept, say: Callable[[str], None]) -> None:
 BUILT_ANEW = re.compile(".* is incomplete, damaged or of an older version: built anew")
 
 
+@row("a bit of the token cache")
 @settings(max_examples=200)
 @given(st.sampled_from(FILES), st.integers(0, 10**6), st.integers(0, 7), st.booleans())
 def test_a_flipped_bit_in_the_cache_is_noticed(kept, name, position, bit, restored) -> None:

@@ -99,8 +99,10 @@ def read_config(folder: Path) -> MiniGPTConfig:
         if size is None and ours == "d_ff":
             size = 4 * shape["d_model"]
         if not is_size(ours, size):
-            most = f"a whole number of at least 1 and at most {LARGEST[ours]:,}"
-            raise DataError(f"{path}: {theirs} is {size!r}, not {most}")
+            raise DataError(
+                f"{path}: {theirs} is {size!r}, not a whole number of at least 1 and at most "
+                f"{LARGEST[ours]:,}"
+            )
         shape[ours] = size
     try:
         return MiniGPTConfig(**shape, dropout=0.0)

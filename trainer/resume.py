@@ -53,8 +53,10 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
     """
     for twin in twins(path):
         if os.path.isfile(twin) and not os.path.lexists(path):  # else its files would be taken
-            what = f"there is no snapshot {path}, but there is {twin}"
-            raise SnapshotError(f"--resume: {what}; name that with --checkpoint-path")
+            raise SnapshotError(
+                f"--resume: there is no snapshot {path}, but there is {twin}; name that with "
+                "--checkpoint-path"
+            )
     why = []
     there = any(map(os.path.lexists, newest_first(path)))
     if named is not None and named != path:

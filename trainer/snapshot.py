@@ -67,8 +67,10 @@ def beside(path: Path, suffix: str) -> Path:
     ending = next(ending for ending in reversed(ENDINGS) if path.name.endswith(ending))
     stem = path.name.removesuffix(ending)
     if not stem.strip("."):
-        what = f"{path} has no name before its ending"
-        raise SnapshotError(f"--checkpoint-path: {what}; name a file, as in checkpoints/run.pt")
+        raise SnapshotError(
+            f"--checkpoint-path: {path} has no name before its ending; name a file, as in "
+            "checkpoints/run.pt"
+        )
     return path.with_name(stem + suffix)
 
 
@@ -139,8 +141,10 @@ def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         if not has_inodes(path.parent):
-            reason = f"its disk takes no more files (inodes used up: {reason})"
-            return f"cannot save {path}: {reason}; delete some"
+            return (
+                f"cannot save {path}: its disk takes no more files (inodes used up: {reason}); "
+                "delete some"
+            )
         reason = f"disk full ({reason})"
     try:
         room = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are free"
