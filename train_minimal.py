@@ -116,10 +116,12 @@ def seed_of(seed: int, number: int) -> int:
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float | None]:
-    """Loss on the fixed validation batches, the same for any number of processes up to rounding.
+    """Loss on the fixed validation windows: up to rounding the same at any batch size, any number
+    of processes, and in every trainer.
 
-    Process r takes the batches r, r + W, r + 2W, ...; what is added up over processes is nats,
-    tokens and bytes, not means, because the last batch may be smaller.
+    Process r takes the batches r, r + W, r + 2W, ...; the processes add up nats, tokens and bytes,
+    not means, because the last batch may be smaller. A batch has at most --batch-size windows and
+    no gradients: it needs less memory than a training step.
     """
     run.model.eval()
     batches = []  # on the device, and read after the loop only: each reading waits for the GPU

@@ -202,17 +202,22 @@ class TrainBatches(Windows):
 
 
 class ValBatches(Windows):
-    """A fixed set of windows in a fixed order; if limited, evenly spread over the whole split."""
+    """A fixed set of windows in a fixed order; if limited, evenly spread over the whole split.
+
+    The files, T and the limit decide which windows these are; the batch size cuts them into batches
+    and changes nothing else.
+    """
 
     too_short = ("validation", ", raise --val-ratio or give more text to --val-data")
 
     def __init__(
-        self, files: Files, batch_size: int, seq_len: int, max_batches: int, device: torch.device
+        self, files: Files, batch_size: int, seq_len: int, max_tokens: int, device: torch.device
     ) -> None:
-        """max_batches: 0 = all. Raises DataError when no file holds seq_len + 1 tokens."""
+        """max_tokens: as many whole windows, at least one; 0 = all windows. Raises DataError when
+        no file holds seq_len + 1 tokens."""
         super().__init__(files, batch_size, seq_len, device)
         total = self.n_windows
-        count = min(total, max_batches * batch_size) if max_batches else total
+        count = min(total, max(1, max_tokens // seq_len)) if max_tokens else total
         self.numbers = np.arange(count) * total // count
 
     def __len__(self) -> int:

@@ -21,5 +21,5 @@ exec ${MINIGPT_TRAINER:-python train_minimal.py} --train-data "$text" --tokenize
     --n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072 --seq-len 1024 \
     --batch-size 16 --grad-accum-steps 30 --use-activation-checkpoint auto --compile \
     --warmup-steps 700 --lr 6e-4 --min-lr 6e-5 --weight-decay 0.1 \
-    --log-interval 10 --eval-interval 250 --save-interval 250 \
+    --log-interval 10 --eval-interval 250 --eval-tokens 328K --save-interval 250 \
     --checkpoint-path checkpoints/gpt2_small.pt "$@"

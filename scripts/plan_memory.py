@@ -55,7 +55,7 @@ PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not k
 PASSED_ON = (
     "val_data val_ratio max_tokens data_seed num_epochs lr min_lr lr_scheduler warmup_steps seed "
     "weight_decay grad_clip_norm log_interval eval_interval save_interval save_minutes log_to "
-    "eval_batches checkpoint_path resume sample_tokens profile detect_anomaly"
+    "eval_tokens checkpoint_path resume sample_tokens profile detect_anomaly"
 ).split()
 # What a command has as it was found, and not as it was typed.
 ANSWERED = {"memory_budget", "card", "use_activation_checkpoint"}

@@ -33,7 +33,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Raises UsageError."""
     words = "Compare a start from trained weights with one from random weights."
     parser, group = training_parser(
-        "studies.fine_tuning", words, tokenizer_name="bpe", eval_interval=25, eval_batches=100
+        "studies.fine_tuning", words, tokenizer_name="bpe", eval_interval=25, eval_tokens=76_800
     )
     add, positive = group.add_argument, number(float, 0, open=True)
     add("--factors", type=positive, nargs="+", default=[1.0, 0.3, 0.1], metavar="X",

@@ -719,10 +719,10 @@ def numbered(tmp_path_factory):
 
 
 @law
-@given(lengths, st.integers(1, 5), st.integers(1, 6), st.integers(0, 3), st.integers(0, 4))
-def test_batches_are_those_of_a_plain_sampler(numbered, lengths, B, T, seed, limit):
+@given(lengths, st.integers(1, 5), st.integers(1, 6), st.integers(0, 3), st.integers(0, 60))
+def test_batches_are_those_of_a_plain_sampler(numbered, lengths, B, T, seed, max_tokens):
     """Which windows, in which order, and their labels, over three epochs; and a fixed validation,
-    evenly spread if it is limited."""
+    evenly spread if it is limited, which B cuts into batches, and no more."""
     files = numbered(lengths)
     windows = oracle.windows([ids([file]) for file in files], T)
     n, longest = len(windows), max(lengths)
@@ -744,8 +744,8 @@ def test_batches_are_those_of_a_plain_sampler(numbered, lengths, B, T, seed, lim
     assert [sorted(found[i : i + n]) for i in (0, n, 2 * n)] == [firsts] * 3
     assert train.epoch(n) == B and train.n_windows == n
 
-    val = ValBatches(files, B, T, limit, CPU)
-    count = min(n, limit * B) or n
+    val = ValBatches(files, B, T, max_tokens, CPU)
+    count = n if max_tokens == 0 else 1 if max_tokens < T else min(n, max_tokens // T)
     rows = [windows[i * n // count] for i in range(count)]
     parts = [oracle.shifted(rows[i : i + B]) for i in range(0, count, B)]
     assert len(val) == len(parts)

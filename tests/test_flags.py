@@ -162,6 +162,8 @@ def test_tokens_as_people_write_them():
     ):
         assert parse(f"--num-tokens {word}").num_tokens == tokens
         assert format_tokens(tokens) == again
+    assert parse("--eval-tokens 1.5K").eval_tokens == 1500
+    assert parse("--eval-tokens 0").eval_tokens == 0  # all
     for word in (".5B", "0", "1.5", "1GB", "1e99"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be a whole number of tokens"):
             token_count(word)

@@ -37,7 +37,7 @@ if ON_GPU:  # before any file's first product: or cuBLAS may add as it likes
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 KERNELS = [SDPBackend.MATH] + [SDPBackend.FLASH_ATTENTION] * ON_GPU
 RUN = (
-    "--use-toy-data --log-interval 1 --eval-interval 0 --eval-batches 1 --sample-tokens 0 "
+    "--use-toy-data --log-interval 1 --eval-interval 0 --eval-tokens 1 --sample-tokens 0 "
     "--dropout 0.1 --lr-scheduler constant --warmup-steps 0 --num-steps 3"
 ).split()
 BENCH = Bench(dry=not ON_GPU)

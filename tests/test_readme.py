@@ -155,7 +155,7 @@ def test_no_misprints():
 
 # That of harness/gpt2_folder.py.
 SHAPE = "--n-layers 2 --n-heads 2 --d-model 16 --d-ff 64 --seq-len 16 --max-position-embeddings 32"
-TRAINING = f"{SHAPE} --num-steps 4 --eval-batches 1 --sample-tokens 4"
+TRAINING = f"{SHAPE} --num-steps 4 --eval-tokens 1 --sample-tokens 4"
 SMALL = {
     "train_minimal.py": TRAINING,
     "train_ddp.py": TRAINING,

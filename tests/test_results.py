@@ -312,7 +312,7 @@ def test_weights_are_compared_like_with_like(tmp_path, monkeypatch, capsys):
         (texts / f"{i}.txt").write_text(f"file {i} has words of its own, {'ab' * i}\n" * 40)
     flags = (
         "--n-layers 1 --n-heads 2 --d-model 16 --seq-len 16 --batch-size 4 --vocab-size 270 "
-        "--no-amp --num-steps 12 --share 0.5 --eval-interval 3 --eval-batches 1 --factors 1 0.1 "
+        "--no-amp --num-steps 12 --share 0.5 --eval-interval 3 --eval-tokens 64 --factors 1 0.1 "
         f"--device cpu --json={file} --train-data {texts}"
     ).split()
     halves = fine_tuning.halves(fine_tuning.parse(flags))

@@ -6,6 +6,7 @@ Those that were started differently do not train, and nothing is written. (Real 
 test_reliability.py.)
 """
 
+import shutil
 import socket
 import tempfile
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import runs
+from harness import oracle, runs
 from harness.faults import WHOLE_RUNS, broken_together, history
 from harness.runs import TINY, errors, metrics, parse, same, snapshot, start_together, torchrun
 
@@ -84,6 +85,41 @@ def test_two_processes_equal_one_with_two_micro_batches(tmp_path, script, flags)
         assert ("val_loss" in a) == ("val_loss" in b) == (a["step"] in (3, 4))
         assert a.get("val_loss", 0) == pytest.approx(b.get("val_loss", 0), rel=1e-6)
     assert said.count("sample") == 1
+
+
+# How the 8 sequences of a step are cut: trainer, processes, --batch-size, --grad-accum-steps.
+CUTS = [("train_minimal.py", 1, 1, 8), ("train_fsdp.py", 2, 1, 4), ("train_sp.py", 2, 4, 2)]
+MORE_CUTS = [
+    *(("train_minimal.py", 1, B, 8 // B) for B in (2, 4, 8)),
+    *(("train_ddp.py", 2, B, 4 // B) for B in (1, 2, 4)),
+    *[("train_ddp.py", 1, 2, 4), ("train_fsdp.py", 2, 4, 1), ("train_sp.py", 2, 1, 8)],
+]
+
+
+@pytest.mark.parametrize("cuts", [CUTS, pytest.param(MORE_CUTS, marks=slow)], ids=len)
+def test_the_same_weights_have_one_validation_loss(cuts, tmp_path):
+    """At every batch size, accumulation and number of processes, in every trainer: the loss of 13
+    of 43 windows. Each run resumes from the same last step, which is saved and not yet evaluated.
+    """
+    first, losses = tmp_path / "first.pt", []
+    flags = "--max-tokens=700 --eval-tokens=220 --batch-size=8 --num-steps=3 --no-amp".split()
+    assert runs.train_here(first, *flags) == 0
+    for i, (script, processes, batch_size, accumulate) in enumerate(cuts):
+        path = tmp_path / f"{i}.pt"
+        shutil.copy(first, path)
+        cut = [f"--batch-size={batch_size}", f"--grad-accum-steps={accumulate}"]
+        words = [script, f"--checkpoint-path={path}", "--resume", *cut]
+        result = start_together(words, processes).end()
+        assert result.returncode == 0, result.stderr
+        losses.append(metrics(path)[-1]["val_loss"])
+
+    weights = {name: weight.double() for name, weight in snapshot(first)["model"].items()}
+    files = find_data(parse(*TINY, *flags), OneProcess(CPU)).load().val
+    windows = oracle.windows([file.read().tolist() for file in files], 16)
+    ids, labels = oracle.shifted([windows[i * 43 // 13] for i in range(13)])
+    logits = oracle.gpt_logits(weights, ids, 2, 2).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels.flatten()).item()
+    assert len(windows) == 43 and losses == pytest.approx([loss] * len(cuts), abs=1e-6)
 
 
 def test_resumed_with_as_many_threads_or_with_others(tmp_path, capsys):

@@ -88,7 +88,7 @@ def run(text) -> Path:
     """Of a run on that text; its BPE is trained on it, too."""
     path = Path(text.partition("=")[2]).with_name("run.pt")
     words = [*SHAPE, "--tokenizer-name=bpe", "--vocab-size=290", "--num-steps=3"]
-    words += "--seq-len=64 --eval-batches=1 --eval-interval=1 --lr=0.03 --dropout=0.2".split()
+    words += "--seq-len=64 --eval-tokens=128 --eval-interval=1 --lr=0.03 --dropout=0.2".split()
     assert train(path, *words, text) == 0
     return path
 
@@ -353,7 +353,7 @@ def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
     """It says how good the weights are. On other data the tokenizer stays what it was; and the run
     goes on without its source."""
     first, path = Path(shutil.copy(run, tmp_path / "first.pt")), tmp_path / "run.pt"
-    assert train(path, f"--init-from={first}", text, "--num-steps=1", "--eval-batches=1") == 0
+    assert train(path, f"--init-from={first}", text, "--num-steps=1", "--eval-tokens=128") == 0
     (loss,) = (record["val_loss"] for record in metrics(run) if record["step"] == 3)
     assert f"before   val {loss:.4f} ppl " in capsys.readouterr().out
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,6 +47,8 @@ LARGEST = {  # sizes of a model
 }
 AUTO = ("auto", "auto+offload")  # a run finds its policy by itself
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # each says it alone
+# Flags that are gone -> how their place is taken.
+GONE = {"--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size"}
 TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -62,7 +65,7 @@ class OneLineParser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(name, self._option_string_actions, n=1)
             hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; {GONE.get(name, hint)}")
         return parsed
 
 
@@ -227,11 +230,11 @@ def byte_count(text: str) -> int:
     return int(count)
 
 
-def token_count(text: str) -> int:
+def token_count(text: str, least: int = 1) -> int:
     """An argparse type: "1B", "1.5B", "300M", "1e9" or plain digits -> tokens."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", text.strip().lower())
-    count = Fraction(match[1]) * TOKENS[match[2]] if match else Fraction(0)
-    if count.denominator > 1 or not 1 <= count <= 10**15:
+    count = Fraction(match[1]) * TOKENS[match[2]] if match else Fraction(-1)
+    if count.denominator > 1 or not least <= count <= 10**15:
         raise argparse.ArgumentTypeError(
             f"must be a whole number of tokens up to 1000T, as in 300M, 1.5B or 1e9, "
             f"not {text[:40]!r}"
@@ -412,8 +415,9 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="steps, 0 = not by steps; the first evaluation saves, too (default: %(default)s)")
     add("--save-minutes", type=positive_or_zero, default=15.0, metavar="M",
         help="save when the last one is that long ago, 0 = not by time (default: 15)")
-    add("--eval-batches", type=count_or_zero, default=20, metavar="N",
-        help="0 = the whole validation set (default: %(default)s)")
+    add("--eval-tokens", type=partial(token_count, least=0), default=16_000, metavar="N",
+        help="validate on that many tokens, in windows of --seq-len that are spread over the "
+        "validation set; 0 = all of it (default: 16K)")
     add("--checkpoint-path", type=snapshot_file, default=Path(checkpoint_path), metavar="FILE",
         help="the newest snapshot (default: %(default)s)")
     add("--resume", action="store_true",

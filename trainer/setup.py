@@ -77,7 +77,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     train = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     settle_length(args, process.replicas, train.n_windows)
     check_profile(args, resumed)
-    val = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_batches, device)
+    val = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_tokens, device)
     identity = identify(args, process, plan.config, data)
     if resumed is not None:
         resume.check_resumable(resumed.state, identity, resumed.path)

@@ -91,6 +91,8 @@ REFUSED = {  # words: what the line must say
     "--val-ratio=1": "--val-ratio: must be a number above 0 and below 1",
     "--dropout=1": "--dropout: must be a number .* at most 0.99",
     "--num-step=1": "unrecognized arguments: --num-step=1; did you mean --num-steps?",
+    "--eval-batches=20": "--eval-batches=20; --eval-tokens 16K says how many tokens validate",
+    "--eval-tokens=2.5": "--eval-tokens: must be a whole number of tokens",
     "stray": "stray; .*--help lists all flags",
     "--use-activation-checkpoint=some": "-checkpoint: must be auto or POLICY.*none, cheap, sel",
     "--device=gpu": "--device: invalid choice: 'gpu'.*cuda",

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 TINY = (
     "--use-toy-data --max-tokens 200 --vocab-size 31 --n-layers 2 --n-heads 2 --d-model 16 "
     "--seq-len 16 --batch-size 2 --dropout 0.1 --num-steps 20 --log-interval 1 --eval-interval 0 "
-    "--save-interval 0 --eval-batches 0 --sample-tokens 0 --device cpu --data-seed 3"
+    "--save-interval 0 --eval-tokens 0 --sample-tokens 0 --device cpu --data-seed 3"
 ).split()
 TINY_MODEL = TINY[TINY.index("--n-layers") :]  # for other data
 N_LENGTH = TINY.index("--num-steps")
