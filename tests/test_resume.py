@@ -133,6 +133,24 @@ def test_other_flags_may_be_typed_and_are_said(tmp_path, capsys):
     assert best.read_bytes() == before
 
 
+@pytest.mark.parametrize("windows", ["the same", "typed", "of an older snapshot"])
+def test_the_lowest_loss_is_of_the_same_windows(tmp_path, capsys, windows):
+    """Where they are others, no loss of before keeps the next best weights from being saved."""
+    path, best, log = (tmp_path / name for name in ("run.pt", "run.best.pt", "run.metrics.jsonl"))
+    assert train_here(path, "--eval-tokens=32") == 0
+    state, before = snapshot(path), best.read_bytes()
+    if windows == "of an older snapshot":
+        state["args"]["eval_batches"] = state["args"].pop("eval_tokens") // 32
+    torch.save(state | {"best_val_loss": 0.25}, path)
+    log.write_text(re.sub(r'"val_loss": [\d.]+', '"val_loss": 0.125', log.read_text()))
+    flags = ["--eval-tokens=64"] if windows == "typed" else []
+    assert resume_alone(path, "--num-steps=21", *flags) == 0
+    anew, says = windows != "the same", f"counts as the lowest so far and replaces {best}\n"
+    assert (says in capsys.readouterr().out) == (best.read_bytes() != before) == anew
+    lowest = metrics(path)[-1]["val_loss"] if anew else 0.125
+    assert snapshot(best if anew else path)["best_val_loss"] == lowest
+
+
 # ---- Resumed from what is not the newest
 
 
@@ -486,8 +504,8 @@ def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(text_run, capsys):
     assert f"--train-data {text} -> {moved}" in out and "data changed" not in out
     moved.write_text(moved.read_text() + "zebras quarrel with quiet quetzals, one line more\n" * 9)
     out = said("--num-steps=7")
-    changed = re.search(r"resume   the data changed, it was .*moved.txt.* 1.76 kB; .*: .*", out)
-    assert changed and "validation losses of before do not compare" in changed[0]
+    assert re.search(r"resume   the data changed, it was .*moved.txt.* 1.76 kB; .*: .*", out)
+    assert "resume   the validation windows are others" in out
     assert snapshot(path)["step"] == 7 and snapshot(path)["tokenizer"] == tokenizer
     assert "training a BPE" not in out
     assert "data changed" not in said("--num-steps=8")  # that is its data from now on

@@ -17,7 +17,7 @@ from .claim import files_of, name_aside
 from .flags import tokens_per_step, words_of
 from .metrics import format_bytes, format_line, format_time, memory_used, perplexity
 from .pretrained import Origin, Pretrained
-from .resume import changes, data_changed
+from .resume import changes, data_changed, validation_of
 from .run import Run
 from .snapshot import Resumed, State, beside
 
@@ -76,6 +76,11 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
     lines.append(f"resume   {origin.path}, step {run.step:,}")
     if run.step < args.num_steps:  # else there is no "from here on"
         lines += describe_changes(origin.state, run.identity)
+    if validation_of(origin.state) != validation_of(run.identity):
+        lines.append(
+            "resume   the validation windows are others than before: the next validation loss "
+            f"counts as the lowest so far and replaces {beside(args.checkpoint_path, '.best.pt')}"
+        )
     return "\n".join(lines)
 
 
@@ -101,9 +106,8 @@ def describe_changes(saved: State, now: State) -> list[str]:
         lines.append(f"resume   changed, from here on: {', '.join(changed)}")
     if data_changed(saved, now):
         lines.append(
-            f"resume   the data changed, it was {saved['data'].get('description')}: sequences, "
-            "their order and the validation part may be others from here on; validation losses of "
-            "before do not compare"
+            f"resume   the data changed, it was {saved['data'].get('description')}: sequences and "
+            "their order may be others from here on"
         )
     return lines
 

@@ -209,6 +209,13 @@ def data_changed(saved: State, now: State) -> bool:
     return bool(saved["data"].get("fingerprint") != now["data"]["fingerprint"])
 
 
+def validation_of(state: State) -> tuple[object, object]:
+    """Data and number of tokens. Where both are the same, so are the windows, and losses compare.
+    (--seq-len stays. Older snapshots have no eval_tokens: their windows depended on --batch-size.)
+    """
+    return state["data"].get("fingerprint"), state["args"].get("eval_tokens")
+
+
 def same_batch(before: int, after: int, args: State) -> str:
     """How a step gets `before` sequences; with `args` it has `after` of them."""
     processes = after // (args["batch_size"] * args["grad_accum_steps"])

@@ -210,18 +210,16 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
     args, process = run.args, run.process
     resume.restore(resumed, run)
     run.step = run.saved_step = resumed.state["step"]
-    run.best_val_loss = resumed.state["best_val_loss"]
     record = resumed.state.get("record", {})
     if resumed.path != args.checkpoint_path and process.rank == 0:
         take_place(resumed.path, args.checkpoint_path)
     # The snapshot was written before its step was evaluated and logged. Was that still done?
     # Process 0 alone has the log.
     log = beside(args.checkpoint_path, ".metrics.jsonl")
-    logged = process.exchange(process.by_first(lambda: logged_at(run.step, log)))[0]
-    if logged is None:
-        run.unreported = dict(record)
-    else:
-        run.best_val_loss = min(run.best_val_loss, logged.get("val_loss") or math.inf)
+    logged = process.exchange(process.by_first(lambda: logged_at(run.step, log)))[0] or {}
+    run.unreported = {} if logged else dict(record)
+    if resume.validation_of(resumed.state) == resume.validation_of(run.identity):
+        run.best_val_loss = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
     saved = resumed.state["args"]
     if any(saved.get(name) != getattr(args, name) for name in SCHEDULE):
         run.rate_before = record.get("lr")
