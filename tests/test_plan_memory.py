@@ -172,9 +172,6 @@ def test_a_command_has_what_was_typed_for_a_trainer_and_what_was_found(flags):
     typed = f"{kept} --batch-size 2 --use-activation-checkpoint mlp:2,cheap".split()
     parse = build_parser("test", "x.pt").parse_args
     assert parse(words[2:]) == parse(typed)
-    assert [w for w in words if w.startswith("--")] == [
-        word.partition("=")[0] for word in typed if word.startswith("--")
-    ]
 
 
 def test_the_command_of_several_processes():
@@ -197,7 +194,7 @@ def test_help_lists_what_changes_a_plan(capsys, monkeypatch):
     words = " ".join(flag + values.get(flag, " 7") for flag in others)
     answer = ask(f"{words} --device cuda --memory-budget 1GiB")
     assert answer.json["rows"] == ask().json["rows"]
-    assert words in " ".join(answer.command)
+    assert {*words.split()} <= {*answer.command}
     assert {"--loss-chunks", "--num-tokens", "--optimizer"} <= listed and "--seed" in others
 
 

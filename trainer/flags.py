@@ -69,22 +69,14 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed
 
 
-class InOrder(argparse.Namespace):
-    """What was set last is the last one."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        vars(self).pop(name, None)
-        super().__setattr__(name, value)
-
-
 class TrainerParser(OneLineParser):
     """Also notes which flags were `typed`: what --resume takes from a snapshot gives way to them,
-    and so does what --model stands for. They come first, in the order in which they were typed."""
+    and so does what --model stands for. They come first, in the order of --help."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         untyped = object()
         names = [action.dest for action in self._actions if action.dest != "help"]
-        parsed = super().parse_args(args, InOrder(**dict.fromkeys(names, untyped)))
+        parsed = super().parse_args(args, argparse.Namespace(**dict.fromkeys(names, untyped)))
         typed = {name: value for name, value in vars(parsed).items() if value is not untyped}
         before = {name: typed.pop(name) for name in older.OLDER if name in typed}
         shape = SHAPES.get(typed.get("model", ""), {})
@@ -125,7 +117,7 @@ def flag(name: str) -> str:
 
 
 def as_argv(args: argparse.Namespace, **changes: Any) -> list[str]:
-    """The words that ask a trainer for the same: the flags that were typed, in their order, then
+    """The words that ask a trainer for the same: the flags that were typed, in --help's order, then
     `changes`, of which None leaves a flag out. parse_args(as_argv(args)) == args."""
     shape = SHAPES.get(args.model, {})
     kept = {
