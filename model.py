@@ -87,8 +87,9 @@ class Attention(nn.Module):
         if self.past:
             k, v = self.past.join(self, k, v)  # of all tokens so far; a single q sees them all
         # A fused kernel never holds the (B, H, T, T) scores: its backward computes them again.
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1
+        )
         return y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
 
 
@@ -219,6 +220,10 @@ class MiniGPT(nn.Module):
         The finer policies are inside: the compiler has to see what they are about.
         """
         torch._dynamo.config.optimize_ddp = False  # DDP would cut graphs, checkpoints as well
+        # On CUDA a replayed dropout would draw from generators of its own, so that CUDA graphs can
+        # hold it (we use none). A micro-batch's torch.manual_seed does not reach those.
+        if hasattr(torch._functorch.config, "graphsafe_rng_functionalization"):
+            torch._functorch.config.graphsafe_rng_functionalization = False
         for module in (*self.blocks, self.add):
             module.compile()
         self.token_embedding.compiled = True

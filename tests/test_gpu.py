@@ -100,6 +100,27 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_order")
+def test_compiled_code_draws_the_same_masks_from_the_same_seed():
+    """In forward and in the replay, whatever was drawn before."""
+    job = Job("selective:1,attn", 2, compiled=True)
+    run = make_run(BENCH.args("--dropout 0.1"), job, DEVICE)
+
+    def step(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        batch = run.train_batches[0]
+        run.model.zero_grad()
+        with run.autocast():
+            loss = run.model(*batch)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in run.model.parameters())]
+
+    first, other, again = (step(seed) for seed in (1, 2, 1))
+    assert same(again, first) and not torch.equal(other[0], first[0])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_head_beside_float64(dtype):
     args = BENCH.args()

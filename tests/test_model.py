@@ -3,6 +3,7 @@ writes with a past is the text that full forwards write, token by token."""
 
 import math
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,15 +88,19 @@ def test_impossible_config(field, value, message):
 
 
 def test_what_is_compiled(monkeypatch):
-    """Each block, the residual addition, a slice's softmax; not cut to DDP's buckets."""
-    compiled = []
+    """Each block, the residual addition, a slice's softmax; not cut to DDP's buckets; and a replay
+    draws from the generator that `torch.manual_seed` sets, from none of its own."""
+    compiled, random = [], "graphsafe_rng_functionalization"
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
-    model = tiny()
+    model, functorch = tiny(), torch._functorch.config
     # (monkeypatch's own undoing would hide the setting from DDP, in a later test.)
-    with torch._dynamo.config.patch(optimize_ddp=True):
+    with torch._dynamo.config.patch(optimize_ddp=True), functorch.patch({random: True}):
         model.compile_blocks()
         assert compiled == [*model.blocks, model.add] and model.token_embedding.compiled
-        assert torch._dynamo.config.optimize_ddp is False
+        assert torch._dynamo.config.optimize_ddp is getattr(functorch, random) is False
+        monkeypatch.setattr(torch._functorch, "config", SimpleNamespace())  # a torch without it
+        model.compile_blocks()
+        assert vars(torch._functorch.config) == {}
 
 
 # ---- sampling
