@@ -238,8 +238,7 @@ class MiniGPT(nn.Module):
         try:
             for _ in range(max_new_tokens):
                 if text.size(1) > limit:
-                    # The window slides: each token has another position than before, and what is
-                    # kept of it is worthless. All of it again, each time.
+                    # The window slides: each token's position changes, so all is computed again.
                     new, past = text[:, -limit:], Past()
                 with past.before(self):
                     logits = self(new, logits_to_keep=1)[:, -1].float()  # (B, V)
@@ -277,4 +276,5 @@ def sample(
         gone = (probability.cumsum(dim=-1) - probability) >= top_p
         gone[:, 0] = False
         logits = logits.masked_fill(gone.scatter(-1, order, gone), -math.inf)
-    return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
+    # torch.multinomial draws the same token, but waits for the device to check its argument.
+    return (logits.softmax(dim=-1) / torch.empty_like(logits).exponential_()).argmax(-1, True)

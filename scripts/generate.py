@@ -74,22 +74,25 @@ def write(
     unfinished = set(range(args.num_samples))
     between = " " if tokenizer.name == "toy" else ""  # what is decoded in parts
     torch.manual_seed(args.seed)
-    new_tokens = model.stream(
-        ids,
-        args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k or None,
-        top_p=args.top_p if args.top_p < 1 else None,
+    new_ids = (
+        column.flatten().tolist()  # of all samples at once: to read them waits for the GPU
+        for column in model.stream(  # (num_samples, 1)
+            ids,
+            args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k or None,
+            top_p=args.top_p if args.top_p < 1 else None,
+        )
     )
 
     def grow() -> None:
         """By a token each, but for those that are finished."""
-        column = next(new_tokens, None)  # (num_samples, 1)
+        row = next(new_ids, None)
         for i in sorted(unfinished):
-            if column is None or column[i] == stop_id:
+            if row is None or row[i] == stop_id:
                 unfinished.remove(i)
             else:
-                samples[i].append(int(column[i]))
+                samples[i].append(row[i])
 
     for turn, sample in enumerate(samples):
         n_shown = 0  # of its tokens

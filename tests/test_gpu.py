@@ -6,6 +6,7 @@
 import json
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import train_minimal
 from data import TokenFile, TrainBatches
 from memory.head import head_loss
-from model import RECOMPUTE_POLICIES
+from model import RECOMPUTE_POLICIES, sample
 from planner import Planner
 from scripts import benchmark_worker
 from scripts.benchmark_worker import Job, config_of, make_run, timed_step
+from scripts.generate import main as generate
 from studies import gpu
 from studies.gpu import Bench
 from trainer.device import choose_precision
@@ -75,6 +77,22 @@ def weights(policy: str, flags: str = "") -> dict[str, torch.Tensor]:
     """After three steps: what one of them left behind, the next one meets."""
     small = BENCH.pick("--n-layers 3 --seq-len 512 --batch-size 2", "")
     return after(3, f"{small} --dropout 0.1 {flags}", policy).model.state_dict()
+
+
+def waits(act: Callable[[], object]) -> int:
+    """How often Python waits for the GPU. (On a CPU, how often it reads one number of a tensor.)"""
+    if not ON_GPU:
+        with torch.profiler.profile() as profile:
+            act()
+        return sum(event.name == "aten::item" for event in profile.events())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            act()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(one.message) for one in caught)
 
 
 @pytest.mark.gpu
@@ -183,14 +201,32 @@ def test_python_does_not_wait_in_a_step(flags, tmp_path):
     run.train_batches = TrainBatches([TokenFile.open(file)], 2, run.args.seq_len, 0, DEVICE)
     timed_step(run)  # from a file, as in a true run
     run.step += 1
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if ON_GPU:
-            torch.cuda.set_sync_debug_mode("warn")
-        train_minimal.train_step(run)
-        if ON_GPU:
-            torch.cuda.set_sync_debug_mode("default")
-    assert not [str(one) for one in caught if "synchroniz" in str(one.message)]
+    n = waits(lambda: train_minimal.train_step(run))
+    assert not ON_GPU or n == 0  # (kernels of a CPU read numbers inside)
+
+
+@pytest.mark.gpu
+def test_text_is_waited_for_once_a_token(tmp_path):
+    """However many samples grow; and not at all before it is complete if nobody reads on."""
+    path, run = tmp_path / "run.pt", after(0)
+    assert train_on_it(path, "--num-steps=1") == 0
+    command = [f"--checkpoint-path={path}", f"--device={DEVICE.type}", "--num-samples=3"]
+    few, more = (
+        waits(lambda n=n: generate([*command, f"--max-new-tokens={n}", "--top-p=0.9"]))
+        for n in (4, 8)
+    )
+    assert more - few == BENCH.pick(4, 0)  # (a CPU's list of numbers is no operator)
+    start = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+    assert waits(lambda: run.model.generate(start, 6, top_k=5, top_p=0.9)) == 0
+
+
+@pytest.mark.gpu
+def test_tokens_are_drawn_as_multinomial_draws_them():
+    logits, drawn = torch.randn(64, 50257, device=DEVICE), []
+    for draw in (sample, lambda rows: torch.multinomial(rows.softmax(dim=-1), 1)):
+        torch.manual_seed(3)
+        drawn.append([draw(logits), torch.rand(1, device=DEVICE)])
+    assert same(*drawn)
 
 
 @pytest.mark.gpu
