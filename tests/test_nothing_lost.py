@@ -23,7 +23,7 @@ from torch.distributed import DistBackendError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_minimal
-from trainer.endings import NotFinite, SkippedUpdates
+from trainer.endings import NotFinite, SkippedUpdates, is_out_of_memory
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
 
@@ -210,6 +210,34 @@ def test_out_of_memory_on_a_cpu(tmp_path):
     script = {"script": f"{FAULTS} train_minimal", "FAULTS": "oom:0:2"}
     (line,) = train(tmp_path / "run.pt", *flags, expect=4, **script).stderr.splitlines()
     assert "--batch-size 8 --seq-len 512, recompute none; try --use-activation-checkpoint" in line
+
+
+NO_MEMORY = (
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "HIP out of memory. Tried to allocate 2.00 GiB.",
+    "MPS backend out of memory (MPS allocated: 9.00 GB)",
+    "cuda runtime error: CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`",
+    "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried",
+    "DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes.",
+    "Last error:\nFailed to CUDA calloc async 608 bytes",
+)
+ANOTHER_ERROR = (
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasGemmEx(handle, opa, opb)`",
+    "CUDA error: device-side assert triggered",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+)
+
+
+@pytest.mark.parametrize("message", NO_MEMORY + ANOTHER_ERROR)
+def test_which_messages_say_that_there_is_no_memory_left(message):
+    assert is_out_of_memory(RuntimeError(message)) == (message in NO_MEMORY)
 
 
 def test_out_of_memory_before_the_first_step(tmp_path, monkeypatch, capsys):

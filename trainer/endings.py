@@ -227,12 +227,14 @@ def way_back(run: Run | None) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """CUDA says so with a class of its own, the others in their message only.
+    """PyTorch's allocator for GPUs raises a class of its own, all others say so in their message.
 
-    NCCL's own buffers are not PyTorch's: that GPU is as full, and the same knobs help.
+    The buffers of cuBLAS, cuDNN and NCCL are not PyTorch's: that GPU is as full, and the same knobs
+    help.
     """
     messages = (
-        "allocate memory|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+        "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED"
+        "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no room for its handle
         "|Failed to CUDA [cm]alloc"  # NCCL
     )
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
