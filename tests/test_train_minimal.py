@@ -6,6 +6,7 @@ predicted. How a run goes on: test_resume.py.
 """
 
 import gc
+import importlib
 import itertools
 import math
 import re
@@ -314,11 +315,18 @@ def test_tf32_is_a_setting_of_a_gpu_that_the_trainer_asks_for(tmp_path, monkeypa
 
 
 def test_what_torch_says_of_the_setting_is_no_users_business(monkeypatch):
+    """Neither when it is set, nor when the compiler would rather have TF32."""
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
     of_torch_2_9 = partial(warnings.warn, "Please use the new API settings to ...", stacklevel=1)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: of_torch_2_9())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        set_matmul_precision(CUDA, tf32=True)
+        set_matmul_precision(CUDA, tf32=False)
+        compile_fx._warn_tf32_disabled.__wrapped__()  # (once a process)
+        with pytest.raises(UserWarning, match="TensorFloat32"):
+            warnings.warn("TensorFloat32 tensor cores for float32 are another matter", stacklevel=1)
 
 
 def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):

@@ -62,6 +62,8 @@ def set_matmul_precision(device: torch.device, tf32: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings")
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    # The compiler advises TF32 in every run; here --tf32 decides.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled. Consider")
     # A long sum (one over the vocabulary, in the head's backward) may be cut in parts for several
     # cores. cuBLAS may add those up in the result's 8 or 11 bits, unless it is told not to: see
     # "Numerical accuracy" in PyTorch's notes.
