@@ -12,6 +12,7 @@ V vocabulary.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 
@@ -31,9 +32,18 @@ PAD = 64  # tensor cores want rows of logits whose length is a multiple of it
 # of 16 bytes, which is what compiled code has been promised (others it would copy).
 ROWS = 4
 
+
+def parse_release(version: str) -> tuple[int, ...]:
+    """The release that a build of torch is of, or is to become: "2.11.0a0+cu130" -> (2, 11).
+
+    torch.__version__ >= "2.11" would be False for it, as a release's first builds come before it.
+    """
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
 # Can a matmul of low precision add to a float32 matrix? torch.addmm can, with out_dtype, from 2.11
 # on (pytorch#167931), but not on AMD's GPUs.
-ADDS_IN_FLOAT32 = torch.__version__ >= "2.11" and torch.version.hip is None
+ADDS_IN_FLOAT32 = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
 Softmax = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, or compiled
 
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from memory.head import parse_release
 from model import MiniGPT, MiniGPTConfig
 
 from .log import Log
@@ -129,7 +130,8 @@ class Gathering:
             of_all = cast(Tensor, parameter.grad)
             self.log.name(of_all, "gradients", "whole gradient", "on its way to be averaged")
             parameter.grad = None
-        if torch.__version__ >= "2.15":  # before, torch's loop has the last one until it is reduced
+        # Before 2.15 torch's loop has the last one until it is reduced.
+        if parse_release(torch.__version__) >= (2, 15):
             del of_all
         for shard in group.shards:
             shard.grad = torch.empty_like(shard)

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from test_model import random_ids, tiny
 from torch import Tensor
 
-from memory.head import PAD, TiedEmbedding, add_product, head_loss, rows_of_product
+from memory.head import (
+    PAD,
+    TiedEmbedding,
+    add_product,
+    head_loss,
+    parse_release,
+    rows_of_product,
+)
 from planner.log import Log, Op
 from planner.work import what_moves
 
@@ -74,6 +81,13 @@ def test_chunked_head_in_float16(shape, n_labels, rare):
     for a, b in zip(exact[1:], found[1:], strict=True):
         assert (a - b).norm() <= 5e-3 * a.norm()
     assert (exact[2] - found[2])[rare:].norm() <= 0.01 * exact[2][rare:].norm()
+
+
+def test_a_build_of_a_release_before_it_is_out_has_what_the_release_has():
+    """A nightly build, or one of NVIDIA's: for torch's own comparison "2.11.0a0" comes before."""
+    builds = ("2.11.0a0+git9f3b", "2.11.0.dev20260101+cu130", "2.11.0rc1", "2.11.0", "2.13.0+cpu")
+    assert all(parse_release(build) >= (2, 11) for build in (*builds, "2.100.0", "3.0.0a0"))
+    assert all(parse_release(build) < (2, 11) for build in ("2.10.2+cu130", "2.9.1", "1.13.1"))
 
 
 @pytest.mark.parametrize("can_add", [True, False])
