@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from inspect import signature
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -196,6 +197,15 @@ MATMUL_OPS = [
 ]
 
 
+# From 2.14 on torch asks whether hooks are to see those results, too, and warns where nothing is
+# said, because it will show them one day. Then offload would move more than the planner says.
+HIDDEN_FROM_HOOKS = {
+    name: False
+    for name in ("respect_saved_tensors_hooks",)
+    if name in signature(torch_checkpoint).parameters
+}
+
+
 def keep_results_of(operators: list) -> Callable[..., Halves]:
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
@@ -206,7 +216,7 @@ def keep_results_of(operators: list) -> Callable[..., Halves]:
             forward = with_same_masks(block, mlp_chunks)
         elif mlp_chunks != 1:
             forward = partial(replay_mlp, block, mlp_chunks=mlp_chunks)
-        return checkpoint(forward, x, random=random, context_fn=contexts)
+        return checkpoint(forward, x, random=random, context_fn=contexts, **HIDDEN_FROM_HOOKS)
 
     return run
 
@@ -306,8 +316,7 @@ class Recompute(NamedTuple):
     @property
     def calls(self) -> list[tuple[str, int]]:
         """(policy, blocks) of each call in MiniGPT.forward: a group of blocks is called as one."""
-        whole = takewhile(lambda policy: policy == "full" and self.group > 1, self.policies)
-        n = len(list(whole))
+        n = len(list(takewhile(lambda policy: policy == "full" and self.group > 1, self.policies)))
         groups = [("full", min(self.group, n - i)) for i in range(0, n, self.group)]
         return groups + [(policy, 1) for policy in self.policies[n:]]
 
@@ -394,9 +403,11 @@ def offloaded(calls: list[Call], offload: Offload, random: bool) -> Iterator[Cal
     try:
         for i, (block, policy) in enumerate(calls):
             # Only hooks that are around a checkpoint see its input, so it moves in here.
-            run = partial(block, policy=policy)
-            if policy == "full":
-                run = partial(checkpoint, block, random=random)
+            run = (
+                partial(checkpoint, block, random=random)
+                if policy == "full"
+                else partial(block, policy=policy)
+            )
             # (The last block's backward comes first: what it keeps would come straight back.)
             moves = policy != "none" and i + 1 < len(calls)
             yield offload.around(run, moves, block), "none"

@@ -8,6 +8,7 @@ a GPU works. (That it is the right one: here, and in test_recompute.py.)
 """
 
 import gc
+import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -146,6 +147,7 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_no_order_of_work_on_a_gpu_changes_the_gradients(gpu, model):
     plain, moved = make(**model, offloaded=False), make(**model)
@@ -154,6 +156,22 @@ def test_no_order_of_work_on_a_gpu_changes_the_gradients(gpu, model):
         with gpu:
             assert all(map(torch.equal, expected, backward_of(moved, seed)))
     assert gpu.races == []
+
+
+@pytest.mark.parametrize("policy", ["selective", "sdpa"])
+def test_a_torch_that_could_move_more_is_told_not_to(policy, monkeypatch):
+    """From 2.14 on it asks whether hooks are to see the results that these policies keep."""
+    checkpoint, answers = torch.utils.checkpoint.checkpoint, []
+
+    def of_2_14(*args, respect_saved_tensors_hooks=None, **options):
+        answers.append(respect_saved_tensors_hooks)
+        return checkpoint(*args, **options)
+
+    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", of_2_14)
+    spec = importlib.util.find_spec("memory.policies")
+    spec.loader.exec_module(policies := importlib.util.module_from_spec(spec))
+    policies.POLICIES[policy].run(make().blocks[0], torch.ones(1, 16, 32))
+    assert answers == [False]
 
 
 @pytest.mark.parametrize("wait", ["__init__", "settle", "fetch", "take"])
