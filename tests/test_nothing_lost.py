@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_minimal
 from trainer.endings import NotFinite, SkippedUpdates, is_out_of_memory
-from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
 
 CPU, FP32, FP16 = torch.device("cpu"), "--no-amp", "--amp-dtype=float16"
@@ -305,15 +304,29 @@ def test_a_save_is_due(tmp_path, monkeypatch, capfd, flags, faults, steps):
 # ---- Steps that are not finite
 
 
+class OnMPS(torch.Tensor):
+    """A CPU's tensor in the part of one on MPS."""
+
+    device = torch.device("mps")
+
+
 @pytest.mark.parametrize(
-    ("flags", "kernel"), [(FP32, "cpu"), (FP32, "mps"), (FP16, "cpu"), (LEAN, "cpu"), (LEAN, "mps")]
+    ("flags", "device"), [(FP32, "cpu"), (FP32, "mps"), (FP16, "cpu"), (LEAN, "cpu"), (LEAN, "mps")]
 )
-def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys, flags, kernel):
-    """Neither weights nor moments, with a kernel that can skip and with one that cannot (MPS's);
+def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys, flags, device):
+    """Neither weights nor moments, by a kernel that can skip a step and by one that cannot (MPS's);
     and each is said, whether somebody looks at the steps or not."""
-    device = torch.device(kernel)
-    make = lambda model, args, _, dtype: make_optimizer(model, args, device, dtype)  # noqa: E731
-    monkeypatch.setattr("trainer.setup.make_optimizer", make)
+    clip, update, told = OneProcess.clip_gradients, train_minimal.update_if_finite, []
+
+    def update_and_note(optimizer, norm):
+        norm = update(optimizer, norm)
+        told.append(getattr(optimizer, "found_inf", None) is not None)
+        return norm
+
+    monkeypatch.setattr(train_minimal, "update_if_finite", update_and_note)
+    if device == "mps":
+        on_mps = lambda *how: clip(*how).as_subclass(OnMPS)  # noqa: E731
+        monkeypatch.setattr(OneProcess, "clip_gradients", on_mps)
     quiet, logged = tmp_path / "quiet.pt", tmp_path / "logged.pt"
     # ("huge" is finite in each number, and in no sum of their squares.)
     faults = "nan:0:4 nan:0:5 overflow:0:9 huge:0:12 infinite-loss:0:19 nan:0:20"
@@ -330,6 +343,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys
         if flags == FP16 and step != 12:
             assert after[step]["scale"] == after[step - 1]["scale"] / (1 + (step in bad))
     assert history(logged) == after and max(after) == 20
+    assert set(told) == {device == "cpu"}
     assert [r["step"] for r in metrics(logged) if r["grad_norm"] is None] == bad
     assert [r["step"] for r in metrics(quiet)] == [20] == [snapshot(quiet)["step"]]
 

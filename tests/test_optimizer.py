@@ -2,6 +2,7 @@
 with them promise what runs with AdamW do."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from trainer.optimizer import (
 )
 from trainer.process import OneProcess
 
-CPU, MPS = torch.device("cpu"), torch.device("mps")  # for MPS there is no kernel that can skip
+CPU, CUDA, MPS = map(torch.device, ("cpu", "cuda", "mps"))
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CONFIG = MiniGPTConfig(31, 16, n_layers=3, n_heads=2, d_model=20, d_ff=56)
 MUON, SMALL = "--optimizer=muon", "--moments-dtype=bfloat16"
@@ -54,6 +55,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 def test_muon_is_for_the_matrices_of_the_blocks_and_learns_faster():
     assert type(make()[1]) is torch.optim.AdamW and type(make(SMALL)[1]) is LeanOptimizer
+    assert all(make(device=device)[1].defaults["fused"] for device in (CPU, CUDA, MPS))
     for flags, rate in (((), 0.4), ((MUON,), 0.8)):
         args = parse("--d-model=64", *flags)
         assert args.lr == rate / 64 and args.min_lr == args.lr / 10
@@ -125,12 +127,15 @@ def naive_adamw(
 
 
 @pytest.mark.parametrize("at_a_time", [2**22, 256])  # whole tensors, or slices
-@pytest.mark.parametrize("device", [CPU, MPS], ids=["fused", "not fused"])
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 @pytest.mark.parametrize("flags", [(MUON,), (SMALL,), (MUON, SMALL), ()], ids=" ".join)
 def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, monkeypatch):
+    """And fills up vectors for a CPU alone: each would be two more launches of a GPU."""
     monkeypatch.setattr(optimizer_file, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(optimizer_file.F, "pad", pad := Mock(wraps=optimizer_file.F.pad))
     dtype = BF16 if SMALL in flags else FP32
     found, optimizer = learn(5, *flags, device=device)
+    assert pad.called == (device == CPU and bool(flags))
     for name, (start, gradients, end) in found.items():
         if MUON in flags and is_matrix(name, end):
             continue

@@ -36,9 +36,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """What --optimizer and --moments-dtype name; `precision` is that of the model's products.
 
-    AdamW (Loshchilov and Hutter, 2019), as one fused kernel where the device has it; or Muon
-    (Jordan, 2024) for the matrices of the blocks and AdamW for all else: embeddings, which are
-    tables of vectors, biases and gains. (Parameters may be sharded over processes: DTensors.)
+    AdamW (Loshchilov and Hutter, 2019), as one fused kernel; or Muon (Jordan, 2024) for the
+    matrices of the blocks and AdamW for all else: embeddings, which are tables of vectors, biases
+    and gains. (Parameters may be sharded over processes: DTensors.)
 
     Weight decay pulls matrices towards zero. A bias or a LayerNorm gain has no reason to be small.
     """
@@ -55,17 +55,17 @@ def make_optimizer(
         {"params": decayed, "weight_decay": args.weight_decay},
         {"params": free, "weight_decay": 0.0},
     ]
-    fused = device.type in ("cuda", "cpu")
     moments = getattr(torch, args.moments_dtype)
     whole = not any(map(is_sharded, model.parameters()))
     if not muon and moments == torch.float32 and whole:
-        return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=fused)
+        return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
     if muon:
         groups.append({"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"})
     # The products of Muon are many; half of bfloat16's digits go, and do not matter (Jordan). Where
     # it is emulated the model is trained in float32, and so is this.
     products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
-    return LeanOptimizer(groups, args.lr, fused, moments, products)
+    lanes = LANES if device.type == "cpu" else 1
+    return LeanOptimizer(groups, args.lr, lanes, moments, products)
 
 
 class LeanOptimizer(torch.optim.Optimizer):
@@ -83,7 +83,7 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     Args:
         groups: "params", "weight_decay", and the "rule", if that is not "adamw".
-        fused: is there a kernel for AdamW that can be told by the device to do nothing?
+        lanes: AdamW's kernel is given a multiple of so many elements (see `widen`).
         moments: the dtype in which they are stored.
         products: the dtype of Muon's products.
     """
@@ -91,10 +91,10 @@ class LeanOptimizer(torch.optim.Optimizer):
     found_inf: Tensor | None = None  # () float32: at 1 a step changes nothing. See update_if_finite
 
     def __init__(
-        self, groups: Groups, lr: float, fused: bool, moments: torch.dtype, products: torch.dtype
+        self, groups: Groups, lr: float, lanes: int, moments: torch.dtype, products: torch.dtype
     ):
-        super().__init__(groups, {"lr": lr, "rule": "adamw", "fused": fused})
-        self.moments, self.products = moments, products
+        super().__init__(groups, {"lr": lr, "rule": "adamw"})
+        self.lanes, self.moments, self.products = lanes, moments, products
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -126,12 +126,12 @@ class LeanOptimizer(torch.optim.Optimizer):
     def adamw(self, pieces: list[tuple[Tensor, ...]], group: dict[str, Any]) -> None:
         """torch's own kernel, on float32 copies of the moments."""
         *columns, counts = map(list, zip(*pieces, strict=True))
-        wide = [[widen(piece) for piece in column] for column in columns]
+        wide = [[widen(piece, self.lanes) for piece in column] for column in columns]
         weights, gradients, first, second = wide
         adamw(
             weights, gradients, first, second, [], counts,
             lr=group["lr"], weight_decay=group["weight_decay"], beta1=BETAS[0], beta2=BETAS[1],
-            eps=EPS, fused=group["fused"], found_inf=self.found_inf, amsgrad=False, maximize=False,
+            eps=EPS, fused=True, found_inf=self.found_inf, amsgrad=False, maximize=False,
         )  # fmt: skip
         for which in (0, 2, 3):
             for piece, copy in zip(columns[which], wide[which], strict=True):
@@ -235,10 +235,14 @@ def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
         yield some
 
 
-def widen(piece: Tensor) -> Tensor:
-    """In float32, and for the CPU's vectors of whole ones: what is left over its kernel computes
-    by other instructions, which round otherwise; and of a shard other elements are left over."""
-    wide, missing = piece.float(), -piece.numel() % LANES
+def widen(piece: Tensor, lanes: int) -> Tensor:
+    """A float32 copy of `piece`, with zeros up to a multiple of `lanes` elements; or `piece`.
+
+    A CPU's kernel computes what does not fill a vector by other instructions, which round
+    otherwise; and of a shard other elements are left over. A GPU's has no such rest, and each of
+    these copies would be a launch.
+    """
+    wide, missing = piece.float(), -piece.numel() % lanes
     return F.pad(wide, (0, missing)) if missing else wide
 
 
@@ -257,9 +261,8 @@ def first_state(
 ) -> dict[str, Tensor]:
     """What an optimizer keeps of a parameter, before its first step."""
     rule, state = group.get("rule", "adamw"), {}
-    if rule == "adamw":  # its fused kernel reads the count on the device, the others in Python
-        device = parameter.device if group["fused"] else "cpu"
-        state["step"] = torch.tensor(0.0, device=device)
+    if rule == "adamw":
+        state["step"] = torch.tensor(0.0, device=parameter.device)
     for name in MOMENTS[rule]:
         state[name] = torch.zeros_like(parameter, dtype=moments)
     return state
@@ -275,10 +278,10 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Ten
     The fused kernel looks by itself at a number on the device, `found_inf`: at 1 it leaves weights,
     moments and step count alone. It was made for GradScaler.step, which would set it by the
     gradients; their norm can overflow where none of them does. (LeanOptimizer's Muon goes by it,
-    too.) Other kernels have to be asked not to run, MPS's fused one among them, and to ask Python
-    must wait for the device. So the norm is returned: from where it is known.
+    too.) MPS's kernel did not look before pytorch#186360, of June 2026. There Python decides, for
+    which it must wait for the device. So the norm is returned: from where it is known.
     """
-    if optimizer.defaults.get("fused"):
+    if grad_norm.device.type != "mps":
         optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
         optimizer.step()
     elif (grad_norm := grad_norm.cpu()).isfinite():
