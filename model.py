@@ -87,9 +87,8 @@ class Attention(nn.Module):
         if self.past:
             k, v = self.past.join(self, k, v)  # of all tokens so far; a single q sees them all
         # A fused kernel never holds the (B, H, T, T) scores: its backward computes them again.
-        y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1
-        )
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
         return y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
 
 
@@ -276,5 +275,4 @@ def sample(
         gone = (probability.cumsum(dim=-1) - probability) >= top_p
         gone[:, 0] = False
         logits = logits.masked_fill(gone.scatter(-1, order, gone), -math.inf)
-    # torch.multinomial draws the same token, but waits for the device to check its argument.
-    return (logits.softmax(dim=-1) / torch.empty_like(logits).exponential_()).argmax(-1, True)
+    return torch.multinomial(logits.softmax(dim=-1), num_samples=1)

@@ -316,7 +316,8 @@ class Recompute(NamedTuple):
     @property
     def calls(self) -> list[tuple[str, int]]:
         """(policy, blocks) of each call in MiniGPT.forward: a group of blocks is called as one."""
-        n = len(list(takewhile(lambda policy: policy == "full" and self.group > 1, self.policies)))
+        whole = takewhile(lambda policy: policy == "full" and self.group > 1, self.policies)
+        n = len(list(whole))
         groups = [("full", min(self.group, n - i)) for i in range(0, n, self.group)]
         return groups + [(policy, 1) for policy in self.policies[n:]]
 
@@ -403,11 +404,9 @@ def offloaded(calls: list[Call], offload: Offload, random: bool) -> Iterator[Cal
     try:
         for i, (block, policy) in enumerate(calls):
             # Only hooks that are around a checkpoint see its input, so it moves in here.
-            run = (
-                partial(checkpoint, block, random=random)
-                if policy == "full"
-                else partial(block, policy=policy)
-            )
+            run = partial(block, policy=policy)
+            if policy == "full":
+                run = partial(checkpoint, block, random=random)
             # (The last block's backward comes first: what it keeps would come straight back.)
             moves = policy != "none" and i + 1 < len(calls)
             yield offload.around(run, moves, block), "none"
