@@ -151,6 +151,7 @@ class MiniGPT(nn.Module):
         labels: (B, T) int64, already shifted by one (labels[:, t] follows input_ids[:, t]);
             -100 marks a position without a loss.
         logits_to_keep: logits of that many last positions only; 0 = of all.
+        start: position of the first token (train_sp.py cuts sequences).
     Returns:
         (B, T, V) logits without labels; a scalar, the mean cross-entropy in nats, with them.
     Raises:
@@ -171,9 +172,13 @@ class MiniGPT(nn.Module):
         self.init_weights()
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, logits_to_keep: int = 0
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        start: int = 0,
     ) -> Tensor:
-        start = self.past.n_tokens if self.past else 0
+        start = self.past.n_tokens if self.past else start
         end, limit = start + input_ids.size(1), self.config.max_position_embeddings
         if end > limit:
             raise ValueError(f"sequence of {end} tokens, but max_position_embeddings is {limit}")

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from memory import write
 from model import MiniGPT
+from planner.shards import tables
 from train_ddp import DDPProcess
 from trainer.flags import UsageError, recompute_of
 from trainer.torchrun import main_and_exit
@@ -66,15 +67,16 @@ class FSDPProcess(DDPProcess):
             raise UsageError(f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py")
 
     def place(self, model: MiniGPT) -> None:
-        # What is gathered together: a block; the positions, whose table grows with T, for their
-        # lookup alone (its gradient does not need them); and the rest (token embedding and ln_f),
+        # What is gathered together: a block; a table, as of the positions, which grows with T, for
+        # its lookup alone (whose gradient does not need it); and the rest (token embedding, ln_f),
         # which is whole from the beginning of forward to the end of backward, for lookup and head.
         group = self.connect() or dist.group.WORLD
         self.group = cast(dist.ProcessGroup, group)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
-        fully_shard(model.position_embedding, mesh=mesh).set_unshard_in_backward(False)
+        for table in tables(model):
+            fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         for module in model.modules():
             if isinstance(module, FSDPModule):  # gloo has summed up for a mean (pytorch#162338)

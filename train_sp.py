@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from memory.sequence import Moved, SharedSequence
 from model import MiniGPT
@@ -59,7 +59,6 @@ class SPProcess(FSDPProcess):
         self.peers, n_heads = group, model.config.n_heads
         self.sequence = SharedSequence(self.rank, self.world_size, n_heads, self.swap)
         self.sequence.surround(model)
-        model.position_embedding.register_forward_pre_hook(self.shift)
         model.forward = partial(self.compute, model.forward)  # type: ignore[method-assign]
 
     def swap(self, sent: Tensor, send: list[int], take: list[int]) -> Tensor:
@@ -67,10 +66,6 @@ class SPProcess(FSDPProcess):
         came = sent.new_empty(sum(take))
         dist.all_to_all_single(came, sent, take, send, group=self.peers)
         return came
-
-    def shift(self, _: nn.Module, positions: tuple[Tensor]) -> tuple[Tensor]:
-        """My first token is not the sequence's first."""
-        return (positions[0] + self.sequence.before,)
 
     def compute(
         self, forward: Callable[..., Tensor], ids: Tensor, labels: Tensor | None = None, **how: int
@@ -84,7 +79,9 @@ class SPProcess(FSDPProcess):
             return forward(ids, **how)
         # They are cut only now that they are shifted: my last label is another's first token.
         mine, kept = self.sequence.cut(ids.size(1)), labels != -100
-        loss = forward(ids[:, mine], labels[:, mine])
+        # My first token is not the sequence's first: its position is `start`. (Attention sees whole
+        # sequences, so positions that are rotated into q and k, in `attend`, begin with 0.)
+        loss = forward(ids[:, mine], labels[:, mine], start=mine.start)
         # Mine is a mean, too. A mean of means would not do: some have more tokens than others.
         n_mine, n_all = kept[:, mine].sum(), kept.sum()
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all

@@ -23,8 +23,10 @@ class Past:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens there are so far."""
-        return next((k.size(2) for k, _ in self.kept.values()), 0)
+        """How many tokens came before those of the forward that is running; the same in all of its
+        blocks, so it may be taken for their position. (The last block is the last to add its own.)
+        """
+        return self.kept[self.last][0].size(2) if self.last in self.kept else 0
 
     def join(self, attention: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the next tokens, (B, H, T, D) each -> those of all so far."""
@@ -39,6 +41,7 @@ class Past:
         """A context for one forward of a model.MiniGPT, whose tokens follow these and join them.
         (Behind a past a single one: the causal mask knows nothing of those before it.)"""
         holders = [model, *(block.attn for block in model.blocks)]
+        self.last = holders[-1]
         try:
             for holder in holders:
                 holder.past = self

@@ -1,16 +1,16 @@
 """Shards: several processes hold one model between them, and what that adds to a step's memory.
 
 train_fsdp.py shards with `fully_shard` (FSDP2): each process keeps 1 / n of every weight, gradient
-and moment, and computes with whole weights, one block at a time. A block is a *group*, and so are
-the positions; and what is in none, the root: token embedding and ln_f. A process has, beside its
-shards:
+and moment, and computes with whole weights, one block at a time. A block is a *group*, and so is a
+table (of the positions); and what is in none, the root: token embedding and ln_f. A process has,
+beside its shards:
 
     when                          what
     a group is about to run       a flat buffer in which all processes' shards arrive, and the
                                   weights, copied out of it. In forward the buffer stays until the
                                   next group's has arrived
     it has run                    the weights go; but the root's stay until backward is over
-    its backward is about to run  its weights again (not the positions': their gradient does not
+    its backward is about to run  its weights again (not a table's: its gradient does not
                                   need them); and the buffer of the block before it, so that
                                   backward need not wait for that
     it is replayed ahead of that  its weights, until its backward is over: in full/K+nested
@@ -54,6 +54,13 @@ def shard_of(config: MiniGPTConfig, n: int) -> MiniGPT:
     return shard
 
 
+def tables(model: MiniGPT) -> list[nn.Embedding]:
+    """The embeddings beside that of the tokens: of the positions, and what a changed model.py has;
+    none where positions are rotated."""
+    found = [module for module in model.children() if isinstance(module, nn.Embedding)]
+    return [table for table in found if table is not model.token_embedding]
+
+
 def share_of(state: int, config: MiniGPTConfig, n: int) -> int:
     """Of `state` bytes of weights, gradients and moments, what one of n processes has at least.
 
@@ -81,8 +88,8 @@ class Gathering:
         self.model, self.log, self.gloo = model, log, gloo
         pairs = zip(model.blocks, shard.blocks, strict=False)  # (the step may have fewer blocks)
         self.blocks = [Group(block.parameters(), its.parameters(), n) for block, its in pairs]
-        table, its = model.position_embedding, shard.position_embedding
-        self.positions = Group(table.parameters(), its.parameters(), n)
+        pairs = zip(tables(model), tables(shard), strict=True)
+        self.tables = [Group(table.parameters(), its.parameters(), n) for table, its in pairs]
         self.root = Group(in_no_group(model), in_no_group(shard), n)
         self.arrived: Tensor | None = None  # the buffer of the last group, in forward
         self.reduced: Tensor | None = None  # the buffer of the last gradients
@@ -141,8 +148,8 @@ class Gathering:
 
     def end_backward(self) -> None:
         """These come last: what they are given, ids, has no gradient that would tell when."""
-        self.after_backward(self.root)
-        self.after_backward(self.positions)
+        for group in (self.root, *self.tables):
+            self.after_backward(group)
         self.reduced = None
 
     # ---- when
@@ -157,18 +164,19 @@ class Gathering:
             self.arrived = None
             loss.register_hook(gather_last)
 
-        def after_lookup(*_: object) -> None:
-            self.positions.weights = None
+        def after_lookup(group: Group, *_: object) -> None:
+            group.weights = None
 
         for parameter in self.model.parameters():
             self.log.add(parameter).bytes = 0
-        model, table = self.model, self.model.position_embedding
+        model = self.model
         found = [
             model.register_forward_pre_hook(partial(self.before_forward, self.root)),
             model.register_forward_hook(after),
-            table.register_forward_pre_hook(partial(self.before_forward, self.positions)),
-            table.register_forward_hook(after_lookup),
         ]
+        for table, group in zip(tables(model), self.tables, strict=True):
+            found.append(table.register_forward_pre_hook(partial(self.before_forward, group)))
+            found.append(table.register_forward_hook(partial(after_lookup, group)))
         for i, block in enumerate(self.model.blocks):
             found += self.hook_block(block, i)
         return found
@@ -194,5 +202,5 @@ class Gathering:
 
 
 def in_no_group(model: MiniGPT) -> list[nn.Parameter]:
-    inside = {*model.blocks.parameters(), *model.position_embedding.parameters()}
+    inside = {*model.blocks.parameters(), *nn.ModuleList(tables(model)).parameters()}
     return [parameter for parameter in model.parameters() if parameter not in inside]

@@ -26,7 +26,7 @@ def shared(key: tuple, make: Any) -> Planner:
     """The planner of an earlier test that made one by this key; but where this test has changed
     what a simulation does, or counts."""
     changed = Planner.__init__, Planner.log_step, step.few_of, step.inside, step.workspaces()
-    changed += head.CHUNK, head.SLICE, optimizer.AT_A_TIME, offload.SMALL, step.SMALL
+    changed += step.MiniGPT, head.CHUNK, head.SLICE, optimizer.AT_A_TIME, offload.SMALL, step.SMALL
     changed += offload.IN_FLIGHT, offload.fetch_all
     key = *key, changed
     if key not in MADE:

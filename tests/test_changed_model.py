@@ -1,0 +1,68 @@
+"""A model.py that its user has changed: what asks the model follows it, and what takes it for GPT-2
+says so. The changes: harness/changed.py."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from cases.shapes import WIDE, T
+from harness.changed import changed_model, put_in
+from harness.planned import planner
+from harness.runs import FAULTS, metrics, same, snapshot, start_together, torchrun, train_here
+
+from memory import Past
+from model import MiniGPTConfig
+
+CHANGED = "tests/harness/changed.py"
+TABLES = ["rotary", "two_tables"]  # no table of positions; and another one beside it
+
+
+@pytest.fixture
+def change(monkeypatch):
+    return partial(put_in, setattr=monkeypatch.setattr)
+
+
+# ---- positions
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_with_a_past_each_block_sees_the_same_positions(name):
+    """Token by token behind a prompt: the logits of one forward of all of them."""
+    model, past = changed_model(name).MiniGPT(MiniGPTConfig(61, 16, 3, 2, 16, 64)).eval(), Past()
+    ids = torch.randint(61, (2, 16))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+        with past.before(model):
+            found = [model(part) for part in ids.split([5, *[1] * 11], dim=1)]
+        torch.testing.assert_close(torch.cat(found, dim=1), model(ids))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_processes_that_share_a_model_or_a_sequence_learn_what_one_does(name, tmp_path, change):
+    """train_fsdp.py to the bit, of two processes; train_sp.py up to the order of sums."""
+    flags = "--no-amp --dropout=0 --seq-len=15 --num-steps=4 --eval-interval=2".split()
+    change(name)
+    one = tmp_path / "one.pt"
+    assert train_here(one, *flags, "--grad-accum-steps=2") == 0
+    for script, *more in (["train_fsdp"], ["train_sp", "--grad-accum-steps=2"]):
+        path = tmp_path / f"{script}.pt"
+        how = {"script": f"{CHANGED} {name} {script}.py"}
+        torchrun(path, *flags, *more, **how)
+        for ours, theirs in zip(metrics(path), metrics(one), strict=True):
+            for key in ("train_loss", "grad_norm", "val_loss"):
+                assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-5), script
+    assert same(*(snapshot(tmp_path / f"{run}.pt")["model"] for run in ("one", "train_fsdp")))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_memory_of_shards_is_planned(name, tmp_path, change):
+    change(name)
+    path = tmp_path / "bytes.json"
+    words = [CHANGED, name, "tests/harness/sharded.py", "memory", str(path), "full"]
+    result = start_together(words).end()
+    assert result.returncode == 0, result.stdout + result.stderr
+    step = planner(replace(WIDE, recompute="full"), shards=2).step(24)
+    assert 0.99 < step.peak / json.loads(path.read_text())["full"]["peak"] < 1.005
