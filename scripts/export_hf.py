@@ -6,8 +6,9 @@
     pipeline("text-generation", "minigpt-hf")("def ")
 
 MiniGPT is GPT-2, so the folder holds a GPT2LMHeadModel, with the same weights to the bit, and a
-tokenizer that gives the same ids on any text. Needs no transformers, but the package safetensors
-(pip install safetensors). The way back: --init-from.
+tokenizer that gives the same ids on any text. If model.py has been changed, so that it is no GPT-2
+any more, nothing is written. Needs no transformers, but the package safetensors (pip install
+safetensors). The way back: --init-from.
 """
 
 import sys
@@ -17,32 +18,32 @@ if not __package__:  # python scripts/export_hf.py: the others lie one folder up
     import scripts  # noqa: F401
 
 import argparse
-import glob
 import json
 import os
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from data import Tokenizer
-from data.store import label
 from data.tokenizer_json import to_json
-from model import MiniGPTConfig
+from model import MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import tool
 from trainer.flags import OneLineParser, UsageError, output_folder, words_of
 from trainer.hf import GPT2_ALONE, SIZES, THEIRS, renamed, turned, write_tensors
-from trainer.metrics import logged_at
 from trainer.pretrained import Pretrained, open_pretrained
 from trainer.report import describe_model
-from trainer.snapshot import SaveError, State, beside, peek
+from trainer.snapshot import SaveError, peek
 
 USE = """```python
 from transformers import pipeline
 
 write = pipeline("text-generation", "{name}")
-prompt = write.tokenizer.eos_token + {prompt!r}  # as documents began in training
+prompt = write.tokenizer.eos_token + "Once upon a time"  # as documents began in training
 print(write(prompt, tokenizer_encode_kwargs={{"split_special_tokens": False}})[0]["generated_text"])
 ```
 
@@ -96,24 +97,11 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     return files
 
 
-def model_card(name: str, source: Pretrained, state: State) -> str:
-    """README.md of the folder. `state`: the snapshot."""
-    # (A snapshot is written before its step is evaluated; the log has that, if it is still there.)
-    logged = logged_at(state["step"], beside(source.path, ".metrics.jsonl"))
-    record = logged or state.get("record") or {}
-    losses = {"training": record.get("train_loss"), "validation": record.get("val_loss")}
-    known = [f"{what} {loss:.4f}" for what, loss in losses.items() if isinstance(loss, float)]
-    loss_line = f"\nLoss at that step, in nats a token: {', '.join(known)}.\n" * bool(known)
-    flags, data = state["args"], state["data"].get("description", "unknown data")
-    if paths := flags.get("train_data"):
-        counts = re.search("[:;] [0-9,]+ (document|training)", data)
-        data = label([*map(public_name, paths)]) + (data[counts.start() :] if counts else "")
-    source_path = flags.get("init_from")
-    start = f"the weights of {Path(source_path).name}" if source_path else "random weights"
+def model_card(name: str, source: Pretrained, step: int) -> str:
+    """README.md of the folder."""
     use = "Its ids are numbers that stand for no text, so there is no tokenizer here."
     if source.tokenizer.name != "toy":
-        prompt = "def " if "standard library" in str(state["data"]) else "Once upon a time"
-        use = USE.format(name=name, prompt=prompt, again=command_to_go_on(name))
+        use = USE.format(name=name, again=command_to_go_on(name))
     config = source.config
     return f"""---
 library_name: transformers
@@ -124,24 +112,65 @@ tags: [gpt2, minigpt]
 # {name}
 
 A GPT-2-shaped language model: {count_parameters(config):,} parameters, {describe_model(config)},
-{config.max_position_embeddings:,} positions.
-Trained with MiniGPT from {start}, for {state["step"]:,} steps on: {data}.
-{loss_line}
+{config.max_position_embeddings:,} positions. Trained with MiniGPT for {step:,} steps.
+
 {use}
 """
-
-
-def public_name(path: str) -> str:
-    """Its folders are nobody else's business; but that of a pattern, which alone says nothing."""
-    return "/".join(Path(path).parts[-2 if glob.has_magic(Path(path).name) else -1 :])
 
 
 def command_to_go_on(folder: str) -> str:
     return shlex.join(["python", "train_minimal.py", *words_of({"init_from": folder})])
 
 
-def export(source: Pretrained, state: State, folder: Path) -> None:
-    """Fill the folder, or leave things as they were. Raises SaveError or OSError.
+def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) -> Tensor:
+    """Compute what GPT2LMHeadModel makes of an exported folder: ids (B, T) -> logits (B, T, V).
+
+    `weights`: by its names. Raises KeyError or RuntimeError where they are not GPT-2's.
+    """
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"].T, weights[f"{name}.bias"])
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    words, positions = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
+    x = words[ids] + positions[: ids.size(1)]  # (B, T, C)
+    for i in range(config.n_layers):
+        block = f"transformer.h.{i}"
+        qkv = linear(f"{block}.attn.c_attn", norm(f"{block}.ln_1", x)).chunk(3, dim=-1)
+        q, k, v = (x.unflatten(-1, (config.n_heads, -1)).transpose(1, 2) for x in qkv)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        x = x + linear(f"{block}.attn.c_proj", y.transpose(1, 2).flatten(2))
+        wide = linear(f"{block}.mlp.c_fc", norm(f"{block}.ln_2", x))
+        x = x + linear(f"{block}.mlp.c_proj", F.gelu(wide, approximate="tanh"))
+    return F.linear(norm("transformer.ln_f", x), words)
+
+
+@torch.no_grad()
+def check_is_gpt2(source: Pretrained, weights: dict[str, Tensor]) -> None:
+    """Raises UsageError unless model.py, with these weights, is what transformers will make of
+    them: GPT-2, by each tensor and by the logits of some tokens."""
+    config = source.config
+    with torch.device("meta"):
+        model = MiniGPT(config).eval()
+    model.load_state_dict(source.weights, assign=True)  # the same memory
+    ids = torch.arange(min(64, config.max_position_embeddings))[None] % config.vocab_size
+    try:
+        ours, theirs = model(ids), gpt2_logits(weights, config, ids)
+        is_same = (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    except (KeyError, RuntimeError):  # no tensor of that name, or of another shape
+        is_same = False
+    n_parameters = sum(weight.numel() for weight in weights.values())  # none too many
+    if not is_same or n_parameters != count_parameters(config):
+        raise UsageError(
+            f"--checkpoint-path: model.py makes of {source.path} something else than GPT-2, and "
+            "transformers would compute other logits: it cannot be exported"
+        )
+
+
+def export(source: Pretrained, step: int, folder: Path) -> None:
+    """Fill the folder, or leave things as they were. Raises UsageError, SaveError or OSError.
 
     One that is there stays: somebody may stand in it, or it may be a mount.
     """
@@ -149,18 +178,19 @@ def export(source: Pretrained, state: State, folder: Path) -> None:
         name: json.dumps(content, ensure_ascii=False, indent=2 if "config" in name else None)
         for name, content in json_files(source.config, source.tokenizer).items()
     }
-    files["README.md"] = model_card(folder.name, source, state)
+    files["README.md"] = model_card(folder.name, source, step)
     files["config.json"] = files.pop("config.json")  # last: without it nothing opens the folder
     weights = {
         f"transformer.{renamed(name, THEIRS)}": turned(name, weight)
         for name, weight in source.weights.items()
     }
+    check_is_gpt2(source, weights)
     is_new = not folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         write_tensors(folder / "model.safetensors", weights)
         for name, content in files.items():
-            # A name in the card need not be text.
+            # (The folder's name need not be text.)
             (folder / name).write_text(content, encoding="utf-8", errors="replace")
     except BaseException as error:
         for name in (*files, "model.safetensors"):
@@ -181,7 +211,7 @@ def main(argv: list[str]) -> None:
     if args.checkpoint_path.is_dir():
         raise UsageError(f"--checkpoint-path: {args.checkpoint_path} is a folder, no snapshot")
     source = open_pretrained(args.checkpoint_path)
-    export(source, peek(args.checkpoint_path), folder)
+    export(source, peek(args.checkpoint_path)["step"], folder)
     shape, name = describe_model(source.config), source.tokenizer.name
     print(f"exported {args.out}: {shape}, tokenizer {name}")
     if name != "toy":

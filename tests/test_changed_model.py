@@ -2,18 +2,21 @@
 says so. The changes: harness/changed.py."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from cases.shapes import WIDE, T
-from harness.changed import changed_model, put_in
+from cases.shapes import WIDE
+from harness.changed import CHANGES, changed_model, put_in
 from harness.planned import planner
-from harness.runs import FAULTS, metrics, same, snapshot, start_together, torchrun, train_here
+from harness.runs import metrics, same, snapshot, start_together, torchrun, train_here
 
 from memory import Past
 from model import MiniGPTConfig
+from scripts import export_hf
 
 CHANGED = "tests/harness/changed.py"
 TABLES = ["rotary", "two_tables"]  # no table of positions; and another one beside it
@@ -21,6 +24,7 @@ TABLES = ["rotary", "two_tables"]  # no table of positions; and another one besi
 
 @pytest.fixture
 def change(monkeypatch):
+    """Makes this process have the model with that change."""
     return partial(put_in, setattr=monkeypatch.setattr)
 
 
@@ -66,3 +70,45 @@ def test_the_memory_of_shards_is_planned(name, tmp_path, change):
     assert result.returncode == 0, result.stdout + result.stderr
     step = planner(replace(WIDE, recompute="full"), shards=2).step(24)
     assert 0.99 < step.peak / json.loads(path.read_text())["full"]["peak"] < 1.005
+
+
+# ---- files
+
+
+@pytest.fixture
+def trained(tmp_path, change):
+    """A snapshot of the model with a change, all of whose weights matter."""
+
+    def train(*names: str) -> Path:
+        change(*names)
+        path = tmp_path / "run.pt"
+        assert train_here(path, "--num-steps=2") == 0
+        state = snapshot(path)
+        state["model"] = {
+            name: weight + 0.2 * torch.randn_like(weight) for name, weight in state["model"].items()
+        }
+        torch.save(state, path)
+        return path
+
+    return train
+
+
+def refused(code: int, capfd) -> str:
+    """The one line that it cost."""
+    assert code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_not_gpt2_is_not_exported(name, trained, tmp_path, capfd):
+    """However its tensors are called, and wherever it differs; the same model in other words is."""
+    path, out = trained(name), tmp_path / "hf"
+    capfd.readouterr()
+    code = export_hf.main([f"--checkpoint-path={path}", f"--out={out}"])
+    if name == "other_words":
+        assert code == 0 and out.is_dir()
+    else:
+        assert re.search(f"{path}.* GPT-2.* cannot be exported", refused(code, capfd))
+        assert not out.exists()

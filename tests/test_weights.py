@@ -196,29 +196,12 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
         assert (parameter.grad - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
 
 
-def test_the_card_tells_what_was_trained(run, exported, tmp_path):
+def test_the_card_tells_what_was_trained(run, exported):
+    """And where it lay is told to nobody."""
     card = (exported / "README.md").read_text(encoding="utf-8")
-    state, source = snapshot(run), open_pretrained(run)
     assert card.startswith("---\nlibrary_name: transformers\n")
-    description = state["data"]["description"].replace(f"{run.parent}/", "")
-    assert f"from random weights, for {state['step']} steps on: {description}" in card
-    assert str(run.parent) not in card and f"--init-from {exported.name}" in card
-    for what, name in (("training", "train_loss"), ("validation", "val_loss")):
-        loss = metrics(run)[-1][name]
-        assert f"{what} {loss:.4f}" in card
-
-    def data_line(paths: list[str], description: str) -> str:
-        state["data"]["description"], state["args"]["train_data"] = description, paths
-        state["args"]["init_from"] = Path("/home/me/gpt2")
-        export_hf.export(source, state, out := tmp_path / str(len(os.listdir(tmp_path))))
-        card = (out / "README.md").read_text(encoding="utf-8")
-        return card.split(f"from the weights of gpt2, for {state['step']} steps on: ")[1]
-
-    paths = ["/home/b: 5/man/*", "/home/c.txt"]
-    found = data_line(paths, "/home/b: 5/man/* and 1 more: 5 documents, 3.1 kB; 9")
-    assert found.startswith("man/* and 1 more: 5 documents, 3.1 kB; 9.\n")
-    if sys.platform == "linux":  # names need not be text
-        assert data_line([os.fsdecode(b"/home/w\xf6rter.txt")], "w").startswith("w?rter.txt")
+    assert f"for {snapshot(run)['step']} steps" in card and f"--init-from {exported.name}" in card
+    assert str(run.parent) not in card
 
 
 def test_the_cards_example(exported, monkeypatch, capsys):

@@ -18,6 +18,12 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
     "relu": [('F.gelu(wide, approximate="tanh")', "F.relu(wide)")],
     "exact_gelu": [('F.gelu(wide, approximate="tanh")', "F.gelu(wide)")],
     "scale": [("is_causal=T > 1)", "is_causal=T > 1, scale=0.1)")],
+    "other_words": [  # the same to the last bits
+        (
+            "self.c_proj(self.attend(self.c_attn(x)))",
+            "self.c_proj(self.attend(x @ self.c_attn.weight.T + self.c_attn.bias))",
+        ),
+    ],
     "rms_norm": [("nn.LayerNorm(", "nn.RMSNorm(")],
     "gate": [
         (
