@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from cases.bad_input import (
 )
 from cases.bad_snapshots import PLACES, RESUMED, SCRIPTS, SNAPSHOTS, altered
 from harness.rows import row
-from harness.runs import TINY, run, snapshot
+from harness.runs import TINY, contents, run, snapshot
 
 import train_minimal
 from data import find_dataset
@@ -65,14 +64,6 @@ def deadline():
     signal.alarm(120)
     yield
     signal.alarm(0)
-
-
-def contents(folder: Path) -> dict[str, bytes | None]:
-    """What lies below `folder`."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in sorted(folder.rglob("*"))
-    }
 
 
 def check(code: object, stderr: str, case: Case) -> None:

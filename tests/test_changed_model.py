@@ -11,14 +11,26 @@ import pytest
 import torch
 from cases.shapes import WIDE
 from harness.changed import CHANGES, changed_model, put_in
+from harness.gpt2_folder import write_folder
 from harness.planned import planner
-from harness.runs import metrics, same, snapshot, start_together, torchrun, train_here
+from harness.runs import (
+    ROOT,
+    contents,
+    metrics,
+    same,
+    snapshot,
+    start_together,
+    torchrun,
+    train_here,
+)
 
+import train_minimal
 from memory import Past
 from model import MiniGPTConfig
-from scripts import export_hf
+from scripts import evaluate, export_hf, generate
 
 CHANGED = "tests/harness/changed.py"
+EQUAL = ["other_words", "asks_a_number"]  # computes the same
 TABLES = ["rotary", "two_tables"]  # no table of positions; and another one beside it
 
 
@@ -107,8 +119,57 @@ def test_what_is_not_gpt2_is_not_exported(name, trained, tmp_path, capfd):
     path, out = trained(name), tmp_path / "hf"
     capfd.readouterr()
     code = export_hf.main([f"--checkpoint-path={path}", f"--out={out}"])
-    if name == "other_words":
+    if name in EQUAL:
         assert code == 0 and out.is_dir()
     else:
         assert re.search(f"{path}.* GPT-2.* cannot be exported", refused(code, capfd))
         assert not out.exists()
+
+
+OTHER_TENSORS = {"rms_norm": "ln_1.bias", "gate": "c_gate.weight", "wide_positions": "position_emb"}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_a_snapshot_of_another_model_is_not_called_damaged(
+    name, before, tmp_path, monkeypatch, capfd
+):
+    """Written `before` model.py was changed, or with a change that is gone. Whoever opens it tells
+    the first tensor that is another one, and all that was there stays."""
+    path = tmp_path / "run.pt"
+    with monkeypatch.context() as patch:
+        put_in(*[name] * (not before), setattr=patch.setattr)
+        assert train_here(path, "--num-steps=2") == 0
+    put_in(*[name] * before, setattr=monkeypatch.setattr)
+    there = contents(tmp_path)
+    says = f"model.py has changed since {path} was written: .*{OTHER_TENSORS[name]}"
+    flags = [f"--checkpoint-path={path}", "--device=cpu"]
+    init = [f"--checkpoint-path={tmp_path}/new.pt", f"--init-from={path}", "--device=cpu"]
+    capfd.readouterr()
+    for main, words in (
+        *((train_minimal.main, words) for words in ([*flags, "--resume"], init)),
+        *((tool.main, flags) for tool in (generate, evaluate)),
+    ):
+        assert re.search(says, refused(main(words), capfd))
+        assert contents(tmp_path) == there
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_weights_of_gpt2_do_not_fit_another_model(name, tmp_path, change, capfd):
+    folder = write_folder(tmp_path / "gpt2")
+    change(name)
+    words = [f"--init-from={folder}", f"--checkpoint-path={tmp_path}/run.pt", "--device=cpu"]
+    code = train_minimal.main(words)
+    says = f"{folder} holds .*{OTHER_TENSORS[name]}.*or is model.py no GPT-2 any more"
+    assert re.search(says, refused(code, capfd))
+
+
+@pytest.mark.usefixtures("plans_memory")
+def test_a_prediction_that_fails_names_the_line(tmp_path, change, capfd):
+    """The innermost that is not torch's."""
+    change("asks_a_number")
+    assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
+    lines = (ROOT / "model.py").read_text("utf-8").splitlines()
+    number = lines.index("        x = self.dropout(x)") + 1
+    says = rf"could not be predicted \(DataDependent\w+ at model.py:{number}\)"
+    assert re.search(says, capfd.readouterr().out)

@@ -5,7 +5,9 @@ ask (`Question`), and the sentences for the user. room.py knows the device, knob
 """
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +33,7 @@ from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
 from .process import OneProcess
 from .room import Room, own_memory, room_on, total_memory
+from .start import ROOT
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
 
@@ -360,7 +363,18 @@ def predict(
     except TooLarge:
         raise
     except Exception as error:  # an aside: where fake tensors do not work, train anyway
-        return f"the peak could not be predicted ({type(error).__name__})", None
+        what = f"{type(error).__name__} at {place_of(error)}"
+        return f"the peak could not be predicted ({what})", None
+
+
+def place_of(error: Exception) -> str:
+    """The innermost line outside of torch that raised it: "model.py:181"."""
+    ours = [  # (the planner's log stands between the model and each operator)
+        f"{os.path.relpath(frame.filename, ROOT)}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(torch.__path__[0]) and frame.name != "__torch_dispatch__"
+    ]
+    return ours[-1]
 
 
 def describe_plan(step: StepMemory, plain: StepMemory) -> str:

@@ -19,7 +19,7 @@ from .hf import open_folder, read_config
 from .optimizer import Part
 from .process import OneProcess
 from .resume import blamed
-from .snapshot import Resumed, SnapshotError, peek, read_snapshot
+from .snapshot import Resumed, SnapshotError, check_shapes, peek, read_snapshot
 
 # The flags that follow from the weights.
 SHAPE = "n_layers n_heads d_model d_ff max_position_embeddings".split()
@@ -91,29 +91,15 @@ def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor])
         raise SnapshotError(f"{path} holds {len(weights)} tensors for {config.n_layers} layers")
     with torch.device("meta"):
         model = MiniGPT(config).state_dict()
-    expected = {name: f"floats of shape {tuple(like.shape)}" for name, like in model.items()}
+    check_shapes(path, weights, model)
     checksum = 0
-    for name in expected | weights:
-        has, wants = kind(weights.get(name)), expected.get(name, "nothing")
-        if has != wants:
-            what = f"holds {has} as {name}, its configuration says {wants}"
-            raise SnapshotError(f"{path} {what}: is it damaged?")
-        found = weights[name].float()
+    for name, weight in weights.items():
+        found = weight.float()
         if not found.isfinite().all():
             raise SnapshotError(f"{path} holds NaN or infinite weights ({name}): take others")
         # As whole numbers: their sum does not depend on the order in which it is taken.
         checksum += int(found.view(torch.int32).sum(dtype=torch.int64))
     return checksum
-
-
-def kind(found: object) -> str:
-    """What a weight is, in words that can be compared."""
-    if found is None:
-        return "nothing"
-    if not isinstance(found, Tensor) or found.layout != torch.strided or found.is_meta:
-        return "no plain tensor"
-    what = "floats" if found.is_floating_point() else str(found.dtype)
-    return f"{what} of shape {tuple(found.shape)}"
 
 
 def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:

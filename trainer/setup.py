@@ -25,7 +25,7 @@ from .process import OneProcess
 from .profile import check_profile, make_clock
 from .report import describe_run
 from .run import Run
-from .snapshot import Resumed, SnapshotError, State, beside, bytes_of
+from .snapshot import Resumed, SnapshotError, State, beside, bytes_of, check_shapes
 from .start import look_for_garbage
 
 FEWEST = 257  # ids of a bpe: bytes, and the end of a document
@@ -79,12 +79,13 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     check_profile(args, resumed)
     val = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_tokens, device)
     identity = identify(args, process, plan.config, data)
+    with torch.device("meta"):
+        model = MiniGPT(plan.config)
     if resumed is not None:
+        check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
     held_lock = process.by_first(lambda: claim(args.checkpoint_path, resumed))
-    with torch.device("meta"):
-        model = MiniGPT(plan.config)
     process.place(model)
     if isinstance(origin, Pretrained):
         origin.fill(model, process.part)

@@ -213,6 +213,35 @@ def what_is_strange(state: Any) -> str | None:
     return None
 
 
+def check_shapes(path: Path, weights: State, model: State) -> None:
+    """Raise SnapshotError unless the weights in a snapshot, or in a folder of GPT-2, have the names
+    and shapes of `model`, the state dict that model.py makes of the file's configuration."""
+    expected = {name: f"floats of shape {tuple(like.shape)}" for name, like in model.items()}
+    for name in expected | weights:
+        has, wants = kind(weights.get(name)), expected.get(name, "nothing")
+        if has != wants:
+            # A snapshot's checksums have been looked at: what is in it was saved.
+            if path.is_file() and weights and has.startswith(("floats", "nothing")):
+                raise SnapshotError(
+                    f"model.py has changed since {path} was written: {name} is {has} there, "
+                    f"{wants} in model.py; go on with the model.py of then, or start anew"
+                )
+            why = "is it damaged" + ", or is model.py no GPT-2 any more" * path.is_dir()
+            raise SnapshotError(
+                f"{path} holds {has} as {name}, its configuration says {wants}: {why}?"
+            )
+
+
+def kind(found: object) -> str:
+    """What a weight is, in words that can be compared."""
+    if found is None:
+        return "nothing"
+    if not isinstance(found, torch.Tensor) or found.layout != torch.strided or found.is_meta:
+        return "no plain tensor"
+    what = "floats" if found.is_floating_point() else str(found.dtype)
+    return f"{what} of shape {tuple(found.shape)}"
+
+
 def peek(path: Path) -> State:
     """A snapshot without its numbers, which may be many GB: tensors on "meta". {} if it is none."""
     try:

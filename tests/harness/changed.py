@@ -24,6 +24,9 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "self.c_proj(self.attend(x @ self.c_attn.weight.T + self.c_attn.bias))",
         ),
     ],
+    "asks_a_number": [  # which fake tensors do not have
+        ("x = self.dropout(x)\n", "x = self.dropout(x) if x.sum() < 1e9 else x\n"),
+    ],
     "rms_norm": [("nn.LayerNorm(", "nn.RMSNorm(")],
     "gate": [
         (

@@ -213,6 +213,14 @@ def older_runs(path: Path) -> list[Path]:
     return sorted(old, key=lambda file: file.stat().st_mtime)
 
 
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """What lies below `folder`."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
 def metrics(path: Path) -> list[dict]:
     lines = path.with_name(path.stem + ".metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
