@@ -32,6 +32,10 @@ ROWWISE = {
     "_to_copy", "copy_", "gather", "native_dropout", "native_dropout_backward",
     "native_layer_norm", "native_layer_norm_backward", "log_softmax", "softmax",
 }  # fmt: skip
+# Functions of torch that a CPU composes of several operators, and other devices run as one: on fake
+# tensors of a CPU they make and keep other tensors than there. (torch's native_functions.yaml has
+# no more of them.)
+COMPOSED_ON_CPU = ("rms_norm",)
 ATTENTION = ("attention", "attention_backward")  # whatever a device calls them
 
 

@@ -29,7 +29,7 @@ from model import MiniGPT, MiniGPTConfig
 
 from .batches import Batches, outside_of_head
 from .log import Log, Part, Sources
-from .operators import inside, workspaces
+from .operators import COMPOSED_ON_CPU, inside, workspaces
 from .record import Record, record_of
 from .shards import Gathering, shard_of
 from .timeline import KINDS, MOST_RUNS, Shown, StepMemory, summarize
@@ -72,6 +72,7 @@ class Planner:
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.parts: dict[Any, Part] = {}  # of a step, which are the same in others
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
+        self.composed = set[str]()  # of COMPOSED_ON_CPU, what the model uses
         with self.fake:
             self.model = MiniGPT(config).train()
             self.model.token_embedding.on_cpu = self.on_cpu
@@ -179,6 +180,7 @@ class Planner:
             replaced(model, blocks=model.blocks[: config.n_layers]),
             replaced(head, **self.less_of_head(log)),
             replaced(policies, by_chunks=by_few_chunks(log)),
+            replaced(torch, **{name: self.noting(name) for name in COMPOSED_ON_CPU}),
             replaced(F, dropout=fused_dropout if self.kernels else F.dropout),
             sources.listen() if sources else nullcontext(),
             nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
@@ -215,6 +217,26 @@ class Planner:
             log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
             log.find(buffer).born = 0
         return log
+
+    def noting(self, name: str) -> Callable[..., Tensor]:
+        """Wrap a function of torch: whoever calls it is noted in `composed`."""
+        function = getattr(torch, name)
+
+        def noted(*args: Any, **options: Any) -> Tensor:
+            self.composed.add(name)
+            return function(*args, **options)
+
+        return noted
+
+    @property
+    def note(self) -> str:
+        """A sentence on what these plans do not know of a device that is no CPU; "" if nothing."""
+        if self.on_cpu or not self.composed:
+            return ""
+        return (
+            f"{' and '.join(self.composed)} is planned as several operators, as on a CPU; on "
+            f"{self.device_type} it is one, which keeps less: the real peak is likely lower"
+        )
 
     def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
         """The same in all steps, whatever they recompute."""

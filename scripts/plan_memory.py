@@ -317,6 +317,8 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
             bar.write(plan_table.format_table(table, recommend(table)) + "\n")
             if host := plan_table.describe_host(table):
                 bar.write(host + "\n")
+    if note := "".join({row.asked.planner.note for row in (settings or table)[:1]}):
+        bar.write(f"note     {note}\n")
     taken, record = settings[0] if settings else recommend(table), None
     if wants_record(args):
         record = plan_peak.record_step(asked, taken)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchgen
 from cases.shapes import WIDE
 from harness.changed import CHANGES, changed_model, put_in
 from harness.gpt2_folder import write_folder
@@ -17,6 +18,7 @@ from harness.runs import (
     ROOT,
     contents,
     metrics,
+    parse,
     same,
     snapshot,
     start_together,
@@ -27,7 +29,10 @@ from harness.runs import (
 import train_minimal
 from memory import Past
 from model import MiniGPTConfig
-from scripts import evaluate, export_hf, generate
+from planner.operators import COMPOSED_ON_CPU
+from scripts import evaluate, export_hf, generate, plan_memory
+from trainer.plan import ask, predict
+from trainer.process import OneProcess
 
 CHANGED = "tests/harness/changed.py"
 EQUAL = ["other_words", "asks_a_number"]  # computes the same
@@ -173,3 +178,35 @@ def test_a_prediction_that_fails_names_the_line(tmp_path, change, capfd):
     number = lines.index("        x = self.dropout(x)") + 1
     says = rf"could not be predicted \(DataDependent\w+ at model.py:{number}\)"
     assert re.search(says, capfd.readouterr().out)
+
+
+# ---- operators that are others on a GPU
+
+
+def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
+    for device_type in ("cpu", "cuda", "mps"):
+        plan = planner(WIDE, device_type=device_type)
+        assert plan.step(1) and not plan.note
+    change("rms_norm")
+    for device_type in ("cpu", "cuda", "mps"):
+        plan = planner(WIDE, device_type=device_type)
+        assert plan.step(1) and ("rms_norm" in plan.note) == (device_type != "cpu")
+
+    words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 --device=cuda"
+    assert plan_memory.main(words.split()) == 0
+    asked = ask(parse(words))
+    words, _ = predict(asked, OneProcess(torch.device("cpu")), asked.config, 0)
+    for said in (capsys.readouterr().out, words):
+        assert len(re.findall("^note     rms_norm .* on cuda ", said, re.M)) == 1
+
+
+def test_these_operators_are_those_of_torchs_own_list():
+    """With a kernel on CUDA, and composed of others on a CPU before the planner sees them."""
+    yaml = pytest.importorskip("yaml")
+    functions = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    found = set()
+    for function in yaml.safe_load(functions.read_text()):
+        keys = {key.strip() for some in function.get("dispatch", {}) for key in some.split(",")}
+        if keys >= {"CompositeImplicitAutograd", "CUDA"} and "CPU" not in keys:
+            found.add(function["func"].partition("(")[0].removeprefix("_fused_"))
+    assert found <= set(COMPOSED_ON_CPU)

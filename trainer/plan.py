@@ -355,7 +355,8 @@ def predict(
             question.planner.step(question.args.batch_size, recompute=policy)
             for policy in (config.recompute, "none")
         )
-        words = describe_plan(step, plain)
+        note = question.planner.note
+        words = describe_plan(step, plain) + (note and f"\nnote     {note}")
         words += check_room(question, process, step.peak, held)
         if question.room.host is not None:
             words += check_room(question, process, step.host, held, of_cpu=True)
