@@ -7,8 +7,6 @@ sums): what training gets to use. clock.py knows which part of a peak is reached
 
 import re
 
-import torch
-
 from .clock import Card
 
 GIB = 2**30
@@ -26,8 +24,9 @@ def card(
 # MiB. The memory is what CUDA reports, less than what is sold; Apple's, what Metal lets a GPU have.
 #
 # Memory: the least that cudaGetDeviceProperties, or PyTorch out of memory, told people on Linux.
-# Error correction takes a sixteenth of T4, L4 and A10G, the driver its part of all. (Estimates,
-# from their siblings: RTX 3070, 3080, 4060 Ti, 4070, 4080, 5080, A10G, the PCIe cards, H200.)
+# Error correction takes a sixteenth of T4, L4, A10G and RTX 6000 Ada (if it is on there),
+# the driver its part of all. (Estimates, from their siblings: RTX 3070, 3080, 4060 Ti, 4070, 4080,
+# 5080, A10G, the PCIe cards, H200.)
 GEFORCE = (
     # FLOP/s, GB/s: "FP16 Tensor with FP32 Accumulate" and "FP32" in the appendices of NVIDIA's
     # whitepapers GA102 (3070, 3080, 3090), Ada (4080, 4090) and RTX Blackwell (5080, 5090). 3060,
@@ -49,9 +48,9 @@ GEFORCE = (
 )
 DATA_CENTRE = (
     # NVIDIA's data sheets of V100 (SXM2), T4, RTX A6000 (a workstation's; its memory is not error-
-    # corrected unless one wants it), L4, A100, H100 (SXM and PCIe), H200 SXM and HGX B200; T4's
-    # GB/s: 5,001 MHz x 2 x 256 bits. A10G: AWS's figures (69.5 TFLOP/s have been measured; the
-    # A10's 125, which many tables give it, are another card's).
+    # corrected unless one wants it), RTX 6000 Ada, L4, A100, H100 (SXM and PCIe), H200 SXM and HGX
+    # B200; T4's GB/s: 5,001 MHz x 2 x 256 bits. A10G: AWS's figures (69.5 TFLOP/s have been
+    # measured; the A10's 125, which many tables give it, are another card's).
     # Caches: as CUDA reports them (A10G: the A10's); H200: an estimate, the 60 MiB that the Hopper
     # whitepaper gives the full chip, all of whose 12 memory controllers it has (H100: 10, and 50).
     # Neither V100 nor T4 has bfloat16: that runs in float32.
@@ -61,6 +60,7 @@ DATA_CENTRE = (
     card("L4", 22, 30.3, 121, 121, 300, 48),
     card("A10G", 21.9, 35, 70, 70, 600, 6),
     card("RTX A6000", 47.4, 38.7, 154.8, 154.8, 768, 6),
+    card("RTX 6000 Ada", 44.4, 91.1, 364.2, 364.2, 960, 96),
     card("A100 40GB", 39.3, 19.5, 312, 312, 1555, 40),  # SXM and PCIe
     card("A100", 79.1, 19.5, 312, 312, 2039, 40),  # 80 GB, SXM
     card("A100 PCIe", 79.1, 19.5, 312, 312, 1935, 40),  # 80 GB
@@ -96,8 +96,13 @@ APPLE = (
 )
 CARDS = {card.name: card for card in (*GEFORCE, *DATA_CENTRE, *APPLE)}
 
-# Other names of the same cards, those that CUDA reports among them.
+# Other names of the same cards, those that CUDA reports among them. It does not tell sizes of which
+# there are several: such a name is that of the one size above.
 SAME = {
+    "RTX 3060": "RTX 3060 12GB",
+    "RTX 3080": "RTX 3080 10GB",
+    "RTX 4060 Ti": "RTX 4060 Ti 16GB",
+    "RTX 6000 Ada Generation": "RTX 6000 Ada",
     "V100-SXM2-16GB": "V100 16GB",
     "V100-SXM2-32GB": "V100 32GB",
     "A100-SXM4-40GB": "A100 40GB",
@@ -107,40 +112,6 @@ SAME = {
     "A100 80GB PCIe": "A100 PCIe",
     "H100 80GB HBM3": "H100",
 }
-# What CUDA calls cards of which there are several sizes; a name that a person gives says which.
-SIZE_UNTOLD = {
-    "RTX 3060": "RTX 3060 12GB",
-    "RTX 3080": "RTX 3080 10GB",
-    "RTX 4060 Ti": "RTX 4060 Ti 16GB",
-}
-
-
-def chip(device_name: str) -> str:
-    """What torch.cuda.get_device_name() tells, without brands."""
-    return re.sub("^(NVIDIA )?(GeForce |Tesla )?", "", device_name)
-
-
-def find_card(device_name: str, memory: int) -> Card | None:
-    """The card that CUDA calls so and that has about as many bytes; None if it is not in the table.
-
-    Laptops' GPUs, parts of one (MIG) and other forms are other cards; so is an RTX 3060 of 8 GB.
-    """
-    name = chip(device_name)
-    card = CARDS.get((SAME | SIZE_UNTOLD).get(name, name))
-    return card if card and 0.85 < memory / card.memory < 1.15 else None
-
-
-def card_named(name: str) -> Card:
-    """The card that a person means: "RTX 4090", "rtx-4090", "4090", "a100_40gb".
-
-    Raises ValueError, one line with all names, if there is none or the name leaves open which.
-    """
-    cards = {plain(known): CARDS[SAME.get(known, known)] for known in (*CARDS, *SAME)}
-    if plain(name) not in cards:
-        near = [known for known in CARDS if plain(name) and plain(known).startswith(plain(name))]
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"unknown card {name!r}; {hint}known: {', '.join(CARDS)}")
-    return cards[plain(name)]
 
 
 def plain(name: str) -> str:
@@ -148,44 +119,26 @@ def plain(name: str) -> str:
     return re.sub("^(nvidia|apple)?(geforce|tesla)?(rtx)?", "", re.sub("[-_ ]", "", name.lower()))
 
 
-# ---- the denominator of MFU and HFU
+NAMED = {plain(name): CARDS[SAME.get(name, name)] for name in (*CARDS, *SAME)}
 
 
-# TFLOP/s of the tensor cores in bfloat16 or float16 with float32 sums, dense; by chip. First, the
-# cards above whose bfloat16 has a unit of its own; then more of them, from the same sources (GB200:
-# a 72nd of GB200 NVL72; Turing has a whitepaper, too).
-TFLOPS = {
-    re.sub(r" \d+GB$", "", name): card.flops[1] / 1e12
-    for name, card in CARDS.items()
-    if card.flops[1] > card.flops[0]
-} | {
-    "A10": 125, "A30": 165, "A40": 149.7, "A800": 312, "L40": 181, "L40S": 362, "GB200": 2500,
-    "H100 NVL": 835, "H200 NVL": 835, "GH200": 989, "H800": 989, "H800 PCIe": 756, "H20": 148,
-    "RTX A4000": 76.7, "RTX A5000": 111.1, "RTX 6000 Ada Generation": 364.2,
-    "RTX 3060 Ti": 32.4, "RTX 3070 Ti": 43.5, "RTX 3080 Ti": 68.2, "RTX 3090 Ti": 80,
-    "RTX 4070 SUPER": 71, "RTX 4070 Ti": 80.2, "RTX 4070 Ti SUPER": 88.2, "RTX 4080 SUPER": 104.4,
-    "RTX 4090 D": 147, "RTX 5060": 38.4, "RTX 5060 Ti": 47.4, "RTX 5070": 61.7, "RTX 5070 Ti": 87.9,
-}  # fmt: skip
-# Before Ampere: float16 only, neither bfloat16 nor TF32.
-FLOAT16_TFLOPS = {
-    "T4": CARDS["T4"].flops[2] / 1e12, "V100": CARDS["V100 16GB"].flops[2] / 1e12,
-    "V100-PCIE": 112, "V100S": 130, "RTX 2080 Ti": 53.8,
-}  # fmt: skip
-# What may follow in a name without making it another chip ("-SXM4-40GB", " 80GB HBM3"). "Laptop
-# GPU" does make it one, and "MIG 1g.10gb" a part of one.
-FORM = r"([ -](SXM\d?|PCIE|PCIe|\d+GB?|HBM\d\w?))*"
+def find_card(device_name: str, memory: int) -> Card | None:
+    """The card that CUDA calls so and that has about as many bytes; None if it is not in the table.
 
-
-def peak_flops(name: str, precision: torch.dtype, tf32: bool = False) -> float | None:
-    """FLOP/s of the GPU of that name in matmuls of that precision; None if nobody has noted it.
-
-    `tf32`: float32 runs on the tensor cores, at half of bfloat16's rate.
+    Laptops' GPUs, parts of one (MIG) and other forms are other cards; so is an RTX 3060 of 8 GB.
     """
-    if precision == torch.float32 and not tf32:
-        return None
-    rates = TFLOPS | FLOAT16_TFLOPS if precision == torch.float16 else TFLOPS
-    fitting = [known for known in rates if re.fullmatch(re.escape(known) + FORM, chip(name))]
-    if not fitting:
-        return None
-    rate = 1e12 * rates[max(fitting, key=len)]  # "H100 PCIe" is also an "H100"
-    return rate / 2 if precision == torch.float32 else rate
+    card = NAMED.get(plain(device_name))
+    return card if card and 0.85 < memory / card.memory < 1.15 else None
+
+
+def card_named(name: str) -> Card:
+    """The card that a person means: "RTX 4090", "rtx-4090", "4090", "a100_40gb"; or what
+    torch.cuda.get_device_name() says.
+
+    Raises ValueError, one line with all names, if there is none or the name leaves open which.
+    """
+    if plain(name) not in NAMED:
+        near = [known for known in CARDS if plain(name) and plain(known).startswith(plain(name))]
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"unknown card {name!r}; {hint}known: {', '.join(CARDS)}")
+    return NAMED[plain(name)]

@@ -47,8 +47,9 @@ from tqdm import tqdm
 
 from model import RECOMPUTE_POLICIES
 from planner import StepMemory
-from planner.cards import peak_flops
+from planner.cards import CARDS
 from planner.formulas import step_flops
+from planner.operators import PRECISIONS
 from scripts import say_stopped, tool
 from scripts.benchmark_worker import WARM_UP, Job, config_of, flags_of, measure
 from scripts.style import policy_fields
@@ -193,11 +194,9 @@ def make_row(question: Question, job: Job, results: list[Row]) -> Row:
     seconds = list(chain(*(result["step_s_all"] for result in results)))
     step_s = statistics.median(seconds)
     tokens_per_s = job.batch_size * args.grad_accum_steps * args.seq_len / step_s
-    peak = share = None
-    if question.device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(), question.precision, args.tf32)
-    if peak:
-        share = tokens_per_s / peak
+    share, card = None, question.card
+    if card and card.name in CARDS:  # (what is measured here is no peak)
+        share = tokens_per_s / card.flops[PRECISIONS.index(question.precision)]
     needed, replayed = step_flops(step.config, args.seq_len, job.compiled)
     row = {
         **vars(job),

@@ -158,11 +158,11 @@ def check_is_gpt2(source: Pretrained, weights: dict[str, Tensor]) -> None:
     ids = torch.arange(min(64, config.max_position_embeddings))[None] % config.vocab_size
     try:
         ours, theirs = model(ids), gpt2_logits(weights, config, ids)
-        is_same = (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        is_gpt2 = (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     except (KeyError, RuntimeError):  # no tensor of that name, or of another shape
-        is_same = False
-    n_parameters = sum(weight.numel() for weight in weights.values())  # none too many
-    if not is_same or n_parameters != count_parameters(config):
+        is_gpt2 = False
+    n_parameters = sum(weight.numel() for weight in weights.values())  # no tensor too many or long
+    if not is_gpt2 or n_parameters != count_parameters(config):
         raise UsageError(
             f"--checkpoint-path: model.py makes of {source.path} something else than GPT-2, and "
             "transformers would compute other logits: it cannot be exported"

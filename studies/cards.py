@@ -38,7 +38,7 @@ ONE_SEQUENCE, STEP = "--batch-size 1", "--batch-size 16 --grad-accum-steps 32 --
 NVIDIA = [name for name, card in CARDS.items() if device_type(card) == "cuda"]
 # The documents' table has one or two cards for each size of memory; these are between those.
 BESIDE = {"RTX 3070", "RTX 3080 10GB", "RTX 4060", "RTX 4080", "RTX 5080", "RTX A6000"}
-BESIDE |= {"V100 16GB", "V100 32GB"}
+BESIDE |= {"RTX 6000 Ada", "V100 16GB", "V100 32GB"}
 SHOWN = [name for name in NVIDIA if name not in BESIDE]
 
 

@@ -18,11 +18,12 @@ import torch
 from harness.runs import ROOT, children_of, is_alive, wait_until
 
 from model import MiniGPT
-from planner import Card
+from planner import CARDS, Card
 from planner.formulas import step_flops
 from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
 from trainer import card
+from trainer.card import clock_card
 from trainer.hf import THEIRS, renamed, turned
 
 SHAPE = (
@@ -307,11 +308,13 @@ def test_the_peer_is_the_same_model():
 
 def test_shares_of_what_a_gpu_can_do(monkeypatch):
     """`mfu` of the FLOPs that a step needs, `hfu` of those that it does."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-40GB")
+    here = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=CARDS["A100 40GB"].memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
     job, peaks = Job("full", 8), {"": (torch.bfloat16, 312e12), "--tf32": (torch.float32, 156e12)}
     for flag, (precision, peak) in peaks.items():
-        here = benchmark.ask(arguments(*flag.split()))
-        question = replace(here, device=torch.device("cuda"), precision=precision)
+        asked, cuda = benchmark.ask(arguments(*flag.split())), torch.device("cuda")
+        card = clock_card(asked.args, cuda)
+        question = replace(asked, device=cuda, precision=precision, card=card)
         row = benchmark.make_row(question, job, [fake_worker([], job)])
         needed, replayed = step_flops(benchmark_worker.config_of(arguments(), job), 32)
         assert row["mfu"] == pytest.approx(row["tokens_per_s"] * needed / peak)
