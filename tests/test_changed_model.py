@@ -37,6 +37,7 @@ from trainer.process import OneProcess
 CHANGED = "tests/harness/changed.py"
 EQUAL = ["other_words", "asks_a_number"]  # computes the same
 TABLES = ["rotary", "two_tables"]  # no table of positions; and another one beside it
+LESS_OFTEN = ["rotary", pytest.param("two_tables", marks=pytest.mark.slow)]
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_with_a_past_each_block_sees_the_same_positions(name):
         torch.testing.assert_close(torch.cat(found, dim=1), model(ids))
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", LESS_OFTEN)
 def test_processes_that_share_a_model_or_a_sequence_learn_what_one_does(name, tmp_path, change):
     """train_fsdp.py to the bit, of two processes; train_sp.py up to the order of sums."""
     flags = "--no-amp --dropout=0 --seq-len=15 --num-steps=4 --eval-interval=2".split()
@@ -78,7 +79,7 @@ def test_processes_that_share_a_model_or_a_sequence_learn_what_one_does(name, tm
     assert same(*(snapshot(tmp_path / f"{run}.pt")["model"] for run in ("one", "train_fsdp")))
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", LESS_OFTEN)
 def test_the_memory_of_shards_is_planned(name, tmp_path, change):
     change(name)
     path = tmp_path / "bytes.json"

@@ -98,6 +98,7 @@ def put_in(*names: str, setattr: Callable[[ModuleType, str, type], None] = setat
 
 if __name__ == "__main__":
     _, changes, *words = sys.argv
+    sys.path[0] = str(ROOT)
     put_in(*changes.split(","))
-    sys.argv, sys.path[0] = words, str(ROOT / words[0] / "..")
+    sys.argv, sys.path[:0] = words, [str((ROOT / words[0]).parent)]
     runpy.run_path(words[0], run_name="__main__")
