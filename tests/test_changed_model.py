@@ -90,6 +90,17 @@ def test_the_memory_of_shards_is_planned(name, tmp_path, change):
     assert 0.99 < step.peak / json.loads(path.read_text())["full"]["peak"] < 1.005
 
 
+def test_a_table_in_a_buffer_is_refused(tmp_path, change, monkeypatch, capfd):
+    """Models are made without memory, and what is computed then is lost."""
+    register = "        self.register_buffer('angles', torch.ones(3), persistent=False)\n"
+    edit = ("        self.init_weights()\n", register + "        self.init_weights()\n")
+    monkeypatch.setitem(CHANGES, "buffer", [edit])
+    change("buffer")
+    line = refused(train_here(tmp_path / "run.pt"), capfd)
+    assert re.search("model.py: .*buffer angles.* in forward", line)
+    assert not any(tmp_path.iterdir())
+
+
 # ---- files
 
 

@@ -81,6 +81,11 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     identity = identify(args, process, plan.config, data)
     with torch.device("meta"):
         model = MiniGPT(plan.config)
+    if buffers := [name for name, _ in model.named_buffers()]:
+        raise UsageError(
+            "model.py: a model gets its memory after it is made, so the numbers in the buffer "
+            f"{buffers[0]} would be lost: compute them in forward"
+        )
     if resumed is not None:
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, identity, resumed.path)
