@@ -189,10 +189,9 @@ class MiniGPT(nn.Module):
         random = self.config.dropout > 0
         for block, policy in schedule(self.blocks, self.config, self.training, self.host_memory):
             if policy == "full":
-                # The activation checkpoint. Kept for backward: the input x, nothing else. Backward
-                # runs the block again from it, with the same dropout masks (torch keeps the RNG
-                # state), and pays the block's forward once more, minus its last matmul: the replay
-                # stops at the last tensor that backward needs.
+                # The activation checkpoint keeps the input x for backward, nothing else. Backward
+                # runs the block again from it, with the same dropout masks (torch keeps the RNG's
+                # state), up to the last tensor that it needs: all but the block's last matmul.
                 x, update = checkpoint(block, x, use_reentrant=False, preserve_rng_state=random)
             else:
                 x, update = block(x, policy)  # "none": every intermediate is kept
