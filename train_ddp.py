@@ -17,7 +17,7 @@ backward runs; so all take the same step and stay alike. The loop is train_minim
 object what depends on the number of processes (trainer/process.py); this file has DDP's answers.
 """
 
-import trainer.start  # noqa: F401  # before torch: the clock, OpenMP, Ctrl-C
+import trainer.start  # noqa: F401  # before torch: signals, the clock, OpenMP
 
 # isort: split
 import gc

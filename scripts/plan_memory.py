@@ -17,11 +17,6 @@ if not __package__:  # python scripts/plan_memory.py: the others lie one folder 
     sys.path[0] += "/.."
     import scripts  # noqa: F401
 
-from trainer.start import leave_garbage
-
-if __name__ == "__main__":
-    leave_garbage()  # to the end: what a step's log has is no garbage, either
-
 # isort: split
 import argparse
 import json

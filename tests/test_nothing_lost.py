@@ -259,16 +259,6 @@ def test_nohup_goes_on(tmp_path):
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_sigusr1_before_training_ends_nothing(tmp_path, monkeypatch):
-    """A text may take minutes to be encoded, and there is nothing to save yet."""
-    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    monkeypatch.setattr(train_minimal.OneProcess, "start", kill(signal.SIGUSR1))
-    try:
-        assert train_here(tmp_path / "run.pt", "--num-steps=2") == 0
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 # ---- When a save is due
 
 

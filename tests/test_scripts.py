@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from harness.runs import ROOT, run
@@ -52,21 +53,38 @@ if not __package__:  # python scripts/{tool}.py: the others lie one folder up
     assert (result.returncode, result.stderr) == (0, "") and result.stdout.startswith("usage: ")
 
 
+# ---- What comes before `import torch`
+
+
+def start(words: str, stand_ins: Path, **env: str) -> subprocess.CompletedProcess:
+    """Python with these words, and modules of `stand_ins` in the place of the true ones."""
+    how = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT}
+    env = os.environ | env | {"PYTHONPATH": str(stand_ins)}
+    return subprocess.run([sys.executable, *words.split()], env=env, **how)
+
+
 @pytest.mark.parametrize(
-    "words", ["-m studies.ladder", "scripts/generate.py", "train_minimal.py", "train_fsdp.py"]
+    ("words", "module"),
+    [
+        ("-m studies.ladder", "torch"),
+        ("scripts/generate.py", "torch"),
+        ("train_minimal.py", "torch"),
+        ("train_fsdp.py", "torch"),
+        ("train_minimal.py", "pathlib"),  # the first file of the standard library that we need
+    ],
 )
-def test_ctrl_c_during_imports(tmp_path, words):
-    """A library may make something else of it."""
-    (tmp_path / "torch.py").write_text(
+def test_signals_during_imports(tmp_path, words, module):
+    """SIGUSR1 asks for a save, and there is nothing to save. Ctrl-C ends the program, though a
+    library may make something else of it."""
+    (tmp_path / f"{module}.py").write_text(
         "import os, signal\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "try:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "except KeyboardInterrupt:\n"
         "    raise ImportError('half of it is missing')\n"
     )
-    how = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT}
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    result = subprocess.run([sys.executable, *words.split()], env=environment, **how)
+    result = start(words, tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
 
 

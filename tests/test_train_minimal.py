@@ -5,7 +5,6 @@ hears of the run; time is booked where it belongs; the step that is measured tak
 predicted. How a run goes on: test_resume.py.
 """
 
-import gc
 import importlib
 import itertools
 import math
@@ -18,13 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness.faults import Injected
 from harness.runs import metrics, parse, ready, same, snapshot, train_here
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import train_minimal
 from memory.head import softmax_in_place
-from trainer import profile, start
+from trainer import profile
 from trainer.device import choose_precision, cpu_has_bfloat16, set_matmul_precision
 from trainer.measured import STEP
 from trainer.metrics import StepClock, format_line, memory_used
@@ -271,20 +269,6 @@ def test_a_clock_books_to_the_phase_that_began(now):
     now.s += 7  # nor does what comes after training
     assert clock.phase == "end" and clock.total["save"] == 100
     assert clock.end_interval() == 4  # a step, of two
-
-
-def test_python_looks_for_garbage_again_when_training_begins(tmp_path, monkeypatch):
-    def train_step(run):
-        raise Injected(gc.get_threshold())
-
-    monkeypatch.setattr(train_minimal, "train_step", train_step)
-    usual = gc.get_threshold()
-    monkeypatch.setattr(start, "BEFORE", (321, 7, 7))
-    try:
-        with pytest.raises(Injected, match="321, 7, 7"):
-            train_here(tmp_path / "run.pt")
-    finally:
-        gc.set_threshold(*usual)
 
 
 # ---- How matmuls round, and how fast they can be then

@@ -46,8 +46,6 @@ def run_safely(
             # A name is printed as the system has it, so that a command can be pasted.
             utf_8 = sys.stdout.encoding.lower() == "utf-8"
             sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "replace")
-        if hasattr(signal, "SIGUSR1"):  # before training there is nothing to save
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         run = start_run(args, make_process)
         with run.held_lock or nullcontext():  # (a process that lives on may start another run)
             code = train_and_tell(run, train)

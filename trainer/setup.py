@@ -26,7 +26,6 @@ from .profile import check_profile, make_clock
 from .report import describe_run
 from .run import Run
 from .snapshot import Resumed, SnapshotError, State, beside, bytes_of, check_shapes
-from .start import look_for_garbage
 
 FEWEST = 257  # ids of a bpe: bytes, and the end of a document
 SCHEDULE = "num_steps lr min_lr lr_scheduler warmup_steps".split()
@@ -63,9 +62,7 @@ def start_run(
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     if process.rank == 0:  # it alone logs
         check_logger(args.log_to)
-    run = set_up(args, process, origin)
-    look_for_garbage()
-    return run
+    return set_up(args, process, origin)
 
 
 def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Run:
