@@ -17,7 +17,7 @@ backward runs; so all take the same step and stay alike. The loop is train_minim
 object what depends on the number of processes (trainer/process.py); this file has DDP's answers.
 """
 
-import trainer.start  # noqa: F401  # before torch: signals, the clock, OpenMP
+import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
 import gc

@@ -19,7 +19,7 @@ The rest is train_ddp.py's: the same data in the same order, and the same result
 to the bit, of more up to the order in which gradients are summed.
 """
 
-import trainer.start  # noqa: F401  # before torch: signals, the clock, OpenMP
+import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
 import argparse

@@ -22,7 +22,7 @@ answers what depends on how many processes there are; alone, it does nothing spe
 (trainer/process.py). `clock` notes where the time goes.
 """
 
-import trainer.start  # noqa: F401  # before torch: signals, the clock, OpenMP
+import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
 import argparse

@@ -16,7 +16,7 @@ A step descends the mean loss over all tokens, as with one process: the same num
 order in which they are added. With dropout the masks are others, as each process draws its own.
 """
 
-import trainer.start  # noqa: F401  # before torch: signals, the clock, OpenMP
+import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
 import argparse

@@ -31,6 +31,7 @@ from harness.runs import (
     by_torchrun,
     children_of,
     errors,
+    free_port,
     is_alive,
     last_step,
     metrics,
@@ -259,7 +260,7 @@ def test_one_that_hangs_ends_the_job(tmp_path):
 @slow
 @only_linux
 @row("torchrun killed with")
-def test_nobody_outlives_torchrun(tmp_path):
+def test_no_process_outlives_torchrun(tmp_path):
     """It has no time to end those that it started. They would hold the GPU, and write to the files
     of the next run."""
     command = by_torchrun(tmp_path / "run.pt", "--num-steps=100000", script="train_ddp.py")
@@ -270,12 +271,74 @@ def test_nobody_outlives_torchrun(tmp_path):
             pids = children_of(launcher.pid)
         finally:
             launcher.kill()
+    check_gone(pids)
+    assert len(pids) == 2
+
+
+# Python runs this before anything else. What the first torchrun has started waits here, as in a
+# machine so busy that Python takes long to begin, until the test lets it go on.
+SLOW_START = """
+import os, time
+waits = os.environ.get("WAITS")
+if waits and "RANK" in os.environ and "train_ddp.py" in open("/proc/self/cmdline").read():
+    open(f"{waits}/{os.getpid()}", "w").close()
+    while not os.path.exists(f"{waits}/go on"):
+        time.sleep(0.01)
+"""
+# A script between torchrun and Python: it stays Python's parent when torchrun is gone.
+WRAPPER = """#!/bin/sh
+"$PYTHON" "$@"
+exit $?
+"""
+
+
+@slow
+@only_linux
+@row("torchrun killed with")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_orphans_do_not_take_the_place_of_the_next_run(tmp_path, thorough, wrapped):
+    """torchrun dies before the first lines of its processes run, and is started again at once, on
+    the same port: its store is there when they look for their own."""
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(WRAPPER)
+    wrapper.chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    script = f"--no-python {wrapper} train_ddp.py" if wrapped else "train_ddp.py"
+    for turn in range(20 if thorough else 1):
+        path, waits = tmp_path / f"{turn}.pt", tmp_path / f"waits {turn}"
+        command = by_torchrun(path, script=script, launch=f"--master-port={free_port()}")
+        command.remove("--standalone")
+        env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
+        orphans = kill_torchrun_early(command, waits, env)
+        second = subprocess.Popen(command, cwd=ROOT, env=env)
+        try:
+            (waits / "go on").touch()
+            check_gone(orphans)
+            assert second.wait(DEADLINE) == 0 and snapshot(path)["step"] == 20
+        finally:
+            second.kill()
+
+
+def kill_torchrun_early(command: list[str], waits: Path, env: dict[str, str]) -> list[int]:
+    """By `kill -9`, while its two processes wait before their first lines; returns those."""
+    waits.mkdir()
+    env = env | {"WAITS": str(waits)}
+    launcher = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
+    try:
+        wait_until(lambda: len(list(waits.iterdir())) == 2, "two that wait")
+    finally:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+    return [int(file.name) for file in waits.iterdir()]
+
+
+def check_gone(pids: list[int]) -> None:
+    """Soon, by themselves."""
     try:
         wait_until(lambda: not any(map(is_alive, pids)), "end of both", seconds=5)
     finally:
         for pid in filter(is_alive, pids):
             os.kill(pid, signal.SIGKILL)
-    assert len(pids) == 2
 
 
 # ---- Moved, to other processes and other trainers

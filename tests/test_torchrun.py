@@ -6,6 +6,7 @@ Those that were started differently do not train, and nothing is written. (Real 
 test_reliability.py.)
 """
 
+import os
 import shutil
 import socket
 import tempfile
@@ -24,7 +25,7 @@ from harness.runs import TINY, errors, metrics, parse, same, snapshot, start_tog
 
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
-from trainer import agree
+from trainer import agree, start
 from trainer.agree import FOLLOW, OWN, WAYS_OUT, Facts, check_alike, data_facts, facts
 from trainer.flags import UsageError, model_config
 from trainer.plan import TooLarge, plan_memory
@@ -203,6 +204,42 @@ def test_each_attempt_meets_under_a_name_of_its_own():
         assert len(names) == attempt
     with pytest.raises(TimeoutError):  # the other one never comes
         common_name(store, 0, 2, timedelta(seconds=0.2))
+
+
+TORCHRUN = "(pt_elastic) S {} 7"
+
+
+@pytest.mark.parametrize(
+    ("lives", "processes"),
+    [
+        (True, {40: TORCHRUN.format(9)}),
+        (True, {1: TORCHRUN.format(0)}),  # in a container
+        (True, {50: "(wrap.sh) S 40", 40: TORCHRUN.format(1), 1: "(init) S 0"}),
+        (True, {50: "(odd) name) S 40", 40: "(python) S 1"}),  # 40 has loaded torch
+        (True, {0: ""}),  # the parent is outside of this container
+        (False, {1: "(init) S 0"}),
+        (False, {60: "(slurmstepd) S 1", 1: "(init) S 0"}),  # it takes in orphans, too
+        (False, {50: "(wrap.sh) S 1", 1: "(init) S 0"}),
+        (False, {2: ""}),  # another user's, and hidden
+    ],
+)
+def test_torchrun_is_found_above(monkeypatch, lives, processes):
+    """Above a process, the first of these, whatever stands between them. (Real ones that are
+    killed: test_reliability.py.)"""
+    files = {f"/proc/{pid}/stat": f"{pid} {rest}" for pid, rest in processes.items() if rest}
+    files["/proc/40/maps"] = "7f00-7f01 r--p 0 fe:00 1 /site-packages/torch/lib/libtorch_cpu.so\n"
+    monkeypatch.setattr(os, "getppid", lambda: next(iter(processes)))
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    monkeypatch.setattr(start, "read", lambda path: files.get(path, ""))
+    assert start.torchrun_lives() == lives
+
+
+@pytest.mark.parametrize(("parent", "lives"), [(1, False), (40, True)])
+def test_torchrun_is_found_above_without_proc(monkeypatch, parent, lives):
+    """macOS gives orphans to process 1, and to no other."""
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert start.torchrun_lives() == lives
 
 
 def of_two(monkeypatch, rank: int = 1, port: int = 4242) -> DDPProcess:

@@ -1,7 +1,7 @@
 """Imported by trainers and tools before everything else: what comes before `import torch`.
 
 Standard library only, and little of it: before these lines have run, Ctrl-C and SIGUSR1 do what
-they do to any Python program.
+they do to any Python program, and a process whose torchrun was killed lives on.
 """
 
 import os
@@ -45,6 +45,60 @@ if STARTED:
         signal.signal(signal.SIGINT, interrupt)
     if hasattr(signal, "SIGUSR1"):  # it asks for a save: before training there is none to make
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+def end_with_torchrun() -> None:
+    """End this process when torchrun dies, even by `kill -9`; at once if it is dead already.
+
+    Without torchrun no one would see, stop or restart this process, which keeps its GPU and the
+    lock of its snapshots, and takes a rank of the next run on the same port. Linux sends SIGKILL
+    when the parent dies: a process that tried to save first could wait for others for ever. (To
+    stop and save, send SIGTERM to torchrun: it passes it on, and leaves 30 seconds for it.)
+
+    Processes that torchrun has not started are left alone.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not torchrun_lives():  # (asked now: from here on the kernel watches)
+        say_stopped("because torchrun, which had started this process, is gone")
+        os._exit(1)
+
+
+def torchrun_lives() -> bool:
+    """Look for torchrun among the processes above this one: parent, grandparent, and so on.
+
+    The parent may be a script that torchrun has started, or torchrun be process 1 of a container;
+    and an orphan's parent may be any process that takes in orphans. So look at each of them: is it
+    torchrun by the name that it gives itself, or has it at least loaded torch, as any program that
+    starts workers by torchrun's code has? True if this cannot be known.
+    """
+    pid = os.getppid()
+    if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: it is outside of this container)
+        return pid != 1
+    while pid:
+        name, _, numbers = read(f"/proc/{pid}/stat").rpartition(")")
+        if name.endswith("(pt_elastic") or "libtorch" in read(f"/proc/{pid}/maps"):
+            return True
+        pid = int(numbers.split()[1]) if numbers else 0
+    return False
+
+
+def read(path: str) -> str:
+    """Read a file of /proc; "" if its process has ended, or is another user's."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+end_with_torchrun()
 
 # Idle OpenMP threads should soon sleep: by default they spin for long, and on a busy machine that
 # takes the cores away from the threads that have work. Read when the library is loaded.

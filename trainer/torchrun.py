@@ -1,11 +1,9 @@
 """What keeps several processes safe that torchrun started: how they meet, and how they end."""
 
 import argparse
-import ctypes
 import hashlib
 import os
 import re
-import signal
 import sys
 import textwrap
 import time
@@ -22,8 +20,8 @@ import torch.distributed as dist
 from .device import choose_device
 from .flags import UsageError, print_error
 from .process import OneProcess
+from .start import end_with_torchrun
 
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 # The longest that processes wait for each other; above what one of them alone may take to save, to
 # compile, to read its data. The variable MINIGPT_TIMEOUT_S is for tests, and for slow disks.
 TIMEOUT_S = "1800"
@@ -48,7 +46,6 @@ class Torchrun(OneProcess):
             raise UsageError(f"MASTER_ADDR is not set; {self.way_out}")
         seconds = self.number("MINIGPT_TIMEOUT_S", 1, 10**6, default=TIMEOUT_S)
         self.timeout = timedelta(seconds=seconds)
-        end_with_torchrun()
         super().__init__(self.own_device(args.device))
         # The store remembers the name of the run for `torchrun --max-restarts`: it is one of all
         # processes, and of those that are started again. (See resume.load_own.)
@@ -63,15 +60,18 @@ class Torchrun(OneProcess):
 
     @cached_property
     def store(self) -> dist.Store | None:
-        """Lives in torchrun itself, longer than any process that it starts.
+        """Connect to the store in torchrun itself, which lives longer than what torchrun starts.
 
         None if it was something else that sets the same variables.
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return None
-        return dist.TCPStore(
-            os.environ["MASTER_ADDR"], self.port, is_master=False, timeout=self.timeout
-        )
+        address = os.environ["MASTER_ADDR"]
+        store = dist.TCPStore(address, self.port, is_master=False, timeout=self.timeout)
+        # Whose store is it? On the first machine that of this process's own torchrun, if that lives
+        # even now: then it has held the port since before it started this process.
+        end_with_torchrun()
+        return store
 
     def number(self, name: str, low: int, high: int, default: str = "") -> int:
         """A variable that torchrun sets. Raises UsageError if it cannot have been torchrun."""
@@ -131,20 +131,6 @@ class Torchrun(OneProcess):
         if self.device.type == "cpu" or not dist.is_nccl_available():  # (Windows; gloo can do both)
             return None
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=self.device)
-
-
-def end_with_torchrun() -> None:
-    """Have the kernel end this process when torchrun dies, even by `kill -9` (Linux only).
-
-    Nobody would see, stop or restart it any more, while it keeps its GPU and the snapshots' lock.
-    By SIGKILL: one that tried to save first could wait for ever for another that is gone. (To
-    stop and save, send SIGTERM to torchrun: it passes it on, and leaves 30 seconds for it.)
-    """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died just before
-            os._exit(1)
 
 
 def common_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:

@@ -131,10 +131,14 @@ def children_of(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def start_together(words: list[str], processes: int = 2, **env: str) -> Forks:
     """A program in as many processes as torchrun would start, without torchrun."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
