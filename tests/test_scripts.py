@@ -3,6 +3,7 @@ does is tested by its name; here are the recipes and kept_tensors."""
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from harness.runs import ROOT, run
 from model import RECOMPUTE_POLICIES
 from scripts import kept_tensors
 from trainer.flags import build_parser
+from trainer.start import SPIN_COUNT
 
 
 def table(room: str) -> dict[str, list[str]]:
@@ -86,6 +88,22 @@ def test_signals_during_imports(tmp_path, words, module):
     )
     result = start(words, tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, {"GOMP_SPINCOUNT": SPIN_COUNT}),
+        ({"GOMP_SPINCOUNT": "7"}, {}),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, {}),
+    ],
+)
+def test_what_is_set_where_the_user_has_set_nothing(monkeypatch, given, added):
+    """Threads that wait soon sleep."""
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    runpy.run_path(str(ROOT / "trainer/start.py"))
+    assert environment == given | added
 
 
 def tool(does: str) -> subprocess.Popen:

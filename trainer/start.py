@@ -102,4 +102,6 @@ end_with_torchrun()
 
 # Idle OpenMP threads should soon sleep: by default they spin for long, and on a busy machine that
 # takes the cores away from the threads that have work. Read when the library is loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+SPIN_COUNT = "10000"
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
