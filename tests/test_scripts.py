@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.runs import ROOT, run
@@ -90,18 +91,27 @@ def test_signals_during_imports(tmp_path, words, module):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
 
 
+SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 @pytest.mark.parametrize(
-    ("given", "added"),
+    ("given", "system", "added"),
     [
-        ({}, {"GOMP_SPINCOUNT": SPIN_COUNT}),
-        ({"GOMP_SPINCOUNT": "7"}, {}),
-        ({"OMP_WAIT_POLICY": "PASSIVE"}, {}),
+        ({}, "linux 6.8.0-88-generic", SEGMENTS | {"GOMP_SPINCOUNT": SPIN_COUNT}),
+        ({"GOMP_SPINCOUNT": "7", "PYTORCH_ALLOC_CONF": ""}, "linux 6.8.0", {}),
+        ({"OMP_WAIT_POLICY": "PASSIVE", "PYTORCH_CUDA_ALLOC_CONF": "x"}, "linux 6.8.0", {}),
+        ({"OMP_WAIT_POLICY": "ACTIVE", "PYTORCH_HIP_ALLOC_CONF": "x"}, "linux 6.8.0", {}),
+        ({"OMP_WAIT_POLICY": ""}, "linux 5.15.90.1-microsoft-standard-WSL2", {}),
+        ({"OMP_WAIT_POLICY": ""}, "linux 5.15.136-tegra", {}),
+        ({"OMP_WAIT_POLICY": ""}, "win32 10", {}),
     ],
 )
-def test_what_is_set_where_the_user_has_set_nothing(monkeypatch, given, added):
-    """Threads that wait soon sleep."""
-    environment = dict(given)
+def test_what_is_set_where_the_user_has_set_nothing(monkeypatch, given, system, added):
+    """Threads that wait soon sleep; and a GPU's allocator leaves no gaps, where it can do that."""
+    environment, (platform, release) = dict(given), system.split()
     monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+    monkeypatch.setattr(sys, "platform", platform)
     runpy.run_path(str(ROOT / "trainer/start.py"))
     assert environment == given | added
 

@@ -27,6 +27,7 @@ from trainer.device import choose_precision, cpu_has_bfloat16, set_matmul_precis
 from trainer.measured import STEP
 from trainer.metrics import StepClock, format_line, memory_used
 from trainer.report import describe_run, sample_text
+from trainer.start import ALLOCATOR
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps")
@@ -328,6 +329,9 @@ def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
         assert noted == (size == 50257 and args.tokenizer_name is None)
     run.process.device = CUDA
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "expandable_segments:True")
+        monkeypatch.delenv(name)
     in_tf32 = {
         (torch.float32, False): "",
         (torch.float32, True): ", matmuls in TF32",
@@ -336,4 +340,7 @@ def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
     for (run.precision, args.tf32), more in in_tf32.items():
         words = f"{str(run.precision).removeprefix('torch.')}{more}"
         assert f"device   1 x cuda (a card), {words}\n" in describe_run(run, "", None)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    said = "(a card; PYTORCH_ALLOC_CONF=expandable_segments:True), bfloat16\n"
+    assert said in describe_run(run, "", None)
     run.held_lock.close()

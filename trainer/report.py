@@ -20,6 +20,7 @@ from .pretrained import Origin, Pretrained
 from .resume import changes, data_changed, validation_of
 from .run import Run
 from .snapshot import Resumed, State, beside
+from .start import ALLOCATOR
 
 SILENCE = 30  # seconds that pass without a line of the log, where no bar moves
 
@@ -37,7 +38,8 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
     args, config, device = run.args, run.model.config, run.process.device
     hardware = ""
     if device.type == "cuda":
-        hardware = f" ({torch.cuda.get_device_name(device)})"
+        settings = [f"; {name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
+        hardware = f" ({torch.cuda.get_device_name(device)}{''.join(settings)})"
     elif device.type == "cpu":
         threads = run.identity["threads"]
         hardware = f" ({threads} thread{'s' * (threads > 1)}; another number rounds sums otherwise)"

@@ -105,3 +105,12 @@ end_with_torchrun()
 SPIN_COUNT = "10000"
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+# How a GPU's allocator is configured: the name, and older ones. Segments that can grow leave fewer
+# gaps between tensors of different sizes.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+HAS_SEGMENTS = sys.platform == "linux" and not any(
+    name in os.uname().release for name in ("microsoft", "tegra")
+)  # Windows warns of them, drivers of WSL (pytorch#192330) and of Jetsons fail
+if HAS_SEGMENTS and not os.environ.keys() & set(ALLOCATOR):
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
