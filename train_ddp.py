@@ -17,6 +17,10 @@ backward runs; so all take the same step and stay alike. The loop is train_minim
 object what depends on the number of processes (trainer/process.py); this file has DDP's answers.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # (left out by `python -I`)
 import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split

@@ -19,6 +19,10 @@ The rest is train_ddp.py's: the same data in the same order, and the same result
 to the bit, of more up to the order in which gradients are summed.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # (left out by `python -I`)
 import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split

@@ -22,12 +22,15 @@ answers what depends on how many processes there are; alone, it does nothing spe
 (trainer/process.py). `clock` notes where the time goes.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # (left out by `python -I`)
 import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
 import argparse
 import math
-import sys
 from typing import Any
 
 import numpy as np

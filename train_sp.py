@@ -16,6 +16,10 @@ A step descends the mean loss over all tokens, as with one process: the same num
 order in which they are added. With dropout the masks are others, as each process draws its own.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # (left out by `python -I`)
 import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split

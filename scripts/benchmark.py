@@ -20,10 +20,11 @@ Beside each time stands the planner's (planner/clock.py): on a GPU that planner.
 data sheet, on any other device by what it measures of it in three seconds, before the first run.
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/benchmark.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 import argparse

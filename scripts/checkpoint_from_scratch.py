@@ -14,10 +14,11 @@ byte may differ, else the exit code is 1.
 Read on: part 1 is the checkpoint, part 2 the story teller, part 3 the comparison.
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/checkpoint_from_scratch.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 import weakref

@@ -10,10 +10,11 @@ nothing; with a smaller --stride they overlap, and only what is new in each coun
 In float32, so that other programs find the same number. (A trainer: --amp-dtype auto.)
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/evaluate.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 import argparse

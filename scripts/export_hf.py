@@ -11,15 +11,15 @@ any more, nothing is written. Needs no transformers, but the package safetensors
 safetensors). The way back: --init-from.
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/export_hf.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 import argparse
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Any

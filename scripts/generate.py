@@ -5,10 +5,11 @@ python -m scripts.generate --prompt "def " --max-new-tokens 200 --temperature 0.
 The text appears as it is written, and ends where the model ends it: at <|endoftext|>.
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/generate.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 import argparse

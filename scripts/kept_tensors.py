@@ -6,10 +6,11 @@ python -m scripts.kept_tensors --policy cheap --no-amp --batch-size 8
 What JAX prints with `print_saved_residuals`. The model runs on fake tensors: any size, no memory.
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/kept_tensors.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 import argparse

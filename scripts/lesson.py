@@ -11,10 +11,11 @@ and the planner: one function an exercise, below the texts. Exit codes: 0 right,
 no answer at all.
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/lesson.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 import argparse

@@ -16,10 +16,11 @@ All of it comes from the planner (planner/record.py). The page itself is plain H
 JavaScript, in scripts/page/; this file puts the numbers into it.
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/memory_page.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 import argparse

@@ -11,10 +11,11 @@ much memory, and predicts the time, too. What is recommended leaves a margin to 
 (the CUDA context, kernels, an allocator's gaps): a tenth of the budget, on a GPU at least 1 GiB.
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/plan_memory.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 # isort: split

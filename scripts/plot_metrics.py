@@ -8,10 +8,11 @@ average over a twentieth of the run (--smooth 1: none). Dotted lines stand where
 Needs matplotlib: pip install matplotlib
 """
 
+import os
 import sys
 
 if not __package__:  # python scripts/plot_metrics.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 import argparse

@@ -18,6 +18,8 @@ from scripts import kept_tensors
 from trainer.flags import build_parser
 from trainer.start import SPIN_COUNT
 
+TRAINERS = ["train_minimal.py", "train_ddp.py", "train_fsdp.py", "train_sp.py"]
+
 
 def table(room: str) -> dict[str, list[str]]:
     """What the room's __init__.py lists: command -> the question that it answers, what it takes."""
@@ -44,11 +46,12 @@ def test_tools_start_by_their_path_too(tmp_path):
     for tool in startable("scripts"):
         if tool.endswith(".sh"):
             continue
-        before, _, after = (ROOT / "scripts" / f"{tool}.py").read_text().partition("import sys\n")
+        code = (ROOT / "scripts" / f"{tool}.py").read_text()
+        before, _, after = code.partition("import os\nimport sys\n")
         assert before.count('"""') == 2 and "import " not in before.rpartition('"""')[2], tool
         assert after.startswith(f"""
 if not __package__:  # python scripts/{tool}.py: the others lie one folder up
-    sys.path[0] += "/.."
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 """), tool
     words = [sys.executable, str(ROOT / "scripts/memory_timeline.py"), "--help"]
@@ -89,6 +92,16 @@ def test_signals_during_imports(tmp_path, words, module):
     )
     result = start(words, tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
+
+
+@pytest.mark.parametrize("words", ["scripts/generate.py", *TRAINERS])
+def test_python_may_leave_out_the_folder_of_the_program(tmp_path, words):
+    """As with PYTHONSAFEPATH, or `python -I`, which ignores the stand-in."""
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    result = start(words, tmp_path, PYTHONSAFEPATH="1")
+    assert (result.returncode, result.stderr) == (7, "")
+    if words == TRAINERS[0]:
+        assert start(f"-I {words} --help", tmp_path).stdout.startswith("usage: train_minimal.py")
 
 
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
