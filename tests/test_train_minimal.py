@@ -9,6 +9,7 @@ import importlib
 import itertools
 import math
 import re
+import sys
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.runs import metrics, parse, ready, same, snapshot, train_here
+from harness.runs import TINY, metrics, parse, ready, run, same, snapshot, train_here
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import train_minimal
@@ -344,3 +345,35 @@ def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
     said = "(a card; PYTORCH_ALLOC_CONF=expandable_segments:True), bfloat16\n"
     assert said in describe_run(run, "", None)
     run.held_lock.close()
+
+
+# ---- A torch that is made for one process
+
+ALONE = """
+import sys
+
+class WithoutDistributed:
+    # Asked before torch imports torch.distributed: by then only what is in C is there.
+    def find_spec(name, path, target=None):
+        if name == "torch.distributed":
+            for part in ("c10d", "rpc", "dist_autograd"):
+                delattr(sys.modules["torch._C"], f"_{part}_init")
+            sys.modules["torch._C._distributed_c10d"] = None
+
+sys.meta_path.insert(0, WithoutDistributed)
+import train_minimal
+
+assert not hasattr(train_minimal.torch.distributed, "Store")
+sys.path.insert(0, "tests")
+from harness.runs import plan_nothing
+
+plan_nothing()  # (torch's C++ is not another build's: it looks for DTensors among fake tensors)
+sys.exit(train_minimal.main(sys.argv[1:]))
+"""
+
+
+def test_torch_without_distributed(path):
+    """As AMD's for Windows is, and some of NVIDIA's for Jetsons."""
+    words = [*TINY, "--num-steps=1", f"--checkpoint-path={path}"]
+    result = run([sys.executable, "-c", ALONE, *words])
+    assert (result.returncode, result.stderr) == (0, "") and snapshot(path)["step"] == 1

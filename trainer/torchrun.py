@@ -59,7 +59,7 @@ class Torchrun(OneProcess):
         self.command = (*words, *self.command[1:])
 
     @cached_property
-    def store(self) -> dist.Store | None:
+    def store(self) -> "dist.Store | None":
         """Connect to the store in torchrun itself, which lives longer than what torchrun starts.
 
         None if it was something else that sets the same variables.
@@ -126,14 +126,14 @@ class Torchrun(OneProcess):
                 "others (one name, as `ip addr` lists them)"
             ) from None
 
-    def connect(self) -> dist.ProcessGroup | None:
+    def connect(self) -> "dist.ProcessGroup | None":
         """Connect the devices of all processes, for gradients; None: as the CPUs have met."""
         if self.device.type == "cpu" or not dist.is_nccl_available():  # (Windows; gloo can do both)
             return None
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=self.device)
 
 
-def common_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def common_name(store: "dist.Store", rank: int, world_size: int, timeout: timedelta) -> str:
     """A name that all processes of this attempt agree on, and that no earlier attempt knew.
 
     Each writes a random key over that of its predecessor, then again and again reads all keys and
