@@ -52,6 +52,10 @@ class SPProcess(FSDPProcess):
 
     def start(self) -> None:
         check_shared(self.args, self.world_size)  # each needs some tokens, and a head
+        # Two communicators share each GPU: weights are gathered by one while attention exchanges
+        # tokens by the other. This has NCCL (2.26 and later) run them in the order of the calls,
+        # which is the same in all processes; in any order they could wait for each other for ever.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         super().start()
 
     def place(self, model: MiniGPT) -> None:

@@ -25,6 +25,7 @@ from harness.runs import TINY, errors, metrics, parse, same, snapshot, start_tog
 
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
+from train_sp import SPProcess
 from trainer import agree, start
 from trainer.agree import FOLLOW, OWN, WAYS_OUT, Facts, check_alike, data_facts, facts
 from trainer.flags import UsageError, model_config
@@ -265,6 +266,20 @@ def test_each_process_connects_its_own_gpu(monkeypatch):
     process.device = GPU
     process.connect()
     assert asked == [{"backend": "nccl", "timeout": process.timeout, "device_id": GPU}]
+
+
+@pytest.mark.parametrize("own", [None, "0"])
+def test_nccl_keeps_the_order_of_calls_of_two_groups(monkeypatch, own):
+    """From before the first one on; but what the user has set stays."""
+    name, seen = "NCCL_LAUNCH_ORDER_IMPLICIT", []
+    monkeypatch.setenv(name, "0")
+    if own is None:
+        monkeypatch.delenv(name)
+    start_group = lambda *_, **__: seen.append(os.environ.get(name))  # noqa: E731
+    monkeypatch.setattr(dist, "init_process_group", start_group)
+    of_two(monkeypatch)
+    SPProcess(parse("--device=cpu")).start()
+    assert seen == [own or "1"]
 
 
 def test_gpus_without_nccl(monkeypatch):
