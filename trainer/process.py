@@ -47,7 +47,7 @@ class OneProcess:
         """As the flags ask for. Raises UsageError, also if torchrun has started several."""
         if os.environ.get("WORLD_SIZE", "1") != "1":
             world = f"WORLD_SIZE is {os.environ['WORLD_SIZE'][:40]}"
-            starts = "torchrun starts train_ddp.py or train_fsdp.py"
+            starts = "torchrun starts train_ddp.py, train_fsdp.py or train_sp.py"
             raise UsageError(f"{starts}; this is for one process, but {world}")
         return cls(choose_device(args.device))
 

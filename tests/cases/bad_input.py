@@ -337,7 +337,13 @@ ENVIRONMENTS = {
     "RANK=abc": rank("RANK.*abc.*torchrun", RANK="abc"),
     "RANK beyond WORLD_SIZE": rank("RANK.*5.*torchrun", RANK="5"),
     "MASTER_PORT=abc": rank("MASTER_PORT.*torchrun", MASTER_PORT="abc"),
-    "torchrun for one": Case("toy", "", ("torchrun starts train_ddp.py",), {}, {"WORLD_SIZE": "2"}),
+    "torchrun for one": Case(
+        "toy",
+        "",
+        ("torchrun starts train_ddp.py, .* train_sp.py; .* WORLD_SIZE is 2",),
+        {},
+        {"WORLD_SIZE": "2"},
+    ),
     "no cache, but a file": Case("toy", "", (LEADS_NOWHERE,), {"cache": b"my own"}),
     "a cache that leads nowhere": Case(
         "toy", "", (LEADS_NOWHERE,), {"cache": lambda path: path.symlink_to("nowhere")}
