@@ -494,6 +494,9 @@ def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(text_run, capsys):
 
     assert "data changed" not in said("--num-steps=5")  # found where it was
     moved = text.rename(text.with_name("moved.txt"))
+    assert resume_alone(path) == 2
+    gone = f"error: --train-data {text}: no such file or folder; if it has moved, add --train-data "
+    assert capsys.readouterr().err == f"{gone}NEW\n"
     out = said("--num-steps=6", f"--train-data={moved}")
     assert f"--train-data {text} -> {moved}" in out and "data changed" not in out
     moved.write_text(moved.read_text() + "zebras quarrel with quiet quetzals, one line more\n" * 9)

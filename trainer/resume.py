@@ -1,6 +1,7 @@
 """Go on from a snapshot: from which file, with which flags, and what may have changed meanwhile."""
 
 import argparse
+import glob
 import os
 from pathlib import Path
 from typing import NoReturn
@@ -109,8 +110,10 @@ def load_own(path: Path, run_id: str) -> Resumed | None:
 
 
 def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
-    """Give `args` the flags of the run that is resumed, where none were typed. Raises SnapshotError
-    if one was typed that the run cannot change."""
+    """Give `args` the flags of the run that is resumed, where none were typed.
+
+    Raises SnapshotError if one was typed that the run cannot change, or if its text is gone.
+    """
     # (Older snapshots do not say the optimizer.)
     saved, typed = {"optimizer": "adamw", **resumed.state["args"]}, args.typed
     toy, vocabulary = bool(saved.get("use_toy_data")), resumed.state["config"].get("vocab_size")
@@ -144,6 +147,11 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
         setattr(args, name, getattr(old, name))
     if changed := vars(args).pop("older", None):
         args.use_activation_checkpoint = join(args.use_activation_checkpoint, changed)
+    for name in sorted({"train_data", "val_data"} - typed):
+        for text in getattr(args, name) or ():
+            if not (os.path.lexists(text) or glob.has_magic(text)):
+                gone = f"{flag(name)} {text}: no such file or folder"
+                raise SnapshotError(f"{gone}; if it has moved, add {flag(name)} NEW")
 
 
 def keep_batch(args: argparse.Namespace, saved: State, world_size: int) -> None:
