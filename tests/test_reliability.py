@@ -253,7 +253,8 @@ def test_one_that_hangs_ends_the_job(tmp_path):
     result = broken_together(path, "hang:1:7", "--save-interval=5", **how)
     (line,) = (line for line in errors(result) if "rank 0" in line)
     assert "waited 20 s for the others in vain (MINIGPT_TIMEOUT_S): one hangs" in line
-    assert line.endswith(f"go on from {path}, step 5, with --resume")
+    command = f"torchrun --nproc-per-node=2 train_ddp.py --resume --checkpoint-path {path}"
+    assert line.endswith(f"; go on from {path}, step 5, with --resume: {command}")
     assert "Traceback" not in result.stderr and snapshot(path)["step"] == 5
 
 

@@ -207,7 +207,7 @@ class SkippedUpdates:
             flags = "--amp-dtype bfloat16 or --no-amp" if float16 else lower
             raise NotFinite(
                 f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} "
-                f"to {step}; {way_back(run)}, and try {flags}; --detect-anomaly finds the operation"
+                f"to {step}: try {flags}; --detect-anomaly finds the operation; {way_back(run)}"
             )
         if self.in_a_row:
             what = "loss or gradients are not finite, update skipped"
@@ -218,9 +218,10 @@ class SkippedUpdates:
 
 
 def way_back(run: Run | None) -> str:
-    """What to do when training had to stop, or (None) did not begin."""
+    """Say what to do when training had to stop, or (None) did not begin; a command stands last."""
     if run and run.saved_step:
-        return f"go on from {run.args.checkpoint_path}, step {run.saved_step}, with --resume"
+        saved = f"{run.args.checkpoint_path}, step {run.saved_step}"
+        return f"go on from {saved}, with --resume: {resume_command(run)}"
     return "start again (nothing was saved yet)" if run else "start again"
 
 
