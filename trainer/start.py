@@ -4,11 +4,11 @@ Standard library only, and little of it: before these lines have run, Ctrl-C and
 they do to any Python program, and a process whose torchrun was killed lives on.
 """
 
+# In C: the module around it takes longer to import than all else here.
+import _signal as signal  # type: ignore[import-not-found]
 import os
-import signal
 import sys
 import time
-from types import FrameType
 
 PROCESS_START = time.perf_counter()  # `import torch` takes a second or two
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -27,7 +27,7 @@ def say_stopped(when: str = "") -> None:
     print(f"{newline}stopped {when}".rstrip(), file=sys.stderr, flush=True)
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: "FrameType | None") -> None:
     """Handle SIGINT: raise KeyboardInterrupt, as always; but during an import end the process.
 
     Libraries written in C drop exceptions there, and fail later over what is missing then.
@@ -45,6 +45,8 @@ if STARTED:
         signal.signal(signal.SIGINT, interrupt)
     if hasattr(signal, "SIGUSR1"):  # it asks for a save: before training there is none to make
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+from types import FrameType  # noqa: E402  # (what is imported here can be interrupted)
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
