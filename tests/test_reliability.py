@@ -276,15 +276,20 @@ def test_no_process_outlives_torchrun(tmp_path):
     assert len(pids) == 2
 
 
-# Python runs this before anything else. What the first torchrun has started waits here, as in a
-# machine so busy that Python takes long to begin, until the test lets it go on.
-SLOW_START = """
-import os, time
-waits = os.environ.get("WAITS")
-if waits and "RANK" in os.environ and "train_ddp.py" in open("/proc/self/cmdline").read():
-    open(f"{waits}/{os.getpid()}", "w").close()
-    while not os.path.exists(f"{waits}/go on"):
-        time.sleep(0.01)
+# Python runs this before anything else. Processes of the first torchrun wait here, before they
+# import WAITS_FOR, until the test lets them go on: as on a machine so busy that it takes long.
+SLOW_IMPORTS = """
+import os, sys, time
+
+class Wait:
+    def find_spec(name, path, target=None):
+        if name == os.environ["WAITS_FOR"]:
+            open(f"{waits}/{os.getpid()}", "w").close()
+            while not os.path.exists(f"{waits}/go on"):
+                time.sleep(0.01)
+
+if (waits := os.environ.get("WAITS")) and "RANK" in os.environ:
+    sys.meta_path.insert(0, Wait)
 """
 # A script between torchrun and Python: it stays Python's parent when torchrun is gone.
 WRAPPER = """#!/bin/sh
@@ -296,32 +301,32 @@ exit $?
 @slow
 @only_linux
 @row("torchrun killed with")
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_orphans_do_not_take_the_place_of_the_next_run(tmp_path, thorough, wrapped):
-    """torchrun dies before the first lines of its processes run, and is started again at once, on
-    the same port: its store is there when they look for their own."""
+@pytest.mark.parametrize(("at", "wrapped"), [("trainer", 0), ("trainer", 1), ("torch", 1)])
+def test_orphans_do_not_take_the_place_of_the_next_run(tmp_path, thorough, at, wrapped):
+    """torchrun dies before the first lines of its processes run, or, unseen, later; and is started
+    again at once, on the same port: its store is there when they look for their own."""
     wrapper = tmp_path / "wrapper.sh"
     wrapper.write_text(WRAPPER)
     wrapper.chmod(0o755)
-    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORTS)
     script = f"--no-python {wrapper} train_ddp.py" if wrapped else "train_ddp.py"
     for turn in range(20 if thorough else 1):
         path, waits = tmp_path / f"{turn}.pt", tmp_path / f"waits {turn}"
         command = by_torchrun(path, script=script, launch=f"--master-port={free_port()}")
         command.remove("--standalone")
-        env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
+        env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHON": sys.executable, "WAITS_FOR": at}
         orphans = kill_torchrun_early(command, waits, env)
         second = subprocess.Popen(command, cwd=ROOT, env=env)
         try:
             (waits / "go on").touch()
-            check_gone(orphans)
+            check_gone(orphans, seconds=5 if at == "trainer" else DEADLINE)
             assert second.wait(DEADLINE) == 0 and snapshot(path)["step"] == 20
         finally:
             second.kill()
 
 
 def kill_torchrun_early(command: list[str], waits: Path, env: dict[str, str]) -> list[int]:
-    """By `kill -9`, while its two processes wait before their first lines; returns those."""
+    """By `kill -9`, while its two processes wait; returns those."""
     waits.mkdir()
     env = env | {"WAITS": str(waits)}
     launcher = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
@@ -333,10 +338,10 @@ def kill_torchrun_early(command: list[str], waits: Path, env: dict[str, str]) ->
     return [int(file.name) for file in waits.iterdir()]
 
 
-def check_gone(pids: list[int]) -> None:
+def check_gone(pids: list[int], seconds: float = 5) -> None:
     """Soon, by themselves."""
     try:
-        wait_until(lambda: not any(map(is_alive, pids)), "end of both", seconds=5)
+        wait_until(lambda: not any(map(is_alive, pids)), "end of both", seconds)
     finally:
         for pid in filter(is_alive, pids):
             os.kill(pid, signal.SIGKILL)
