@@ -147,11 +147,14 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
         setattr(args, name, getattr(old, name))
     if changed := vars(args).pop("older", None):
         args.use_activation_checkpoint = join(args.use_activation_checkpoint, changed)
-    for name in sorted({"train_data", "val_data"} - typed):
-        for text in getattr(args, name) or ():
-            if not (os.path.lexists(text) or glob.has_magic(text)):
-                gone = f"{flag(name)} {text}: no such file or folder"
-                raise SnapshotError(f"{gone}; if it has moved, add {flag(name)} NEW")
+    gone = [
+        f"{flag(name)} {text}: no such file or folder; if it has moved, add {flag(name)} NEW"
+        for name in ("train_data", "val_data")
+        for text in getattr(args, name) or ()
+        if not (name in typed or os.path.lexists(text) or glob.has_magic(text))
+    ]
+    if gone:
+        raise SnapshotError(gone[0])
 
 
 def keep_batch(args: argparse.Namespace, saved: State, world_size: int) -> None:

@@ -12,12 +12,11 @@ import time
 
 PROCESS_START = time.perf_counter()  # `import torch` takes a second or two
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-PROGRAM = os.path.realpath(sys.argv[0])
+FOLDER = os.path.dirname(os.path.realpath(sys.argv[0]))
 # Was a trainer, tool or study started, by its path or by -m (more Python does not know yet)? Or
 # does a test import?
-FOLDER = os.path.dirname(PROGRAM)
 STARTED = sys.argv[0] == "-m" or (
-    PROGRAM.endswith(".py") and ROOT in (FOLDER, os.path.dirname(FOLDER))
+    sys.argv[0].endswith(".py") and ROOT in (FOLDER, os.path.dirname(FOLDER))
 )
 
 
@@ -58,11 +57,7 @@ def end_with_torchrun() -> None:
     lock of its snapshots, and takes a rank of the next run on the same port. Linux sends SIGKILL
     when the parent dies: a process that tried to save first could wait for others for ever. (To
     stop and save, send SIGTERM to torchrun: it passes it on, and leaves 30 seconds for it.)
-
-    Processes that torchrun has not started are left alone.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
     if sys.platform == "linux":
         import ctypes
 
@@ -100,7 +95,8 @@ def read(path: str) -> str:
         return ""
 
 
-end_with_torchrun()
+if "TORCHELASTIC_RUN_ID" in os.environ:  # it was torchrun that started this process
+    end_with_torchrun()
 
 # Idle OpenMP threads should soon sleep: by default they spin for long, and on a busy machine that
 # takes the cores away from the threads that have work. Read when the library is loaded.
