@@ -85,15 +85,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--at-peak", action="store_true",
         help="list what is alive at the peak: with the --use-activation-checkpoint (...) that is "
         "typed, else with the one that is recommended, else with none")  # fmt: skip
-    add("--memory-viz", type=flags.output_file, metavar="FILE.pickle",
-        help="write the same step there, for https://pytorch.org/memory_viz")  # fmt: skip
     add("--json", type=flags.output_file, metavar="FILE", help="write the table there, in bytes")
     args = parser.parse_args(argv)
     check(args)
     typed = set(args.typed)
     open_init_from(args)
     args.implied = dict.fromkeys(args.typed - typed)  # what the weights say, nobody needs to type
-    args.typed_policy = plan_peak.typed_policy(args) if wants_record(args) else None
+    args.typed_policy = plan_peak.typed_policy(args) if args.at_peak else None
     args.use_activation_checkpoint = "none"  # the rows are changes of a run without recompute
     flags.fill_in(args, 1 if args.sp else args.nproc_per_node or 1, is_run=False)
     if args.sp:
@@ -102,14 +100,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def wants_record(args: argparse.Namespace) -> bool:
-    return args.at_peak or args.memory_viz is not None
-
-
 def check(args: argparse.Namespace) -> None:
     """Raises UsageError where flags do not go together."""
-    if args.json and args.json == args.memory_viz:
-        raise UsageError(f"--json and --memory-viz: both are to be written to {args.json}")
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
     if args.fsdp and args.sp:
@@ -316,12 +308,9 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
     if note := "".join({row.asked.planner.note for row in (settings or table)[:1]}):
         bar.write(f"note     {note}\n")
     taken, record = settings[0] if settings else recommend(table), None
-    if wants_record(args):
+    if args.at_peak:
         record = plan_peak.record_step(asked, taken)
-        if args.at_peak:
-            bar.write(plan_peak.format_peak(record) + "\n")
-        if args.memory_viz:
-            plan_peak.write_viz(args.memory_viz, record, asked.card, args.compile)
+        bar.write(plan_peak.format_peak(record) + "\n")
     run, lines = plan_table.whole_run(asked, taken)
     if settings:
         lines.append(command_line(args, **settings[0].changes(args)))

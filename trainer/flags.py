@@ -46,6 +46,8 @@ LARGEST = {  # sizes of a model
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), MOST),
 }
 AUTO = ("auto", "auto+offload")  # a run finds its policy by itself
+# A flag that is no more -> what there is instead.
+GONE = {"--memory-viz": "python -m scripts.memory_page shows it"}
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # each says it alone
 # Flags that are gone -> how their place is taken.
 GONE = {"--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size"}

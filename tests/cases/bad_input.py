@@ -130,8 +130,7 @@ REFUSED_BY = {
     },
     "plan_memory": {
         "--json=nowhere/plan.json": "--json: there is no folder nowhere",
-        "--memory-viz=.": "--memory-viz: . is a folder",
-        "--json=x --memory-viz=x": "--json and --memory-viz: both are to be written to x",
+        "--memory-viz=x.pickle": "--memory-viz=x.pickle; python -m scripts.memory_page shows it",
         "--fsdp": "--fsdp: over how many processes",
         "--sp": "--sp: over how many processes",
         "--sp --fsdp --nproc-per-node=2": "--fsdp and --sp: leave --fsdp out",
