@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from model import MLP, RECOMPUTE_POLICIES, MiniGPTConfig
-from planner import Planner, StepMemory
+from planner import KINDS, Planner, StepMemory
 from planner.formulas import head_bytes, recompute_cost
 from scripts import tool
 from scripts.checkpoint_from_scratch import run_step
@@ -376,8 +376,9 @@ def gradients_that_wait() -> Measured:
         start = int(step.total[0])
         each = f"{start / MIB:,.0f} MiB, {start / n_parameters:.0f} a parameter"
         lines.append(f"{each:<33}  {step.peak / MIB:6,.0f} MiB   {name}")
-    before, now = steps.values()
-    return int(now.total[0] - before.total[0]) / MIB, lines
+    # (Not by the difference of all that is there: a smaller batch also has fewer token ids.)
+    before, now = (int(step.timeline[0, KINDS.index("gradients")]) for step in steps.values())
+    return (now - before) / MIB, lines
 
 
 def policy_for_a_card() -> Measured:
