@@ -14,61 +14,51 @@ if not __package__:  # python scripts/kept_tensors.py: the others lie one folder
     import scripts  # noqa: F401
 
 import argparse
-import linecache
-from collections import Counter
-from pathlib import Path
+import re
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
-from planner.log import Storage, kept_for_backward
+from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from planner import Planner
+from planner.log import Storage
+from planner.record import code_of
 from scripts import tool
+from scripts.plan_table import align
 from trainer.flags import SHAPES, OneLineParser, UsageError, number
 from trainer.metrics import format_bytes
 
-ROOT = Path(__file__).parent.parent
+RESULT = "add: x + update"  # what a block hands on: the next one's input
 
 
 def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
-    """What a model of two blocks keeps more than a model of one."""
-
-    def kept(n_layers: int) -> list[Storage]:
-        C, H, T = args.d_model, args.n_heads, args.seq_len
-        config = MiniGPTConfig(64, T, n_layers, H, C, d_ff=4 * C, dropout=0.0, recompute=policy)
-        with FakeTensorMode():
-            model = MiniGPT(config).train()
-            ids = torch.zeros(args.batch_size, T, dtype=torch.int64)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not args.no_amp, cache_enabled=False):
-            return kept_for_backward(model, lambda: model(ids, ids))
-
-    def key(tensor: Storage) -> tuple:
-        return tensor.module, tensor.operator, tensor.shape, tensor.dtype
-
-    one, more = Counter(map(key, kept(1))), []
-    for tensor in kept(2):
-        one[key(tensor)] -= 1
-        if one[key(tensor)] < 0:
-            more.append(tensor)
-    return more
+    """What the second of two blocks keeps: its input, then the rest in the order in which it is
+    made. Raises ValueError if the sizes do not go together."""
+    C, H, T = args.d_model, args.n_heads, args.seq_len
+    planner = Planner(
+        MiniGPTConfig(64, T, 2, H, C, d_ff=4 * C, dropout=0.0),
+        T,
+        precision=torch.float32 if args.no_amp else torch.bfloat16,
+        make_optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+    )
+    storages = planner.record(args.batch_size, recompute=policy).storages
+    kept = [s for s in storages if s.kind == "activations" and s.born]
+    # The first block's result, and all of the second one but its result.
+    return [s for s in kept if (s.block == 1) != (s.name == RESULT)]
 
 
 def table(policy: str, tensors: list[Storage], unit: int) -> str:
     """One line a tensor; `unit`: bytes of one (B, T, C) tensor with one byte an element."""
     total = sum(tensor.bytes for tensor in tensors)
-    lines = [f"{policy}: {len(tensors)} tensors, {format_bytes(total)} ({total / unit:.2f} BTC)"]
+    lines = [("bytes>", "BTC>", "what<", "shape<", "why<", "line<")]
     for tensor in tensors:
-        file, _, line = tensor.line.partition(":")
-        code = linecache.getline(str(ROOT / file), int(line)).split("#")[0].strip()
-        module = tensor.module.removeprefix("MiniGPT").removeprefix(".blocks.0")
-        name = f"{module.removeprefix('.blocks.1').removeprefix('.') or 'block'} {tensor.operator}"
+        name = "x: the block's input" if tensor.name == RESULT else tensor.name
+        what, why = (re.sub(r"\bblocks\.1(\.|: )", "", text) for text in (name, tensor.why))
         shape = "x".join(map(str, tensor.shape))
         kind = str(tensor.dtype).removeprefix("torch.")
-        lines.append(
-            f"  {format_bytes(tensor.bytes):>10} {tensor.bytes / unit:5.2f}  {kind:<8} {shape:<12} "
-            f"{name[:34]:<34} {tensor.line:<22} {code}"
-        )
-    return "\n".join(lines)
+        size = format_bytes(tensor.bytes), f"{tensor.bytes / unit:.2f}"
+        lines.append((*size, what, f"{shape} {kind}", why, f"{tensor.line} {code_of(tensor.line)}"))
+    title = f"{policy}: {len(tensors)} tensors, {format_bytes(total)} ({total / unit:.2f} BTC)"
+    return f"{title}\n{align([[*column] for column in zip(*lines, strict=True)])}"
 
 
 @tool

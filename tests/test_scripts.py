@@ -178,14 +178,29 @@ def test_recipes_run_and_know_their_flags(tmp_path, recipe, program, sequences):
 
 
 def test_kept_tensors_lists_every_policy(capsys):
+    """Below a header, the block's input first; why each is kept; they add up to the title."""
     flags = ["--batch-size", "1", "--seq-len", "64", "--d-model", "48", "--n-heads", "4"]
     assert kept_tensors.main(flags) == 0
-    tables = capsys.readouterr().out.strip().split("\n\n")
-    assert [table.split(":")[0] for table in tables] == list(RECOMPUTE_POLICIES)
-    assert re.search(r"MiB|KiB", tables[0].splitlines()[0])
-    gelu = r"bfloat16 1x64x192 +mlp gelu +model.py:\d+ +return self.c_proj\(F.gelu"
-    assert re.search(gelu, tables[0])
-    assert "gelu" not in tables[1].replace("F.gelu", "")  # cheap: replayed
+    tables = [table.splitlines() for table in capsys.readouterr().out.strip().split("\n\n")]
+    assert [title.split(":")[0] for title, *_ in tables] == list(RECOMPUTE_POLICIES)
+    for title, *lines in tables:
+        head, *rows = (re.split("  +", line.strip()) for line in lines)
+        assert head == ["bytes", "BTC", "what", "shape", "why", "line"]
+        assert [row[2] == "x: the block's input" for row in rows] == [
+            True,
+            *[False] * (len(rows) - 1),
+        ]
+        for *_, why, line in rows:
+            assert re.search(r"backward|gradient|replay", why)
+            assert re.match(r"\S+\.py:\d+ .*\w", line)
+        n, total = re.search(r": (\d+) tensors, .*\((.*) BTC\)", title).groups()
+        assert len(rows) == int(n)
+        assert abs(sum(float(row[1]) for row in rows) - float(total)) < 0.006 * len(rows)
+    gelu = (
+        r" mlp: gelu +1x64x192 bfloat16 .* weight needs its input +model.py:\d+ return self.c_proj"
+    )
+    assert re.search(gelu, "\n".join(tables[0]))
+    assert not re.search(" mlp: gelu ", "\n".join(tables[1]))  # cheap: replayed
 
 
 def test_kept_tensors_of_a_shape_by_name(capsys):
@@ -195,4 +210,4 @@ def test_kept_tensors_of_a_shape_by_name(capsys):
         assert kept_tensors.main(["--policy", "full", *more, "--no-amp"]) == 0
         out = capsys.readouterr().out
         assert out.startswith("full: 1 tensors")
-        assert re.findall(r"float32 +2x1024x(\d+)", out) == [size]
+        assert re.findall(r"2x1024x(\d+) float32 ", out) == [size]
