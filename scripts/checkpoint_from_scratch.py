@@ -321,8 +321,8 @@ def print_table(steps: dict[str, Step]) -> None:
             loss = "equal" if torch.equal(step.loss, none.loss) else "NOT EQUAL"
             gradients = "equal" if same_gradients(step, none) else "NOT EQUAL"
         print(
-            f"    {variant:<22}{loss:<11}{gradients:<12}{step.flops:>12,}{step.kept:>12,}"
-            f"{step.flops / none.flops:>8.3f}{step.kept / none.kept:>8.3f}"
+            f"    {variant:<22}{loss:<11}{gradients:<12}{step.flops:>12,}"
+            f"{step.flops / none.flops:>7.3f}{step.kept:>12,}{step.kept / none.kept:>7.3f}"
         )
 
 
@@ -339,11 +339,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.quiet:
         tell_the_story(args.dropout)
-    print(f"One step of a MiniGPT with {CONFIG.n_layers} blocks, dropout {args.dropout:g}.")
-    print(
-        f"{'':<26}{'loss':<11}{'gradients':<12}{'FLOPs':>12}{'bytes kept':>12}"
-        f"{'times no checkpoint':>20}"
-    )
+    model = f"a MiniGPT with {CONFIG.n_layers} blocks, dropout {args.dropout:g}"
+    print(f"One step of {model}; times: relative to no checkpoint.")
+    times = f"{'times':>7}"
+    print(f"{'':<26}{'loss':<11}{'gradients':<12}{'FLOPs':>12}{times}{'bytes kept':>12}{times}")
     failures = []
     for precision, dtype in PRECISIONS.items():
         print(precision)

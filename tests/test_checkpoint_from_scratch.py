@@ -208,6 +208,10 @@ def test_main_tells_the_story_and_prints_the_table(capsys):
         assert precision in table
     assert table.count("this file ") == 2 and len(re.findall(r"\bequal {5,}", table)) == 2 * 2 * 3
     assert "NOT EQUAL" not in table
+    # Each column of numbers ends below its own word.
+    head, *rows = (line for line in table.splitlines()[1:-1] if line not in PRECISIONS)
+    ends = [match.end() for match in re.finditer(r"FLOPs|bytes kept|times", head)]
+    assert [[m.end() for m in re.finditer(r"\S+", row)][-4:] for row in rows] == [ends] * len(rows)
 
 
 def test_main_is_silent_on_demand_and_fails_if_something_differs(capsys, monkeypatch):
