@@ -24,9 +24,11 @@ import errno
 import gc
 import os
 import sys
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable
 from functools import wraps
 from io import TextIOWrapper
+from pathlib import Path
 
 from trainer.start import STARTED, say_stopped
 
@@ -62,6 +64,16 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
             return 130  # 128 + SIGINT
 
     return main
+
+
+def add_snapshot(parser: ArgumentParser, what: str) -> None:
+    """The snapshot that a command reads, FILE or --checkpoint-path FILE; `what`: its help."""
+    add, path = parser.add_argument, Path("checkpoints/minigpt_single.pt")
+    # (argparse hands SUPPRESS itself to the type where no FILE is typed.)
+    add("checkpoint_path", nargs="?", default=SUPPRESS, metavar="FILE",
+        type=lambda word: word if word is SUPPRESS else Path(word),
+        help=f"{what} (default: {path})")  # fmt: skip
+    add("--checkpoint-path", type=Path, default=path, metavar="FILE", help="the same")
 
 
 def flush() -> None:

@@ -1,7 +1,7 @@
 """How well does a trained model predict a text? Loss, perplexity and bits/byte over all of it.
 
 A run on the validation part of its own data, then on another text, in windows that overlap:
-    python -m scripts.evaluate --checkpoint-path checkpoints/minigpt_single.pt
+    python -m scripts.evaluate checkpoints/minigpt_single.pt
     python -m scripts.evaluate --val-data book.txt --stride 16
 
 All of it is one row of tokens, and every one but the first counts once. The model sees a window of
@@ -36,7 +36,7 @@ from data.batches import SCAN
 from data.documents import TOKEN_SUFFIXES, read_documents, suffix_of
 from data.files import find_files
 from model import MiniGPT
-from scripts import tool
+from scripts import add_snapshot, tool
 from trainer import flags
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.endings import is_out_of_memory
@@ -170,9 +170,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
 def main(argv: list[str]) -> None:
     parser = flags.OneLineParser(prog="python -m scripts.evaluate", description="Loss over a text.")
     add, count = parser.add_argument, flags.number(int, 1, 10**9)
+    add_snapshot(parser, "snapshot, or transformers folder")
     # fmt: off
-    add("--checkpoint-path", type=Path, default=Path("checkpoints/minigpt_single.pt"),
-        metavar="PATH", help="snapshot, or transformers folder (default: %(default)s)")
     add("--val-data", nargs="+", metavar="PATH", help="files, folders or globs, as the trainers "
         "take them; all of it counts (default: the validation part of the run's own data)")
     add("--max-tokens", type=count, metavar="N", help="only the first N (default: all)")

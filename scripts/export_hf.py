@@ -1,6 +1,6 @@
 """A trained MiniGPT as a folder that Hugging Face's transformers opens, and all that reads those.
 
-    python -m scripts.export_hf --checkpoint-path checkpoints/minigpt_single.pt --out minigpt-hf
+    python -m scripts.export_hf checkpoints/minigpt_single.pt --out minigpt-hf
 
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
     pipeline("text-generation", "minigpt-hf")("def ")
@@ -32,7 +32,7 @@ from data import Tokenizer
 from data.tokenizer_json import to_json
 from model import MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters
-from scripts import tool
+from scripts import add_snapshot, tool
 from trainer.flags import OneLineParser, UsageError, output_folder, words_of
 from trainer.hf import GPT2_ALONE, SIZES, THEIRS, renamed, turned, write_tensors
 from trainer.pretrained import Pretrained, open_pretrained
@@ -58,9 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.export_hf", description="Export a snapshot for transformers."
     )
     add = parser.add_argument
+    add_snapshot(parser, "snapshot to export")
     # fmt: off
-    add("--checkpoint-path", type=Path, default=Path("checkpoints/minigpt_single.pt"),
-        metavar="FILE", help="snapshot to export (default: %(default)s)")
     add("--out", type=output_folder, required=True, metavar="FOLDER",
         help="is made; if it is there, it must be empty")
     # fmt: on

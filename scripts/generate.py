@@ -14,13 +14,12 @@ if not __package__:  # python scripts/generate.py: the others lie one folder up
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from data import Tokenizer
 from model import MiniGPT
-from scripts import tool
+from scripts import add_snapshot, tool
 from trainer.device import choose_device
 from trainer.endings import is_out_of_memory
 from trainer.flags import OneLineParser, UsageError, number
@@ -33,9 +32,8 @@ SEPARATOR = "\n----------------\n"
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="python -m scripts.generate", description="Sample from a snapshot.")
     add, shown = parser.add_argument, "(default: %(default)s)"
+    add_snapshot(parser, "snapshot to sample from")
     # fmt: off
-    add("--checkpoint-path", type=Path, default=Path("checkpoints/minigpt_single.pt"),
-        metavar="FILE", help="snapshot to sample from (default: %(default)s)")
     add("--prompt", default="", metavar="TEXT", help="(default: empty, a document from its start)")
     add("--max-new-tokens", type=number(int, 1, 10**6), default=200, metavar="N", help=shown)
     add("--num-samples", type=number(int, 1, 10**4), default=1, metavar="N", help=shown)

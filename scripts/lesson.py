@@ -453,7 +453,7 @@ def main(argv: list[str]) -> int:
     add("answer", nargs="*", metavar="ANSWER", help="is it right?")
     add("--measure", action="store_true", help="see for yourself, in a few seconds")
     add("--solution", action="store_true", help="the answer, and why (without N: all of them)")
-    args = parser.parse_intermixed_args(argv)  # 3 --measure 36
+    args = parser.parse_args(argv)
     n, code = args.exercise, 0
     if n is None and args.measure:
         raise UsageError("--measure needs the number of an exercise")

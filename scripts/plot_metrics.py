@@ -1,7 +1,7 @@
 """Draw training runs from their metrics.jsonl: loss, perplexity, learning rate, speed, memory.
 
 python -m scripts.plot_metrics checkpoints/*.metrics.jsonl                      # out/metrics.png
-python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --output curves.svg
+python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --out curves.svg
 
 Single log lines are noisy: of a long run they are a thin line, and the thick one over it is their
 average over a twentieth of the run (--smooth 1: none). Dotted lines stand where a run was resumed.
@@ -197,20 +197,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     # fmt: off
     add("metrics", nargs="+", type=Path, metavar="FILE.metrics.jsonl")
-    add("--output", type=Path, metavar="PICTURE", help="(default: out/metrics.png)")
-    add("--format", choices=tuple(FORMATS), help="(default: as --output ends, else png)")
+    add("--out", type=Path, metavar="PICTURE", help="(default: out/metrics.png)")
+    add("--format", choices=tuple(FORMATS), help="(default: as --out ends, else png)")
     add("--smooth", type=number(int, 1, 10**9), metavar="N",
         help="log lines that the thick line averages, 1 = no such line (default: a twentieth of "
         f"the run if it has {LONG} or more)")
     # fmt: on
     args = parser.parse_args(argv)
     ending = f".{args.format or 'png'}"
-    if args.output is None:
-        args.output = Path("out", f"metrics{ending}")
-    elif not args.output.suffix:
-        args.output = args.output.with_suffix(ending)
-    elif args.format and args.output.suffix != ending:
-        raise UsageError(f"--format {args.format} and --output {args.output} contradict each other")
+    if args.out is None:
+        args.out = Path("out", f"metrics{ending}")
+    elif not args.out.suffix:
+        args.out = args.out.with_suffix(ending)
+    elif args.format and args.out.suffix != ending:
+        raise UsageError(f"--format {args.format} and --out {args.out} contradict each other")
     return args
 
 
@@ -220,12 +220,12 @@ def main(argv: list[str]) -> None:
     runs = load(args.metrics)
     figure = draw(load_pyplot("plot_metrics"), runs, args.smooth)
     try:
-        if args.output.parent == Path("out"):
-            args.output.parent.mkdir(exist_ok=True)
-        save_picture(figure, args.output)
+        if args.out.parent == Path("out"):
+            args.out.parent.mkdir(exist_ok=True)
+        save_picture(figure, args.out)
     except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
-        raise UsageError(f"--output {args.output}: {error}") from None
-    print(f"wrote {args.output}")
+        raise UsageError(f"--out {args.out}: {error}") from None
+    print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ def test_curves_are_written_where_git_does_not_look(plt, tmp_path, monkeypatch, 
     metrics = "run.metrics.jsonl"  # as a trainer leaves it
     (tmp_path / metrics).write_text("".join(json.dumps(one) + "\n" for one in run(3)))
     made = {"out/metrics.png": [], "out/metrics.svg": ["--format", "svg"]}
-    made["curves.pdf"] = ["--format", "pdf", "--output", "curves"]
+    made["curves.pdf"] = ["--format", "pdf", "--out", "curves"]
     for name, flags in made.items():
         assert plot_metrics.main([metrics, *flags]) == 0
         assert capsys.readouterr().out == f"wrote {name}\n" and (tmp_path / name).exists()

@@ -396,7 +396,7 @@ def test_all_trainers_start_from_the_same(tmp_path):
 
 def evaluated(path: Path, *flags: str) -> dict:
     file = path.with_name("found.json")
-    assert evaluate.main([f"--checkpoint-path={path}", f"--json={file}", *flags]) == 0
+    assert evaluate.main([str(path), f"--json={file}", *flags]) == 0
     return json.loads(file.read_text())
 
 

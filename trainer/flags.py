@@ -62,7 +62,10 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parsed, unknown = self.parse_known_args(args, namespace)
+        # Words that are no flag's may stand before, behind and between the flags.
+        words = self._get_positional_actions()
+        parse = self.parse_known_intermixed_args if words else self.parse_known_args
+        parsed, unknown = parse(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(name, self._option_string_actions, n=1)

@@ -158,7 +158,10 @@ REFUSED_BY = {
     },
     "memory_page": {"--out=.": "--out: . is a folder", "--card=H1000": "--card: .*'H1000'"},
     "memory_timeline": {f"--out={__file__}": "--out: .* is a file"},
-    "plot": {"x --format=svg --output=y.png": "--format svg and --output y.png contradict"},
+    "plot": {
+        "x --format=svg --out=y.png": "--format svg and --out y.png contradict",
+        "x --output=y.png": "unrecognized arguments: --output=y.png; did you mean --out",
+    },
     "cards": {"--cards=M1": "--cards: M1 is no NVIDIA card"},
     "lesson": {
         "12": "N: must be a whole number of at least 1 and at most 11, not '12'",
@@ -168,6 +171,7 @@ REFUSED_BY = {
         "6 e": "answer one of a, b, c, d, not 'e'",
         "10 auto": "answer one of none, cheap, .*, not 'auto'",
         "--measure": "--measure needs the number of an exercise",
+        "4 --mesure": "unrecognized arguments: --mesure; did you mean --measure",
     },
     "fine_tuning": {
         "--resume": "--resume: this script chooses it",

@@ -223,12 +223,12 @@ EVALUATE: dict[str, tuple[str, str, dict[str, Write]]] = {  # ..., other files, 
 }
 LINE = b'{"step": 1, "train_loss": 2.5}\n'
 PLOT: dict[str, tuple[str, str, dict[str, Write]]] = {
-    "a snapshot": ("run.pt --output=x.png", f"log is {LOG}", {"run.pt": GOOD, LOG: LINE}),
+    "a snapshot": ("run.pt --out=x.png", f"log is {LOG}", {"run.pt": GOOD, LOG: LINE}),
     "no such file": ("x.jsonl", "cannot read x.jsonl: No such file", {}),
-    "no picture format": ("x.jsonl --output=x.jsonl", "--output x.jsonl", {"x.jsonl": LINE}),
-    "no folder": ("x.jsonl --output=no/x.png", "--output no/x.png", {"x.jsonl": LINE}),
+    "no picture format": ("x.jsonl --out=x.jsonl", "--out x.jsonl", {"x.jsonl": LINE}),
+    "no folder": ("x.jsonl --out=no/x.png", "--out no/x.png", {"x.jsonl": LINE}),
     **{
-        name: ("x.jsonl --output=x.png", NO_STEP, {"x.jsonl": content})
+        name: ("x.jsonl --out=x.png", NO_STEP, {"x.jsonl": content})
         for name, content in {
             "text": b"not json",
             "no step": b'{"loss": 3}',
@@ -238,6 +238,14 @@ PLOT: dict[str, tuple[str, str, dict[str, Write]]] = {
 }
 SCRIPTS = {
     "generate: no snapshot": Case("generate", "", ("there is no snapshot and no folder run.pt",)),
+    **{  # named as a word of its own, before or behind flags
+        f"{tool}: {flags}": Case(tool, flags, ("no snapshot and no folder other.pt",))
+        for tool, flags in (
+            ("generate", "other.pt --seed=1"),
+            ("evaluate", "--stride=1 other.pt --batch-size=2"),
+            ("export_hf", "--out=x other.pt"),
+        )
+    },
     "kept_tensors: heads": Case("kept_tensors", "--d-model=50", ("--d-model, --n-heads: ",)),
     "ladder: no folder": Case("ladder", "--json=no/x.json", ("--json: there is no folder no",)),
     **{
