@@ -1,19 +1,4 @@
-"""What people type: `python -m scripts.NAME`, or `python scripts/NAME.py`; each has its --help.
-
-command                  the question that it answers                         takes
-generate                 what does a trained model write?                     seconds
-evaluate                 how good is it?                                      seconds to minutes
-export_hf                how do I use it with transformers?                   seconds
-plot_metrics             how did the training go?                             seconds
-plan_memory              what fits, how fast is it, which flags are best?     seconds to minutes
-memory_page              what is alive at the peak, and why? (in a browser)   seconds
-memory_timeline          where does a step's memory go? (three pictures)      half a minute
-benchmark                what does each policy cost on this machine?          minutes
-kept_tensors             which tensors does a block keep for backward?        seconds
-checkpoint_from_scratch  how does an activation checkpoint work?              seconds
-lesson                   have I understood it? (eleven exercises)             half an hour
-gpt2_small.sh            how do I train GPT-2 small on one GPU?               days
-gpt2_small_ddp.sh        and on all GPUs of a machine?                        days
+"""What people type: `python -m scripts` lists it.
 
 Python runs this file before any of them, before `import torch` even, which takes seconds. So here
 stands what a user may do to all of them at any time: stop them, and look at the first lines only.
@@ -23,14 +8,51 @@ import atexit
 import errno
 import gc
 import os
+import re
 import sys
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import wraps
 from io import TextIOWrapper
 from pathlib import Path
 
 from trainer.start import STARTED, say_stopped
+
+LISTING = """\
+NAME stands for python -m scripts.NAME (or python scripts/NAME.py), NAME.py for python NAME.py.
+Each has its --help; and wherever a run is planned, the trainers' own flags mean the same.
+
+what you type                             the question that it answers                takes
+
+before a run
+plan_memory --model gpt2 --card RTX-4090  does it fit there, and how long is a step?  seconds
+plan_memory --card L4 --all-knobs         which knobs give the fastest step?          seconds
+plan_memory --card L4 --longest-sequence  how long may a sequence be?                 a minute
+plan_memory --at-peak                     what is alive at the peak, by name?         seconds
+memory_page                               what is alive when, and why? (a page)       seconds
+memory_timeline                           where does a step's memory go? (pictures)   half a minute
+benchmark                                 what does each policy cost on my machine?   minutes
+
+training
+train_minimal.py --train-data book.txt    how do I train on my own text?              minutes on
+train_minimal.py --init-from gpt2         how do I start from GPT-2's weights?        minutes on
+train_minimal.py --profile 4              where does the time of a step go?           a minute
+train_minimal.py --resume                 how does a run go on? (other devices, too)  seconds
+gpt2_small.sh                             how do I train GPT-2 small on one GPU?      days
+gpt2_small_ddp.sh                         and on all GPUs of a machine?               days
+
+after a run
+generate --prompt "def "                  what does a trained model write?            seconds
+evaluate --val-data book.txt              how good is it?                             minutes
+plot_metrics FILE                         how did the training go? (a picture)        seconds
+export_hf --out FOLDER                    how do I use it with transformers?          seconds
+
+to learn
+lesson                                    have I understood it? (eleven exercises)    half an hour
+kept_tensors                              what does one block keep for backward?      seconds
+checkpoint_from_scratch                   how does an activation checkpoint work?     seconds
+"""
 
 
 def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
@@ -86,7 +108,20 @@ def flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def refuse_a_part(module: str) -> None:
+    """Exits where `python -m` was given a module of this room that is no command."""
+    name = module.removeprefix("scripts.")
+    commands = re.findall(r"^(\w+) .*\?", LISTING, re.M)
+    if name != module and name not in commands:
+        near = get_close_matches(name, commands, n=1, cutoff=0.45)
+        hint = f"did you mean python -m scripts.{near[0]}? " if near else ""
+        print(f"error: {module} is no command; {hint}python -m scripts lists all", file=sys.stderr)
+        sys.exit(2)
+
+
 if STARTED:
+    if sys.argv[0] == "-m":  # so it is while a package is imported: then `-m NAME` comes before
+        refuse_a_part(sys.orig_argv[-len(sys.argv)].removeprefix("-m"))
     atexit.register(flush)
     if isinstance(sys.stdout, TextIOWrapper):  # a letter that it cannot spell is no reason to crash
         sys.stdout.reconfigure(errors="replace")

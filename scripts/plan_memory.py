@@ -33,7 +33,7 @@ from planner.formulas import closed_form, count_parameters
 from planner.operators import PRECISIONS
 from planner.record import Record
 from planner.shards import share_of
-from scripts import plan_knobs, plan_peak, plan_table, tool
+from scripts import plan_knobs, plan_table, tool
 from scripts.plan_knobs import STEP, setting_json, with_length
 from scripts.plan_table import Row, digits, recommend
 from trainer import flags
@@ -91,7 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     typed = set(args.typed)
     open_init_from(args)
     args.implied = dict.fromkeys(args.typed - typed)  # what the weights say, nobody needs to type
-    args.typed_policy = plan_peak.typed_policy(args) if args.at_peak else None
+    args.typed_policy = plan_table.typed_policy(args) if args.at_peak else None
     args.use_activation_checkpoint = "none"  # the rows are changes of a run without recompute
     flags.fill_in(args, 1 if args.sp else args.nproc_per_node or 1, is_run=False)
     if args.sp:
@@ -261,7 +261,7 @@ def as_json(
     shape = args.batch_size, args.seq_len, asked.precision
     moments = args.optimizer, getattr(torch, args.moments_dtype)
     config = (taken or min(table, key=lambda row: row.step.peak)).step.config
-    alive = plan_peak.at_peak(record) if record else None
+    alive = plan_table.at_peak(record) if record else None
     return {
         "config": asdict(asked.config),
         "batch_size": args.batch_size,
@@ -309,8 +309,8 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
         bar.write(f"note     {note}\n")
     taken, record = settings[0] if settings else recommend(table), None
     if args.at_peak:
-        record = plan_peak.record_step(asked, taken)
-        bar.write(plan_peak.format_peak(record) + "\n")
+        record = plan_table.record_step(asked, taken)
+        bar.write(plan_table.format_peak(record) + "\n")
     run, lines = plan_table.whole_run(asked, taken)
     if settings:
         lines.append(command_line(args, **settings[0].changes(args)))

@@ -1,22 +1,40 @@
 """The table of scripts/plan_memory.py: one row for each way to recompute, and which to take.
 
-And how long the whole run takes then.
+And how long the whole run takes then; and what is alive at the peak, by name (`--at-peak`): some
+hundred tensors, but blocks are alike, so that they make a few dozen groups (`group_of` in
+planner/record.py), and the largest nine of them are nearly all of it.
 """
 
 import argparse
 import math
+import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memory import write
 from planner import StepMemory
 from planner.choose import nested_groups, rungs
 from planner.formulas import recompute_cost, step_flops
+from planner.log import Storage
+from planner.record import ALIKE, Record, code_of, group_of
 from scripts.style import policy_fields
-from trainer.flags import changed, format_tokens, moot_chunks, tokens_per_step, words_of
+from trainer.flags import (
+    AUTO,
+    changed,
+    format_tokens,
+    moot_chunks,
+    recompute_of,
+    tokens_per_step,
+    words_of,
+)
 from trainer.metrics import format_bytes
 from trainer.plan import Question
 
 OFFLOADED = "full+offload"
+LINES = 10  # of the list of what is alive
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
 
 @dataclass(frozen=True)
@@ -201,6 +219,88 @@ def whole_run(asked: Question, row: Row | None) -> tuple[dict[str, Any], list[st
     elif args.num_tokens:
         lines.append(f"run      {words}; --card tells how long they take")
     return {"tokens": tokens, "steps": steps, "seconds": seconds}, lines
+
+
+# ---- what is alive at the peak
+
+
+def typed_policy(args: argparse.Namespace) -> str | None:
+    """The way to recompute that was typed; None: none was, or auto.
+
+    Raises UsageError if there is no such way.
+    """
+    if "use_activation_checkpoint" not in args.typed or args.use_activation_checkpoint in AUTO:
+        return None
+    return write(recompute_of(args))
+
+
+def record_step(asked: Question, taken: Row | None) -> Record:
+    """Of the way that was typed, else of the recommended one, else (nobody knows) without
+    recompute."""
+    typed = asked.args.typed_policy
+    if typed is None and taken is not None:
+        asked = taken.asked
+    policy = typed or asked.config.recompute
+    return asked.planner.record(asked.args.batch_size, recompute=policy)
+
+
+def at_peak(record: Record) -> list[dict[str, Any]]:
+    """Groups, as the JSON file has them, the largest first. Their bytes are the peak, exactly."""
+    found: dict[tuple[str, str], list[Storage]] = {}
+    for storage in record.at_peak:
+        found.setdefault(group_of(storage), []).append(storage)
+    groups = [describe(name, storages) for (name, _), storages in found.items()]
+    return sorted(groups, key=lambda group: -group["bytes"])
+
+
+def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
+    """Storages that are the same but for their block; or all weights, say. At least one."""
+    first, n = storages[0], len(storages)
+    equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
+    # Where most of them were made; of all weights, say, there is no line.
+    line = "" if n > 1 and first.kind in ALIKE else most(storage.line for storage in storages)
+    return {
+        "name": first.name if n == 1 else name,
+        "kind": first.kind,
+        "count": n,
+        "bytes": sum(storage.bytes for storage in storages),
+        "shape": list(first.shape) if equal else None,
+        "dtype": str(first.dtype).removeprefix("torch.") if equal else None,
+        "line": line,
+        "code": code_of(line) if line else "",
+        "why": most(re.sub(r"\bblocks\.\d+\.", "", storage.why) for storage in storages),
+    }
+
+
+def most(words: Iterable[str]) -> str:
+    """The one that is there most often."""
+    return Counter(words).most_common(1)[0][0]
+
+
+def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
+    """("12 x blocks.*.mlp.c_fc: output", "12288x3072 bf16", line, why)"""
+    what, shape = group["name"], ""
+    if group["count"] > 1:
+        what = f"{group['count']} x {what}"
+    if group["dtype"]:
+        dtype = SHORT.get(group["dtype"], group["dtype"])
+        shape = f"{'x'.join(map(str, group['shape']))} {dtype}".strip()
+    return what, shape, group["line"], group["why"]
+
+
+def format_peak(record: Record) -> str:
+    """What is alive there, in ten lines under one that says where that is."""
+    groups, peak = at_peak(record), record.step.peak
+    shown = groups if len(groups) <= LINES else groups[: LINES - 1]
+    rows = [(group["bytes"], *in_words(group)) for group in shown]
+    if others := groups[len(shown) :]:
+        rest, n = (sum(group[key] for group in others) for key in ("bytes", "count"))
+        rows.append((rest, f"and {n} others", "", "", ""))
+    lines: list[tuple[str, ...]] = [("bytes>", "share>", "what<", "shape<", "line<", "why<")]
+    lines += [(format_bytes(size), f"{size / peak:.1%}", *words) for size, *words in rows]
+    title = f"alive at the peak of {record.step.config.recompute}: {format_bytes(peak)}"
+    table = align([[*column] for column in zip(*lines, strict=True)])
+    return f"{title}, {record.step.where}\n\n{table}"
 
 
 # ---- words

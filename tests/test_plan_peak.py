@@ -10,14 +10,11 @@ from harness import answers
 from harness.answers import ask, budget_for
 from harness.records import each_kind, record
 from harness.runs import ROOT
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from planner import Planner
 from planner.record import Record
 from scripts import plan_memory
-from scripts.plan_peak import LINES, at_peak, format_peak, in_words, record_step
-from scripts.plan_table import Row
+from scripts.plan_table import LINES, Row, at_peak, format_peak, in_words, record_step
 from trainer.flags import changed
 from trainer.metrics import format_bytes
 
@@ -27,11 +24,6 @@ pytestmark = pytest.mark.usefixtures("everything_travels")
 @pytest.fixture
 def gpu() -> Record:
     return record()
-
-
-@pytest.fixture(autouse=True)
-def no_terminal(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 # ---- the list
@@ -68,25 +60,19 @@ def test_what_differs_in_its_block_only_is_one_line(gpu):
     assert not any("*" in what for what in whats)
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
-@given(st.integers(60, 260), st.sampled_from((LINES, 2, 30, 60)))
-def test_the_largest_groups_in_a_few_lines_of_any_terminal(columns, most):
+@pytest.mark.parametrize("most", [LINES, 2, 60])
+def test_the_largest_groups_in_a_few_lines(monkeypatch, most):
     """(All that stands in them: see the document.)"""
     step = record()
     groups, peak = at_peak(step), step.step.peak
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", str(columns))
-        patch.setattr("scripts.plan_peak.LINES", most)
-        title, blank, head, *lines = format_peak(step).splitlines()
+    monkeypatch.setattr("scripts.plan_table.LINES", most)
+    title, blank, _, *lines = format_peak(step).splitlines()
     assert title == f"alive at the peak of none: {format_bytes(peak)}, {step.step.where}"
-    assert blank == "" and max(map(len, [head, *lines])) <= columns
-    assert len(lines) == min(most, len(groups))
+    assert blank == "" and len(lines) == min(most, len(groups))
     n = len(groups) if len(groups) <= most else most - 1
     for group, line in zip(groups[:n], lines, strict=False):
         assert line.strip().startswith(format_bytes(group["bytes"]))
-        if columns > 200:
-            assert all(words in line for words in in_words(group)[:3])
-            assert group["code"] in line or "c_fc: output" not in group["name"]
+        assert all(words in line for words in in_words(group))
     if others := groups[n:]:
         assert f"  and {sum(group['count'] for group in others)} others" in lines[-1]
         rest = sum(group["bytes"] for group in others)
@@ -109,7 +95,7 @@ def test_the_document_shows_what_is_listed():
     page = (ROOT / "docs" / "seeing.md").read_text()
     flags = re.search(r"scripts\.plan_memory (.*) --at-peak\n", page)
     found = format_peak(listed(flags[1], shape=""))
-    assert found in page and max(map(len, found.splitlines())) <= 120
+    assert found in page
 
 
 @pytest.mark.parametrize("typed", ["", "auto", "mlp:1,cheap+offload"])

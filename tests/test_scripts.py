@@ -4,6 +4,7 @@ does is tested by its name; here are the recipes and kept_tensors."""
 import os
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,19 +14,19 @@ from types import SimpleNamespace
 import pytest
 from harness.runs import ROOT, run
 
+import studies
 from model import RECOMPUTE_POLICIES
-from scripts import kept_tensors
+from scripts import LISTING, kept_tensors, plan_memory
 from trainer.flags import build_parser
 from trainer.start import SPIN_COUNT
 
 TRAINERS = ["train_minimal.py", "train_ddp.py", "train_fsdp.py", "train_sp.py"]
 
 
-def table(room: str) -> dict[str, list[str]]:
-    """What the room's __init__.py lists: command -> the question that it answers, what it takes."""
-    docstring = (ROOT / room / "__init__.py").read_text().split('"""')[1]
-    _, *rows = docstring.split("\n\n")[1].strip().splitlines()
-    return {name: rest for name, *rest in (re.split(r"  +", row) for row in rows)}
+def table(text: str) -> dict[str, list[str]]:
+    """What is listed: command -> the question that it answers, what it takes."""
+    rows = (re.split(r"  +", line) for line in text.splitlines())
+    return {row[0]: row[1:] for row in rows if len(row) == 3 and row[2] != "takes"}
 
 
 def startable(room: str) -> set[str]:
@@ -33,12 +34,66 @@ def startable(room: str) -> set[str]:
     return {path.stem for path in files} | {path.name for path in (ROOT / room).glob("*.sh")}
 
 
-@pytest.mark.parametrize(("room", "most"), [("scripts", 16), ("studies", 13)])
-def test_a_rooms_table_is_the_room(room, most):
-    listed = table(room)
-    assert listed.keys() == startable(room) and len(listed) <= most
+@pytest.mark.parametrize(
+    ("room", "text", "most"),
+    [("scripts", LISTING, 24), ("studies", studies.__doc__, 13)],
+)
+def test_a_rooms_table_is_the_room(room, text, most):
+    listed = table(text)
+    ours = {words.split()[0] for words in listed} - {"train_minimal.py"}
+    assert ours == startable(room) and len(listed) <= most
     for question, takes in listed.values():
         assert "?" in question and takes
+
+
+# What somebody asks who is new here -> what the listing names for it.
+ASKED = {
+    "does my model fit on a card that I do not have, and how long is a step there": "--card RTX",
+    "which settings train fastest on it": "--all-knobs",
+    "how long may a sequence be": "--longest-sequence",
+    "what is alive at the peak": "plan_memory --at-peak",
+    "what does one block keep": "kept_tensors",
+    "where does the time of a step go": "--profile",
+    "how do I start from GPT-2's weights": "--init-from gpt2",
+    "how does a run go on": "--resume",
+    "what does the model write": "generate",
+    "how good is it": "evaluate",
+}
+
+
+def start(*words: str) -> subprocess.CompletedProcess:
+    """Python itself. (`run` forks one that has imported all this before.)"""
+    how = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT}
+    return subprocess.run([sys.executable, *words], **how)
+
+
+def test_python_m_scripts_answers_a_newcomer():
+    """At once, without torch; and what it says to type is known to what it names."""
+    result = start("-X", "importtime", "-m", "scripts")
+    assert (result.returncode, result.stdout) == (0, LISTING) and " torch\n" not in result.stderr
+    listed = table(result.stdout)
+    for question, words in ASKED.items():
+        (answer,) = (text for typed, (text, _) in listed.items() if words in typed)
+        asked, told = (set(re.findall(r"[\w'-]{3,}", text)) for text in (question, answer))
+        assert asked & told - {"what", "does", "how"}, question
+    for name, *flags in map(shlex.split, listed):
+        if name == "train_minimal.py":
+            build_parser(name, "x.pt").parse_args(flags)
+        elif name == "plan_memory":
+            plan_memory.parse(flags)
+
+
+def test_a_part_of_commands_says_that_it_is_none():
+    """And which one may be meant; as does a name that is nearly right."""
+    parts = {path.stem for path in (ROOT / "scripts").glob("[!_]*.py")} - startable("scripts")
+    assert {"plan_table", "style"} <= parts
+    for part in [*sorted(parts), "plan_memroy"]:
+        result = start("-m", f"scripts.{part}")
+        assert (result.returncode, result.stdout) == (2, ""), part
+        near = {"plan": "plan_memory", "benchmark": "benchmark"}.get(part.split("_")[0])
+        hint = f"did you mean python -m scripts.{near}? " if near else ""
+        line = f"error: scripts.{part} is no command; {hint}python -m scripts lists all\n"
+        assert result.stderr == line
 
 
 def test_tools_start_by_their_path_too(tmp_path):

@@ -51,7 +51,6 @@ def ask(flags: str = "--device cuda --memory-budget 1GiB") -> Answer:
     small for it (see everything_travels)."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
-        patch.delenv("COLUMNS", raising=False)
         patch.setattr("memory.offload.SMALL", 1)
         patch.setattr("planner.step.SMALL", 1)
         path, out = Path(folder, "plan.json"), StringIO()
