@@ -204,9 +204,13 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
         if name in rungs(planner):
             alike.append(record.step)
         bar.update()
-    about = [describe(asked), f"predicted for {card.name}" if card else "predicted"]
+    n = args.grad_accum_steps
+    batch = f"one of {n} micro-batches of {args.batch_size} x " if n > 1 else ""
+    about = [describe(asked, batch), f"predicted for {card.name}" if card else "predicted"]
     if is_asked := bool(card or args.memory_budget):
         about.append(f"where tensors may take {room}")
+    else:
+        about.append("no budget given (the dashed line is an example)")
     if (times := int(record.step.work.times.max())) > 1:
         about.append(f"three of the head's {times + 2:,} chunks")
     ways = frontier(all_ways(alike, card, args.compile))

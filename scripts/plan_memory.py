@@ -305,6 +305,9 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
             bar.write(plan_table.format_table(table, recommend(table)) + "\n")
             if host := plan_table.describe_host(table):
                 bar.write(host + "\n")
+            best = recommend(table)
+            if best and best.longest is None and (instead := asked.instead_of(best.step)):
+                bar.write(f"note     {instead}\n")
     if note := "".join({row.asked.planner.note for row in (settings or table)[:1]}):
         bar.write(f"note     {note}\n")
     taken, record = settings[0] if settings else recommend(table), None

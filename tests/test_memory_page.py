@@ -272,7 +272,8 @@ def test_a_block_lights_up(page, made):
 def test_seconds(chromium, tmp_path):
     flags = [*FLAGS[:-2], "--card", "RTX 4090", "--memory-budget", "30MiB"]
     with opened(chromium, Made(flags, tmp_path).file) as page:
-        assert page.evaluate("[DATA.axis, chart.budget]") == ["seconds", 22.5 * 2**20]
+        wanted = ["seconds", 22.5 * 2**20, False]
+        assert page.evaluate("[DATA.axis, chart.budget, chart.isExample]") == wanted
         longest, every = page.evaluate("[chart.longest, steps.map((step) => step.seconds)]")
         assert longest == pytest.approx(max(every), rel=1e-6)
         assert page.evaluate("costWords(1.2345)").startswith("1,230 ms, ")
@@ -324,7 +325,10 @@ def test_the_list_of_what_is_alive(page, made):
 
 @browser
 def test_budget(page, made):
-    """Typed, and dragged by its line."""
+    """Typed, and dragged by its line; an example, and called one, until then."""
+    assert page.evaluate("chart.isExample") and "(the dashed line is an example)" in text(
+        page, "about"
+    )
     inside = frame(page)
     peaks = sorted(record.step.peak for record in made.records.values())
     for budget in (peaks[0] - 2**15, *(peaks[i] + 2**14 for i in (0, 4, -1))):
@@ -334,6 +338,7 @@ def test_budget(page, made):
         fits = [record.step.peak <= budget for record in made.records.values()]
         assert said == [("fits" if fit else "does not fit") for fit in fits]
     choose(page, "none")
+    assert not page.evaluate("chart.isExample")
     page.locator("#budget").fill(str(peaks[-2] / 2**20 / 2))
     y = page.evaluate("chart.budgetY()") + inside["y"] - page.evaluate("chart.frame.top")
     right = inside["x"] + inside["width"]
@@ -615,11 +620,15 @@ def test_nothing_ends_the_script():
     assert not re.search(r"(src|href)=\"(?!data:)", page) and "http" not in page
 
 
-def test_a_head_of_many_chunks_is_said_to_be_shortened(monkeypatch):
+def test_what_is_left_out_of_the_picture_is_said(monkeypatch):
+    """Chunks of the head; the other micro-batches; and a budget that was not given."""
     only = {"plain": {}, "none": {"recompute": "none"}}
     monkeypatch.setattr(memory_page, "POLICIES", only)
     for chunks, said in (("30", False), ("128", True)):
-        args = memory_page.parse([*FLAGS, "--loss-chunks", chunks])
+        more = ["--memory-budget=1GiB", "--grad-accum-steps=3"] if said else []
+        args = memory_page.parse([*FLAGS, "--loss-chunks", chunks, *more])
         with tqdm(disable=True) as bar:
             about = memory_page.page_data(args, bar)["about"]
         assert about.endswith("three of the head's 128 chunks") == said
+        assert (", one of 3 micro-batches of 4 x 64 tokens, " in about) == said
+        assert ("where tensors may take " in about) == said != ("no budget given" in about)

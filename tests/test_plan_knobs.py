@@ -1,10 +1,12 @@
 """The longest sequence and all knobs: against every possibility, one by one."""
 
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 from harness import answers
-from harness.answers import budget_for, question, room_for, run
+from harness.answers import SHAPE, budget_for, parse, question, room_for, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +21,10 @@ from scripts.plan_knobs import (
 )
 from scripts.plan_memory import aim
 from scripts.plan_table import Row, digits
-from trainer.flags import changed, words_of
+from trainer.flags import changed, model_config, words_of
 from trainer.plan import Question
+from trainer.plan import plan_memory as plan_run
+from trainer.process import OneProcess
 
 NONE = "--use-activation-checkpoint none"
 TYPED = "--seq-len 64 --batch-size 4 --grad-accum-steps 3 --card H100"
@@ -195,3 +199,59 @@ def test_with_the_longest_sequence_the_tokens_of_a_step_stay(peaks):
     assert best.asked.args.seq_len == longer.args.seq_len
     found = run(["python", "train_minimal.py", *words_of(best.changes(one.args))])
     assert found.batch_size * found.grad_accum_steps * found.seq_len == tokens
+
+
+# ---- smaller micro-batches instead of recompute
+
+WIDE = "--device cuda --d-model 128 --seq-len 1024 --n-layers 3 --batch-size 24"
+CARD = "--card RTX-3060-12GB"
+
+
+@pytest.mark.parametrize("card", [CARD, ""])
+def test_the_largest_parts_that_fit_without_recompute_are_named_if_they_gain(card):
+    """Against every size, step by step; by the clock, or where there is none by what is sure."""
+    plain, said = question(f"{WIDE} {card}"), []
+    least = replace(plain, room=room_for(1)).pick().peak
+    shares = (-0.1, 0, 0.25, 0.75, 0.95, 1)
+    budgets = [least + share * (plain.step.peak - least) for share in shares]
+    for budget in [*budgets, dealt(plain, 12).step.peak - 1]:  # (gradients wait beside the parts)
+        there = replace(plain, room=room_for(budget))
+        taken = there.pick()
+        parts = (dealt(there, size) for size in (12, 8, 6, 4, 3, 2, 1))
+        fits = next((part for part in parts if part.step.peak <= there.budget), None)
+        words, none = "", taken.config.recompute == "none"
+        if fits and not none:
+            n, size = fits.args.grad_accum_steps, fits.step.batch_size
+            words = f"{n} x {size} sequences with none"
+            flags = f"(--batch-size {size} --grad-accum-steps {n})"
+            gain = there.seconds(taken) / fits.seconds(fits.step) - 1 if card else 0
+            if card:
+                words = f"{words}: {gain:.0%} faster {flags}".replace("%", " %")
+                words *= gain > 0.005
+            else:  # without a product that is replayed, nothing is sure to be saved
+                replays = {*taken.config.expanded.policies} - {"none", "cheap", "selective"}
+                words = f"{words} fit as well {flags}" * bool(replays)
+        assert there.instead_of(taken) == words, budget
+        said.append(words)
+    assert "3 x 8 " in said[1] and "2 x 12 " in said[2] and said[4:6] == ["", ""]
+    assert "2 x 12 " not in said[6]
+
+
+def test_plan_memory_and_auto_name_them(monkeypatch):
+    """One line below the table, and in the first lines of a run, whose batch stays what it is."""
+    plain = question(f"{WIDE} {CARD}")
+    least = replace(plain, room=room_for(1)).pick().peak
+    budget = budget_for(least + (plain.step.peak - least) / 4)
+    answer = answers.ask(f"{WIDE} {CARD} {budget}")
+    (line,) = re.findall(r"\n\nnote     (2 x 12 .* % faster .*)\n\n", answer.out)
+    assert (
+        "--batch-size 24 " in answer.out.splitlines()[-1]
+        and "note "
+        not in answers.ask(f"{WIDE} {CARD} --memory-budget 1GiB").out.partition("\n\n")[2]
+    )
+    monkeypatch.setattr("trainer.plan.total_memory", lambda device: 2**60)
+    monkeypatch.setattr("trainer.room.free_memory", lambda device: 2**60)
+    auto = parse(f"{SHAPE} {WIDE} {CARD} {budget} --use-activation-checkpoint auto")
+    process = OneProcess(torch.device("cuda"))
+    planned = plan_run(auto, process, model_config(auto, 61), torch.bfloat16)
+    assert f"\nmemory   {line}\nmemory   " in planned.words and auto.batch_size == 24

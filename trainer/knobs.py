@@ -68,11 +68,10 @@ def candidates(
     the training what it is, or round otherwise. `groups`: of two blocks as well, which take less in
     some models.
     """
-    size, steps, kept = args.batch_size, args.grad_accum_steps, dict[str, Any]()
+    size, kept = args.batch_size, dict[str, Any]()
     asked = recompute_of(args)
     full = asked._replace(policies=("full",) * args.n_layers)
-    cuts = [n for n in range(2, size + 1) if size % n == 0]
-    smaller = [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in cuts]
+    smaller = smaller_batches(args)
     if args.loss_chunks == 1:
         kept = {"loss_chunks": 0}
         yield Knob(kept, "never holds all logits, at about the same speed")
@@ -96,7 +95,8 @@ def candidates(
         yield from (Knob(kept | smallest | {POLICY: way}, CHUNKED) for way in nested)
     if most is None:
         return
-    if steps == 1 and size > 1:  # of several steps gradients are there during forward already
+    # (Of several micro-batches gradients are there during forward already.)
+    if args.grad_accum_steps == 1 and size > 1:
         for way in ways:
             fewer = Knob(way | {"batch_size": size - 1}).change(args)
             if n := min(size - 1, most(fewer)):
@@ -104,6 +104,13 @@ def candidates(
     kept = kept | smallest
     for n in range(1, args.seq_len.bit_length() - 3):  # down to 8 tokens
         yield Knob(kept | {"seq_len": args.seq_len >> n}, "the model sees less at a time")
+
+
+def smaller_batches(args: Flags) -> list[dict[str, int]]:
+    """The same sequences a step in micro-batches of fewer, the largest of them first."""
+    size, steps = args.batch_size, args.grad_accum_steps
+    cuts = (n for n in range(2, size + 1) if size % n == 0)
+    return [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in cuts]
 
 
 def cuts_mlp(args: Flags) -> bool:

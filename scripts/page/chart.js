@@ -325,7 +325,8 @@ class Chart extends Frame {
     c.arc(f.left + f.width, y, 7, 0, 2 * Math.PI); // what a finger takes
     c.fill();
     const beyond = isAbove ? " (above)" : isBelow ? " (below)" : "";
-    this.label(`at most ${format(this.budget)}${beyond}`, f.left + f.width - 70, y + (isBelow ? -11 : 11));
+    const words = this.isExample ? "for example" : "at most";
+    this.label(`${words} ${format(this.budget)}${beyond}`, f.left + f.width - 70, y + (isBelow ? -11 : 11));
   }
 
   // Where the budget's line is: at an edge, if it is beyond.

@@ -7,6 +7,7 @@ class Frame {
   constructor(canvas, steps) {
     Object.assign(this, {canvas, steps, step: steps[0]});
     this.budget = null; // bytes
+    this.isExample = false; // a budget that no one gave
     const none = steps.find((step) => step.name === "none") || steps[0];
     this.least = none.total[none.peakAt]; // the picture is never less high than `none`
     this.longest = Math.max(...steps.map((step) => step.x[step.length]));

@@ -69,6 +69,7 @@ function choose(i) {
 
 function setBudget(bytes, isTyped = false) {
   chart.budget = Math.max(0, bytes);
+  chart.isExample = false;
   if (!isTyped) $("budget").value = (chart.budget / SIZE).toFixed(UNIT === "GiB" ? 2 : 1);
   for (const [k, button] of [...$("policies").children].entries()) {
     const fits = steps[k].total[steps[k].peakAt] <= chart.budget;
@@ -273,6 +274,8 @@ function begin() {
   const peaks = steps.map((step) => step.total[step.peakAt]);
   const between = (Math.min(...peaks) + none.total[none.peakAt]) / 2; // some policies fit, some do not
   setBudget(DATA.budget ?? Math.ceil(10 * between / SIZE) / 10 * SIZE);
+  chart.isExample = DATA.budget === null; // until the reader moves it
+  chart.draw();
 }
 
 begin();
