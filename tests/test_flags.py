@@ -30,7 +30,6 @@ from trainer.flags import (
     settle_length,
     token_count,
 )
-from trainer.older import OLDER
 from trainer.report import generate_command, resume_command
 from trainer.resume import take_flags
 from trainer.snapshot import Resumed
@@ -64,8 +63,7 @@ def ways_to_type(action: argparse.Action) -> list[list[str]]:
     return [[f"{name}={word}"] for word in words]
 
 
-MOOT = {"help", *OLDER}
-ACTIONS = [action for action in build_parser("", "")._actions if action.dest not in MOOT]
+ACTIONS = [action for action in build_parser("", "")._actions if action.dest != "help"]
 TYPED = st.lists(st.sampled_from([way for a in ACTIONS for way in ways_to_type(a)]), max_size=6)
 
 
@@ -213,7 +211,7 @@ def test_a_run_of_tokens_or_epochs_is_one_of_steps(flags, longer, end, path, cap
     assert given == [name for name in given if name in longer.replace("-", "_")]
 
 
-# ---- the policy string: what it says, how it is written, what older flags are translated to
+# ---- the policy string: what it says, how it is written
 
 WORDS = st.sampled_from(RECOMPUTE_POLICIES)
 STRINGS = st.builds(
@@ -288,32 +286,7 @@ def test_what_no_string_says(policies):
         write(Recompute(policies))
 
 
-OLD = {
-    "--use-activation-checkpoint --recompute-layers 2": "full:2",
-    "--recompute-layers 3 --use-activation-checkpoint mlp --recompute-rest cheap": "mlp:3,cheap",
-    "--use-activation-checkpoint --recompute-group 2 --offload-activations": "full/2+offload",
-    "--use-activation-checkpoint full/2+nested --offload-activations": "full/2+nested+offload",
-    "--use-activation-checkpoint mlp:2 --recompute-rest full": "mlp:2,full",
-    "--use-activation-checkpoint mlp --recompute-group 1 --recompute-rest none": "mlp",
-    "--use-activation-checkpoint auto --offload-activations": "auto+offload",
-    "--use-activation-checkpoint auto --no-offload-activations --recompute-group 1": "auto",
-}
-
-
-@pytest.mark.parametrize(("older", "policy"), OLD.items())
-def test_older_flags_are_translated(older, policy):
-    args = fill_in(parse(f"{older} --n-layers=4"))
-    assert args.use_activation_checkpoint == policy and "use_activation_checkpoint" in args.typed
-    assert not {*OLDER, "older"} & vars(args).keys()
-
-
-def test_help_has_one_spelling():
-    text = build_parser("test", "x.pt").format_help()
-    assert "--recompute-" not in text and "--offload" not in text and "mlp:7,cheap" in text
-
-
 def test_the_plan_is_about_all_policies_whatever_was_asked():
-    argv = "--use-activation-checkpoint mlp --recompute-layers 2 --recompute-rest cheap".split()
-    args = plan_memory.parse([*argv, "--lr=1"])
+    args = plan_memory.parse("--use-activation-checkpoint mlp:2,cheap --lr=1".split())
     assert args.use_activation_checkpoint == "none"
     assert plan_memory.command_line(args) == "python train_minimal.py --lr 1"

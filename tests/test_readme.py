@@ -19,7 +19,6 @@ import scripts
 from model import MiniGPT
 from scripts.lesson import EXERCISES
 from trainer.flags import build_parser
-from trainer.older import OLDER
 
 README, CHINESE = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -59,8 +58,7 @@ def test_every_flag_is_there_and_no_other():
     table = DOCS["flags.md"].split("## Flags")[1].split("## Exit codes")[0]
     table = "\n".join(line for line in table.splitlines() if line.startswith("|"))
     parser = build_parser("train_minimal.py", "x.pt")
-    older = {f"--{name.replace('_', '-')}" for name in OLDER}  # a paragraph below has them
-    known = {action.option_strings[0] for action in parser._actions} - {"-h"} - older
+    known = {action.option_strings[0] for action in parser._actions} - {"-h"}
     assert set(re.findall(r"`(--[a-z0-9-]+)", table)) == known
 
 

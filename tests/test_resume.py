@@ -38,7 +38,7 @@ from trainer.resume import (
     take_flags,
 )
 from trainer.setup import set_up
-from trainer.snapshot import Resumed, SnapshotError, beside, peek
+from trainer.snapshot import Resumed, SnapshotError, beside
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 CONSTANT = ("--lr-scheduler=constant", "--warmup-steps=1")
@@ -265,31 +265,6 @@ def test_all_processes_agree_on_the_lowest_loss(path):
 # ---- The flags
 
 
-@pytest.mark.parametrize(
-    ("policy", "fields", "now"),
-    [
-        ("cheap", {"recompute_layers": 1, "recompute_rest": "mlp"}, "cheap:1,mlp"),
-        ("full", {"recompute_layers": 0}, "full:0"),
-        ("full", {"recompute_group": 2, "offload_activations": True}, "full/2+offload"),
-        ("auto", {"offload_activations": True}, "auto+offload"),
-    ],
-)
-def test_a_snapshot_from_before_the_policy_string_goes_on(path, policy, fields, now):
-    """With the keys and values that the code of then wrote; the oldest ones had no rest."""
-    assert train_here(path, "--num-steps=2", *CONSTANT) == 0
-    state, of_now = snapshot(path), snapshot(path)
-    old = {"recompute_layers": None, "recompute_group": 1, "offload_activations": False} | fields
-    state["args"] |= old | {"use_activation_checkpoint": policy}
-    state["config"] |= old | {"recompute": policy}
-    torch.save(state, path)
-    of_now["args"]["use_activation_checkpoint"] = of_now["config"]["recompute"] = now
-    assert same(load_newest(path).state, of_now)
-    assert peek(path)["config"]["recompute"] == now
-    if policy == "cheap":
-        assert resume_alone(path, "--num-steps=3", "--recompute-rest=none") == 0
-        assert snapshot(path)["config"]["recompute"] == "cheap:1"
-
-
 def taken(before: str | dict, typed: str = ""):
     """The flags of a run of `before` that is resumed with `typed`."""
     parse = build_parser("test", "x.pt").parse_args
@@ -321,11 +296,6 @@ FULL_2, MLP, AUTO = (f"{FULL} {policy}" for policy in ("full:2", "mlp", "auto"))
         (f"{AUTO} --card h100", "", f"{AUTO} --card H100"),
         (f"{FULL_2}+offload", f"{FULL} none", ""),
         (f"{FULL_2},mlp", MLP, MLP),
-        # The older flags change what they are about.
-        (f"{FULL_2}/2", "--recompute-layers 1 --offload-activations", f"{FULL} full:1/2+offload"),
-        (f"{FULL_2},mlp+offload", "--no-offload-activations", f"{FULL_2},mlp"),
-        (f"{FULL_2},mlp", "--recompute-rest none", FULL_2),
-        (f"{FULL_2},mlp", f"{FULL} --recompute-group 2", f"{FULL} full/2"),
         ("--vocab-size 300", "--vocab-size 289", "--vocab-size 289"),  # as many as its text gave
         # What the run cannot change; the flag that was typed is blamed.
         ("", "--model gpt2", "error: --model gpt2, --n-layers: x.pt was trained with 3, this run"),

@@ -3,7 +3,6 @@
 run.py         a run: what it consists of
 start.py       what comes before `import torch`
 flags.py       the command line
-older.py       how recompute was spelled before
 setup.py       how a run is set up
 resume.py      how it goes on from a snapshot
 snapshot.py    the snapshot: one file

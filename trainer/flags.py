@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from memory import Recompute, expand
 from model import RECOMPUTE_POLICIES, MiniGPTConfig
 
-from . import older
 from .card import card_name
 
 
@@ -46,12 +45,17 @@ LARGEST = {  # sizes of a model
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), MOST),
 }
 AUTO = ("auto", "auto+offload")  # a run finds its policy by itself
-# A flag that is no more -> what there is instead.
-GONE = {"--memory-viz": "python -m scripts.memory_page shows it"}
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # each says it alone
-# Flags that are gone -> how their place is taken.
-GONE = {"--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size"}
 TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# A flag that is gone -> its replacement.
+GONE = {
+    "--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size",
+    "--memory-viz": "python -m scripts.memory_page shows it",
+    "--recompute-layers": "now --use-activation-checkpoint POLICY:N",
+    "--recompute-rest": "now --use-activation-checkpoint POLICY:N,POLICY",
+    "--recompute-group": "now --use-activation-checkpoint full/K",
+    "--offload-activations": "now --use-activation-checkpoint POLICY+offload",
+}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -83,33 +87,14 @@ class TrainerParser(OneLineParser):
         names = [action.dest for action in self._actions if action.dest != "help"]
         parsed = super().parse_args(args, argparse.Namespace(**dict.fromkeys(names, untyped)))
         typed = {name: value for name, value in vars(parsed).items() if value is not untyped}
-        before = {name: typed.pop(name) for name in older.OLDER if name in typed}
         shape = SHAPES.get(typed.get("model", ""), {})
-        defaults = {name: self.get_default(name) for name in names if name not in older.OLDER}
+        defaults = {name: self.get_default(name) for name in names}
         if shape:
             defaults |= {"seq_len": 1024, "max_position_embeddings": 1024, **shape}
         if shape and "use_toy_data" not in typed:
             defaults["tokenizer_name"] = "gpt2"
         others = {name: value for name, value in defaults.items() if name not in typed}
-        parsed = argparse.Namespace(**typed, **others, typed=typed.keys() | shape.keys())
-        if before:
-            self.take_older(parsed, before)
-        return parsed
-
-    def take_older(self, parsed: argparse.Namespace, before: dict[str, object]) -> None:
-        """Spell flags of before as they are spelled now."""
-        if parsed.resume and "use_activation_checkpoint" not in parsed.typed:
-            parsed.older = before  # they change the snapshot's policy: see resume.take_flags
-            return
-        policy, flags = parsed.use_activation_checkpoint, ", ".join(map(flag, before))
-        if older.join(policy, dict.fromkeys(before)) != policy:
-            self.error(f"{flags}: --use-activation-checkpoint {policy} says it, too: leave one out")
-        parsed.use_activation_checkpoint = older.join(policy, before)
-        parsed.typed.add("use_activation_checkpoint")
-        try:
-            policy_string(parsed.use_activation_checkpoint)
-        except argparse.ArgumentTypeError as error:
-            self.error(f"{flags}: --use-activation-checkpoint {error}")
+        return argparse.Namespace(**typed, **others, typed=typed.keys() | shape.keys())
 
 
 def changed(args: argparse.Namespace, **flags: Any) -> argparse.Namespace:
@@ -428,7 +413,6 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--detect-anomaly", action=argparse.BooleanOptionalAction, default=False,
         help="find the operation that made a NaN in backward (slow)")
     # fmt: on
-    older.add_flags(parser)
     return parser
 
 

@@ -10,7 +10,6 @@ import torch
 
 from .flags import LENGTHS, SHAPES, as_argv, build_parser, flag
 from .metrics import format_line
-from .older import join
 from .optimizer import restore_optimizer
 from .run import Run
 from .snapshot import (
@@ -114,8 +113,7 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
 
     Raises SnapshotError if one was typed that the run cannot change, or if its text is gone.
     """
-    # (Older snapshots do not say the optimizer.)
-    saved, typed = {"optimizer": "adamw", **resumed.state["args"]}, args.typed
+    saved, typed = resumed.state["args"], args.typed
     toy, vocabulary = bool(saved.get("use_toy_data")), resumed.state["config"].get("vocab_size")
     rows = [("--tokenizer-name", resumed.state["tokenizer"].get("name"), args.tokenizer_name)]
     rows = rows if "tokenizer_name" in typed else []
@@ -145,8 +143,6 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
     old = parse_again(saved, resumed.path)
     for name in (vars(args).keys() & saved.keys()) - moot:
         setattr(args, name, getattr(old, name))
-    if changed := vars(args).pop("older", None):
-        args.use_activation_checkpoint = join(args.use_activation_checkpoint, changed)
     gone = [
         f"{flag(name)} {text}: no such file or folder; if it has moved, add {flag(name)} NEW"
         for name in ("train_data", "val_data")

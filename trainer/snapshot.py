@@ -30,8 +30,6 @@ import torch
 from torch.serialization import skip_data
 from torch.utils._pytree import tree_leaves
 
-from . import older
-
 State = dict[str, Any]
 
 # What a run needs to go on. `config`, `args` and `tokenizer` also let scripts/generate.py work
@@ -178,7 +176,7 @@ def read_snapshot(path: Path) -> State:
             damaged = archive.testzip()
         if damaged is not None:
             raise SnapshotError(f"{path} is damaged (checksum of {damaged} is wrong)")
-        state = load(path, "cpu")
+        state: State = load(path, "cpu")
     except FileNotFoundError:
         raise SnapshotError(f"there is no snapshot {path}") from None
     except pickle.UnpicklingError:
@@ -191,7 +189,7 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
     if strange := what_is_strange(state):
         raise SnapshotError(f"{path} is no MiniGPT snapshot ({strange})")
-    return older.translate(state)
+    return state
 
 
 def load(file: Path | BinaryIO, device: str) -> Any:
@@ -247,8 +245,8 @@ def peek(path: Path) -> State:
     try:
         if path.is_file():
             with open(path, "rb") as file, skip_data():
-                state = load(file, "meta")
-            return {} if what_is_strange(state) else older.translate(state)
+                state: State = load(file, "meta")
+            return {} if what_is_strange(state) else state
     except Exception:  # as in `read_snapshot`
         pass
     return {}

@@ -105,12 +105,6 @@ SNAPSHOTS = {
         ("no snapshot minigpt_fsdp.pt; .* .the newest there: minigpt_ddp.pt. with",),
         {"minigpt_ddp.pt": GOOD, "minigpt_ddp.best.pt": GOOD},
     ),
-    "an older flag for what auto chooses": Case(
-        "toy",
-        "--resume --recompute-layers=1",
-        ("--use-activation-checkpoint must be .* not 'auto:1'",),
-        {"run.pt": altered("args", "use_activation_checkpoint", to="auto"), "run.lock": b""},
-    ),
     **{
         name: Case("toy", "--resume", (says,), {"run.pt": content, "run.lock": b""})
         for name, (content, says) in RESUME.items()
