@@ -125,10 +125,14 @@ def workspaces() -> int:
     forward, one for autograd's.
 
     Source: `getChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp: 2 x 4,096 KiB + 8 x 16 KiB,
-    32 MiB on Hopper and later. (A GPU that is not here is taken for an older one.)
+    32 MiB on Hopper and Blackwell. AMD's GPUs: 32 MiB, 128 on MI300 and MI350; and 76 of hipBLASLt,
+    which shares none. (A GPU that is not here is taken for an older one of NVIDIA's.)
     """
-    new = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
-    return 2 * (2**25 if new else 8320 * 1024)
+    here = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    if here and torch.version.hip:
+        large = here.gcnArchName.startswith(("gfx94", "gfx95"))
+        return 2 * ((128 if large else 32) + 76) * 2**20
+    return 2 * (2**25 if here and here.major in (9, 10, 12) else 8320 * 1024)
 
 
 def inside(operator: Any, args: tuple) -> int:

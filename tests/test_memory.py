@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -179,13 +180,27 @@ def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
     assert not more[: without.phase("backward").start].any()
 
 
-def test_what_cublas_works_in(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, mib in {(8, 9): 16.25, (9, 0): 64, (12, 0): 16.25}.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda it=capability: it)
-        assert workspaces() == mib * 2**20
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert workspaces() == 16.25 * 2**20
+@pytest.mark.parametrize(
+    ("major", "arch", "mib"),
+    [
+        (8, None, 16.25),
+        (9, None, 64),
+        (10, None, 64),
+        (12, None, 64),
+        (None, None, 16.25),  # none is here
+        # AMD's, which tell a major number as well, and have hipBLASLt's workspaces, too.
+        (9, "gfx90a:sramecc+:xnack-", 2 * (32 + 76)),
+        (9, "gfx942:sramecc+:xnack-", 2 * (128 + 76)),
+        (12, "gfx1201", 2 * (32 + 76)),
+    ],
+)
+def test_what_a_gpus_matmuls_work_in(major, arch, mib, monkeypatch):
+    there = SimpleNamespace(major=major, gcnArchName=arch)
+    monkeypatch.setattr(torch.version, "hip", arch and "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    assert workspaces() == mib * 2**20
 
 
 # ---- offload on a GPU
