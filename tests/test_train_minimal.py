@@ -25,8 +25,9 @@ import train_minimal
 from memory.head import softmax_in_place
 from trainer import profile
 from trainer.device import choose_precision, cpu_has_bfloat16, set_matmul_precision
-from trainer.measured import STEP
+from trainer.measured import STEP, MeasuringClock
 from trainer.metrics import StepClock, format_line, memory_used
+from trainer.process import OneProcess
 from trainer.report import describe_run, sample_text
 from trainer.start import ALLOCATOR
 
@@ -235,6 +236,22 @@ def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, told=told: told)
         expected: dict[str, Any] = {f"peak_{name}_bytes": peak for name, peak in peaks.items()}
         assert memory_used(CUDA) == expected | {"peak_memory_kind": "cuda"}
+
+
+def test_on_a_gpu_what_was_asked_for_is_beside_the_prediction(monkeypatch):
+    """The planner counts bytes of tensors; an allocator's blocks are some percent larger."""
+    stats = {"allocated_bytes.all.peak": 103 * 2**20, "requested_bytes.all.peak": 100 * 2**20}
+    process, said = OneProcess(CUDA), []
+    monkeypatch.setattr(process, "say", said.append)
+    model = SimpleNamespace(token_embedding=SimpleNamespace(compiled=False))
+    for told in (stats, {}):  # another allocator may count nothing
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, told=told: told)
+        clock = MeasuringClock(process, model, None, (100 * 2**20, 200 * 2**20))
+        for _ in range(STEP + 1):
+            clock.begin("forward")
+            clock.end_step()
+    tail = "predicted 100.0 MiB, without recompute 200.0 MiB"
+    assert said == [f"measured peak 100.0 MiB of tensors; {tail}"]
 
 
 # ---- Time

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import MiniGPT
 
-from .metrics import StepClock, format_bytes, memory_used
+from .metrics import StepClock, format_bytes
 from .process import OneProcess
 
 STEP = 3  # the first makes the optimizer's state, the second DDP's final buckets
@@ -85,16 +85,15 @@ class MeasuringClock(StepClock):
     def end_step(self) -> None:
         super().end_step()
         self.looking.close()
-        if self.steps == STEP and self.storages.peak:
-            self.say(self.storages.peak, "of tensors")
-        elif self.steps == STEP and self.process.device.type == "cuda":
-            self.say(memory_used(self.process.device)["peak_memory_bytes"] or 0, "allocated")
-
-    def say(self, peak: int, what: str) -> None:
-        if self.predicted:
+        peak, device = self.storages.peak, self.process.device
+        if self.steps == STEP and device.type == "cuda":
+            # What was asked for. (Allocated are blocks of round sizes, some percent more.)
+            peak = torch.cuda.memory_stats(device).get("requested_bytes.all.peak", 0)
+        if self.steps == STEP and peak and self.predicted:
             step, plain = map(format_bytes, self.predicted)
             words = f", without recompute {plain}" * (self.predicted[0] != self.predicted[1])
-            self.process.say(f"measured peak {format_bytes(peak)} {what}; predicted {step}{words}")
+            measured = f"measured peak {format_bytes(peak)} of tensors"
+            self.process.say(f"{measured}; predicted {step}{words}")
 
     def __exit__(self, *exception: object) -> None:
         self.looking.close()  # (still open if something went wrong in that step)
