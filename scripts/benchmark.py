@@ -11,8 +11,9 @@ It says first how long it will take. Ctrl-C ends it early: what has been measure
 
 Each measurement is a process of its own (benchmark_worker.py) that does the trainer's own steps
 (train_step) on random tokens. The processes take turns, so that whatever else the machine does hits
-all alike, and what is reported are medians. Peak memory is what tensors took at most: on a GPU as
-counted by PyTorch's caching allocator, on a CPU as torch.profiler saw its allocator in one more
+all alike, and what is reported are medians (of steps; on a GPU, for which Python waits only once
+all of them are queued, of each process's mean). Peak memory is what tensors took at most: on a GPU
+as counted by PyTorch's caching allocator, on a CPU as torch.profiler saw its allocator in one more
 step. There the resident set stands beside it, above what it was before the model was made: kernels'
 own memory and malloc's gaps are in that too.
 

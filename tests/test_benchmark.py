@@ -128,6 +128,27 @@ def test_what_is_compiled_and_what_runs_in_tf32(monkeypatch):
     assert [tf32 for _, tf32 in asked] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("device", "done", "values"),
+    [("cpu", "step " * 4, 4), ("mps", "step wait step wait step step step step wait ", 1)],
+)
+def test_a_gpu_is_waited_for_once(device, done, values, monkeypatch):
+    """Python runs ahead of it from step to step, as it does in training; a CPU waits by itself."""
+    log, process = [], SimpleNamespace(device=torch.device(device))
+    run = SimpleNamespace(step=0, process=process)
+    for name, new in {
+        "choose_device": lambda _: process.device,
+        "make_run": lambda *_: run,
+        "train_step": lambda _: log.append("step "),
+        "record_step": lambda _: (0, torch.ones(1)),
+    }.items():
+        monkeypatch.setattr(benchmark_worker, name, new)
+    monkeypatch.setattr("torch.accelerator.synchronize", lambda: log.append("wait "))
+    found = benchmark_worker.measure(arguments("--steps=4"), Job("none", 1))
+    assert "".join(log) == "step " * 2 * (device == "cpu") + done and run.step == 6
+    assert len(found["step_s_all"]) == values and min(found["step_s_all"]) > 0
+
+
 def test_all_models_see_the_same_tokens_and_every_step_others():
     def batches(policy):
         run, seen = run_of(Job(policy, 3)), []
