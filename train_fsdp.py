@@ -16,7 +16,7 @@ over all processes and scattered: each gets the rows that it keeps. What that co
 weights travel twice in each micro-batch, where with DDP they stay. Gradients travel once a step.
 
 The rest is train_ddp.py's: the same data in the same order, and the same results; of two processes
-to the bit, of more up to the order in which gradients are summed.
+to the bit (docs/reliability.md), of more up to the order in which gradients are summed.
 """
 
 import os
@@ -35,15 +35,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from memory import write
 from model import MiniGPT
-from planner.shards import tables
+from planner.shards import gathered_by_block, tables
 from train_ddp import DDPProcess
+from trainer.device import check_gather_dtype, choose_precision
 from trainer.flags import UsageError, recompute_of
+from trainer.process import OneProcess
 from trainer.torchrun import main_and_exit
 
 
@@ -60,11 +62,12 @@ class FSDPProcess(DDPProcess):
         super().__init__(args)
         self.shards = self.world_size
         policy = recompute_of(args)
-        # (Alone it has nothing to gather.)
-        if policy.group > 1 and not policy.nested and self.world_size > 1:
-            flag = f"--use-activation-checkpoint {args.use_activation_checkpoint}"
-            nested = write(policy._replace(nested=True))
-            raise UsageError(f"{flag}: {self.script} gathers block by block; {nested} fits")
+        if policy.group > 1 and not policy.nested and self.world_size > 1:  # alone: no gathering
+            raise UsageError(
+                f"--use-activation-checkpoint {args.use_activation_checkpoint}: {self.script} "
+                f"gathers block by block; {write(policy._replace(nested=True))} fits"
+            )
+        check_gather_dtype(args, choose_precision(args, self.device))
         if args.compress_gradients:
             raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
         if self.device.type == "cuda" and not dist.is_nccl_available():
@@ -74,17 +77,24 @@ class FSDPProcess(DDPProcess):
         # What is gathered together: a block; a table, as of the positions, which grows with T, for
         # its lookup alone (whose gradient does not need it); and the rest (token embedding, ln_f),
         # which is whole from the beginning of forward to the end of backward, for lookup and head.
-        group = self.connect() or dist.group.WORLD
-        self.group = cast(dist.ProcessGroup, group)
+        # --gather-dtype bfloat16: autocast would round a block's linear layers anyway, so they are
+        # rounded before they travel. LayerNorms compute in float32: they belong to the rest then.
+        self.group = cast(dist.ProcessGroup, self.connect() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
+        in_low = self.args.gather_dtype == "bfloat16"
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        policy = low if in_low else MixedPrecisionPolicy()
+        in_tables = nn.ModuleList(tables(model)).parameters()
+        own = {*in_tables, *gathered_by_block(model.blocks, in_low)}
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=own)
         for table in tables(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):  # gloo has summed up for a mean (pytorch#162338)
-                module.set_force_sum_reduction_for_comms(True)
+        for block in model.blocks:
+            fully_shard(
+                block, mesh=mesh, mp_policy=policy, ignored_params={*block.parameters()} - own
+            )
+        for module in (model, *tables(model), *model.blocks):  # gloo: pytorch#162338
+            cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
         # A view must not be changed in place. A block returns one, but Residual adds out of place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         # Only now memory, and for shards only: no process ever holds the whole model.
@@ -109,8 +119,7 @@ class FSDPProcess(DDPProcess):
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
-    def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
+    clear_gradients = OneProcess.clear_gradients  # (DDP's are in buckets)
 
     def gather(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # One tensor at a time: together they would not fit on the device.

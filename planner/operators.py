@@ -139,7 +139,8 @@ def inside(operator: Any, args: tuple) -> int:
     """Bytes that a GPU's kernel for this operator (of a CPU) takes while it runs.
 
     The backward of fused attention adds the gradient of q up in float32, and keeps a number a row
-    (`dq_accum` and `softmax_d` of FlashAttention-2, Dao, 2023); T is rounded up to a multiple of
+    (`dq_accum` and `softmax_d` of FlashAttention-2, Dao, 2023; an H100 or B200 takes cuDNN's from
+    torch 2.11 on, which is not followed); T is rounded up to a multiple of
     128, the size of a head to one of 32. There is no such kernel for float32.
     """
     if operator is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:

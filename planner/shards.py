@@ -19,6 +19,10 @@ beside its shards:
                                   group is there
     more micro-batches come       the whole gradients of all groups wait
 
+Gathered in bfloat16 (--gather-dtype), a block's group is its linear layers; its LayerNorms stay in
+float32, and are the root's. A process rounds its shards, then sends them. Whole gradients of linear
+layers are made in bfloat16; they wait and are summed over processes in float32.
+
 The planner's model does the same here on fake tensors, without processes. The source is
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; torch 2.11 and 2.13 were measured, and
 take the same. A GPU copies on streams of its own, but Python allocates in this order there, too.
@@ -73,9 +77,19 @@ def share_of(state: int, config: MiniGPTConfig, n: int) -> int:
 class Group:
     """Parameters that are gathered together, and whose gradients are reduced together."""
 
-    def __init__(self, whole: Iterable[nn.Parameter], shards: Iterable[nn.Parameter], n: int):
+    def __init__(
+        self,
+        whole: Iterable[nn.Parameter],
+        shards: Iterable[nn.Parameter],
+        n: int,
+        in_low: bool = False,
+    ):
+        """`in_low`: it is gathered in bfloat16."""
         self.whole, self.shards = list(whole), list(shards)
-        self.bytes = n * sum(shard.nbytes for shard in self.shards)  # of a buffer, padding included
+        # Of a buffer for gradients, and of one for weights, padding included.
+        self.bytes = n * sum(shard.nbytes for shard in self.shards)
+        self.gathered = self.bytes // (1 + in_low)
+        self.rounded = in_low * self.gathered // n  # bytes of the shards that are sent
         self.arrived: Tensor | None = None  # the buffer, ahead of its backward
         self.weights: Tensor | None = None  # gathered
 
@@ -83,32 +97,47 @@ class Group:
 class Gathering:
     """Allocates and frees, in a step of `model`, what fully_shard does, when it does."""
 
-    def __init__(self, model: MiniGPT, shard: MiniGPT, n: int, log: Log, gloo: bool):
-        """`shard`: what shard_of(config, n) gave. `gloo`: and what that takes, which CPUs use."""
-        self.model, self.log, self.gloo = model, log, gloo
+    def __init__(
+        self,
+        model: MiniGPT,
+        shard: MiniGPT,
+        n: int,
+        log: Log,
+        gloo: bool,
+        in_low: bool,
+        sums: dict[nn.Parameter, Tensor],
+    ):
+        """`shard`: what shard_of(config, n) gave. `gloo`: and what that takes, which CPUs use.
+        `in_low`: blocks are gathered in bfloat16. `sums`: gradients of earlier micro-batches in
+        float32, of weights that have others in bfloat16."""
+        self.model, self.log, self.gloo, self.sums = model, log, gloo, sums
         pairs = zip(model.blocks, shard.blocks, strict=False)  # (the step may have fewer blocks)
-        self.blocks = [Group(block.parameters(), its.parameters(), n) for block, its in pairs]
+        self.blocks = [
+            Group(gathered_by_block(block, in_low), gathered_by_block(its, in_low), n, in_low)
+            for block, its in pairs
+        ]
         pairs = zip(tables(model), tables(shard), strict=True)
         self.tables = [Group(table.parameters(), its.parameters(), n) for table, its in pairs]
-        self.root = Group(in_no_group(model), in_no_group(shard), n)
+        self.root = Group(in_no_group(model, in_low), in_no_group(shard, in_low), n)
         self.arrived: Tensor | None = None  # the buffer of the last group, in forward
         self.reduced: Tensor | None = None  # the buffer of the last gradients
 
     # ---- what happens
 
-    def buffer(self, group: Group, kind: str, name: str, why: str = "") -> Tensor:
-        tensor = torch.empty(group.bytes, dtype=torch.uint8)
+    def buffer(self, size: int, kind: str, name: str, why: str = "") -> Tensor:
+        tensor = torch.empty(size, dtype=torch.uint8)
         self.log.name(tensor, kind, name, why)
         return tensor
 
     def gather(self, group: Group) -> Tensor:
-        arriving = self.buffer(group, "parameters", "weights as they arrive", GATHERED)
+        arriving = self.buffer(group.gathered, "parameters", "weights as they arrive", GATHERED)
+        self.buffer(group.rounded, "", "shards, rounded to be sent")
         if self.gloo:  # it receives in memory of its own
-            self.buffer(group, "", "gloo's own buffer")
+            self.buffer(group.gathered, "", "gloo's own buffer")
         return arriving
 
     def copy_out(self, group: Group) -> None:
-        group.weights = self.buffer(group, "parameters", "gathered weights", GATHERED)
+        group.weights = self.buffer(group.gathered, "parameters", "gathered weights", GATHERED)
 
     def before_forward(self, group: Group, *_: object) -> None:
         arriving, self.arrived = self.gather(group), None
@@ -131,12 +160,16 @@ class Gathering:
             self.copy_out(group)
 
     def after_backward(self, group: Group) -> None:
+        whole = [self.sums.pop(weight, cast(Tensor, weight.grad)) for weight in group.whole]
+        for weight in group.whole:  # where there is a sum, the gradient is in it
+            weight.grad = None
         group.weights = self.reduced = None
-        self.reduced = self.buffer(group, "gradients", "gradients to be averaged", "on their way")
-        for parameter in group.whole:
-            of_all = cast(Tensor, parameter.grad)
+        self.reduced = self.buffer(
+            group.bytes, "gradients", "gradients to be averaged", "on their way"
+        )
+        for of_all in whole:
             self.log.name(of_all, "gradients", "whole gradient", "on its way to be averaged")
-            parameter.grad = None
+        whole.clear()
         # Before 2.15 torch's loop has the last one until it is reduced.
         if parse_release(torch.__version__) >= (2, 15):
             del of_all
@@ -144,7 +177,7 @@ class Gathering:
             shard.grad = torch.empty_like(shard)
             self.log.name(shard.grad, "gradients", "share of a gradient")
         if self.gloo:  # it adds up in a copy
-            self.buffer(group, "temporaries", "gloo's own buffer")
+            self.buffer(group.bytes, "temporaries", "gloo's own buffer")
 
     def end_backward(self) -> None:
         """These come last: what they are given, ids, has no gradient that would tell when."""
@@ -201,6 +234,14 @@ class Gathering:
         return [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
 
 
-def in_no_group(model: MiniGPT) -> list[nn.Parameter]:
-    inside = {*model.blocks.parameters(), *nn.ModuleList(tables(model)).parameters()}
+def gathered_by_block(blocks: nn.Module, in_low: bool) -> list[nn.Parameter]:
+    """The weights that are gathered when a block runs: all of them or, in bfloat16, those that
+    autocast rounds to it."""
+    layers = [layer for layer in blocks.modules() if not in_low or isinstance(layer, nn.Linear)]
+    return [weight for layer in layers for weight in layer.parameters(recurse=False)]
+
+
+def in_no_group(model: MiniGPT, in_low: bool) -> list[nn.Parameter]:
+    in_tables = nn.ModuleList(tables(model)).parameters()
+    inside = {*gathered_by_block(model.blocks, in_low), *in_tables}
     return [parameter for parameter in model.parameters() if parameter not in inside]

@@ -31,7 +31,7 @@ from .batches import Batches, outside_of_head
 from .log import Log, Part, Sources
 from .operators import COMPOSED_ON_CPU, inside, workspaces
 from .record import Record, record_of
-from .shards import Gathering, shard_of
+from .shards import Gathering, gathered_by_block, shard_of
 from .timeline import KINDS, MOST_RUNS, Shown, StepMemory, summarize
 
 
@@ -60,6 +60,7 @@ class Planner:
     # Processes that share each sequence (train_sp.py): planned is the first, as none has more of
     # its tokens and heads.
     sharing: int = 1
+    gather_in_low: bool = False  # shards of blocks, in bfloat16
 
     def __post_init__(self) -> None:
         config = self.config
@@ -81,6 +82,9 @@ class Planner:
                     block.attn.dropout = 0.0  # type: ignore[union-attr]  # no mask is stored
             if self.sharing > 1:
                 self.sequence.surround(self.model)
+            if self.gather_in_low:
+                for weight in gathered_by_block(self.model.blocks, in_low=True):
+                    weight.data = weight.data.bfloat16()
             # What a process holds, and updates.
             self.own = self.model if self.shards == 1 else shard_of(config, self.shards)
             whole = [*self.model.named_parameters(), *self.own.named_parameters()]
@@ -166,7 +170,9 @@ class Planner:
         # Gradients from an earlier micro-batch, or of blocks that are left out of this step.
         made_before = self.waiting.union(self.own.blocks[config.n_layers :].parameters())
         with self.fake:
-            for parameter in made_before:
+            # (Weights in bfloat16 have their sums apart, in float32.)
+            self.sums = {p: torch.empty(p.shape) for p in made_before if p.dtype != torch.float32}
+            for parameter in made_before - self.sums.keys():
                 parameter.grad = torch.empty_like(parameter)
             batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             ids, labels = batch[:, :, : self.tokens]
@@ -187,9 +193,8 @@ class Planner:
             torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
             ExitStack() as hooks,
         ):
-            shards = None
-            if self.shards > 1:
-                shards = Gathering(model, self.own, self.shards, log, gloo=self.on_cpu)
+            how = log, self.on_cpu, self.gather_in_low, self.sums
+            shards = Gathering(model, self.own, self.shards, *how) if self.shards > 1 else None
             for handle in follow(model, log) + (shards.hooks() if shards else []):
                 hooks.enter_context(handle)
             self.name_what_is_there(log)
@@ -282,8 +287,9 @@ class Planner:
                     log.name(tensor, "optimizer", f"{state} of {name}")
             else:  # whole, of shards: its bytes are those of what was gathered
                 log.find(parameter).name = name
-            if parameter.grad is not None:
-                log.name(parameter.grad, "gradients", f"gradient of {name}")
+            gradient = self.sums.get(parameter, parameter.grad)
+            if gradient is not None:
+                log.name(gradient, "gradients", f"gradient of {name}")
 
     @property
     def waiting(self) -> set[nn.Parameter]:

@@ -167,8 +167,8 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     # Python runs ahead of a GPU from one step to the next, too, as it does in training.
-    n = 1 if device.type == "cpu" else args.steps
-    seconds = [timed_step(run, n) for _ in range(args.steps // n)]
+    groups = [1] * args.steps if device.type == "cpu" else [args.steps]
+    seconds = [timed_step(run, n) for n in groups]
     peak = kind = reserved = resident = None
     if device.type == "cuda":
         peak, kind = torch.cuda.max_memory_allocated(device), "cuda"

@@ -50,6 +50,15 @@ def choose_precision(
     return torch.float32
 
 
+def check_gather_dtype(args: argparse.Namespace, precision: torch.dtype) -> None:
+    """Raise UsageError if blocks do not compute in the precision in which they are gathered."""
+    if args.gather_dtype == "bfloat16" and precision != torch.bfloat16:
+        raise UsageError(
+            f"--gather-dtype bfloat16: blocks compute in {precision} here; --amp-dtype bfloat16 "
+            "goes with it, or --gather-dtype float32"
+        )
+
+
 def set_matmul_precision(device: torch.device, tf32: bool) -> None:
     """How a GPU's matmuls round: float32 to TF32's 10 bits, if `tf32`, and nothing else.
 

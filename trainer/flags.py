@@ -386,6 +386,10 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--compress-gradients", action=argparse.BooleanOptionalAction, default=False,
         help="several processes: average gradients in bfloat16, half of what travels, for 2 more "
         "bytes a parameter and results that are no longer those of one process (alone: no effect)")
+    add("--gather-dtype", choices=("float32", "bfloat16"), default="float32",
+        help="train_fsdp.py, train_sp.py: in what a block's weights travel, which are stored in "
+        "float32; bfloat16, with bfloat16 autocast: half of the bytes, the same bits (on a GPU in "
+        "deterministic mode) (default: %(default)s)")
 
     add = parser.add_argument_group("running").add_argument
     add("--log-interval", type=count_or_zero, default=50, metavar="N",
@@ -482,6 +486,11 @@ def check_chunks(args: argparse.Namespace, is_run: bool) -> None:
     asked, policy = f"--mlp-chunks {args.mlp_chunks}", args.use_activation_checkpoint
     if args.mlp_chunks != 1 and args.compile:
         raise UsageError(f"{asked}: compiled blocks are not cut; --no-compile or --mlp-chunks 1")
+    if args.mlp_chunks != 1 and args.gather_dtype == "bfloat16":
+        raise UsageError(
+            f"{asked}: --gather-dtype bfloat16 would add the chunks' gradients up in bfloat16; "
+            "--gather-dtype float32 or --mlp-chunks 1"
+        )
     if is_run and moot_chunks(args, policy):
         raise UsageError(
             f"{asked}: --use-activation-checkpoint {policy} replays no MLP half by itself; mlp, "

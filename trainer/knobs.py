@@ -115,7 +115,7 @@ def smaller_batches(args: Flags) -> list[dict[str, int]]:
 
 def cuts_mlp(args: Flags) -> bool:
     """Would --mlp-chunks 0 cut what it does not cut yet?"""
-    fresh = args.mlp_chunks == 1 and not args.compile
+    fresh = args.mlp_chunks == 1 and not args.compile and args.gather_dtype == "float32"
     return fresh and len(sizes_of_chunks(args.seq_len, args.d_ff, 0)) > 1
 
 

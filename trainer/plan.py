@@ -24,7 +24,13 @@ from planner.formulas import count_parameters, recompute_cost, state_bytes
 from planner.shards import share_of
 
 from .card import THIS_MACHINE, clock_card, device_type
-from .device import choose_device, choose_precision, is_here, set_matmul_precision
+from .device import (
+    check_gather_dtype,
+    choose_device,
+    choose_precision,
+    is_here,
+    set_matmul_precision,
+)
 from .flags import AUTO, UsageError, changed, model_config, recompute_of
 from .knobs import (
     Knob,
@@ -58,7 +64,10 @@ def make_planner(
     shards: int = 1,
     sharing: int = 1,
 ) -> Planner:
-    """The planner of the run that the flags ask for, on a device that need not be there."""
+    """The planner of the run that the flags ask for, on a device that need not be there. Raises
+    UsageError as `check_gather_dtype` does."""
+    if shards > 1:
+        check_gather_dtype(args, precision)
     return Planner(
         config,
         args.seq_len,
@@ -71,6 +80,7 @@ def make_planner(
         compress=ddp and args.compress_gradients,
         shards=shards,
         sharing=sharing,
+        gather_in_low=shards > 1 and args.gather_dtype == "bfloat16",
     )
 
 
@@ -108,7 +118,7 @@ class Question:
     def planner(self) -> Planner:
         """The same one for all flags that differ in batch size and recompute only."""
         args, config = self.args, self.config
-        state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1
+        state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.gather_dtype
         way = self.ddp, self.shards, self.sharing
         key = replace(config, recompute="none"), args.seq_len, state, *way
         if key not in self.made:

@@ -103,6 +103,7 @@ REFUSED = {  # words: what the line must say
     "--use-activation-checkpoint --card=H100": "--card is for --use-activation-checkpoint auto",
     "--min-lr=1": "--min-lr 1 is above --lr",
     "--mlp-chunks=2": "--mlp-chunks 2: .*-checkpoint none .* mlp, sdpa and full do, or",
+    "--mlp-chunks=2 --use-activation-checkpoint --gather-dtype=bfloat16": "chunks' gradients up in",
     "--mlp-chunks=0 --use-activation-checkpoint=attn:1,cheap": "--mlp-chunks 0: .*attn:1,cheap",
     "--mlp-chunks=2 --use-activation-checkpoint --compile": "--mlp-chunks 2: .*; --no-compile or",
     "--device=cuda": "--device cuda: .* try --device cpu",
@@ -129,6 +130,7 @@ REFUSED_BY = {
         "--num-epochs=1 --profile=4": "needs --num-steps 7 at least, not 6",
     },
     "plan_memory": {
+        "--fsdp --nproc-per-node=2 --no-amp --gather-dtype=bfloat16": "--gather-dtype bfloat16: ",
         "--json=nowhere/plan.json": "--json: there is no folder nowhere",
         "--memory-viz=x.pickle": "--memory-viz=x.pickle; python -m scripts.memory_page shows it",
         "--fsdp": "--fsdp: over how many processes",
@@ -326,6 +328,10 @@ ENVIRONMENTS = {
     "groups of blocks in shards": sharded(
         "--use-activation-checkpoint=full/2",
         "full/2: train_fsdp.py gathers .*; full/2\\+nested fits",
+    ),
+    "gathered in bfloat16, computed in another": sharded(
+        "--no-amp --gather-dtype=bfloat16",
+        "--gather-dtype bfloat16: .* in torch.float32 here; --amp-dtype bfloat16 goes with it, or",
     ),
     "compressed": sharded("--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"),
     "few heads": shared(

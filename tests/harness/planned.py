@@ -41,7 +41,7 @@ def make_once(args, config, device, precision, *way) -> Planner:
     has the same planner."""
     plain = MiniGPTConfig(**vars(config) | {"recompute": "none"})
     state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.compress_gradients
-    key = plain, args.seq_len, device.type, precision, state, way
+    key = plain, args.seq_len, device.type, precision, state, way, args.gather_dtype
     planner = copy(shared(key, lambda: MAKE_PLANNER(args, plain, device, precision, *way)))
     planner.config = config  # (and its own `watch`; but the same steps)
     return planner

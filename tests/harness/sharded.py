@@ -146,10 +146,17 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
             ddp.buckets_are_final = False
             expected = learn(ddp, variant, dtype)
             policy = variant.get("recompute", "")
-            if "/" not in policy or "nested" in policy:  # (FSDP gathers block by block)
+            groups = "/" in policy and "nested" not in policy  # (FSDP gathers block by block)
+            # In bfloat16 what autocast would round to it travels; so no bit is another one.
+            # (--mlp-chunks would add up in bfloat16, and is refused.)
+            low = dtype == torch.bfloat16 and "mlp_chunks" not in variant
+            for gather in ["float32", "bfloat16"][: 0 if groups else 1 + low]:
+                fsdp.args.gather_dtype = gather
                 found = learn(fsdp, variant, dtype)
+                if gather == "bfloat16":  # (there are no copies of weights that could travel)
+                    found["moved"] = expected["moved"]
                 if ddp.rank == 0 and not same(expected, found):
-                    sys.exit(f"{variant} differs in {dtype}")
+                    sys.exit(f"{variant} differs in {dtype}, gathered in {gather}")
             if "recompute" in variant and "mlp_chunks" not in variant:  # (others round otherwise)
                 without = without or expected
                 if not all(same(without[part], expected[part]) for part in ("model", "optimizer")):
@@ -171,6 +178,7 @@ class Case(NamedTuple):
     micro_batches: int = 1
     flags: Namespace = settings_of("adamw", "float32")  # of the optimizer
     seq_len: int = T
+    gather: str = "float32"
 
 
 FULL, CHEAP = (replace(WIDE, recompute=policy) for policy in ("full", "cheap"))
@@ -192,6 +200,15 @@ CASES = {
     "nested": Case(replace(WIDE, n_layers=5, recompute="full/2+nested"), 24),
     "nested, bfloat16": Case(replace(WIDE, recompute="full/3+nested"), 1, torch.bfloat16),
     "many positions": Case(replace(CHEAP, max_position_embeddings=4096), 8),
+    "rounded": Case(
+        replace(WIDE, max_position_embeddings=64), 24, torch.bfloat16, gather="bfloat16"
+    ),
+    "full, rounded": Case(FULL, 8, torch.bfloat16, gather="bfloat16"),
+    "little but weights, rounded": Case(FULL, 1, torch.bfloat16, gather="bfloat16"),
+    "cheap, rounded, accumulated": Case(CHEAP, 8, torch.bfloat16, 2, gather="bfloat16"),
+    "nested, rounded": Case(
+        replace(WIDE, recompute="full/3+nested"), 24, torch.bfloat16, gather="bfloat16"
+    ),
     "one block": Case(replace(WIDE, n_layers=1), 16),
 }
 
@@ -238,6 +255,7 @@ def measure(process: FSDPProcess, case: Case) -> dict[str, int]:
         while True:
             yield tuple(torch.randint(case.config.vocab_size, (2, case.batch_size, case.seq_len)))
 
+    process.args.gather_dtype = case.gather
     model, batches = new_model(process, case.config), draw()
     optimizer = make_optimizer(model, case.flags, process.device, torch.float32)
     process.wrap(model)
@@ -352,12 +370,15 @@ def gradients_together(process: SPProcess, dtype: torch.dtype) -> dict:
 
 
 def together(process: SPProcess, which: str) -> str:
-    dtypes = [torch.float64, torch.float32, torch.bfloat16][: 3 if which == "all" else 2]
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.bfloat16]
     policies = POLICIES_TOGETHER[0 if which == "all" else -3 :]
     rank, n = process.rank, process.world_size
     (T, t), h = (35, (35 + n - 1 - rank) // n), (5 + n - 1 - rank) // n
-    for dtype in dtypes:
-        exact = dtype == torch.float64
+    without: dict = {}
+    for i, dtype in enumerate(dtypes[: 4 if which == "all" else 2]):
+        # (The last one is gathered in it: no bit is another one.)
+        process.args.gather_dtype = "bfloat16" if i == 3 else "float32"
+        exact, without = dtype == torch.float64, without if i == 3 else {}
         config = replace(LONG, dropout=0.0 if exact else 0.1)
         with torch.device("meta"):
             model = MiniGPT(config).to(torch.float64 if exact else torch.float32)
@@ -370,7 +391,6 @@ def together(process: SPProcess, which: str) -> str:
             for name, p in model.named_parameters():
                 p.copy_(process.part(weights[name], p))
         process.wrap(model.train())
-        without: dict = {}
         for policy in policies:
             model.config = replace(config, recompute=policy)
             found = gradients_together(process, dtype)
