@@ -223,10 +223,8 @@ class MiniGPT(nn.Module):
         The finer policies are inside: the compiler has to see what they are about.
         """
         torch._dynamo.config.optimize_ddp = False  # DDP would cut graphs, checkpoints as well
-        # On CUDA a replayed dropout would draw from generators of its own, so that CUDA graphs can
-        # hold it (we use none). A micro-batch's torch.manual_seed does not reach those.
-        if hasattr(torch._functorch.config, "graphsafe_rng_functionalization"):
-            torch._functorch.config.graphsafe_rng_functionalization = False
+        # On CUDA replayed dropout would draw from generators that manual_seed does not reach.
+        torch._functorch.config.graphsafe_rng_functionalization = False
         for module in (*self.blocks, self.add):
             module.compile()
         self.token_embedding.compiled = True

@@ -64,16 +64,13 @@ function peak(s) { // {where, bytes, parts: {kind: bytes}}
   return {where: walk.where, bytes: walk.bytes, parts: walk.most};
 }
 
-function mostCopied(sizes, lean) { // to float32 by LeanOptimizer's AdamW; `sizes`: elements
-  let most = 0, early = 0, late = 0, top = 0, room = 0;
+function mostCopied(sizes) { // two moments, to float32, by LeanOptimizer; `sizes`: elements
+  let most = 0, room = 0;
   for (const size of sizes) {
     for (let left = size; left > 0; left -= AT_A_TIME) {
-      const piece = min(left, AT_A_TIME), padded = piece % LANES > 0;
-      if (piece > room) [early, late, top, room] = [0, 0, 0, AT_A_TIME];
-      early += piece * (padded ? 12 : 4 * lean); // first all weights, gradients, first moments;
-      late += piece * 4 * (padded || lean); // then second moments, which are there twice
-      top = max(top, late + piece * 4 * (padded && lean)); // while they are padded
-      [most, room] = [max(most, early + top), room - piece];
+      const piece = min(left, AT_A_TIME);
+      room = (piece > room ? AT_A_TIME : room) - piece; // a batch takes pieces while they fit
+      most = max(most, 8 * (AT_A_TIME - room));
     }
   }
   return most;
@@ -204,7 +201,7 @@ class Walk {
     const matrices = this.matrices(n), areas = matrices.map(([rows, columns]) => rows * columns);
     const tables = [s.V, s.positions].map((rows) => ceil(rows / n) * s.C);
     const adamws = [...tables, ...Array(muon ? 0 : s.L).fill(areas).flat()];
-    let most = muon || lean || n > 1 ? mostCopied(adamws, lean) : 0;
+    let most = lean ? mostCopied(adamws) : 0;
     // `look_ahead` has gradients, momenta and a mean of both, 4 each, and that in bfloat16, 2; or
     // `orthogonalize`, in float32, what it gets and makes and 3 squares (in factors 5), 4 each.
     for (const [rows, columns] of muon ? matrices : []) {
@@ -288,7 +285,7 @@ class Walk {
 }
 
 // ---- Tables, written by `python -m studies.calculator_tables`
-const CHUNK = 83886080, SLICE = 4194304, PAD = 64, ROWS = 4, AT_A_TIME = 4194304, LANES = 64;
+const CHUNK = 83886080, SLICE = 4194304, PAD = 64, ROWS = 4, AT_A_TIME = 4194304;
 const RECOMPUTE = { // policy: what it keeps beside a mask, multiplies twice; by operator?
   "none": ["x ln_1 qkv attention c_proj mask x2 ln_2 c_fc gelu", "", false],
   "cheap": ["x qkv attention c_proj mask x2 c_fc", "", false],

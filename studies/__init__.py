@@ -6,7 +6,6 @@ ladder             what does each policy save and cost?                         
 block_picture      what does each policy keep of a block? (a picture)              seconds
 memory_timeline    where does a step's memory go? (scripts.memory_timeline)        half a minute
 long               how long may a sequence be, knob by knob?                       15 minutes
-page_shots         how does scripts.memory_page's page look? (README's picture)      seconds
 compiler           does the compiler choose better than a policy?                  4 minutes
 cards              which card trains what?                                         3 minutes
 gpu                what does this project do on a GPU?                             an hour

@@ -20,7 +20,7 @@ BEGIN, END = "// ---- Tables", "// ---- What"
 def tables() -> str:
     """The part of the script from BEGIN to END."""
     constants = {name: getattr(head, name) for name in ("CHUNK", "SLICE", "PAD", "ROWS")}
-    constants |= {name: getattr(optimizer, name) for name in ("AT_A_TIME", "LANES")}
+    constants["AT_A_TIME"] = optimizer.AT_A_TIME
     memory = {
         card.name: round(card.memory / GIB, 2)
         for card in CARDS.values()

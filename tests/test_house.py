@@ -22,15 +22,15 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 401,
-    "memory": 507,
-    "planner": 1_157,
-    "trainer": 2_371,
-    "data": 790,
-    "scripts": 1_832,
-    "studies": 993,
-    "all without tests": 8_051,
-    "tests": 8_377,
+    "the root": 406,
+    "memory": 511,
+    "planner": 1_176,
+    "trainer": 2_412,
+    "data": 809,
+    "scripts": 1_750,
+    "studies": 954,
+    "all without tests": 8_018,
+    "tests": 8_745,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.
@@ -40,7 +40,7 @@ FILES_READ = {
     "model.py": 280,
     "train_minimal.py": 260,
     "train_ddp.py": 130,
-    "train_fsdp.py": 130,
+    "train_fsdp.py": 140,
     "train_sp.py": 120,
     "docs/planning.md": 250,
     "docs/evidence.md": 250,

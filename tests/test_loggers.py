@@ -4,7 +4,6 @@ import math
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -110,50 +109,48 @@ def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
 # ---- Weights & Biases
 
 
-@pytest.mark.parametrize("fails", ["", "no key:\nrefused"])
-def test_wandb_goes_on_with_the_same_run_offline_if_need_be(fails, path, monkeypatch, capsys):
-    """With a stand-in. (How the package itself fails: the next test.)"""
-    wandb = MagicMock(errors=SimpleNamespace(UsageError=LookupError, CommError=LookupError))
-    wandb.run.url, wandb.run.offline = "URL", bool(fails)
-    wandb.init.side_effect = 2 * [*[LookupError(fails)] * bool(fails), wandb.run]
+@pytest.mark.parametrize("offline", [False, True])
+def test_wandb_goes_on_with_the_same_run(offline, path, monkeypatch, capsys):
+    """With a stand-in. (What the package itself does: the next test.)"""
+    wandb = MagicMock()
+    wandb.run.url, wandb.run.offline = "URL", offline
+    wandb.init.return_value = wandb.run
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
     assert train_here(path, "--resume", "--num-steps=5") == 0
-    starts = ["init", *["teardown", "init"] * bool(fails)]  # or the run's id would be in use
     calls = [name for name, _, _ in wandb.mock_calls if name != "Settings"]
     logs = ["run.log"] * 3, ["run.log"] * 2
-    assert calls == [*starts, *logs[0], "run.finish", *starts, *logs[1], "run.finish"]
+    assert calls == ["init", *logs[0], "run.finish", "init", *logs[1], "run.finish"]
     name = snapshot(path)["run"]
     about = {"project": "minigpt", "name": "run", "id": name, "resume": "allow", "dir": path.parent}
     for start in wandb.init.call_args_list:
         assert about.items() <= start.kwargs.items() and start.kwargs["config"]["n_layers"] == 2
-    assert wandb.init.call_args.kwargs.get("mode") == ("offline" if fails else None)
     found = [(step, numbers["train_loss"]) for (numbers, step), _ in wandb.run.log.call_args_list]
     assert found == [(record["step"], record["train_loss"]) for record in metrics(path)]
     upload = f"wandb sync {path.parent}/wandb/offline-run-*-{name} uploads it"
-    where = f"offline (no key: refused); {upload}" if fails else "URL"
+    where = f"offline; {upload}" if offline else "URL"
     assert capsys.readouterr().out.count(f"log      wandb, {where}\n") == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["", "0123456789" * 4])
-def test_wandb_itself_without_a_key_or_a_network(key, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mode", ["", "offline"])
+def test_wandb_itself_without_a_key(mode, tmp_path, monkeypatch):
+    """Asked to stay offline it writes; else it ends with a line, and the run goes on."""
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", key)
-        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody answers there
-        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
+    monkeypatch.setenv("WANDB_MODE", mode or "online")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
     path = tmp_path / "runs" / "run.pt"
     for flags in (("--log-to=wandb", "--num-steps=3"), ("--resume", "--num-steps=5")):
         result = train(path, *flags)
-        assert "; wandb sync" in result.stdout and "--log-to" not in result.stdout
+        assert ("; wandb sync" in result.stdout) == bool(mode)
+        assert ("warning  --log-to wandb ended (" in result.stdout) == (not mode)
     written = list(path.parent.glob(f"wandb/offline-run-*-{snapshot(path)['run']}/*.wandb"))
-    assert len(written) == 2 and all(b"train_loss" in file.read_bytes() for file in written)
+    assert len(written) == 2 * bool(mode)
+    assert all(b"train_loss" in file.read_bytes() for file in written)
     assert len(metrics(path)) == 5
 
 

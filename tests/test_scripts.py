@@ -61,7 +61,7 @@ ASKED = {
 }
 
 
-def start(*words: str) -> subprocess.CompletedProcess:
+def start_python(*words: str) -> subprocess.CompletedProcess:
     """Python itself. (`run` forks one that has imported all this before.)"""
     how = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT}
     return subprocess.run([sys.executable, *words], **how)
@@ -69,7 +69,7 @@ def start(*words: str) -> subprocess.CompletedProcess:
 
 def test_python_m_scripts_answers_a_newcomer():
     """At once, without torch; and what it says to type is known to what it names."""
-    result = start("-X", "importtime", "-m", "scripts")
+    result = start_python("-X", "importtime", "-m", "scripts")
     assert (result.returncode, result.stdout) == (0, LISTING) and " torch\n" not in result.stderr
     listed = table(result.stdout)
     for question, words in ASKED.items():
@@ -88,7 +88,7 @@ def test_a_part_of_commands_says_that_it_is_none():
     parts = {path.stem for path in (ROOT / "scripts").glob("[!_]*.py")} - startable("scripts")
     assert {"plan_table", "style"} <= parts
     for part in [*sorted(parts), "plan_memroy"]:
-        result = start("-m", f"scripts.{part}")
+        result = start_python("-m", f"scripts.{part}")
         assert (result.returncode, result.stdout) == (2, ""), part
         near = {"plan": "plan_memory", "benchmark": "benchmark"}.get(part.split("_")[0])
         hint = f"did you mean python -m scripts.{near}? " if near else ""

@@ -9,7 +9,6 @@ import math
 import os
 import shlex
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,16 +53,15 @@ def to_tensorboard(path: Path, identity: State, step: int, say: Say) -> Sink:
 
 
 def to_wandb(path: Path, identity: State, step: int, say: Say) -> Sink:
-    """To Weights & Biases; without an account, a network, or with WANDB_MODE=offline, into a folder
-    `wandb` beside the snapshot, to be uploaded later.
+    """To Weights & Biases; with WANDB_MODE=offline into a folder `wandb` beside the snapshot, to be
+    uploaded later.
 
     The run's own id makes one run of all processes that go on with it. (Of steps that are done
     again wandb keeps the first.)
     """
     import wandb
 
-    start = partial(
-        wandb.init,
+    run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "minigpt"),
         name=beside(path, "").name,
         id=identity["run"],
@@ -72,18 +70,10 @@ def to_wandb(path: Path, identity: State, step: int, say: Say) -> Sink:
         config=identity["args"],
         settings=wandb.Settings(console="off", silent=True),
     )
-    why = ""
-    try:
-        run = start()
-    # No key, and nobody at a terminal to type one; or no answer.
-    except (wandb.errors.UsageError, wandb.errors.CommError) as error:
-        why = f" ({one_line(error)})"
-        wandb.teardown()  # or the run's id would be in use
-        run = start(mode="offline")
     where = run.url
     if run.offline:
         folder = f"{shlex.quote(str(path.parent))}/wandb/offline-run-*-{identity['run']}"
-        where = f"offline{why}; wandb sync {folder} uploads it"
+        where = f"offline; wandb sync {folder} uploads it"
     say(f"log      wandb, {where}")
     return run.log, run.finish
 

@@ -109,10 +109,8 @@ def load_own(path: Path, run_id: str) -> Resumed | None:
 
 
 def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
-    """Give `args` the flags of the run that is resumed, where none were typed.
-
-    Raises SnapshotError if one was typed that the run cannot change, or if its text is gone.
-    """
+    """Give `args` the flags of the run that is resumed, where none were typed. Raises SnapshotError
+    if one was typed that the run cannot change."""
     saved, typed = resumed.state["args"], args.typed
     toy, vocabulary = bool(saved.get("use_toy_data")), resumed.state["config"].get("vocab_size")
     rows = [("--tokenizer-name", resumed.state["tokenizer"].get("name"), args.tokenizer_name)]
@@ -143,11 +141,15 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
     old = parse_again(saved, resumed.path)
     for name in (vars(args).keys() & saved.keys()) - moot:
         setattr(args, name, getattr(old, name))
+
+
+def check_texts(args: argparse.Namespace) -> None:
+    """Raise SnapshotError if a text that the snapshot names is gone."""
     gone = [
         f"{flag(name)} {text}: no such file or folder; if it has moved, add {flag(name)} NEW"
         for name in ("train_data", "val_data")
         for text in getattr(args, name) or ()
-        if not (name in typed or os.path.lexists(text) or glob.has_magic(text))
+        if not (name in args.typed or os.path.lexists(text) or glob.has_magic(text))
     ]
     if gone:
         raise SnapshotError(gone[0])

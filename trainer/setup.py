@@ -46,6 +46,7 @@ def start_run(
         named, args.checkpoint_path = args.checkpoint_path, resume.own_name(args.checkpoint_path)
         resumed = resume.load_newest(args.checkpoint_path, named)
         resume.take_flags(args, resumed)
+        resume.check_texts(args)
     process = make_process(args)
     if resumed is not None:
         resume.keep_batch(args, resumed.state, process.replicas)
