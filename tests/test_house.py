@@ -35,8 +35,8 @@ ROOMS = {
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
-    "README.md": 140,
-    "README.zh-CN.md": 140,
+    "README.md": 145,
+    "README.zh-CN.md": 145,
     "model.py": 280,
     "train_minimal.py": 260,
     "train_ddp.py": 130,
