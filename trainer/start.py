@@ -73,7 +73,8 @@ def torchrun_lives() -> bool:
     The parent may be a script that torchrun has started, or torchrun be process 1 of a container;
     and an orphan's parent may be any process that takes in orphans. So look at each of them: is it
     torchrun by the name that it gives itself, or has it at least loaded torch, as any program that
-    starts workers by torchrun's code has? True if this cannot be known.
+    starts workers by torchrun's code has? (A process that /proc hides is another user's: not ours.)
+    Without /proc, as on macOS, orphans are known by their parent, process 1.
     """
     pid = os.getppid()
     if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: it is outside of this container)
