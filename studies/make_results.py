@@ -26,6 +26,10 @@ FOLDER = "studies/results"
 QUICK = ("memory_timeline", "block_policies", "ladder")
 MORE = {
     "block_policies": [f"python -m studies.block_picture --out {FOLDER}"],
+    "memory_page": [  # the page; its picture is a screenshot, 1,200 pixels wide
+        "python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda "
+        "--amp-dtype bfloat16",
+    ],
     # Today's commands for what earlier ones measured; these stand in the files.
     "clock_cpu_124m": [
         "python -m scripts.benchmark --model gpt2 --batch-size 2 --repeats 3 --steps 1 "
