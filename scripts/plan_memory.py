@@ -18,8 +18,8 @@ if not __package__:  # python scripts/plan_memory.py: the others lie one folder 
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
-# isort: split
 import argparse
+import gc
 import json
 import shlex
 import time
@@ -340,4 +340,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(1_000_000)  # a planned step makes no garbage: to look for it only takes time
     sys.exit(main())

@@ -27,16 +27,16 @@ ROOMS = {
     "planner": 1_176,
     "trainer": 2_412,
     "data": 809,
-    "scripts": 1_750,
+    "scripts": 1_751,
     "studies": 954,
-    "all without tests": 8_018,
+    "all without tests": 8_019,
     "tests": 8_745,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
-    "README.md": 145,
-    "README.zh-CN.md": 145,
+    "README.md": 150,
+    "README.zh-CN.md": 150,
     "model.py": 280,
     "train_minimal.py": 260,
     "train_ddp.py": 130,

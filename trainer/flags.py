@@ -324,7 +324,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         "in the others; full/2 = keep one input for every 2 blocks; full/4+nested = "
         "for every 4, which are replayed once more, one by one; full+offload = what is kept "
         "waits in CPU memory (of selective and sdpa, without --compile, each block's input only); "
-        "auto = the least that fits in memory (default: none; the bare flag means full)")
+        "auto = the least recompute that fits in memory (default: none; the bare flag means full)")
     add("--memory-budget", type=byte_count, metavar="SIZE",
         help="for auto: how much memory there is, 8GiB (default: what is free); of it stays free a "
         "tenth, on a GPU at least 1 GiB (of less than 4 GiB a quarter)")

@@ -357,7 +357,7 @@ def plan_memory(
         budget = min(process.exchange(mine.budget or 0))
         asked = replace(question, room=replace(mine, budget=budget))
         config = (step := choose_recompute(asked)).config
-        least = f"the least time (predicted for {card.name})" if card else "the least"
+        least = f"the least time (predicted for {card.name})" if card else "the least recompute"
         words = f"auto takes {config.recompute}: {least} that fits in {asked.room}\nmemory   "
         if instead := process.by_first(lambda: asked.instead_of(step)):
             words += f"{instead}\nmemory   "
