@@ -134,7 +134,7 @@ class Text:
         """Write a folder of the cache; returns its meta.json."""
         tokenizer = self.known or self.train_bpe()
         (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
-        self.say(f"encoding {self.label}, once: the ids stay in {store.shown(self.cache_dir)}")
+        self.say(f"encoding {self.label}, once: the ids will be in {store.shown(self.cache_dir)}")
         return {
             "tokenizer": self.tokenizer_name,
             "vocab_size": tokenizer.vocab_size,

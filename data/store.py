@@ -151,7 +151,7 @@ def _lock(cache_dir: Path, say: Say) -> Iterator[bool]:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """meta.json of a cache in which no bit is wrong; None if there is none.
+    """Return meta.json of a cache that is as it was when it was last found good, else None.
 
     A file is read again only if its size or times are not those that were noted when it was last
     found good. (A copy has other times. They are noted, where that can be written.)
@@ -184,8 +184,8 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def read_times(files: Sequence[Path]) -> dict[str, list[int]]:
-    """Size in bytes, and times in ns, of each file. Writing to it changes ctime, which, unlike
-    mtime, no program can set back."""
+    """Size in bytes, mtime and ctime in ns, of each file. Writing to a file changes its ctime,
+    which on Linux and macOS no program can set back. (On Windows it is the time of creation.)"""
     found = {file.name: file.stat() for file in files}
     return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found.items()}
 

@@ -199,11 +199,8 @@ MATMUL_OPS = [
 
 # From 2.14 on torch asks whether hooks are to see those results, too, and warns where nothing is
 # said, because it will show them one day. Then offload would move more than the planner says.
-HIDDEN_FROM_HOOKS = {
-    name: False
-    for name in ("respect_saved_tensors_hooks",)
-    if name in signature(torch_checkpoint).parameters
-}
+KNOWS_HOOKS = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
+HIDDEN_FROM_HOOKS = {"respect_saved_tensors_hooks": False} if KNOWS_HOOKS else {}
 
 
 def keep_results_of(operators: list) -> Callable[..., Halves]:

@@ -39,8 +39,8 @@ train_minimal.py --train-data book.txt    how do I train on my own text?        
 train_minimal.py --init-from gpt2         how do I start from GPT-2's weights?        minutes on
 train_minimal.py --profile 4              where does the time of a step go?           a minute
 train_minimal.py --resume                 how does a run go on? (other devices, too)  seconds
-gpt2_small.sh                             how do I train GPT-2 small on one GPU?      days
-gpt2_small_ddp.sh                         and on all GPUs of a machine?               days
+scripts/gpt2_small.sh                     how do I train GPT-2 small on one GPU?      days
+scripts/gpt2_small_ddp.sh                 and on all GPUs of a machine?               days
 
 after a run
 generate --prompt "def "                  what does a trained model write?            seconds
@@ -95,7 +95,7 @@ def add_snapshot(parser: ArgumentParser, what: str) -> None:
     add("checkpoint_path", nargs="?", default=SUPPRESS, metavar="FILE",
         type=lambda word: word if word is SUPPRESS else Path(word),
         help=f"{what} (default: {path})")  # fmt: skip
-    add("--checkpoint-path", type=Path, default=path, metavar="FILE", help="the same")
+    add("--checkpoint-path", type=Path, default=path, metavar="FILE", help="the same; FILE wins")
 
 
 def flush() -> None:

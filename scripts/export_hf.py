@@ -163,8 +163,8 @@ def check_is_gpt2(source: Pretrained, weights: dict[str, Tensor]) -> None:
     n_parameters = sum(weight.numel() for weight in weights.values())  # no tensor too many or long
     if not is_gpt2 or n_parameters != count_parameters(config):
         raise UsageError(
-            f"--checkpoint-path: model.py makes of {source.path} something else than GPT-2, and "
-            "transformers would compute other logits: it cannot be exported"
+            f"--checkpoint-path: with model.py as it is, {source.path} is no GPT-2; transformers "
+            "would compute other logits, so it is not exported"
         )
 
 

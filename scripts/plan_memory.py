@@ -302,13 +302,14 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
             bar.write(plan_knobs.format_settings(settings) + "\n")
         else:
             table = make_table(asked)
-            bar.write(plan_table.format_table(table, recommend(table)) + "\n")
+            best = recommend(table)
+            bar.write(plan_table.format_table(table, best) + "\n")
             if host := plan_table.describe_host(table):
                 bar.write(host + "\n")
-            best = recommend(table)
             if best and best.longest is None and (instead := asked.instead_of(best.step)):
                 bar.write(f"note     {instead}\n")
-    if note := "".join({row.asked.planner.note for row in (settings or table)[:1]}):
+    shown = settings or table
+    if shown and (note := shown[0].asked.planner.note):
         bar.write(f"note     {note}\n")
     taken, record = settings[0] if settings else recommend(table), None
     if args.at_peak:

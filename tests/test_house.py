@@ -23,14 +23,14 @@ FLOOR["data"] = FLOOR["planner"]
 # split; one of a room makes them simpler.
 ROOMS = {
     "the root": 406,
-    "memory": 511,
+    "memory": 512,
     "planner": 1_176,
-    "trainer": 2_412,
+    "trainer": 2_415,
     "data": 809,
-    "scripts": 1_751,
+    "scripts": 1_752,
     "studies": 954,
-    "all without tests": 8_019,
-    "tests": 8_745,
+    "all without tests": 8_024,
+    "tests": 8_746,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.

@@ -178,7 +178,7 @@ def test_the_first_table_is_what_was_predicted():
     ):
         assert found == [f"{figures[rung]:,.0f}" for figures in rows.values()]
     floor = 16 * count_parameters(GPT2_SMALL) / 2**20
-    assert f"\n{floor:,.0f} MiB of each are weights" in README
+    assert f"\n{floor:,.0f} MiB of each figure are weights" in README
     assert f"[{block_picture.step_cost('full'):.2f} times the FLOPs]" in README
 
 

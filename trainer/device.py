@@ -51,11 +51,17 @@ def choose_precision(
 
 
 def check_gather_dtype(args: argparse.Namespace, precision: torch.dtype) -> None:
-    """Raise UsageError if blocks do not compute in the precision in which they are gathered."""
+    """Raise UsageError if blocks do not compute in the precision in which they are gathered, or if
+    they add gradients up in it."""
     if args.gather_dtype == "bfloat16" and precision != torch.bfloat16:
         raise UsageError(
             f"--gather-dtype bfloat16: blocks compute in {precision} here; --amp-dtype bfloat16 "
             "goes with it, or --gather-dtype float32"
+        )
+    if args.gather_dtype == "bfloat16" and args.mlp_chunks != 1:
+        raise UsageError(
+            f"--mlp-chunks {args.mlp_chunks}: --gather-dtype bfloat16 would add the chunks' "
+            "gradients up in bfloat16; --gather-dtype float32 or --mlp-chunks 1"
         )
 
 

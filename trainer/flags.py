@@ -131,7 +131,7 @@ def words_of(flags: dict[str, Any]) -> list[str]:
             continue
         if isinstance(value, int) and actions[name].type in UNITS:
             value = UNITS[actions[name].type](value)
-        first, *others = map(str, value if isinstance(value, list) else [value])
+        first, *others = map(str, value or [""] if isinstance(value, list) else [value])
         first = first.removesuffix(".0") if isinstance(value, float) else first
         # A file may be called -x.pt.
         words += [f"{flag}={first}", *others] if first.startswith("-") else [flag, first, *others]
@@ -486,11 +486,6 @@ def check_chunks(args: argparse.Namespace, is_run: bool) -> None:
     asked, policy = f"--mlp-chunks {args.mlp_chunks}", args.use_activation_checkpoint
     if args.mlp_chunks != 1 and args.compile:
         raise UsageError(f"{asked}: compiled blocks are not cut; --no-compile or --mlp-chunks 1")
-    if args.mlp_chunks != 1 and args.gather_dtype == "bfloat16":
-        raise UsageError(
-            f"{asked}: --gather-dtype bfloat16 would add the chunks' gradients up in bfloat16; "
-            "--gather-dtype float32 or --mlp-chunks 1"
-        )
     if is_run and moot_chunks(args, policy):
         raise UsageError(
             f"{asked}: --use-activation-checkpoint {policy} replays no MLP half by itself; mlp, "

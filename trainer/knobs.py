@@ -143,6 +143,7 @@ def shards(args: Flags) -> Iterator[Knob]:
     if policy.group > 1 and not policy.nested:  # they are gathered block by block
         kept[POLICY] = write(policy._replace(group=1))
     kept |= {"compress_gradients": False} if args.compress_gradients else {}
+    kept |= {"gather_dtype": "float32"} if args.gather_dtype == "bfloat16" else {}
     dealt = Knob(kept, "the processes hold the model between them", "train_fsdp.py")
     yield dealt
     for knob in less_moments(args):

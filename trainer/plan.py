@@ -33,6 +33,7 @@ from .device import (
 )
 from .flags import AUTO, UsageError, changed, model_config, recompute_of
 from .knobs import (
+    POLICY,
     Knob,
     candidates,
     less_moments,
@@ -170,9 +171,9 @@ class Question:
         )
 
     def instead_of(self, step: StepMemory) -> str:
-        """What spares the recompute of `step`: the same sequences without it, in the largest
-        smaller micro-batches that fit. "4 x 4 sequences with none: 5 % faster (...)"; where no
-        clock tells how fast they are, that they fit; "" if they do not, or gain nothing."""
+        """Name the largest smaller micro-batches in which the same sequences fit without recompute:
+        "4 x 4 sequences with none: 5 % faster (...)" than `step`. Without a clock it says only that
+        they fit. "" if none fits, or none is faster."""
         replays_products = recompute_cost(step.config, step.seq_len)[0] > 0
         if step.config.recompute == "none" or not (self.card or replays_products):
             return ""  # (without a clock: smaller matrix products may cost more than that saves)
@@ -183,11 +184,13 @@ class Question:
         if not (knob := next(fits, None)):
             return ""
         words = "{grad_accum_steps} x {batch_size} sequences with none".format_map(knob.flags)
+        typed = {POLICY: "none"} | knob.with_policy(args, "none").flags
+        flags = Knob(typed).command(self.args)
         if self.card is None:
-            return f"{words} fit as well ({knob.command(args)})"
+            return f"{words} fit as well ({flags})"
         parts = self.about(knob.change(args))
         faster = self.seconds(step) / parts.seconds(parts.step) - 1
-        return f"{words}: {100 * faster:.0f} % faster ({knob.command(args)})" * (faster > 0.005)
+        return f"{words}: {100 * faster:.0f} % faster ({flags})" * (faster > 0.005)
 
     def way_out(self, is_auto: bool = False) -> tuple[str, Knob | None]:
         """The least change that makes a step fit, with the fastest policy then; first why, if that
@@ -409,13 +412,15 @@ def predict(
 
 
 def place_of(error: Exception) -> str:
-    """The innermost line outside of torch that raised it: "model.py:181"."""
+    """Return the innermost line of this project that raised the error: "model.py:181"."""
     ours = [  # (the planner's log stands between the model and each operator)
-        f"{os.path.relpath(frame.filename, ROOT)}:{frame.lineno}"
+        f"{frame.filename[len(ROOT) + 1 :]}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(torch.__path__[0]) and frame.name != "__torch_dispatch__"
+        if frame.filename.startswith(ROOT + os.sep)
+        and not frame.filename.startswith(torch.__path__[0])  # a virtual environment in here
+        and frame.name != "__torch_dispatch__"
     ]
-    return ours[-1]
+    return ours[-1] if ours else "an unknown line"
 
 
 def describe_plan(step: StepMemory, plain: StepMemory) -> str:

@@ -54,8 +54,8 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
     for twin in twins(path):
         if os.path.isfile(twin) and not os.path.lexists(path):  # else its files would be taken
             raise SnapshotError(
-                f"--resume: there is no snapshot {path}, but there is {twin}; name that with "
-                "--checkpoint-path"
+                f"--resume: there is no snapshot {path}, but there is {twin}, which would share "
+                "its files; name that with --checkpoint-path, or move it away"
             )
     why = []
     there = any(map(os.path.lexists, newest_first(path)))

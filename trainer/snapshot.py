@@ -157,7 +157,8 @@ def has_inodes(folder: Path) -> bool:
         disk = os.statvfs(folder)
     except (OSError, AttributeError):  # gone; Windows, which counts no files
         return True
-    return disk.f_favail > 0 or disk.f_files == 0  # (btrfs makes them as they are needed)
+    # (btrfs makes inodes as they are needed; a full ZFS has none, either.)
+    return disk.f_favail > 0 or disk.f_files == 0 or disk.f_bavail == 0
 
 
 def read_snapshot(path: Path) -> State:

@@ -70,10 +70,10 @@ def end_with_torchrun() -> None:
 def torchrun_lives() -> bool:
     """Look for torchrun among the processes above this one: parent, grandparent, and so on.
 
-    The parent may be a script that torchrun has started, or torchrun be process 1 of a container;
-    and an orphan's parent may be any process that takes in orphans. So look at each of them: is it
-    torchrun by the name that it gives itself, or has it at least loaded torch, as any program that
-    starts workers by torchrun's code has? (A process that /proc hides is another user's: not ours.)
+    The parent may be a script that torchrun has started; torchrun may be process 1 of a container;
+    and an orphan's parent may be any process that takes in orphans. So each ancestor is looked at.
+    torchrun names itself "pt_elastic"; another program that starts workers with torchrun's code has
+    at least loaded libtorch. (A process that /proc hides is another user's: not ours.)
     Without /proc, as on macOS, orphans are known by their parent, process 1.
     """
     pid = os.getppid()
@@ -108,8 +108,12 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
 # How a GPU's allocator is configured: the name, and older ones. Segments that can grow leave fewer
 # gaps between tensors of different sizes.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-HAS_SEGMENTS = sys.platform == "linux" and not any(
-    name in os.uname().release for name in ("microsoft", "tegra")
-)  # Windows warns of them, drivers of WSL (pytorch#192330) and of Jetsons fail
+# Windows warns of them; drivers of WSL (pytorch#192330) and of Jetsons fail, AMD's may hang
+# (pytorch#192259).
+HAS_SEGMENTS = (
+    sys.platform == "linux"
+    and not any(name in os.uname().release for name in ("microsoft", "tegra"))
+    and not os.path.exists("/dev/kfd")  # AMD's driver
+)
 if HAS_SEGMENTS and not os.environ.keys() & set(ALLOCATOR):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

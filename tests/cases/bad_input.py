@@ -103,7 +103,6 @@ REFUSED = {  # words: what the line must say
     "--use-activation-checkpoint --card=H100": "--card is for --use-activation-checkpoint auto",
     "--min-lr=1": "--min-lr 1 is above --lr",
     "--mlp-chunks=2": "--mlp-chunks 2: .*-checkpoint none .* mlp, sdpa and full do, or",
-    "--mlp-chunks=2 --use-activation-checkpoint --gather-dtype=bfloat16": "chunks' gradients up in",
     "--mlp-chunks=0 --use-activation-checkpoint=attn:1,cheap": "--mlp-chunks 0: .*attn:1,cheap",
     "--mlp-chunks=2 --use-activation-checkpoint --compile": "--mlp-chunks 2: .*; --no-compile or",
     "--device=cuda": "--device cuda: .* try --device cpu",
@@ -328,6 +327,10 @@ ENVIRONMENTS = {
     "groups of blocks in shards": sharded(
         "--use-activation-checkpoint=full/2",
         "full/2: train_fsdp.py gathers .*; full/2\\+nested fits",
+    ),
+    "chunks gathered in bfloat16": sharded(
+        "--mlp-chunks=2 --use-activation-checkpoint --amp-dtype=bfloat16 --gather-dtype=bfloat16",
+        "--mlp-chunks 2: --gather-dtype bfloat16 would add the chunks' gradients up in bfloat16; ",
     ),
     "gathered in bfloat16, computed in another": sharded(
         "--no-amp --gather-dtype=bfloat16",

@@ -155,7 +155,7 @@ TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, 
     **{
         f"{name} instead of run.pt, to resume": (
             f"--resume {CHECKPOINT}={name}",
-            f"--resume: there is no snapshot {name}, but there is run.pt; name that with",
+            f"--resume: there is no snapshot {name}, but there is run.pt, which .* name that with",
             {"run.pt": content, "run.prev.pt": GOOD, "run.best.pt": GOOD},
         )
         for name, content in {"run.pth": GOOD, "run": GOOD, "run.ckpt": b"damaged"}.items()
