@@ -388,8 +388,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         "bytes a parameter and results that are no longer those of one process (alone: no effect)")
     add("--gather-dtype", choices=("float32", "bfloat16"), default="float32",
         help="train_fsdp.py, train_sp.py: in what a block's weights travel, which are stored in "
-        "float32; bfloat16, with bfloat16 autocast: half of the bytes, the same bits (on a GPU in "
-        "deterministic mode) (default: %(default)s)")
+        "float32; bfloat16, with bfloat16 autocast: half of the bytes, the same losses (gradients "
+        "of more than two processes are summed in another order) (default: %(default)s)")
 
     add = parser.add_argument_group("running").add_argument
     add("--log-interval", type=count_or_zero, default=50, metavar="N",
