@@ -30,7 +30,7 @@ ROOMS = {
     "scripts": 1_752,
     "studies": 954,
     "all without tests": 8_024,
-    "tests": 8_746,
+    "tests": 8_748,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.

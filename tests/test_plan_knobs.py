@@ -223,7 +223,8 @@ def test_the_largest_parts_that_fit_without_recompute_are_named_if_they_gain(car
         if fits and not none:
             n, size = fits.args.grad_accum_steps, fits.step.batch_size
             words = f"{n} x {size} sequences with none"
-            flags = f"(--batch-size {size} --grad-accum-steps {n})"
+            none_too = "--use-activation-checkpoint none"
+            flags = f"({none_too} --batch-size {size} --grad-accum-steps {n})"
             gain = there.seconds(taken) / fits.seconds(fits.step) - 1 if card else 0
             if card:
                 words = f"{words}: {gain:.0%} faster {flags}".replace("%", " %")
@@ -254,4 +255,5 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
     auto = parse(f"{SHAPE} {WIDE} {CARD} {budget} --use-activation-checkpoint auto")
     process = OneProcess(torch.device("cuda"))
     planned = plan_run(auto, process, model_config(auto, 61), torch.bfloat16)
-    assert f"\nmemory   {line}\nmemory   " in planned.words and auto.batch_size == 24
+    typed = f"{line[:-1]} without --memory-budget --card)"  # they are for auto
+    assert f"\nmemory   {typed}\nmemory   " in planned.words and auto.batch_size == 24

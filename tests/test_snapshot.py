@@ -77,15 +77,23 @@ def test_failed_save_harms_nothing(path, tmp_path, monkeypatch, where, what, say
 
 
 @pytest.mark.parametrize(
-    ("inodes", "free", "says"),
+    ("inodes", "free", "blocks", "says"),
     [
-        (100, 0, "its disk takes no more files .inodes used up: No space left on device.; delete"),
-        (100, 9, "disk full .*; it needs 0.0 MB, .* MB are free"),
-        (0, 0, "disk full .*; it needs 0.0 MB, .* MB are free"),  # btrfs makes them as needed
+        (
+            100,
+            0,
+            9,
+            "its disk takes no more files .inodes used up: No space left on device.; delete",
+        ),
+        (100, 0, 0, "disk full .*; it needs 0.0 MB, .* MB are free"),  # ZFS, without a byte
+        (100, 9, 0, "disk full .*; it needs 0.0 MB, .* MB are free"),
+        (0, 0, 9, "disk full .*; it needs 0.0 MB, .* MB are free"),  # btrfs makes them as needed
     ],
 )
-def test_no_room_for_one_more_file_is_no_lack_of_bytes(path, monkeypatch, inodes, free, says):
-    disk = SimpleNamespace(f_files=inodes, f_favail=free)
+def test_no_room_for_one_more_file_is_no_lack_of_bytes(
+    path, monkeypatch, inodes, free, blocks, says
+):
+    disk = SimpleNamespace(f_files=inodes, f_favail=free, f_bavail=blocks)
     monkeypatch.setattr("trainer.snapshot.os.statvfs", lambda folder: disk)
     monkeypatch.setattr("trainer.snapshot.shutil.disk_usage", lambda _: SimpleNamespace(free=7e6))
     monkeypatch.setattr("torch.save", failing(FULL))
