@@ -4,15 +4,15 @@ The architecture is GPT-2's (Radford et al., 2019): learned positions, pre-Layer
 GELU, biases, and a head that shares its weight with the token embedding.
 
 Start at `MiniGPT.forward`: it is the whole model, and the line that this project is about stands in
-it, the call of `checkpoint`. Above it: what a block is made of. Below it: sampling.
+it, the call of `checkpoint`. The file needs only torch, and can be copied alone. The folder memory/
+adds techniques that keep less for backward, made of the parts that stand here.
 
-Letters used in the shape comments:
-    B batch    T time (position in the sequence)    C channels (d_model)
-    H heads    D channels of one head (C / H)       V vocabulary
+Shapes: B batch, T time (position), C channels (d_model), H heads, D = C / H, V vocabulary.
 """
 
+import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from memory import POLICIES, HostMemory, Past, Recompute, TiedEmbedding, expand, schedule, write
-from memory import RECOMPUTE_POLICIES as RECOMPUTE_POLICIES  # for whoever imports the model
+# The KV cache of a text: keys and values (B, H, tokens, D) so far, of each attention.
+Past = dict[nn.Module, tuple[Tensor, Tensor]] | None
 
 
 @dataclass(frozen=True)
 class MiniGPTConfig:
-    """Shape of a MiniGPT and how it spends memory. The defaults are GPT-2 small (124M).
+    """Shape of a MiniGPT (by default GPT-2 small's, 124M), and how it spends memory.
 
-    Raises ValueError, with a message that names the field, if a value is impossible.
+    Raises ValueError, which names the field, if a value is impossible.
     """
 
     vocab_size: int = 50257
@@ -40,11 +40,10 @@ class MiniGPTConfig:
     d_model: int = 768
     d_ff: int = 3072
     dropout: float = 0.1
-    # The memory side. None of these changes a result (but chunks of the MLP, by rounding), only
-    # what is kept for backward.
-    recompute: str = "none"  # "full": an activation checkpoint around each block. Or "cheap",
-    # "mlp:7,cheap", "full/2", "full+offload", ...: see `expand` in memory/policies.py
-    loss_chunks: int = 0  # head and loss in n chunks of tokens; 0 = choose n, 1 = all at once
+    # The memory side: what is kept for backward. No result changes (but by rounding in chunks of
+    # the MLP). All but none, full, 0 and 1 needs memory/.
+    recompute: str = "none"  # "full": a checkpoint around each block; and more: memory.expand
+    loss_chunks: int = 0  # head and loss in n chunks of tokens; 1 = all at once, 0 = choose n
     mlp_chunks: int = 1  # so does backward replay the MLP half of a block, if that is replayed
 
     def __post_init__(self) -> None:
@@ -57,13 +56,9 @@ class MiniGPTConfig:
             raise ValueError(f"d_model ({C}) must be divisible by n_heads ({H})")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
-        # What is the same is spelled the same: "mlp:12,cheap" of 12 blocks is "mlp".
-        object.__setattr__(self, "recompute", write(self.expanded))
-
-    @property
-    def expanded(self) -> Recompute:
-        """What `recompute` says of each block."""
-        return expand(self.recompute, self.n_layers)
+        if self.recompute not in ("none", "full") or self.loss_chunks > 1 or self.mlp_chunks != 1:
+            # What is the same is spelled the same: "mlp:12,cheap" of 12 blocks is "mlp".
+            object.__setattr__(self, "recompute", importlib.import_module("memory").written(self))
 
 
 class Attention(nn.Module):
@@ -75,17 +70,15 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)  # q, k and v in one matmul
         self.c_proj = nn.Linear(config.d_model, config.d_model)
         self.dropout = config.dropout  # a number: the fused kernel drops by itself
-        self.past: Past | None = None  # of a text that goes on: see MiniGPT.stream
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.attend(self.c_attn(x)))
-
-    def attend(self, qkv: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, past: Past = None) -> Tensor:
         """(B, T, 3C) -> (B, T, C); between them q, k and v, each (B, H, T, D), of any H heads."""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
-        if self.past:
-            k, v = self.past.join(self, k, v)  # of all tokens so far; a single q sees them all
+        if past is not None:
+            if self in past:  # k and v of all tokens so far; a single q sees them all
+                k, v = torch.cat([past[self][0], k], dim=2), torch.cat([past[self][1], v], dim=2)
+            past[self] = k, v
         # A fused kernel never holds the (B, H, T, T) scores: its backward computes them again.
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
@@ -100,29 +93,11 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.d_model, config.d_ff)
         self.c_proj = nn.Linear(config.d_ff, config.d_model)
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = self.c_fc(x)  # (B, T, d_ff): the widest tensor of a block
-        return self.c_proj(F.gelu(wide, approximate="tanh"))
-
-
-class Residual(nn.Module):
-    """How a half of a block adds to the residual stream x (B, T, C)."""
-
-    def __init__(self, dropout: float):
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, update: Tensor) -> Tensor:
-        return x + self.dropout(update)
-
 
 class Block(nn.Module):
-    """One transformer block: x (B, T, C) -> (x after attention, the MLP's update), both (B, T, C).
+    """One transformer block: x (B, T, C) -> (B, T, C).
 
-    The update is still to be added to x, with dropout; the caller does that. Inside, the addition
-    would be inside of the caller's activation checkpoint as well, and dropout, which needs its mask
-    in backward, would make the replay run to the end. So a block ends in a matmul, whose result
-    backward does not need: the replay stops before it. (Unless the block is compiled.)
+    A policy of memory/policies.py calls the same parts, some in activation checkpoints.
     """
 
     def __init__(self, config: MiniGPTConfig):
@@ -131,82 +106,106 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.d_model)
         self.mlp = MLP(config)
-        self.add = Residual(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, policy: str = "none", **how: Any) -> tuple[Tensor, Tensor]:
-        if run := POLICIES[policy].run:
-            return run(self, x, **how)  # the same, and keeps less: memory/policies.py
-        x = self.add(x, self.attn(self.ln_1(x)))
-        return x, self.mlp(self.ln_2(x))
+    def forward(self, x: Tensor, past: Past = None, policy: Any = None) -> Tensor:
+        if policy is not None:
+            return policy(self, x)
+        return self.add(x, lambda x: self.attention(x, past), self.feed_forward)
+
+    def add(self, x: Tensor, attention: Callable, feed_forward: Callable) -> Tensor:
+        x = x + self.dropout(attention(x))
+        return x + self.dropout(feed_forward(x))
+
+    def attention(self, x: Tensor, past: Past = None) -> Tensor:
+        return self.attn.c_proj(self.attn.attend(self.qkv(x), past))
+
+    def qkv(self, x: Tensor) -> Tensor:
+        return self.attn.c_attn(self.ln_1(x))  # (B, T, 3C)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.widen(x))
+
+    def widen(self, x: Tensor) -> Tensor:
+        return self.mlp.c_fc(self.ln_2(x))  # (B, T, d_ff): the widest tensor of a block
+
+    def narrow(self, wide: Tensor) -> Tensor:
+        return self.mlp.c_proj(F.gelu(wide, approximate="tanh"))
+
+
+def schedule(model: Any) -> Iterable[tuple[Callable[..., Tensor], bool]]:
+    """Each block in its order, and whether an activation checkpoint is around it."""
+    recompute = model.training and model.config.recompute == "full"
+    return [(block, recompute) for block in model.blocks]
+
+
+def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors of tokens (B, T, C), and the weight (V, C) for the head."""
+    return embedding(input_ids), embedding.weight
+
+
+def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
+    """The mean cross-entropy of all tokens' logits."""
+    return F.cross_entropy(F.linear(x, weight).flatten(0, 1).float(), labels.flatten())
 
 
 class MiniGPT(nn.Module):
     """A GPT-2-shaped language model.
 
-    `model(input_ids)` returns logits; `model(input_ids, labels)` returns the mean loss, and holds
-    at most 80 MiB of logits at a time, unless `loss_chunks` says otherwise (see memory/head.py).
-
-    Args of a call:
-        input_ids: (B, T) int64, T at most `max_position_embeddings`.
-        labels: (B, T) int64, already shifted by one (labels[:, t] follows input_ids[:, t]);
-            -100 marks a position without a loss.
-        logits_to_keep: logits of that many last positions only; 0 = of all.
-        start: position of the first token (train_sp.py cuts sequences).
-    Returns:
-        (B, T, V) logits without labels; a scalar, the mean cross-entropy in nats, with them.
-    Raises:
-        ValueError: the sequence is longer than `max_position_embeddings`.
+    `model(input_ids, labels)`, each (B, T) int64, returns the mean cross-entropy in nats, a scalar.
+    Labels are already shifted by one (labels[:, t] follows input_ids[:, t]); -100 = no loss here.
+    `model(input_ids)` returns logits (B, T, V). `past` is the KV cache of a text: the tokens follow
+    those in it, one at a time, and join them; then logits are the last ones, (B, 1, V). `start` is
+    the position of the first token, where sequences are cut (train_sp.py).
+    Raises ValueError: more tokens than `max_position_embeddings`, or several at a time behind some.
     """
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
         self.config = config
-        self.token_embedding = TiedEmbedding(config.vocab_size, config.d_model)  # also the head
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)  # also the head
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.add = Residual(config.dropout)
         self.ln_f = nn.LayerNorm(config.d_model)
-        self.host_memory = HostMemory()  # for +offload
-        self.past: Past | None = None  # for `stream`
+        self.schedule, self.embed, self.head_loss = schedule, embed, head_loss
+        if importlib.util.find_spec("memory"):
+            importlib.import_module("memory").compose(
+                self
+            )  # three functions that do the same, and keep less
         self.init_weights()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        logits_to_keep: int = 0,
-        start: int = 0,
+        self, input_ids: Tensor, labels: Tensor | None = None, past: Past = None, start: int = 0
     ) -> Tensor:
-        start = self.past.n_tokens if self.past else start
-        end, limit = start + input_ids.size(1), self.config.max_position_embeddings
-        if end > limit:
-            raise ValueError(f"sequence of {end} tokens, but max_position_embeddings is {limit}")
-        positions = torch.arange(start, end, device=input_ids.device)
-        x = self.token_embedding(input_ids) + self.position_embedding(positions)  # (B, T, C)
-        x = self.dropout(x)
-
+        T, limit = input_ids.size(1), self.config.max_position_embeddings
+        if past:
+            start = next(iter(past.values()))[0].size(2)
+        if start + T > limit or past and T > 1:
+            raise ValueError(f"{T} tokens behind {start}, but max_position_embeddings is {limit}")
+        positions = torch.arange(start, start + T, device=input_ids.device)
+        x, head_weight = self.embed(self.token_embedding, input_ids)
+        x = self.dropout(x + self.position_embedding(positions))  # (B, T, C)
         random = self.config.dropout > 0
-        for block, policy in schedule(self.blocks, self.config, self.training, self.host_memory):
-            if policy == "full":
-                # The activation checkpoint keeps the input x for backward, nothing else. Backward
-                # runs the block again from it, with the same dropout masks (torch keeps the RNG's
-                # state), up to the last tensor that it needs: all but the block's last matmul.
-                x, update = checkpoint(block, x, use_reentrant=False, preserve_rng_state=random)
+        for block, recompute in self.schedule(self):
+            if recompute:
+                # The activation checkpoint keeps x for backward, nothing else. Backward runs the
+                # block again, with the same dropout masks (torch keeps the RNG's state), up to the
+                # last tensor that it needs: a matmul's input or, with dropout, a mask.
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=random)
             else:
-                x, update = block(x, policy)  # "none": every intermediate is kept
-            x = self.add(x, update)  # outside of the checkpoint: see Block
+                x = block(x, past)  # every intermediate is kept, but for what a policy replays
 
         x = self.ln_f(x)
         if labels is None:
-            return self.token_embedding.logits(x[:, -logits_to_keep:])  # (B, T, V)
-        return self.token_embedding.loss(x, labels, self.config.loss_chunks)
+            return F.linear(x if past is None else x[:, -1:], head_weight)
+        return self.head_loss(x, head_weight, labels, self.config.loss_chunks)
 
     @torch.no_grad()
     def init_weights(self, part: Callable[[Tensor, Tensor], Tensor] = lambda new, _: new) -> None:
-        """GPT-2's: N(0, 0.02), the two projections that write to the residual stream scaled by
-        1 / sqrt(2 n_layers), so that its variance does not grow with depth. Drawn on the CPU: one
-        seed, one model on every device. `part(new, weight)`: what of it a sharded weight takes."""
+        """GPT-2's: N(0, 0.02); what writes to the residual stream by sqrt(2 n_layers) smaller, so
+        that its variance does not grow with depth. Drawn on the CPU: one seed, one model on every
+        device. `part(new, weight)`: what of it a sharded weight takes."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
@@ -215,35 +214,19 @@ class MiniGPT(nn.Module):
             else:  # a LayerNorm's gain, or a bias
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
-    def compile_blocks(self) -> None:
-        """torch.compile each block: the first one of a policy pays, the others reuse its code.
-
-        Around `full` the activation checkpoint stays outside of the compiled code, where it keeps
-        the block's input alone. (Such code cannot stop half-way: the last matmul is replayed, too.)
-        The finer policies are inside: the compiler has to see what they are about.
-        """
-        torch._dynamo.config.optimize_ddp = False  # DDP would cut graphs, checkpoints as well
-        # On CUDA replayed dropout would draw from generators that manual_seed does not reach.
-        torch._functorch.config.graphsafe_rng_functionalization = False
-        for module in (*self.blocks, self.add):
-            module.compile()
-        self.token_embedding.compiled = True
-
     @torch.no_grad()
     def stream(self, input_ids: Tensor, max_new_tokens: int, **how: Any) -> Iterator[Tensor]:
         """Continue `input_ids` (B, T >= 1), as `sample` says how: yields token by token (B, 1)."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
-        text, new = input_ids, input_ids
-        past = Past()  # keys and values of the text: only its newest token is still to be computed
+        text, new, past = input_ids, input_ids, dict[Any, Any]()
         try:
             for _ in range(max_new_tokens):
                 if text.size(1) > limit:
                     # The window slides: each token's position changes, so all is computed again.
-                    new, past = text[:, -limit:], Past()
-                with past.before(self):
-                    logits = self(new, logits_to_keep=1)[:, -1].float()  # (B, V)
-                new = sample(logits, **how)
+                    new, past = text[:, -limit:], {}
+                logits = self(new, past=past)[:, -1].float()  # (B, V)
+                new = sample(logits, **how)  # only this token is still to be computed
                 text = torch.cat([text, new], dim=1)
                 yield new
         finally:
@@ -259,10 +242,8 @@ def sample(
 ) -> Tensor:
     """Draw one token id per row of logits (B, V) -> (B, 1).
 
-    Args:
-        temperature: below 1 is safer, above 1 is wilder, 0 always takes the likeliest token.
-        top_k: draw among the k likeliest tokens only.
-        top_p: draw among the fewest that sum to p or more (nucleus: Holtzman et al., 2020).
+    `temperature`: below 1 is safer, 0 always takes the likeliest token. `top_k`: draw among the k
+    likeliest only. `top_p`: among the fewest that sum to p or more (Holtzman et al., 2020).
     """
     if temperature < 1e-6:  # dividing by less would overflow
         return logits.argmax(dim=-1, keepdim=True)
@@ -274,7 +255,6 @@ def sample(
         best_first, order = logits.sort(dim=-1, descending=True)
         probability = best_first.softmax(dim=-1)
         # A token goes if those before it reach p already; the first one always stays.
-        gone = (probability.cumsum(dim=-1) - probability) >= top_p
-        gone[:, 0] = False
+        gone = (probability.cumsum(dim=-1) - probability) >= max(top_p, 1e-9)
         logits = logits.masked_fill(gone.scatter(-1, order, gone), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1)

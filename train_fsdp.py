@@ -27,7 +27,6 @@ import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun
 
 # isort: split
 import argparse
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -95,8 +94,6 @@ class FSDPProcess(DDPProcess):
             )
         for module in (model, *tables(model), *model.blocks):  # gloo: pytorch#162338
             cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
-        # A view must not be changed in place. A block returns one, but Residual adds out of place.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         # Only now memory, and for shards only: no process ever holds the whole model.
         super().place(model)
 

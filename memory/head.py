@@ -47,37 +47,18 @@ ADDS_IN_FLOAT32 = parse_release(torch.__version__) >= (2, 11) and torch.version.
 Softmax = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, or compiled
 
 
-class TiedEmbedding(nn.Embedding):
-    """Both ends of a GPT: token ids to vectors, and vectors to logits, by one weight (V, C).
+def embed_tied(
+    embedding: nn.Embedding, ids: Tensor, on_cpu: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Look up token ids (B, T) int64: their vectors (B, T, C), and the weight (V, C) for the head.
 
-    `forward` is nn.Embedding's, (B, T) int64 -> (B, T, C); `logits` and `loss` are the head.
+    A CPU adds the rows' gradients one after the other, always in the same order. A GPU would add
+    them as they come, and no two runs would be the same: so it makes the whole gradient, sorted by
+    id. `on_cpu` None: as the weight's device is. (The planner plans for a GPU on a CPU.)
     """
-
-    for_head: Tensor | None = None  # the weight, on its way from the lookup to the head
-    # A CPU adds the rows' gradients one after the other, always in the same order. A GPU would add
-    # them as they come, and no two runs would be the same: so it makes the whole gradient, sorted
-    # by id. (None: as the weight's device is. The planner plans for a GPU on a CPU.)
-    on_cpu: bool | None = None
-    compiled = False  # is the softmax of a slice to be compiled?
-
-    def forward(self, ids: Tensor) -> Tensor:
-        on_cpu = self.weight.device.type == "cpu" if self.on_cpu is None else self.on_cpu
-        embedded, self.for_head = TiedLookup.apply(self.weight, ids, on_cpu)
-        return embedded
-
-    def logits(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, V)."""
-        return F.linear(x, self.take_weight())
-
-    def loss(self, x: Tensor, labels: Tensor, n_chunks: int) -> Tensor:
-        """The mean loss of `head_loss`, without logits in between."""
-        softmax = compiled_softmax() if self.compiled else softmax_in_place
-        return head_loss(x, self.take_weight(), labels, n_chunks, softmax)
-
-    def take_weight(self) -> Tensor:
-        """As the lookup returned it; `self.weight` itself would get a second gradient buffer."""
-        weight, self.for_head = self.for_head, None
-        return self.weight if weight is None else weight
+    if on_cpu is None:
+        on_cpu = embedding.weight.device.type == "cpu"
+    return TiedLookup.apply(embedding.weight, ids, on_cpu)
 
 
 class TiedLookup(torch.autograd.Function):
@@ -140,7 +121,7 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def head_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Softmax = softmax_in_place
+    x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, compiled: bool = False
 ) -> Tensor:
     """Mean cross-entropy of the head's logits, in nats.
 
@@ -150,8 +131,9 @@ def head_loss(
         labels: (B, T) int64, -100 = no loss here.
         n_chunks: 1 = all tokens at once, by autograd; n = in n chunks, never more than one chunk of
             logits alive; 0 = as few chunks as `count_chunks` finds small enough.
-        softmax: `softmax_in_place`, or that, compiled.
+        compiled: the softmax of a slice runs as compiled code.
     """
+    softmax = compiled_softmax() if compiled else softmax_in_place
     x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
     if n_chunks == 1:
         return F.cross_entropy(at_least_float32(F.linear(x, weight)), labels)

@@ -106,30 +106,30 @@ def dealt(flat: Tensor, blocks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]
 class Offload:
     """What the blocks of one forward keep: sent away as they run, fetched as backward comes."""
 
-    def __init__(self, host: HostMemory, blocks: Iterable[nn.Module]):
-        self.host, self.blocks = host, list(blocks)
-        self.at_work = self.blocks  # those that run now
+    def __init__(self, host: HostMemory):
+        self.host = host
+        self.at_work: list[nn.Module] = []  # the blocks that run now
         self.weights: set[ref[UntypedStorage]] | None = None  # theirs
         # What is being copied out must not be freed yet: (tensor, its copy is done).
         self.in_flight: deque[tuple[Tensor, Any]] = deque()
         self.newest = Tickets()  # of the block that ran last
 
     def around(
-        self, run: Callable[[Tensor], tuple[Tensor, Tensor]], moves: bool, block: Callable
-    ) -> Callable:
-        """`run`, which runs a block or some; if it `moves`, what that keeps goes away."""
+        self, run: Callable[[Tensor], Tensor], moves: bool, blocks: list[nn.Module]
+    ) -> Callable[..., Tensor]:
+        """`run`, which runs these blocks; if it `moves`, what they keep goes away."""
 
-        def run_with_hooks(x: Tensor, _: str) -> tuple[Tensor, Tensor]:
+        def run_with_hooks(x: Tensor, past: None = None) -> Tensor:
             before, mine = self.newest, Tickets()
-            self.at_work = [block] if isinstance(block, nn.Module) else self.blocks
+            self.at_work = blocks
             self.weights, pack = None, partial(self.pack, mine)
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
-                x, update = run(x)
+                x = run(x)
             if before:
-                # The gradient of `update` is the first that backward brings to this block.
-                update.register_hook(lambda _: fetch_all(before))
+                # The gradient of x is the first that backward brings to these blocks.
+                x.register_hook(lambda _: fetch_all(before))
             self.newest = mine
-            return x, update
+            return x
 
         return run_with_hooks
 

@@ -25,22 +25,18 @@ normaliser, 16 / C for mean and deviation of the LayerNorms). What the others ke
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from inspect import signature
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .offload import HostMemory, Offload
-
-# What a block returns: the residual stream x2, and the update that is still to be added to it.
-Halves = tuple[Tensor, Tensor]
 
 
 def checkpoint(run: Callable, *inputs: Tensor, random: bool, **options: Any) -> Any:
@@ -101,28 +97,33 @@ def drawing_alike(run: Callable) -> Callable:
 WIDE = 2**25
 ROWS_ALIKE = 64
 
-# A policy is called by the block itself, `block(x, "cheap")`, in place of its plain forward: what
-# hangs on a block's forward (sharded weights, a compiler) then works with every policy. `block` is
-# a model.Block.
+# A policy is called by the block itself, `block(x, policy=cheap)`, in place of its plain forward:
+# what hangs on a block's forward (sharded weights, a compiler) then works with every policy. It
+# calls the parts of `block`, a model.Block, and spells no arithmetic of its own. `cut`: tokens of a
+# sequence -> those of the chunks in which the MLP half is replayed; None: all in one.
+Cut = Callable[[int], list[int]] | None
 
 
-def cheap(block: Any, x: Tensor) -> Halves:
+def cheap(block: Any, x: Tensor) -> Tensor:
     """Replay what is pointwise. Megatron-LM: output-discarding recompute; llm.c: -r 2."""
-    qkv = up_to_matmul(lambda before: block.attn.c_attn(block.ln_1(before)), x)
-    x2 = block.add(x, block.attn.c_proj(block.attn.attend(qkv)))
-    wide = up_to_matmul(lambda before: block.mlp.c_fc(block.ln_2(before)), x2)
-    return x2, up_to_matmul(lambda w: block.mlp.c_proj(F.gelu(w, approximate="tanh")), wide)
+
+    def attention(before: Tensor) -> Tensor:
+        return block.attn.c_proj(block.attn.attend(up_to_matmul(block.qkv, before)))
+
+    def feed_forward(before: Tensor) -> Tensor:
+        return up_to_matmul(block.narrow, up_to_matmul(block.widen, before))
+
+    return block.add(x, attention, feed_forward)
 
 
-def replay_mlp(block: Any, x: Tensor, mlp_chunks: int = 1) -> Halves:
+def replay_mlp(block: Any, x: Tensor, cut: Cut = None) -> Tensor:
     """Replay the MLP half. Megatron-LM: --recompute-modules mlp."""
-    x2 = block.add(x, block.attn(block.ln_1(x)))
-    return x2, replayed_mlp(block, x2, mlp_chunks)
+    return block.add(x, block.attention, in_chunks(block, cut))
 
 
-def replayed_mlp(block: Any, x2: Tensor, n_chunks: int) -> Tensor:
-    """The MLP half in an activation checkpoint; or in `n_chunks` chunks of tokens, as
-    `sizes_of_chunks` cuts them, each in one of its own.
+def in_chunks(block: Any, cut: Cut) -> Callable[[Tensor], Tensor]:
+    """The MLP half in an activation checkpoint; or in chunks of tokens, as `cut` says, each in one
+    of its own.
 
     Backward then replays chunk by chunk, and never has more of what is d_ff wide than one chunk's.
     A chunk keeps its part of x2, a view. The loss and what flows back through the blocks keep their
@@ -133,12 +134,8 @@ def replayed_mlp(block: Any, x2: Tensor, n_chunks: int) -> Tensor:
     see them. (An autograd.Function with a backward a chunk would show them one by one.) Autocast's
     cache of weights has to be off: chunks would share a copy, and be summed up in its precision.
     """
-
-    def half(before: Tensor) -> Tensor:
-        return block.mlp(block.ln_2(before))
-
-    sizes = sizes_of_chunks(x2.size(1), block.mlp.c_fc.out_features, n_chunks)
-    return by_chunks(partial(checkpoint, half, random=False), x2, sizes)
+    chunk = partial(checkpoint, block.feed_forward, random=False)
+    return lambda x: by_chunks(chunk, x, cut(x.size(1)) if cut else [x.size(1)])
 
 
 def by_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
@@ -160,23 +157,20 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, asked: int) -> list[int]:
     return [size] * before_last + [n_tokens - size * before_last]
 
 
-def replay_attention(block: Any, x: Tensor) -> Halves:
+def replay_attention(block: Any, x: Tensor) -> Tensor:
     """Replay the attention half. Megatron-LM: --recompute-modules core_attn, and its linears."""
-    random = has_dropout(block)
-    update = checkpoint(lambda before: block.attn(block.ln_1(before)), x, random=random)
-    x2 = block.add(x, update)
-    return x2, block.mlp(block.ln_2(x2))
+    attention = partial(checkpoint, block.attention, random=has_dropout(block))
+    return block.add(x, attention, block.feed_forward)
 
 
-def keep_qkv(block: Any, x: Tensor) -> Halves:
+def keep_qkv(block: Any, x: Tensor) -> Tensor:
     """Replay all but c_attn and attention."""
-    qkv = up_to_matmul(lambda before: block.attn.c_attn(block.ln_1(before)), x)
+    attended = block.attn.attend(up_to_matmul(block.qkv, x))
 
-    def rest(attended: Tensor, before: Tensor) -> Halves:
-        x2 = block.add(before, block.attn.c_proj(attended))
-        return x2, block.mlp(block.ln_2(x2))
+    def rest(x: Tensor, attended: Tensor) -> Tensor:
+        return block.add(x, lambda _: block.attn.c_proj(attended), block.feed_forward)
 
-    return checkpoint(rest, block.attn.attend(qkv), x, random=has_dropout(block))
+    return checkpoint(rest, x, attended, random=has_dropout(block))
 
 
 # Operator by operator: the checkpoint is around the whole block, but the results of the listed
@@ -203,36 +197,33 @@ KNOWS_HOOKS = "respect_saved_tensors_hooks" in signature(torch_checkpoint).param
 HIDDEN_FROM_HOOKS = {"respect_saved_tensors_hooks": False} if KNOWS_HOOKS else {}
 
 
-def keep_results_of(operators: list) -> Callable[..., Halves]:
+def keep_results_of(operators: list) -> Callable[..., Tensor]:
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
-    def run(block: Any, x: Tensor, mlp_chunks: int = 1) -> Halves:
-        random, forward = has_dropout(block), block.forward
+    def run(block: Any, x: Tensor, cut: Cut = None) -> Tensor:
+        random, attention = has_dropout(block), block.attention
         # (Compiled, each operator that draws has a state of its own.)
         if random and not torch.compiler.is_compiling():
-            forward = with_same_masks(block, mlp_chunks)
-        elif mlp_chunks != 1:
-            forward = partial(replay_mlp, block, mlp_chunks=mlp_chunks)
+            attention = with_same_masks(block.attention)
+        feed_forward = in_chunks(block, cut) if cut else block.feed_forward
+        forward = partial(block.add, attention=attention, feed_forward=feed_forward)
         return checkpoint(forward, x, random=random, context_fn=contexts, **HIDDEN_FROM_HOOKS)
 
     return run
 
 
-def with_same_masks(block: Any, mlp_chunks: int) -> Callable[[Tensor], Halves]:
-    """The block's forward, for a replay that is handed attention's result. A GPU's attention draws
-    its masks inside of one operator: handed out, it draws nothing, and the mask behind it would be
-    made of the numbers that attention had in forward."""
+def with_same_masks(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A block's attention half, for a replay that is handed attention's result. A GPU's attention
+    draws its masks inside of one operator: handed out, it draws nothing, and the mask behind it
+    would be made of the numbers that attention had in forward."""
     behind_attention = Bookmark()
 
-    def forward(x: Tensor) -> Halves:
-        update = block.attn(block.ln_1(x))
+    def marked(x: Tensor) -> Tensor:
+        update = attention(x)
         behind_attention(x.device)
-        x = block.add(x, update)
-        if mlp_chunks != 1:
-            return x, replayed_mlp(block, x, mlp_chunks)
-        return x, block.mlp(block.ln_2(x))
+        return update
 
-    return forward
+    return marked
 
 
 def up_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -247,7 +238,7 @@ def up_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def has_dropout(block: Any) -> bool:
-    return block.add.dropout.p > 0
+    return block.dropout.p > 0
 
 
 class Policy(NamedTuple):
@@ -258,7 +249,7 @@ class Policy(NamedTuple):
     keeps: str  # tensors of a block; `results` are those of both c_proj
     twice: str  # what is multiplied once more in backward
     words: str
-    run: Callable[..., Halves] | None = None  # (block, x); None: model.py has it
+    run: Callable[..., Tensor] | None = None  # (block, x); None: model.py has it
     by_operator: bool = False  # keeps attention's result where one operator makes it
     cuts_mlp: bool = False  # replays the MLP half in chunks, `mlp_chunks`, if it is told to
 
@@ -356,6 +347,16 @@ def expand(text: str, n_layers: int) -> Recompute:
     return Recompute(policies, group, bool(nested) and group > 1, bool(offload) and not nothing)
 
 
+def expanded(config: Any) -> Recompute:
+    """What the policy string of a model.MiniGPTConfig says."""
+    return expand(config.recompute, config.n_layers)
+
+
+def written(config: Any) -> str:
+    """Its policy string, the shortest that says the same."""
+    return write(expanded(config))
+
+
 def write(recompute: Recompute) -> str:
     """The shortest policy string that says it. Raises ValueError if none does."""
     policies, group, nested, offload = recompute
@@ -369,50 +370,58 @@ def write(recompute: Recompute) -> str:
     return text + "+nested" * nested + "+offload" * offload
 
 
-Call = tuple[Callable[..., Halves], str]  # (block, policy), for `block(x, policy)`
+# (x -> x after a block or a group of them; is the checkpoint of MiniGPT.forward around it?)
+Call = tuple[Callable[..., Tensor], bool]
 
 
-def schedule(
-    blocks: Iterable[Any], config: Any, training: bool, host: HostMemory
-) -> Iterator[Call]:
+@cache  # (compiled code is for one function, and for another one it would be made anew)
+def inside(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
+    """What a block is told of its policy; None: its plain forward runs."""
+    found = POLICIES[policy]
+    if not found.cuts_mlp or mlp_chunks == 1:
+        return found.run
+    return partial(
+        found.run or replay_mlp, cut=partial(sizes_of_chunks, d_ff=d_ff, asked=mlp_chunks)
+    )
+
+
+class Schedule:
     """What MiniGPT.forward calls, one after the other: each block, or group of them, as the policy
-    string of `config` (a model.MiniGPTConfig) says. Evaluation recomputes nothing."""
-    if not training:
-        return iter([(block, "none") for block in blocks])
-    blocks, how = list(blocks), expand(config.recompute, config.n_layers)
-    left, calls = iter(blocks), list[Call]()
-    for policy, size in how.calls:
-        group = list(islice(left, size))
-        run = group[0] if size == 1 else one_by_one(group, how.nested)
-        if config.mlp_chunks != 1 and POLICIES[policy].cuts_mlp:
-            inside = {"policy": "mlp"} if policy == "full" else {}  # of the checkpoint around it
-            run = partial(run, mlp_chunks=config.mlp_chunks, **inside)
-        calls.append((run, policy))
-    if how.offload:
-        return offloaded(calls, Offload(host, blocks), random=config.dropout > 0)
-    if config.dropout > 0 and forgets_numbers(next(blocks[0].parameters()).device):
-        # (The finer policies call our `checkpoint`, which sees to it; `full` calls torch's.)
-        calls = [(drawing_alike(run) if policy == "full" else run, policy) for run, policy in calls]
-    return iter(calls)
+    string of its config says. Evaluation recomputes nothing."""
+
+    def __init__(self, host: HostMemory | None = None):
+        """`host`: the CPU memory that offload copies to."""
+        self.host = host or HostMemory()
+
+    def __call__(self, model: Any) -> Iterator[Call]:
+        config, blocks, offload = model.config, iter(model.blocks), Offload(self.host)
+        how = expanded(config) if model.training else Recompute(("none",) * len(model.blocks))
+        random, calls = config.dropout > 0, how.calls
+        try:
+            for i, (policy, size) in enumerate(calls):
+                group, is_full = list(islice(blocks, size)), policy == "full"
+                run = group[0] if size == 1 else partial(one_by_one, group, how.nested)
+                if its := inside(policy, config.d_ff, config.mlp_chunks):
+                    run = partial(run, policy=its)
+                if is_full and (how.offload or random and forgets_numbers(device_of(model))):
+                    # Our checkpoint, which draws alike; and only hooks around one see its input.
+                    run, is_full = partial(checkpoint, run, random=random), False
+                if how.offload:
+                    # (The last one's backward comes first: it would have it all straight back.)
+                    run = offload.around(run, policy != "none" and i + 1 < len(calls), group)
+                yield run, is_full
+        finally:
+            offload.settle()
 
 
-def offloaded(calls: list[Call], offload: Offload, random: bool) -> Iterator[Call]:
-    """The same calls, with what their policies keep in CPU memory."""
-    try:
-        for i, (block, policy) in enumerate(calls):
-            # Only hooks that are around a checkpoint see its input, so it moves in here.
-            run = partial(block, policy=policy)
-            if policy == "full":
-                run = partial(checkpoint, block, random=random)
-            # (The last block's backward comes first: what it keeps would come straight back.)
-            moves = policy != "none" and i + 1 < len(calls)
-            yield offload.around(run, moves, block), "none"
-    finally:
-        offload.settle()
+def device_of(model: Any) -> torch.device:
+    return next(model.parameters()).device
 
 
-def one_by_one(blocks: list, nested: bool = False) -> Callable[..., Halves]:
-    """Several blocks that are called as if they were one.
+def one_by_one(
+    blocks: list, nested: bool, x: Tensor, past: None = None, policy: Callable | None = None
+) -> Tensor:
+    """Run several blocks, which MiniGPT.forward calls as if they were one.
 
     Around them is a checkpoint, whose replay would make all that K blocks keep, at a time.
     `nested`: each block is in a checkpoint of its own as well, so the group's replay keeps their
@@ -421,16 +430,7 @@ def one_by_one(blocks: list, nested: bool = False) -> Callable[..., Halves]:
     keeps L. It costs (K - 1) / K of one more forward: the group's replay ends when it has the last
     block's input.
     """
-
-    def call(block: Any, x: Tensor, how: dict[str, Any]) -> Halves:
-        inside = partial(block, **how)
-        return checkpoint(inside, x, random=has_dropout(block)) if nested else inside(x)
-
-    def run(x: Tensor, **how: Any) -> Halves:
-        for block in blocks[:-1]:
-            x, update = call(block, x, how)
-            x = block.add(x, update)
-            del update  # not beside the next block
-        return call(blocks[-1], x, how)
-
-    return run
+    for block in blocks:
+        run = partial(block, policy=policy) if policy else block
+        x = checkpoint(run, x, random=has_dropout(block)) if nested else run(x)
+    return x

@@ -57,10 +57,10 @@ class SharedSequence:
         for block in model.blocks:
             block.attn.attend = partial(self.attend, block.attn.attend)
 
-    def attend(self, attend: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:
+    def attend(self, attend: Callable[..., Tensor], qkv: Tensor, past: Any = None) -> Tensor:
         """`attend`, which looks at all tokens; (B, t, 3C) -> (B, t, C), of mine."""
         if not self.tokens:
-            return attend(qkv)
+            return attend(qkv, past)
         y = attend(Moved.apply(qkv, partial(self.to_heads, 3), partial(self.to_tokens, 3)))
         return Moved.apply(y, partial(self.to_tokens, 1), partial(self.to_heads, 1))
 

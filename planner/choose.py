@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memory import POLICIES, RECOMPUTE_POLICIES, expand, write
+from memory import POLICIES, RECOMPUTE_POLICIES, expand, expanded, write
 from model import MiniGPTConfig
 
 from .clock import Card
@@ -135,7 +135,7 @@ def all_mixes(n_layers: int, rungs: Sequence[str] = RUNGS) -> np.ndarray:
 
 def config_of(alike: list[StepMemory], mix: np.ndarray) -> MiniGPTConfig:
     """`alike`: a step of each rung, all blocks alike."""
-    of_each = [alike[rung].config.expanded for rung in mix]
+    of_each = [expanded(alike[rung].config) for rung in mix]
     policies = tuple(rung.policies[0] for rung in of_each)
     return replace(alike[mix[0]].config, recompute=write(of_each[0]._replace(policies=policies)))
 
@@ -167,7 +167,7 @@ def peaks_of(alike: list[StepMemory], mixes: np.ndarray) -> np.ndarray:
     added = net[rung, segment]
     # What a block returns is there until the next block ends, or longer if its policy keeps it: by
     # so much a first block, before which there is none, adds more than a second one.
-    names = [step.config.expanded.policies[0] for step in alike]
+    names = [expanded(step.config).policies[0] for step in alike]
     left = (net[:, 1] - net[:, 2])[[names.index(name) for name in names]]
     added[:, 2 : 1 + mixes.shape[1]] += np.diff(left[mixes], axis=1)
     end = added.cumsum(axis=1)

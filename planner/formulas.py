@@ -8,10 +8,10 @@ import math
 
 import torch
 
-from memory import POLICIES
+from memory import POLICIES, RECOMPUTE_POLICIES, expanded
 from memory.head import PAD, count_chunks, rows_of_product, rows_of_slice
 from memory.policies import sizes_of_chunks
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from model import MiniGPTConfig
 
 
 def closed_form(
@@ -70,7 +70,7 @@ def closed_form(
         "results": 2 * a * N * C,
     }
     kept = 0
-    for policy, _ in config.expanded.calls:
+    for policy, _ in expanded(config).calls:
         kept += sum(sizes[name] for name in POLICIES[policy].keeps.split()) + mask
     return {
         "parameters": 4 * P,
@@ -138,11 +138,11 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
     block = sum(flops.values()) + linear
     before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
     replayed: float = 0
-    for policy, blocks in config.expanded.calls:
+    for policy, blocks in expanded(config).calls:
         again = sum(flops[name] for name in POLICIES[policy].twice.split())
         # In a nested group each block has a replay of its own, and all but the last one are in the
         # group's. Compiled, a block runs to its end; and in a group's replay all do but the last.
-        nested = config.expanded.nested and blocks > 1
+        nested = expanded(config).nested and blocks > 1
         runs = 2 * blocks - 1 if nested else blocks
         stopped = 0 if compiled else blocks if nested else 1
         replayed += again * runs + linear * (runs - stopped) * (policy == "full")
@@ -156,5 +156,5 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
 
 def recompute_cost(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
     """Orders ways to recompute: by FLOPs replayed, then by blocks that replay and how much."""
-    replays = sum(map(RECOMPUTE_POLICIES.index, config.expanded.policies))
+    replays = sum(map(RECOMPUTE_POLICIES.index, expanded(config).policies))
     return step_flops(config, seq_len)[1], replays

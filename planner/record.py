@@ -50,6 +50,8 @@ LINES = {
     ("gradients", "empty_like"): "gradient of its input",
     ("gradients", "zeros_like"): "gradient of the weight",
     ("F.linear(", "mm"): "logits",
+    ("attention(x)", "add"): "x + attention",
+    ("feed_forward(x)", "add"): "x + feed_forward",
     ("padded @ cast_weight", "mm"): "gradient of a chunk's input",
     ("a_part @ b", "mm"): "a part of the weight's gradient",
 }
@@ -149,9 +151,7 @@ def describe(op: Op, i: int, dtype: torch.dtype) -> str:
         what = f"gradient of {'input' if of_input else 'weight'}"
     elif is_backward and name == "sum" and not module:
         what = "gradient of position_embedding's rows"
-    elif not is_backward and name == "add" and module.endswith("add"):
-        what = "x + update"
-    elif not is_backward and module in ("", "head") and not results:
+    elif not is_backward and not results and re.fullmatch(r"(head|blocks\.\d+)?", module):
         what = said(name, code_of(line))
     return f"{module}: {what}".removeprefix(": ")
 

@@ -223,13 +223,12 @@ class Gathering:
             self.before_forward(group)
             args[0].register_hook(lambda _: self.after_backward(group))
 
-        def after(block: nn.Module, args: tuple, results: tuple[Tensor, Tensor]) -> None:
+        def after(block: nn.Module, args: tuple, x: Tensor) -> None:
             if self.log.phase == "backward":
                 group.arrived = None  # the weights stay for its backward
                 return
             group.weights = None
-            _, update = results  # its gradient is the first to come
-            update.register_hook(lambda _: self.before_backward(i))
+            x.register_hook(lambda _: self.before_backward(i))
 
         return [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from memory import HostMemory, head, offload, policies, write
+from memory import HostMemory, Schedule, embed_tied, expanded, head, offload, policies, write
 from memory.offload import SMALL, bytes_of_blocks
 from memory.policies import by_chunks
 from memory.sequence import SharedSequence
@@ -76,7 +76,7 @@ class Planner:
         self.composed = set[str]()  # of COMPOSED_ON_CPU, what the model uses
         with self.fake:
             self.model = MiniGPT(config).train()
-            self.model.token_embedding.on_cpu = self.on_cpu
+            self.model.embed = partial(embed_tied, on_cpu=self.on_cpu)
             if self.kernels:  # CUDA fuses attention with dropout, a CPU does not
                 for block in self.model.blocks:
                     block.attn.dropout = 0.0  # type: ignore[union-attr]  # no mask is stored
@@ -112,7 +112,7 @@ class Planner:
         `host`: bytes of CPU memory that offload may have; None: nobody knows.
         """
         moves = 0
-        if replace(self.config, **memory).expanded.offload:
+        if expanded(replace(self.config, **memory)).offload:
             # Of fewer sequences the residual stream is too small to be moved: what they take, and
             # what more of them take, are two things.
             moves = math.ceil(SMALL / (4 * self.tokens * self.config.d_model))
@@ -177,9 +177,10 @@ class Planner:
             batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             ids, labels = batch[:, :, : self.tokens]
         log = Log(sources, inside=inside if self.kernels else None)
-        model.config, model.host_memory = config, WholeBlocks(log)
+        host = WholeBlocks(log)
+        model.config, model.schedule = config, cast(Any, Schedule(host))
         if not self.on_cpu:
-            model.host_memory.device = torch.device("meta")  # anything but the fake GPU
+            host.device = torch.device("meta")  # anything but the fake GPU
         with (
             self.fake,
             log,
@@ -218,7 +219,7 @@ class Planner:
             log.enter("optimizer")
             self.update(log, parameters)
             self.optimizer.zero_grad(set_to_none=True)
-        for buffer in model.host_memory.made:  # in the first step; all others find them there
+        for buffer in host.made:  # in the first step; all others find them there
             log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
             log.find(buffer).born = 0
         return log
@@ -320,7 +321,7 @@ def few_calls(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[Shown]]:
 
     With offload some more at both ends: what is copied of a block waits for those after it.
     """
-    how, few, shown = config.expanded, list[str](), list[Shown]()
+    how, few, shown = expanded(config), list[str](), list[Shown]()
     ends = [1] * offload.IN_FLIGHT if how.offload else []
     done = 0  # blocks of the model
     for (policy, size), run in groupby(how.calls):
@@ -399,7 +400,7 @@ class OtherChunks(torch.autograd.Function):
 def follow(model: MiniGPT, log: Log) -> list[RemovableHandle]:
     """Hooks that tell the log which part of the model is at work: forward, backward, replays."""
 
-    def enter_block(i: int, ln_1: nn.Module, args: tuple[Tensor]) -> None:
+    def enter_block(i: int, block: nn.Module, args: tuple[Tensor]) -> None:
         phase = log.phase
         log.enter(phase, i)
         if phase == "forward" and i > 0:  # backward of block i ends with its input's gradient
@@ -413,7 +414,7 @@ def follow(model: MiniGPT, log: Log) -> list[RemovableHandle]:
         model.ln_f.register_forward_pre_hook(lambda *_: log.enter("forward")),
         model.ln_f.register_forward_hook(enter_head),
         *(
-            block.ln_1.register_forward_pre_hook(partial(enter_block, i))  # type: ignore
+            block.register_forward_pre_hook(partial(enter_block, i))
             for i, block in enumerate(model.blocks)
         ),
     ]

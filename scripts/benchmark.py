@@ -47,7 +47,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from model import RECOMPUTE_POLICIES
+from memory import RECOMPUTE_POLICIES
 from planner import StepMemory
 from planner.cards import CARDS
 from planner.formulas import step_flops

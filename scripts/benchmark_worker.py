@@ -9,17 +9,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
+from memory import Schedule
 from model import MiniGPT, MiniGPTConfig
 from scripts.export_hf import their_sizes
 from train_minimal import train_step
-from trainer.device import choose_device, choose_precision, set_matmul_precision
+from trainer.device import (
+    choose_device,
+    choose_precision,
+    compile_blocks,
+    set_matmul_precision,
+)
 from trainer.flags import changed, model_config
 from trainer.metrics import StepClock
 from trainer.optimizer import make_optimizer
@@ -104,7 +110,7 @@ def make_run(args: argparse.Namespace, job: Job, device: torch.device) -> Run:
     torch.manual_seed(args.seed)
     model: Any = PEERS.get(job.peer, MiniGPT)(config).to(device).train()
     if job.compiled:
-        model.compile() if job.peer else model.compile_blocks()
+        model.compile() if job.peer else compile_blocks(model)
     tokens: Any = RandomTokens(args.vocab_size, job.batch_size, args.seq_len, device)
     unused: Any = None  # by train_step
     process, optimizer = OneProcess(device), make_optimizer(model, args, device, precision)
@@ -131,7 +137,7 @@ def record_step(run: Run) -> tuple[np.ndarray, np.ndarray, Any]:
     there: list[Tensor] = list(run.model.parameters())
     there += chain(*(state.values() for state in run.optimizer.state.values()))
     if isinstance(run.model, MiniGPT):  # the blocks of +offload
-        there += run.model.host_memory.made
+        there += cast(Schedule, run.model.schedule).host.made
     before = sum(tensor.nbytes for tensor in there)
     if kind == "cuda":  # which rounds up, and has room to work in
         before = torch.cuda.memory_allocated()

@@ -18,7 +18,8 @@ import re
 
 import torch
 
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES
+from model import MiniGPTConfig
 from planner import Planner
 from planner.log import Storage
 from planner.record import code_of

@@ -34,7 +34,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from model import MLP, RECOMPUTE_POLICIES, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES
+from model import MLP, MiniGPTConfig
 from planner import KINDS, Planner, StepMemory
 from planner.formulas import head_bytes, recompute_cost
 from scripts import tool

@@ -38,6 +38,7 @@ import numpy as np
 from tqdm import tqdm
 
 from memory import POLICIES as RECOMPUTE
+from memory import expanded
 from model import MiniGPTConfig
 from planner import Card
 from planner.choose import Way, all_ways, frontier, rungs
@@ -135,7 +136,7 @@ def along_seconds(record: Record, card: Card, compiled: bool) -> tuple[list[int]
 def trainer_flags(config: MiniGPTConfig) -> str:
     """What a trainer is told to get such a step."""
     chunks = f" --loss-chunks {config.loss_chunks}" if config.loss_chunks else ""
-    if config.mlp_chunks != 1 and config.expanded.cuts_mlp:
+    if config.mlp_chunks != 1 and expanded(config).cuts_mlp:
         chunks += f" --mlp-chunks {config.mlp_chunks}"
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 

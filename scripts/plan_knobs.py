@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from memory import expanded
 from planner import Planner
 from planner.choose import nested_groups
 from scripts.plan_table import Row, align, digits, format_time
@@ -52,7 +53,7 @@ def longest_sequence(row: Row) -> int:
 def in_chunks(row: Row) -> Row | None:
     """The same with the MLP half in chunks, and its longest sequence; None: that is no longer."""
     args = row.asked.args
-    if not row.step.config.expanded.cuts_mlp or not cuts_mlp(with_length(args, row.longest or 1)):
+    if not expanded(row.step.config).cuts_mlp or not cuts_mlp(with_length(args, row.longest or 1)):
         return None
     cut = Row(row.asked.about(changed(args, mlp_chunks=0)))
     cut = replace(cut, longest=longest_sequence(cut))

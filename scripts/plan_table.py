@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memory import write
+from memory import expanded, write
 from planner import StepMemory
 from planner.choose import nested_groups, rungs
 from planner.formulas import recompute_cost, step_flops
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def offloaded(self) -> bool:
-        return self.step.config.expanded.offload
+        return expanded(self.step.config).offload
 
     @property
     def fits(self) -> bool | None:
@@ -133,7 +133,7 @@ def rows(asked: Question) -> list[Row]:
     if asked.args.longest_sequence:
         ways[-1:-1] = nested_groups(asked.args.n_layers)
     if taken.recompute not in ways:
-        how = taken.expanded
+        how = expanded(taken)
         ways.insert(ways.index(OFFLOADED if how.nested else how.policies[0]), taken.recompute)
     return [Row(asked.about(changed(asked.args, use_activation_checkpoint=way))) for way in ways]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memory import expanded
 from model import MiniGPTConfig
 from planner.choose import RUNGS
 from planner.formulas import count_parameters, step_flops
@@ -85,7 +86,7 @@ def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) 
 
 def policy_fields(config: MiniGPTConfig) -> dict[str, Any]:
     """How a config recomputes, for a JSON file: as the policy string, and in its parts."""
-    policies, group, _, offload = config.expanded
+    policies, group, _, offload = expanded(config)
     first, rest = policies[0], policies[-1]
     return {
         "name": config.recompute,

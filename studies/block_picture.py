@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES
+from model import MiniGPTConfig
 from planner import Planner
 from planner.log import Storage
 from scripts import tool

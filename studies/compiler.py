@@ -19,11 +19,13 @@ import torch._functorch.config as partitioner
 from torch.profiler import profile
 from tqdm import tqdm
 
-from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES
+from model import MiniGPT, MiniGPTConfig
 from scripts import tool
 from scripts.benchmark import about, describe, table, write_json
 from scripts.benchmark_worker import allocations
 from studies.common import add_json, study_parser
+from trainer.device import compile_blocks
 
 CONFIG = MiniGPTConfig(512, 1024, n_layers=6, n_heads=4, d_model=256, d_ff=1024, dropout=0.0)
 BATCH = 2
@@ -43,7 +45,7 @@ def count(policy: str, budget: float, gradients: list[torch.Tensor]) -> Counted:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MiniGPT(replace(CONFIG, recompute=policy)).train()
-    model.compile_blocks()
+    compile_blocks(model)
     ids = torch.randint(CONFIG.vocab_size, (BATCH, CONFIG.max_position_embeddings + 1))
 
     def step() -> None:

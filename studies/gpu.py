@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
+from memory import RECOMPUTE_POLICIES
 from memory.head import head_loss
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from model import MiniGPTConfig
 from planner.formulas import head_bytes
 from scripts import benchmark, benchmark_worker, tool
 from scripts.benchmark import about, describe, table

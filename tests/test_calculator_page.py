@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from harness.calculator import PAGE, SCRIPT
 
-from model import RECOMPUTE_POLICIES
+from memory import RECOMPUTE_POLICIES
 from planner import CARDS
 from scripts.style import COLORS
 from trainer.card import device_type

@@ -10,6 +10,7 @@ from cases.shapes import CONFIG, WIDE, T
 from harness.planned import CARD, measured_peak, planner
 from test_readme import DOCS
 
+from memory import expanded
 from memory.policies import RECOMPUTE_POLICIES, expand
 from planner import CARDS, Planner
 from planner.choose import (
@@ -86,7 +87,7 @@ def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():
     for budget in np.linspace(full.peak, none.peak, 5).astype(int).tolist():
         taken = pick_recompute(plan, 24, budget)
         assert taken.peak <= budget
-        assert set(taken.config.expanded.policies) <= offered
+        assert set(expanded(taken.config).policies) <= offered
 
 
 def test_all_mixes_are_all():

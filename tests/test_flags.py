@@ -15,8 +15,9 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 import train_minimal
+from memory import RECOMPUTE_POLICIES, expanded
 from memory.policies import GRAMMAR, Recompute, expand, write
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import generate, plan_memory
 from scripts.export_hf import command_to_go_on
@@ -245,7 +246,7 @@ def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     assert expand(written, n_layers) == found and len(written) <= len(text)
     assert write(expand(written, n_layers)) == written
     config = replace(CONFIG, n_layers=n_layers, recompute=text)
-    assert config.recompute == written and config.expanded == found
+    assert config.recompute == written and expanded(config) == found
     assert sum(blocks for _, blocks in found.calls) == n_layers
     typed = fill_in(parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}"))
     assert model_config(typed, 97).recompute == written

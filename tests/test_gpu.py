@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_minimal
 from data import TokenFile, TrainBatches
+from memory import RECOMPUTE_POLICIES
 from memory.head import head_loss
-from model import RECOMPUTE_POLICIES
 from planner import Planner
 from scripts import benchmark_worker
 from scripts.benchmark_worker import Job, config_of, make_run, timed_step
@@ -217,7 +217,7 @@ def test_a_text_is_waited_for_as_often_as_three(tmp_path):
 @pytest.mark.usefixtures("everything_travels")
 def test_offload_pins_what_was_planned():
     run = after(2, "", "full+offload")
-    made, config = run.model.host_memory.made, config_of(run.args, Job("full+offload", 2))
+    made, config = run.model.schedule.host.made, config_of(run.args, Job("full+offload", 2))
     assert sum(b.nbytes for b in made) == plan_of("").step(2, **asdict(config)).host > 0
     assert all(block.is_pinned() == ON_GPU for block in made)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness.answers import parse, room_for
 
+from memory import expanded
 from planner import CARDS, Planner
 from trainer.card import clock_card
 from trainer.flags import UsageError, changed, model_config
@@ -98,7 +99,7 @@ class MadeUp(Question):
 
     @property
     def peak(self) -> int:
-        args, (_, group, _, offload) = self.args, self.config.expanded
+        args, (_, group, _, offload) = self.args, expanded(self.config)
         way = (0.8 if group > 1 else 1) * (0.3 if offload else 1)
         of_blocks = 2 * args.n_layers * args.d_model * way
         gradients = 48 * args.n_layers * args.d_model**2 * (args.grad_accum_steps > 1)

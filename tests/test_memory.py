@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
+from memory import expanded
 from model import MiniGPT, MiniGPTConfig
 from planner import CARDS
 from planner.formulas import closed_form, state_bytes, step_flops
@@ -281,8 +282,8 @@ def test_flops_equal_those_that_torch_counts(memory):
         model(ids, ids).backward()
     needed, replayed = (2 * T * flops for flops in step_flops(config, T))
     attention = 2 * T * 2 * T * config.d_model  # of one block: needed thrice, replayed once
-    again = sum(policy in ("attn", "full") for policy in config.expanded.policies)
-    again += sum(size - 1 for _, size in config.expanded.calls if config.expanded.nested)
+    again = sum(policy in ("attn", "full") for policy in expanded(config).policies)
+    again += sum(size - 1 for _, size in expanded(config).calls if expanded(config).nested)
     expected = needed + replayed - attention * (3 * config.n_layers + again)
     # Nor a product that adds in place to what is there: the head's weight gradient.
     expected -= 2 * 2 * T * config.vocab_size * config.d_model

@@ -240,17 +240,17 @@ def test_two_models_at_a_time_and_what_backward_never_sees(gpu):
 def test_what_is_smaller_than_a_megabyte_stays(monkeypatch):
     model, ids = make("mlp", dropout=0.0), random_ids(3, 16)
     backward_of(model)
-    assert not model.host_memory.made
+    assert not model.schedule.host.made
     monkeypatch.setattr(offload, "SMALL", 3 * 16 * 32 * 4)  # x is not below it
     backward_of(model)
     x, qkv = (4096, 2048), (16384, 2048)
     of_each = Counter(4 * x + qkv)  # (x, ln_1, attention's output and x2 are of a size)
-    of_all = {size: len(blocks) for size, blocks in model.host_memory.unused.items()}
+    of_all = {size: len(blocks) for size, blocks in model.schedule.host.unused.items()}
     assert of_all == {size: 3 * n for size, n in of_each.items()}  # of 4 blocks
     # A forward that is given up lets go of all that it kept, of results that stay here, too.
     kept = ref(model(ids, ids))
     gc.collect()
-    assert kept() is None and is_all_unused(model.host_memory)
+    assert kept() is None and is_all_unused(model.schedule.host)
 
 
 def test_views_of_one_storage_travel_once(everything_travels):

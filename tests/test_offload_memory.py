@@ -13,8 +13,8 @@ from harness.planned import measured_peak, planner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory import offload
-from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES, offload
+from model import MiniGPT, MiniGPTConfig
 from planner import StepMemory
 from planner import step as step_of_planner
 from trainer.flags import model_config
@@ -76,7 +76,7 @@ def test_what_is_pinned_is_what_was_predicted(number, monkeypatch):
         with torch.autocast("cpu", PRECISIONS[precision], enabled=precision != "fp32"):
             loss = model(ids, ids)
         loss.backward()
-    pinned = sum(block.nbytes for block in model.host_memory.made)
+    pinned = sum(block.nbytes for block in model.schedule.host.made)
     assert sum(step.moved) <= pinned == step.host <= 1.05 * sum(step.moved)
 
 

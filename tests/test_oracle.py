@@ -13,7 +13,8 @@ import torch
 from harness import oracle
 from harness.runs import parse, ready
 
-from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES
+from model import MiniGPT, MiniGPTConfig
 from train_minimal import evaluate, learning_rate, seed_of, train_step
 
 SHAPE = dict(vocab_size=61, max_position_embeddings=20, n_layers=3, n_heads=2, d_model=16, d_ff=48)

@@ -17,7 +17,7 @@ from harness.runs import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import RECOMPUTE_POLICIES
+from memory import RECOMPUTE_POLICIES
 from planner.formulas import count_parameters
 from planner.timeline import KINDS
 from scripts import plot_metrics

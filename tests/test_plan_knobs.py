@@ -10,6 +10,7 @@ from harness.answers import SHAPE, budget_for, parse, question, room_for, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memory import expanded
 from scripts.plan_knobs import (
     STEP,
     format_settings,
@@ -230,7 +231,7 @@ def test_the_largest_parts_that_fit_without_recompute_are_named_if_they_gain(car
                 words = f"{words}: {gain:.0%} faster {flags}".replace("%", " %")
                 words *= gain > 0.005
             else:  # without a product that is replayed, nothing is sure to be saved
-                replays = {*taken.config.expanded.policies} - {"none", "cheap", "selective"}
+                replays = {*expanded(taken.config).policies} - {"none", "cheap", "selective"}
                 words = f"{words} fit as well {flags}" * bool(replays)
         assert there.instead_of(taken) == words, budget
         said.append(words)

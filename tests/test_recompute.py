@@ -14,8 +14,8 @@ from hypothesis import strategies as some
 from test_model import random_ids, tiny
 from torch import Tensor
 
+from memory import RECOMPUTE_POLICIES
 from memory.policies import POLICIES, expand
-from model import RECOMPUTE_POLICIES
 from planner.formulas import step_flops
 from planner.log import Storage, kept_for_backward
 from trainer.measured import LiveStorages
@@ -166,11 +166,11 @@ def test_what_travels_is_what_the_policy_keeps(policy):
     for _ in range(2):  # the same blocks, step after step
         model(ids, ids).backward()
         gc.collect()
-    assert sum(map(len, model.host_memory.unused.values())) == len(model.host_memory.made)
+    assert sum(map(len, model.schedule.host.unused.values())) == len(model.schedule.host.made)
     by_operator = POLICIES[policy].by_operator
     kept = of_blocks("full" if by_operator else policy, 2, precision="fp32")
     kept -= of_blocks("full" if by_operator else policy, 1, precision="fp32")
-    assert sum(block.nbytes for block in model.host_memory.made) == 3 * kept
+    assert sum(block.nbytes for block in model.schedule.host.made) == 3 * kept
 
 
 # ---- masks: a replay draws those of forward, whoever draws them
@@ -295,7 +295,7 @@ def test_compiled_policies_have_the_same_losses_and_offload_changes_no_bit(way):
             optimizer.zero_grad()
             losses[-1].backward()
             optimizer.step()
-        assert bool(model.host_memory.made) == ("offload" in way)
+        assert bool(model.schedule.host.made) == ("offload" in way)
         return [torch.stack(losses).detach(), *(p.detach() for p in model.parameters())]
 
     found = steps(way)

@@ -19,7 +19,8 @@ from test_model import TINY as OF_MODEL
 from test_readme import DOCS, README, cells
 
 from data import find_dataset
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES
+from model import MiniGPTConfig
 from planner.formulas import count_parameters, step_flops
 from scripts import benchmark
 from scripts.kept_tensors import kept_by_one_block

@@ -15,7 +15,7 @@ import pytest
 from harness.runs import ROOT, run
 
 import studies
-from model import RECOMPUTE_POLICIES
+from memory import RECOMPUTE_POLICIES
 from scripts import LISTING, kept_tensors, plan_memory
 from trainer.flags import build_parser
 from trainer.start import SPIN_COUNT

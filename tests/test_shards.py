@@ -13,6 +13,7 @@ from harness.planned import planner
 from harness.runs import start_together
 from harness.sharded import CASES
 
+from memory import expanded
 from planner.choose import pick_recompute
 from planner.formulas import state_bytes
 from planner.shards import share_of
@@ -134,7 +135,7 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
 
 def test_shards_never_take_a_group():
     plan = planner(WIDE, shards=2)
-    assert pick_recompute(plan, 16, 1).config.expanded.group == 1  # nothing fits
+    assert expanded(pick_recompute(plan, 16, 1).config).group == 1  # nothing fits
     assert least(plan) == ["full"]
 
 

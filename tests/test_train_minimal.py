@@ -243,10 +243,9 @@ def test_on_a_gpu_what_was_asked_for_is_beside_the_prediction(monkeypatch):
     stats = {"allocated_bytes.all.peak": 103 * 2**20, "requested_bytes.all.peak": 100 * 2**20}
     process, said = OneProcess(CUDA), []
     monkeypatch.setattr(process, "say", said.append)
-    model = SimpleNamespace(token_embedding=SimpleNamespace(compiled=False))
     for told in (stats, {}):  # another allocator may count nothing
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, told=told: told)
-        clock = MeasuringClock(process, model, None, (100 * 2**20, 200 * 2**20))
+        clock = MeasuringClock(process, None, None, (100 * 2**20, 200 * 2**20))
         for _ in range(STEP + 1):
             clock.begin("forward")
             clock.end_step()

@@ -2,8 +2,12 @@
 
 import argparse
 import warnings
+from functools import partial
+from typing import Any, cast
 
 import torch
+
+from model import MiniGPT
 
 from .flags import UsageError
 
@@ -90,3 +94,22 @@ def cpu_has_bfloat16() -> bool:
     """Has this CPU instructions for bfloat16 matmuls (AVX512-BF16 or AMX)?"""
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # no public names yet
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+def compile_blocks(model: MiniGPT) -> None:
+    """torch.compile each block: the first one of a policy pays, the others reuse its code.
+
+    Around `full` the activation checkpoint stays outside of the compiled code, where it keeps the
+    block's input alone. (Such code cannot stop half-way: the last matmul is replayed, too.) The
+    finer policies are inside: the compiler has to see what they are about.
+    """
+    torch._dynamo.config.optimize_ddp = False  # DDP would cut graphs, checkpoints as well
+    # On CUDA replayed dropout would draw from generators that manual_seed does not reach.
+    torch._functorch.config.graphsafe_rng_functionalization = False
+    for block in model.blocks:
+        block.compile()
+    model.head_loss = partial(cast(Any, model.head_loss), compiled=True)
+
+
+def is_compiled(model: MiniGPT) -> bool:
+    return any(block._compiled_call_impl is not None for block in model.blocks)

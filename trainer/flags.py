@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memory import Recompute, expand
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES, Recompute, expand
+from model import MiniGPTConfig
 
 from .card import card_name
 

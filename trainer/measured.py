@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import MiniGPT
 
+from .device import is_compiled
 from .metrics import StepClock, format_bytes
 from .process import OneProcess
 
@@ -75,7 +76,7 @@ class MeasuringClock(StepClock):
         # Not of compiled blocks, which would not run as such under a mode; nor of shards, which are
         # gathered where no mode looks.
         on_cpu, whole = self.process.device.type == "cpu", self.process.shards == 1
-        sees_all = on_cpu and whole and not self.model.token_embedding.compiled
+        sees_all = on_cpu and whole and not is_compiled(self.model)
         if first and self.predicted and sees_all:
             weights = [*self.model.parameters()]
             there = [weight.grad for weight in weights], [*self.optimizer.state.values()]

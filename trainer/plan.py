@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data.tokenizer import load_tokenizer
+from memory import expanded
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
 from planner.cards import card_named
@@ -204,7 +205,7 @@ class Question:
                 "that tensors may take: "
             )
         knob = next((knob for knob in changes(self) if self.turned(knob).fits), None)
-        if knob and not (then := self.turned(knob)).config.expanded.offload:
+        if knob and not expanded((then := self.turned(knob)).config).offload:
             same = self.args.use_activation_checkpoint  # which `auto` will find by itself
             knob = knob.with_policy(self.args, same if is_auto else then.pick().config.recompute)
         return why, knob

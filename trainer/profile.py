@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.checkpoint import noop_context_fn
 
-from memory import TiedEmbedding, policies
+from memory import policies
 from model import Block, MiniGPT
 
 from .flags import UsageError
@@ -178,9 +178,9 @@ def ranges_in(
     """While this context is open: ranges around blocks, around replays, around the head."""
     numbers = {block: number for number, block in enumerate(model.blocks)}
     running: list[int] = []  # the block that is being called
-    call, loss, torch_checkpoint = Block.__call__, TiedEmbedding.loss, policies.torch_checkpoint
+    call, loss, torch_checkpoint = Block.__call__, model.head_loss, policies.torch_checkpoint
 
-    def call_in_range(block: Block, *inputs: Any, **how: Any) -> policies.Halves:
+    def call_in_range(block: Block, *inputs: Any, **how: Any) -> Tensor:
         # Who calls a block in backward is the checkpoint around it: that is a replay.
         with open_range("recompute of " * in_backward() + f"block {numbers[block]}"):
             running.append(numbers[block])
@@ -189,9 +189,9 @@ def ranges_in(
             finally:
                 running.pop()
 
-    def loss_in_range(head: TiedEmbedding, *inputs: Any) -> Tensor:
+    def loss_in_range(*inputs: Any) -> Tensor:
         with open_range("head"):
-            return loss(head, *inputs)
+            return loss(*inputs)
 
     def checkpoint(run: Callable, *inputs: Tensor, **options: Any) -> Any:
         """torch's, inside of a block, with a range around the replay. (Outside of one the replay
@@ -205,7 +205,7 @@ def ranges_in(
     with ExitStack() as replaced:
         enter = replaced.enter_context
         enter(patch.object(Block, "__call__", call_in_range))
-        enter(patch.object(TiedEmbedding, "loss", loss_in_range))
+        enter(patch.object(model, "head_loss", loss_in_range))
         if not compiled:  # compiled blocks have their finer policies inside, in one piece
             enter(patch.object(policies, "torch_checkpoint", checkpoint))
         yield

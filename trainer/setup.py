@@ -14,7 +14,7 @@ from model import MiniGPT, MiniGPTConfig
 from . import resume
 from .agree import check_alike, data_facts, facts
 from .claim import check_name, claim, step_aside, take_place
-from .device import choose_precision, set_matmul_precision
+from .device import choose_precision, compile_blocks, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
 from .loggers import LOGGERS, Logger, check_logger
 from .metrics import MetricsFile, logged_at
@@ -104,7 +104,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     if process.rank == 0:  # it looks at files
         process.say(describe_run(run, plan.words, origin))
     if args.compile:
-        model.compile_blocks()
+        compile_blocks(model)
     run.wrapped = process.wrap(model)
     return run
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as some
 
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES
+from model import MiniGPTConfig
 
 T = 32
 CONFIG = MiniGPTConfig(

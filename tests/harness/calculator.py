@@ -11,7 +11,8 @@ import pytest
 import torch
 from harness.runs import ROOT
 
-from model import RECOMPUTE_POLICIES, MiniGPTConfig
+from memory import RECOMPUTE_POLICIES, expanded
+from model import MiniGPTConfig
 
 PAGE, SCRIPT = ROOT / "docs/calculator.html", ROOT / "docs/calculator.js"
 # How the page calls a config's fields.
@@ -77,7 +78,7 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
     """As the page has it: a policy, and in how many blocks, from the first one on."""
-    policies = config.expanded.policies
+    policies = expanded(config).policies
     return {"policy": policies[0], "layers": policies.count(policies[0])}
 
 

@@ -31,8 +31,12 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import train_ddp  # noqa: E402
-from memory import offload, policies  # noqa: E402
-from model import RECOMPUTE_POLICIES, MiniGPT, MiniGPTConfig  # noqa: E402
+from memory import (  # noqa: E402
+    RECOMPUTE_POLICIES,  # noqa: E402
+    offload,
+    policies,
+)
+from model import MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
 from train_sp import SPProcess  # noqa: E402
@@ -131,7 +135,7 @@ def learn(process: DDPProcess, variant: dict, dtype: torch.dtype) -> dict:
     found = process.gather(model, optimizer)
     found["optimizer"] = found["optimizer"]["state"]
     # What was in CPU memory: weights do not go there, also not those that were gathered.
-    found["moved"] = {kind: len(some) for kind, some in model.host_memory.unused.items()}
+    found["moved"] = {kind: len(some) for kind, some in model.schedule.host.unused.items()}
     del process.wrapper
     gc.collect()
     return found
