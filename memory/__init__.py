@@ -3,11 +3,14 @@
 policies.py   what a block keeps for backward, and what it replays instead
 offload.py    what it keeps, in CPU memory
 head.py       the loss without its logits, and one gradient for the weight that both ends share
+check.py      is what they make of a model still what model.py says?
 sequence.py   a sequence that several processes share
 """
 
+from functools import partial
 from typing import Any
 
+from .check import check_techniques
 from .head import embed_tied, head_loss
 from .offload import HostMemory
 from .policies import (
@@ -23,5 +26,7 @@ from .policies import (
 
 
 def compose(model: Any) -> None:
-    """Give a model.MiniGPT, in place of its own functions, those that take less memory."""
-    model.schedule, model.embed, model.head_loss = Schedule(), embed_tied, head_loss
+    """Put techniques around the three functions of a model.MiniGPT."""
+    model.schedule = Schedule(model.schedule)
+    model.embed = partial(embed_tied, plain=model.embed)
+    model.head_loss = partial(head_loss, plain=model.head_loss)

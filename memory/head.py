@@ -44,18 +44,23 @@ def parse_release(version: str) -> tuple[int, ...]:
 # Can a matmul of low precision add to a float32 matrix? torch.addmm can, with out_dtype, from 2.11
 # on (pytorch#167931), but not on AMD's GPUs.
 ADDS_IN_FLOAT32 = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
+Embed = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 Softmax = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, or compiled
 
 
 def embed_tied(
-    embedding: nn.Embedding, ids: Tensor, on_cpu: bool | None = None
+    embedding: nn.Embedding, ids: Tensor, plain: Embed, on_cpu: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Look up token ids (B, T) int64: their vectors (B, T, C), and the weight (V, C) for the head.
+    `plain`: model.py's own, for evaluation.
 
     A CPU adds the rows' gradients one after the other, always in the same order. A GPU would add
     them as they come, and no two runs would be the same: so it makes the whole gradient, sorted by
     id. `on_cpu` None: as the weight's device is. (The planner plans for a GPU on a CPU.)
     """
+    if not torch.is_grad_enabled():
+        return plain(embedding, ids)
     if on_cpu is None:
         on_cpu = embedding.weight.device.type == "cpu"
     return TiedLookup.apply(embedding.weight, ids, on_cpu)
@@ -121,7 +126,7 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def head_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, compiled: bool = False
+    x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, plain: Loss, compiled: bool = False
 ) -> Tensor:
     """Mean cross-entropy of the head's logits, in nats.
 
@@ -129,14 +134,14 @@ def head_loss(
         x: (B, T, C) what the last LayerNorm returns.
         weight: (V, C) the head's weight.
         labels: (B, T) int64, -100 = no loss here.
-        n_chunks: 1 = all tokens at once, by autograd; n = in n chunks, never more than one chunk of
-            logits alive; 0 = as few chunks as `count_chunks` finds small enough.
+        n_chunks: 1 = all tokens at once, by `plain`, model.py's own; n = in n chunks, never more
+            than one chunk of logits alive; 0 = as few as `count_chunks` finds small enough.
         compiled: the softmax of a slice runs as compiled code.
     """
+    if n_chunks == 1:
+        return plain(x, weight, labels, n_chunks)
     softmax = compiled_softmax() if compiled else softmax_in_place
     x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
-    if n_chunks == 1:
-        return F.cross_entropy(at_least_float32(F.linear(x, weight)), labels)
     if torch.is_grad_enabled():
         return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, softmax)
     total, count = loss_by_chunks(x, weight, labels, n_chunks, softmax)

@@ -25,7 +25,7 @@ normaliser, 16 / C for mean and deviation of the LayerNorms). What the others ke
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from inspect import signature
 from itertools import islice, takewhile
@@ -389,33 +389,36 @@ class Schedule:
     """What MiniGPT.forward calls, one after the other: each block, or group of them, as the policy
     string of its config says. Evaluation recomputes nothing."""
 
-    def __init__(self, host: HostMemory | None = None):
-        """`host`: the CPU memory that offload copies to."""
-        self.host = host or HostMemory()
+    def __init__(self, plain: Callable[[Any], Iterable[Call]]):
+        """`plain`: model.py's own, which knows none and full."""
+        self.plain = plain
+        self.host = HostMemory()  # that offload copies to
 
-    def __call__(self, model: Any) -> Iterator[Call]:
+    def __call__(self, model: Any) -> Iterable[Call]:
+        config = model.config
+        # Where torch's checkpoint draws other masks, ours has to be around a block.
+        redraws = config.dropout > 0 and forgets_numbers(next(model.parameters()).device)
+        known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not redraws
+        return self.plain(model) if known or not model.training else self.calls(model, redraws)
+
+    def calls(self, model: Any, redraws: bool) -> Iterator[Call]:
         config, blocks, offload = model.config, iter(model.blocks), Offload(self.host)
-        how = expanded(config) if model.training else Recompute(("none",) * len(model.blocks))
-        random, calls = config.dropout > 0, how.calls
+        how = expanded(config)
         try:
-            for i, (policy, size) in enumerate(calls):
+            for i, (policy, size) in enumerate(how.calls):
                 group, is_full = list(islice(blocks, size)), policy == "full"
                 run = group[0] if size == 1 else partial(one_by_one, group, how.nested)
                 if its := inside(policy, config.d_ff, config.mlp_chunks):
                     run = partial(run, policy=its)
-                if is_full and (how.offload or random and forgets_numbers(device_of(model))):
-                    # Our checkpoint, which draws alike; and only hooks around one see its input.
-                    run, is_full = partial(checkpoint, run, random=random), False
+                if is_full and (how.offload or redraws):  # (only hooks around it see its input)
+                    run, is_full = partial(checkpoint, run, random=config.dropout > 0), False
                 if how.offload:
                     # (The last one's backward comes first: it would have it all straight back.)
-                    run = offload.around(run, policy != "none" and i + 1 < len(calls), group)
+                    moves = policy != "none" and i + 1 < len(how.calls)
+                    run = offload.around(run, moves, group)
                 yield run, is_full
         finally:
             offload.settle()
-
-
-def device_of(model: Any) -> torch.device:
-    return next(model.parameters()).device
 
 
 def one_by_one(

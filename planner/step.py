@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from memory import HostMemory, Schedule, embed_tied, expanded, head, offload, policies, write
+from memory import HostMemory, Schedule, expanded, head, offload, policies, write
 from memory.offload import SMALL, bytes_of_blocks
 from memory.policies import by_chunks
 from memory.sequence import SharedSequence
@@ -76,7 +76,7 @@ class Planner:
         self.composed = set[str]()  # of COMPOSED_ON_CPU, what the model uses
         with self.fake:
             self.model = MiniGPT(config).train()
-            self.model.embed = partial(embed_tied, on_cpu=self.on_cpu)
+            self.model.embed = partial(cast(Any, self.model.embed), on_cpu=self.on_cpu)
             if self.kernels:  # CUDA fuses attention with dropout, a CPU does not
                 for block in self.model.blocks:
                     block.attn.dropout = 0.0  # type: ignore[union-attr]  # no mask is stored
@@ -178,7 +178,7 @@ class Planner:
             ids, labels = batch[:, :, : self.tokens]
         log = Log(sources, inside=inside if self.kernels else None)
         host = WholeBlocks(log)
-        model.config, model.schedule = config, cast(Any, Schedule(host))
+        model.config, cast(Schedule, model.schedule).host = config, host
         if not self.on_cpu:
             host.device = torch.device("meta")  # anything but the fake GPU
         with (

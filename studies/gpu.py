@@ -32,6 +32,7 @@ from torch.utils.benchmark import Timer
 from memory import RECOMPUTE_POLICIES
 from memory.head import head_loss
 from model import MiniGPTConfig
+from model import head_loss as plain_loss
 from planner.formulas import head_bytes
 from scripts import benchmark, benchmark_worker, tool
 from scripts.benchmark import about, describe, table
@@ -108,7 +109,7 @@ def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
     def step() -> None:
         x.grad = weight.grad = None
         with torch.autocast(bench.device.type, dtype):
-            loss = head_loss(x, weight, labels, chunks)
+            loss = head_loss(x, weight, labels, chunks, plain_loss)
         loss.backward()
 
     step()

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import torch
 
 from data import DataError, Dataset, FoundData, Tokenizer, TrainBatches, ValBatches, find_dataset
+from memory import check_techniques
 from model import MiniGPT, MiniGPTConfig
 
 from . import resume
@@ -88,6 +89,10 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
+    try:
+        check_techniques(model, device, precision)
+    except ValueError as error:
+        raise UsageError(f"--use-activation-checkpoint: {error}") from error
     held_lock = process.by_first(lambda: claim(args.checkpoint_path, resumed))
     process.place(model)
     if isinstance(origin, Pretrained):
