@@ -51,7 +51,7 @@ def fuse(ops: Iterable[Op]) -> list[Op]:
     was there before it, once, and writes what outlives it, once."""
 
     def together(op: Op) -> tuple:
-        _, phase, block = op.place  # compiled are blocks and the head (MiniGPT.compile_blocks)
+        _, phase, block = op.place  # compiled are blocks and the head (trainer/device.py)
         is_compiled = block is not None or phase == "head"
         return (op.place, True) if op.fusable and is_compiled else (op.at, False)
 
