@@ -3,20 +3,23 @@
 That they are right at all: test_oracle.py.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from test_model import random_ids, tiny
-from torch import Tensor
+from torch import Tensor, nn
 
 from memory.head import (
     PAD,
-    TiedEmbedding,
     add_product,
+    embed_tied,
     head_loss,
     parse_release,
     rows_of_product,
 )
+from model import embed
 from planner.log import Log, Op
 from planner.work import what_moves
 
@@ -169,14 +172,18 @@ def test_slices_begin_where_compiled_code_expects_them(monkeypatch, dtype, vocab
         pieces.extend(part.data_ptr() % (2 * PAD) for part in a.split(rows_of_product(768)))
 
     monkeypatch.setattr("memory.head.add_product", add)
+    monkeypatch.setattr("memory.head.softmax_in_place", note)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32, cache_enabled=False):
-        head_loss(x, weight, labels, 3, note)
+        head_loss(x, weight, labels, 3)
     assert len(starts) > 6 and not any(starts)
     assert len(pieces) >= 3 and (dtype == torch.float32 or len(set(pieces)) == 1)
 
 
-def tied_gradients(loss_chunks: int, forwards: int = 1) -> dict[str, torch.Tensor]:
+def tied_gradients(
+    loss_chunks: int, forwards: int = 1, on_cpu: bool | None = None
+) -> dict[str, torch.Tensor]:
     model = tiny(loss_chunks=loss_chunks)
+    model.embed = partial(embed_tied, on_cpu=on_cpu)
     batches = [random_ids(4, 16) for _ in range(forwards)]
     sum(model(ids, ids.roll(-1, 1)) * (i + 1) for i, ids in enumerate(batches)).backward()
     return {name: p.grad for name, p in model.named_parameters()}
@@ -188,12 +195,10 @@ def tied_gradients(loss_chunks: int, forwards: int = 1) -> dict[str, torch.Tenso
 def test_the_embeddings_gradient_comes_in_as_few_slices_as_may_be(monkeypatch, two, slices):
     """And on a CPU row by row."""
     on_cpu = slices == "on a CPU"
-    monkeypatch.setattr(TiedEmbedding, "on_cpu", False)  # as a GPU does it
-    whole = tied_gradients(4)
-    monkeypatch.setattr(TiedEmbedding, "on_cpu", on_cpu)
+    whole = tied_gradients(4, on_cpu=False)  # as a GPU does it
     monkeypatch.setattr("memory.head.SLICE", two // 2)
     with Log() as log:
-        sliced = tied_gradients(1)  # (chunks of the head would be in slices, too)
+        sliced = tied_gradients(1, on_cpu=on_cpu)  # (chunks of the head would be in slices, too)
     names = [op.name for op in log.ops]
     assert names.count("embedding_dense_backward") == (0 if on_cpu else slices) + 1
     assert names.count("index_add_") == on_cpu
@@ -207,15 +212,14 @@ def test_the_tied_weight_gets_the_gradients_of_all_its_uses():
     x, _, labels = head_inputs(32, vocab_size=61)
     for uses_lookup, n_heads in ((True, 0), (False, 1), (True, 2), (False, 2)):
         gradients = []
-        for plain in (False, True):
+        for look_up in (embed, embed_tied):
             torch.manual_seed(0)
-            embedding, total = TiedEmbedding(61, 16), torch.zeros(())
+            embedding, total = nn.Embedding(61, 16), torch.zeros(())
+            embedded, weight = look_up(embedding, labels)
             if uses_lookup:
-                embedded = F.embedding(labels, embedding.weight) if plain else embedding(labels)
                 total = total + embedded.square().sum()
             for _ in range(n_heads):
-                logits = F.linear(x, embedding.weight) if plain else embedding.logits(x)
-                total = total + F.cross_entropy(logits[0], labels[0])
+                total = total + F.cross_entropy(F.linear(x, weight)[0], labels[0])
             total.backward()
             gradients.append(embedding.weight.grad)
         torch.testing.assert_close(*gradients)

@@ -1,5 +1,5 @@
 """The model is GPT-2, causal, and starts where an untrained model should; and the text that it
-writes with a past is the text that full forwards write, token by token."""
+writes with a KV cache is the text that full forwards write, token by token."""
 
 import math
 from dataclasses import FrozenInstanceError
@@ -9,8 +9,8 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 
-from memory import Past
 from model import MiniGPT, MiniGPTConfig, sample
+from trainer.device import compile_blocks
 
 TINY = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=2, d_model=32, d_ff=64)
 TINY |= dict(dropout=0.0)
@@ -38,7 +38,7 @@ def test_gpt2_small_has_124439808_parameters_and_its_head_is_the_token_embedding
 def test_no_position_sees_a_later_one(policy):
     """By gradient: the output at position t depends on the inputs up to t and on no other."""
     model, embedded = tiny(recompute=policy).train(), []
-    model.token_embedding.register_forward_hook(lambda *hooked: embedded.append(hooked[2]))
+    model.dropout.register_forward_hook(lambda *hooked: embedded.append(hooked[2]))
     logits = model(random_ids(1, 12))
     for t in (0, 5, 11):
         (gradient,) = torch.autograd.grad(logits[0, t].sum(), embedded[0], retain_graph=True)
@@ -87,15 +87,15 @@ def test_impossible_config(field, value, message):
 
 
 def test_what_is_compiled(monkeypatch):
-    """Each block, the residual addition, a slice's softmax; not cut to DDP's buckets; and a replay
-    draws from the generator that `torch.manual_seed` sets, from none of its own."""
+    """Each block and a slice's softmax; not cut to DDP's buckets; and a replay draws from the
+    generator that `torch.manual_seed` sets, from none of its own."""
     compiled, random = [], "graphsafe_rng_functionalization"
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
     model, functorch = tiny(), torch._functorch.config
     # (monkeypatch's own undoing would hide the setting from DDP, in a later test.)
     with torch._dynamo.config.patch(optimize_ddp=True), functorch.patch({random: True}):
-        model.compile_blocks()
-        assert compiled == [*model.blocks, model.add] and model.token_embedding.compiled
+        compile_blocks(model)
+        assert compiled == [*model.blocks] and model.head_loss.keywords == {"compiled": True}
         assert torch._dynamo.config.optimize_ddp is getattr(functorch, random) is False
 
 
@@ -169,23 +169,32 @@ def test_the_same_text_as_by_full_forwards(how, n_prompt, batch_size):
 def test_nothing_is_computed_twice_until_the_window_slides(monkeypatch):
     model, lengths, rows = trained(), [], []
     model.blocks[1].register_forward_hook(lambda _block, inputs, _: lengths.append(inputs[0].shape))
-    head = model.token_embedding.logits
-    monkeypatch.setattr(model.token_embedding, "logits", lambda x: rows.append(x.shape) or head(x))
+    head = F.linear
+
+    def linear(x, weight, *bias):
+        rows.extend([x.shape] * (weight.shape == model.token_embedding.weight.shape))
+        return head(x, weight, *bias)
+
+    monkeypatch.setattr(F, "linear", linear)
     model.generate(random_ids(2, 5), LIMIT)
     expected = [5, *[1] * (LIMIT - 5), *[LIMIT] * 4]
     assert lengths == [(2, T, 32) for T in expected]
     assert rows == [(2, 1, 32)] * LIMIT
 
 
-def test_a_past_counts_as_positions():
-    model, past = trained(), Past()
-    with torch.no_grad(), past.before(model):
-        model(random_ids(2, LIMIT - 1))
-        model(random_ids(2, 1))
-        assert past.n_tokens == LIMIT
-        with pytest.raises(ValueError, match="sequence of 17 tokens, but max_position_embeddings"):
-            model(random_ids(2, 1))
-    model(random_ids(2, LIMIT))  # and outside of it there is none
+def test_logits_behind_a_past_are_the_last_ones_of_one_long_forward():
+    """A first prompt of any length; then one token at a time, as positions go on. More of them
+    would see each other's future: they are refused, and so is one beyond the last position."""
+    model, ids, past = trained(), random_ids(2, LIMIT), {}
+    for T in (LIMIT - 2, LIMIT - 1, LIMIT):
+        new = ids[:, past and T - 1 or 0 : T]
+        logits = model(new, past=past)
+        torch.testing.assert_close(logits, model(ids[:, :T])[:, -1:], rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match=f"2 tokens behind {T}, but max_position_embeddings"):
+            model(random_ids(2, 2), past=past)
+        assert {k.size(2) for k, _ in past.values()} == {T}
+    with pytest.raises(ValueError, match="1 tokens behind 16, but max_position_embeddings is 16"):
+        model(ids[:, :1], past=past)
 
 
 def test_while_a_text_waits_the_model_is_free():
@@ -214,12 +223,11 @@ def test_a_reader_may_stop_early():
     def fail(*_):
         raise ZeroDivisionError
 
-    hook = model.blocks[1].mlp.register_forward_hook(fail)
+    hook = model.blocks[1].register_forward_hook(fail)
     with pytest.raises(ZeroDivisionError):
         model.generate(random_ids(1, 3), 20)
     hook.remove()
-    assert model.training and model.past is None
-    assert all(block.attn.past is None for block in model.blocks)
+    assert model.training
 
 
 @pytest.mark.parametrize("stance", ["force_eager", "default"])

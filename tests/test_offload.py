@@ -254,7 +254,7 @@ def test_what_is_smaller_than_a_megabyte_stays(monkeypatch):
 
 
 def test_views_of_one_storage_travel_once(everything_travels):
-    sender, tickets, whole = Offload(HostMemory(), []), Tickets(), torch.randn(3, 4, 6)
+    sender, tickets, whole = Offload(HostMemory()), Tickets(), torch.randn(3, 4, 6)
     views = [whole, whole[1], whole.permute(2, 0, 1)[::2], whole[:, :1].expand(3, 4, 6)]
     kept = [sender.pack(tickets, view) for view in views]
     assert len({id(ticket) for ticket, *_ in kept}) == 1
