@@ -1,13 +1,18 @@
 """The model is GPT-2, causal, and starts where an untrained model should; and the text that it
 writes with a KV cache is the text that full forwards write, token by token."""
 
+import inspect
+import json
 import math
+import shutil
+import sys
 from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from harness.runs import ROOT, run
 
 from model import MiniGPT, MiniGPTConfig, sample
 from trainer.device import compile_blocks
@@ -97,6 +102,67 @@ def test_what_is_compiled(monkeypatch):
         compile_blocks(model)
         assert compiled == [*model.blocks] and model.head_loss.keywords == {"compiled": True}
         assert torch._dynamo.config.optimize_ddp is getattr(functorch, random) is False
+
+
+# ---- the file alone
+
+
+def learn(MiniGPT, MiniGPTConfig, **changes) -> tuple[list[float], int, list[int]]:
+    """Losses of three steps, the FLOPs of one, and a text. (It runs without this file, too.)"""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape = dict(n_layers=3, n_heads=2, d_model=32, d_ff=64)
+    model = MiniGPT(MiniGPTConfig(61, 16, **shape, **changes)).train()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    ids = torch.randint(0, 61, (2, 17))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with FlopCounterMode(display=False) as counter:
+            loss = model(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    text = model.generate(ids[:1, :3], 20, temperature=0)
+    return losses, counter.get_total_flops(), text[0].tolist()
+
+
+ALONE = f"""
+import json, sys
+sys.path.insert(0, "")  # this folder, which -I leaves out
+from model import MiniGPT, MiniGPTConfig
+
+{inspect.getsource(learn)}
+
+def refusal(**memory):
+    try:
+        MiniGPT(MiniGPTConfig(**memory))
+    except ImportError as error:
+        return str(error)
+
+found = [[learn(MiniGPT, MiniGPTConfig, dropout=dropout, recompute=recompute)
+          for recompute in ("none", "full")] for dropout in (0.0, 0.1)]
+refused = [refusal(recompute="cheap"), refusal(loss_chunks=2), refusal(mlp_chunks=2)]
+print(json.dumps([found, refused]))
+"""
+
+
+def test_the_file_trains_and_writes_alone_in_a_folder(tmp_path):
+    """With none and with full, to the same bits. Here a block does as much; and what needs memory/
+    says so."""
+    shutil.copy(ROOT / "model.py", tmp_path)
+    result = run([sys.executable, "-Ic", ALONE], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found, refused = json.loads(result.stdout)
+    assert refused == ["No module named 'memory'"] * 3
+    for dropout, (none, full) in zip((0.0, 0.1), found, strict=True):
+        here = learn(MiniGPT, MiniGPTConfig, dropout=dropout, recompute="full", loss_chunks=1)
+        assert none[0] == full[0] and none[0][2] < none[0][0] - 0.1
+        assert none[2] == full[2] and len(full[2]) == 23
+        assert full[0][0] == here[0][0] and full[0] == pytest.approx(here[0], rel=1e-4)
+        assert none[1] < full[1] == here[1]
 
 
 # ---- sampling

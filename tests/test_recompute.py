@@ -1,9 +1,12 @@
 """Recompute changes what is kept, and nothing else: not one bit of the result, whoever draws the
 masks, and compiled as well. (How policies are spelled: test_flags.py.)"""
 
+import copy
 import gc
 import math
+import pickle
 from functools import cache, partial
+from weakref import ref
 
 import pytest
 import torch
@@ -16,12 +19,19 @@ from torch import Tensor
 
 from memory import RECOMPUTE_POLICIES
 from memory.policies import POLICIES, expand
+from model import MiniGPT
 from planner.formulas import step_flops
 from planner.log import Storage, kept_for_backward
 from trainer.device import compile_blocks
 from trainer.measured import LiveStorages
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
+
+
+MEMORY = [
+    *(policy + end for policy in RECOMPUTE_POLICIES[1:] for end in ("", "+offload")),
+    *("selective:1,sdpa", "full:1,attn", "full/2", "full/2+offload", "full/2+nested"),
+]
 
 
 def autocast(precision: str):
@@ -31,8 +41,12 @@ def autocast(precision: str):
 
 @cache
 def train(way: str, dropout: float, precision: str):
+    return learn(tiny(recompute=way, n_layers=4, dropout=dropout, loss_chunks=4), precision)
+
+
+def learn(model: MiniGPT, precision: str = "fp32") -> tuple[list[float], list[Tensor]]:
     """Losses, gradients of the last of two steps, and the weights then."""
-    model = tiny(recompute=way, n_layers=4, dropout=dropout, loss_chunks=4).train()
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
     for step in range(2):
@@ -177,12 +191,45 @@ def test_what_travels_is_what_the_policy_keeps(policy):
     assert sum(block.nbytes for block in model.schedule.host.made) == 3 * kept
 
 
-# ---- masks: a replay draws those of forward, whoever draws them
+# ---- a model is an object like others
 
-MEMORY = [
-    *(policy + end for policy in RECOMPUTE_POLICIES[1:] for end in ("", "+offload")),
-    *("selective:1,sdpa", "full:1,attn", "full/2", "full/2+offload", "full/2+nested"),
-]
+
+@pytest.mark.parametrize("way", ["none", *MEMORY])
+def test_a_copy_of_a_model_learns_the_same_and_shares_no_tensor(way):
+    """By pickle and by deepcopy, of one that has trained: offload has its buffers then."""
+    model = tiny(recompute=way, n_layers=3, dropout=0.1)
+    learn(model)
+    copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    storages = [
+        {t.untyped_storage().data_ptr() for t in (*m.parameters(), *m.schedule.host.made)}
+        for m in (model, *copies)
+    ]
+    assert len(set.union(*storages)) == 3 * len(storages[0])
+    assert ("offload" in way) == (len(storages[0]) > len([*model.parameters()]))
+    losses, tensors = learn(model)
+    for other in copies:
+        others_losses, others_tensors = learn(other)
+        assert others_losses == losses and all(map(torch.equal, others_tensors, tensors))
+
+
+@pytest.mark.parametrize("way", ["none", *MEMORY])
+def test_a_model_is_freed_without_the_garbage_collector(way):
+    """Before a step and after it: no cycle of references holds its weights or buffers."""
+    train("full", 0.1, "fp32")  # (torch's first replay in a process makes a cycle of its own)
+    gc.disable()
+    try:
+        for steps in (0, 1):
+            model, ids = tiny(recompute=way, n_layers=3, dropout=0.1).train(), random_ids(2, 16)
+            for _ in range(steps):
+                model(ids, ids).backward()
+            held = [ref(it) for it in (*model.parameters(), model.schedule.host)]
+            del model
+            assert not any(it() is not None for it in held)
+    finally:
+        gc.enable()
+
+
+# ---- masks: a replay draws those of forward, whoever draws them
 
 
 def step(generator: torch.Generator, precision: str, compiler: str = "", **changes) -> list[Tensor]:

@@ -45,7 +45,7 @@ def run(
     command: list[str], timeout: float = DEADLINE, cwd: Path = ROOT, **env: str
 ) -> CompletedProcess:
     python, *words = command
-    if python == sys.executable and words[0] != "-c" and words[:2] != TORCHRUN[1:3]:
+    if python == sys.executable and words[0] not in ("-c", "-Ic") and words[:2] != TORCHRUN[1:3]:
         return Forks([(words, env)], cwd).end(timeout)
     return subprocess.run(
         command,
