@@ -154,10 +154,9 @@ class MiniGPT(nn.Module):
 
     `model(input_ids, labels)`, each (B, T) int64, returns the mean cross-entropy in nats, a scalar.
     Labels are already shifted by one (labels[:, t] follows input_ids[:, t]); -100 = no loss here.
-    `model(input_ids)` returns logits (B, T, V). `past` is the KV cache of a text: the tokens follow
-    those in it, one at a time, and join them; then logits are the last ones, (B, 1, V). `start` is
-    the position of the first token, where sequences are cut (train_sp.py).
-    Raises ValueError: more tokens than `max_position_embeddings`, or several at a time behind some.
+    `model(input_ids)` returns logits (B, T, V). `start`: position of the first token (train_sp.py).
+    `past`: the KV cache of a text. Tokens follow those in it, one at a time, in eval(), and join
+    them; logits are the last ones then, (B, 1, V). Raises ValueError: else, or too many in all.
     """
 
     def __init__(self, config: MiniGPTConfig):
@@ -169,10 +168,8 @@ class MiniGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
         self.schedule, self.embed, self.head_loss = schedule, embed, head_loss
-        if importlib.util.find_spec("memory"):
-            importlib.import_module("memory").compose(
-                self
-            )  # three functions that do the same, and keep less
+        if importlib.util.find_spec("memory"):  # three functions that do the same, and keep less
+            importlib.import_module("memory").compose(self)
         self.init_weights()
 
     def forward(
@@ -181,8 +178,11 @@ class MiniGPT(nn.Module):
         T, limit = input_ids.size(1), self.config.max_position_embeddings
         if past:
             start = next(iter(past.values()))[0].size(2)
-        if start + T > limit or past and T > 1:
-            raise ValueError(f"{T} tokens behind {start}, but max_position_embeddings is {limit}")
+        if start + T > limit or past is not None and (self.training or past and T > 1):
+            raise ValueError(
+                f"{T} tokens behind {start}, but max_position_embeddings is {limit}, and a KV "
+                "cache takes one token at a time (the first ones together), of a model in eval()"
+            )
         positions = torch.arange(start, start + T, device=input_ids.device)
         x, head_weight = self.embed(self.token_embedding, input_ids)
         x = self.dropout(x + self.position_embedding(positions))  # (B, T, C)

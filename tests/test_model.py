@@ -14,6 +14,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from harness.runs import ROOT, run
 
+from memory import RECOMPUTE_POLICIES
 from model import MiniGPT, MiniGPTConfig, sample
 from trainer.device import compile_blocks
 
@@ -248,19 +249,23 @@ def test_nothing_is_computed_twice_until_the_window_slides(monkeypatch):
     assert rows == [(2, 1, 32)] * LIMIT
 
 
-def test_logits_behind_a_past_are_the_last_ones_of_one_long_forward():
-    """A first prompt of any length; then one token at a time, as positions go on. More of them
-    would see each other's future: they are refused, and so is one beyond the last position."""
-    model, ids, past = trained(), random_ids(2, LIMIT), {}
-    for T in (LIMIT - 2, LIMIT - 1, LIMIT):
-        new = ids[:, past and T - 1 or 0 : T]
-        logits = model(new, past=past)
-        torch.testing.assert_close(logits, model(ids[:, :T])[:, -1:], rtol=1e-5, atol=1e-5)
-        with pytest.raises(ValueError, match=f"2 tokens behind {T}, but max_position_embeddings"):
-            model(random_ids(2, 2), past=past)
-        assert {k.size(2) for k, _ in past.values()} == {T}
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+def test_logits_behind_a_kv_cache_are_the_last_ones_of_one_long_forward(policy):
+    """A first prompt of any length; then one token at a time, as positions go on. Several would see
+    each other's future, and a replay would not fill it: both are refused, and so is a token beyond
+    the last position."""
+    model, ids, past = trained(recompute=policy), random_ids(2, LIMIT), {}
+    for begin, end in ((0, LIMIT - 2), (LIMIT - 2, LIMIT - 1), (LIMIT - 1, LIMIT)):
+        logits = model(ids[:, begin:end], past=past)
+        expected = model(ids[:, :end])[:, -1:]
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        assert {k.size(2) for k, _ in past.values()} == {end}
+    some = {key: (k[:, :, :3], v[:, :, :3]) for key, (k, v) in past.items()}
+    for mode, n_tokens, cache in (("eval", 2, some), ("train", 1, some), ("train", 2, {})):
+        with pytest.raises(ValueError, match="KV cache takes one token at a time"):
+            model.train(mode == "train")(random_ids(2, n_tokens), past=cache)
     with pytest.raises(ValueError, match="1 tokens behind 16, but max_position_embeddings is 16"):
-        model(ids[:, :1], past=past)
+        model.eval()(ids[:, :1], past=past)
 
 
 def test_while_a_text_waits_the_model_is_free():
