@@ -9,9 +9,10 @@ Two facts make it interesting:
 - The replay ends as soon as the last tensor that backward needs is there (*early stop*). A linear
   layer's input is kept before the layer runs: if f ends in one, that matmul is not done again. So
   `checkpoint(lambda wide: c_proj(gelu(wide)), wide)` replays a GELU, and no matmul at all.
-- Dropout keeps a mask *after* it ran. At the end of f it would force the matmul before it to be
-  replayed. So a block returns its last update apart, and the caller adds it, with dropout, outside
-  of every checkpoint: see `Block` in model.py.
+- Dropout makes a mask, which backward needs, after the matmul before it. If f ends in dropout, that
+  matmul is done again. So the checkpoints around a half of a block end before its dropout, which
+  `block.add` does. Those around a whole block (`full`, `sdpa`), or around all that is behind
+  attention (`qkv`), do the last c_proj again with dropout, and end before it without.
 
 No policy changes one bit of the loss or of a gradient. What a block makes, in units of B * T * C
 bytes under bfloat16 autocast (where the residual stream stays float32), with d_ff = 4 C:
@@ -219,9 +220,9 @@ def with_same_masks(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
     behind_attention = Bookmark()
 
     def marked(x: Tensor) -> Tensor:
-        update = attention(x)
+        attended = attention(x)
         behind_attention(x.device)
-        return update
+        return attended
 
     return marked
 
@@ -244,7 +245,7 @@ def has_dropout(block: Any) -> bool:
 class Policy(NamedTuple):
     """All that formulas, tables and pages know of a policy. (Tensors have the names above, and with
     each goes what comes along: `sizes` in planner/formulas.py. `c_proj` is the copy of its weight,
-    `mask` the first dropout's; the second one's is always kept.)"""
+    `mask` what dropout keeps, of both halves.)"""
 
     keeps: str  # tensors of a block; `results` are those of both c_proj
     twice: str  # what is multiplied once more in backward

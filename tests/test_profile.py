@@ -15,7 +15,7 @@ from harness.runs import older_runs, same, snapshot, torchrun, train_here
 from torch._dynamo.utils import counters
 
 import train_minimal
-from memory import head_loss, policies
+from memory import policies
 from model import Block, MiniGPT, MiniGPTConfig
 from trainer.process import OneProcess
 from trainer.profile import SHOWN, WARM_UP, ProfilingClock
@@ -193,7 +193,7 @@ def test_nsight_gets_the_same_ranges(tmp_path, monkeypatch, capsys):
     model = MiniGPT(MiniGPTConfig(31, 16, n_layers=1, n_heads=2, d_model=16, d_ff=64, dropout=0))
     args: Any = SimpleNamespace(profile=1, compile=False, checkpoint_path=tmp_path / "run.pt")
     clock = ProfilingClock(args, OneProcess(torch.device("cuda")), model, None, None)
-    ids = torch.zeros(1, 16, dtype=torch.int64)
+    ids, loss_of_model = torch.zeros(1, 16, dtype=torch.int64), model.head_loss
     with clock:
         for _ in range(6):
             clock.begin("data")
@@ -203,7 +203,7 @@ def test_nsight_gets_the_same_ranges(tmp_path, monkeypatch, capsys):
             loss.backward()
             clock.begin("optimizer")
             clock.end_step()
-    assert model.head_loss is head_loss and all(in_place())
+    assert model.head_loss is loss_of_model and all(in_place())
     _, recorded = " ".join(calls).split("push profile WAIT start ")
     assert recorded.startswith(
         "pop push log pop push data pop push forward push block 0 pop push head pop pop "

@@ -88,19 +88,20 @@ def test_groups_of_any_size_can_be_nested(size, end, precision):
 
 LAST = {"full": "mlp.c_proj", "mlp": "mlp.c_proj", "attn": "attn.c_proj"}
 LAST |= {"cheap": "attn.c_attn mlp.c_fc mlp.c_proj", "qkv": "attn.c_attn mlp.c_proj"}
+LAST |= {"sdpa": "mlp.c_proj"}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(("policy", "last"), LAST.items())
 def test_a_replay_ends_before_the_last_matmul(policy, last, dropout):
     """Early stop: its result is not needed. A mask that dropout makes of it is: then the replays
-    of `full` and `qkv`, in which that dropout is, multiply once more."""
+    that go so far multiply once more."""
     model, ids, ran = tiny(recompute=policy, dropout=dropout).train(), random_ids(2, 16), []
     for block in model.blocks:
         for name in last.split():
             block.get_submodule(name).register_forward_hook(lambda *_, it=name: ran.append(it))
     model(ids, ids).backward()
-    masked = ["mlp.c_proj"] * (dropout > 0 and policy in ("full", "qkv"))
+    masked = ["mlp.c_proj"] * (dropout > 0 and policy in ("full", "qkv", "sdpa"))
     assert sorted(ran) == sorted([*last.split(), *masked] * len(model.blocks))
 
 
