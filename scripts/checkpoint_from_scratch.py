@@ -1,6 +1,7 @@
 """Activation checkpointing, rebuilt from scratch: a lesson that runs.
 
 python -m scripts.checkpoint_from_scratch
+python -m scripts.checkpoint_from_scratch --dropout 0     # whose replay leaves out a matmul
 
 `checkpoint(block, x, use_reentrant=False)` in model.py looks like magic. It is a cloakroom. In
 forward, autograd gives away each tensor that backward will need, and gets a ticket for it; the
@@ -104,7 +105,9 @@ def replay(
         n_filled += 1
         if n_filled == len(tickets):
             tell("stop")
-            raise EarlyStop  # a linear layer gives its input away *before* its matmul
+            # A linear layer gives its input away *before* its matmul: without dropout a block's
+            # last one is not run again. Dropout gives its mask away when it has run.
+            raise EarlyStop
         return tensor
 
     # Backward runs without gradients, and an operator saves nothing where they are off.
@@ -188,9 +191,11 @@ class Narrator(TorchFunctionMode):
 
     def hear(self, event: str, ticket: Ticket | None, tensor: Tensor | None) -> None:
         if event == "replay":
-            self.headline(" is empty.\nREPLAY: the block runs again, with the same dropout mask:")
+            self.headline(" is empty.\nREPLAY: the block runs again, with the same random numbers:")
         elif event == "stop":
-            self.headline(" was the last: EARLY STOP, its matmul is not run.\nBACKWARD goes on:")
+            is_mask = self.owners[max(self.owners)] == "dropout"
+            end = "too late for the matmul before it" if is_mask else "its matmul is not run"
+            self.headline(f" was the last: EARLY STOP, {end}.\nBACKWARD goes on:")
         elif ticket is not None:
             owner = self.owners.setdefault(ticket.number, self.operator)
             is_new_line = self.line != (event, owner)
@@ -218,7 +223,8 @@ def tell(event: str, ticket: Ticket | None = None, tensor: Tensor | None = None)
 
 
 def tell_the_story(dropout: float) -> None:
-    """One block, forward and backward. It ends before its last dropout: see model.py."""
+    """One block, forward and backward. Its last line is `x + dropout(..)`: with dropout, the last
+    ticket is for a mask, which is there after the last matmul only."""
     global narrator
     torch.manual_seed(0)
     block = Block(MiniGPTConfig(n_heads=2, d_model=8, d_ff=32, dropout=dropout))
@@ -228,10 +234,10 @@ def tell_the_story(dropout: float) -> None:
     try:
         with narrator:
             narrator.headline("FORWARD: each tensor that backward will need goes, a #ticket stays.")
-            x, update = checkpoint(block, x)
+            y = checkpoint(block, x)
             n = len(narrator.owners)
             narrator.headline(f"\nKept: x and {n} tickets. BACKWARD begins at the end:")
-            (x + update).sum().backward()
+            y.sum().backward()
             narrator.headline("\nDone: each ticket came back once.\n\n")
     finally:
         narrator = None

@@ -259,7 +259,7 @@ def needed_by_backward() -> Measured:
         saved.add(tensor.untyped_storage().data_ptr())  # views of one tensor share it
         return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):  # MLP.forward, step by step
+    with saved_tensors_hooks(pack, lambda tensor: tensor):  # as Block.widen and narrow do it
         wide = mlp.c_fc(x)
         g = F.gelu(wide, approximate="tanh")
         y = mlp.c_proj(g)
