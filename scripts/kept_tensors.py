@@ -28,7 +28,7 @@ from scripts.plan_table import align
 from trainer.flags import SHAPES, OneLineParser, UsageError, number
 from trainer.metrics import format_bytes
 
-RESULT = "add: x + update"  # what a block hands on: the next one's input
+RESULT = ": x + feed_forward"  # what a block hands on: the next one's input
 
 
 def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
@@ -44,7 +44,7 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
     storages = planner.record(args.batch_size, recompute=policy).storages
     kept = [s for s in storages if s.kind == "activations" and s.born]
     # The first block's result, and all of the second one but its result.
-    return [s for s in kept if (s.block == 1) != (s.name == RESULT)]
+    return [s for s in kept if (s.block == 1) != s.name.endswith(RESULT)]
 
 
 def table(policy: str, tensors: list[Storage], unit: int) -> str:
@@ -52,7 +52,7 @@ def table(policy: str, tensors: list[Storage], unit: int) -> str:
     total = sum(tensor.bytes for tensor in tensors)
     lines = [("bytes>", "BTC>", "what<", "shape<", "why<", "line<")]
     for tensor in tensors:
-        name = "x: the block's input" if tensor.name == RESULT else tensor.name
+        name = "x: the block's input" if tensor.name.endswith(RESULT) else tensor.name
         what, why = (re.sub(r"\bblocks\.1(\.|: )", "", text) for text in (name, tensor.why))
         shape = "x".join(map(str, tensor.shape))
         kind = str(tensor.dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ more in backward is replayed. The block is GPT-2 small's, in bfloat16 autocast w
 Needs matplotlib: pip install matplotlib
 """
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,21 +33,21 @@ BATCH_SIZE, SEQ_LEN = 2, 1024
 BTC = BATCH_SIZE * SEQ_LEN * GPT2_SMALL.d_model  # bytes of a (B, T, C) tensor with one byte each
 BLOCK = 1  # of 0, 1, 2: one that has a block on each side
 X = "x, the block's input"
-# What planner/record.py calls a block's tensors, or how their names end -> what they are called
-# here. Under autocast a linear layer is handed LayerNorm's result as its own copy in bfloat16, so
-# that is what is kept.
+# What planner/record.py calls a block's tensors, its number left out -> what they are called here.
+# Under autocast a linear layer is handed LayerNorm's result as its own copy in bfloat16, so that is
+# what is kept.
 NAMES = {
     "ln_1: mean": "ln_1's mean, deviation",
     "ln_1: 1 / deviation": "ln_1's mean, deviation",
-    "bfloat16 copy of blocks.1.ln_1: output": "ln_1",
+    "bfloat16 copy of ln_1: output": "ln_1",
     "attn.c_attn: output": "q, k, v",
     "attention": "attention",
     "logsumexp": "softmax's normaliser",
     "attn.c_proj: output": "attn.c_proj",
-    "blocks.1.add: x + update": "x2 = x + attn.c_proj",
+    "x + attention": "x2 = x + attn.c_proj",
     "ln_2: mean": "ln_2's mean, deviation",
     "ln_2: 1 / deviation": "ln_2's mean, deviation",
-    "bfloat16 copy of blocks.1.ln_2: output": "ln_2",
+    "bfloat16 copy of ln_2: output": "ln_2",
     "mlp.c_fc: output": "c_fc",
     "gelu": "gelu",
     "mlp.c_proj: output": "mlp.c_proj",
@@ -72,10 +73,10 @@ class BlockTensor:
 
 def name_of(storage: Storage) -> str | None:
     """None: of another block, a copy of a weight, or something that no policy keeps."""
-    if storage.block == BLOCK - 1 and storage.name == "add: x + update":
+    name = re.sub(r"\bblocks\.\d+(\.|: )", "", storage.name)
+    if storage.block == BLOCK - 1 and name == "x + feed_forward":
         return X
-    ends = (name for end, name in NAMES.items() if storage.name.endswith(end))
-    return next(ends, None) if storage.block == BLOCK else None
+    return NAMES.get(name) if storage.block == BLOCK else None
 
 
 def look(policy: str) -> list[BlockTensor]:
