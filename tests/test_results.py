@@ -24,6 +24,7 @@ from model import MiniGPTConfig
 from planner.formulas import count_parameters, step_flops
 from scripts import benchmark
 from scripts.kept_tensors import kept_by_one_block
+from scripts.style import relative_flops
 from studies import (
     block_picture,
     compiler,
@@ -209,6 +210,19 @@ def test_the_head_and_the_flops_of_full_are_explained():
     for flops in (needed, needed / 3, last_matmuls, head, replayed):
         assert f" {flops / 1e6:.1f}" in text
     assert f"or {100 * replayed / needed:.1f} %" in text
+
+
+def test_the_ladder_says_what_dropout_costs_and_shows_a_policy_as_it_is():
+    without = {rung: block_picture.step_cost(rung) for rung in (*RECOMPUTE_POLICIES, "full/2")}
+    dropout = replace(GPT2_SMALL, dropout=0.1)
+    cost = {rung: relative_flops(replace(dropout, recompute=rung), SEQ_LEN) for rung in without}
+    said = "`full` and `full/2` cost {full:.2f}, `sdpa` {sdpa:.2f}, `qkv` {qkv:.2f}. The others"
+    assert said.format(**cost) in words_of("ladder.md")
+    assert f"{cost['full'] - without['full']:.1%}".replace("%", " %") in words_of("ladder.md")
+    more = {rung for rung in cost if cost[rung] > without[rung]}
+    assert more == {"full", "full/2", "sdpa", "qkv"}
+    body = DOCS["ladder.md"].partition("def replay_attention(block, x):\n")[2].partition("```")[0]
+    assert body and body in (ROOT / "memory/policies.py").read_text("utf-8")
 
 
 # ---- the picture of a block: each tensor kept, replayed, or neither
