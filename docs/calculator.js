@@ -40,11 +40,12 @@ function headBytes(s) {
 }
 
 function stepFlops(s) { // of the matrix products, per token: [needed, replayed]
-  const {V, L, C, F, T} = s, linear = 2 * C * F;
-  const flops = {c_attn: 6 * C * C, attention: 2 * T * C, c_proj: 2 * C * C, c_fc: linear};
+  const {V, L, C, F, T, policy} = s, again = twice(policy), wide = 2 * C * F;
+  const flops = {c_attn: 6 * C * C, attention: 2 * T * C, c_proj: 2 * C * C, c_fc: wide, end: wide};
   const sum = (names) => names.reduce((total, name) => total + flops[name], 0);
-  const block = sum(Object.keys(flops)) + linear;
-  return [3 * (L * block + 2 * V * C), sum(twice(s.policy)) * recomputed(s)];
+  // A replay of a block's end makes the last mask, too, and that comes after the last matmul.
+  if (s.dropout && again.includes("c_fc") && !kept(policy).includes("mask")) again.push("end");
+  return [3 * (L * sum(Object.keys(flops)) + 2 * V * C), sum(again) * recomputed(s)];
 }
 
 // ---- A step, as what is born and what dies, at the instants at which most is alive: in the head,
@@ -57,7 +58,7 @@ function peak(s) { // {where, bytes, parts: {kind: bytes}}
   const walk = new Walk(s), policy = (i) => (i < recomputed(s) ? s.policy : "none");
   walk.state();
   walk.forward();
-  walk.head(policy(s.L - 1));
+  walk.head();
   for (let i = s.L - 1; i >= 0; i--) walk.block(i, policy(i));
   walk.embeddings();
   walk.update();
@@ -88,7 +89,7 @@ class Walk {
     this.sizes = {
       ln_1: a * NC + 8 * N + copies * 3 * C * C, // c_attn; with mean and deviation
       x: 4 * NC, qkv: 3 * a * NC, attention: a * NC + 4 * N * H, // with the softmax's normaliser
-      c_proj: copies * C * C, results: 2 * a * NC, mask: NC * dropout, // of both c_proj
+      c_proj: copies * C * C, results: 2 * a * NC, mask: 2 * NC * dropout, // of both halves
       x2: 4 * NC, ln_2: a * NC + 8 * N + copies * C * F, // ln_2; c_fc
       c_fc: a * N * F, gelu: a * N * F + copies * C * F, // GELU; mlp.c_proj
     };
@@ -115,32 +116,30 @@ class Walk {
 
   forward() { // what it leaves: ids, labels, a mask; what the blocks return, ln_f's statistics
     const {s, N, NC, n} = this, some = recomputed(s);
-    this.add("temporaries", WORKSPACES, "activations", 16 * N + this.sizes.mask + 4 * NC + 8 * N);
+    this.add("temporaries", WORKSPACES, "activations", 24 * N + NC * this.dropout + 4 * NC);
     this.add("activations", some * this.kept(s.policy) + (s.L - some) * this.kept("none"));
     // The root's weights are whole; and the last block's buffer is still there.
     if (n > 1) this.add("parameters", 4 * this.inRoot(1) + 4 * n * this.inABlock(n));
   }
 
   kept(policy) { // of a block
-    return kept(policy).reduce((sum, name) => sum + this.sizes[name], this.sizes.mask);
+    return kept(policy).reduce((sum, name) => sum + this.sizes[name], 0);
   }
 
-  head(policy) { // forward and backward; the policy of the last block
+  head() { // forward and backward
     const {N, C, NC, a, amp} = this, {V, L, chunks} = this.s, ofWeight = 4 * V * C, ofX = 4 * NC;
     const size = headBytes(this.s), kind = this.ddp ? "head" : "gradients";
-    // What the last block returned, unless the policy keeps it anyway; what ln_f did.
-    const returned = policy === "selective" ? 0 : a * NC, normed = 4 * NC;
-    const kept = chunks === 1 && !amp ? "activations" : "temporaries";
+    const normed = 4 * NC, kept = chunks === 1 && !amp ? "activations" : "temporaries"; // by ln_f
     let end = size - ofWeight;
-    this.add("temporaries", returned, kept, normed);
+    this.add(kept, normed);
     if (chunks === 1) {
       const gone = amp * (a * V * N + 2 * V * C); // of logits, a copy: before the weight's is cast
       end = (1 - amp) * a * V * N + 2 * amp * V * C + (1 + amp) * a * NC; // logits', weight's, x's
-      this.add("head", size - 4 * V * N, "temporaries", -returned - normed * amp);
+      this.add("head", size - 4 * V * N, "temporaries", -normed * amp);
       this.add("head", 4 * V * N, "head", -size); // backward begins
       this.add("head", end + gone, "head", -gone, kind, ofWeight, kept, -normed * (1 - amp));
     } else {
-      this.add(kind, ofWeight, "head", end, "temporaries", -returned - normed);
+      this.add(kind, ofWeight, "head", end, "temporaries", -normed);
     }
     this.add("head", ofX - end);
     this.place = `backward, block ${L - 1}`;
@@ -149,12 +148,12 @@ class Walk {
 
   block(i, policy) { // its backward, from its end; the gradient of what it returned is there, 4 N C
     const {N, C, F, NC, a, inAttention} = this, ofWide = a * N * F;
-    Object.assign(this, {place: `backward, block ${i}`, policy});
+    const result = policy === "selective" ? a * NC : 0; // of one c_proj
+    Object.assign(this, {place: `backward, block ${i}`, policy, result});
     this.there = Object.fromEntries(kept(policy).map((name) => [name, "activations"]));
 
-    let ofUpdate = this.enterHalf();
-    this.add("activations", -this.sizes.mask);
     this.gather(i);
+    let ofUpdate = this.enterHalf();
     this.need("c_fc", "gelu");
     this.linear(F, C, ofUpdate, "gelu"); // mlp.c_proj
     this.weight(C * F);
@@ -165,7 +164,6 @@ class Walk {
     this.add(this.there.x2, -this.sizes.x2);
 
     ofUpdate = this.enterHalf();
-    this.add(this.there.mask, -this.sizes.mask);
     this.need("qkv", "attention");
     this.linear(C, C, ofUpdate, "c_proj"); // attn.c_proj
     this.weight(C * C);
@@ -176,14 +174,14 @@ class Walk {
     this.need("ln_1");
     this.linear(C, 3 * C, 3 * a * NC, "ln_1"); // c_attn
     this.layerNorm(3 * C * C);
-    this.add("activations", -4 * NC - (policy === "selective" ? a * NC : 0)); // x; a result
+    this.add("activations", -4 * NC - this.result * (1 - this.dropout)); // x
     this.add("gradients", 4 * (9 * C + F) * (1 - this.ddp)); // of biases and gains
     this.reduce(i);
   }
 
   embeddings() { // backward of what comes before the blocks: the rest of the gradients
     const {C, NC, n, ddp} = this, {V, positions} = this.s, wide = 4 * NC * this.dropout;
-    this.add("temporaries", wide, "temporaries", -wide, "activations", -this.sizes.mask);
+    this.add("temporaries", wide, "temporaries", -wide, "activations", -NC * this.dropout);
     this.add("gradients", 4 * (positions * C + 2 * C) * (1 - ddp));
     const channels = ceil(C / ceil((V * C) / (2 * SLICE))); // at a time: TiedLookup
     this.add("temporaries", 4 * V * channels, "temporaries", -4 * V * channels - 4 * NC);
@@ -221,22 +219,26 @@ class Walk {
   // ---- The parts of a block's backward
 
   enterHalf() { // the gradient of its update; without autocast and dropout it is x's own
-    const {NC, a, amp, dropout} = this, size = amp || dropout ? a * NC : 0;
-    this.add("temporaries", size * (1 + amp * dropout), "temporaries", -size * amp * dropout);
-    return size;
+    const {NC, a, amp, dropout} = this, size = a * NC;
+    this.add("temporaries", size * amp);
+    this.need("mask"); // dropout is the last of a half, and goes back first
+    this.add("temporaries", size * dropout, "temporaries", -size * amp * dropout);
+    this.add(this.there.mask, -NC * dropout);
+    return amp || dropout ? size : 0;
   }
 
   need(...names) { // replay, if one of them is not there, all that lies between two that are
+    const {a, NC, dropout, result} = this;
     const [, , byOperator] = RECOMPUTE[this.policy], between = byOperator ? "" : "|"; // (or all)
     const made = kept("none").map((name) => (name in this.there ? between : name)).join(" ");
     const missing = made.split("|").map(words).find((run) => run.some((it) => names.includes(it)));
     if (!missing) return;
-    const result = this.policy === "selective" ? this.a * this.NC : 0; // x2 is made of it,
-    this.add("activations", -result * (1 - this.dropout)); // and with dropout it is held longer
+    this.add("activations", -result); // x2 is made of it
     for (const name of missing) this.add(this.there[name] = "recomputed", this.sizes[name]);
-    // What a LayerNorm returned, in float32, stays until the replay is over.
-    this.add("recomputed", 4 * this.NC * this.amp, "recomputed", -4 * this.NC * this.amp);
-    this.add("activations", -result * this.dropout);
+    if (!dropout || !missing.includes("mask")) return;
+    // It ends with dropout, which has what the MLP returned, and makes a mask and as much.
+    const updates = 2 * a * NC - result; // (`result`: that is there)
+    this.add("recomputed", updates, "recomputed", -updates, "activations", -result);
   }
 
   linear(columns, rows, ofResult, input) { // gradients of input and weight come, its result's goes

@@ -23,8 +23,8 @@ from trainer.room import for_tensors
 
 ALL = random_shapes(200)
 # What is drawn rarely: a peak in the optimizer (of few tokens, with copies of tables that are no
-# multiple of 64 elements, one or both moments at a time; and beside the head at once), and one in
-# attention's backward (of a narrow MLP), or while `selective` draws its masks again.
+# multiple of 64 elements, one or both moments at a time; and beside the head at once), and of a
+# narrow MLP in attention's backward, or where a replay with dropout ends.
 SHAPE = {"batch_size": 64, "seq_len": 64, "precision": torch.bfloat16}
 SHAPE |= {"optimizer": "adamw", "moments": torch.float32}
 LEAN = {"batch_size": 1, "moments": torch.bfloat16}
@@ -37,6 +37,7 @@ RARE = [
     | {"config": GPT2(64, 4, 9, 1152, 4608, loss_chunks=1)},
     SHAPE | {"config": MiniGPTConfig(61, 64, 3, 4, 96, 96, recompute="full")},
     SHAPE | {"config": MiniGPTConfig(61, 64, 1, 4, 96, 96, 0.1, "selective"), "ddp": True},
+    SHAPE | {"config": MiniGPTConfig(61, 64, 2, 4, 256, 256, 0.1, "qkv")},
 ]
 
 
