@@ -160,7 +160,15 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, asked: int) -> list[int]:
 
 def replay_attention(block: Any, x: Tensor) -> Tensor:
     """Replay the attention half. Megatron-LM: --recompute-modules core_attn, and its linears."""
-    attention = partial(checkpoint, block.attention, random=has_dropout(block))
+    random = has_dropout(block)
+
+    def attention(before: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return checkpoint(block.attention, before, random=random)
+        # A compiler knows no early stop: c_proj, inside, would be done again for x2.
+        attended = checkpoint(lambda x: block.attn.attend(block.qkv(x)), before, random=random)
+        return block.attn.c_proj(attended)
+
     return block.add(x, attention, block.feed_forward)
 
 
