@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.runs import metrics, same, snapshot, torchrun, train
+from test_model import tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_minimal
 from data import TokenFile, TrainBatches
 from memory import RECOMPUTE_POLICIES
-from memory.head import head_loss
 from planner import Planner
 from scripts import benchmark_worker
 from scripts.benchmark_worker import Job, config_of, make_run, timed_step
@@ -139,7 +139,7 @@ def test_compiled_code_draws_the_same_masks_from_the_same_seed():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_head_beside_float64(dtype):
-    args = BENCH.args()
+    args, head_loss = BENCH.args(), tiny().head_loss
     V, C, N = args.vocab_size, args.d_model, BENCH.pick(1024, 16)
     x, weight = torch.randn(1, N, C, device=DEVICE), 0.02 * torch.randn(V, C, device=DEVICE)
     labels = torch.randint(V, (1, N), device=DEVICE)
