@@ -139,7 +139,8 @@ class Planner:
     def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
         """A step of `config`. Of blocks that do the same only a few are simulated, and stand for
         all."""
-        few, shown = few_calls(config)
+        kinds = {tuple(w.shape for w in block.parameters()) for block in self.model.blocks}
+        few, shown = few_calls(config, alike=len(kinds) == 1)
         log = self.log_step(batch_size, few)
         step = summarize(log, config, batch_size, self.seq_len, shown)
         # The other blocks' gradients: backward makes them, block by block.
@@ -315,18 +316,20 @@ class WholeBlocks(HostMemory):
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
 
 
-def few_calls(config: MiniGPTConfig) -> tuple[MiniGPTConfig, list[Shown]]:
+def few_calls(config: MiniGPTConfig, alike: bool = True) -> tuple[MiniGPTConfig, list[Shown]]:
     """A model with a few calls of each kind, of a block or of a group; and what each block in them
     stands for.
 
-    With offload some more at both ends: what is copied of a block waits for those after it.
+    With offload some more at both ends: what is copied of a block waits for those after it. All, if
+    a changed model.py makes blocks that are not `alike`.
     """
     how, few, shown = expanded(config), list[str](), list[Shown]()
     ends = [1] * offload.IN_FLIGHT if how.offload else []
     done = 0  # blocks of the model
     for (policy, size), run in groupby(how.calls):
         n = len(list(run))
-        for times in [*ends, *few_of(max(0, n - 2 * len(ends))), *ends][:n]:
+        middle = max(0, n - 2 * len(ends))
+        for times in [*ends, *(few_of(middle) if alike else [1] * middle), *ends][:n]:
             few += [policy] * size
             begin, done = done, done + size * times
             shown += [Shown(begin, range(begin + i, done, size)) for i in range(size)]
