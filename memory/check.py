@@ -7,7 +7,8 @@ memory/head.py. So each is compared with what model.py does plainly.
 """
 
 import copy
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,22 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointError
 
-from .policies import checkpoint, expanded
+from .policies import POLICIES, checkpoint, expanded, generator_of
 
 TOKENS = 8
 
 
 def check_techniques(
-    model: Any, device: torch.device, precision: torch.dtype, policies: Iterable[str] = ()
+    model: Any,
+    device: torch.device,
+    precision: torch.dtype,
+    policies: Iterable[str] = (),
+    shared: bool = False,
 ) -> None:
     """Compare techniques of a model.MiniGPT with what model.py does plainly, on a few tokens.
 
     One block of each kind runs forward and backward under the policy that its config has for it,
     and under each of `policies`. What it returns, and all gradients, have to be equal to the bit;
     the loss and its gradients up to rounding. The model may have no memory yet (device "meta"), and
-    is not changed. `precision`: of autocast, or float32.
+    is not changed. `precision`: of autocast, or float32. `shared`: processes share each sequence,
+    so a block may look at other tokens in Attention.attend only.
 
     Raises ValueError, one line that says what differs, and the way out.
     """
@@ -39,21 +44,30 @@ def check_techniques(
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         check_ends(model)
         for i, own in enumerate(expanded(model.config).policies):
+            kind = (*map(settings, model.blocks[i].modules()),)
+            if shared and kind not in checked and sees_others(model, i, device):
+                raise ValueError(
+                    f"block {i} of model.py looks at other tokens, or at positions, outside of "
+                    "Attention.attend: sequences cannot be shared, train_fsdp.py can train it"
+                )
+            checked.add(kind)
             for policy in {own, *policies} - {"none"}:
-                kind = policy, *map(settings, model.blocks[i].modules())
-                if kind not in checked and (wrong := compare(model, i, policy, device, precision)):
+                if (policy, kind) not in checked and (
+                    wrong := compare(model, i, policy, device, precision)
+                ):
                     raise ValueError(
                         f"block {i} of model.py is another one under {policy}: {wrong}. Let its "
                         "parts depend on their tensors alone, and draw only by config.dropout; or "
                         "take none"
                     )
-                checked.add(kind)
+                checked.add((policy, kind))
 
 
 def check_ends(model: Any) -> None:
     """Compare the lookup, the loss and the order of blocks; see `check_techniques`."""
     policy, plain = model.config.recompute, model.schedule.plain
-    if policy not in ("none", "full") and [run for run, _ in plain(model)] != [*model.blocks]:
+    known = policy in ("none", "full") and model.config.mlp_chunks == 1
+    if not known and [run for run, _ in plain(model)] != [*model.blocks]:
         raise ValueError(f"schedule of model.py is not memory/policies.py's: {policy} ignores it")
     ids, x = torch.arange(2 * TOKENS).view(2, -1), torch.randn(2, TOKENS, 16, requires_grad=True)
     embedding, labels = nn.Embedding(61, 16), ids.where(ids > 0, -100)
@@ -79,38 +93,65 @@ def settings(module: nn.Module) -> tuple:
     return type(module), *shapes, *values
 
 
-def compare(model: Any, i: int, policy: str, device: torch.device, precision: torch.dtype) -> str:
-    """What differs between block `i` under a policy and without; "" if nothing does."""
-    config = replace(model.config, n_layers=1, recompute=policy)
-    block = copy.deepcopy(model.blocks[i]).to_empty(device=device).train()
-    alone = SimpleNamespace(
-        config=config, blocks=[block], training=True, parameters=block.parameters
-    )
+def new_block(model: Any, i: int, device: torch.device) -> Any:
+    """A copy of block `i` with random weights."""
+    block = copy.deepcopy(model.blocks[i]).to_empty(device=device)
     torch.manual_seed(0)
     for weight in block.parameters():
         nn.init.normal_(weight, std=0.1)
+    return block
+
+
+def compare(model: Any, i: int, policy: str, device: torch.device, precision: torch.dtype) -> str:
+    """What differs between block `i` under a policy and without; "" if nothing does."""
+    config, block = replace(model.config, n_layers=1, recompute=policy), new_block(model, i, device)
+    alone = SimpleNamespace(
+        config=config, blocks=[block.train()], training=True, parameters=block.parameters
+    )
     x, grad = torch.randn(2, 1, TOKENS, config.d_model, device=device).unbind()
     x.requires_grad_()
+    before = random.getstate()
 
     def run(calls: Iterable) -> list[Tensor | None]:
         torch.manual_seed(0)
-        y, random = x, config.dropout > 0
+        random.seed(0)
+        y, has_dropout = x * 1, config.dropout > 0
         low = precision != torch.float32
         with torch.autocast(device.type, precision, enabled=low, cache_enabled=False):
             for call, recompute in calls:
-                y = checkpoint(call, y, random=random) if recompute else call(y)
-        return [y, *torch.autograd.grad(y, [x, *block.parameters()], grad, allow_unused=True)]
+                y = checkpoint(call, y, random=has_dropout) if recompute else call(y)
+        found = [y, *torch.autograd.grad(y, [x, *block.parameters()], grad, allow_unused=True)]
+        # A replay that draws, but not the same numbers again, leaves another state behind.
+        return [*found, generator_of(device).get_state(), torch.tensor(random.getstate()[1])]
 
-    # (On a GPU fused attention adds in any order.)
-    with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
-        plain = run([(block, False)])
-        try:
-            found = run(model.schedule(alone))
-        except (AttributeError, TypeError, CheckpointError) as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    try:
+        # (On a GPU fused attention adds in any order.)
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
+            plain, found = run([(block, False)]), run(model.schedule(alone))
+        if POLICIES[policy].cuts_mlp and config.mlp_chunks != 1 and differs(block.feed_forward, x):
+            return "its MLP half looks at other tokens, and --mlp-chunks is not 1"
+    except (AttributeError, LookupError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    finally:
+        random.setstate(before)
     names = "the result", "the gradient of x", *(name for name, _ in block.named_parameters())
+    names += "the state of torch's random numbers", "the state of Python's random numbers"
     pairs = zip(names, plain, found, strict=True)
     return next((f"{name} differs" for name, a, b in pairs if not same(a, b)), "")
+
+
+def sees_others(model: Any, i: int, device: torch.device) -> bool:
+    """Does block `i`, but for attention, look at other tokens, or at positions?"""
+    block = new_block(model, i, device).eval()
+    x = torch.randn(1, TOKENS, model.config.d_model, device=device)
+    block.attn.attend = lambda qkv, past=None: qkv[..., : x.size(2)]
+    return differs(block, x)
+
+
+def differs(run: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Is the result (1, T, C) of the last tokens another one without those before them?"""
+    last = slice(TOKENS // 2, None)
+    return not torch.allclose(run(x)[:, last], run(x[:, last]), rtol=1e-3, atol=1e-4)
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:

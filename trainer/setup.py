@@ -90,7 +90,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
         resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
     try:
-        check_techniques(model, device, precision)
+        check_techniques(model, device, precision, shared=process.sharing > 1)
     except ValueError as error:
         raise UsageError(f"--use-activation-checkpoint: {error}") from error
     held_lock = process.by_first(lambda: claim(args.checkpoint_path, resumed))
