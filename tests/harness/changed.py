@@ -1,43 +1,98 @@
 """model.py with a change, as users make them, in the place of it: in this process, or in others.
 
-`python changed.py "rotary, two_tables" PROGRAM WORDS...` runs a program on the changed model.
+`python changed.py "rms_norm,rotary" PROGRAM WORDS...` runs a program on the changed model.
 """
 
+import re
 import runpy
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 TABLE = """
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)"""
-SUM = "self.token_embedding(input_ids) + self.position_embedding(positions)"
+SUM = "self.dropout(x + self.position_embedding(positions))"
+C_FC = "        self.c_fc = nn.Linear(config.d_model, config.d_ff)\n"
+WIDEN = "return self.mlp.c_fc(self.ln_2(x))"
+ACTIVATION = 'F.gelu(wide, approximate="tanh")'
+NARROW = f"return self.mlp.c_proj({ACTIVATION})"
+QKV = "return self.attn.c_attn(self.ln_1(x))"
+ATTENDED = "is_causal=T > 1)"
+ADD = """        x = x + self.dropout(attention(x))
+        return x + self.dropout(feed_forward(x))
+"""
+HALVES, NARROWED = ("attention", "feed_forward"), "self.narrow(self.widen(x))"
+ALL = "return self.add(x, lambda x: self.attention(x, past), self.feed_forward)"
+BLOCK = "Block(config) for _ in range(config.n_layers)"
+
+
+def of_document(*names: str) -> dict[str, list[tuple[str, str]]]:
+    """The diffs of docs/change.md, by these names."""
+    text = (ROOT / "docs/change.md").read_text("utf-8")
+    diffs = re.findall("^```diff\\n(.*?)^```", text, re.M | re.S)
+    changes = {}
+    for name, diff in zip(names, diffs, strict=True):
+        hunks = [hunk.splitlines(keepends=True) for hunk in diff.split("@@\n")]
+        changes[name] = [
+            tuple("".join(line[1:] for line in hunk if line[0] in kept) for kept in (" -", " +"))
+            for hunk in hunks
+        ]
+    return changes
+
+
 # {a change: [(lines of model.py, what stands there instead)]}
 CHANGES: dict[str, list[tuple[str, str]]] = {
-    "relu": [('F.gelu(wide, approximate="tanh")', "F.relu(wide)")],
-    "exact_gelu": [('F.gelu(wide, approximate="tanh")', "F.gelu(wide)")],
-    "scale": [("is_causal=T > 1)", "is_causal=T > 1, scale=0.1)")],
-    "other_words": [  # the same to the last bits
+    **of_document("rms_norm", "swiglu", "rotary"),
+    "gate": [  # the same by another layer
+        (C_FC, C_FC + C_FC.replace("c_fc", "c_gate")),
         (
-            "self.c_proj(self.attend(self.c_attn(x)))",
-            "self.c_proj(self.attend(x @ self.c_attn.weight.T + self.c_attn.bias))",
+            WIDEN,
+            "x = self.ln_2(x)\n        return F.silu(self.mlp.c_gate(x)) * self.mlp.c_fc(x)",
+        ),
+        (NARROW, "return self.mlp.c_proj(wide)"),
+    ],
+    "relu_squared": [(ACTIVATION, "F.relu(wide).square()")],
+    "exact_gelu": [(ACTIVATION, "F.gelu(wide)")],
+    "scale": [(ATTENDED, "is_causal=T > 1, scale=0.1)")],
+    "residual_scale": [(ADD, ADD.replace("self.dropout", "0.5 * self.dropout"))],
+    "parallel": [
+        (
+            ADD,
+            "        return x + self.dropout(attention(x)) + self.dropout(feed_forward(x))\n",
+        )
+    ],
+    "no_biases": [
+        (before, before.replace(")\n", ", bias=False)\n"))
+        for before in (
+            C_FC,
+            "nn.Linear(config.d_ff, config.d_model)\n",
+            "nn.Linear(config.d_model, config.d_model)\n",
+        )
+    ]
+    + [("3 * config.d_model)", "3 * config.d_model, bias=False)")],
+    "post_norm": [
+        (QKV, "return self.attn.c_attn(x)"),
+        (WIDEN, "return self.mlp.c_fc(x)"),
+        (
+            ADD,
+            "        x = self.ln_1(x + self.dropout(attention(x)))\n"
+            "        return self.ln_2(x + self.dropout(feed_forward(x)))\n",
         ),
     ],
-    "asks_a_number": [  # which fake tensors do not have
-        ("x = self.dropout(x)\n", "x = self.dropout(x) if x.sum() < 1e9 else x\n"),
+    "wider_inside": [  # each block has an MLP of its own size
+        ("from dataclasses import dataclass", "from dataclasses import dataclass, replace"),
+        (
+            BLOCK,
+            "Block(replace(config, d_ff=config.d_ff * (1 + i % 2)))\n"
+            "            for i in range(config.n_layers)",
+        ),
     ],
-    "rms_norm": [("nn.LayerNorm(", "nn.RMSNorm(")],
-    "gate": [
-        (
-            "        self.c_proj = nn.Linear(config.d_ff, config.d_model)\n",
-            "        self.c_proj = nn.Linear(config.d_ff, config.d_model)\n"
-            "        self.c_gate = nn.Linear(config.d_model, config.d_ff, bias=False)\n",
-        ),
-        (
-            'self.c_proj(F.gelu(wide, approximate="tanh"))',
-            "self.c_proj(F.silu(self.c_gate(x)) * wide)",
-        ),
+    "two_tables": [  # of positions, and of what precedes each token
+        (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
+        (SUM, SUM[:-1] + " + self.pair_embedding(input_ids % 7))"),
     ],
     "wide_positions": [
         (
@@ -45,40 +100,114 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "nn.Embedding(2 * config.max_position_embeddings,",
         )
     ],
-    "rotary": [
-        (TABLE, ""),
-        (SUM, "self.token_embedding(input_ids)"),
-        (
-            "        if self.past:\n",
-            "        before = self.past.n_tokens if self.past else 0\n"
-            "        q, k = rotated(q, before), rotated(k, before)\n"
-            "        if self.past:\n",
-        ),
-        (
-            "class MLP(",
-            "def rotated(x: Tensor, before: int) -> Tensor:\n"
-            '    """(B, H, T, D), each pair of channels turned by its position."""\n'
-            "    T, D = x.shape[2:]\n"
-            "    speed = 10000.0 ** (-torch.arange(0, D, 2, device=x.device) / D)\n"
-            "    angle = torch.arange(before, before + T, device=x.device)[:, None] * speed\n"
-            "    a, b = x.unflatten(-1, (2, -1)).unbind(-2)\n"
-            "    turned = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()\n"
-            "    return torch.cat(turned, -1).type_as(x)\n\n\n"
-            "class MLP(",
-        ),
+    "other_words": [  # the same to the last bits
+        (QKV, "return self.ln_1(x) @ self.attn.c_attn.weight.T + self.attn.c_attn.bias"),
     ],
-    "two_tables": [  # of positions, and of what precedes each token
-        (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
-        (SUM, SUM + " + self.pair_embedding(input_ids % 7)"),
+    "asks_a_number": [  # which fake tensors do not have
+        (SUM, SUM + "\n        x = x if x.sum() < 1e9 else -x"),
     ],
+}
+FOLLOWED = [*CHANGES][: [*CHANGES].index("wide_positions")]  # by every policy, to the bit
+# Not by all: {a change: policies that are refused, those that are if dropout > 0, its lines}
+FINER = "cheap selective mlp attn qkv sdpa mlp:1,cheap cheap+offload"
+REPLAYED = "selective qkv sdpa full full/2 full/2+nested full+offload"  # most of a block is
+REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
+    # Lines that a policy does not come by.
+    "whole_block": (FINER, FINER, [(ALL, ALL.replace("return", "return 0.9 *"))]),
+    "halves": (
+        "cheap qkv mlp:1,cheap cheap+offload",
+        "cheap qkv mlp:1,cheap cheap+offload",
+        [
+            (f"return {half}", f"return F.layer_norm({half}, x.shape[-1:])")
+            for half in ("self.attn.c_proj(self.attn.attend(self.qkv(x), past))", NARROWED)
+        ],
+    ),
+    "norms_in_add": (  # attention's input is not the block's
+        "qkv",
+        "qkv",
+        [
+            (QKV, "return self.attn.c_attn(x)"),
+            (WIDEN, "return self.mlp.c_fc(x)"),
+            (ADD, ADD.replace("attention(x)", "attention(self.ln_1(x))")),
+            ("feed_forward(x))\n", "feed_forward(self.ln_2(x)))\n"),
+        ],
+    ),
+    # Numbers that a replay does not draw again.
+    "own_dropout": (
+        REPLAYED,
+        "",
+        [(f"self.dropout({half}(x))", f"F.dropout({half}(x), 0.2)") for half in HALVES],
+    ),
+    "rare_drop_path": (
+        REPLAYED,
+        "",
+        [(ADD, f"        if torch.rand(()) > 0.99:\n            return x\n{ADD}")],
+    ),
+    "pythons_drop_path": (
+        REPLAYED,
+        REPLAYED,
+        [
+            ("import math\n", "import math\nimport random as python\n"),
+            (ADD, f"        if python.random() > 0.99:\n            return x\n{ADD}"),
+        ],
+    ),
+    "dropout_inside": (
+        "",
+        "cheap mlp mlp:1,cheap cheap+offload",
+        [(NARROW, f"return self.mlp.c_proj(self.dropout({ACTIVATION}))")],
+    ),
+    "noise": (
+        f"cheap mlp {REPLAYED}",
+        "cheap mlp",
+        [(WIDEN, "return self.mlp.c_fc(self.ln_2(x) + 0.1 * torch.randn_like(x))")],
+    ),
+    # What is there after a replay is not what was there before.
+    "counter": (
+        f"cheap mlp {REPLAYED}",
+        f"cheap mlp {REPLAYED}",
+        [
+            ("        self.mlp = MLP(config)\n", "        self.mlp, self.n = MLP(config), 0\n"),
+            (NARROW, f"self.n += 1\n        return self.mlp.c_proj(self.n * {ACTIVATION})"),
+        ],
+    ),
+    "in_place": (
+        "cheap selective",
+        "cheap selective",
+        [(ACTIVATION, "F.relu(wide, inplace=True)")],
+    ),
+    # Not of a block.
+    "z_loss": (
+        f"{FINER} full",
+        f"{FINER} full",
+        [
+            (
+                "    return F.cross_entropy(",
+                "    z = F.linear(x, weight).float().logsumexp(-1).square().mean()\n"
+                "    return 1e-4 * z + F.cross_entropy(",
+            )
+        ],
+    ),
+    "scaled_lookup": (f"{FINER} full", f"{FINER} full", [("g(input_ids), ", "g(input_ids) * 4, ")]),
+    "looped": (
+        f"{FINER} full/2 full/2+nested full+offload full:chunks",
+        f"{FINER} full/2 full/2+nested full+offload full:chunks",
+        [("for block in model.blocks]", "for block in [*model.blocks, *model.blocks]]")],
+    ),
+    # Tokens that see each other outside of attention.
+    "token_shift": (
+        "mlp:chunks full:chunks sdpa:chunks",
+        "mlp:chunks full:chunks sdpa:chunks",
+        [(WIDEN, "return self.mlp.c_fc(self.ln_2(x) + F.pad(x[:, :-1], (0, 0, 1, 0)))")],
+    ),
 }
 
 
+@cache
 def changed_model(*names: str) -> ModuleType:
     """model.py with these CHANGES."""
     source = (ROOT / "model.py").read_text("utf-8")
     for name in names:
-        for before, after in CHANGES[name]:
+        for before, after in CHANGES[name] if name in CHANGES else REFUSED[name][2]:
             assert before in source, f"{name}: model.py has no {before!r} any more"
             source = source.replace(before, after)
     module = ModuleType("model")

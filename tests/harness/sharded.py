@@ -5,6 +5,7 @@ memory   process 0 writes what CASES take to a file
 buckets  train_ddp.py, watched: its gradients live in DDP's buckets
 memory_together  the same of LONG_CASES, by train_sp.py's processes
 together train_sp.py's processes compute what one does, and send what they have to
+changed  all of them, of a model.py with changes, compute what one does
 """
 
 import gc
@@ -25,6 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cases.shapes import CONFIG, WIDE, T  # noqa: E402
 from harness import oracle  # noqa: E402
+from harness.changed import put_in  # noqa: E402
 from harness.runs import TINY, same  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -43,6 +45,7 @@ from train_sp import SPProcess  # noqa: E402
 from trainer.flags import build_parser, fill_in  # noqa: E402
 from trainer.measured import LiveStorages  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
+from trainer.process import OneProcess  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
 
 
@@ -427,6 +430,71 @@ def check_exact(model: MiniGPT, weights: oracle.Weights, found: dict) -> None:
         torch.testing.assert_close(model(ids), oracle.gpt_logits(weights, ids, 3, 5))
 
 
+# ---- changed: a model.py that its user has changed
+
+
+def learn_changed(process: OneProcess) -> dict:
+    """Weights and moments, whole, after three steps of what two processes compute at a time."""
+    model, n = new_model(process, SHAPE), 2 // process.world_size
+
+    def draw() -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(process.rank, 6, process.world_size):
+            torch.manual_seed(number)
+            ids = torch.randint(0, 61, (2, 16))
+            yield ids, ids
+
+    optimizer = make_optimizer(model, process.args, process.device, torch.float32)
+    wrapper, batches = process.wrap(model), draw()
+    for _ in range(3):
+        for i in range(n):
+            with process.sync_gradients(now=i == n - 1):
+                (wrapper(*next(batches)) / n).backward()
+        process.clip_gradients(wrapper.parameters(), 0.5)
+        optimizer.step()
+        process.clear_gradients(optimizer)
+    found = process.gather(model, optimizer)
+    return {"model": found["model"], "optimizer": found["optimizer"]["state"]}
+
+
+def changed(sp: SPProcess, *names: str) -> str:
+    one, ddp, fsdp = OneProcess(sp.device), DDPProcess(sp.args), FSDPProcess(sp.args)
+    one.args = sp.args
+    for name in names:
+        put_in(name)
+        ddp.buckets_are_final = False
+        expected = learn_changed(one)
+        for process in (ddp, fsdp):
+            if not same(learn_changed(process), expected) and sp.rank == 0:
+                sys.exit(f"{name}: {process.script} learns something else")
+        check_changed(sp, name)
+    return "as one"
+
+
+def check_changed(sp: SPProcess, name: str) -> None:
+    """Each policy of processes that share sequences gives the bits of none, and that is what one
+    process computes."""
+    model, alone = (MiniGPT(LONG).double().train() for _ in range(2))
+    sp.place(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            whole.normal_(std=0.3)
+            weight.copy_(sp.part(whole, weight))
+    sp.wrap(model)
+    losses = [alone(*batch) for batch in batches_together()]
+    (sum(losses) / 2).backward()
+    without: dict = {}
+    for policy in ("none", "cheap", "sdpa"):
+        model.config = replace(LONG, recompute=policy)
+        found = gradients_together(sp, torch.float64)
+        without = without or found
+        assert same(without["gradients"], found["gradients"]), f"{name}: {policy} differs"
+    torch.testing.assert_close(without["losses"], [x.item() for x in losses], rtol=1e-12, atol=0)
+    for key, weight in alone.named_parameters():
+        error = (without["gradients"][key] - weight.grad).abs().max() / weight.grad.abs().max()
+        assert error < 1e-10, f"{name}: {key}: {error}"
+
+
 def main() -> int:
     _, what, *words = sys.argv
     if what == "buckets":
@@ -435,7 +503,8 @@ def main() -> int:
     policies.ROWS_ALIKE = 8  # of 16 tokens there are two chunks
     torch.set_num_threads(1)
     acts = {"steps": steps, "memory": memory, "together": together, "memory_together": memory}
-    act, kind = acts[what], SPProcess if "together" in what else FSDPProcess
+    acts["changed"], sharing = changed, "together" in what or what == "changed"
+    act, kind = acts[what], SPProcess if sharing else FSDPProcess
     args = build_parser("test", "x.pt").parse_args([*TINY, "--n-heads=4"])
     process = kind(fill_in(args))
     process.start()
