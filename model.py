@@ -146,7 +146,7 @@ def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
     """The mean cross-entropy of all tokens' logits."""
-    return F.cross_entropy(F.linear(x, weight).flatten(0, 1).float(), labels.flatten())
+    return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(x.dtype), labels.flatten())
 
 
 class MiniGPT(nn.Module):

@@ -3,14 +3,12 @@
 policies.py   what a block keeps for backward, and what it replays instead
 offload.py    what it keeps, in CPU memory
 head.py       the loss without its logits, and one gradient for the weight that both ends share
-check.py      is what they make of a model still what model.py says?
 sequence.py   a sequence that several processes share
 """
 
 from functools import partial
 from typing import Any
 
-from .check import check_techniques
 from .head import embed_tied, head_loss
 from .offload import HostMemory
 from .policies import (

@@ -29,10 +29,12 @@ from harness.runs import (
 from torch import Tensor
 
 import train_minimal
-from memory import RECOMPUTE_POLICIES, check_techniques
+from memory import RECOMPUTE_POLICIES
 from model import MiniGPT, MiniGPTConfig
 from planner.operators import COMPOSED_ON_CPU
 from scripts import evaluate, export_hf, generate, plan_memory
+from trainer.check import check_techniques
+from trainer.flags import UsageError
 from trainer.plan import ask, predict
 from trainer.process import OneProcess
 
@@ -99,7 +101,7 @@ def compare(everything_travels, monkeypatch):
             model = make(name, replace(none, **way))
             try:
                 check_techniques(model, CPU, PRECISIONS[precision])
-            except ValueError as error:
+            except UsageError as error:
                 assert len(str(error).splitlines()) == 1
                 refused.add(way["recompute"] + ":chunks" * ("mlp_chunks" in way))
                 continue
@@ -131,7 +133,7 @@ def test_what_a_policy_cannot_follow_is_refused(name, dropout, compare):
 def test_only_attention_may_look_at_other_tokens_of_a_shared_sequence(name):
     """train_sp.py deals them out, and would train another model without a word."""
     ours = make(name, SHAPE), CPU, torch.float32
-    expected = pytest.raises(ValueError, match="block 0 .* looks at other tokens")
+    expected = pytest.raises(UsageError, match="block 0 .* looks at other tokens")
     with expected if name in REFUSED else nullcontext():
         check_techniques(*ours, shared=True)
     check_techniques(*ours)

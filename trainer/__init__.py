@@ -4,6 +4,7 @@ run.py         a run: what it consists of
 start.py       what comes before `import torch`
 flags.py       the command line
 setup.py       how a run is set up
+check.py       whether policies and model.py agree
 resume.py      how it goes on from a snapshot
 snapshot.py    the snapshot: one file
 claim.py       whose file it is

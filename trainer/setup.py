@@ -9,11 +9,11 @@ from dataclasses import asdict
 import torch
 
 from data import DataError, Dataset, FoundData, Tokenizer, TrainBatches, ValBatches, find_dataset
-from memory import check_techniques
 from model import MiniGPT, MiniGPTConfig
 
 from . import resume
 from .agree import check_alike, data_facts, facts
+from .check import check_techniques
 from .claim import check_name, claim, step_aside, take_place
 from .device import choose_precision, compile_blocks, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
@@ -89,10 +89,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
-    try:
-        check_techniques(model, device, precision, shared=process.sharing > 1)
-    except ValueError as error:
-        raise UsageError(f"--use-activation-checkpoint: {error}") from error
+    check_techniques(model, device, precision, shared=process.sharing > 1)
     held_lock = process.by_first(lambda: claim(args.checkpoint_path, resumed))
     process.place(model)
     if isinstance(origin, Pretrained):

@@ -1,4 +1,4 @@
-"""Is what memory/ makes of a model still what model.py says? Whoever changes model.py is told.
+"""Check that what memory/ makes of a model is what model.py says, for those who change model.py.
 
 A policy calls the parts of a block, and spells none of their arithmetic. So a changed part is
 followed. But a replay has to give what forward gave, and some lines prevent that: a random number
@@ -18,62 +18,63 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .policies import POLICIES, checkpoint, expanded, generator_of
+from memory import POLICIES, expanded
+from memory.policies import checkpoint, generator_of
+from model import MiniGPT
+
+from .flags import UsageError
 
 TOKENS = 8
 
 
 def check_techniques(
-    model: Any,
-    device: torch.device,
-    precision: torch.dtype,
-    policies: Iterable[str] = (),
-    shared: bool = False,
+    model: MiniGPT, device: torch.device, precision: torch.dtype, shared: bool = False
 ) -> None:
-    """Compare techniques of a model.MiniGPT with what model.py does plainly, on a few tokens.
+    """Compare the techniques that a model's config asks for with what model.py does plainly.
 
-    One block of each kind runs forward and backward under the policy that its config has for it,
-    and under each of `policies`. What it returns, and all gradients, have to be equal to the bit;
-    the loss and its gradients up to rounding. The model may have no memory yet (device "meta"), and
-    is not changed. `precision`: of autocast, or float32. `shared`: processes share each sequence,
-    so a block may look at other tokens in Attention.attend only.
+    One block of each kind runs forward and backward on a few tokens, under its policy and without.
+    What it returns, and all gradients, have to be equal to the bit; the loss and its gradients up
+    to rounding. The model may have no memory yet (device "meta"), and is not changed. `precision`:
+    of autocast, or float32. `shared`: processes share each sequence, so a block may look at other
+    tokens in Attention.attend only.
 
-    Raises ValueError, one line that says what differs, and the way out.
+    Raises UsageError, which says what differs, and the way out.
     """
     checked = set[Any]()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         check_ends(model)
-        for i, own in enumerate(expanded(model.config).policies):
-            kind = (*map(settings, model.blocks[i].modules()),)
-            if shared and kind not in checked and sees_others(model, i, device):
-                raise ValueError(
-                    f"block {i} of model.py looks at other tokens, or at positions, outside of "
-                    "Attention.attend: sequences cannot be shared, train_fsdp.py can train it"
-                )
+        for i, policy in enumerate(expanded(model.config).policies):
+            kind = policy, *map(settings, model.blocks[i].modules())
+            if kind in checked:
+                continue
             checked.add(kind)
-            for policy in {own, *policies} - {"none"}:
-                if (policy, kind) not in checked and (
-                    wrong := compare(model, i, policy, device, precision)
-                ):
-                    raise ValueError(
-                        f"block {i} of model.py is another one under {policy}: {wrong}. Let its "
-                        "parts depend on their tensors alone, and draw only by config.dropout; or "
-                        "take none"
-                    )
-                checked.add((policy, kind))
+            if shared and sees_others(model, i, device):
+                raise UsageError(
+                    f"block {i} of model.py looks at other tokens, or at positions, outside of "
+                    "Attention.attend: sequences cannot be shared; train_fsdp.py can train it"
+                )
+            if policy != "none" and (wrong := compare(model, i, policy, device, precision)):
+                raise UsageError(
+                    f"--use-activation-checkpoint: block {i} under {policy} is not the block of "
+                    f"model.py: {wrong}; docs/change.md says why, and none trains it as it is"
+                )
 
 
-def check_ends(model: Any) -> None:
-    """Compare the lookup, the loss and the order of blocks; see `check_techniques`."""
-    policy, plain = model.config.recompute, model.schedule.plain
-    known = policy in ("none", "full") and model.config.mlp_chunks == 1
-    if not known and [run for run, _ in plain(model)] != [*model.blocks]:
-        raise ValueError(f"schedule of model.py is not memory/policies.py's: {policy} ignores it")
+def check_ends(model: MiniGPT) -> None:
+    """Compare the order of blocks, the lookup and the loss; see `check_techniques`."""
+    ours: Any = model
+    lookup, loss = ours.embed, ours.head_loss
+    policy, chunks = model.config.recompute, model.config.mlp_chunks
+    known = policy in ("none", "full") and chunks == 1
+    if not known and [run for run, _ in ours.schedule.plain(model)] != [*model.blocks]:
+        raise UsageError(
+            f"--use-activation-checkpoint {policy}: only none and full (with --mlp-chunks 1) run "
+            "blocks in another order, as `schedule` of model.py does now"
+        )
     ids, x = torch.arange(2 * TOKENS).view(2, -1), torch.randn(2, TOKENS, 16, requires_grad=True)
     embedding, labels = nn.Embedding(61, 16), ids.where(ids > 0, -100)
-    lookup, loss = model.embed, model.head_loss
     if not torch.equal(lookup(embedding, ids)[0], lookup.keywords["plain"](embedding, ids)[0]):
-        raise ValueError(
+        raise UsageError(
             "embed of model.py is not memory/head.py's: change MiniGPT.forward instead"
         )
     of_each = []
@@ -81,7 +82,7 @@ def check_ends(model: Any) -> None:
         mean = function(x, embedding.weight, labels, model.config.loss_chunks)
         of_each.append([mean, *torch.autograd.grad(mean, [x, embedding.weight])])
     if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(*of_each, strict=True)):
-        raise ValueError("head_loss of model.py is not memory/head.py's: --loss-chunks 1 takes it")
+        raise UsageError("head_loss of model.py is not memory/head.py's: --loss-chunks 1 takes it")
 
 
 def settings(module: nn.Module) -> tuple:
@@ -93,7 +94,7 @@ def settings(module: nn.Module) -> tuple:
     return type(module), *shapes, *values
 
 
-def new_block(model: Any, i: int, device: torch.device) -> Any:
+def new_block(model: MiniGPT, i: int, device: torch.device) -> Any:
     """A copy of block `i` with random weights."""
     block = copy.deepcopy(model.blocks[i]).to_empty(device=device)
     torch.manual_seed(0)
@@ -102,7 +103,9 @@ def new_block(model: Any, i: int, device: torch.device) -> Any:
     return block
 
 
-def compare(model: Any, i: int, policy: str, device: torch.device, precision: torch.dtype) -> str:
+def compare(
+    model: MiniGPT, i: int, policy: str, device: torch.device, precision: torch.dtype
+) -> str:
     """What differs between block `i` under a policy and without; "" if nothing does."""
     config, block = replace(model.config, n_layers=1, recompute=policy), new_block(model, i, device)
     alone = SimpleNamespace(
@@ -130,6 +133,8 @@ def compare(model: Any, i: int, policy: str, device: torch.device, precision: to
             plain, found = run([(block, False)]), run(model.schedule(alone))
         if POLICIES[policy].cuts_mlp and config.mlp_chunks != 1 and differs(block.feed_forward, x):
             return "its MLP half looks at other tokens, and --mlp-chunks is not 1"
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, LookupError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     finally:
@@ -140,7 +145,7 @@ def compare(model: Any, i: int, policy: str, device: torch.device, precision: to
     return next((f"{name} differs" for name, a, b in pairs if not same(a, b)), "")
 
 
-def sees_others(model: Any, i: int, device: torch.device) -> bool:
+def sees_others(model: MiniGPT, i: int, device: torch.device) -> bool:
     """Does block `i`, but for attention, look at other tokens, or at positions?"""
     block = new_block(model, i, device).eval()
     x = torch.randn(1, TOKENS, model.config.d_model, device=device)
