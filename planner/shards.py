@@ -31,7 +31,7 @@ What an optimizer gathers (Muon: a few whole matrices at a time) is not followed
 
 from collections.abc import Iterable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -228,7 +228,9 @@ class Gathering:
                 group.arrived = None  # the weights stay for its backward
                 return
             group.weights = None
-            x.register_hook(lambda _: self.before_backward(i))
+            # (A hook of x itself would run before those of the next block, whose input x is: they
+            # run in the order in which they were registered. Its `after_backward` comes first.)
+            cast(Any, x.grad_fn).register_prehook(lambda _: self.before_backward(i))
 
         return [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
 

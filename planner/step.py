@@ -197,7 +197,7 @@ class Planner:
         ):
             how = log, self.on_cpu, self.gather_in_low, self.sums
             shards = Gathering(model, self.own, self.shards, *how) if self.shards > 1 else None
-            for handle in follow(model, log) + (shards.hooks() if shards else []):
+            for handle in (shards.hooks() if shards else []) + follow(model, log):
                 hooks.enter_context(handle)
             self.name_what_is_there(log)
             log.name(batch, "activations", "token ids and labels")  # backward will want them
