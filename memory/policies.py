@@ -253,10 +253,12 @@ def has_dropout(block: Any) -> bool:
 class Policy(NamedTuple):
     """All that formulas, tables and pages know of a policy. (Tensors have the names above, and with
     each goes what comes along: `sizes` in planner/formulas.py. `c_proj` is the copy of its weight,
-    `mask` what dropout keeps, of both halves.)"""
+    `mask` those of both dropouts.)"""
 
     keeps: str  # tensors of a block; `results` are those of both c_proj
-    twice: str  # what is multiplied once more in backward
+    # What is multiplied once more in backward. (With dropout, who keeps no mask and replays c_fc
+    # does so with the last matmul, too.)
+    twice: str
     words: str
     run: Callable[..., Tensor] | None = None  # (block, x); None: model.py has it
     by_operator: bool = False  # keeps attention's result where one operator makes it

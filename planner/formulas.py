@@ -30,8 +30,7 @@ def closed_form(
     gradients   4 P
     optimizer   2 m P for AdamW's two moments, and a step counter of 4 for each tensor; Muon has one
                 moment, and no counter, for the matrices of the blocks, L (4 C^2 + 2 C F) of P
-    blocks      of each block what its policy keeps (memory/policies.py), by `sizes` below; and
-                with dropout the mask of its second half
+    blocks      of each block what its policy keeps (memory/policies.py), by `sizes` below
     head        in chunks of n tokens: gradients of the weight 4 V C and of its input 4 N C, the
                 chunk's labels and losses 13 n and logits a V n, and one after the other
                 - in slices of r tokens what it returns 4 r, and under autocast float32 logits 4 V r
@@ -55,14 +54,13 @@ def closed_form(
     P = count_parameters(config)
 
     copies = 2 * amp  # bytes of an element of a weight's copy, which comes with a layer's input
-    mask = N * C * bool(config.dropout)  # on a device that fuses dropout
     sizes = {
         "x": 4 * N * C,
         "ln_1": a * N * C + 8 * N + copies * 3 * C * C,  # with its mean and deviation
         "qkv": 3 * a * N * C,
         "attention": a * N * C + 4 * N * H,  # with the softmax's normaliser
         "c_proj": copies * C * C,
-        "mask": mask,
+        "mask": 2 * N * C * bool(config.dropout),  # of both halves, where dropout is fused
         "x2": 4 * N * C,
         "ln_2": a * N * C + 8 * N + copies * C * F,
         "c_fc": a * N * F,
@@ -71,7 +69,7 @@ def closed_form(
     }
     kept = 0
     for policy, _ in expanded(config).calls:
-        kept += sum(sizes[name] for name in POLICIES[policy].keeps.split()) + mask
+        kept += sum(sizes[name] for name in POLICIES[policy].keeps.split())
     return {
         "parameters": 4 * P,
         "gradients": 4 * P,
@@ -126,32 +124,37 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
     Needed: forward is 2 for each weight, the head included, and 2 T C a block for the two products
     of causal attention, of which half are masked; backward is twice forward (Chowdhery et al.,
     2022, appendix B, without the half). Replayed: see the table in memory/policies.py; the last
-    matmul of a region is not, as its result is not needed; but with `full` of `compiled` blocks,
-    which run to their end.
+    matmul of a region is not, as its result is not needed; but with dropout, if the region has the
+    block's last mask, too (`full`, `qkv`, `sdpa`), and with `full` of `compiled` blocks, which run
+    to their end.
 
     Wherever this project speaks of FLOPs, it is of these: a whole step's matrix products,
-    attention's included, in units of `needed`. `full` at GPT-2 small, T = 1,024: 1.17.
+    attention's included, in units of `needed`. `full` at GPT-2 small, T = 1,024: 1.17; with dropout
+    1.24.
     """
     C, F = config.d_model, config.d_ff
     linear = 2 * C * F  # c_fc, and the MLP's c_proj
     flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
-    block = sum(flops.values()) + linear
     before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
     replayed: float = 0
     for policy, blocks in expanded(config).calls:
-        again = sum(flops[name] for name in POLICIES[policy].twice.split())
+        keeps, twice = (names.split() for names in POLICIES[policy][:2])
         # In a nested group each block has a replay of its own, and all but the last one are in the
         # group's. Compiled, a block runs to its end; and in a group's replay all do but the last.
         nested = expanded(config).nested and blocks > 1
         runs = 2 * blocks - 1 if nested else blocks
-        stopped = 0 if compiled else blocks if nested else 1
-        replayed += again * runs + linear * (runs - stopped) * (policy == "full")
+        # A replay of the block's end makes the second mask, behind the last matmul. (Compiled in
+        # one piece with its policy, a mask needs no matmul; but there a whole block is not cut.)
+        to_the_end = policy == "full" if compiled else config.dropout > 0
+        stopped = 0 if to_the_end else blocks if nested else 1
+        last_matmuls = linear * (runs - stopped) * ("c_fc" in twice and "mask" not in keeps)
+        replayed += runs * sum(flops[name] for name in twice) + last_matmuls
         if config.mlp_chunks != 1 and POLICIES[policy].cuts_mlp and policy != "mlp":
             # A chunk is in a checkpoint inside of another one, whose replay does both layers of all
             # but the last, and stops there.
             replayed += linear * (blocks - stopped) + 2 * linear * before_last * stopped
-    needed = 3 * (config.n_layers * block + 2 * config.vocab_size * C)
-    return needed, replayed
+    forward = config.n_layers * (sum(flops.values()) + linear) + 2 * config.vocab_size * C
+    return 3 * forward, replayed
 
 
 def recompute_cost(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
