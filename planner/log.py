@@ -158,7 +158,7 @@ class Log(TorchDispatchMode):
     def note(self, func: Any, arguments: dict[str, Any], results: list[Tensor]) -> None:
         """What an operator did, after it ran."""
         its, place, at = signature(func), self.places[-1], self.now + 1
-        source = self.sources.now(place[1]) if self.sources else NOBODY
+        source = self.sources.now(*place[1:]) if self.sources else NOBODY
         if its.is_view:
             for tensor in results:
                 self.add(tensor)
@@ -305,12 +305,14 @@ class Sources:
         self.running = [""]  # modules, the innermost last: "blocks.0.mlp.c_fc"
         self.of_forward: dict[int, Source] = {}  # by autograd's number
 
-    def now(self, phase: str) -> Source:
+    def now(self, phase: str, block: int | None) -> Source:
         """Of the operator that has just run."""
         line = line_of_the_model()
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
         if node is None or line.startswith(RUNS_AGAIN):
-            source = Source("head" if phase == "head" else self.running[-1], line)
+            # (A policy's replay is of a block's parts, which runs without the block.)
+            running = self.running[-1] or ("" if block is None else f"blocks.{block}")
+            source = Source("head" if phase == "head" else running, line)
             # Autograd has just given a number to this operator, if it noted it at all.
             self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
             return source

@@ -6,19 +6,20 @@ Why a storage is there is told by who reads it: what waits in forward until back
 
 import linecache
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from .log import ROOT, Log, Op, Storage
+from .log import ROOT, Log, Op, Place, Storage
 from .timeline import StepMemory
 
+# What an operator makes of the first tensor that it reads
+OF_READ = {"_to_copy": "{dtype} copy of {read}", "embedding": "rows of {read}"}
 # What an operator's results are, in forward
 MADE = {
     "addmm": ("output",),
-    "embedding": ("rows",),
     "gelu": ("gelu",),
     "native_layer_norm": ("output", "mean", "1 / deviation"),
     "native_dropout": ("output", "mask"),
@@ -42,16 +43,14 @@ GRADIENTS = {
     "sum": ("gradient of bias",),
     "add": ("sum of gradients",),
 }
-# Some lines of model.py and memory/head.py, by what they assign to or by a part of them.
+# Some lines of MiniGPT.forward and memory/head.py, by a part of them.
 LINES = {
-    ("x", "add"): "x, the sum of both embeddings",
-    ("buffer", "new_empty"): "logits of a chunk, then their gradient",
-    ("copy", "new_zeros"): "low-precision copy of the weight, padded",
-    ("gradients", "empty_like"): "gradient of its input",
-    ("gradients", "zeros_like"): "gradient of the weight",
+    ("position_embedding(", "add"): "x, the sum of both embeddings",
+    ("buffer = ", "new_empty"): "logits of a chunk, then their gradient",
+    ("copy = ", "new_zeros"): "low-precision copy of the weight, padded",
+    ("gradients = ", "empty_like"): "gradient of its input",
+    ("gradients = ", "zeros_like"): "gradient of the weight",
     ("F.linear(", "mm"): "logits",
-    ("attention(x)", "add"): "x + attention",
-    ("feed_forward(x)", "add"): "x + feed_forward",
     ("padded @ cast_weight", "mm"): "gradient of a chunk's input",
     ("a_part @ b", "mm"): "a part of the weight's gradient",
 }
@@ -64,9 +63,9 @@ NEEDED = {
     ("native_layer_norm_backward", "mean"): "{}'s backward needs the mean of its input",
     ("native_layer_norm_backward", "rstd"): "{}'s backward needs the deviation of its input",
     ("native_dropout_backward", "mask"): "dropout's backward needs its mask",
-    ("embedding_dense_backward", "indices"): "{}'s gradient is added up by id",
+    ("embedding_dense_backward", "indices"): "an embedding's gradient is added up by id",
     ("mul_", "self"): "backward multiplies it by the loss's gradient",
-    ("index_add_", "index"): "the embeddings' gradient is added up by id",
+    ("index_add_", "index"): "an embedding's gradient is added up by id",
     ("attention_backward", "query"): "attention's backward needs q, k and v",
     ("attention_backward", "out"): "attention's backward needs its output",
     ("attention_backward", "logsumexp"): "attention's backward needs the softmax's normaliser",
@@ -104,13 +103,18 @@ def record_of(log: Log, step: StepMemory) -> Record:
     """Of a log that knows who asked for each operator."""
     reads: dict[Storage, list[tuple[Op, str]]] = defaultdict(list)  # by whom, as which argument
     gradients: set[Storage] = set()  # what backward makes
+    times = Counter[tuple[str, Place]]()  # that a name was given while the same block runs
     for op in log.ops:
         for argument, storage in op.given:
             reads[storage].append((op, argument))
         for i, storage in op.made:
             if op.source.is_backward:
                 gradients.add(storage)
-            storage.name = storage.name or describe(op, i, storage.dtype)
+            if not storage.name:
+                storage.name = name = describe(op, i, storage.dtype)
+                times[name, op.place] += 1
+                if op.place[2] is not None and (n := times[name, op.place]) > 1:
+                    storage.name += f" ({n})"
     storages = []
     for seen in log.storages:
         if seen.device.type != "cpu" or not seen.bytes:
@@ -120,9 +124,12 @@ def record_of(log: Log, step: StepMemory) -> Record:
         storage.why = storage.why or why(storage, reads[seen], seen in gradients)
         if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\b", storage.name)):
             storage.block = int(found[1])  # its weights and their gradients
-    names = ["", *(op.name for op in log.ops)]
-    replays = np.array([False, *map(is_replay, log.ops)])
-    return Record(step, storages, names, replays)
+    return Record(
+        step,
+        storages,
+        operators=["", *(op.name for op in log.ops)],
+        replays=np.array([False, *map(is_replay, log.ops)]),
+    )
 
 
 def is_replay(op: Op) -> bool:
@@ -132,38 +139,40 @@ def is_replay(op: Op) -> bool:
 
 def group_of(storage: Storage) -> tuple[str, str]:
     """(name, kind): of what is the same but for its block; all weights are one group, say."""
-    of_any_block = re.sub(r"\bblocks\.\d+\b", "blocks.*", storage.name)
-    return ALIKE.get(storage.kind) or of_any_block, storage.kind
+    return (
+        ALIKE.get(storage.kind) or re.sub(r"\bblocks\.\d+\b", "blocks.*", storage.name),
+        storage.kind,
+    )
 
 
 def describe(op: Op, i: int, dtype: torch.dtype) -> str:
     """What result `i` of an operator is: "blocks.0.mlp.c_fc: output"."""
     name, (module, line, is_backward) = op.name, op.source
     read = [storage.name for _, storage in op.given]
-    if name == "_to_copy" and read:
-        return f"{str(dtype).removeprefix('torch.')} copy of {read[0]}"
+    if name in OF_READ and read:
+        return OF_READ[name].format(dtype=str(dtype).removeprefix("torch."), read=read[0])
     results = (GRADIENTS if is_backward else MADE).get(name, ())
-    what = results[i] if i < len(results) else name
+    what, code = results[i] if i < len(results) else name, code_of(line)
+    half = re.search(r"\b(attention|feed_forward)\(", code)  # a line of Block.add
     if module.endswith("dropout"):
         what = "gradient of input" if is_backward else DROPOUT.get(name, what)
+        module += f" of {half[1]}" if half else ""
     elif is_backward and name == "mm":
         of_input = any(name_read.endswith("weight") for name_read in read)
         what = f"gradient of {'input' if of_input else 'weight'}"
     elif is_backward and name == "sum" and not module:
         what = "gradient of position_embedding's rows"
-    elif not is_backward and not results and re.fullmatch(r"(head|blocks\.\d+)?", module):
-        what = said(name, code_of(line))
+    elif not is_backward and not results:
+        of_block = f"x + {half[1]}" if half and name == "add" else name
+        what = said(name, code) if module in ("", "head") else of_block
     return f"{module}: {what}".removeprefix(": ")
 
 
 def said(operator: str, code: str) -> str:
     """What a line of code makes with an operator."""
-    for (part, by), what in LINES.items():
-        is_there = code.startswith(f"{part} = ") if part.isidentifier() else part in code
-        if by == operator and is_there:
-            return what
+    found = [what for (part, by), what in LINES.items() if by == operator and part in code]
     variable = re.match(r"(\w+) = ", code)
-    return variable[1] if variable else operator
+    return found[0] if found else variable[1] if variable else operator
 
 
 def code_of(line: str) -> str:

@@ -122,7 +122,7 @@ def test_what_is_compiled_and_what_runs_in_tf32(monkeypatch):
     monkeypatch.setitem(benchmark_worker.PEERS, "transformers", peer)
     assert compiled() == compiled(peer="transformers") == set()
     assert compiled(compiled=True, peer="transformers") == {"Linear"}
-    assert compiled(compiled=True) == {"Block", "Residual"}
+    assert compiled(compiled=True) == {"Block"}
     monkeypatch.setattr(benchmark_worker, "set_matmul_precision", lambda *how: asked.append(how))
     assert run_of(Job("none", 1)) and run_of(Job("none", 1), "--tf32")
     assert [tf32 for _, tf32 in asked] == [False, True]

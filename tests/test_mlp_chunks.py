@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memory import policies
 from memory.policies import sizes_of_chunks
-from model import MLP, MiniGPT
+from model import Block, MiniGPT
 from scripts.plan_table import Row
 from trainer.flags import changed, words_of
 from trainer.knobs import CHUNKED, next_knob
@@ -81,13 +81,13 @@ def test_autocasts_cache_would_sum_up_in_its_precision(tmp_path, monkeypatch):
     _, truth = gradients("none", 1, "fp64", 0.0)
     off, on = (error(gradients("full", 5, "bf16", 0.0, it)[1], truth) for it in (False, True))
     assert on > 1.05 * off
-    forward, caches = MLP.forward, set()
+    feed_forward, caches = Block.feed_forward, set()
 
-    def spy(mlp: MLP, x: Tensor) -> Tensor:
+    def spy(block: Block, x: Tensor) -> Tensor:
         caches.add((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
-        return forward(mlp, x)
+        return feed_forward(block, x)
 
-    monkeypatch.setattr(MLP, "forward", spy)
+    monkeypatch.setattr(Block, "feed_forward", spy)
     flags = "--amp-dtype=bfloat16 --use-activation-checkpoint --mlp-chunks=2 --num-steps=1"
     assert train_here(tmp_path / "run.pt", *flags.split()) == 0
     assert caches == {(True, False)}

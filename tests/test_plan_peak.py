@@ -44,16 +44,16 @@ def test_groups_are_the_peak_to_the_byte(way, setting):
 
 def test_what_differs_in_its_block_only_is_one_line(gpu):
     groups = {in_words(group)[0]: group for group in at_peak(gpu)}
-    for what in ("mlp.c_fc: output", "attn: attention", "ln_1: mean", "add: x + update"):
-        assert f"3 x blocks.*.{what}" in groups
+    for what in (".mlp.c_fc: output", ": attention", ".ln_1: mean", ": x + attention"):
+        assert f"3 x blocks.*{what}" in groups
     assert in_words(groups["40 x weight"])[1:3] == ("", "")  # no shape, no line
     assert groups["120 x optimizer state"]["why"] == "what the optimizer keeps from step to step"
     wide = groups["3 x blocks.*.mlp.c_fc: output"]
     shape = f"{3 * CONFIG.max_position_embeddings}x{CONFIG.d_ff} bf16"
-    assert in_words(wide)[1] == shape and "self.c_fc(x)" in wide["code"]
+    assert in_words(wide)[1] == shape and "self.mlp.c_fc(" in wide["code"]
     assert wide["why"] == "GELU's backward needs its input"
     # Two of them wait for the next block, one for ln_f.
-    assert groups["3 x add: x + update"]["why"] == "ln_1's backward needs its input"
+    assert groups["3 x blocks.*: x + feed_forward"]["why"] == "ln_1's backward needs its input"
     assert "ln_f: mean" in groups
     whats = [in_words(group)[0] for group in at_peak(record("full"))]
     assert "blocks.0.attn.c_attn: output" in whats  # one block alone has its number

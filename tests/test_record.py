@@ -1,17 +1,22 @@
 """A step's storages by name: all of them, to the byte, and what is said of them is so. And what a
 step tells of blocks that were not simulated is what they do."""
 
+import re
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from cases.shapes import CONFIG, SETTINGS, T, mix
 from harness.planned import CARD, planner
 from harness.records import KINDS_OF_STEPS, WAYS, B, plan, record
 
+from memory import POLICIES
 from planner import CARDS
 from planner.formulas import step_flops
-from planner.record import Record, code_of
+from planner.log import Op, Source
+from planner.record import Record, code_of, describe
 from planner.shards import GATHERED
 from planner.timeline import KINDS, StepMemory
 from planner.work import Work
@@ -85,13 +90,18 @@ GPU, SHARDS = ("cuda", {}), ("shards", {})
 @pytest.mark.parametrize(
     ("way", "of", "name", "code", "why", "until"),
     [
-        ("none", GPU, "blocks.1.mlp.c_fc: output", "self.c_fc(x)",
+        ("none", GPU, "blocks.1.mlp.c_fc: output", "self.mlp.c_fc(",
          "GELU's backward needs its input", "gelu_backward"),
-        ("none", GPU, "bfloat16 copy of blocks.1.mlp.c_proj.weight", "self.c_proj(",
+        ("none", GPU, "bfloat16 copy of blocks.1.mlp.c_proj.weight", "self.mlp.c_proj(",
          "the gradient of blocks.1.mlp.c_proj's input needs its weight", ""),
-        ("none", GPU, "blocks.1.mlp: gelu", "F.gelu(",
+        ("none", GPU, "blocks.1: gelu", "F.gelu(",
          "the gradient of blocks.1.mlp.c_proj's weight needs its input", ""),
-        ("none", GPU, "blocks.1.mlp.c_proj: output", "self.c_proj(", "on its way to add", ""),
+        ("none", GPU, "blocks.1.mlp.c_proj: output", "self.mlp.c_proj(", "on its way to add", ""),
+        ("none", GPU, "blocks.1: x + attention", "self.dropout(attention(x))",
+         "blocks.1.ln_2's backward needs its input", "native_layer_norm_backward"),
+        ("none", GPU, "blocks.1: x + feed_forward", "self.dropout(feed_forward(x))",
+         "blocks.2.ln_1's backward needs its input", "native_layer_norm_backward"),
+        ("none", GPU, "rows of token_embedding.weight", "F.embedding(", "on its way to add", "add"),
         ("plain", FP32, "head: logits", "F.linear(", "on its way to _log_softmax", ""),
         ("plain", FP32, "ln_f: output", "self.ln_f(x)",
          "the gradient of head's weight needs its input", "mm"),
@@ -99,9 +109,9 @@ GPU, SHARDS = ("cuda", {}), ("shards", {})
          "backward multiplies it by the loss's gradient", "add_"),
         ("cheap", BF16, "blocks.1: attention", "F.scaled_dot_product_attention(",
          "attention's backward needs its output", "attention_backward"),
-        ("none", DROPOUT, "add.dropout: mask", "self.dropout(update)",
+        ("none", DROPOUT, "blocks.1.dropout of feed_forward: mask", "self.dropout(feed_forward(x))",
          "dropout's backward needs its mask", "mul"),
-        ("selective", BF16, "blocks.1.mlp.c_proj: output", "self.c_proj(",
+        ("selective", BF16, "blocks.1.mlp.c_proj: output", "self.mlp.c_proj(",
          "its policy keeps it, though backward does not read it", ""),
         ("full", SHARDS, "gathered weights", "", GATHERED, ""),
     ],
@@ -119,12 +129,46 @@ def test_names_and_reasons(way, of, name, code, why, until):
         assert {s.block for s in found} == {1}
 
 
+@pytest.mark.parametrize("setting", ["cuda", "cpu"])  # (a CPU does not fuse attention)
+@pytest.mark.parametrize("way", [*POLICIES, "groups"])
+def test_each_storage_of_a_block_has_a_name_of_its_own(way, setting):
+    """In forward, in backward, and replayed: the same name as in forward."""
+    storages = record(way, setting, dropout=0.1).storages
+    made = [s for s in storages if s.block == 1 and s.operator]
+    names = Counter((s.phase, s.replayed, s.name) for s in made)
+    assert set(names.values()) == {1}
+    assert all(re.search(r"\bblocks\.", s.name) for s in made)
+    forward = {s.name for s in made if s.phase == "forward"}
+    assert {s.name for s in made if s.replayed} <= forward
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "operator", "name"),
+    [
+        ("blocks.1", "x = x + self.drop(attention(self.norm(x)))", "add", ": x + attention"),
+        ("blocks.1", "return x + 0.5 * self.feed_forward(x)", "add", ": x + feed_forward"),
+        ("blocks.1", "x = x + update", "add", ": add"),
+        ("blocks.1", "x = x * x.square().mean().rsqrt()", "rsqrt", ": rsqrt"),
+        ("blocks.1", "q = q + self.position_embedding(rows)", "add", ": add"),
+        ("blocks.1.dropout", "update = self.dropout(update)", "native_dropout", ": output"),
+        ("blocks.1.dropout", "x = self.dropout(attention(x))", "mul", " of attention: output"),
+        ("", "x = self.token_embedding(ids) + self.position_embedding(rows)", "add",
+         "x, the sum of both embeddings"),
+        ("", "x = x + y", "add", "x"),
+    ],
+)  # fmt: skip
+def test_lines_of_a_changed_model(module, code, operator, name, tmp_path, monkeypatch):
+    """What it is as far as the line tells, else its operator."""
+    monkeypatch.setattr("planner.record.ROOT", tmp_path)
+    (tmp_path / "model.py").write_text(code)
+    op = Op(operator, 1, (1, "forward", 1), Source(module, "model.py:1"))
+    assert describe(op, 0, torch.float32) == module + name
+
+
 @pytest.mark.parametrize("way", ["none", "full", "cheap"])
 def test_backwards_operators_have_the_lines_of_forwards(way):
     step = record(way)
-    parts = {"c_fc: ": "self.c_fc(x)", "c_attn: ": "self.c_attn(x)", "gelu": "F.gelu("}
-    if way == "cheap":
-        parts |= {"c_fc: ": "block.mlp.c_fc(", "c_attn: ": "block.attn.c_attn("}
+    parts = {"c_fc: ": "self.mlp.c_fc(", "c_attn: ": "self.attn.c_attn(", "gelu": "F.gelu("}
     for part, code in parts.items():
         found = [s for s in step.storages if part in s.name and "copy" not in s.name]
         assert {s.phase for s in found} == {"forward", "backward"}
@@ -147,7 +191,8 @@ def test_what_is_replayed():
     assert not [s.why for s in full.storages if s.replayed and "replay" in s.why]
     assert np.count_nonzero(np.diff(full.replays.astype(int)) == 1) == 3
     again = [s.name for s in cheap.storages if s.replayed]
-    assert again.count("blocks.1.ln_1: output") == 1 and "gelu" in again and cheap.replays.any()
+    assert cheap.replays.any() and again.count("blocks.1.ln_1: output") == 1
+    assert again.count("blocks.1: gelu") == 1  # of a block's part, which runs without the block
     assert not none.replays.any() and not any(s.replayed for s in none.storages)
 
 
