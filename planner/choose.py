@@ -112,7 +112,7 @@ def rungs(planner: Planner) -> list[str]:
     """RUNGS; under shards, which are gathered block by block, no group of blocks; without fused
     attention, nothing that keeps the result of its operator."""
     left_out = {"full/2"} if planner.shards > 1 else set()
-    if not planner.fused:
+    if planner.device_type == "mps":
         left_out |= {name for name, policy in POLICIES.items() if policy.by_operator}
     return [rung for rung in RUNGS if rung not in left_out]
 

@@ -7,7 +7,7 @@ formulas.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memory import HostMemory, Schedule, expanded, head, offload, policies, write
@@ -65,8 +66,6 @@ class Planner:
     def __post_init__(self) -> None:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
-        self.kernels = self.device_type == "cuda"  # there they need memory of their own, too
-        self.fused = self.device_type != "mps"  # attention; else it keeps its scores, (B, H, T, T)
         self.sequence = SharedSequence(0, self.sharing, config.n_heads, nothing_sent)
         self.tokens = self.sequence.cut(self.seq_len).stop  # of a sequence
         self.fake = FakeTensorMode()
@@ -77,9 +76,6 @@ class Planner:
         with self.fake:
             self.model = MiniGPT(config).train()
             self.model.embed = partial(cast(Any, self.model.embed), on_cpu=self.on_cpu)
-            if self.kernels:  # CUDA fuses attention with dropout, a CPU does not
-                for block in self.model.blocks:
-                    block.attn.dropout = 0.0  # type: ignore[union-attr]  # no mask is stored
             if self.sharing > 1:
                 self.sequence.surround(self.model)
             if self.gather_in_low:
@@ -90,11 +86,7 @@ class Planner:
             whole = [*self.model.named_parameters(), *self.own.named_parameters()]
             self.names = {parameter: name for name, parameter in whole}
             self.optimizer = self.make_optimizer(self.own)
-            # The first step makes the optimizer's state; all others find it there.
-            for parameter in self.own.parameters():
-                parameter.grad = torch.empty_like(parameter)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            make_state(self.optimizer, self.own.parameters())
 
     def step(self, batch_size: int, **memory: Any) -> StepMemory:
         """A step on `batch_size` sequences. `memory`: changes of the config (recompute="full")."""
@@ -167,7 +159,6 @@ class Planner:
         `sources`: the log is to name who asks for each operator.
         """
         model, parameters = self.model, list(self.own.parameters())
-        in_low = self.precision != torch.float32
         # Gradients from an earlier micro-batch, or of blocks that are left out of this step.
         made_before = self.waiting.union(self.own.blocks[config.n_layers :].parameters())
         with self.fake:
@@ -177,41 +168,31 @@ class Planner:
                 parameter.grad = torch.empty_like(parameter)
             batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             ids, labels = batch[:, :, : self.tokens]
-        log = Log(sources, inside=inside if self.kernels else None)
-        host = WholeBlocks(log)
-        model.config, cast(Schedule, model.schedule).host = config, host
-        if not self.on_cpu:
-            host.device = torch.device("meta")  # anything but the fake GPU
         with (
-            self.fake,
-            log,
+            simulated_on(self.device_type, self.fake, sources) as log,
             replaced(model, blocks=model.blocks[: config.n_layers]),
             replaced(head, **self.less_of_head(log)),
             replaced(policies, by_chunks=by_few_chunks(log)),
             replaced(torch, **{name: self.noting(name) for name in COMPOSED_ON_CPU}),
-            replaced(F, dropout=fused_dropout if self.kernels else F.dropout),
-            sources.listen() if sources else nullcontext(),
-            nullcontext() if self.fused else sdpa_kernel(SDPBackend.MATH),
-            torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
             ExitStack() as hooks,
         ):
+            host = WholeBlocks(log)
+            model.config, cast(Schedule, model.schedule).host = config, host
+            if not self.on_cpu:
+                host.device = torch.device("meta")  # anything but the fake GPU
             how = log, self.on_cpu, self.gather_in_low, self.sums
             shards = Gathering(model, self.own, self.shards, *how) if self.shards > 1 else None
-            for handle in (shards.hooks() if shards else []) + follow(model, log):
+            for handle in (shards.hooks() if shards else []) + follow(
+                model.blocks, model.ln_f, log
+            ):
                 hooks.enter_context(handle)
-            self.name_what_is_there(log)
+            name_what_is_there(log, self.names, self.optimizer, self.sums)
             log.name(batch, "activations", "token ids and labels")  # backward will want them
-            if self.kernels:
-                why = "its kernels work in them"
-                log.add_bytes(workspaces(), "workspaces of cuBLAS", why, 0, math.inf)
-            log.enter("forward")
-            with torch.autocast("cpu", self.precision, enabled=in_low, cache_enabled=False):
-                loss = model(ids, labels)
-            log.forward_end = log.now
-            loss.backward()
+            forward = partial(model, ids, labels)
+            loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
             if shards:
                 shards.end_backward()
-            self.name_what_is_there(log)
+            name_what_is_there(log, self.names, self.optimizer, self.sums)
             if self.compress:  # they are gone when the average is there
                 copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
                 for copy in copies:
@@ -220,6 +201,7 @@ class Planner:
             log.enter("optimizer")
             self.update(log, parameters)
             self.optimizer.zero_grad(set_to_none=True)
+            del loss  # which the trainer holds until then
         for buffer in host.made:  # in the first step; all others find them there
             log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
             log.find(buffer).born = 0
@@ -279,19 +261,6 @@ class Planner:
                 chunk += times
 
         return {"loss_by_chunks": once, "starts_of_chunks": starts_of_few}
-
-    def name_what_is_there(self, log: Log) -> None:
-        """Weights, gradients as far as there are any, and the optimizer's state."""
-        for parameter, name in self.names.items():
-            if parameter in self.optimizer.state:  # (what is gathered from shards is in none)
-                log.name(parameter, "parameters", name)
-                for state, tensor in self.optimizer.state[parameter].items():
-                    log.name(tensor, "optimizer", f"{state} of {name}")
-            else:  # whole, of shards: its bytes are those of what was gathered
-                log.find(parameter).name = name
-            gradient = self.sums.get(parameter, parameter.grad)
-            if gradient is not None:
-                log.name(gradient, "gradients", f"gradient of {name}")
 
     @property
     def waiting(self) -> set[nn.Parameter]:
@@ -400,29 +369,139 @@ class OtherChunks(torch.autograd.Function):
         return torch.empty(gradient.shape, dtype=ctx.dtype), None
 
 
-def follow(model: MiniGPT, log: Log) -> list[RemovableHandle]:
-    """Hooks that tell the log which part of the model is at work: forward, backward, replays."""
+# ---- of any model
 
-    def enter_block(i: int, block: nn.Module, args: tuple[Tensor]) -> None:
-        phase = log.phase
-        log.enter(phase, i)
-        if phase == "forward" and i > 0:  # backward of block i ends with its input's gradient
-            args[0].register_hook(lambda _: log.enter("backward", i - 1))
 
-    def enter_head(ln_f: nn.Module, args: tuple[Tensor], x: Tensor) -> None:
-        log.enter("head")
-        x.register_hook(lambda _: log.enter("backward", len(model.blocks) - 1))
+@contextmanager
+def simulated_on(
+    device_type: str, fake: FakeTensorMode, sources: Sources | None = None
+) -> Iterator[Log]:
+    """A log of what runs while this is entered, on fake tensors.
 
+    They are the CPU's in any case. For "cuda" its fused dropout and attention are put in, and the
+    workspaces of its kernels; on "mps" neither is fused where it is trained.
+    """
+    on_cuda = device_type == "cuda"
+    with (
+        fake,
+        Log(sources, inside=inside if on_cuda else None) as log,
+        replaced(F, **(FUSED if on_cuda else {})),
+        sources.listen() if sources else nullcontext(),
+        # (Attention that is not fused keeps its scores, (B, H, T, T).)
+        sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),
+        torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
+    ):
+        if on_cuda:
+            log.add_bytes(
+                workspaces(), "workspaces of cuBLAS", "its kernels work in them", 0, math.inf
+            )
+        yield log
+
+
+def make_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """The first step makes the optimizer's state; all others find it there."""
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def forward_and_backward(
+    log: Log, forward: Callable[[], Tensor], precision: torch.dtype, cache_enabled: bool
+) -> Tensor:
+    """Run `forward` under autocast (float32: without), and backward; return the loss.
+
+    `cache_enabled`: autocast keeps its copies of weights until forward ends.
+    """
+    enabled = precision != torch.float32
+    log.enter("forward")
+    with torch.autocast("cpu", precision, enabled, cache_enabled):
+        loss = forward()
+    log.forward_end = log.now
+    if log.phase == "forward":  # else the head's gradients come first
+        log.enter("backward")
+    loss.backward()
+    return loss
+
+
+def name_what_is_there(
+    log: Log,
+    names: Mapping[Any, str],
+    optimizer: torch.optim.Optimizer,
+    sums: Mapping[Any, Tensor],
+) -> None:
+    """Name weights (`names`), the optimizer's state, and the gradients that are there.
+
+    `sums`: weight -> the sum of its gradients, where it is not weight.grad.
+    """
+    for weight, name in names.items():
+        log.find(weight).name = name  # whole, of shards: its bytes are those of what was gathered
+        named = [
+            (weight if weight in optimizer.state else None, "parameters", name),
+            (sums.get(weight, weight.grad), "gradients", f"gradient of {name}"),
+            *(
+                (its, "optimizer", f"{state} of {name}")
+                for state, its in optimizer.state.get(weight, {}).items()
+            ),
+        ]
+        for tensor, kind, its_name in named:
+            if isinstance(tensor, Tensor):  # there is one
+                log.name(tensor, kind, its_name)
+
+
+def follow(
+    blocks: nn.ModuleList | list[nn.Module], last: nn.Module, log: Log
+) -> list[RemovableHandle]:
+    """Hooks that tell the log which part of the model is at work: forward, backward, replays.
+
+    The head begins behind `last`: the last block, or what comes after it.
+    """
+
+    def enter_block(i: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        log.enter(log.phase, i)
+        if log.phase == "forward" and i > 0:  # backward of block i ends with its input's gradient
+            when_gradient_is_there((args, kwargs), i - 1)
+
+    def enter_head(last: nn.Module, args: tuple, output: Any) -> None:
+        if log.phase == "forward":  # no replay
+            log.enter("head")
+            when_gradient_is_there(output, len(blocks) - 1)
+
+    def when_gradient_is_there(tensors: Any, i: int) -> None:
+        """That of the first tensor that has one: backward is in block i from then on."""
+        leaves = filter(torch.is_tensor, tree_leaves(tensors))
+        for tensor in [leaf for leaf in leaves if leaf.requires_grad][:1]:
+            tensor.register_hook(lambda _: log.enter("backward", i))
+
+    between = [] if last in blocks else [last]
     return [
-        model.ln_f.register_forward_pre_hook(lambda *_: log.enter("forward")),
-        model.ln_f.register_forward_hook(enter_head),
+        *(module.register_forward_pre_hook(lambda *_: log.enter("forward")) for module in between),
+        last.register_forward_hook(enter_head),
         *(
-            block.register_forward_pre_hook(partial(enter_block, i))
-            for i, block in enumerate(model.blocks)
+            block.register_forward_pre_hook(partial(enter_block, i), with_kwargs=True)
+            for i, block in enumerate(blocks)
         ),
     ]
 
 
-def fused_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
-    """Dropout as CUDA does it: what it keeps is a mask of one byte an element."""
-    return torch.ops.aten.native_dropout(x, p, training)[0] if p else x
+# ---- what CUDA fuses
+
+ATTENTION = F.scaled_dot_product_attention
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Attention that keeps no mask of its dropout."""
+    return ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
+
+
+def fused_dropout(
+    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Dropout that keeps a mask of one byte an element."""
+    return torch.ops.aten.native_dropout(x, p, training)[0] if p and training else x
+
+
+FUSED = {"dropout": fused_dropout, "scaled_dot_product_attention": fused_attention}

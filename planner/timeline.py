@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,8 @@ MOST_RUNS = 30  # of operators that repeat, one after the other
 class StepMemory:
     """The memory of one training step, in bytes, after each of its operators."""
 
-    config: MiniGPTConfig
-    batch_size: int
+    config: Any  # MiniGPTConfig, or None: another model (planner/any_model.py)
+    batch_size: int  # 0 of another model, whose batch may be anything
     seq_len: int
     timeline: np.ndarray  # (operators + 1, len(KINDS)) int64
     places: list[Place]  # (from this operator on, phase, block)
@@ -105,9 +105,9 @@ class Shown(NamedTuple):
 
 def summarize(
     log: Log,
-    config: MiniGPTConfig,
-    batch_size: int,
-    seq_len: int,
+    config: MiniGPTConfig | None = None,
+    batch_size: int = 0,
+    seq_len: int = 0,
     shown: list[Shown] | None = None,
     most_runs: int = MOST_RUNS,
 ) -> StepMemory:
@@ -116,7 +116,10 @@ def summarize(
     Its storages are sorted by kind, and added up operator by operator. In the timeline the head's
     chunks repeat at most `most_runs` times.
     """
-    shown = shown or [Shown(i, range(i, i + 1)) for i in range(config.n_layers)]
+    shown = shown or [
+        Shown(i, range(i, i + 1))
+        for i in range(max((1 + block for *_, block in log.places if block is not None), default=0))
+    ]
     times = {None: 1} | {i: len(its.blocks) for i, its in enumerate(shown)}
     # One place of each call, forward or backward. (A group's replay goes through all its blocks.)
     parts = groupby(log.places, lambda at: (at[1], at[2] is not None and shown[at[2]].call))
@@ -150,7 +153,7 @@ def summarize(
         timeline=changes[order].cumsum(axis=0),
         places=places_of(log, shown, order),
         kept=kept_beside + kept_by_blocks,
-        kept_per_block=kept_by_blocks / config.n_layers,
+        kept_per_block=kept_by_blocks / max(1, sum(len(its.blocks) for its in shown)),
         moved=[size for size, block in log.moved for _ in range(times[block])],
         ops=what_moves(log.ops),
         repeats=blocks + log.repeats + log.repeats_of_work,

@@ -329,7 +329,7 @@ def record_step(step: StepMemory, args: argparse.Namespace) -> Record:
     run = benchmark_worker.make_run(args, job, choose_device(args.device))
     run.clock = marks
     benchmark_worker.timed_step(run)  # the first one makes AdamW's moments
-    follow(run.model, marks)
+    follow(run.model.blocks, run.model.ln_f, marks)
     times, total, events = benchmark_worker.record_step(run)
     parts = [operator for operator, phase, _ in step.places if phase]
     begun = sorted(event.start_ns() for event in events if event.name() == "## part")
