@@ -90,7 +90,9 @@ def test_autocasts_cache_would_sum_up_in_its_precision(tmp_path, monkeypatch):
     monkeypatch.setattr(Block, "feed_forward", spy)
     flags = "--amp-dtype=bfloat16 --use-activation-checkpoint --mlp-chunks=2 --num-steps=1"
     assert train_here(tmp_path / "run.pt", *flags.split()) == 0
-    assert caches == {(True, False)}
+    assert {cache for in_low, cache in caches if in_low} == {
+        False
+    }  # (the check at the start has none)
 
 
 @settings(deadline=None, derandomize=True)

@@ -221,7 +221,7 @@ def test_the_ladder_says_what_dropout_costs_and_shows_a_policy_as_it_is():
     assert f"{cost['full'] - without['full']:.1%}".replace("%", " %") in words_of("ladder.md")
     more = {rung for rung in cost if cost[rung] > without[rung]}
     assert more == {"full", "full/2", "sdpa", "qkv"}
-    body = DOCS["ladder.md"].partition("def replay_attention(block, x):\n")[2].partition("```")[0]
+    body = DOCS["ladder.md"].partition("def cheap(block, x):\n")[2].partition("```")[0]
     assert body and body in (ROOT / "memory/policies.py").read_text("utf-8")
 
 
