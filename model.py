@@ -5,7 +5,7 @@ GELU, biases, and a head that shares its weight with the token embedding.
 
 Start at `MiniGPT.forward`: it is the whole model, and the line that this project is about stands in
 it, the call of `checkpoint`. The file needs only torch, and can be copied alone. The folder memory/
-adds techniques that keep less for backward, made of the parts that stand here.
+beside it adds techniques that keep less for backward, made of the parts of a block that stand here.
 
 Shapes: B batch, T time (position), C channels (d_model), H heads, D = C / H, V vocabulary.
 """
@@ -22,16 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# The KV cache of a text: keys and values (B, H, tokens, D) so far, of each attention.
+# The KV cache of a text: of each Attention, keys and values (B, H, tokens so far, D). {}: empty.
 Past = dict[nn.Module, tuple[Tensor, Tensor]] | None
+TECHNIQUES: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
 
 @dataclass(frozen=True)
 class MiniGPTConfig:
-    """Shape of a MiniGPT (by default GPT-2 small's, 124M), and how it spends memory.
-
-    Raises ValueError, which names the field, if a value is impossible.
-    """
+    """Shape of a MiniGPT (by default GPT-2 small's, 124M), and how it spends memory. Raises
+    ValueError, which names the field, if a value is impossible."""
 
     vocab_size: int = 50257
     max_position_embeddings: int = 1024
@@ -40,11 +39,11 @@ class MiniGPTConfig:
     d_model: int = 768
     d_ff: int = 3072
     dropout: float = 0.1
-    # The memory side: what is kept for backward. No result changes (but by rounding in chunks of
-    # the MLP). All but none, full, 0 and 1 needs memory/.
-    recompute: str = "none"  # "full": a checkpoint around each block; and more: memory.expand
-    loss_chunks: int = 0  # head and loss in n chunks of tokens; 1 = all at once, 0 = choose n
-    mlp_chunks: int = 1  # so does backward replay the MLP half of a block, if that is replayed
+    # What is kept for backward. It changes no result (chunks of the MLP: rounding).
+    recompute: str = "none"  # "full": a checkpoint around each block. With memory/: see its expand
+    # Chunks of tokens need memory/; alone there is one. 0 = memory/ chooses how many.
+    loss_chunks: int = 0  # for the head and the loss
+    mlp_chunks: int = 1  # for the MLP half of a block, when backward replays it
 
     def __post_init__(self) -> None:
         shape = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split()
@@ -57,8 +56,10 @@ class MiniGPTConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
         if self.recompute not in ("none", "full") or self.loss_chunks > 1 or self.mlp_chunks != 1:
+            if not hasattr(TECHNIQUES, "written"):
+                raise ImportError(f"this needs the folder memory/ beside model.py: {self}")
             # What is the same is spelled the same: "mlp:12,cheap" of 12 blocks is "mlp".
-            object.__setattr__(self, "recompute", importlib.import_module("memory").written(self))
+            object.__setattr__(self, "recompute", TECHNIQUES.written(self))
 
 
 class Attention(nn.Module):
@@ -69,24 +70,24 @@ class Attention(nn.Module):
         self.head_size = config.d_model // config.n_heads
         self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)  # q, k and v in one matmul
         self.c_proj = nn.Linear(config.d_model, config.d_model)
-        self.dropout = config.dropout  # a number: the fused kernel drops by itself
+        self.dropout = config.dropout  # a number: attention's kernel draws the mask
 
     def attend(self, qkv: Tensor, past: Past = None) -> Tensor:
-        """(B, T, 3C) -> (B, T, C); between them q, k and v, each (B, H, T, D), of any H heads."""
+        """(B, T, 3C) -> (B, T, C); between them q, k and v, (B, H, T, D). (SP: some heads.)"""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
         if past is not None:
             if self in past:  # k and v of all tokens so far; a single q sees them all
                 k, v = torch.cat([past[self][0], k], dim=2), torch.cat([past[self][1], v], dim=2)
             past[self] = k, v
-        # A fused kernel never holds the (B, H, T, T) scores: its backward computes them again.
+        # Fused, it never holds the (B, H, T, T) scores: backward computes them again.
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
         return y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, on each position alone."""
+    """Two linear layers, on each position alone; Block has the GELU between them."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
@@ -95,10 +96,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: x (B, T, C) -> (B, T, C).
-
-    A policy of memory/policies.py calls the same parts, some in activation checkpoints.
-    """
+    """One transformer block: x (B, T, C) -> (B, T, C). Its halves are cut into parts before and
+    behind their largest tensors, for policies: functions of memory/policies.py that call the same
+    parts, some in activation checkpoints. Both halves are added in `add`."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
@@ -145,7 +145,7 @@ def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
-    """The mean cross-entropy of all tokens' logits."""
+    """The mean cross-entropy of the labels that are not -100, in x's precision, in one chunk."""
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(x.dtype), labels.flatten())
 
 
@@ -155,8 +155,8 @@ class MiniGPT(nn.Module):
     `model(input_ids, labels)`, each (B, T) int64, returns the mean cross-entropy in nats, a scalar.
     Labels are already shifted by one (labels[:, t] follows input_ids[:, t]); -100 = no loss here.
     `model(input_ids)` returns logits (B, T, V). `start`: position of the first token (train_sp.py).
-    `past`: the KV cache of a text. Tokens follow those in it, one at a time, in eval(), and join
-    them; logits are the last ones then, (B, 1, V). Raises ValueError: else, or too many in all.
+    `past`: a KV cache, {} with the first tokens of a text, then one token a call; eval() only.
+    Logits are then the last token's, (B, 1, V). Raises ValueError for what cannot be.
     """
 
     def __init__(self, config: MiniGPTConfig):
@@ -167,9 +167,10 @@ class MiniGPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
+        # Three functions, to be called with this model's tensors; memory/ puts others around them.
         self.schedule, self.embed, self.head_loss = schedule, embed, head_loss
-        if importlib.util.find_spec("memory"):  # three functions that do the same, and keep less
-            importlib.import_module("memory").compose(self)
+        if hasattr(TECHNIQUES, "compose"):
+            TECHNIQUES.compose(self)
         self.init_weights()
 
     def forward(
@@ -178,23 +179,22 @@ class MiniGPT(nn.Module):
         T, limit = input_ids.size(1), self.config.max_position_embeddings
         if past:
             start = next(iter(past.values()))[0].size(2)
-        if start + T > limit or past is not None and (self.training or past and T > 1):
-            raise ValueError(
-                f"{T} tokens behind {start}, but max_position_embeddings is {limit}, and a KV "
-                "cache takes one token at a time (the first ones together), of a model in eval()"
-            )
+        if past is not None and (self.training or past and T > 1):
+            raise ValueError("a KV cache takes one token a call, behind its first ones, in eval()")
+        if start + T > limit:
+            raise ValueError(f"{start + T} tokens, but max_position_embeddings is {limit}")
         positions = torch.arange(start, start + T, device=input_ids.device)
         x, head_weight = self.embed(self.token_embedding, input_ids)
         x = self.dropout(x + self.position_embedding(positions))  # (B, T, C)
-        random = self.config.dropout > 0
+        has_dropout = self.config.dropout > 0
         for block, recompute in self.schedule(self):
             if recompute:
-                # The activation checkpoint keeps x for backward, nothing else. Backward runs the
-                # block again, with the same dropout masks (torch keeps the RNG's state), up to the
-                # last tensor that it needs: a matmul's input or, with dropout, a mask.
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=random)
+                # The activation checkpoint keeps x, and the RNG's state for dropout. Backward runs
+                # the block again, with the same masks, up to the last tensor that it needs: the
+                # input of mlp.c_proj or, with dropout, the mask behind that.
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
-                x = block(x, past)  # every intermediate is kept, but for what a policy replays
+                x = block(x, past)  # autograd keeps every intermediate
 
         x = self.ln_f(x)
         if labels is None:
@@ -203,9 +203,9 @@ class MiniGPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, part: Callable[[Tensor, Tensor], Tensor] = lambda new, _: new) -> None:
-        """GPT-2's: N(0, 0.02); what writes to the residual stream by sqrt(2 n_layers) smaller, so
-        that its variance does not grow with depth. Drawn on the CPU: one seed, one model on every
-        device. `part(new, weight)`: what of it a sharded weight takes."""
+        """GPT-2's: N(0, 0.02); projections to the residual stream have 1 / sqrt(2 n_layers) of that
+        deviation, or its variance would grow with depth. Drawn on the CPU: one seed, one model on
+        every device. `part(new, weight)` returns the rows that this process has (train_fsdp.py)."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
@@ -219,7 +219,7 @@ class MiniGPT(nn.Module):
         """Continue `input_ids` (B, T >= 1), as `sample` says how: yields token by token (B, 1)."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
-        text, new, past = input_ids, input_ids, dict[Any, Any]()
+        text, new, past = input_ids, input_ids, dict[nn.Module, Any]()
         try:
             for _ in range(max_new_tokens):
                 if text.size(1) > limit:
