@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -56,7 +57,7 @@ def check_techniques(
             if policy != "none" and (wrong := compare(model, i, policy, device, precision)):
                 raise UsageError(
                     f"--use-activation-checkpoint: block {i} under {policy} is not the block of "
-                    f"model.py: {wrong}; docs/change.md says why, and none trains it as it is"
+                    f"model.py: {wrong}; see docs/change.md, or take none"
                 )
 
 
@@ -112,25 +113,29 @@ def compare(
         config=config, blocks=[block.train()], training=True, parameters=block.parameters
     )
     x, grad = torch.randn(2, 1, TOKENS, config.d_model, device=device).unbind()
-    x.requires_grad_()
-    before = random.getstate()
+    inputs = {"x": x.requires_grad_()} | dict(block.named_parameters())
+    inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
+    before = random.getstate(), np.random.get_state()
 
-    def run(calls: Iterable) -> list[Tensor | None]:
+    def run(calls: Iterable) -> tuple[list[Any], object]:
         torch.manual_seed(0)
         random.seed(0)
+        np.random.seed(0)
         y, has_dropout = x * 1, config.dropout > 0
         low = precision != torch.float32
         with torch.autocast(device.type, precision, enabled=low, cache_enabled=False):
             for call, recompute in calls:
                 y = checkpoint(call, y, random=has_dropout) if recompute else call(y)
-        found = [y, *torch.autograd.grad(y, [x, *block.parameters()], grad, allow_unused=True)]
-        # A replay that draws, but not the same numbers again, leaves another state behind.
-        return [*found, generator_of(device).get_state(), torch.tensor(random.getstate()[1])]
+        found = [y, *torch.autograd.grad(y, [*inputs.values()], grad, allow_unused=True)]
+        drawn = generator_of(device).get_state().tolist(), random.random(), np.random.random()
+        return found, drawn
 
     try:
         # (On a GPU fused attention adds in any order.)
         with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
-            plain, found = run([(block, False)]), run(model.schedule(alone))
+            (plain, drawn), (found, then) = run([(block, False)]), run(model.schedule(alone))
+        if drawn != then:
+            return "a replay draws other random numbers, of which config.dropout does not know"
         if POLICIES[policy].cuts_mlp and config.mlp_chunks != 1 and differs(block.feed_forward, x):
             return "its MLP half looks at other tokens, and --mlp-chunks is not 1"
     except torch.OutOfMemoryError:
@@ -138,9 +143,9 @@ def compare(
     except (AttributeError, LookupError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     finally:
-        random.setstate(before)
-    names = "the result", "the gradient of x", *(name for name, _ in block.named_parameters())
-    names += "the state of torch's random numbers", "the state of Python's random numbers"
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+    names = "its result", *(f"the gradient of {name}" for name in inputs)
     pairs = zip(names, plain, found, strict=True)
     return next((f"{name} differs" for name, a, b in pairs if not same(a, b)), "")
 
