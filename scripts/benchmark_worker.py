@@ -143,13 +143,6 @@ def record_step(run: Run) -> tuple[np.ndarray, np.ndarray, Any]:
         before = torch.cuda.memory_allocated()
     with profile(profile_memory=True) as profiler:
         timed_step(run)
-    times, sizes, events = allocations(profiler, kind)
-    return times, before + sizes, events
-
-
-def allocations(profiler: profile, kind: str) -> tuple[np.ndarray, np.ndarray, Any]:
-    """(nanoseconds, the bytes that tensors take from each of them on, more than when it began; all
-    of the profiler's events). `kind`: of device."""
     result: Any = profiler.profiler  # (tables that it makes itself have sums only)
     events = result.kineto_results.events()
     changes = [  # with a minus, when a tensor goes
@@ -158,7 +151,7 @@ def allocations(profiler: profile, kind: str) -> tuple[np.ndarray, np.ndarray, A
         if event.name() == "[memory]" and event.device_type().name.lower() == kind
     ]
     times, sizes = np.array(sorted(changes, key=lambda change: change[0])).T
-    return times, sizes.cumsum(), events
+    return times, before + sizes.cumsum(), events
 
 
 def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:

@@ -6,12 +6,11 @@ ladder             what does each policy save and cost?                         
 block_picture      what does each policy keep of a block? (a picture)              seconds
 memory_timeline    where does a step's memory go? (scripts.memory_timeline)        half a minute
 long               how long may a sequence be, knob by knob?                       15 minutes
-compiler           does the compiler choose better than a policy?                  4 minutes
 cards              which card trains what?                                         3 minutes
 gpu                what does this project do on a GPU?                             an hour
 calculator_tables  which shapes and cards does docs/calculator.js know?            a second
-optimizers         what do Muon and moments in bfloat16 do to loss and time?       half an hour
-fine_tuning        what do trained weights save?                                   3 minutes
+
+README.md tells how results were made that have no study here.
 """
 
 import scripts  # noqa: F401  (what a user may do to any tool at any time: Ctrl-C, `| head`)

@@ -7,6 +7,7 @@ python -m studies.make_results --only cards          # one of those that take lo
 What the documents show stands in studies/results/. A command writes there only if it is told to;
 what it makes by default goes to out/, which git ignores. A file of numbers says which command made
 it; studies/__init__.py says how long that takes, and what measures time wants an idle machine.
+studies/README.md says how those were made whose study is gone.
 tests/test_results.py computes some of the numbers again, and knows if one of them no longer comes
 out of the code.
 """
@@ -24,6 +25,7 @@ from studies.common import study_parser
 ROOT = Path(__file__).parent.parent
 FOLDER = "studies/results"
 QUICK = ("memory_timeline", "block_policies", "ladder")
+ONCE = {"optimizers", "fine_tuning", "compiler"}  # studies/README.md tells how
 MORE = {
     "block_policies": [f"python -m studies.block_picture --out {FOLDER}"],
     "memory_page": [  # the page; its picture is a screenshot, 1,200 pixels wide
@@ -45,7 +47,7 @@ MORE = {
 
 def commands() -> dict[str, list[str]]:
     """Name -> what makes it, one after the other, from the project's root."""
-    files = sorted((ROOT / FOLDER).glob("*.json"))
+    files = (file for file in sorted((ROOT / FOLDER).glob("*.json")) if file.stem not in ONCE)
     return {file.stem: [json.loads(file.read_text())["command"]] for file in files} | MORE
 
 

@@ -6,41 +6,33 @@ Here are the pictures, the ladder and the studies of trainings; other results ha
 import argparse
 import json
 import shlex
+import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
+from importlib.util import find_spec
 from statistics import mean
 from unittest.mock import Mock
 
 import pytest
 import torch
-from harness.runs import ROOT, TINY
+from harness.runs import ROOT
 from test_model import TINY as OF_MODEL
 from test_readme import DOCS, README, cells
 
-from data import find_dataset
 from memory import RECOMPUTE_POLICIES
 from model import MiniGPTConfig
 from planner.formulas import count_parameters, step_flops
 from scripts import benchmark
 from scripts.kept_tensors import kept_by_one_block
 from scripts.style import relative_flops
-from studies import (
-    block_picture,
-    compiler,
-    fine_tuning,
-    ladder,
-    long,
-    make_results,
-    memory_timeline,
-    optimizers,
-)
+from studies import block_picture, ladder, long, make_results, memory_timeline
 from studies.block_picture import BATCH_SIZE, GPT2_SMALL, SEQ_LEN
+from trainer.flags import build_parser, fill_in
 
 FOLDER = ROOT / make_results.FOLDER
 CHEAP = ("plain", "none", "full")  # rungs whose GPT-2 small is simulated here, with 2 sequences
 REMAKE = "if the change is meant: python -m studies.make_results"
-KINDS = [(name, dtype) for name in optimizers.OPTIMIZERS for dtype in optimizers.MOMENTS]
 
 
 def read(name: str) -> dict:
@@ -52,9 +44,12 @@ def words_of(document: str) -> str:
 
 
 def test_each_file_has_the_command_that_makes_it():
-    known = make_results.commands()
-    for file in FOLDER.glob("*.json"):
+    known, files = make_results.commands(), {*FOLDER.glob("*.json")}
+    once = {file for file in files if file.stem in make_results.ONCE}
+    assert len(once) == len(make_results.ONCE)
+    for file in files - once:
         assert f"--json {make_results.FOLDER}/{file.name}" in known[file.stem][-1]
+    assert all(find_spec(shlex.split(line)[2]) for lines in known.values() for line in lines)
     drawn = {name for name in known if not (FOLDER / f"{name}.json").exists()}
     drawn |= {"long", *(f"memory_{name}" for name in ("timeline", "frontier", "made_of"))}
     assert {file.stem for file in FOLDER.glob("*.png")} == drawn
@@ -65,12 +60,12 @@ def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsy
     monkeypatch.setattr(make_results.subprocess, "run", run)
     assert make_results.main(["--list"]) == 0 and not run.called
     assert "    python -m studies.ladder --json " in capsys.readouterr().out
-    assert make_results.main([]) == 2 and make_results.main(["--only", "fine_tuning"]) == 0
+    assert make_results.main([]) == 2 and make_results.main(["--only", "cards"]) == 0
     assert all(call.kwargs == {"cwd": ROOT} for call in run.call_args_list)
     *quick, last = ([*call.args[0]] for call in run.call_args_list)
     of_quick = "scripts.memory_timeline studies.block_picture studies.ladder".split()
     assert [words[2] for words in quick] == of_quick
-    command = "-m studies.fine_tuning --json studies/results/fine_tuning.json".split()
+    command = "-m studies.cards --json studies/results/cards.json".split()
     assert last == [sys.executable, *command]
 
 
@@ -138,34 +133,6 @@ def test_the_document_has_the_studys_table():
 def test_a_length_is_found_again(way):
     found = long.longest("gpt2", *way)
     assert found in read("long")["found"]
-
-
-# ---- The compiler's own choice
-
-
-def test_a_budget_is_compared_with_the_best_mix_that_needs_no_more():
-    ours = [compiler.Counted(f"{peak}", peak, flops, True) for peak, flops in
-            [(100, 10.0), (50, 14.0), (40, 12.0), (20, 20.0)]]  # fmt: skip
-    for peak, flops in [(100, 10), (999, 10), (70, 11), (40, 12), (30, 16), (20, 20), (19, None)]:
-        assert compiler.ours_at(peak, ours) == flops
-
-
-@pytest.mark.slow
-def test_what_the_compiler_does_is_counted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compiler, "CONFIG", SMALL)
-    monkeypatch.setattr(compiler, "POLICIES", ("none", "full"))
-    monkeypatch.setattr(compiler, "BUDGETS", (0.5,))
-    file = tmp_path / "compiler.json"
-    assert compiler.main(["--json", str(file)]) == 0
-    none, full, half = json.loads(file.read_text())["counted"]
-    # `full` replays each block to its end, as compiled code cannot stop half-way.
-    config, tokens = SMALL, compiler.BATCH * SMALL.max_position_embeddings
-    weights = 4 * config.d_model**2 + 2 * config.d_model * config.d_ff
-    attention = 2 * tokens * config.max_position_embeddings * config.d_model
-    block = 2 * tokens * weights + attention
-    assert full["flops"] - none["flops"] == config.n_layers * block
-    assert max(full["peak"], half["peak"]) < none["peak"]
-    assert "| budget 0.5 |" in capsys.readouterr().out and none["same_bits"]
 
 
 def figures_of(column: str) -> dict[str, float]:
@@ -280,84 +247,74 @@ def test_draws_or_prints(tmp_path, capsys, blocks, monkeypatch, plt):
     assert "kept (BTC)" in capsys.readouterr().out
 
 
-# ---- Trainings
+# ---- Made once: the numbers stay, and studies/README.md says how
 
 
-def test_optimizers_are_compared_like_with_like(tmp_path, capsys):
-    file = tmp_path / "found.json"
-    quick = "--num-steps 10 --eval-interval 2 --seeds 2 --rounds 2 --factors 1 3 --no-amp".split()
-    assert optimizers.main([*TINY, *quick, f"--json={file}"]) == 0
-    found, out = json.loads(file.read_text()), capsys.readouterr().out
-    rates = [(r["optimizer"], r["num_steps"], round(r["lr"], 4)) for r in found["rates"]]
-    assert rates == [(n, s, lr) for n, s in (("adamw", 10), ("muon", 6)) for lr in (0.025, 0.075)]
-    for row in found["rates"]:
-        assert [step for step, _ in row["curve"]] == list(range(2, row["num_steps"] + 1, 2))
-        assert row["val_loss"] == row["curve"][-1][1] < 4
-        assert f"lr {row['lr']}, num_steps {row['num_steps']}: validation loss" in out
-    assert [(t["precision"], len(t["step_s_all"])) for t in found["times"]] == [("float32", 2)]
-    moments = {(r["optimizer"], r["moments_dtype"], r["seed"]): r for r in found["moments"]}
-    assert [*moments] == [(*kind, seed) for kind in KINDS for seed in (1337, 1338)]
-    for name in optimizers.OPTIMIZERS:  # the sweep's best run is one of them
-        best = optimizers.best(found["rates"], name)
-        assert moments[name, "float32", 1337]["val_loss"] == best["val_loss"]
-        losses = {moments[name, dtype, 1338]["val_loss"] for dtype in optimizers.MOMENTS}
-        assert len(losses) == 2 and max(losses) - min(losses) < 0.05
+def typed_in(name: str) -> list[list[str]]:
+    """The commands of a result's section, as bash expands them, none of which runs."""
+    page = (ROOT / "studies/README.md").read_text("utf-8")
+    section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    assert all(read(name)[key] in section for key in ("torch", "date"))
+    stub = 'python() { if [ "$1" = -c ]; then "$PYTHON" "$@"; else printf "%s\\n" "$*"; fi; }\n'
+    script = stub + section.split("```bash\n")[1].split("```")[0].replace("git ", ": ")
+    how = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT, "check": True}
+    done = subprocess.run(["bash", "-eu", "-c", script], env={"PYTHON": sys.executable}, **how)
+    return [shlex.split(line) for line in done.stdout.splitlines()]
 
 
-def test_when_a_run_is_where_another_ends():
-    def row(name: str, *curve: float) -> dict:
-        steps = [(10 * i, loss) for i, loss in enumerate(curve, 1)]
-        return {"optimizer": name, "val_loss": curve[-1], "num_steps": 30, "curve": steps}
-
-    rates = [row("adamw", 5, 4, 3), row("adamw", 5, 4, 3.5), row("muon", 4, 4)]
-    never = "3.0000 after 30 steps; Muon's best is there never"
-    assert never in optimizers.describe_match(rates, [])
-    rates.append(row("muon", 3.1, 3, 2))
-    times = [{"precision": "float32", "ratio": 1.2}]
-    assert "at step 20: 0.67 of steps, 0.80 (float32) of" in optimizers.describe_match(rates, times)
-    runs = [row("random", 5, 3), row("trained", 4, 3.1), row("trained", 3, 2)]
-    assert fine_tuning.steps_to_match(runs) == [None, 10]
+def trainings_in(name: str) -> list[argparse.Namespace]:
+    parser = build_parser("train_minimal.py", "unused")
+    typed = [words for words in typed_in(name) if words[0] == "train_minimal.py"]
+    return [fill_in(parser.parse_args(flags)) for _, *flags in typed]
 
 
-def test_weights_are_compared_like_with_like(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
-    file, texts = tmp_path / "found.json", tmp_path / "texts"
-    texts.mkdir()
-    for i in range(5):
-        (texts / f"{i}.txt").write_text(f"file {i} has words of its own, {'ab' * i}\n" * 40)
-    flags = (
-        "--n-layers 1 --n-heads 2 --d-model 16 --seq-len 16 --batch-size 4 --vocab-size 270 "
-        "--no-amp --num-steps 12 --share 0.5 --eval-interval 3 --eval-tokens 64 --factors 1 0.1 "
-        f"--device cpu --json={file} --train-data {texts}"
-    ).split()
-    halves = fine_tuning.halves(fine_tuning.parse(flags))
-    assert [[path[-5] for path in half] for half in halves] == [["0", "2", "4"], ["1", "3"]]
-    assert fine_tuning.main(flags) == 0
-    out, found = capsys.readouterr().out, json.loads(file.read_text())
-    runs = [(run["from"], round(run["lr"], 5), run["steps"]) for run in found["runs"]]
-    assert runs == [("random weights", 0.025, 12), ("trained", 0.025, 6), ("trained", 0.0025, 6)]
-    random, *trained = (dict(run["curve"]) for run in found["runs"])
-    assert [*random] == [3, 6, 9, 12] and [*trained[0]] == [*trained[1]] == [3, 6]
-    assert all(curve[3] < 0.95 * random[3] for curve in trained)  # they do know something
-    assert "bits/byte, the end of random weights, reached after step: " in out
-    assert len(list(texts.iterdir())) == 5  # and nothing else
-    assert fine_tuning.main([*flags, "--train-data", str(texts / "0.txt")]) == 2
-    assert capsys.readouterr().err.startswith("error: --train-data: one file only")
+def test_the_page_has_the_commands_that_made_them():
+    found, keys = read("optimizers"), ("optimizer", "num_steps", "lr", "moments_dtype", "seed")
+    made = [{"moments_dtype": "float32", "seed": 1337} | row for row in found["rates"]]
+    wanted = {tuple(row[key] for key in keys) for row in made + found["moments"]}
+    args = trainings_in("optimizers")
+    assert {tuple(vars(one)[key] for key in keys) for one in args} == wanted
+    curves = {tuple(step for step, _ in row["curve"]) for row in found["rates"]}
+    assert curves == {tuple(range(args[0].eval_interval, n + 1, 50)) for n in (600, 1000)}
+    timed = [words[2:] for words in typed_in("optimizers") if words[0] == "-m"]
+    asked = [benchmark.build_parser().parse_args(flags) for flags in timed]
+    assert [(one.optimizer, one.no_amp, one.steps) for one in asked] == [
+        (name, row["precision"] == "float32", len(row["step_s_all"]))
+        for row in found["times"]
+        for name in row["step_s"]
+    ]
+    before, *args = trainings_in("fine_tuning")
+    runs = [(pytest.approx(run["lr"]), run["steps"]) for run in read("fine_tuning")["runs"]]
+    assert [(one.lr, one.num_steps) for one in args] == runs
+    assert [one.init_from is not None for one in args] == [False, True, True, True]
+    assert {*before.train_data}.isdisjoint(args[0].train_data)
+    (command,) = typed_in("compiler")
+    assert f"python {shlex.join(command)}" == read("compiler")["command"]
+
+
+def best(rates: list[dict], optimizer: str) -> dict:
+    return min((r for r in rates if r["optimizer"] == optimizer), key=lambda r: r["val_loss"])
+
+
+def reached(run: dict, goal: float) -> int:
+    """The step at which a run is down at the goal."""
+    return next(step for step, loss in run["curve"] if loss <= goal)
 
 
 def test_evidence_says_what_optimizers_found():
     found, text = read("optimizers"), words_of("evidence.md")
-    ends = {name: optimizers.best(found["rates"], name)["val_loss"] for name in ("adamw", "muon")}
-    step = optimizers.steps_to_match(found["rates"])
+    runs = {name: best(found["rates"], name) for name in ("adamw", "muon")}
+    ends = {name: run["val_loss"] for name, run in runs.items()}
+    step = reached(runs["muon"], ends["adamw"])
     assert f"ends at a validation loss of {ends['adamw']:.4f} after 1,000 steps" in text
     assert f"is there at step {step} and ends at {ends['muon']:.4f}" in text
     for row in found["times"]:
         assert f"{row['ratio']:.2f} times" in text and f"{row['ratio'] * step / 1000:.2f}" in text
-    losses: dict[tuple, list[float]] = {kind: [] for kind in KINDS}
+    losses = defaultdict[tuple, list[float]](list)
     for row in found["moments"]:
         losses[row["optimizer"], row["moments_dtype"]].append(row["val_loss"])
-    for name in optimizers.OPTIMIZERS:
-        means = [mean(losses[name, dtype]) for dtype in optimizers.MOMENTS]
+    for name in runs:
+        means = [mean(losses[name, dtype]) for dtype in ("float32", "bfloat16")]
         spread = max(losses[name, "float32"]) - min(losses[name, "float32"])
         assert abs(means[0] - means[1]) < spread and f"{spread:.3f}" in text
         assert all(f"{one:.4f}" in text for one in means)
@@ -379,6 +336,6 @@ def test_weights_says_what_fine_tuning_found():
     for step, *shown in cells(DOCS["weights.md"], "| step | random weights"):
         wanted = [curve.get(int(step.replace(",", ""))) for curve in curves]
         assert shown == ["" if bits is None else f"{bits:.3f}" for bits in wanted]
-    *_, of_default = fine_tuning.steps_to_match(runs)
+    of_default = reached(runs[-1], runs[0]["curve"][-1][1])
     assert f"is there after {of_default}, at the default rate" in words_of("weights.md")
     assert of_default <= runs[0]["steps"] / 3

@@ -28,7 +28,7 @@ from scripts import (
     plan_memory,
     plot_metrics,
 )
-from studies import cards, fine_tuning, ladder, memory_timeline, optimizers
+from studies import cards, ladder, memory_timeline
 
 Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
 Programs = dict[str, tuple[Callable[[list[str]], int], list[str]]]
@@ -53,8 +53,6 @@ PROGRAMS: Programs = {
     "kept_tensors": (kept_tensors.main, []),
     "lesson": (lesson.main, []),
     "ladder": (ladder.main, []),
-    "fine_tuning": (fine_tuning.main, []),
-    "optimizers": (optimizers.main, []),
 }
 
 
@@ -174,11 +172,6 @@ REFUSED_BY = {
         "--measure": "--measure needs the number of an exercise",
         "4 --mesure": "unrecognized arguments: --mesure; did you mean --measure",
     },
-    "fine_tuning": {
-        "--resume": "--resume: this script chooses it",
-        "--val-data=x": "--val-data: this script chooses it",
-    },
-    "optimizers": {"--lr=1": "--lr: this script chooses it"},
 }
 TOOLS = {
     f"{tool}: {words}": Case(tool, words, (says,))
