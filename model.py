@@ -145,8 +145,9 @@ def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
-    """The mean cross-entropy of the labels that are not -100, in x's precision, in one chunk."""
-    return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(x.dtype), labels.flatten())
+    """The mean cross-entropy of the labels that are not -100, in float32 or better, in one chunk."""
+    logits, exact = F.linear(x, weight).flatten(0, 1), torch.promote_types(x.dtype, torch.float32)
+    return F.cross_entropy(logits.to(exact), labels.flatten())
 
 
 class MiniGPT(nn.Module):
@@ -195,7 +196,6 @@ class MiniGPT(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
                 x = block(x, past)  # autograd keeps every intermediate
-
         x = self.ln_f(x)
         if labels is None:
             return F.linear(x if past is None else x[:, -1:], head_weight)

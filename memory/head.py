@@ -53,13 +53,14 @@ def embed_tied(
     embedding: nn.Embedding, ids: Tensor, plain: Embed, on_cpu: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Look up token ids (B, T) int64: their vectors (B, T, C), and the weight (V, C) for the head.
-    `plain`: model.py's own, for evaluation.
+    `plain`: model.py's own, for evaluation, and for any other kind of embedding.
 
     A CPU adds the rows' gradients one after the other, always in the same order. A GPU would add
     them as they come, and no two runs would be the same: so it makes the whole gradient, sorted by
     id. `on_cpu` None: as the weight's device is. (The planner plans for a GPU on a CPU.)
     """
-    if not torch.is_grad_enabled():
+    special = embedding.padding_idx is not None or embedding.max_norm is not None
+    if not torch.is_grad_enabled() or special or type(embedding) is not nn.Embedding:
         return plain(embedding, ids)
     if on_cpu is None:
         on_cpu = embedding.weight.device.type == "cpu"

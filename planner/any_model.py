@@ -48,8 +48,10 @@ def plan_step(
 ) -> StepMemory:
     """Plan the memory of one training step of `model`, in bytes: forward, backward, update.
 
-    The step is a later one, which finds the optimizer's state. It drops all that forward returns
-    besides the loss, such as logits, before backward: `model(**batch).loss.backward()`.
+    The step is a later one, which finds the optimizer's state, of all trained weights. It drops all
+    that forward returns besides the loss, such as logits, before backward:
+    `model(**batch).loss.backward()`. Not counted are tensors that no module has registered; what
+    closures and globals hold is no copy. An nn.LSTM takes more on a CPU, by a kernel of its own.
 
     Args:
         model: on any device ("meta", too), in training mode. It is not changed. Its forward returns
@@ -92,7 +94,8 @@ def plan_step(
         for config in [config for config in configs if hasattr(config, "use_cache")]:
             config.use_cache = False
     try:
-        return simulate(fake, model, batch, optimizer, stack, precision, device_type)
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            return simulate(fake, model, batch, optimizer, stack, precision, device_type)
     except tuple(WHY_NOT) as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(f"model: {WHY_NOT[type(error)]}: {first_line}") from error
@@ -111,8 +114,13 @@ def simulate(
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     names = {tensor: name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("model: none of its weights is trained")
     with fake:
         optimizer = make_optimizer(trained)
+        updated = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not {*map(id, updated)} <= {*map(id, trained)}:
+            raise ValueError("optimizer: make it of the parameters that it is given")
         for group in [its for its in optimizer.param_groups if its.get("foreach", 0) is None]:
             # (torch's default there)
             group["foreach"] = device_type == "cuda" and not group.get("fused")

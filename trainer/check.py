@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -63,35 +63,32 @@ def check_techniques(
 
 def check_ends(model: MiniGPT) -> None:
     """Compare the order of blocks, the lookup and the loss; see `check_techniques`."""
-    ours: Any = model
-    lookup, loss = ours.embed, ours.head_loss
-    policy, chunks = model.config.recompute, model.config.mlp_chunks
-    known = policy in ("none", "full") and chunks == 1
+    ours, config, policy = cast(Any, model), model.config, model.config.recompute
+    known = policy in ("none", "full") and config.mlp_chunks == 1
     if not known and [run for run, _ in ours.schedule.plain(model)] != [*model.blocks]:
         raise UsageError(
             f"--use-activation-checkpoint {policy}: only none and full (with --mlp-chunks 1) run "
             "blocks in another order, as `schedule` of model.py does now"
         )
-    ids, x = torch.arange(2 * TOKENS).view(2, -1), torch.randn(2, TOKENS, 16, requires_grad=True)
-    embedding, labels = nn.Embedding(61, 16), ids.where(ids > 0, -100)
-    if not torch.equal(lookup(embedding, ids)[0], lookup.keywords["plain"](embedding, ids)[0]):
-        raise UsageError(
-            "embed of model.py is not memory/head.py's: change MiniGPT.forward instead"
-        )
-    of_each = []
-    for function in (loss, loss.keywords["plain"]):
-        mean = function(x, embedding.weight, labels, model.config.loss_chunks)
-        of_each.append([mean, *torch.autograd.grad(mean, [x, embedding.weight])])
+    ids, embedding = torch.arange(2 * TOKENS).view(2, -1), nn.Embedding(config.vocab_size, 16)
+    ids, labels = ids % config.vocab_size, (ids % config.vocab_size).where(ids > 0, -100)
+    lookup, loss, of_each = ours.embed, ours.head_loss, []
+    for embed, head_loss in (lookup, loss), (lookup.keywords["plain"], loss.keywords["plain"]):
+        torch.manual_seed(0)
+        x, weight = embed(embedding, ids)
+        mean = head_loss(x, weight, labels, config.loss_chunks)
+        of_each.append([x, weight, mean, *torch.autograd.grad(mean, embedding.weight)])
     if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(*of_each, strict=True)):
-        raise UsageError("head_loss of model.py is not memory/head.py's: --loss-chunks 1 takes it")
+        raise UsageError(
+            "embed or head_loss of model.py is not memory/head.py's: --loss-chunks 1 takes "
+            "model.py's head_loss; what embed does now can stand in MiniGPT.forward"
+        )
 
 
 def settings(module: nn.Module) -> tuple:
     """What tells one kind of module from another."""
     shapes = [(name, weight.shape) for name, weight in module.named_parameters(recurse=False)]
-    values = [
-        item for item in vars(module).items() if isinstance(item[1], bool | int | float | str)
-    ]
+    values = [(name, repr(its)) for name, its in vars(module).items() if not name.startswith("_")]
     return type(module), *shapes, *values
 
 
@@ -112,7 +109,8 @@ def compare(
     alone = SimpleNamespace(
         config=config, blocks=[block.train()], training=True, parameters=block.parameters
     )
-    x, grad = torch.randn(2, 1, TOKENS, config.d_model, device=device).unbind()
+    n_tokens = min(TOKENS, config.max_position_embeddings)
+    x, grad = torch.randn(2, 1, n_tokens, config.d_model, device=device).unbind()
     inputs = {"x": x.requires_grad_()} | dict(block.named_parameters())
     inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
     before = random.getstate(), np.random.get_state()
@@ -127,20 +125,21 @@ def compare(
             for call, recompute in calls:
                 y = checkpoint(call, y, random=has_dropout) if recompute else call(y)
         found = [y, *torch.autograd.grad(y, [*inputs.values()], grad, allow_unused=True)]
-        drawn = generator_of(device).get_state().tolist(), random.random(), np.random.random()
+        drawn = generator_of(x.device).get_state().tolist(), random.random(), np.random.random()
         return found, drawn
 
     try:
         # (On a GPU fused attention adds in any order.)
         with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
-            (plain, drawn), (found, then) = run([(block, False)]), run(model.schedule(alone))
+            plain, drawn = run([(block, False)])
+            found, then = run(model.schedule(alone))
         if drawn != then:
             return "a replay draws other random numbers, of which config.dropout does not know"
         if POLICIES[policy].cuts_mlp and config.mlp_chunks != 1 and differs(block.feed_forward, x):
             return "its MLP half looks at other tokens, and --mlp-chunks is not 1"
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, LookupError, TypeError, RuntimeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     finally:
         random.setstate(before[0])
