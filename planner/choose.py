@@ -23,14 +23,13 @@ def pick_recompute(
     batch_size: int,
     budget: int,
     card: Card | None = None,
-    compiled: bool = False,
     offload: bool = False,
 ) -> StepMemory:
     """The fastest way to recompute whose peak stays within `budget` bytes.
 
     It tries every policy in all blocks, and every pair: one policy in the first N blocks, another
-    one in the rest, for every N. On a `card` the fastest takes the least seconds (`compiled`: with
-    --compile). Without one it does the fewest matrix products' FLOPs twice, then replays the least.
+    one in the rest, for every N. On a `card` the fastest takes the least seconds. Without one it
+    does the fewest matrix products' FLOPs twice, then replays the least.
     Of equals it has the smallest peak. If nothing fits, the smallest peak of all is returned.
     `offload`: whatever is taken, what it keeps waits in CPU memory. Nested groups, which are slower
     than all of these, are tried where none of them fits.
@@ -40,7 +39,7 @@ def pick_recompute(
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    ways = all_ways(all_alike(planner, batch_size, offload), card, compiled)
+    ways = all_ways(all_alike(planner, batch_size, offload), card)
     for way in ways:
         if way.peak <= budget:
             step = planner.step(batch_size, recompute=way.config.recompute)
@@ -72,9 +71,7 @@ class Way(NamedTuple):
     config: MiniGPTConfig
 
 
-def all_ways(
-    alike: list[StepMemory], card: Card | None = None, compiled: bool = False
-) -> list[Way]:
+def all_ways(alike: list[StepMemory], card: Card | None = None) -> list[Way]:
     """Those of `pick_recompute`, the fastest first, and of equals the one with the smallest peak.
 
     `alike`: a step of each rung, all blocks alike. No other is simulated.
@@ -84,7 +81,7 @@ def all_ways(
     if card is None:
         costs = [recompute_cost(config, alike[0].seq_len) for config in configs]
     else:
-        costs = [(cost, 0) for cost in mean_seconds(alike, mixes, card, compiled).tolist()]
+        costs = [(cost, 0) for cost in mean_seconds(alike, mixes, card).tolist()]
     found = map(Way, costs, peaks_of(alike, mixes).tolist(), configs)
     return sorted(found, key=lambda way: (way.cost, way.peak))
 
@@ -140,12 +137,10 @@ def config_of(alike: list[StepMemory], mix: np.ndarray) -> MiniGPTConfig:
     return replace(alike[mix[0]].config, recompute=write(of_each[0]._replace(policies=policies)))
 
 
-def mean_seconds(
-    alike: list[StepMemory], mixes: np.ndarray, card: Card, compiled: bool
-) -> np.ndarray:
+def mean_seconds(alike: list[StepMemory], mixes: np.ndarray, card: Card) -> np.ndarray:
     """(mixes,) A block takes as long as among blocks like it, and the rest of the step is the same
     in all."""
-    each = np.array([step.seconds(card, compiled) for step in alike])
+    each = np.array([step.seconds(card) for step in alike])
     return each[mixes].mean(axis=1)
 
 

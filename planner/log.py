@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
-from .operators import EMPTY, count_flops, is_fusable, precision_of, signature, tensors_in
+from .operators import EMPTY, count_flops, precision_of, signature, tensors_in
 
 ROOT = Path(__file__).parent.parent
 RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward: their lines are a replay's
@@ -75,7 +75,7 @@ Repeat = tuple[int, int, int]  # operators from .. to (without that one) run so 
 
 
 class Op(NamedTuple):
-    """An operator that ran, or several that a compiler fuses. A view has nothing but a place."""
+    """An operator that ran. A view has nothing but a place."""
 
     name: str
     at: int  # its number, counted from 1
@@ -86,7 +86,6 @@ class Op(NamedTuple):
     touches: tuple[Touch, ...] = ()  # (): it moves no bytes
     flops: float = 0
     precision: int = 0  # of its products: index into PRECISIONS
-    fusable: bool = False  # with its neighbours, by a compiler
 
 
 class Part(NamedTuple):
@@ -188,7 +187,6 @@ class Log(TorchDispatchMode):
                 touches=here,
                 flops=count_flops(its.name, arguments, results),
                 precision=precision_of(its.name, arguments),
-                fusable=is_fusable(func, its.name, arguments),
             )
         self.ops.append(op)
 

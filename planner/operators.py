@@ -26,12 +26,6 @@ TABLES = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
     ("scatter_", "self"), ("index_add_", "self"),
 }  # fmt: skip
-# What a compiler fuses with its neighbours although torch does not call it pointwise. (A LayerNorm
-# and the like work row by row.)
-ROWWISE = {
-    "_to_copy", "copy_", "gather", "native_dropout", "native_dropout_backward",
-    "native_layer_norm", "native_layer_norm_backward", "log_softmax", "softmax",
-}  # fmt: skip
 # Functions of torch that a CPU composes of several operators, and other devices run as one: on fake
 # tensors of a CPU they make and keep other tensors than there. (torch's native_functions.yaml has
 # no more of them.)
@@ -107,13 +101,6 @@ def count_flops(name: str, given: dict[str, Any], results: list[Tensor]) -> floa
         of_all = 0.5 if given.get("is_causal") else 1  # (torch leaves defaults out)
         return of_all * products * 2 * B * H * T * given["key"].size(2) * D
     return 0
-
-
-def is_fusable(operator: Any, name: str, given: dict[str, Any]) -> bool:
-    """Is it pointwise, or row by row?"""
-    if name == "sum":
-        return given.get("dim") in ([-1], [given["self"].dim() - 1])
-    return name in ROWWISE or torch.Tag.pointwise in operator.tags
 
 
 # ---- what a GPU's kernels take beside what they are given and return. Fake CPU tensors cannot show

@@ -18,7 +18,7 @@ from model import MiniGPTConfig
 
 from .clock import Card, seconds
 from .log import Log, Op, Place, Repeat, Storage
-from .work import Work, fuse, summarize_work, what_moves
+from .work import Work, summarize_work, what_moves
 
 KINDS = (
     "parameters",
@@ -47,22 +47,15 @@ class StepMemory:
     ops: list[Op]  # those that move bytes
     repeats: list[Repeat]  # and which of them run more than once
 
-    def seconds(self, card: Card, compiled: bool = False) -> float:
+    def seconds(self, card: Card) -> float:
         """How long the step, of one micro-batch, takes on a card: an estimate (planner/clock.py).
-
-        `compiled`: with neighbours fused, as --compile does.
-        """
-        return seconds(self.compiled_work if compiled else self.work, card)
+        It is of eager code, with --compile as well."""
+        return seconds(self.work, card)
 
     @cached_property
     def work(self) -> Work:
         """What the operators do."""
         return summarize_work(self.ops, self.repeats)
-
-    @cached_property
-    def compiled_work(self) -> Work:
-        """The same with neighbours fused, as --compile does."""
-        return summarize_work(fuse(self.ops), self.repeats)
 
     @cached_property
     def total(self) -> np.ndarray:

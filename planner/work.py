@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
@@ -44,34 +43,6 @@ class Work:
 def what_moves(ops: Iterable[Op]) -> list[Op]:
     """Without views, and what else moves no bytes."""
     return [op for op in ops if op.touches]
-
-
-def fuse(ops: Iterable[Op]) -> list[Op]:
-    """As a compiler would: neighbours at the same place that can be are one operator. It reads what
-    was there before it, once, and writes what outlives it, once."""
-
-    def together(op: Op) -> tuple:
-        _, phase, block = op.place  # compiled are blocks and the head (trainer/device.py)
-        is_compiled = block is not None or phase == "head"
-        return (op.place, True) if op.fusable and is_compiled else (op.at, False)
-
-    fused, groups = [], [list(group) for _, group in groupby(what_moves(ops), together)]
-    for i, group in enumerate(groups):
-        after = groups[i + 1][0].at if i + 1 < len(groups) else math.inf
-        inner = {
-            touch.storage
-            for op in group
-            for touch in op.touches
-            if op.at == touch.storage.born and len(group) > 1
-        }
-        touches = dict.fromkeys(
-            touch
-            for op in group
-            for touch in op.touches
-            if touch.storage not in inner or (touch.written and touch.storage.died >= after)
-        )
-        fused.append(group[0]._replace(touches=tuple(touches)))
-    return fused
 
 
 def summarize_work(ops: Sequence[Op], repeats: Iterable[tuple[int, int, int]] = ()) -> Work:

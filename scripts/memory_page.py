@@ -125,12 +125,11 @@ def along_flops(record: Record) -> tuple[list[int], list[float]]:
     return starts, x
 
 
-def along_seconds(record: Record, card: Card, compiled: bool) -> tuple[list[int], list[float]]:
+def along_seconds(record: Record, card: Card) -> tuple[list[int], list[float]]:
     """The same in predicted seconds on a card."""
-    step = record.step
-    work = step.compiled_work if compiled else step.work
+    work = record.step.work
     each = seconds_of_each(work, card) * work.times
-    return [*work.at.tolist(), len(step.timeline)], [0.0, *each.cumsum()]
+    return [*work.at.tolist(), len(record.step.timeline)], [0.0, *each.cumsum()]
 
 
 def trainer_flags(config: MiniGPTConfig) -> str:
@@ -143,8 +142,8 @@ def trainer_flags(config: MiniGPTConfig) -> str:
 
 def step_data(record: Record, name: str, labels: Labels, asked: Question) -> dict[str, Any]:
     """One policy, as page.js has it."""
-    step, card, compiled = record.step, asked.card, asked.args.compile
-    starts, x = along_seconds(record, card, compiled) if card else along_flops(record)
+    step, card = record.step, asked.card
+    starts, x = along_seconds(record, card) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
     ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
     replays = np.flatnonzero(np.diff(record.replays.astype(int), prepend=0, append=0))
@@ -152,8 +151,8 @@ def step_data(record: Record, name: str, labels: Labels, asked: Question) -> dic
         "name": name,
         "words": WORDS.get(name, "as it was asked for"),
         "flags": trainer_flags(step.config),
-        "flops": relative_flops(step.config, step.seq_len, compiled),
-        "seconds": step.seconds(card, compiled) if card else None,
+        "flops": relative_flops(step.config, step.seq_len, asked.args.compile),
+        "seconds": step.seconds(card) if card else None,
         "peak": step.peak,
         "where": step.where,
         "operators": [labels.operators[operator] for operator in record.operators],
@@ -214,7 +213,7 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
         about.append("no budget given (the dashed line is an example)")
     if (times := int(record.step.work.times.max())) > 1:
         about.append(f"three of the head's {times + 2:,} chunks")
-    ways = frontier(all_ways(alike, card, args.compile))
+    ways = frontier(all_ways(alike, card))
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",

@@ -154,7 +154,7 @@ def describe_target(asked: Question, seconds: float) -> str:
     if assumed := assumptions(asked):
         lines.append(f"note     assumed, as nothing else was asked: {', '.join(assumed)}")
     if args.compile:
-        lines.append("note     eager code is simulated; the compiler may keep less, or more")
+        lines.append("note     eager code is simulated; the compiler may change time and memory")
     if card and asked.processes > 1:
         lines.append("note     the times are without what processes send each other")
     return "\n".join(lines)

@@ -42,12 +42,8 @@ RUNGS: dict[str, dict[str, Any]] = {
     "full, head at once": {"recompute": "full", "loss_chunks": 1},
     **POLICIES,
 }
-# The planner's prediction for a card, of GPT-2 small with 12 sequences -> with --compile?
-TIMES = {
-    "time, H100": ("H100", False),
-    "time, RTX 4090": ("RTX 4090", False),
-    "time, RTX 4090, compiled": ("RTX 4090", True),
-}
+# The planner's prediction for a card, of GPT-2 small with 12 sequences.
+TIMES = {"time, H100": "H100", "time, RTX 4090": "RTX 4090"}
 
 
 def adamw(model: MiniGPT) -> torch.optim.Optimizer:
@@ -85,9 +81,9 @@ def times() -> Iterator[dict[str, Any]]:
     planner = Planner(
         config, SEQ_LEN, precision=torch.bfloat16, make_optimizer=adamw, device_type="cuda"
     )
-    for column, (card, compiled) in TIMES.items():
+    for column, card in TIMES.items():
         steps = {rung: planner.step(batch, **changes) for rung, changes in RUNGS.items()}
-        seconds = {rung: step.seconds(CARDS[card], compiled) for rung, step in steps.items()}
+        seconds = {rung: step.seconds(CARDS[card]) for rung, step in steps.items()}
         for rung, raw in seconds.items():
             yield {"column": column, "rung": rung, "value": raw / seconds["none"], "raw": raw}
 

@@ -67,9 +67,8 @@ def cost(asked: Question, way: StepMemory | Way) -> float:
     """Of a step, in units of the one without recompute: seconds on a card; without one, FLOPs."""
     if asked.card is None:
         return relative_flops(way.config, asked.planner.seq_len)
-    compiled = asked.args.compile
-    seconds = way.cost[0] if isinstance(way, Way) else way.seconds(asked.card, compiled)
-    return seconds / step_of(asked, "none").seconds(asked.card, compiled)
+    seconds = way.cost[0] if isinstance(way, Way) else way.seconds(asked.card)
+    return seconds / step_of(asked, "none").seconds(asked.card)
 
 
 def flops_done(step: StepMemory) -> np.ndarray:
@@ -278,14 +277,13 @@ def draw_frontier(plt: Any, asked: Question) -> Any:
 def mark(axis: Any, asked: Question, step: StepMemory | None, words: str, unit: Unit) -> None:
     """What is predicted: the axis, the best mixes, the budget, and a ring around `step`."""
     alike = all_alike(asked.planner, asked.args.batch_size)
-    ways = frontier(all_ways(alike, asked.card, asked.args.compile))
+    ways = frontier(all_ways(alike, asked.card))
     x, y = [cost(asked, way) for way in ways], [way.peak / unit.size for way in ways]
     mixes = "the best mixes of two policies, some blocks each"
     axis.plot(x, y, color="#999999", linewidth=1.2, zorder=1, label=mixes)
     what = "FLOPs of a step, against none"
     if asked.card:
-        compiled = ", compiled" * asked.args.compile
-        what = f"predicted time of a step, against none ({asked.card.name}{compiled})"
+        what = f"predicted time of a step, against none ({asked.card.name})"
     axis.set_xlabel(what)
     axis.xaxis.set_major_formatter(lambda x, _: f"{100 * (x - 1):+.3g}%" if x != 1 else "0")
     if asked.args.memory_budget and asked.budget / unit.size < axis.get_ylim()[1]:
@@ -386,7 +384,7 @@ def row(asked: Question, step: StepMemory) -> dict[str, Any]:
         "seq_len": step.seq_len,
         "relative_flops": relative_flops(config, step.seq_len),
         "predicted_bytes": step.peak,
-        "predicted_s": step.seconds(card, asked.args.compile) if card else None,
+        "predicted_s": step.seconds(card) if card else None,
         "where": step.where,
         "at_peak": step.at_peak,
     }

@@ -294,7 +294,7 @@ def test_the_peer_is_measured_beside_ours(bench, monkeypatch, capsys):
     assert [row["peer"] for row in done.rows] == [None] * 6 + ["transformers"] * 2
     assert done.json["transformers"] == "5.0"
     assert theirs[0]["predicted_bytes"] is None and theirs[0]["predicted_s"] is None
-    assert done.rows[3]["predicted_s"] < ours[0]["predicted_s"]  # compiled
+    assert done.rows[3]["predicted_s"] == ours[0]["predicted_s"]  # also if compiled
     (line,) = [line for line in done.out.splitlines() if "| transformers none |" in line]
     cells = line.strip("| ").split(" | ")
     turns = zip(theirs[0]["step_s_all"], ours[0]["step_s_all"], strict=True)

@@ -116,7 +116,7 @@ def test_peak_and_seconds_of_a_mix_are_known_without_its_simulation(settings):
     plan = planner(replace(CONFIG, n_layers=5, dropout=0.1), **settings)
     steps, mixes = all_alike(plan, 8), all_mixes(5)
     mixes = mixes[(mixes < len(steps)).all(axis=1)][::41]  # (of shards no group)
-    known = peaks_of(steps, mixes), mean_seconds(steps, mixes, CARD, False)
+    known = peaks_of(steps, mixes), mean_seconds(steps, mixes, CARD)
     for mix, peak, seconds in zip(mixes, *known, strict=True):
         step = plan.simulate(8, config_of(steps, mix))
         assert (step.peak, step.seconds(CARD)) == (peak, pytest.approx(seconds, rel=0.01)), step
@@ -133,8 +133,8 @@ def test_the_best_pair_is_hardly_slower_than_the_best_of_all_assignments():
     every = np.array(list(itertools.product(range(len(RECOMPUTE_POLICIES)), repeat=4)))
     pairs, worst = all_mixes(4), 0.0
     of_every, of_pairs = peaks_of(steps, every), peaks_of(steps, pairs)
-    for clock in itertools.product((CARDS["H100"], CARDS["RTX 4090"]), (False, True)):
-        all_seconds, seconds = (mean_seconds(steps, mixes, *clock) for mixes in (every, pairs))
+    for card in (CARDS["H100"], CARDS["RTX 4090"]):
+        all_seconds, seconds = (mean_seconds(steps, mixes, card) for mixes in (every, pairs))
         for budget in np.linspace(of_every.min(), of_every.max(), 20):
             best, pair = all_seconds[of_every <= budget].min(), seconds[of_pairs <= budget].min()
             worst = max(worst, pair / best - 1)

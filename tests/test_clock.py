@@ -16,7 +16,7 @@ from planner import CARDS, Card, clock, this_machine
 from planner.formulas import step_flops
 from planner.log import Log, Op
 from planner.operators import PRECISIONS as OF_PRODUCTS
-from planner.work import Work, fuse, summarize_work, what_moves
+from planner.work import Work, summarize_work, what_moves
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -126,9 +126,7 @@ def test_flops_of_a_step_are_those_of_the_formula(i):
         expected += N * 2 * 2 * C * (-V % 64)  # two of the head's products are of padded rows
     flops, moved = totals(step.work)
     assert flops == expected
-    assert totals(step.compiled_work)[0] == expected
-    assert moved > totals(step.compiled_work)[1] > 0
-    assert 0 < step.seconds(CARDS["A100"], compiled=True) < step.seconds(CARDS["A100"])
+    assert moved > 0 and step.seconds(CARDS["A100"]) > 0
     used = step.work.precision[step.work.flops > 0]
     assert set(used) == {0 if precision == "fp32" else 1}
 
@@ -193,23 +191,6 @@ def test_a_cache_is_worth_something_and_only_to_what_it_holds():
     }
     assert times[0] == times[10**6] == pytest.approx(6 * 4e-3)
     assert times[10**8] == pytest.approx((2 + 4 / 3) * 4e-3)
-
-
-@pytest.mark.parametrize(
-    ("run", "shapes", "elements"),
-    [
-        (lambda x: x.exp().neg().sin(), [(100,)], 200),
-        (lambda x: (y := x.exp(), y.neg().sin()), [(100,)], 300),  # y stays
-        (lambda x, y: x.add_(y).add_(y), [(100,)] * 2, 300),
-        # A matmul is not fused with what is before and after it.
-        (lambda x: (x.exp().neg() @ x).neg().exp(), [(10, 10)], 200 + 300 + 200),
-    ],
-)
-def test_a_compiler_reads_once_and_writes_what_is_left(run, shapes, elements):
-    operations = note(run, *shapes, place="forward")
-    assert totals(summarize_work(fuse(operations)))[1] == 4 * elements
-    apart = note(run, *shapes)  # (the optimizer is not compiled)
-    assert len(fuse(apart)) == len(apart) == len(operations) > len(fuse(operations))
 
 
 # ---- this machine

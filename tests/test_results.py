@@ -112,7 +112,7 @@ def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys
     assert {*about} <= {*lines} and [row[0] for row in rows[2:]] == [*rungs]
     result = json.loads(path.read_text())["figures"]
     figures = {(f["column"], f["rung"]): f for f in result}
-    assert len(figures) == len(result) == 3 * 4
+    assert len(figures) == len(result) == 3 * len(columns)
     for rung, *shown in rows[2:]:
         mib, *ratios = (figures[column, rung]["value"] for column in columns)
         assert shown == [f"{mib:.0f}", *(f"{ratio:.3f}" for ratio in ratios)]

@@ -167,9 +167,7 @@ class Question:
     def pick(self) -> StepMemory:
         """The fastest way to recompute that fits, else the smallest peak."""
         args, offload = self.args, recompute_of(self.args).offload
-        return pick_recompute(
-            self.planner, args.batch_size, self.budget, self.card, args.compile, offload
-        )
+        return pick_recompute(self.planner, args.batch_size, self.budget, self.card, offload)
 
     def instead_of(self, step: StepMemory) -> str:
         """Name the largest smaller micro-batches in which the same sequences fit without recompute:
@@ -219,7 +217,7 @@ class Question:
         """Predicted for a training step. `step`: one of its micro-batches and the update of the
         weights, which all of them share. (Gathering shards takes no time here.)"""
         assert self.card
-        one, micro_batches = step.seconds(self.card, self.args.compile), self.args.grad_accum_steps
+        one, micro_batches = step.seconds(self.card), self.args.grad_accum_steps
         # Clipping reads the gradients twice and writes them; AdamW reads weights, gradients and two
         # moments, and writes all but the gradients: ten times 4 bytes a parameter.
         moved = 40 * count_parameters(step.config) / self.shards
