@@ -22,26 +22,27 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 406,
-    "memory": 512,
-    "planner": 1_176,
-    "trainer": 2_415,
+    "the root": 411,
+    "memory": 489,
+    "planner": 1_242,
+    "trainer": 2_508,
     "data": 809,
-    "scripts": 1_752,
-    "studies": 954,
-    "all without tests": 8_024,
-    "tests": 8_748,
+    "scripts": 1_750,
+    "studies": 741,
+    "all without tests": 7_950,
+    "tests": 9_100,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
     "README.md": 150,
     "README.zh-CN.md": 150,
-    "model.py": 280,
+    "model.py": 260,
     "train_minimal.py": 260,
     "train_ddp.py": 130,
     "train_fsdp.py": 140,
     "train_sp.py": 120,
+    "docs/change.md": 80,
     "docs/planning.md": 250,
     "docs/evidence.md": 250,
     "docs/calculator.html": 400,
