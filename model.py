@@ -146,8 +146,8 @@ def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
     """The mean cross-entropy of labels that are not -100, in float32 or better, in one chunk."""
-    logits, exact = F.linear(x, weight).flatten(0, 1), torch.promote_types(x.dtype, torch.float32)
-    return F.cross_entropy(logits.to(exact), labels.flatten())
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(exact), labels.flatten())
 
 
 class MiniGPT(nn.Module):

@@ -186,7 +186,7 @@ def runnable() -> list[str]:
 
 
 def program(command: str) -> str:
-    found = re.search(r"train_\w+\.py|(?<=-m )\S+", command)
+    found = re.search(r"train_\w+\.py|(?<=-m )\S+|(?<=python )-c", command)
     assert found, command
     return found[0]
 
