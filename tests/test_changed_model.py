@@ -129,6 +129,15 @@ def test_what_a_policy_cannot_follow_is_refused(name, dropout, compare):
     assert compare(name, dropout, "fp32") >= {*REFUSED[name][dropout > 0].split()}
 
 
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+def test_a_frozen_weight_or_a_short_sequence_is_no_difference(policy):
+    model = make("relu_squared", replace(SHAPE, max_position_embeddings=3, recompute=policy))
+    model.blocks[0].ln_1.bias.requires_grad_(False)
+    numbers = torch.random.get_rng_state()
+    check_techniques(model, CPU, torch.bfloat16)
+    assert torch.equal(numbers, torch.random.get_rng_state())
+
+
 @pytest.mark.parametrize("name", ["token_shift", *FOLLOWED])
 def test_only_attention_may_look_at_other_tokens_of_a_shared_sequence(name):
     """train_sp.py deals them out, and would train another model without a word."""

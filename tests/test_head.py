@@ -225,6 +225,33 @@ def test_the_tied_weight_gets_the_gradients_of_all_its_uses():
         torch.testing.assert_close(*gradients)
 
 
+class Scaled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return 30 * super().forward(ids)
+
+
+@pytest.mark.parametrize("change", ["class", "padding", "norm"])
+def test_another_kind_of_embedding_is_called_in_training_too(change):
+    model, ids = tiny().train(), random_ids(2, 16)
+    found = {"class": (Scaled, {}), "padding": (nn.Embedding, {"padding_idx": 3})}
+    kind, how = found.get(change, (nn.Embedding, {"max_norm": 0.01}))
+    weight = model.token_embedding.weight
+    model.token_embedding = kind(*weight.shape, _weight=weight.detach().clone(), **how)
+    loss, plain = model(ids, ids), tiny().train()
+    with torch.no_grad():
+        assert model(ids, ids).item() == pytest.approx(loss.item(), rel=1e-6)
+    loss.backward()
+    assert change != "padding" or 3 in ids
+    if change != "padding":
+        assert abs(plain(ids, ids).item() - loss.item()) > 1e-4
+
+
+def test_the_loss_of_a_model_in_bfloat16_is_exact_in_one_chunk_as_well():
+    losses = [tiny(loss_chunks=n).bfloat16()(*[random_ids(2, 16)] * 2) for n in (1, 2)]
+    assert {loss.dtype for loss in losses} == {torch.float32}
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+
+
 def test_backward_twice_and_second_derivatives_are_refused_not_wrong():
     ids = random_ids(4, 16)
     loss = tiny(loss_chunks=4)(ids, ids)

@@ -30,7 +30,7 @@ ROOMS = {
     "scripts": 1_750,
     "studies": 741,
     "all without tests": 7_950,
-    "tests": 9_100,
+    "tests": 9_122,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.

@@ -281,6 +281,8 @@ X = (torch.zeros(B, C),)
         refused("model: call .train()", lambda: Tied().eval()),
         refused("batch: a dict", batch=IDS),
         refused("optimizer: a function", make=with_momentum([nn.Parameter(torch.ones(1))])),
+        refused("optimizer: make it of", make=lambda _: adamw([nn.Parameter(torch.ones(1))])),
+        refused("none of its weights is trained", lambda: Tied().requires_grad_(False)),
         refused("blocks: a list", blocks=[]),
         refused("blocks: some are no modules", blocks=[Block()]),
         refused("recompute: none or full, not cheap", recompute="cheap"),
