@@ -24,12 +24,12 @@ FLOOR["data"] = FLOOR["planner"]
 ROOMS = {
     "the root": 411,
     "memory": 489,
-    "planner": 1_242,
+    "planner": 1_244,
     "trainer": 2_508,
     "data": 809,
     "scripts": 1_750,
     "studies": 741,
-    "all without tests": 7_950,
+    "all without tests": 7_952,
     "tests": 9_122,
 }
 SCRIPTS = 17  # files

@@ -171,8 +171,8 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         ],
     ),
     "in_place": (
-        "cheap selective",
-        "cheap selective",
+        "cheap",  # (and selective; but from torch 2.15 on it follows)
+        "cheap",
         [(ACTIVATION, "F.relu(wide, inplace=True)")],
     ),
     # Not of a block.
