@@ -43,19 +43,22 @@ from trainer.torchrun import Torchrun, complain_once, main_and_exit
 
 
 class DDPProcess(Torchrun):
-    """One of `world_size` processes that torchrun started, each with a device and the whole model.
-    Raises UsageError if torchrun did not start it."""
+    """A process with the whole model. Raises UsageError if torchrun did not start it."""
 
     script, newest = "train_ddp.py", "checkpoints/minigpt_ddp.pt"
     keeps_gradients = True  # they live in DDP's communication buckets, which stay
     buckets_are_final = False  # they are after the first step
+    sends_early = True
+    averages = is_armed = False  # this micro-batch's gradients; from the end of its forward on
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
-        # DDP takes in gradients that are there; so even the first step's are not made beside them.
+        # DDP takes in those that are there; so even the first step's are not made beside them.
         zero_without_memory(model)
         group = self.connect()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
+        # Called before DDP's own forward ends, in which it arms its hooks to send gradients.
+        model.register_forward_hook(lambda *_: setattr(self, "is_armed", self.averages))
         if self.args.compress_gradients and self.world_size > 1:
             # (By the hook's name DDP would refuse it without NCCL; but gloo can do it, too.)
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
@@ -63,13 +66,21 @@ class DDPProcess(Torchrun):
 
     def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
         # DDP decides in *forward* whether the coming backward will average gradients.
+        self.averages, self.is_armed = now, False
         return nullcontext() if now else self.wrapper.no_sync()
+
+    def can_repeat(self) -> bool:
+        # The others wait for my gradients, however often I try, and with which policy. But DDP,
+        # once armed, sends what backward brings. And buckets that failed to be made stay half made.
+        gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
+        return not self.is_armed and all(g.is_contiguous() for g in gradients)
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         # After the first step DDP knows in which order gradients come. In that order the next
         # forward makes new buckets. The old ones are freed here, with the gradients in them.
+        self.averages = self.is_armed = False  # (an evaluation calls the model, too)
         if self.buckets_are_final:
-            optimizer.zero_grad(set_to_none=False)
+            self.drop_gradients(optimizer)
         else:
             zero_without_memory(self.wrapper)
             self.buckets_are_final = True

@@ -55,7 +55,7 @@ class FSDPProcess(DDPProcess):
     """
 
     script, newest = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
-    keeps_gradients = False
+    keeps_gradients = own_policy = sends_early = False
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
@@ -117,6 +117,9 @@ class FSDPProcess(DDPProcess):
         return square.sqrt()
 
     clear_gradients = OneProcess.clear_gradients  # (DDP's are in buckets)
+
+    def can_repeat(self) -> bool:
+        return False  # forward gathers: the others have gone on
 
     def gather(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # One tensor at a time: together they would not fit on the device.

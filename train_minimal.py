@@ -44,6 +44,7 @@ from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
 from trainer.report import is_silent, log, measure, show
+from trainer.rescue import with_less_memory
 from trainer.run import Run, save, save_is_asked
 from trainer.setup import start_log
 from trainer.snapshot import beside
@@ -76,7 +77,26 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     args, process, clock = run.args, run.process, run.clock
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.step, args)
+    losses = with_less_memory(run, accumulate)
 
+    clock.begin("optimizer")
+    run.scaler.unscale_(run.optimizer)  # before clipping: the limit is meant for true gradients
+    grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
+    # One NaN among the gradients would be in every weight after one update; clipping does not
+    # help, it divides by the NaN. All processes have the same averaged gradients: all skip the
+    # update, or none. (The device decides: Python does not wait for it.)
+    grad_norm = update_if_finite(run.optimizer, grad_norm)
+    run.scaler.update()  # float16: halves the loss scale after an overflow
+    process.clear_gradients(run.optimizer)
+    return torch.stack(losses), grad_norm
+
+
+def accumulate(run: Run, average: bool = True) -> list[Tensor]:
+    """Forward and backward over a step's micro-batches; returns their losses, each ().
+
+    Gradients are then where the optimizer looks: the `average` over processes, or this one's own.
+    """
+    args, process, clock = run.args, run.process, run.clock
     losses = []
     for micro_batch in range(args.grad_accum_steps):
         clock.begin("data")
@@ -90,7 +110,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
 
         clock.begin("forward")
         last_of_step = micro_batch == args.grad_accum_steps - 1
-        with process.sync_gradients(now=last_of_step):
+        with process.sync_gradients(now=last_of_step and average):
             with run.autocast():
                 loss = run.wrapped(input_ids, labels)
             losses.append(loss.detach())
@@ -99,17 +119,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
             # (The scaler does nothing unless the precision is float16.)
             loss = nan_if_infinite(loss) / args.grad_accum_steps
             run.scaler.scale(loss).backward()
-
-    clock.begin("optimizer")
-    run.scaler.unscale_(run.optimizer)  # before clipping: the limit is meant for true gradients
-    grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
-    # One NaN among the gradients would be in every weight after one update; clipping does not
-    # help, it divides by the NaN. All processes have the same averaged gradients: all skip the
-    # update, or none. (The device decides: Python does not wait for it.)
-    grad_norm = update_if_finite(run.optimizer, grad_norm)
-    run.scaler.update()  # float16: halves the loss scale after an overflow
-    process.clear_gradients(run.optimizer)
-    return torch.stack(losses), grad_norm
+    return losses
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -252,8 +252,9 @@ def test_all_processes_go_by_the_clock_of_the_first(machine, monkeypatch):
     machine(GIB, GIB)
     monkeypatch.setattr("trainer.card.this_machine", lambda *what: pytest.fail("measured"))
     process = OneProcess(CPU)
-    process.exchange = lambda mine: [GIB if isinstance(mine, int) else H100, mine]
+    process.exchange = lambda mine: [H100 if mine is None else mine, mine]
     process.by_first = lambda act: None  # it is not for this one to do
+    process.by_all = lambda act: act()
     args = parse(f"{SHAPE} {AUTO_1GIB} --card this-machine")
     said = plan_memory(args, process, model_config(args, 61), torch.float32).words
     assert f"the least time (predicted for H100) {FITS}" in said

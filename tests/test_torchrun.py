@@ -381,7 +381,8 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
     monkeypatch.setattr("trainer.room.free_memory", lambda device: 1 << 30)
     args = parse(*TINY, "--use-activation-checkpoint=auto --batch-size=8 --no-amp")
     process = Other(None)
-    process.exchange = lambda mine: [theirs if isinstance(mine, int) else None, mine]
+    process.own_policy = False  # as with shards
+    process.exchange = lambda mine: [{int: theirs, str: mine}.get(type(mine)), mine]
     config, *_ = plan_memory(args, process, model_config(args, 31), torch.float32)
     assert (config.recompute == "none") == (chosen == "none")
 

@@ -20,6 +20,7 @@ process.py     what the loop asks of the world
 torchrun.py    what keeps several processes safe
 agree.py       whether they all train the same
 endings.py     signals, errors, exit codes
+rescue.py      a step done again with a deeper policy, when memory runs out
 metrics.py     what is measured, metrics.jsonl
 measured.py    what a step really takes, beside the prediction
 report.py      what is printed

@@ -18,8 +18,9 @@ from .snapshot import Resumed
 
 # Of these flags each process may have its own; all others decide what is trained, or when processes
 # wait for each other. Paths are the machine's own, and "auto" may be what another machine types:
-# what was found there and what was chosen is compared. Of budgets all take the smallest. What is
-# logged and profiled is for process 0 alone.
+# what was found there and what was chosen is compared. By its budget each process may take a policy
+# of its own; if all need the same, the smallest decides. What is logged and profiled is for process
+# 0 alone.
 OWN = set(
     "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
     "memory_budget log_to profile typed".split()

@@ -71,11 +71,17 @@ def run_safely(
         if is_out_of_memory(error):
             device = run.process.device if run else None
             way = way_back(run) if run and run.saved_step else None
-            complain(f"out of memory with {next_knob(args, device, way)}")
+            # The policy in use, and whether no other one needs less.
+            used = (
+                (last := run.model.config.recompute, run.next_policy(last) is None) if run else ()
+            )
+            complain(f"out of memory with {next_knob(args, device, way, *used)}")
             return 4
         line = lost_others(error)
         if line is None:
             raise
+        if run and run.process.ran_out():
+            return 4  # (The other process says why.)
         # (Without a run it may be done.) Each at once: torchrun ends those that live.
         print_error(f"{line}; {way_back(run)}" if run else line)
         return 3
@@ -237,4 +243,6 @@ def is_out_of_memory(error: Exception) -> bool:
         "|Failed to CUDA [cm]alloc"  # NCCL
     )
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or re.search(messages, str(error)) is not None
+    # (A mistake of the user's, a ValueError, names a file, which may be called anything.)
+    is_mistake = isinstance(error, ValueError)
+    return known or not is_mistake and re.search(messages, str(error)) is not None

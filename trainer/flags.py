@@ -338,6 +338,9 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="for long sequences, with mlp, sdpa or full: replay a block's MLP half in N chunks "
         "of 64 tokens or more; 1 = at once, 0 = choose; other rounding of six gradients a block "
         "(default: 1)")
+    add("--on-out-of-memory", choices=("deeper", "stop"), default="deeper",
+        help="deeper: do the step again, and all that follow, with a policy that needs less; the "
+        "same results. stop: end with exit code 4 (default: %(default)s)")
 
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=size, default=12, metavar="N",

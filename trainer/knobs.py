@@ -150,17 +150,27 @@ def shards(args: Flags) -> Iterator[Knob]:
         yield Knob(kept | knob.flags, f"{dealt.words}; {knob.words}", dealt.trainer)
 
 
-def next_knob(args: Flags, device: torch.device | None, way_back: str | None) -> str:
+def next_knob(
+    args: Flags,
+    device: torch.device | None,
+    way_back: str | None,
+    policy: str = "",
+    is_least: bool = False,
+) -> str:
     """The settings that memory ran out with, and the next change: what helps most at least cost.
 
     `device`: None if the run was not even set up. `way_back`: how to go on from what was saved; all
-    changes but the last leave a run that can: the same sequences make the same step.
+    changes but the last leave a run that can: the same sequences make the same step. `policy`: the
+    one in use, if not as typed; `is_least`: no other is predicted to need less.
     """
-    now, back = settings(args), f"; {way_back}" if way_back else ""
+    used = changed(args, use_activation_checkpoint=policy or args.use_activation_checkpoint)
+    now, back = settings(used), f"; {way_back}" if way_back else ""
     if device is None:
         return f"{now}; try a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
-    for knob in candidates(args, device.type):
-        return f"{now}; try {knob.command(args)} ({knob.words}){back}"
+    for knob in candidates(used, device.type):
+        if not is_least or knob.flags.keys() != {POLICY}:
+            knob = knob.with_policy(args, policy) if is_least else knob
+            return f"{now}; try {knob.command(args)} ({knob.words}){back}"
     return f"{now}; try a shorter --seq-len or a smaller model"
 
 

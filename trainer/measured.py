@@ -83,6 +83,13 @@ class MeasuringClock(StepClock):
             self.storages.look_at(weights, there)
             self.looking.enter_context(self.storages)
 
+    def give_up(self) -> None:
+        self.looking.close()
+        self.storages = LiveStorages()
+
+    def expect(self, peak: int) -> None:
+        self.predicted = self.predicted and (peak, self.predicted[1])
+
     def end_step(self) -> None:
         super().end_step()
         self.looking.close()

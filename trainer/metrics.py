@@ -91,6 +91,12 @@ class StepClock:
         finally:
             self.begin(before)
 
+    def give_up(self) -> None:
+        """Forget the step that has begun: it will begin again."""
+
+    def expect(self, peak: int) -> None:
+        """From now on a step is predicted to take `peak` bytes."""
+
     def end_step(self) -> None:
         """What follows, until the next step's data, looks at it and prints it."""
         self.begin("log")

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ from .room import Room, own_memory, room_on, total_memory
 from .start import ROOT
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
+AFTER_RESTART = 0.75  # of the peak that was too much; a restart is dear: take much less at once
 
 
 # ---- the question
@@ -322,6 +324,7 @@ class Plan(NamedTuple):
     config: MiniGPTConfig  # with what `auto` takes
     words: str
     peaks: tuple[int, int] | None  # of a step, and without recompute; None: nobody could tell
+    next_policy: Callable[..., StepMemory | None] = lambda *_: None  # the function of that name
 
 
 class TooLarge(MemoryError):
@@ -343,7 +346,8 @@ def plan_memory(
     `held`: bytes of CPU memory that a snapshot has now and gives back (or to the optimizer).
     Raises UsageError if `auto` finds nothing that fits, TooLarge if the device can never hold it.
     """
-    # All go by one clock, that of process 0; and by the memory of the one that has least of it.
+    # All go by one clock, that of process 0. Where all need the same policy, they go by the memory
+    # of the process that has least.
     card = process.exchange(process.by_first(lambda: clock_card(args, process.device)))[0]
     processes = process.processes_on_device, held, process.processes_here
     try:
@@ -355,17 +359,50 @@ def plan_memory(
     question = Question(*what, ddp, n, shards, process.sharing)
     words = ""
     if args.use_activation_checkpoint in AUTO:
-        mine = room_on(process.device, args.memory_budget, *processes)
-        budget = min(process.exchange(mine.budget or 0))
-        asked = replace(question, room=replace(mine, budget=budget))
-        config = (step := choose_recompute(asked)).config
+        room = process.by_all(lambda: room_on(process.device, args.memory_budget, *processes))
+        if not process.own_policy:
+            room = replace(room, budget=min(process.exchange(room.budget or 0)))
+        asked = replace(question, room=room)
+        chosen = process.by_all(lambda: choose_recompute(asked))
+        config = chosen.config
         least = f"the least time (predicted for {card.name})" if card else "the least recompute"
-        words = f"auto takes {config.recompute}: {least} that fits in {asked.room}\nmemory   "
-        if instead := process.by_first(lambda: asked.instead_of(step)):
+        words = f"auto takes {config.recompute}: {least} that fits in {room}\nmemory   "
+        if instead := process.by_first(lambda: asked.instead_of(chosen)):
             words += f"{instead}\nmemory   "
+    if failed := process.last_shortage():
+        # If nothing needs less, try that policy again.
+        less = next_policy(question, failed, share=AFTER_RESTART)
+        taken = replace(config, recompute=less.config.recompute if less else failed)
+        if taken != config:  # (`auto` may need less already)
+            step = partial(question.planner.step, args.batch_size)
+            config = min(taken, config, key=lambda its: step(recompute=its.recompute).peak)
+        words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
+    if len(set(of_each := process.exchange(config.recompute))) > 1:
+        words += f"each process has a policy of its own, by rank: {', '.join(of_each)}\nmemory   "
     told = process.by_first(lambda: predict(question, process, config, held))
     said, peaks = told or ("", None)
-    return Plan(config, words + said, peaks)
+    return Plan(config, words + said, peaks, partial(next_policy, question))
+
+
+def next_policy(
+    question: Question, policy: str, seen: int | None = None, share: float = 1.0
+) -> StepMemory | None:
+    """Return the fastest way to recompute that is predicted to need less than `policy`, which was
+    too much: a `share` of it at most, less the usual margin, if any does; else the least that there
+    is. Only if that is no less, what is kept waits in CPU memory (on CUDA). None: nothing needs
+    less, or nothing can be planned.
+
+    `seen`: bytes that it took, if they were counted.
+    """
+    planner, batch_size, kind = question.planner, question.args.batch_size, question.device.type
+    with suppress(Exception):  # there may be no memory to plan with, either
+        failed = planner.step(batch_size, recompute=policy).peak
+        budget = Room(int(share * min(failed, seen or failed)), kind).safe or 0
+        taken = pick_recompute(planner, batch_size, budget, question.card).config.recompute
+        ways = [taken] + ["full+offload"] * (kind == "cuda")
+        steps = (planner.step(batch_size, recompute=way) for way in ways)
+        return next((step for step in steps if step.peak < failed), None)
+    return None
 
 
 def choose_recompute(question: Question) -> StepMemory:

@@ -30,6 +30,8 @@ class OneProcess:
     script = "train_minimal.py"
     rank, world_size = 0, 1
     keeps_gradients = False  # are they in memory that stays? (The planner asks.)
+    own_policy = True  # may each process recompute in its own way?
+    sends_early = False  # do gradients travel during backward, which then cannot be repeated?
     processes_here = 1  # on this machine
     # Over how many are weights, gradients and moments dealt out? (The planner asks that, too.)
     shards = 1
@@ -108,6 +110,25 @@ class OneProcess:
         """After the update: freed, they leave room for the next forward."""
         optimizer.zero_grad()
 
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Those of a step that is given up, and done again. Memory that stays holds zeros then."""
+        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+
+    def can_repeat(self) -> bool:
+        """Can this process do forward and backward again, without the others?"""
+        return True
+
+    def remember_shortage(self, policy: str) -> None:
+        """Tell those that are started in place of these processes: with it memory ran out."""
+
+    def last_shortage(self) -> str:
+        """The policy that was remembered; "" if none."""
+        return ""
+
+    def ran_out(self) -> bool:
+        """Has one of these processes remembered a shortage of its own?"""
+        return False
+
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over all processes."""
         return values
@@ -152,6 +173,10 @@ class OneProcess:
         with suppress(OSError):
             tqdm.write(line)
             sys.stdout.flush()
+
+    def say_own(self, line: str) -> None:
+        """Print what concerns this process alone."""
+        OneProcess.say(self, f"{line} (rank {self.rank})" if self.world_size > 1 else line)
 
     def waiting(self, words: str) -> AbstractContextManager[Any]:
         """On a terminal, say meanwhile what the silence is about."""

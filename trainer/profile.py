@@ -15,9 +15,10 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -122,7 +123,7 @@ class ProfilingClock(MeasuringClock):
         """Say what was found; of fewer steps, if a signal has ended the run."""
         self.stop()
         steps = max(0, self.steps - WARM_UP)
-        between = " and ".join(sorted(self.seen & {"evaluate", "save"}))
+        between = " and ".join(sorted(self.seen & {"evaluate", "plan", "save"}))
         found = f"profile  {steps} step(s)" + f", with {between} between them" * bool(between)
         if not steps:
             found = "profile  nothing was recorded"
@@ -177,21 +178,22 @@ def ranges_in(
 ) -> Iterator[None]:
     """While this context is open: ranges around blocks, around replays, around the head."""
     numbers = {block: number for number, block in enumerate(model.blocks)}
-    running: list[int] = []  # the block that is being called
+    running: list[int | str] = []  # the block that is being called
     call, loss, torch_checkpoint = Block.__call__, model.head_loss, policies.torch_checkpoint
 
     def call_in_range(block: Block, *inputs: Any, **how: Any) -> Tensor:
+        number = numbers.get(block, "of a plan")  # (see rescue.py)
         # Who calls a block in backward is the checkpoint around it: that is a replay.
-        with open_range("recompute of " * in_backward() + f"block {numbers[block]}"):
-            running.append(numbers[block])
+        with open_range("recompute of " * in_backward() + f"block {number}"):
+            running.append(number)
             try:  # (a checkpoint ends the replay half-way, by an exception)
                 return call(block, *inputs, **how)
             finally:
                 running.pop()
 
-    def loss_in_range(*inputs: Any) -> Tensor:
+    def loss_in_range(*inputs: Any, **how: Any) -> Tensor:
         with open_range("head"):
-            return loss(*inputs)
+            return loss(*inputs, **how)
 
     def checkpoint(run: Callable, *inputs: Tensor, **options: Any) -> Any:
         """torch's, inside of a block, with a range around the replay. (Outside of one the replay
@@ -205,7 +207,8 @@ def ranges_in(
     with ExitStack() as replaced:
         enter = replaced.enter_context
         enter(patch.object(Block, "__call__", call_in_range))
-        enter(patch.object(model, "head_loss", loss_in_range))
+        # (With its keywords: check.py looks at them when a policy is tried.)
+        enter(patch.object(model, "head_loss", partial(loss_in_range, **cast(Any, loss).keywords)))
         if not compiled:  # compiled blocks have their finer policies inside, in one piece
             enter(patch.object(policies, "torch_checkpoint", checkpoint))
         yield

@@ -149,6 +149,7 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
         "tokens_per_s": run.micro_batches * args.batch_size * args.seq_len / seconds,
         "eta_s": (args.num_steps - run.step) * seconds,
         **memory_used(process.device),
+        "recompute": run.model.config.recompute,
     }
 
 
@@ -206,6 +207,19 @@ def sample_text(run: Run) -> str:
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 
 
+def describe_rescues(run: Run) -> str:
+    """ "; ran out 2 times: none -> cheap -> full": memory, and what was taken then, by each process
+    that took others. "" if it never did. All processes call it."""
+    before = [*filter(None, [run.process.last_shortage()])]  # a restart
+    of_each = run.process.exchange((*before, *run.rescues, run.model.config.recompute))
+    words = [
+        f"; ran out {(times := len(policies) - 1)} time{'s' * (times > 1)}: {' -> '.join(policies)}"
+        for policies in dict.fromkeys(of_each)
+        if len(policies) > 1
+    ]
+    return "".join(words)
+
+
 def describe_result(
     run: Run, record: dict[str, Any], sample: str, seconds_before: float, seconds: float
 ) -> str:
@@ -220,6 +234,7 @@ def describe_result(
         validation += f", {record['val_bits_per_byte']:.3f} bits/byte"
     used = memory_used(device)
     memory = f"{format_bytes(used['peak_memory_bytes'] or 0)} ({used['peak_memory_kind']})"
+    memory += describe_rescues(run)
     best = beside(args.checkpoint_path, ".best.pt")
     lines = [
         "",

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from data import Dataset, TrainBatches, ValBatches
 from model import MiniGPT
+from planner import StepMemory
 
 from .loggers import Logger
 from .metrics import MetricsFile, StepClock
@@ -50,11 +52,18 @@ class Run:
     rate_before: float | None = None  # the last learning rate, if another schedule goes on from it
     # The log record of the step that was resumed from, if it has not been logged yet.
     unreported: dict[str, Any] = field(default_factory=dict)
+    # Of a policy, and of the bytes that it was seen to take, the next one that needs less; None:
+    # none does, or nobody can tell.
+    next_policy: Callable[..., StepMemory | None] = lambda *_: None
+    # The policies with which memory ran out, and a step began again with a deeper one.
+    rescues: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.wrapped: nn.Module = self.model  # as the loop calls it: itself, or in DDP's wrapper
         device, float16 = self.process.device.type, self.precision == torch.float16
         self.scaler = torch.amp.GradScaler(device, enabled=float16)
+        # It makes its tensors at its first use. In a step that could fail half-way.
+        self.scaler.scale(torch.zeros((), device=self.process.device))
 
     @cached_property
     def token_bytes(self) -> Tensor:

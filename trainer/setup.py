@@ -89,7 +89,8 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
-    check_techniques(model, device, precision, shared=process.sharing > 1)
+    # (By all: each may have a policy of its own, under which it alone finds something wrong.)
+    process.by_all(lambda: check_techniques(model, device, precision, process.sharing > 1))
     held_lock = process.by_first(lambda: claim(args.checkpoint_path, resumed))
     process.place(model)
     if isinstance(origin, Pretrained):
@@ -100,7 +101,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     optimizer = make_optimizer(model, args, device, precision)
     clock = make_clock(args, process, model, optimizer, plan.peaks)
     run = Run(args, process, data, identity, model, optimizer, precision, train, val, clock)
-    run.held_lock = held_lock
+    run.held_lock, run.next_policy = held_lock, plan.next_policy
     if resumed is not None:
         go_on_from(resumed, run)
     if process.rank == 0:  # it looks at files

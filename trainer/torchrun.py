@@ -10,6 +10,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NoReturn
@@ -73,6 +74,21 @@ class Torchrun(OneProcess):
         end_with_torchrun()
         return store
 
+    def remember_shortage(self, policy: str) -> None:
+        if self.store is not None:
+            self.store.set("minigpt/shortage", policy)
+            self.store.set(f"minigpt/ran out/{self.name}", "")
+
+    def last_shortage(self) -> str:
+        if self.store is None or not self.store.check(["minigpt/shortage"]):
+            return ""
+        return self.store.get("minigpt/shortage").decode()
+
+    def ran_out(self) -> bool:
+        with suppress(RuntimeError):  # (the store may be gone, too)
+            return self.store is not None and self.store.check([f"minigpt/ran out/{self.name}"])
+        return False
+
     def number(self, name: str, low: int, high: int, default: str = "") -> int:
         """A variable that torchrun sets. Raises UsageError if it cannot have been torchrun."""
         text = os.environ.get(name, default)
@@ -108,8 +124,8 @@ class Torchrun(OneProcess):
         if self.store is not None:
             # The store also remembers the addresses of processes that died (pytorch#135712): those
             # that are alive meet under a name of their own.
-            name = common_name(self.store, self.rank, self.world_size, self.timeout)
-            where |= {"store": dist.PrefixStore(name, self.store)}
+            self.name = common_name(self.store, self.rank, self.world_size, self.timeout)
+            where |= {"store": dist.PrefixStore(self.name, self.store)}
             where |= {"rank": self.rank, "world_size": self.world_size}
         try:
             dist.init_process_group("gloo", **where)

@@ -5,7 +5,9 @@ FAULTS="nan:1:7" torchrun --nproc-per-node=2 tests/harness/faults.py train_ddp [
 
 A fault is kind:rank:step, a kind of STEP_FAULTS (it strikes before that step) or of SAVE_FAULTS
 (while the snapshot of that step is saved). Faults strike in the first attempt only: what torchrun
-starts again may show that it gets through. PAUSE makes each step last that many seconds longer.
+starts again may show that it gets through. (kind:rank:step:1 strikes in the second.) PAUSE makes
+each step last that many seconds longer. FLAGS_r are flags of the process of rank r alone. ROOM is
+in bytes, for `oom`.
 Each process writes what it has after each step (hashes of weights and moments, the loss scale; with
 COLLECTIVES, what those carried) into RUN.rankR.jsonl beside its snapshot RUN.pt (`history`). All of
 it stands here, none of it in the trainers.
@@ -22,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Container
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -33,6 +35,7 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import torch  # noqa: E402
+from harness import shortage  # noqa: E402
 from harness.runs import FAULTS, TINY, plan_nothing, torchrun, train_here  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -52,10 +55,9 @@ WHOLE_RUNS = tempfile.TemporaryDirectory()
 
 def faults_at(step: int, kinds: Container[str]) -> list[str]:
     """The kinds of FAULTS that are due now, in this process."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return []
-    words = [word.split(":") for word in os.environ.get("FAULTS", "").split()]
-    return [kind for kind, *when in words if kind in kinds and when == [RANK, str(step)]]
+    now = [RANK, str(step), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
+    words = [[*word.split(":"), "0"] for word in os.environ.get("FAULTS", "").split()]
+    return [kind for kind, *when in words if kind in kinds and when[:3] == now]
 
 
 def die() -> None:
@@ -107,11 +109,13 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 def no_more_memory(run: Run) -> None:
-    """From now on the system gives this process not a byte: a real failure of the CPU allocator."""
+    """From now on the system gives this process ROOM bytes, by default none: a real failure of the
+    CPU's allocator."""
     import resource
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+    limit = pages * resource.getpagesize() + int(os.environ.get("ROOM", "0"))
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def send(name: str) -> Act:
@@ -132,6 +136,8 @@ STEP_FAULTS: dict[str, Act] = {
     "silence": lambda run: setattr(run, "last_line", run.last_line - 60),
     "cuda-oom": raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")),
     "oom": no_more_memory,
+    **{place: partial(shortage.strike, place) for place in shortage.PLACES},
+    "update": lambda run: setattr(run.optimizer, "step", raising(RuntimeError(shortage.ERROR))),
 }
 
 
@@ -169,6 +175,7 @@ def train_step(run: Run, *others: Act) -> Any:
         "moments": weights_hash(moments),
         "scale": run.scaler.get_scale() if run.scaler.is_enabled() else None,
         "collectives": sorted(collectives.seen),
+        "rescues": run.rescues,
     }
     with open(snapshot.beside(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
         file.write(json.dumps(record) + "\n")
@@ -252,5 +259,5 @@ if __name__ == "__main__":
         plan_nothing()
     train_minimal.train_step = train_step
     run_module.save_snapshot = save_snapshot
-    _, script, *flags = sys.argv
+    _, script, *flags = *sys.argv, *os.environ.get(f"FLAGS_{RANK}", "").split()
     main_and_exit(lambda: importlib.import_module(script).main(flags))

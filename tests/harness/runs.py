@@ -12,17 +12,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import torch
+import torch.distributed as dist
 
 import train_minimal
 import trainer.plan
 import trainer.setup
 from trainer.flags import build_parser, fill_in
 from trainer.process import OneProcess
+from trainer.room import Room
 from trainer.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -138,11 +140,21 @@ def free_port() -> int:
 
 def start_together(words: list[str], processes: int = 2, **env: str) -> Forks:
     """A program in as many processes as torchrun would start, without torchrun."""
-    port = free_port()
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
     env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     return Forks([(words, env | rank) for rank in ranks])
+
+
+def start_again(words: list[str], restarts: int, **env: str) -> list[CompletedProcess]:
+    """Two processes, as `torchrun --max-restarts` starts them and what takes their place; what each
+    attempt says, up to the first that is done."""
+    store, attempts = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    while len(attempts) <= restarts and not (attempts and attempts[-1].returncode == 0):
+        count = {"TORCHELASTIC_RESTART_COUNT": str(len(attempts))}
+        attempts.append(start_together(words, **env, **count).end())
+    return attempts
 
 
 def train(path: Path, *flags: str, script: str = "train_minimal.py", **how) -> CompletedProcess:
@@ -198,10 +210,15 @@ def plan_nothing() -> None:
     """From now on, runs of trainers in this process do not predict their memory, which takes as
     long as the rest of them; but where --use-activation-checkpoint is auto."""
 
-    def plan(args, process, config, *given):
-        if args.use_activation_checkpoint == "auto":
-            return trainer.plan.plan_memory(args, process, config, *given)
-        return trainer.plan.Plan(config, "not predicted", None)
+    def plan(args, process, config, precision, *given):
+        if args.use_activation_checkpoint == "auto" or process.last_shortage():
+            return trainer.plan.plan_memory(args, process, config, precision, *given)
+        way = process.keeps_gradients, process.world_size, process.shards, process.sharing
+        what = args, config.vocab_size, process.device, precision, Room(None, "cpu"), None
+        asked = trainer.plan.Question(*what, *way)
+        return trainer.plan.Plan(
+            config, "not predicted", None, partial(trainer.plan.next_policy, asked)
+        )
 
     trainer.setup.plan_memory = plan
 

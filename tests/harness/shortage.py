@@ -1,0 +1,160 @@
+"""A step that runs out of memory at a chosen operator of its forward or backward."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+import train_minimal
+from trainer.flags import model_config
+from trainer.measured import LiveStorages
+from trainer.run import Run
+
+ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
+Place = tuple[int | None, bool]  # at which operator: before it, or after it? None: nowhere
+
+
+class Shortage(LiveStorages):
+    """Raises `ERROR` at operator number `at`, or behind it; None: counts them only.
+
+    `counts`: does the next operator count?
+    """
+
+    def __init__(
+        self, at: int | None, after: bool = False, counts: Callable[[], bool] = lambda: True
+    ):
+        super().__init__()
+        self.at, self.after, self.counts, self.operators = at, after, counts, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensor will be seen
+        if not self.counts():
+            return func(*args, **(kwargs or {}))
+        self.operators += 1
+        if self.operators == self.at and not self.after:
+            raise RuntimeError(ERROR)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.operators == self.at:
+            raise RuntimeError(ERROR)
+        return result
+
+
+@contextmanager
+def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
+    """While it is open, attempt i at this step runs out at place i. Yields the modes that see to
+    that, one for each attempt."""
+    accumulate, modes = train_minimal.accumulate, [Shortage(*place) for place in places]
+    left = iter(modes)
+
+    def attempt(run: Run, *how: Any, **more: Any) -> list[torch.Tensor]:
+        mode = next(left, None) if run.step == step else None
+        if mode is None:
+            return accumulate(run, *how, **more)
+        with mode:
+            return accumulate(run, *how, **more)
+
+    with patch.object(train_minimal, "accumulate", attempt):
+        yield modes
+
+
+# Where a step of one of several processes runs out: in the rehearsal; before its first forward; in
+# forward, or in a backward before the last; in the last backward, in which gradients travel; while
+# DDP makes its final buckets, before the second step's first forward; somewhere, where each attempt
+# needs all of them.
+PLACES = ("rehearsed", "data", "early", "last", "buckets", "sharded")
+
+
+def strike(place: str, run: Run) -> Callable[[], None]:
+    """Have this step run out there, once, at an operator that is drawn. It begins with the policy
+    of the flags, and so can be rescued again and again."""
+    draw, left = random.Random(f"{place} {run.process.rank} {run.step}"), [place]
+    real, begin, after = train_minimal.accumulate, run.clock.begin, draw.random() < 0.5
+    if place in ("rehearsed", "data", "early"):
+        run.model.config = model_config(run.args, run.model.config.vocab_size)
+
+    def attempt(at: int | None, average: bool) -> tuple[list[torch.Tensor], int]:
+        parts = ["data"]
+
+        def note(phase: str) -> None:
+            parts.append(phase)
+            begin(phase)
+
+        def counts() -> bool:
+            last = parts.count("model is done") == run.args.grad_accum_steps
+            known = {"data": "forward" not in parts, "early": not last, "last": last}
+            return {**known, "buckets": parts[-1] == "forward"}.get(place, True)
+
+        mode = Shortage(at, after, counts)
+        hooks = [run.model.register_forward_pre_hook(lambda *_: parts.append("model"))]
+        hooks += [run.model.register_forward_hook(lambda *_: parts.append("model is done"))]
+        try:
+            with patch.object(run.clock, "begin", note), mode:
+                return real(run, average), mode.operators
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # Agree on buckets, allocate them, copy what is there.
+    at = {"data": 2, "buckets": draw.randint(6, 60), "sharded": 60}.get(place)
+    if at is None:
+        for _ in range(2):  # (the first one may make buckets, too)
+            _, operators = attempt(None, average=False)
+        at = draw.randint(1, operators)
+        run.process.drop_gradients(run.optimizer)
+
+    def accumulate(run: Run, average: bool = True) -> list[torch.Tensor]:
+        if left and average != (place in ("rehearsed", "buckets")):
+            left.clear()
+            return attempt(at, average)[0]
+        return real(run, average)
+
+    train_minimal.accumulate = accumulate
+    return lambda: setattr(train_minimal, "accumulate", real)
+
+
+def operators_of_each(run: Run, steps: int) -> list[int]:
+    """Do the first steps of a run; returns how many operators forward and backward have in each."""
+    counts = []
+    for run.step in range(1, steps + 1):
+        with running_out(run.step, (None, False)) as (counted,):
+            train_minimal.train_step(run)
+        counts.append(counted.operators)
+    return counts
+
+
+def again_and_again(run: Run, shortages: Iterable[list[Place]]) -> Iterator[tuple[list, list]]:
+    """The step that the run has come to, done again and again from the same state, each time with
+    some attempts that fail. Yields all tensors that it ends with: of a step that nothing happened
+    to, and of this one; none if no policy needed less."""
+    run.step += 1
+    weights, state, config = [*run.model.parameters()], run.optimizer.state, run.model.config
+    known = [*state]
+    before, moments = deepcopy(weights), deepcopy([*state.values()])
+    scaler = deepcopy(run.scaler.state_dict())
+
+    def step(places: list[Place]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            for weight, as_before in zip(weights, before, strict=True):
+                weight.copy_(as_before)
+        state.clear()
+        state.update(zip(known, deepcopy(moments), strict=True))
+        run.scaler.load_state_dict(scaler)
+        run.model.config = config
+        with running_out(run.step, *places):
+            try:
+                found = train_minimal.train_step(run)
+            except MemoryError:
+                return []
+        ends = found, weights, [*state.values()], run.scaler.state_dict()
+        return deepcopy(tree_leaves(ends))
+
+    whole = step([])
+    for places in shortages:
+        yield whole, step(places)

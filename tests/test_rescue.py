@@ -1,0 +1,349 @@
+"""A step that runs out of memory is done again with a deeper policy, and nothing else changes."""
+
+import gc
+import random
+import re
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import runs
+from harness.faults import broken, raising, undisturbed
+from harness.runs import FAULTS, TINY_MODEL, metrics, parse, same, snapshot, train, train_here
+from harness.shortage import ERROR, again_and_again, operators_of_each, running_out
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+import train_minimal
+from planner import Planner
+from trainer import check
+from trainer.plan import ask, next_policy
+from trainer.report import describe_rescues
+
+slow = pytest.mark.slow
+STEP = 2  # the first that has the optimizer's state
+WAYS = {
+    "none": "--no-amp --grad-accum-steps=2",
+    "none, float16": "--amp-dtype=float16 --lr=1e-4",
+    "mlp, in chunks": "--no-amp --mlp-chunks=2 --seq-len=128 --max-tokens=999 --dropout=0",
+    "cheap": "--no-amp --loss-chunks=1",
+    "selective": "--no-amp --optimizer=muon --moments-dtype=bfloat16",
+    "mlp:1,cheap": "--amp-dtype=bfloat16 --loss-chunks=3 --grad-accum-steps=2",
+    "attn": "--amp-dtype=bfloat16 --grad-accum-steps=2",
+    "sdpa": "--no-amp --dropout=0 --grad-accum-steps=2",
+    "full": "--amp-dtype=float16 --lr=1e-4 --grad-accum-steps=2",
+    "cheap+offload": "--no-amp",
+}
+
+
+def flags_of(way: str) -> list[str]:
+    policy, _, _ = way.partition(", ")
+    return ["--n-layers=3", f"--use-activation-checkpoint={policy}", *WAYS[way].split()]
+
+
+def places_in(operators: int, draw: random.Random, number: int) -> list[tuple[int, bool]]:
+    return [(draw.randint(1, operators), draw.random() < 0.5) for _ in range(number)]
+
+
+@pytest.mark.usefixtures("everything_travels")
+@pytest.mark.parametrize("way", WAYS)
+def test_wherever_forward_or_backward_run_out_the_step_ends_with_the_same_bits(
+    way, tmp_path, monkeypatch, capsys, thorough
+):
+    """Also if the second attempt fails, too. The first step makes nothing that all others find:
+    half made, it would be found, too. (But the buffers of offload, one by one.)"""
+    run, draw = runs.ready(tmp_path, *flags_of(way)), random.Random(way)
+    equal = rounded if "--mlp-chunks" in WAYS[way] else same
+    first, n = operators_of_each(run, STEP)
+    assert first == n or "offload" in way
+    number = 300 if thorough else 8
+    shortages = [places_in(n, draw, 1 + (i % 4 == 3)) for i in range(number)]
+    succeeded = 0
+    for places, (whole, rescued) in zip(shortages, again_and_again(run, shortages), strict=True):
+        assert equal(whole, rescued) or len(places) == 2 and not rescued, places
+        succeeded += bool(rescued)
+    said = re.findall(r"^warning  step 3: out of .*( predicted\)|: same results)$", *out(capsys))
+    assert len(said) >= succeeded >= 3 * number / 4
+    assert {*said} == {" predicted)" if equal is rounded else ": same results"}
+    run.held_lock.close()
+
+
+def rounded(whole: list, rescued: list) -> bool:
+    pairs = zip(whole, rescued, strict=True)
+    return all(torch.allclose(*map(torch.as_tensor, pair), rtol=1e-3, atol=1e-5) for pair in pairs)
+
+
+def out(capsys) -> tuple[str, int]:
+    return capsys.readouterr().out, re.M
+
+
+POLICY = "--use-activation-checkpoint"
+
+
+@pytest.mark.parametrize(
+    "flags", ["--no-amp", f"--amp-dtype=float16 {POLICY}=auto --memory-budget=600KiB"]
+)
+def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, capsys):
+    """The flags stay as they were typed: --resume takes them again."""
+    flags = ["--num-steps=4", *flags.split()]
+    with running_out(STEP, (99, False)):
+        assert train_here(path, *flags, "--num-steps=3", "--lr-scheduler=constant") == 0
+    taken = snapshot(path)["config"]["recompute"]
+    (line,) = re.findall("^warning  step .*", *out(capsys))
+    assert f"2: out of memory with recompute none; again, and from now on, with {taken} (" in line
+    assert line.endswith(" predicted): same results")
+    assert [record["recompute"] for record in metrics(path)] == ["none", taken, taken]
+    assert train_here(path, "--resume", "--num-steps=4") == 0
+    assert metrics(path)[-1]["recompute"] == "none"
+    whole = snapshot(undisturbed(*flags, "--lr-scheduler=constant"))
+    for part in ("model", "optimizer", "scaler", "args"):
+        left_out = {"checkpoint_path", "resume"} if part == "args" else set()
+        ours, theirs = (
+            {name: value for name, value in its[part].items() if name not in left_out}
+            for its in (snapshot(path), whole)
+        )
+        assert same(ours, theirs), part
+
+
+def test_several_times_in_a_step_each_time_with_less(path, capsys):
+    flags = "--no-amp", "--num-steps=4", "--grad-accum-steps=2"
+    with running_out(STEP, (100, False), (150, True), (9, False)):
+        assert train_here(path, *flags) == 0
+    said = capsys.readouterr().out
+    peaks = [float(n) for n in re.findall(r"\((\d.*) KiB predicted\)", said)]
+    assert len(peaks) == 3 and peaks == sorted(set(peaks), reverse=True)
+    (told,) = re.findall(r"^memory   peak .*; ran out 3 times: (none -> .*)$", said, re.M)
+    assert told.split(" -> ") == ["none", *re.findall(r"from now on, with (\S+) ", said)]
+    assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
+
+
+@pytest.mark.parametrize("way", ["none", "cheap", "selective"])
+def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
+    """Without the garbage collector's help: else the next attempt would have less room."""
+    run, draw, left = runs.ready(tmp_path, *flags_of(way)), random.Random(way), []
+    (_, n), mode = operators_of_each(run, STEP), None
+
+    def bytes_left(*_: object) -> None:
+        there = tree_leaves([[*run.model.parameters()], [*run.optimizer.state.values()]])
+        known = {its.untyped_storage()._cdata for its in there if isinstance(its, torch.Tensor)}
+        left.append(sum(its().nbytes() for key, its in mode.alive.items() if key not in known))
+
+    monkeypatch.setattr(run, "next_policy", bytes_left)  # (which knows of none)
+    gc.disable()
+    try:
+        for place in places_in(n, draw, 24):
+            with running_out(run.step, place) as (mode,):
+                with pytest.raises(MemoryError, match="can't allocate"):
+                    train_minimal.train_step(run)
+    finally:
+        gc.enable()
+    assert len(left) == 24 and max(left) <= 256
+    run.held_lock.close()
+
+
+def in_block(run, number: int, backward: bool) -> None:
+    """Run out there, once, in the next step. (By no mode: the clock has one.)"""
+
+    def fail(*_: object) -> None:
+        handle.remove()
+        raise RuntimeError(ERROR)
+
+    block = run.model.blocks[number]
+    register = block.register_full_backward_hook if backward else block.register_forward_hook
+    handle = register(fail)
+
+
+@pytest.mark.usefixtures("plans_memory")
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("step", "flags"), [(3, ""), (3, "--profile=1"), (4, "--profile=1")])
+def test_a_step_that_is_looked_at(step, flags, backward, path, capsys):
+    """Measured (the third) or profiled (the fourth): neither takes the planner's tensors, nor its
+    blocks, for those of the step; and the measured peak is that of the step that came through."""
+    flags = "--no-amp", "--num-steps=5", f"{POLICY}=cheap", *flags.split()
+    faults = {step: partial(in_block, number=1, backward=backward)}
+    assert broken(path, faults, *flags, "--detect-anomaly") == 0
+    text, _ = out(capsys)
+    assert len(re.findall("^warning  step .*same results$", text, re.M)) == 1
+    peaks = re.search("^measured peak (.*) of tensors; predicted (.*), without", text, re.M)
+    assert peaks[1] == peaks[2]
+    assert same(snapshot(path)["model"], snapshot(undisturbed(*flags[:3]))["model"])
+    if step == 4:
+        trace = path.with_name("run.trace.json").read_text()
+        assert {"forward", "plan", "block 1", "block of a plan"} <= {
+            *re.findall('"([^"]*)"', trace)
+        }
+        assert "with plan between them" in text
+
+
+@pytest.mark.parametrize("flags", ["", "--optimizer=muon", "--moments-dtype=bfloat16"])
+def test_the_planner_holds_no_memory_of_the_device(flags):
+    question, before = ask(parse(f"--n-layers=4 {flags}")), real_bytes()
+    assert next_policy(question, "none").peak < question.planner.step(12, recompute="none").peak
+    assert real_bytes() < before + 1000 and question.made
+
+
+def real_bytes() -> int:
+    gc.collect()
+    tensors = (its for its in gc.get_objects() if isinstance(its, torch.Tensor))
+    real = {
+        its.untyped_storage()._cdata: its.untyped_storage().nbytes()
+        for its in tensors
+        if not isinstance(its, FakeTensor) and its.device.type == "cpu"
+    }
+    return sum(real.values())
+
+
+# ---- Where the step cannot be done again
+
+
+CANNOT = {
+    "it is not wanted": ("--on-out-of-memory=stop", 1, f"none; try {POLICY} full "),
+    # With all that are left, too. The way out keeps the last of them.
+    "no other policy": (
+        *(f"{POLICY}=full/2", 9),
+        f"attn; try {POLICY} attn --batch-size 1 --grad-accum-steps 2 (the same",
+    ),
+    "nothing at all": (f"{POLICY}=attn --batch-size=1", 1, "attn; try a shorter --seq-len or a sm"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_where_nothing_deeper_is_left_or_wanted_it_ends_as_ever(name, path, capsys):
+    flags, times, says = CANNOT[name]
+    with running_out(STEP, *[(50, False)] * times):
+        assert train_here(path, "--no-amp", "--save-interval=1", *flags.split()) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f" --seq-len 16, recompute {says}" in line and snapshot(path)["step"] == 1
+    assert "smaller model" in line or f"go on from {path}, step 1" in line
+
+
+@pytest.mark.parametrize("fault", [MemoryError(), RuntimeError(ERROR), TypeError("no fake tensor")])
+def test_where_nothing_can_be_planned_it_ends_as_ever(fault, path, capsys, monkeypatch):
+    monkeypatch.setattr(Planner, "step", raising(fault))
+    with running_out(STEP, (50, False)):
+        assert train_here(path, "--no-amp", "--save-interval=1") == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "recompute none; try " in line and snapshot(path)["step"] == 1
+
+
+def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkeypatch):
+    """Some weights have changed already."""
+    flags = "--no-amp", "--save-interval=1", "--num-steps=3"
+    groups = []
+
+    def fails(*given: object, **more: object) -> None:
+        groups.append(fused(*given, **more))
+        if len(groups) == 3:  # the second group's, in the second step
+            raise RuntimeError(ERROR)
+
+    fused = torch._fused_adamw_
+    monkeypatch.setattr(torch, "_fused_adamw_", fails)
+    assert train_here(path, *flags) == 4
+    assert len(groups) == 3 and snapshot(path)["step"] == 1
+    captured = capsys.readouterr()
+    assert "warning  step" not in captured.out and "recompute none; try " in captured.err
+    monkeypatch.undo()
+    assert train_here(path, *flags, "--resume") == 0
+    assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
+
+
+def test_another_error_is_no_shortage(tmp_path, capsys):
+    """A file may be called anything."""
+    file = tmp_path / "out of memory.bin"
+    file.write_bytes(bytes(3000))
+
+    def shrink(run) -> None:
+        file.write_bytes(b"\1\0")
+
+    data = f"--train-data={file}", "--tokenizer-name=byte"
+    assert broken(tmp_path / "run.pt", {2: shrink}, *data, base=TINY_MODEL) == 3
+    captured = capsys.readouterr()
+    assert "has become shorter" in captured.err and "warning" not in captured.out
+
+
+def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatch):
+    """Here it is attn, and what would be taken without the check is selective:1."""
+    exact, looked_at = check.compare, []
+
+    def compare(model, i: int, policy: str, *how: object) -> str:
+        looked_at.append(policy)
+        return "its result differs" * (policy != "attn") or exact(model, i, policy, *how)
+
+    monkeypatch.setattr(check, "compare", compare)
+    flags = "--no-amp", "--num-steps=4"
+    with running_out(STEP, (50, False)):
+        assert train_here(path, *flags) == 0
+    assert set(looked_at) == {"selective", "attn"}
+    assert "of memory with recompute none; again, and from now on, with attn (" in out(capsys)[0]
+    assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
+
+
+# ---- For real
+
+
+LARGE = (
+    "--use-toy-data --max-tokens=9000 --vocab-size=256 --n-layers=8 --n-heads=8 --d-model=256 "
+    "--seq-len=512 --batch-size=8 --dropout=0.1 --no-amp --num-steps=2 --save-interval=1"
+).split()
+
+
+@slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.usefixtures("plans_memory")
+@pytest.mark.parametrize(
+    ("share", "fault", "policy", "code"),
+    [
+        (0.7, "oom:0:1", "none", 0),
+        (0.35, "oom:0:1", "none", 0),
+        (-0.05, "oom:0:2", "sdpa:6,attn", 4),
+    ],
+)
+def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
+    """A real failure of the CPU's allocator. The planner has no more than the rest, either. It may
+    have, beyond what it has before that step, a `share` of the way from what `full` needs to what
+    `none` does."""
+    planner = ask(parse(*LARGE)).planner
+    least, most = (planner.step(8, recompute=policy).peak for policy in ("full", "none"))
+    weights = sum(weight.nbytes for weight in planner.model.parameters())
+    room = str(int(least + share * (most - least) - weights))
+    env = {"FAULTS": fault, "ROOM": room, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    flags = (*LARGE, f"{POLICY}={policy}")
+    result = train(path, *flags, expect=code, script=f"{FAULTS} train_minimal", **env)
+    warning = r"^warning  step \d: .* from now on, with (\S+) .* results$"
+    taken = re.findall(warning, result.stdout, re.M)
+    assert taken
+    if code:
+        (line,) = result.stderr.splitlines()
+        smaller = f"{POLICY} {taken[-1]} --batch-size 4 --grad-accum-steps 2 (the same sequences)"
+        assert f"recompute {taken[-1]}; try {smaller}; go on from {path}, step 1" in line
+        assert snapshot(path)["step"] == 1
+    else:
+        assert same(snapshot(path)["model"], snapshot(undisturbed(*LARGE))["model"])
+
+
+@pytest.mark.parametrize(
+    ("of_each", "before", "said"),
+    [
+        ([["none"]], "", ""),
+        ([["none", "cheap"]], "", "; ran out 1 time: none -> cheap"),
+        ([["cheap"]] * 2, "", ""),
+        ([["cheap"]] * 2, "none", "; ran out 1 time: none -> cheap"),
+        ([["none"], ["none", "mlp:1,cheap", "full"], ["none"]], "",
+         "; ran out 2 times: none -> mlp:1,cheap -> full"),
+    ],
+)  # fmt: skip
+def test_the_last_screen_says_what_each_process_took(of_each, before, said):
+    """`of_each`: the policies of each process, one after the other. `before` a restart it was this
+    one that took too much."""
+    all_of_them = [tuple(filter(None, (before, *policies))) for policies in of_each]
+
+    def exchange(mine: tuple[str, ...]) -> list[tuple[str, ...]]:
+        assert mine in all_of_them
+        return all_of_them
+
+    process = SimpleNamespace(last_shortage=lambda: before, exchange=exchange)
+    for *left, last in of_each:
+        model = SimpleNamespace(config=SimpleNamespace(recompute=last))
+        assert describe_rescues(SimpleNamespace(process=process, rescues=left, model=model)) == said
