@@ -17,6 +17,7 @@ if not __package__:  # python scripts/plot_metrics.py: the others lie one folder
 
 import argparse
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +91,12 @@ def points(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([r["step"] for r in known]), np.array([r[key] for r in known], dtype=float)
 
 
+def changes_of_policy(records: Records) -> list[tuple[int, str]]:
+    """The steps whose records have another `recompute` than the one before, and that policy."""
+    known = [(r["step"], r["recompute"]) for r in records if isinstance(r.get("recompute"), str)]
+    return [after for before, after in pairwise(known) if before[1] != after[1]]
+
+
 def moving_average(panel: Panel, values: np.ndarray, window: int) -> np.ndarray:
     """(n,) -> (n - window + 1,): of each `window` values in a row. Of perplexity the geometric
     mean, exp of the average loss: its axis is logarithmic."""
@@ -119,12 +126,15 @@ def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
         lowest.set_xlabel("optimizer step")
     handles = [plt.Line2D([], [], **look, label=name) for name, look in looks.items()]
     handles += [plt.Line2D([], [], color=GRAY, label=k, **KINDS[k]) for k in KINDS if k in kinds]
+    marks = axes[0].get_legend_handles_labels()[0]  # of changes of policy
+    handles += marks
     last.axis("off")
     if len(handles) <= 11:
         last.legend(handles=handles, loc="center", frameon=False)
     else:  # below all panels
-        figure.set_figheight(figure.get_figheight() + 0.19 * math.ceil(len(handles) / 3))
-        figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=3)
+        columns = 2 if marks else 3  # (their words are long)
+        figure.set_figheight(figure.get_figheight() + 0.19 * math.ceil(len(handles) / columns))
+        figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=columns)
     return figure
 
 
@@ -156,6 +166,9 @@ def draw_run(
     for step in points(records, "resumed_from")[1] if drawn else ():
         kinds.add("resumed")
         axis.axvline(step, color=look["color"], **KINDS["resumed"])
+    for step, policy in changes_of_policy(records) if drawn else ():
+        words = f"{policy} from step {step:,}"
+        axis.axvline(step, color=look["color"], linewidth=0.8, zorder=1, label=words)
     return kinds
 
 

@@ -375,6 +375,27 @@ def test_what_was_not_recorded_and_where_a_run_was_resumed(plt):
     assert not panels(plt, run(3, lr=None, resumed_from=4))[2].lines  # nothing was recorded there
 
 
+def test_changes_of_policy_are_marked_and_named(plt):
+    policies = ["none", "none", "cheap:7", "cheap:7", "full", "full+offload"]
+    changed = [line(10 * i, recompute=policy) for i, policy in enumerate(policies, start=1)]
+    changed.insert(3, line(35, resumed_from=33))  # an older version knew nothing of it
+    for runs, marked in (
+        ([changed], [30, 50, 60]),
+        ([changed[:2]], []),
+        ([run(9), changed[:3]], [30]),
+    ):
+        *axes, legend = panels(plt, *runs)
+        for axis in axes:
+            marks = [one for one in axis.lines if not one.get_label().startswith("_")]
+            assert [mark.get_xdata() for mark in marks] == [[step, step] for step in marked]
+            color = axis.lines[len(runs) - 1].get_color()  # that of the last run's curve
+            assert all(mark.get_color() == color for mark in marks)
+        named = zip(("cheap:7", "full", "full+offload"), marked, strict=False)
+        assert names_in(legend)[-len(marked) :] == [
+            f"{name} from step {n}" for name, n in named
+        ] or (not marked and names_in(legend) == ["run 0", "training"])
+
+
 # ---- every picture can be read
 
 PAGE, TEXT = 830, 16  # pixels: how wide a page shows a picture, and how high the text around it is
@@ -446,12 +467,15 @@ def test_block_can_be_read(plt):
     assert faults(plt, block_picture.draw(plt, blocks)) == []
 
 
+@pytest.mark.parametrize("deeper", [0, 3])
 @pytest.mark.parametrize("runs", [1, 8, 22])
-def test_curves_can_be_read(plt, runs):
+def test_curves_can_be_read(plt, runs, deeper):
     some = {"train_loss": 3.0, "train_ppl": 20.0, "lr": 2.5e-4, "tokens_per_s": 123456.0}
     some |= {"val_loss": 3.2, "val_ppl": 24.5, "peak_memory_bytes": 2**32}
     lines = [line(step, **some) for step in range(1, 6001, 60)]
     lines[0] |= {"train_loss": 10.8, "train_ppl": 49000.0}
+    for i, one in enumerate(lines):
+        one["recompute"] = f"selective:{20 + min(i, deeper)},cheap+offload"
     figure = plot_metrics.draw(plt, {f"minigpt_run_{i}": lines for i in range(runs)}, None)
     assert faults(plt, figure) == []
 
