@@ -254,6 +254,7 @@ def as_json(
     asked: Question,
     table: list[Row],
     settings: list[Row],
+    after: list[Row],
     run: dict[str, Any],
     record: Record | None,
 ) -> dict[str, Any]:
@@ -279,6 +280,10 @@ def as_json(
         "moments_dtype": args.moments_dtype,
         "closed_form": closed_form(config, *shape, *moments),
         "rows": [row.as_json() for row in table],
+        "if_out_of_memory": [
+            {"policy": row.name, "peak_bytes": row.step.peak, "seconds": row.seconds}
+            for row in after
+        ],
         "all_knobs": [setting_json(row, args) for row in settings],
         "alive_at_peak": alive,
         "alive_at_peak_of": record and record.step.config.recompute,
@@ -315,7 +320,8 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
     if args.at_peak:
         record = plan_table.record_step(asked, taken)
         bar.write(plan_table.format_peak(record) + "\n")
-    run, lines = plan_table.whole_run(asked, taken)
+    run, words = plan_table.whole_run(asked, taken)
+    lines = plan_table.describe_next(taken) + words
     if settings:
         lines.append(command_line(args, **settings[0].changes(args)))
     elif table and table[0].longest is not None:
@@ -325,7 +331,8 @@ def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
     bar.write("\n".join(lines))
     if not args.json:
         return {}
-    return as_json(asked, table or make_table(asked), settings, run, record)
+    after = [*plan_table.if_memory_runs_out(taken)]
+    return as_json(asked, table or make_table(asked), settings, after, run, record)
 
 
 @tool

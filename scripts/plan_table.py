@@ -9,8 +9,9 @@ import argparse
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from memory import expanded, write
@@ -30,9 +31,10 @@ from trainer.flags import (
     words_of,
 )
 from trainer.metrics import format_bytes
-from trainer.plan import Question
+from trainer.plan import AFTER_RESTART, Question, next_policy
 
 OFFLOADED = "full+offload"
+SHOWN = 2  # ways to go on when memory runs out
 LINES = 10  # of the list of what is alive
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
@@ -190,6 +192,29 @@ def describe_host(table: list[Row]) -> str:
         words += f", about {format_bytes(pinned * largest / step.batch_size)}"
         words += f" for {largest} sequences" + " in each" * several
     return words
+
+
+# ---- when memory runs out
+
+
+def if_memory_runs_out(row: Row | None) -> Iterator[Row]:
+    """Yield the ways to recompute that a run takes after `row`: each when memory has run out with
+    the one before it. (With shards torchrun starts it again: --max-restarts.)"""
+    if row and row.longest is None and row.asked.args.on_out_of_memory == "deeper":
+        asked, share = row.asked, AFTER_RESTART if row.asked.shards > 1 else 1
+        while step := next_policy(asked, row.name, share=share):
+            args = changed(asked.args, use_activation_checkpoint=step.config.recompute)
+            row = Row(asked.about(args))
+            yield row
+
+
+def describe_next(row: Row | None) -> list[str]:
+    """The first two of them, each with its peak and its time; [] if there are none."""
+    words = []
+    for after in islice(if_memory_runs_out(row), SHOWN):
+        time = f", {'> ' * after.offloaded}~{format_time(after.seconds)}" if after.seconds else ""
+        words.append(f"{after.name} ({format_bytes(after.step.peak)}{time})")
+    return [f"deeper   if memory runs out: {', then '.join(words)}"] * bool(words)
 
 
 # ---- the whole run

@@ -10,17 +10,18 @@ import pytest
 import torch
 from cases.shapes import WIDE
 from harness import planned
-from harness.answers import SHAPE, ask, budget_for, question, run
+from harness.answers import BATCH, SHAPE, ask, budget_for, question, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import CARDS, Card, Planner
 from planner.choose import RUNGS
 from planner.formulas import count_parameters
-from scripts import plan_memory
+from scripts import plan_memory, plan_table
 from scripts.plan_table import digits, format_time, recommend
 from trainer.flags import build_parser, byte_count
-from trainer.plan import Question
+from trainer.metrics import format_bytes
+from trainer.plan import Question, next_policy
 from trainer.room import Room, for_tensors
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -311,6 +312,65 @@ def test_this_machine_is_measured_and_tf32_makes_a_card_faster(monkeypatch):
     assert asked.room.safe == for_tensors(asked.room.budget, "cpu")
     said = plan_memory.describe_target(asked, seconds)
     assert re.search(r"^card     H100: .*, measured in [\d.]+ s; times are", said, re.M)
+
+
+# ---- when memory runs out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--card H100 --n-layers 4 --d-model 64 --seq-len 128",
+        "--device cpu --memory-budget 1GiB --n-layers 4",
+        "--device cuda --memory-budget 1GiB --nproc-per-node 2 --fsdp --d-model 64 --n-layers 4",
+        "--card H100 --nproc-per-node 2 --sp",
+    ],
+)
+def test_what_a_run_takes_when_memory_runs_out(flags):
+    """Each is what trainer/rescue.py, or a restart, takes after the one before it."""
+    answer, asked = ask(flags), question(flags)
+    name, expected, shards = answer.json["takes"], [], asked.shards > 1
+    while step := next_policy(asked, name, share=0.75 if shards else 1):
+        too_much, name = asked.planner.step(BATCH, recompute=name).peak, step.config.recompute
+        most = for_tensors(int((0.75 if shards else 1) * too_much), asked.device.type)
+        assert step.peak <= most or step.peak < too_much
+        seconds = asked.seconds(step) if asked.card else None
+        expected.append({"policy": name, "peak_bytes": step.peak, "seconds": seconds})
+    assert answer.json["if_out_of_memory"] == expected
+    offloaded = ["offload" in way["policy"] for way in expected]  # the last, on CUDA only
+    assert not any(offloaded[:-1]) and (offloaded[-1] or "--seq-len 128" not in flags)
+    assert asked.device.type == "cuda" or not offloaded[-1]
+    (line,) = re.findall(r"^deeper   if memory runs out: (.*)$", answer.out, re.M)
+    said = [f"{way['policy']} ({format_bytes(way['peak_bytes'])}" for way in expected[:2]]
+    if asked.card:
+        times = [f", ~{format_time(way['seconds'])}" for way in expected]
+        said = [f"{one}{time}" for one, time in zip(said, times, strict=False)]
+    assert line == ", then ".join(f"{one})" for one in said)
+
+
+def test_of_all_knobs_it_is_about_the_first_micro_batch():
+    answer = ask("--card H100 --all-knobs --grad-accum-steps 2")
+    (first, *_), (after, *_) = answer.json["all_knobs"], answer.json["if_out_of_memory"]
+    assert after["peak_bytes"] < first["peak_bytes"] and after["seconds"] >= first["seconds"]
+    assert f"deeper   if memory runs out: {after['policy']} (" in answer.out
+
+
+@pytest.mark.parametrize("flags", [
+    "--card H100 --on-out-of-memory stop", "--device cuda", "--card H100 --longest-sequence",
+])  # fmt: skip
+def test_nothing_is_said_of_what_it_does_not_take(flags):
+    answer = ask(flags)
+    assert answer.json["if_out_of_memory"] == [] and "\ndeeper " not in answer.out
+
+
+def test_what_comes_next_costs_a_step_each(monkeypatch):
+    """At most: the policies in all blocks are in the table."""
+    asked, steps = question("--card H100"), []
+    asked = replace(asked, watch=lambda: steps.append(1))
+    plan_table.format_table(rows := plan_table.rows(asked), recommend(rows))
+    of_table = len(steps)
+    assert len(plan_table.describe_next(recommend(rows))) == 1
+    assert len(steps) <= of_table + plan_table.SHOWN
 
 
 # ---- the whole run
