@@ -49,7 +49,7 @@ plot_metrics FILE                         how did the training go? (a picture)  
 export_hf --out FOLDER                    how do I use it with transformers?          seconds
 
 to learn
-lesson                                    have I understood it? (eleven exercises)    half an hour
+lesson                                    have I understood it? (twelve exercises)    half an hour
 kept_tensors                              what does one block keep for backward?      seconds
 checkpoint_from_scratch                   how does an activation checkpoint work?     seconds
 """

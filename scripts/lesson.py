@@ -21,8 +21,10 @@ if not __package__:  # python scripts/lesson.py: the others lie one folder up
 import argparse
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from memory import RECOMPUTE_POLICIES
-from model import MLP, MiniGPTConfig
+from model import MLP, MiniGPT, MiniGPTConfig
 from planner import KINDS, Planner, StepMemory
 from planner.formulas import head_bytes, recompute_cost
 from scripts import tool
@@ -238,6 +240,19 @@ EXERCISES: dict[int, Exercise] = {
             (36, "Then the only group's replay keeps the inputs of all 36 blocks."),
         ),
     ),
+    12: Exercise(
+        choices=("a", "b", "c", "d"),
+        why="Forward changes no weight, backward only gradients, and those are dropped; with the "
+        "same data and masks the policy changes no bit. In the update the first weights have "
+        "changed already when a later one fails: a second update would move them twice.",
+        hint="Which tensors that stay does each part of a step write: forward, backward, update? "
+        "Which of them can be put back without a copy?",
+        mistakes=(
+            ("a", "What does backward write? Can the run put that back?"),
+            ("c", "The update goes from weight to weight. How are the first ones when it fails?"),
+            ("d", "Exercise 6: does a policy change the result, if the masks are the same?"),
+        ),
+    ),
 }
 
 
@@ -405,6 +420,54 @@ def nested_groups() -> Measured:
     return min(peaks, key=peaks.__getitem__), lines
 
 
+def weights_after(part: str, drop: bool = True) -> list[Tensor]:
+    """The weights after two steps. In the first one memory runs out in the middle of `part`; so it
+    is done again, with `full`. Before that the first attempt's gradients are dropped, or not."""
+    torch.manual_seed(0)
+    model = MiniGPT(MiniGPTConfig(61, 16, n_layers=2, n_heads=1, d_model=16, d_ff=64))
+    weights: list[Tensor] = list(model.parameters())
+    # The update of the even weights, then that of the odd ones.
+    even, odd = (torch.optim.AdamW(some) for some in (weights[::2], weights[1::2]))
+    first, last = model.blocks
+    hooks: dict[str, Callable] = {
+        "forward": last.register_forward_pre_hook,
+        "backward": first.get_parameter("ln_1.weight").register_hook,
+        "update": odd.register_step_pre_hook,
+    }
+    if part:
+        once = chain([torch.OutOfMemoryError("played")], repeat(None))
+        hooks[part](mock.Mock(side_effect=once))
+    for seed, recompute in ((1, "none"), *[(1, "full")] * bool(part), (2, "full")):
+        model.config = replace(model.config, recompute=recompute)
+        torch.manual_seed(seed)  # data and masks follow from it
+        ids = torch.randint(61, (2, 17))
+        with suppress(torch.OutOfMemoryError):
+            model(ids[:, :-1], ids[:, 1:]).backward()
+            even.step()
+            odd.step()
+            model.zero_grad()
+        if drop:
+            model.zero_grad()
+    return weights
+
+
+def done_again() -> Measured:
+    """12: memory runs out in forward, in backward, and in the update."""
+    undisturbed = weights_after("")
+    found = {part: weights_after(part) for part in ("forward", "backward", "update")}
+    found["backward, gradients kept"] = weights_after("backward", drop=False)
+    differ = [
+        sum(not torch.equal(*pair) for pair in zip(weights, undisturbed, strict=True))
+        for weights in found.values()
+    ]
+    lines = [
+        f"{name:<24}  {n or 'none'} of {len(undisturbed)} weights differ"
+        for name, n in zip(found, differ, strict=True)
+    ]
+    n_safe = next(i for i, n in enumerate(differ) if n)  # parts after which it may be done again
+    return "dabc"[n_safe], ["memory runs out in", *lines]
+
+
 MEASURES: dict[int, Callable[[], Measured]] = {
     1: needed_by_backward,
     2: partial(block_keeps, "none", no_amp=True),
@@ -417,6 +480,7 @@ MEASURES: dict[int, Callable[[], Measured]] = {
     9: gradients_that_wait,
     10: policy_for_a_card,
     11: nested_groups,
+    12: done_again,
 }
 
 

@@ -37,7 +37,7 @@ def ask(capsys, *words: str) -> tuple[int, str, str]:
 
 def test_the_page_and_the_script_have_the_same_exercises(capsys):
     assert [*sections()] == [*EXERCISES] == [*MEASURES] == list(range(1, len(EXERCISES) + 1))
-    assert len(EXERCISES) == 11 and "\nEleven short exercises" in PAGE and len(COMMANDS) >= 12
+    assert len(EXERCISES) == 12 and "\nTwelve short exercises" in PAGE and len(COMMANDS) >= 12
     for n in EXERCISES:
         code, out, _ = ask(capsys, str(n))
         assert code == 0 and out.strip() in PAGE and out.startswith(f"{n}. ")
@@ -65,7 +65,7 @@ def test_answers_are_those_that_stand_in_the_documents(known):
     assert f"\n| `none` | {whole[3]} |" in ladder and f"\n| `cheap` | {whole[4]} |" in ladder
     assert round(known[5], 2) == round(1 + 8 / 36, 2)
     assert f"{known[7] * 1024:,.0f} MiB for 12 sequences" in ladder
-    assert [known[n] for n in (1, 6, 8, 10, 11)] == [3, "c", 1, "mlp", 6]
+    assert [known[n] for n in (1, 6, 8, 10, 11, 12)] == [3, "c", 1, "mlp", 6, "b"]
 
 
 def test_figures_of_the_page():
@@ -92,6 +92,9 @@ def test_the_measurement_shows_the_answer(known, measured):
     assert len(peaks) == 6 and peaks == sorted(peaks)
     before, now = (float(n.replace(",", "")) for n in re.findall(r"^([\d,]+) MiB", seen[9], re.M))
     assert abs(now - before - known[9]) <= 1
+    parts = re.findall(r"^(.*?) +(\w+) of \d+ weights differ$", seen[12], re.M)
+    assert [part for part, n in parts if n == "none"] == ["forward", "backward"]
+    assert [part for part, n in parts if n != "none"] == ["update", "backward, gradients kept"]
     assert re.search(r"^attn .*no$", seen[10], re.M) and re.search(r"^mlp .*fits$", seen[10], re.M)
 
 
@@ -108,6 +111,7 @@ WRITTEN = {
     9: (("475", "474.7", "475 MiB", "498 MB"), ("1,899", "1.9 GiB", "475 GiB")),
     10: (("mlp", "MLP", "`mlp`"), ()),
     11: (("6", "6.0"), ("4", "9")),
+    12: (("b", "(b)"), ()),
 }
 
 
@@ -125,7 +129,7 @@ def test_right_answers_pass_and_mistakes_are_not_given_away(n, known, capsys):
         code, out, err = ask(capsys, str(n), *text.split())
         assert code == NOT_YET == 3 and out.startswith("not yet: "), text
         assert out.count("\n") == 1 and not err
-        if n not in (1, 6, 8, 11):  # (a single digit or letter stands in every sentence)
+        if n not in (1, 6, 8, 11, 12):  # (a single digit or letter stands in every sentence)
             assert not re.search(rf"\b{re.escape(right)}\b", out), text
 
 
