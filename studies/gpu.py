@@ -2,6 +2,7 @@
 
     python -m studies.gpu                              # an hour at most
     python -m studies.gpu --only head
+    python -m studies.gpu --only rescue                # steps that run out of memory
     python -m studies.gpu --peer --nanogpt ../nanoGPT  # beside transformers' GPT-2 and nanoGPT's
     python -m studies.gpu --dry-run                    # all of it tiny, on the CPU: does it run?
 
@@ -20,15 +21,18 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
+import train_minimal
 from memory import RECOMPUTE_POLICIES
 from memory.head import head_loss
 from model import MiniGPTConfig
@@ -36,11 +40,13 @@ from model import head_loss as plain_loss
 from planner.formulas import head_bytes
 from scripts import benchmark, benchmark_worker, tool
 from scripts.benchmark import about, describe, table
-from scripts.benchmark_worker import Job, config_of
+from scripts.benchmark_worker import Job, config_of, timed_step
 from studies.common import study_parser
 from trainer.endings import is_out_of_memory
 from trainer.flags import UsageError, output_folder
 from trainer.metrics import read_metrics
+from trainer.plan import next_policy
+from trainer.run import Run
 
 Values = dict[str, Any]
 Records = dict[tuple[str, str], Values]  # (section, name) -> {"values": ...} or {"error": ...}
@@ -178,7 +184,83 @@ def nanogpt_of(folder: Path) -> Callable[[MiniGPTConfig], nn.Module]:
     return NanoGPT
 
 
-SECTIONS: dict[str, Callable[[Bench], Jobs]] = {"head": head, "steps": steps}
+# ---- A step that runs out of memory
+
+
+@contextmanager
+def shortage(bench: Bench, step: int, free_bytes: int, in_holes: bool) -> Iterator[list[int]]:
+    """From this step on, tensors that are held leave `free_bytes` of the device to all others. Half
+    of what they were may stay free besides, but in holes of 2 MiB. (On a CPU the first attempt of
+    the step fails when its gradients are there.)
+
+    Yields the bytes in use when each attempt of the step began (0 on a CPU).
+    """
+    real, begun, held = train_minimal.accumulate, list[int](), list[Tensor]()
+
+    def attempt(run: Run, **how: Any) -> list[Tensor]:
+        if run.step == step:
+            if not bench.dry and not held:
+                take_memory(held, free_bytes, in_holes)
+            begun.append(0 if bench.dry else torch.cuda.memory_allocated())
+        losses = real(run, **how)
+        if bench.dry and run.step == step and len(begun) == 1:
+            raise torch.OutOfMemoryError("played")
+        return losses
+
+    try:
+        with mock.patch.object(train_minimal, "accumulate", attempt):
+            yield begun
+    finally:
+        if not bench.dry:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def take_memory(held: list[Tensor], free_bytes: int, in_holes: bool) -> None:
+    """Hold 1 GiB (of which a half is free again, in holes), and allow `free_bytes` more."""
+    torch.cuda.empty_cache()
+    n = 512 if in_holes else 1
+    held += [torch.empty(2**30 // n, dtype=torch.uint8, device="cuda") for _ in range(n)]
+    if in_holes:
+        del held[::2]
+    _, in_all = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((free_bytes + 2**30) / in_all)
+
+
+def rescue(bench: Bench) -> Jobs:
+    """Memory is taken in the middle of training: the step is done again with a deeper policy (`ms`:
+    all of that step, with the plans). `MiB left`: what its failed attempts left behind."""
+    for policy in ("none", "cheap"):
+        for how in ("", ", in holes"):
+            yield f"{policy}{how}", partial(rescued_step, bench, policy, bool(how))
+
+
+def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
+    """Of steps of 12 sequences (2 on a CPU), on half of the memory between the policy and full."""
+    args = bench.args()
+    job = Job(policy, bench.pick(12, 2))
+    args.card = bench.pick(None, "H100 PCIe")  # a CPU is not measured for it
+    question = benchmark.ask(benchmark_worker.flags_of(args, job))
+    peaks = [question.planner.step(job.batch_size, recompute=way).peak for way in (policy, "full")]
+    run = benchmark_worker.make_run(question.args, job, bench.device)
+    run.identity, run.next_policy = {"config": {}}, partial(next_policy, question)
+    timed_step(run, benchmark_worker.WARM_UP)
+    values: Values = {"ms before": 1000 * timed_step(run, args.steps)}
+    with shortage(bench, run.step + 1, sum(peaks) // 2, in_holes) as begun:
+        values |= {
+            "ms": 1000 * timed_step(run),
+            "ms of plans": 1000 * run.clock.total["plan"],
+            "ms after": 1000 * timed_step(run, args.steps),
+            "rescues": run.rescues,
+            "taken": run.model.config.recompute,
+        }
+        if not bench.dry:
+            values["MiB left"] = (begun[-1] - begun[0]) / MIB
+            values["MiB"] = torch.cuda.memory_allocated() / MIB
+            values["reserved MiB"] = torch.cuda.memory_reserved() / MIB
+    return values
+
+
+SECTIONS: dict[str, Callable[[Bench], Jobs]] = {"head": head, "steps": steps, "rescue": rescue}
 
 # ---- Results and their tables
 
