@@ -31,7 +31,7 @@ plan_memory --card L4 --all-knobs         which knobs give the fastest step?    
 plan_memory --card L4 --longest-sequence  how long may a sequence be?                 a minute
 plan_memory --at-peak                     what is alive at the peak, by name?         seconds
 memory_page                               what is alive when, and why? (a page)       seconds
-memory_timeline                           where does a step's memory go? (pictures)   half a minute
+memory_timeline                           where does a step's memory go? (a picture)  seconds
 benchmark                                 what does each policy cost on my machine?   minutes
 
 training

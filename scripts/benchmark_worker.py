@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile
@@ -130,28 +129,22 @@ def timed_step(run: Run, n: int = 1) -> float:
     return (time.perf_counter() - start) / n
 
 
-def record_step(run: Run) -> tuple[np.ndarray, np.ndarray, Any]:
-    """One more step, as the allocator notes it: (nanoseconds, the bytes that tensors take from each
-    of them on, all of the profiler's events)."""
-    kind = run.process.device.type
+def recorded_peak(run: Run) -> int:
+    """One more step on a CPU: the most bytes that tensors take, as its allocator notes them."""
     there: list[Tensor] = list(run.model.parameters())
     there += chain(*(state.values() for state in run.optimizer.state.values()))
     if isinstance(run.model, MiniGPT):  # the blocks of +offload
         there += cast(Schedule, run.model.schedule).host.made
-    before = sum(tensor.nbytes for tensor in there)
-    if kind == "cuda":  # which rounds up, and has room to work in
-        before = torch.cuda.memory_allocated()
     with profile(profile_memory=True) as profiler:
         timed_step(run)
     result: Any = profiler.profiler  # (tables that it makes itself have sums only)
-    events = result.kineto_results.events()
     changes = [  # with a minus, when a tensor goes
-        (event.start_ns(), event.nbytes())
-        for event in events
-        if event.name() == "[memory]" and event.device_type().name.lower() == kind
+        event
+        for event in result.kineto_results.events()
+        if event.name() == "[memory]" and event.device_type().name == "CPU"
     ]
-    times, sizes = np.array(sorted(changes, key=lambda change: change[0])).T
-    return times, before + sizes.cumsum(), events
+    sizes = (event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
+    return max(accumulate(sizes, initial=sum(tensor.nbytes for tensor in there)))
 
 
 def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
@@ -175,7 +168,7 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     elif device.type == "cpu":
         if before:  # (now, as the profiler takes memory of its own)
             resident = own_memory("VmHWM") - before
-        peak, kind = int(record_step(run)[1].max()), "cpu allocator"
+        peak, kind = recorded_peak(run), "cpu allocator"
     return {
         "step_s_all": seconds,
         "peak_bytes": peak,

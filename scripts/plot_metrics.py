@@ -196,7 +196,9 @@ def tidy(plt: Any, axis: Any, panel: Panel) -> None:
     axis.xaxis.set_major_formatter(lambda x, _: f"{x / unit:,.10g}{k if x else ''}")
     if panel.logarithmic:
         axis.set_yscale("log")
-        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=10))
+        low, high = axis.get_ylim()
+        decades = ticker.LogLocator(subs=(1, 2, 5), numticks=10)  # of less than one it may find one
+        axis.yaxis.set_major_locator(decades if high > 10 * low else ticker.MaxNLocator(5))
         axis.yaxis.set_minor_locator(ticker.NullLocator())
     elif panel.title != "Loss":
         axis.set_ylim(0, 1.05 * axis.get_ylim()[1] or 1)
@@ -232,12 +234,9 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     runs = load(args.metrics)
     figure = draw(load_pyplot("plot_metrics"), runs, args.smooth)
-    try:
-        if args.out.parent == Path("out"):
-            args.out.parent.mkdir(exist_ok=True)
-        save_picture(figure, args.out)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
-        raise UsageError(f"--out {args.out}: {error}") from None
+    if args.out.parent == Path("out"):
+        args.out.parent.mkdir(exist_ok=True)
+    save_picture(figure, args.out)
     print(f"wrote {args.out}")
 
 

@@ -98,12 +98,12 @@ def policy_fields(config: MiniGPTConfig) -> dict[str, Any]:
     }
 
 
-def load_pyplot(program: str, otherwise: str = "") -> Any:
+def load_pyplot(program: str) -> Any:
     """matplotlib.pyplot in our style, drawing into files. Raises UsageError where it is missing."""
     try:
         import matplotlib
     except ImportError:
-        raise UsageError(f"{program} needs matplotlib: pip install matplotlib{otherwise}") from None
+        raise UsageError(f"{program} needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -116,11 +116,13 @@ def load_pyplot(program: str, otherwise: str = "") -> Any:
 
 
 def save_picture(figure: Any, file: Path, more: Mapping[str, str] | None = None) -> None:
-    """With `more` in its metadata. Raises what `savefig` does."""
-    about = {**FORMATS.get(file.suffix[1:], {}), **(more or {})}
-    figure.savefig(file, metadata=about or None)  # some formats know none
-    if file.suffix == ".png":
-        use_few_colors(file, more or {})
+    """A PNG carries `more` in its metadata. Raises UsageError that names --out."""
+    try:
+        figure.savefig(file, metadata=FORMATS.get(file.suffix[1:]))
+        if file.suffix == ".png":
+            use_few_colors(file, more or {})
+    except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
+        raise UsageError(f"--out {file}: {error}") from None
 
 
 def use_few_colors(file: Path, about: Mapping[str, str]) -> None:

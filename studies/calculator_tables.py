@@ -19,8 +19,10 @@ BEGIN, END = "// ---- Tables", "// ---- What"
 
 def tables() -> str:
     """The part of the script from BEGIN to END."""
-    constants = {name: getattr(head, name) for name in ("CHUNK", "SLICE", "PAD", "ROWS")}
-    constants["AT_A_TIME"] = optimizer.AT_A_TIME
+    constants = {
+        **{name: getattr(head, name) for name in ("CHUNK", "SLICE", "PAD", "ROWS")},
+        "AT_A_TIME": optimizer.AT_A_TIME,
+    }
     memory = {
         card.name: round(card.memory / GIB, 2)
         for card in CARDS.values()
@@ -46,7 +48,7 @@ const CARDS = {{ // GiB. (Not Apple's: no formula here has the scores that atten
 
 def entries(table: dict, in_a_line: int) -> str:
     each = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in table.items()]
-    lines = [each[i : i + in_a_line] for i in range(0, len(each), in_a_line)]
+    lines = (each[i : i + in_a_line] for i in range(0, len(each), in_a_line))
     return ",\n".join("  " + ", ".join(line) for line in lines)
 
 

@@ -140,7 +140,7 @@ def test_a_gpu_is_waited_for_once(device, done, values, monkeypatch):
         "choose_device": lambda _: process.device,
         "make_run": lambda *_: run,
         "train_step": lambda _: log.append("step "),
-        "record_step": lambda _: (0, torch.ones(1)),
+        "recorded_peak": lambda _: 1,
     }.items():
         monkeypatch.setattr(benchmark_worker, name, new)
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: log.append("wait "))

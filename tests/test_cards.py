@@ -3,17 +3,14 @@ of what they train (studies/results/cards.json), which are true."""
 
 import json
 import re
-import shlex
 
 import pytest
-from harness.runs import ROOT, parse
+from harness.runs import ROOT
 
 from planner import CARDS
 from planner.cards import SAME, card_named, find_card, plain
-from studies import cards
-from studies.make_results import FOLDER
+from studies import tables
 from trainer.card import device_type
-from trainer.flags import SHAPES
 
 # What torch.cuda.get_device_name() says -> the card
 REPORTED = {
@@ -87,50 +84,30 @@ def test_a_person_may_be_brief_but_not_unclear():
         assert str(caught.value) == f"unknown card {name!r}; {near}known: {', '.join(CARDS)}"
 
 
-# ---- what they train
+# ---- what they train (that docs/planning.md has the table: test_results.py)
 
-FILE = json.loads((ROOT / FOLDER / "cards.json").read_text())
-ROWS = {row["card"]: row for row in FILE["rows"]}
-SECTION = (ROOT / "docs/planning.md").read_text().split("## What fits on which card")[1]
-REMAKE = "if the change is meant: python -m studies.make_results --only cards"
-
-
-def test_the_tables_in_the_docs():
-    for table in (cards.format_fastest(FILE["rows"]), cards.format_batches(FILE["rows"])):
-        assert f"\n{table}\n" in SECTION, REMAKE
-    assert list(ROWS) == cards.SHOWN
+ROWS = json.loads((ROOT / "studies/results/cards.json").read_text())["rows"]
+REMAKE = "if the change is meant: studies/README.md has the command"
 
 
 def test_a_row():
     """The largest batches; and the fastest step, alone. (The slow test below finds it again.)"""
-    row = ROWS["RTX 3060 12GB"]
-    best, found = row["fastest"], cards.largest_batches(row["card"], "gpt2")
-    assert found == row["largest_batch"]["gpt2"], REMAKE
-    asked = cards.ask(row["card"], best["model"], cards.STEP)
-    asked = asked.about(parse("--model", best["model"], *best["flags"]))
-    assert asked.step.peak == best["peak_bytes"] <= asked.budget, REMAKE
-    assert asked.seconds(asked.step) == pytest.approx(best["seconds"], rel=1e-9), REMAKE
-    assert asked.tokens_per_s(asked.step) == pytest.approx(best["tokens_per_s"], rel=1e-9)
+    row = ROWS[0]
+    flags = f"--card {row['card'].replace(' ', '-')} --model gpt2-medium --dropout 0"
+    for (policy, chunks), n in zip(tables.SPENT, row["largest_batch"]["gpt2-medium"], strict=True):
+        assert tables.plan(f"{flags} --loss-chunks {chunks}", policy).largest_batch == n, REMAKE
+    best = row["fastest"]
+    flags += f" --batch-size {best['batch_size']} --grad-accum-steps {best['grad_accum_steps']}"
+    found = tables.plan(flags, best["name"])
+    assert found.step.peak == best["peak_bytes"] <= found.asked.budget, REMAKE
+    assert found.tokens_per_s == pytest.approx(best["tokens_per_s"], rel=1e-9), REMAKE
 
 
 @pytest.mark.slow
 def test_a_row_is_found_again():
-    found, wanted = cards.row("RTX 3060 12GB"), dict(ROWS["RTX 3060 12GB"])
+    found, wanted = tables.card_row(ROWS[0]["card"]), dict(ROWS[0])
     best, shown = found.pop("fastest"), wanted.pop("fastest")
     assert found == wanted, REMAKE
     for name, value in best.items():
         same = pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
         assert shown[name] == same, REMAKE
-
-
-def test_the_command(tmp_path, capsys, monkeypatch):
-    nothing = dict.fromkeys(SHAPES, dict.fromkeys(cards.WAYS, 0))
-    rows = {"RTX 4090": ROWS["RTX 4090"], "H100": {"fastest": None, "largest_batch": nothing}}
-    rows["H100"] |= {"card": "Voodoo2", "memory_bytes": 1}  # on which nothing trains
-    monkeypatch.setattr(cards, "row", rows.get)
-    words = ["--cards", "4090", "h100", "--json", str(tmp_path / "cards.json")]
-    assert cards.main(words) == 0
-    out, found = capsys.readouterr().out, json.loads((tmp_path / "cards.json").read_text())
-    assert found["rows"] == [*rows.values()] and shlex.split(found["command"])[3:] == words
-    assert cards.format_fastest(found["rows"]) in out
-    assert "| Voodoo2 | - |  |" in out and "| Voodoo2 | - | - | - | - |" in out

@@ -12,6 +12,7 @@ from test_readme import DOCS
 
 from memory import expanded
 from memory.policies import RECOMPUTE_POLICIES, expand
+from model import MiniGPTConfig
 from planner import CARDS, Planner
 from planner.choose import (
     RUNGS,
@@ -27,7 +28,6 @@ from planner.choose import (
     segments,
 )
 from planner.formulas import recompute_cost
-from studies.ladder import GPT2_SMALL
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -128,7 +128,7 @@ def test_peak_and_seconds_of_a_mix_are_known_without_its_simulation(settings):
 @pytest.mark.slow
 def test_the_best_pair_is_hardly_slower_than_the_best_of_all_assignments():
     """docs/evidence.md says by how much: of 4 of GPT-2 small's blocks, at 20 budgets."""
-    config = replace(GPT2_SMALL, n_layers=4)
+    config = MiniGPTConfig(n_layers=4, dropout=0.0)
     steps = all_alike(planner(config, "bf16", device_type="cuda", seq_len=1024), 12)
     every = np.array(list(itertools.product(range(len(RECOMPUTE_POLICIES)), repeat=4)))
     pairs, worst = all_mixes(4), 0.0

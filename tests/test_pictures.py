@@ -1,54 +1,29 @@
-"""The pictures show what the planner says, and the planner says what the allocator does. And they
-can be read, for any model: at the width of a page, no words lie on others, on a line, on a colour
-or outside of the picture. The curves of runs, too."""
+"""The pictures show what the planner says. And they can be read, for any model: at the width of a
+page, no words lie on others, on a line, on a colour or outside of the picture. The curves of runs,
+too."""
 
 import json
 import math
 import sys
-from dataclasses import replace
 from itertools import combinations
 from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-from harness.answers import room_for
-from harness.planned import CARD
 from harness.runs import ROOT
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memory import POLICIES as ENTRIES
-from memory import RECOMPUTE_POLICIES, expand
-from planner.formulas import count_parameters
+from memory import RECOMPUTE_POLICIES
 from planner.timeline import KINDS
-from scripts import plot_metrics
-from scripts.style import COLORS, FORMATS, POLICIES, Unit, relative_flops, save_picture
+from scripts import memory_timeline, plot_metrics
+from scripts.memory_page import along_flops
+from scripts.style import COLORS, FORMATS, Unit, relative_flops, save_picture
 from studies import block_picture
-from studies import memory_timeline as study
-from studies.memory_timeline import choose, flops_done, step_of
-from trainer.flags import changed
-from trainer.plan import Question
 
 SHAPE = "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8".split()
 TINY = [*SHAPE, *"--vocab-size 997 --loss-chunks 2 --device cpu --amp-dtype bfloat16".split()]
 MIB = 2**20
-
-
-def asked_of(*flags: str) -> Question:
-    return study.prepare(study.parse([*TINY, *flags]))
-
-
-def within(asked: Question, tensors: float) -> Question:
-    """With a --memory-budget that leaves them so many bytes."""
-    room = room_for(tensors)
-    return replace(asked, args=changed(asked.args, memory_budget=room.budget), room=room)
-
-
-@pytest.fixture(scope="module")
-def asked():
-    asked = asked_of("--use-activation-checkpoint=full")
-    assert asked.config.recompute == "none"  # all policies are drawn, whatever is typed
-    return asked
 
 
 @pytest.fixture(autouse=True)
@@ -57,55 +32,52 @@ def closed(plt):
     plt.close("all")
 
 
-def test_each_phase_is_as_wide_as_its_flops(asked):
-    # Per token, multiplied and added: a block's weights, attention's products (half are masked).
-    block = 12 * 32**2 + 32 * 32
-    for name in POLICIES:
-        step = step_of(asked, name)
-        at, replayed = flops_done(step), relative_flops(step.config, 32) - 1
-        starts = [at[step.phase(phase).start] for phase in study.PHASES]
-        forward, head, backward = np.diff(starts)
-        assert starts[0] == 0 and at[-1] == pytest.approx(1 + replayed + 1 / 50)
-        assert (np.diff(at) >= 0).all()
-        assert head / forward == pytest.approx(3 * 997 * 32 / (2 * block))
-        assert backward == pytest.approx(2 * forward + replayed)
-        policies = expand(step.config.recompute, 2).policies
-        assert (replayed > 0) == any(ENTRIES[policy].twice for policy in policies)
+def recorded(words: list[str]):
+    return memory_timeline.record_all(memory_timeline.parse(words))
 
 
-def test_timeline_stacks_what_the_planner_counts(plt, asked):
-    figure = study.draw_timeline(plt, asked, {})
-    panels = dict(zip(study.PANELS, figure.axes, strict=False))  # (the last one: the teeth)
-    assert set(COLORS) == set(KINDS)
-    for name, axis in panels.items():
-        step = step_of(asked, name)
-        at, tops = flops_done(step), np.zeros(len(step.timeline))
+# ---- memory over a step
+
+
+def test_timeline_stacks_what_the_planner_counts(plt):
+    """A panel a policy, whatever policy the flags ask for; each as wide as its FLOPs."""
+    asked, records = recorded([*TINY, "--use-activation-checkpoint=full"])
+    figure = memory_timeline.draw(plt, asked, records)
+    assert [*records] == ["plain", "none", "cheap", "full"] and len(figure.axes) == 5
+    outline = records["plain"].step.total[:-1] / MIB
+    for (name, record), axis in zip(records.items(), figure.axes, strict=False):
+        step, tops = record.step, np.zeros(len(record.step.timeline))
+        at = np.interp(range(len(tops)), *along_flops(record))
         for (kind, color), layer in zip(COLORS.items(), axis.collections, strict=False):
             tops += step.timeline[:, KINDS.index(kind)]
             rgba = np.array([plt.matplotlib.colors.to_rgba(color)])
             assert layer.get_facecolor() == pytest.approx(rgba)
-            # All its edges are there, at the right time and height (in KiB: MiB are too coarse).
+            # All its edges are there, at the right place and height (in KiB: MiB are too coarse).
             drawn = {(round(x, 6), round(y * 1024)) for x, y in layer.get_paths()[0].vertices}
             wanted = zip(at, tops / 1024, strict=True)
             assert {(round(x, 6), round(y)) for x, y in wanted} <= drawn
-        assert (tops == step.total).all()
-        (marker,) = (line for line in axis.lines if line.get_marker() == "v")
+        assert (tops == step.total).all() and {*COLORS} == {*KINDS}
+        first, marker = axis.lines
+        assert (first.get_ydata() == outline).all()
         assert marker.get_xydata().tolist() == [[at[step.total.argmax()], step.peak / MIB]]
         title = axis.get_title(loc="left")
-        assert title.startswith(f"{name}: ") and f"peak {step.peak / MIB:.1f} MiB" in title
-        assert [text.get_text() for text in axis.texts] == list(study.PHASES)
-    share = relative_flops(step_of(asked, "full").config, 32) - 1
-    assert f"+{100 * share:.0f}% FLOPs" in panels["full"].get_title(loc="left")
+        assert title.startswith(f"{name}: ") and f"Peak {step.peak / MIB:.1f} MiB" in title
+        assert axis.get_xlim() == (0, at[-1]) or name != "full"
+        for tick, phase in zip(axis.get_xticks(), axis.get_xticklabels(), strict=True):
+            part = at[step.phase(phase.get_text())]
+            assert part[0] < tick < part[-1]
+        assert {phase.get_text() for phase in axis.get_xticklabels()} >= {"head", "backward"}
+    assert title.endswith(f", {relative_flops(step.config, 32) - 1:+.0%} FLOPs")
     about = "0.06M parameters, batch of 8 x 32 tokens, bfloat16 on a CPU, predicted"
     assert figure.get_suptitle().split("\n")[1] == about
 
 
 def test_teeth_fill_their_panel(plt):
     """However little they are of the memory in use, and each block has one."""
-    asked = asked_of("--seq-len", "8")
-    *_, full, teeth = study.draw_timeline(plt, asked, {}).axes
-    step = step_of(asked, "full")
-    at, total = flops_done(step), step.total / MIB
+    asked, records = recorded([*TINY, "--seq-len=8", "--policies", "none", "full"])
+    _, full, teeth = memory_timeline.draw(plt, asked, records).axes
+    step = records["full"].step
+    at, total = np.interp(range(len(step.total)), *along_flops(records["full"])), step.total / MIB
     (left, right), (low, high) = teeth.get_xlim(), teeth.get_ylim()
     shown = total[(left <= at) & (at < right)]
     assert low < shown.min() and shown.max() < high
@@ -116,132 +88,23 @@ def test_teeth_fill_their_panel(plt):
     assert (frame.get_x(), frame.get_x() + frame.get_width()) == pytest.approx((left, right))
 
 
-def test_what_is_the_same_says_so(plt):
-    asked = asked_of("--vocab-size=300", "--loss-chunks=1")
-    shown = [axis.get_title(loc="left") for axis in study.draw_timeline(plt, asked, {}).axes]
-    words = "plain: all logits at once", "none: here the same as plain"
-    assert [title.split("\n")[0] for title in shown[:2]] == [*words]
-    assert study.draw_made_of(plt, asked).axes[0].texts[1].get_text().endswith(" MiB, +0%")
-
-
 def test_units_that_a_reader_can_tell_apart():
     shown = {900: "0.9 KiB", 40 * MIB: "40.0 MiB", 2**30: "1.00 GiB", 13 * 10**10: "121.07 GiB"}
     assert {count: Unit.of(count).text(count) for count in shown} == shown
 
 
-@pytest.mark.parametrize(("batch_size", "batches"), [(8, [2, 8]), (1, [1])])
-def test_bars_add_up_to_the_peak(plt, asked, batch_size, batches):
-    asked = asked.about(changed(asked.args, batch_size=batch_size))
-    figure = study.draw_made_of(plt, asked)
-    for axis, sequences in zip(figure.axes, batches, strict=True):
-        for i, name in enumerate(study.BARS):
-            step, parts = step_of(asked, name, sequences), axis.patches[i :: len(study.BARS)]
-            widths = [part.get_width() * MIB for part in parts]
-            assert widths == pytest.approx([step.at_peak[kind] for kind in COLORS])
-            assert parts[-1].get_x() + parts[-1].get_width() == pytest.approx(step.peak / MIB)
-            assert axis.texts[i].get_text().startswith(f"{step.peak / MIB:.1f} MiB")
-        (state,) = axis.lines
-        counters = 4 * len(list(asked.planner.model.parameters()))
-        assert state.get_xdata()[0] * MIB == 16 * count_parameters(asked.config) + counters
-    full, plain = (step_of(asked, name).peak for name in ("full", "plain"))
-    assert axis.texts[-1].get_text().endswith(f", {full / plain - 1:+.0%}")
-
-
-# ---- the frontier
-
-
-@pytest.mark.parametrize("card", [None, CARD], ids=["FLOPs", "seconds"])
-def test_frontier_has_a_point_for_each_policy(plt, asked, card):
-    asked = replace(asked, card=card)
-    (axis,) = study.draw_frontier(plt, asked).axes
-    words = "predicted time of a step, against none (small)", "FLOPs of a step, against none"
-    assert axis.get_xlabel() == words[card is None]
-    points, ring = (line.get_xydata() for line in axis.lines if line.get_marker() == "o")
-    steps = [step_of(asked, name) for name in POLICIES]
-    if card is None:
-        costs = [relative_flops(step.config, 32) for step in steps]
-    else:
-        costs = [step.seconds(card) / steps[1].seconds(card) for step in steps]
-        assert costs[2] > 1  # cheap is not free
-    wanted = [(c, step.peak / MIB) for c, step in zip(costs, steps, strict=True)]
-    assert [tuple(point) for point in points] == wanted and tuple(ring[0]) in wanted
-    named = {text.get_text(): text.xy for text in axis.texts}
-    assert named == dict(zip(POLICIES, wanted, strict=True))
-    (mixes,) = (line.get_xydata() for line in axis.lines if line.get_marker() == "None")
-    assert tuple(mixes[0]) == named["none"] and (np.diff(mixes, axis=0) * [1, -1] >= 0).all()
-    for cost, peak in wanted:  # none is better than all mixes
-        assert any(c <= cost * 1.001 and p <= peak * 1.001 for c, p in mixes)
-
-
-def test_the_best_choice_is_marked(plt, asked):
-    """With a budget the planner's pick, else the least memory that costs nothing."""
-    names = ("none", "cheap", "selective", "full")
-    none, cheap, selective, full = (step_of(asked, name) for name in names)
-    free, words = choose(asked)
-    name = free.config.recompute
-    assert name in ("cheap", "selective")
-    assert words.startswith(f"{name}: the least memory with no matmul twice")
-    assert free.peak <= 1.01 * min(cheap.peak, selective.peak)
-    for budget, name in {none.peak * 3: "none", (none.peak + cheap.peak) // 2: ":1"}.items():
-        question = within(asked, budget)
-        step, words = choose(question)
-        chosen = step.config.recompute
-        assert step.peak <= budget and name in chosen
-        (axis,) = study.draw_frontier(plt, question).axes
-        (ring,) = (line for line in axis.lines if line.get_label() == words)
-        assert words.startswith(f"{chosen}:\nwhat auto takes in the ")
-        assert tuple(ring.get_xydata()[0]) == (study.cost(question, step), step.peak / MIB)
-        (bold,) = (text.get_text() for text in axis.texts if text.get_weight() == "bold")
-        assert bold == chosen
-        dashed = [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == "--"]
-        shown = budget < none.peak  # above it: not in view
-        assert dashed == ([pytest.approx(budget / MIB)] if shown else [])
-    nothing, words = choose(within(asked, full.peak // 4))
-    assert nothing is None and words.startswith("nothing fits in the ")
-
-
-# ---- the command
-
-
-@pytest.mark.parametrize("more", [[], ["--no-amp", "--amp-dtype=auto", "--grad-accum-steps=2"]])
-def test_a_real_step_is_as_predicted(more):
-    asked = asked_of(*more)
-    for name in study.PANELS:
-        step = step_of(asked, name)
-        at, total = study.record_step(step, asked.args)
-        assert total.max() == pytest.approx(step.peak, rel=0.02)
-        assert total[-1] == pytest.approx(step.total[-1], rel=0.01)  # nothing forgotten
-        assert (np.diff(at) >= 0).all() and at[-1] == flops_done(step)[-1]
-        # Stretched to stand over the prediction: like it wherever a part of the step begins.
-        for operator, phase, block in step.places[1:]:
-            begins = flops_done(step)[operator]
-            recorded = total[max(np.searchsorted(at, begins) - 1, 0)]
-            low, high = sorted(step.total[[operator - 1, operator]])
-            assert 0.9 * low < recorded < 1.1 * high, (phase, block)
-
-
-def test_pictures_and_numbers(asked, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(study, "ask", lambda args: replace(asked, args=args))
-    asked.planner.steps.clear()
-    file, out = tmp_path / "numbers.json", tmp_path / "not" / "there" / "yet"
-    flags = [*TINY, "--out", str(out), "--json", str(file), "--measure"]
-    assert study.main(flags) == 0
-    said = capsys.readouterr().out
-    assert "vocabulary 997\ndevice   cpu, bfloat16\n" in said
-    for name in ("timeline", "frontier", "made_of"):
-        picture = out / f"memory_{name}.png"
-        assert picture.read_bytes().startswith(b"\x89PNG") and f"wrote {picture}" in said
-    content = json.loads(file.read_text())
-    assert content["command"] == f"python -m scripts.memory_timeline {' '.join(flags)}"
-    rows = content["rows"]
-    assert {row["policy"] for row in rows} >= {"none", "cheap", "mlp", "full"}
-    assert {row["batch_size"] for row in rows} == {2, 8}
-    assert len({(row["name"], row["loss_chunks"], row["batch_size"]) for row in rows}) == len(rows)
-    for row in rows:
-        assert sum(row["at_peak"].values()) == row["predicted_bytes"]
-    for name, recorded in content["recorded_bytes"].items():
-        assert recorded == pytest.approx(step_of(asked, name).peak, rel=0.02)
-    assert list(content["recorded_bytes"]) == list(study.PANELS)
+def test_the_command_draws_any_policies(tmp_path, capsys, monkeypatch):
+    """By default where git does not look; a PNG carries its peaks."""
+    monkeypatch.chdir(tmp_path)
+    policies = ["--policies", "mlp:1", "full/2"]
+    _, records = recorded([*TINY, *policies])
+    assert memory_timeline.main([*TINY, *policies]) == 0
+    assert capsys.readouterr().out == "wrote out/memory_timeline.png\n"
+    picture = (tmp_path / "out/memory_timeline.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(records) == 2
+    for name, record in records.items():
+        assert f"{name}: {record.step.peak:,} bytes".encode() in picture
+    assert "out/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_the_same_numbers_make_the_same_file(plt, tmp_path):
@@ -257,26 +120,20 @@ def test_the_same_numbers_make_the_same_file(plt, tmp_path):
 
 
 def test_what_ends_it_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
-    def ends(flags: list[str], code: int, said: str) -> None:
-        assert study.main([*TINY, *flags]) == code
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert line.startswith(said)
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    # It can be planned for, though.
-    ends(["--device", "cuda", "--measure"], 2, "error: --device cuda: ")
-    full_disk = OSError(28, "No space left on device", "out/x.png")
-    for error, *how in (
-        (KeyboardInterrupt(), 130, "stopped"),
-        (full_disk, 2, "error: out/x.png: No space"),
-        (OSError(28, "No space left"), 2, "error: cannot write: No space"),
-    ):
-        monkeypatch.setattr(study, "prepare", Mock(side_effect=error))
-        ends([], *how)
+
+    def ends(flags: list[str], code: int, said: str) -> None:
+        assert memory_timeline.main([*TINY, *flags]) == code
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert said in line and not list(tmp_path.rglob("*.*"))
+
+    ends(["--out", "one.xyz"], 2, "error: --out one.xyz: Format 'xyz' is not supported")
+    ends(["--policies", "mlp:9"], 2, "error: --policies: recompute must be POLICY")
+    with monkeypatch.context() as while_stopped:
+        while_stopped.setattr(memory_timeline, "ask", Mock(side_effect=KeyboardInterrupt))
+        ends([], 130, "stopped")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ends([], 2, "error: memory_timeline needs matplotlib: pip install matplotlib")
-    assert not list(tmp_path.iterdir())
 
 
 # ---- curves of runs (that a trainer's own file is drawn: test_scripts.py)
@@ -336,6 +193,7 @@ def test_ticks_of_whole_steps(plt, last, shown):
 
 @settings(deadline=None, derandomize=True, max_examples=12)
 @given(st.floats(2, 20_000), st.floats(1.01, 1000))
+@example(6.0, 2.0)
 def test_ticks_of_perplexity(plt, lowest, times):
     axis = panels(plt, run(2, train_ppl=lowest, val_ppl=lowest * times))[1].yaxis
     ticks = ticks_of(axis)
@@ -406,11 +264,6 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
-def model(request):
-    return study.prepare(study.parse(request.param.split()))
-
-
 def faults(plt, figure) -> list[str]:
     """What keeps a reader from reading it. Under the words the picture is white, or nearly so."""
     text, seen = plt.matplotlib.text.Text, []
@@ -435,31 +288,15 @@ def faults(plt, figure) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["predicted", "recorded"])
-def test_timeline_can_be_read(plt, model, recorded):
-    steps = {name: step_of(model, name) for name in study.PANELS}
-    records = {name: (flops_done(step), 1.1 * step.total) for name, step in steps.items()}
-    figure = study.draw_timeline(plt, model, records if recorded else {})
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_timeline_can_be_read(plt, model):
+    figure = memory_timeline.draw(plt, *recorded(model.split()))
     assert faults(plt, figure) == []
     for axis in figure.axes:  # no line leaves its panel
         (left, right), top = axis.get_xlim(), axis.get_ylim()[1]
         for line in axis.lines:
             x, y = line.get_data()
             assert y[(left <= x) & (x <= right)].max(initial=0) < top
-
-
-def test_bars_can_be_read(plt, model):
-    assert faults(plt, study.draw_made_of(plt, model)) == []
-
-
-@pytest.mark.parametrize("budget", [None, 0.6, 0.01], ids=["free", "budget", "nothing fits"])
-def test_frontier_can_be_read(plt, model, budget):
-    peak = step_of(model, "none").peak
-    figure = study.draw_frontier(plt, within(model, budget * peak) if budget else model)
-    assert faults(plt, figure) == []
-    texts = [*figure.axes[0].texts]  # in the order of their points: no line crosses all others
-    for height in (lambda text: text.get_window_extent().y0), (lambda text: text.xy[1]):
-        assert texts == sorted(texts, key=height)
 
 
 def test_block_can_be_read(plt):

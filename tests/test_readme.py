@@ -167,7 +167,7 @@ SMALL = {
     "scripts.kept_tensors": "--d-model 16 --n-heads 2 --seq-len 16",
 }
 # They have tests of their own.
-ELSEWHERE = {"studies.block_picture", "studies.gpu", "studies.ladder", "scripts.lesson", "pytest"}
+ELSEWHERE = {"studies.block_picture", "studies.gpu", "studies.tables", "scripts.lesson", "pytest"}
 
 
 def runnable() -> list[str]:

@@ -1,6 +1,8 @@
-"""studies/results/ is what the code says today, documents say it too, and one script makes it all.
+"""studies/results/ is what the code says today, documents say it too, and studies/README.md has the
+commands that make it.
 
-Here are the pictures, the ladder and the studies of trainings; other results have their own tests.
+Here are the tables but that of cards, a block's picture and the studies of trainings; other results
+have their own tests.
 """
 
 import argparse
@@ -12,132 +14,106 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from importlib.util import find_spec
 from statistics import mean
-from unittest.mock import Mock
 
 import pytest
-import torch
 from harness.runs import ROOT
-from test_model import TINY as OF_MODEL
 from test_readme import DOCS, README, cells
 
 from memory import RECOMPUTE_POLICIES
 from model import MiniGPTConfig
 from planner.formulas import count_parameters, step_flops
-from scripts import benchmark
+from scripts import benchmark, memory_timeline
 from scripts.kept_tensors import kept_by_one_block
 from scripts.style import relative_flops
-from studies import block_picture, ladder, long, make_results, memory_timeline
-from studies.block_picture import BATCH_SIZE, GPT2_SMALL, SEQ_LEN
+from studies import block_picture, tables
+from studies.block_picture import BATCH_SIZE, SEQ_LEN
 from trainer.flags import build_parser, fill_in
 
-FOLDER = ROOT / make_results.FOLDER
-CHEAP = ("plain", "none", "full")  # rungs whose GPT-2 small is simulated here, with 2 sequences
-REMAKE = "if the change is meant: python -m studies.make_results"
+FOLDER = ROOT / "studies/results"
+PAGE = (ROOT / "studies/README.md").read_text("utf-8")
+MADE_ONCE = ("optimizers", "fine_tuning", "compiler")  # and the page has a section for each
+GPT2_SMALL = MiniGPTConfig(dropout=0.0)
+REMAKE = "if the change is meant: studies/README.md has the command"
 
 
 def read(name: str) -> dict:
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
 def words_of(document: str) -> str:
-    return " ".join(DOCS[document].split())
+    return words(DOCS[document])
 
 
-def test_each_file_has_the_command_that_makes_it():
-    known, files = make_results.commands(), {*FOLDER.glob("*.json")}
-    once = {file for file in files if file.stem in make_results.ONCE}
-    assert len(once) == len(make_results.ONCE)
-    for file in files - once:
-        assert f"--json {make_results.FOLDER}/{file.name}" in known[file.stem][-1]
-    assert all(find_spec(shlex.split(line)[2]) for lines in known.values() for line in lines)
-    drawn = {name for name in known if not (FOLDER / f"{name}.json").exists()}
-    drawn |= {"long", *(f"memory_{name}" for name in ("timeline", "frontier", "made_of"))}
-    assert {file.stem for file in FOLDER.glob("*.png")} == drawn
+def listed() -> list[list[str]]:
+    """The commands of the page's first block."""
+    block = PAGE.split("```bash\n")[1].split("```")[0].replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in block.splitlines() if line[0] != "#"]
 
 
-def test_the_script_runs_the_commands_and_passes_a_failure_on(monkeypatch, capsys):
-    run = Mock(side_effect=[Mock(returncode=code) for code in (2, 0, 0, 0)])
-    monkeypatch.setattr(make_results.subprocess, "run", run)
-    assert make_results.main(["--list"]) == 0 and not run.called
-    assert "    python -m studies.ladder --json " in capsys.readouterr().out
-    assert make_results.main([]) == 2 and make_results.main(["--only", "cards"]) == 0
-    assert all(call.kwargs == {"cwd": ROOT} for call in run.call_args_list)
-    *quick, last = ([*call.args[0]] for call in run.call_args_list)
-    of_quick = "scripts.memory_timeline studies.block_picture studies.ladder".split()
-    assert [words[2] for words in quick] == of_quick
-    command = "-m studies.cards --json studies/results/cards.json".split()
-    assert last == [sys.executable, *command]
+def test_the_page_has_the_command_of_each_file():
+    names = {path.name for path in FOLDER.iterdir()} - {f"{name}.json" for name in MADE_ONCE}
+    made = {word.removeprefix("studies/results/"): words for words in listed() for word in words}
+    assert names - {"memory_page.png"} == {
+        name for name in made if name.endswith((".png", ".json"))
+    }
+    assert "memory_page.png" in PAGE and all(find_spec(words[2]) for words in listed())
+    for name in ("ladder", "cards", "long"):
+        assert shlex.split(read(name)["command"]) == made[f"{name}.json"]
 
 
-def test_the_pictures_numbers_are_what_the_planner_says():
-    file = read("memory_timeline")
-    _, _, _, *flags = shlex.split(file["command"])
-    args = memory_timeline.parse([*flags, "--out", str(ROOT / "out")])
-    asked, rows = memory_timeline.prepare(args), file["rows"]
-    assert {row["batch_size"] for row in rows} == {args.batch_size // 4, args.batch_size} == {2, 8}
-    for name in CHEAP:
-        step = memory_timeline.step_of(asked, name, 2)
-        wanted = json.loads(json.dumps(memory_timeline.row(asked, step)))
-        wanted["predicted_s"] = pytest.approx(wanted["predicted_s"], rel=1e-9)  # a sum of floats
-        assert wanted in rows, f"{name}: made with torch {file['torch']}; {REMAKE}"
+def test_the_pictures_peaks_are_what_the_planner_says():
+    """(Else: make them anew, and commit.)"""
+    (flags,) = (words[3:] for words in listed() if words[2] == "scripts.memory_timeline")
+    args = memory_timeline.parse([*flags, "--policies", "plain", "full"])
+    picture = (FOLDER / "memory_timeline.png").read_bytes()
+    for name, record in memory_timeline.record_all(args)[1].items():
+        assert f"{name}: {record.step.peak:,} bytes".encode() in picture, REMAKE
 
 
-def test_the_ladders_numbers_are_what_its_tracker_counts():
-    file, column = read("ladder"), "124M, B=2"
-    config, batch = ladder.CONFIGURATIONS[column]
-    for rung in CHEAP:
-        peak = ladder.step_peak(replace(config, **ladder.RUNGS[rung]), batch, ladder.SEQ_LEN)
-        wanted = {"column": column, "rung": rung, "value": peak / 2**20, "raw": peak}
-        assert wanted in file["figures"], f"{rung}: made with torch {file['torch']}; {REMAKE}"
-    found = {(figure["column"], figure["rung"]) for figure in file["figures"]}
-    columns = [*ladder.CONFIGURATIONS, *ladder.TIMES]
-    assert found == {(column, rung) for column in columns for rung in ladder.RUNGS}
+# ---- The tables of what is planned
 
 
-# ---- The ladder: a row a policy
-
-SMALL = MiniGPTConfig(**{**OF_MODEL, "n_layers": 4, "loss_chunks": 4})
-
-
-def test_script_prints_and_writes_the_same_figures(tmp_path, monkeypatch, capsys):
-    rungs = {rung: ladder.RUNGS[rung] for rung in ("plain", "none", "full")}
-    tiny = {"SEQ_LEN": 16, "CONFIGURATIONS": {"tiny": (SMALL, 2)}, "TIMED": (SMALL, 2)}
-    for name, value in (tiny | {"RUNGS": rungs}).items():
-        monkeypatch.setattr(ladder, name, value)
-    columns, path = ["tiny", *ladder.TIMES], tmp_path / "ladder.json"
-    assert ladder.main(["--json", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    about = f"command: python -m studies.ladder --json {path}", f"torch: {torch.__version__}"
-    assert {*about} <= {*lines} and [row[0] for row in rows[2:]] == [*rungs]
-    result = json.loads(path.read_text())["figures"]
-    figures = {(f["column"], f["rung"]): f for f in result}
-    assert len(figures) == len(result) == 3 * len(columns)
-    for rung, *shown in rows[2:]:
-        mib, *ratios = (figures[column, rung]["value"] for column in columns)
-        assert shown == [f"{mib:.0f}", *(f"{ratio:.3f}" for ratio in ratios)]
-    none, full = (figures["time, H100", rung] for rung in ("none", "full"))
-    assert none["value"] == 1 and full["value"] == full["raw"] / none["raw"] > 1
-    assert result[0]["raw"] == ladder.step_peak(replace(SMALL, loss_chunks=1), 2, 16)
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_a_table_is_printed_and_written(name, tmp_path, monkeypatch, capsys):
+    """Here of the rows that were made; below some are made again. docs/ has it."""
+    rows, file = read(name)["rows"], tmp_path / "rows.json"
+    _, write, made_of = tables.TABLES[name]
+    monkeypatch.setitem(tables.TABLES, name, (rows.__getitem__, write, [*range(len(rows))]))
+    assert len(rows) == len(made_of)
+    assert tables.main([name, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert capsys.readouterr().out == f"{write(rows)}\n" and found["rows"] == rows
+    assert found["command"] == f"python -m studies.tables {name} --json {file}"
+    (page,) = (page for page in DOCS.values() if f"studies.tables {name}" in words(page))
+    for shown in write(rows).split("\n\n") if name != "ladder" else ():
+        assert f"\n{shown}\n" in page, REMAKE
 
 
-# ---- Long sequences
-
-
-def test_the_document_has_the_studys_table():
-    assert long.report(read("long")["found"]) in (ROOT / "docs/long.md").read_text("utf-8")
+@pytest.mark.parametrize("name", ["plain", "full"])
+def test_a_rung_is_found_again(name):
+    (wanted,) = (row for row in read("ladder")["rows"] if row["name"] == name)
+    found = tables.ladder_row(name)
+    assert found["peak_bytes"] == wanted["peak_bytes"], REMAKE
+    assert found["seconds"] == pytest.approx(wanted["seconds"], rel=1e-9), REMAKE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [("sdpa", 0, 1), ("full", 1, 4)])
 def test_a_length_is_found_again(way):
-    found = long.longest("gpt2", *way)
-    assert found in read("long")["found"]
+    assert tables.length_row((way, "gpt2")) in read("long")["rows"]
 
 
 def figures_of(column: str) -> dict[str, float]:
-    figures = read("ladder")["figures"]
-    return {figure["rung"]: figure["value"] for figure in figures if figure["column"] == column}
+    """Of each rung: MiB, or time in units of that without recompute."""
+    rows = {row["name"]: row for row in read("ladder")["rows"]}
+    if column in tables.PEAKS:
+        return {name: row["peak_bytes"][column] / 2**20 for name, row in rows.items()}
+    none = rows["none"]["seconds"][column]
+    return {name: row["seconds"][column] / none for name, row in rows.items()}
 
 
 def test_the_first_table_is_what_was_predicted():
@@ -159,12 +135,12 @@ def test_the_ladder_is_what_was_predicted():
         rung = name.strip("`")
         assert (of_small, of_large) == (f"{small[rung]:,.0f}", f"{large[rung]:,.0f}")
         assert flops == f"{block_picture.step_cost(rung):.2f}"
-        assert times == [f"{figures_of(column)[rung]:.2f}" for column in ladder.TIMES]
+        assert times == [f"{figures_of(column)[rung]:.2f}" for column in tables.CLOCKS]
 
 
 def test_the_head_and_the_flops_of_full_are_explained():
     text = words_of("ladder.md")
-    peak, time = figures_of("124M, B=12"), figures_of("time, RTX 4090")
+    peak, time = figures_of("124M, B=12"), figures_of("RTX 4090")
     assert (
         f"`full` takes the peak from {peak['plain']:,.0f} MiB to {peak['full, head at once']:,.0f} "
         f"and no further" in text
@@ -197,7 +173,7 @@ def test_the_ladder_says_what_dropout_costs_and_shows_a_policy_as_it_is():
 
 @pytest.fixture(scope="module")
 def blocks():
-    return block_picture.look_at_all()
+    return {policy: block_picture.look(policy) for policy in RECOMPUTE_POLICIES}
 
 
 def test_kept_as_listed(blocks):
@@ -207,7 +183,7 @@ def test_kept_as_listed(blocks):
     for policy, tensors in blocks.items():
         listed = kept_by_one_block(policy, argparse.Namespace(**flags, no_amp=False))
         listed = [s for s in listed if s.shape[0] in (BATCH_SIZE, BATCH_SIZE * SEQ_LEN)]
-        kept = [tensor for tensor in tensors if tensor.kept]
+        kept = [tensor for tensor in tensors if tensor.state == "#"]
         assert sum(tensor.bytes for tensor in kept) == sum(tensor.bytes for tensor in listed)
         # and not only in sum: mean and deviation are one entry here, and two there
         sizes = Counter(tensor.bytes for tensor in kept if "mean" not in tensor.name)
@@ -227,8 +203,8 @@ def test_replayed_matmuls_are_those_of_the_formula(blocks):
 
 
 def test_the_committed_picture_and_page_are_of_this_code(blocks):
-    """The picture carries the table that it was drawn from. (Else: --out studies/results, and
-    commit.) docs/ladder.md has its sums, in whole BTC."""
+    """The picture carries the table that it was drawn from. docs/ladder.md has its
+    sums, in whole BTC."""
     drawn = block_picture.text_table(blocks).encode("latin-1")
     assert drawn in (FOLDER / "block_policies.png").read_bytes()
     keeps = {row[0]: row[1] for row in cells(DOCS["ladder.md"], "| policy | keeps")}
@@ -237,14 +213,13 @@ def test_the_committed_picture_and_page_are_of_this_code(blocks):
 
 
 def test_draws_or_prints(tmp_path, capsys, blocks, monkeypatch, plt):
-    monkeypatch.setattr(block_picture, "look_at_all", lambda: blocks)
-    file = tmp_path / "new/folder/block_policies.png"
-    assert block_picture.main(["--out", str(file.parent)]) == 0
-    assert capsys.readouterr().out == f"wrote {file}\n"
-    assert block_picture.text_table(blocks).encode("latin-1") in file.read_bytes()
+    monkeypatch.setattr(block_picture, "look", blocks.get)
+    file, text = tmp_path / "block.png", block_picture.text_table(blocks)
+    assert block_picture.main(["--out", str(file)]) == 0
+    assert capsys.readouterr().out == f"{text}\n" and text.encode("latin-1") in file.read_bytes()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert block_picture.main(["--text"]) == 0
-    assert "kept (BTC)" in capsys.readouterr().out
+    assert block_picture.main([]) == 0
+    assert capsys.readouterr().out == f"{text}\n"
 
 
 # ---- Made once: the numbers stay, and studies/README.md says how
@@ -252,8 +227,7 @@ def test_draws_or_prints(tmp_path, capsys, blocks, monkeypatch, plt):
 
 def typed_in(name: str) -> list[list[str]]:
     """The commands of a result's section, as bash expands them, none of which runs."""
-    page = (ROOT / "studies/README.md").read_text("utf-8")
-    section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
     assert all(read(name)[key] in section for key in ("torch", "date"))
     stub = 'python() { if [ "$1" = -c ]; then "$PYTHON" "$@"; else printf "%s\\n" "$*"; fi; }\n'
     script = stub + section.split("```bash\n")[1].split("```")[0].replace("git ", ": ")

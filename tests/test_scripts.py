@@ -128,7 +128,7 @@ def start(words: str, stand_ins: Path, **env: str) -> subprocess.CompletedProces
 @pytest.mark.parametrize(
     ("words", "module"),
     [
-        ("-m studies.ladder", "torch"),
+        ("-m studies.tables", "torch"),
         ("scripts/generate.py", "torch"),
         ("train_minimal.py", "torch"),
         ("train_fsdp.py", "torch"),

@@ -25,10 +25,11 @@ from scripts import (
     kept_tensors,
     lesson,
     memory_page,
+    memory_timeline,
     plan_memory,
     plot_metrics,
 )
-from studies import cards, ladder, memory_timeline
+from studies import tables
 
 Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
 Programs = dict[str, tuple[Callable[[list[str]], int], list[str]]]
@@ -48,11 +49,10 @@ PROGRAMS: Programs = {
     "plan_memory": (plan_memory.main, []),
     "memory_page": (memory_page.main, []),
     "memory_timeline": (memory_timeline.main, []),
-    "cards": (cards.main, []),
     "benchmark": (benchmark.main, ["--device=cpu"]),
     "kept_tensors": (kept_tensors.main, []),
     "lesson": (lesson.main, []),
-    "ladder": (ladder.main, []),
+    "tables": (tables.main, []),
 }
 
 
@@ -156,12 +156,14 @@ REFUSED_BY = {
         "--tokenizer-name=none.tiktoken": "--tokenizer-name none.tiktoken: no such file",
     },
     "memory_page": {"--out=.": "--out: . is a folder", "--card=H1000": "--card: .*'H1000'"},
-    "memory_timeline": {f"--out={__file__}": "--out: .* is a file"},
+    "memory_timeline": {
+        "--out=.": "--out: . is a folder",
+        "--policies=half": "--policies: .*'half'",
+    },
     "plot": {
         "x --format=svg --out=y.png": "--format svg and --out y.png contradict",
         "x --output=y.png": "unrecognized arguments: --output=y.png; did you mean --out",
     },
-    "cards": {"--cards=M1": "--cards: M1 is no NVIDIA card"},
     "lesson": {
         "12": "N: must be a whole number of at least 1 and at most 11, not '12'",
         "4 many": r"the answer must be a number \(BTC\), not 'many'",

@@ -241,7 +241,9 @@ SCRIPTS = {
         )
     },
     "kept_tensors: heads": Case("kept_tensors", "--d-model=50", ("--d-model, --n-heads: ",)),
-    "ladder: no folder": Case("ladder", "--json=no/x.json", ("--json: there is no folder no",)),
+    "tables: no folder": Case(
+        "tables", "long --json=no/x.json", ("--json: there is no folder no",)
+    ),
     **{
         f"generate: {name}": Case("generate", flags, (says,), {"run.pt": content})
         for name, (flags, says, content) in GENERATE.items()

@@ -1,0 +1,215 @@
+"""The documents' tables of what is planned, as Markdown; no GPU is needed.
+
+python -m studies.tables ladder    # what each policy costs: docs/ladder.md, README.md; a minute
+python -m studies.tables cards     # which card trains what: docs/planning.md; 3 minutes
+python -m studies.tables long      # how long a sequence may be: docs/long.md; 15 minutes
+
+Every figure is what `python -m scripts.plan_memory` says for the flags that stand here, in
+bfloat16 (float16 where that is faster), without dropout.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from tqdm import tqdm
+
+from planner import CARDS
+from planner.choose import RUNGS
+from scripts import tool
+from scripts.benchmark import about, table, write_json
+from scripts.plan_knobs import longest_sequence, setting_json, turn_all_knobs, with_length
+from scripts.plan_memory import aim
+from scripts.plan_table import Row, digits, format_time
+from studies.common import study_parser
+from trainer.card import device_type
+from trainer.flags import SHAPES, changed, output_file
+from trainer.metrics import format_bytes
+
+Rows = list[dict[str, Any]]
+MADE = defaultdict[tuple, dict](dict)  # tables of one device and precision share what is simulated
+
+
+def plan(flags: str, policy: str = "none", clock: str = "") -> Row:
+    """One row of plan_memory, its time by the clock of a card that --card need not name."""
+    asked, _ = aim(flags.split())
+    args = changed(asked.args, use_activation_checkpoint=policy)
+    card = CARDS[clock] if clock else asked.card
+    return Row(replace(asked.about(args), card=card, made=MADE[asked.device.type, asked.precision]))
+
+
+# ---- What each policy costs
+
+PEAKS = {
+    "124M, B=2": "--model gpt2 --batch-size 2",
+    "124M, B=12": "--model gpt2 --batch-size 12",
+    "1.5B, B=4": "--model gpt2-xl --batch-size 4",
+}
+CLOCKS = "H100", "RTX 4090"  # of the second column
+WAYS = {  # as a row is called -> policy, --loss-chunks
+    "plain": ("none", 1),
+    "full, head at once": ("full", 1),
+    **{rung: (rung, 0) for rung in RUNGS},
+}
+
+
+def ladder_row(name: str) -> dict[str, Any]:
+    """Bytes of a step's peak, and its seconds on two cards."""
+    policy, chunks = WAYS[name]
+    flags = f"--dropout 0 --amp-dtype bfloat16 --loss-chunks {chunks}"
+    peaks = {
+        column: plan(f"{shape} {flags} --device cpu", policy).step.peak
+        for column, shape in PEAKS.items()
+    }
+    timed = f"{PEAKS['124M, B=12']} {flags} --device cuda"
+    seconds = {card: plan(timed, policy, card).seconds for card in CLOCKS}
+    return {"name": name, "peak_bytes": peaks, "seconds": seconds}
+
+
+def format_ladder(rows: Rows) -> str:
+    """Peaks in MiB, times in units of the one without recompute."""
+    (none,) = (row["seconds"] for row in rows if row["name"] == "none")
+    cells = (
+        [
+            row["name"],
+            *(f"{peak / 2**20:,.0f} MiB" for peak in row["peak_bytes"].values()),
+            *(f"{row['seconds'][card] / none[card]:.2f}" for card in CLOCKS),
+        ]
+        for row in rows
+    )
+    return table(["", *PEAKS, *(f"time: {card}" for card in CLOCKS)], cells)
+
+
+# ---- Which card trains what
+
+# The documents' table has one or two cards for each size of memory; these are between those. (Apple
+# sells each of its chips with several memories: what fits there plan_memory tells.)
+BESIDE = (
+    "RTX 3070|RTX 3080 10GB|RTX 4060|RTX 4080|RTX 5080|RTX A6000|RTX 6000 Ada|V100 16GB|V100 32GB"
+).split("|")
+SHOWN = [name for name in CARDS if device_type(CARDS[name]) == "cuda" and name not in BESIDE]
+SPENT = (("none", 1), ("none", 0), ("full", 0))  # policy, --loss-chunks
+STEP = "--batch-size 16 --grad-accum-steps 32"  # half a million tokens, as GPT-3 had
+
+
+def card_row(name: str) -> dict[str, Any]:
+    """The largest micro-batches of each model, 0 = not one sequence; and of the largest model that
+    trains there, the fastest way to run a step."""
+    flags = {model: f"--card {name.replace(' ', '-')} --model {model}" for model in SHAPES}
+    batches = {
+        model: [
+            plan(f"{words} --batch-size 1 --loss-chunks {chunks}", policy).largest_batch
+            for policy, chunks in SPENT
+        ]
+        for model, words in flags.items()
+    }
+    fit = (plan(f"{flags[model]} {STEP}").asked for model in reversed(SHAPES) if batches[model][-1])
+    best = next(settings[0] for settings in map(turn_all_knobs, fit) if settings)
+    fastest = {"model": best.asked.args.model, **setting_json(best, best.asked.args)}
+    return {
+        "card": name,
+        "memory_bytes": CARDS[name].memory,
+        "largest_batch": batches,
+        "fastest": fastest,
+    }
+
+
+def format_cards(rows: Rows) -> str:
+    """ "| RTX 3060 12GB | `gpt2-medium` | 4 x 128 | none | ..."; then "| RTX 3060 12GB | 9 / 26 /
+    128 | ...", cards with equal figures in one row."""
+    fastest = (
+        [
+            row["card"],
+            f"`{best['model']}`",
+            f"{best['grad_accum_steps']} x {best['batch_size']}",
+            best["name"],
+            format_bytes(best["peak_bytes"]),
+            digits(3, best["tokens_per_s"]),
+            format_time(10**9 / best["tokens_per_s"]),
+        ]
+        for row in rows
+        for best in (row["fastest"],)
+    )
+    alike = defaultdict[tuple[str, ...], list[str]](list)
+    for row in sorted(rows, key=lambda row: row["memory_bytes"]):
+        sizes = (" / ".join(f"{n:,}" for n in of) for of in row["largest_batch"].values())
+        alike[tuple(cell.replace("0 / 0 / 0", "-") for cell in sizes)].append(row["card"])
+    header = ("card", "largest model", "a step", "policy", "peak", "tokens/s", "1B tokens")
+    batches = ([", ".join(names), *cells] for cells, names in alike.items())
+    models = (f"`{model}`" for model in SHAPES)
+    return f"{table(header, fastest)}\n\n{table(['', *models], batches)}"
+
+
+# ---- How long a sequence may be
+
+# Model -> whose clock tells the time, the memory of such a card (all of it, for round figures), and
+# blocks in a group (near sqrt(n_layers))
+LENGTHS = {"gpt2": ("RTX 4090", "24GiB", 4), "gpt2-xl": ("A100", "80GiB", 7)}
+KNOBS = (  # policy, --mlp-chunks, processes of train_sp.py
+    ("none", 1, 1),
+    *product(("sdpa", "full", "full/K+nested", "full+offload"), (1, 0), (1,)),
+    *product(("full",), (1,), (2, 4, 8)),
+)
+
+
+def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
+    """The longest sequence of one way and model, and what a step of it costs."""
+    (policy, mlp_chunks, processes), model = way
+    clock, budget, group = LENGTHS[model]
+    flags = f"--model {model} --device cuda --memory-budget {budget} --batch-size 1 --dropout 0 "
+    flags += f"--mlp-chunks {mlp_chunks}"
+    flags += f" --nproc-per-node {processes} --sp" * (processes > 1)
+    row = plan(flags, policy.replace("K", str(group)), clock)
+    tokens = longest_sequence(row)
+    then = Row(row.asked.about(with_length(row.asked.args, tokens)))
+    return {
+        "model": model,
+        "policy": policy,
+        "mlp_chunks": mlp_chunks,
+        "processes": processes,
+        "tokens": tokens,
+        "replayed": then.replayed,
+        "seconds": then.seconds,
+        "host_bytes": processes * then.step.host,
+    }
+
+
+def format_long(rows: Rows) -> str:
+    """A row for each way, the models side by side."""
+    lines = defaultdict[str, list[str]](list)
+    for row in rows:
+        chunks = ", chunks" * (row["mlp_chunks"] != 1)
+        devices = f", {row['processes']} devices" * (row["processes"] > 1)
+        cells = [f"{row['tokens']:,}", f"{1 + row['replayed']:.2f}", format_time(row["seconds"])]
+        cells.append(format_bytes(row["host_bytes"]) if row["host_bytes"] else "")
+        lines[f"`{row['policy']}`{chunks}{devices}"] += cells
+    header = [""]
+    for model, (clock, budget, _) in LENGTHS.items():
+        header += [f"`{model}`, {budget}: tokens", "FLOPs", f"a step, {clock}", "CPU memory"]
+    return table(header, ([way, *cells] for way, cells in lines.items()))
+
+
+TABLES: dict[str, tuple[Callable, Callable[[Rows], str], list]] = {  # what makes a row, of what
+    "ladder": (ladder_row, format_ladder, [*WAYS]),
+    "cards": (card_row, format_cards, SHOWN),
+    "long": (length_row, format_long, [*product(KNOBS, LENGTHS)]),
+}
+
+
+@tool
+def main(argv: list[str]) -> None:
+    parser = study_parser("studies.tables", __doc__)
+    parser.add_argument("table", choices=TABLES, metavar="NAME", help=" or ".join(TABLES))
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write raw numbers there")
+    args = parser.parse_args(argv)
+    make, write, rows = TABLES[args.table]
+    made = [make(row) for row in tqdm(rows, unit="row", leave=False, disable=None)]
+    print(write(made))
+    write_json(args.json, about("studies.tables", argv) | {"rows": made})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
