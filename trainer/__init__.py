@@ -6,8 +6,7 @@ flags.py       the command line
 setup.py       how a run is set up
 check.py       whether policies and model.py agree
 resume.py      how it goes on from a snapshot
-snapshot.py    the snapshot: one file
-claim.py       whose file it is
+snapshot.py    the snapshot: one file, and whose it is
 pretrained.py  trained weights to start from
 hf.py          GPT-2 in a folder of transformers
 device.py      which device, which precision

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from data import DataError, Tokenizer
 from model import MiniGPT, MiniGPTConfig
 
-from .claim import files_of
 from .flags import LARGEST, UsageError, is_size
 from .hf import open_folder, read_config
 from .optimizer import Part
 from .process import OneProcess
 from .resume import blamed
-from .snapshot import Resumed, SnapshotError, check_shapes, peek, read_snapshot
+from .snapshot import Resumed, SnapshotError, check_shapes, files_of, peek, read_snapshot
 
 # The flags that follow from the weights.
 SHAPE = "n_layers n_heads d_model d_ff max_position_embeddings".split()

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from model import MiniGPTConfig
 
-from .claim import files_of, name_aside
 from .flags import tokens_per_step, words_of
 from .metrics import format_bytes, format_line, format_time, memory_used, perplexity
 from .pretrained import Origin, Pretrained
 from .resume import changes, data_changed, validation_of
 from .run import Run
-from .snapshot import Resumed, State, beside
+from .snapshot import Resumed, State, beside, files_of, name_aside
 from .start import ALLOCATOR
 
 SILENCE = 30  # seconds that pass without a line of the log, where no bar moves

@@ -14,7 +14,6 @@ from model import MiniGPT, MiniGPTConfig
 from . import resume
 from .agree import check_alike, data_facts, facts
 from .check import check_techniques
-from .claim import check_name, claim, step_aside, take_place
 from .device import choose_precision, compile_blocks, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
 from .loggers import LOGGERS, Logger, check_logger
@@ -26,7 +25,18 @@ from .process import OneProcess
 from .profile import check_profile, make_clock
 from .report import describe_run
 from .run import Run
-from .snapshot import Resumed, SnapshotError, State, beside, bytes_of, check_shapes
+from .snapshot import (
+    Resumed,
+    SnapshotError,
+    State,
+    beside,
+    bytes_of,
+    check_name,
+    check_shapes,
+    claim,
+    step_aside,
+    take_place,
+)
 
 FEWEST = 257  # ids of a bpe: bytes, and the end of a document
 SCHEDULE = "num_steps lr min_lr lr_scheduler warmup_steps".split()

@@ -1,5 +1,9 @@
 """Save and load snapshots: one file that holds everything a run needs to go on.
 
+A run takes a name for its snapshots without taking another run's files: before it starts it looks
+whether it may write there (`check_name`), and locks the name (`claim`); what an older run has left
+under it is renamed (`step_aside`).
+
 A snapshot is a dict of plain types and tensors, written by `torch.save` and read with
 `weights_only=True`, so that opening somebody's file never runs their code. The file that
 `--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
@@ -18,13 +22,15 @@ import os
 import pickle
 import re
 import shutil
+import time
 import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch.serialization import skip_data
@@ -261,3 +267,132 @@ class Resumed:
     state: State
     path: Path
     why: str = ""
+
+
+# ---- The name of a run
+
+
+def refuse(reason: str) -> SnapshotError:
+    return SnapshotError(f"--checkpoint-path: {reason}")
+
+
+def files_of(path: Path) -> list[Path]:
+    """What a run writes, but for its lock."""
+    return [path, *(beside(path, suffix) for suffix in SUFFIXES)]
+
+
+def check_name(path: Path, resuming: bool) -> None:
+    """Raise SnapshotError if what is at `path`, or beside it, is not a run's. Writes nothing.
+
+    A name that was typed wrongly must not cost anybody a file that is no snapshot.
+    """
+    if is_second(path) or path.name.endswith((".lock", *SUFFIXES)):
+        raise refuse(
+            f"{path} is the name of another run's second file, log or lock; "
+            "name another file (a snapshot that is there: copy it to a name of its own)"
+        )
+    for file in (*files_of(path), beside(path, ".lock")):  # (to open a pipe would wait)
+        if os.path.lexists(file) and not os.path.isfile(file) and file.suffix != ".tensorboard":
+            raise refuse(f"{file} is not a file")
+    if not resuming and os.path.exists(path) and not peek(path):
+        raise refuse(f"{path} is there and is no snapshot; name another file")
+    for twin in twins(path):
+        if not resuming and peek(twin):
+            raise refuse(f"{path} would share its log with {twin}; name another file")
+
+
+def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
+    """Make the folder of `path` and `lock` the files of a run that is about to start.
+
+    Raises SnapshotError if snapshots could not be written there (hours later is a bad time to
+    learn of a typing error), if another run has them, or has saved since `resumed` was read.
+    """
+    # The longest name: of the log, when a later run of that name renames it.
+    date = "" if resumed else ".2026-11-22-101500-99"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        longest = temporary_name(beside(path, f"{date}.metrics.jsonl"))
+        longest.touch()
+        longest.unlink()
+    except OSError as error:
+        raise refuse(f"cannot write {path}: {error.strerror or error}") from None
+    held = lock(path)
+    if resumed is not None:
+        now = peek(resumed.path)
+        if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):
+            raise SnapshotError(f"--resume: another run was still at {resumed.path}; try again")
+    return held
+
+
+def lock(path: Path) -> IO[str] | None:
+    """Keep a second run off the same files; the kernel opens the lock when this process ends.
+
+    Returns the open lock file, to be held while the run lives (None where there are no locks).
+    Raises SnapshotError if another run has it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        file = open(beside(path, ".lock"), "a")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise refuse(f"another run is writing to {path}; name another file") from None
+    except OSError:  # a file system that has no locks
+        return None
+    return file
+
+
+def step_aside(path: Path) -> None:
+    """Rename what an older run has saved, for a new run of that name: see `name_aside`.
+
+    Nothing is deleted and nothing is overwritten: perhaps somebody has merely forgotten --resume,
+    or will want those weights tomorrow.
+    """
+    aside, previous = name_aside(path), beside(path, ".prev.pt")
+    if aside is None:
+        return
+    if not path.exists() and previous.exists():  # killed between the two renames of a save
+        os.replace(previous, path)
+    # The snapshot comes last: should this process die now, the next one goes on from here.
+    for file, renamed in reversed(list(zip(files_of(path), files_of(aside), strict=True))):
+        if os.path.lexists(file):
+            try:
+                os.replace(file, renamed)
+            except OSError as error:
+                reason = f"cannot rename {file}, of another run: {error.strerror or error}"
+                raise refuse(f"{reason}; name another file") from None
+
+
+def name_aside(path: Path) -> Path | None:
+    """What the older run at `path` is going to be called: `run.2026-11-22-101500.pt`, by the time
+    at which it last saved, or logged if it saved nothing. None if there is none (what a run wrote
+    that was killed before its first line is empty).
+    """
+    there = [file for file in files_of(path) if os.path.lexists(file)]
+    if not any(file.lstat().st_size for file in there):
+        return None
+    date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(there[0].lstat().st_mtime))
+    return free_name(path, f".{date}")
+
+
+def free_name(path: Path, suffix: str) -> Path:
+    """`run.SUFFIX.pt`, or else `run.SUFFIX-2.pt`, and so on: the first that no run has."""
+    numbered = (f"-{number}" * (number > 1) for number in count(1))
+    names = (beside(path, f"{suffix}{number}.pt") for number in numbered)
+    return next(name for name in names if not any(map(os.path.lexists, files_of(name))))
+
+
+def take_place(source: Path, path: Path) -> None:
+    """Make the snapshot `source`, that a run goes on from, the newest one of the run at `path`.
+
+    What is there, and could not be read, gets another name: it might be the disk's fault.
+    """
+    if os.path.lexists(path):
+        os.replace(path, free_name(path, ".damaged"))
+    if source == beside(path, ".prev.pt"):  # or the next save would make it the one before
+        os.replace(source, path)
+    else:  # it stays the best one, of this run or of another
+        with saving(path, source.stat().st_size) as temporary:
+            shutil.copyfile(source, temporary)
