@@ -29,7 +29,6 @@ from trainer.flags import build_parser, fill_in
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
 from trainer.resume import (
-    changes,
     keep_batch,
     load_newest,
     newest_first,
@@ -301,9 +300,9 @@ FULL_2, MLP, AUTO = (f"{FULL} {policy}" for policy in ("full:2", "mlp", "auto"))
         ("", "--model gpt2", "error: --model gpt2, --n-layers: x.pt was trained with 3, this run"),
         ("--vocab-size 300", "--vocab-size 290", "error: --vocab-size: .* with 289, this run has"),
         ("", "--tokenizer-name byte", "error: --tokenizer-name: x.pt was trained with bpe, this"),
-        ("", "--use-toy-data", "error: --use-toy-data: x.pt was trained with text, this run has"),
+        ("", "--use-toy-data", "error: --use-toy-data: x.pt was trained with False, this run has"),
         ("--use-toy-data --vocab-size 31", "--train-data x.txt",
-         "error: --train-data: x.pt was trained with toy data, this run has text"),
+         "error: --train-data: x.pt was trained on toy data: leave it out"),
     ],
 )  # fmt: skip
 def test_what_is_typed_wins_or_is_refused(before, typed, as_if):
@@ -314,18 +313,6 @@ def test_what_is_typed_wins_or_is_refused(before, typed, as_if):
     now, wanted = vars(taken(before, typed)), taken({}, as_if)
     same_in_all = {"typed": wanted.typed}
     assert now | same_in_all == vars(wanted) | same_in_all
-
-
-def test_a_warm_up_that_another_length_leaves_as_it_was_is_said():
-    def told(step: int, **after: int) -> list[str]:
-        args = {"num_steps": 100, "warmup_steps": 5}
-        return changes({"step": step, "args": args}, {"args": args | after, "threads": 1})
-
-    longer = "--num-steps 100 -> 1000"
-    assert told(49, num_steps=1000) == [longer, "--warmup-steps stays 5"]
-    assert told(50, num_steps=1000) == [longer]  # it would be over in any case
-    assert told(4, num_steps=1000, warmup_steps=8) == [longer, "--warmup-steps 5 -> 8"]
-    assert told(4) == []
 
 
 @pytest.mark.parametrize(

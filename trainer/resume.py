@@ -25,7 +25,8 @@ from .snapshot import (
 
 # What decides every weight of the run, besides its data and its batch: it must stay.
 FIXED = (
-    "n_layers n_heads d_model d_ff max_position_embeddings dropout seq_len seed data_seed optimizer"
+    "n_layers n_heads d_model d_ff max_position_embeddings dropout seq_len seed data_seed "
+    "optimizer tokenizer_name vocab_size use_toy_data"
 ).split()
 DATA = "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
 # A flag that is typed also decides these: they are not taken from the snapshot then.
@@ -112,27 +113,6 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
     """Give `args` the flags of the run that is resumed, where none were typed. Raises SnapshotError
     if one was typed that the run cannot change."""
     saved, typed = resumed.state["args"], args.typed
-    toy, vocabulary = bool(saved.get("use_toy_data")), resumed.state["config"].get("vocab_size")
-    rows = [("--tokenizer-name", resumed.state["tokenizer"].get("name"), args.tokenizer_name)]
-    rows = rows if "tokenizer_name" in typed else []
-    if toy and typed & {"train_data", "val_data"}:
-        rows.append(("--train-data", "toy data", "text"))
-    if args.use_toy_data and not toy:
-        rows.append(("--use-toy-data", "text", "toy data"))
-    fixed = [name for name in FIXED if name in typed and name in saved]
-    rows += [(blamed(args, name), saved[name], getattr(args, name)) for name in fixed]
-    # It may be typed again as it was, though the text had fewer.
-    if "vocab_size" in typed and args.vocab_size != saved.get("vocab_size"):
-        rows.append(("--vocab-size", vocabulary, args.vocab_size))
-    for name, before, after in rows:
-        if before != after:
-            new = "another --checkpoint-path to start a new run"
-            if name in ("--optimizer", "--seed", "--data-seed", "--dropout"):
-                new = fresh_start(resumed.path)
-            raise SnapshotError(
-                f"{name}: {resumed.path} was trained with {before}, this run has {after}; pass the "
-                f"old value to resume, or {new}"
-            )
     moot = {"typed", "resume", "checkpoint_path"}
     for name in typed:
         moot |= {name, *DECIDES.get(name, ())}
@@ -141,6 +121,22 @@ def take_flags(args: argparse.Namespace, resumed: Resumed) -> None:
     old = parse_again(saved, resumed.path)
     for name in (vars(args).keys() & saved.keys()) - moot:
         setattr(args, name, getattr(old, name))
+    # It may be typed again as it was, though the text had fewer ids.
+    vocabulary = resumed.state["config"].get("vocab_size")
+    found = {"tokenizer_name": resumed.state["tokenizer"].get("name"), "vocab_size": vocabulary}
+    for name in FIXED:
+        before, after = saved.get(name), getattr(args, name)
+        if name in saved and after not in (before, found.get(name, before)):
+            new = "another --checkpoint-path to start a new run"
+            if name in ("optimizer", "seed", "data_seed", "dropout"):
+                new = fresh_start(resumed.path)
+            raise SnapshotError(
+                f"{blamed(args, name)}: {resumed.path} was trained with "
+                f"{found.get(name, before)}, this run has {after}; pass the old value to resume, "
+                f"or {new}"
+            )
+    if args.use_toy_data and typed & {"train_data", "val_data"}:
+        raise SnapshotError(f"--train-data: {resumed.path} was trained on toy data: leave it out")
 
 
 def check_texts(args: argparse.Namespace) -> None:
@@ -252,10 +248,6 @@ def changes(saved: State, now: State) -> list[str]:
         and name in before
         and before[name] != after[name]
     ]
-    same_warmup = before.get("warmup_steps") == after["warmup_steps"]
-    if before.get("num_steps") != after["num_steps"] and same_warmup:
-        if saved["step"] < after["num_steps"] // 20:
-            rows.append(f"--warmup-steps stays {after['warmup_steps']}")
     if all(isinstance(number, int) for number in threads) and threads[0] != threads[1]:
         rows.append(f"threads {threads[0]} -> {threads[1]}: sums are rounded otherwise")
     return rows
