@@ -12,5 +12,5 @@ batches.py         ids to batches
 
 from .batches import TokenFile, TrainBatches, ValBatches
 from .corpus import find_dataset
-from .store import Dataset, FoundData
+from .store import Dataset
 from .tokenizer import DataError, DiskFull, Tokenizer

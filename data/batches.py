@@ -23,26 +23,25 @@ from .tokenizer import DataError, Tokenizer, parsing
 LLMC_FORMATS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 LLMC_HEADER_BYTES = 256 * 4
 SCAN = 2**20  # tokens held at a time when all ids are read
+SPLITS = {  # what each is called in words, and how it gets longer
+    "train": ("training", "give more text to --train-data"),
+    "val": ("validation", "raise --val-ratio, or give more text to --val-data"),
+}
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """`count` tokens of `dtype` ("uint16" or "uint32"), from byte `offset` of `path` on."""
+    """`count` tokens of `dtype` (uint16 or uint32), from byte `offset` of `path` on."""
 
     path: Path
-    dtype: str
+    dtype: np.dtype
     offset: int
     count: int
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one token."""
-        return np.dtype(self.dtype).itemsize
 
     def part(self, start: int, stop: int) -> "TokenFile":
         """Its tokens start to stop, as far as it has them."""
         start, stop = max(0, start), min(self.count, stop)
-        offset = self.offset + start * self.itemsize
+        offset = self.offset + start * self.dtype.itemsize
         return replace(self, offset=offset, count=max(0, stop - start))
 
     def read(self) -> np.ndarray:
@@ -60,7 +59,7 @@ class TokenFile:
         """A nanoGPT .bin, an llm.c .bin or a .npy, told apart by content. Raises DataError."""
         found = cls._open_npy(path) if suffix_of(path) == ".npy" else cls._open_bin(path)
         size = path.stat().st_size
-        if size != found.offset + found.count * found.itemsize:
+        if size != found.offset + found.count * found.dtype.itemsize:
             raise DataError(
                 f"{path}: its header promises {found.count:,} tokens, its {size:,} bytes hold "
                 "another number: the file is cut off or damaged"
@@ -69,18 +68,16 @@ class TokenFile:
 
     @classmethod
     def _open_bin(cls, path: Path) -> "TokenFile":
-        size = path.stat().st_size
-        magic, version, count = 0, 0, 0
-        if size >= 12:
-            magic, version, count = np.fromfile(path, "<u4", 3).tolist()
-        if magic not in LLMC_FORMATS:
+        size, header = path.stat().st_size, np.fromfile(path, "<u4", 3).tolist()
+        if len(header) < 3 or header[0] not in LLMC_FORMATS:
             if size % 2:
                 raise DataError(f"{path}: {size:,} bytes is odd, so not a file of uint16 tokens")
-            return cls(path, "uint16", 0, size // 2)
+            return cls(path, np.dtype("uint16"), 0, size // 2)
+        magic, version, count = header
         known, dtype = LLMC_FORMATS[magic]
         if version != known:
             raise DataError(f"{path}: llm.c header of unknown version {version}")
-        return cls(path, dtype, LLMC_HEADER_BYTES, count)
+        return cls(path, np.dtype(dtype), LLMC_HEADER_BYTES, count)
 
     @classmethod
     def _open_npy(cls, path: Path) -> "TokenFile":
@@ -89,12 +86,11 @@ class TokenFile:
             warnings.simplefilter("ignore")
             array = np.lib.format.open_memmap(path, mode="r")
         if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
-            order = "big-endian " if array.dtype.str.startswith(">") else ""
             raise DataError(
-                f"{path}: holds {order}{array.dtype.name} of shape {array.shape}; want one row of "
-                "uint16 or uint32 tokens"
+                f"{path}: holds {array.dtype} of shape {array.shape}; want one row of uint16 or "
+                "uint32 tokens, little-endian"
             )
-        return cls(path, array.dtype.name, array.offset, array.shape[0])
+        return cls(path, array.dtype, array.offset, array.shape[0])
 
 
 Files = Sequence[TokenFile]
@@ -124,29 +120,29 @@ def hash_ids(files: Files, tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
+def check_length(longest: int, seq_len: int, split: str) -> None:
+    """Raises DataError if `longest` tokens of the split ("train", "val") are too few for a sequence
+    of seq_len, and the token that follows it."""
+    if longest <= seq_len:
+        kind, more = SPLITS[split]
+        raise DataError(
+            f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
+            f"has {longest}: lower --seq-len, or {more}"
+        )
+
+
 class Windows:
     """The windows of several files, numbered through from the first file to the last."""
 
-    too_short: tuple[str, str]  # what the error calls the tokens, and how it ends
-
-    def __init__(self, files: Files, batch_size: int, seq_len: int, device: torch.device) -> None:
+    def __init__(
+        self, files: Files, batch_size: int, seq_len: int, device: torch.device, split: str
+    ) -> None:
         """Raises DataError when no file holds seq_len + 1 tokens."""
-        self.check(files, seq_len)
+        check_length(max((file.count for file in files), default=0), seq_len, split)
         self.files, self.batch_size, self.seq_len, self.device = files, batch_size, seq_len, device
         counts = [max(0, (file.count - 1) // seq_len) for file in files]
         self.first = np.cumsum([0, *counts])  # number of each file's first window, then the total
         self.n_windows = int(self.first[-1])
-
-    @classmethod
-    def check(cls, files: Files, seq_len: int) -> None:
-        """Raises DataError when no file holds seq_len + 1 tokens."""
-        longest = max((file.count for file in files), default=0)
-        if longest <= seq_len:
-            kind, more = cls.too_short
-            raise DataError(
-                f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
-                f"has {longest}: lower --seq-len{more}"
-            )
 
     def read(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows `numbers` (n,) as inputs and labels (n, T)."""
@@ -156,12 +152,9 @@ class Windows:
             file = self.files[shard]
             start = (number - int(self.first[shard])) * self.seq_len
             try:
-                block = file.part(start, start + row.size).read()
-            except OSError as error:
-                raise DataError(f"{file.path}: {error.strerror}; put it back") from None
-            if len(block) < row.size:
-                raise DataError(f"{file.path} has become shorter; put back what it was")
-            row[:] = block
+                row[:] = file.part(start, start + row.size).read()
+            except (OSError, ValueError):  # (it has another number of tokens)
+                raise DataError(f"{file.path} is gone, or became shorter; put it back") from None
         rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"
         if on_gpu:  # only from pinned memory can Python go on while the copy runs
             rows = rows.pin_memory()
@@ -178,13 +171,11 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 class TrainBatches(Windows):
     """Endless shuffled epochs: every window once an epoch, in a new order each epoch."""
 
-    too_short = ("training", " or give more text to --train-data")
-
     def __init__(
         self, files: Files, batch_size: int, seq_len: int, seed: int, device: torch.device
     ) -> None:
         """Raises DataError when no file holds seq_len + 1 tokens."""
-        super().__init__(files, batch_size, seq_len, device)
+        super().__init__(files, batch_size, seq_len, device, "train")
         self.seed = seed
 
     def epoch(self, index: int) -> float:
@@ -208,14 +199,12 @@ class ValBatches(Windows):
     and changes nothing else.
     """
 
-    too_short = ("validation", ", raise --val-ratio or give more text to --val-data")
-
     def __init__(
         self, files: Files, batch_size: int, seq_len: int, max_tokens: int, device: torch.device
     ) -> None:
         """max_tokens: as many whole windows, at least one; 0 = all windows. Raises DataError when
         no file holds seq_len + 1 tokens."""
-        super().__init__(files, batch_size, seq_len, device)
+        super().__init__(files, batch_size, seq_len, device, "val")
         total = self.n_windows
         count = min(total, max(1, max_tokens // seq_len)) if max_tokens else total
         self.numbers = np.arange(count) * total // count

@@ -2,8 +2,6 @@
 
 import codecs
 import json
-import shlex
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from unicodedata import category
@@ -16,6 +14,10 @@ TEXT_SUFFIXES = tuple(
     ".yml .toml .ini .cfg .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .js .ts .rb "
     ".php .pl .lua .r .jl .hs .ml .swift .sh .sql".split()
 )
+MAKE_UTF8 = (
+    "name files of UTF-8 text; `iconv -f CP1252 -t UTF-8 FILE > NEW` makes it of text in Western "
+    "European, with -f UTF-16 of what some Windows programs write"
+)
 CHUNK = 2**20  # bytes or characters held at a time, however long the text
 
 
@@ -23,11 +25,6 @@ def suffix_of(path: Path) -> str:
     """`.jsonl` for notes.jsonl and for NOTES.JSONL, "" for README: cameras, old programs and
     Windows write capitals, and mean the same."""
     return path.suffix.lower()
-
-
-def quoted(path: Path) -> str:
-    """For a shell, and for a program that would take -x.txt for a flag."""
-    return shlex.quote("./" * str(path).startswith("-") + str(path))
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
@@ -41,22 +38,15 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
             if not line.strip():
                 continue
             try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
-                found = None
-            text = found.get("text") if isinstance(found, dict) else None
+                text = json.loads(line)["text"]
+            except (ValueError, RecursionError, LookupError, TypeError):
+                text = None
             if not isinstance(text, str):
-                want = f'{path}:{number}: want a JSON object with a string "text"'
-                if isinstance(found, dict):  # its keys may be called otherwise
-                    want += f", not with {textwrap.shorten(json.dumps([*found]), 100)}"
-                raise DataError(want)
+                begin = line[:60].decode(errors="replace")
+                raise DataError(
+                    f'{path}:{number}: want a JSON object with a string "text", not {begin!r}'
+                )
             yield iter([text])
-
-
-def _encoded(path: Path, what: str, encoding: str) -> DataError:
-    made = path.with_name(f"{path.stem}.utf8{path.suffix}")
-    names = f"{quoted(path)} > {quoted(made)}"
-    return DataError(f"{path}: {what}: `iconv -f {encoding} -t UTF-8 {names}`")
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
@@ -66,26 +56,21 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
     text = ""  # what is read, but for the chunks before
     with open(path, "rb") as file:  # binary, so that no line end is translated
         file.seek(start)
-        while start < stop:
-            block = file.read(min(CHUNK, stop - start))
-            if not block:
-                raise DataError(f"{path}: the file shrank while it was read")
-            if start == 0 and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise _encoded(path, "the text is UTF-16; make it UTF-8", "UTF-16")
-            if (nul := block.find(0)) >= 0:
-                where = f"NUL at byte {start + nul}"
-                raise DataError(f"{path}: a binary file, not text ({where}); name files of text")
+        while block := file.read(min(CHUNK, stop - start)):
             if text:
                 cut = safe_cut(text)
                 yield text[:cut]
                 text = text[cut:]
+            if (nul := block.find(0)) >= 0:
+                raise DataError(
+                    f"{path}: a binary file, or UTF-16 (NUL at byte {start + nul}); {MAKE_UTF8}"
+                )
             first, start = start, start + len(block)
             try:
                 new = decoder.decode(block, final=start >= stop)
             except UnicodeDecodeError as error:  # (its object begins with what a block has left)
                 byte = start - len(error.object) + error.start
-                what = f"not UTF-8 at byte {byte}: no text, or Western European"
-                raise _encoded(path, what, "CP1252") from None
+                raise DataError(f"{path}: not UTF-8 at byte {byte}; {MAKE_UTF8}") from None
             text += new if first else new.removeprefix("\ufeff")
     yield text
 

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
-from .store import Say, label
+from .store import Say
 from .tokenizer import DataError
 
 CACHE_DIR = Path(__file__).resolve().parent / "cache"
-SHOWN_SUFFIXES = 5  # of those that were skipped
 AS_TEXT = "a file named by itself, or by a pattern, is read whatever its suffix"
 # Tests are two thirds of the standard library (and Debian ships it without them); encodings and
 # pydoc_data are tables; the others are gone from newer Pythons.
@@ -29,25 +28,22 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
     DataError that names `flag` and the name that finds nothing usable.
     """
     found: list[Path] = []
-    skipped: set[Path] = set()
+    skipped: list[Path] = []
     for name in names:
-        usable: list[Path] = []
-        others: list[Path] = []
+        before = len(found)
         for path in _expand(name, flag):
-            inside, rest = _walk(path) if path.is_dir() else ([path], [])
-            usable += inside
-            others += rest
-        if not usable:
-            held = count_suffixes(others) or "hidden and empty ones are not counted"
-            what = f"no text or token file in this folder ({held})"
-            raise DataError(f"{flag} {name}: {what}; {AS_TEXT}")
-        found += usable
-        skipped.update(others)
+            inside, others = _walk(path) if path.is_dir() else ([path], [])
+            found += inside
+            skipped += others
+        if len(found) == before:
+            held = count_suffixes(skipped) or "hidden and empty ones are not counted"
+            raise DataError(
+                f"{flag} {name}: no text or token file in this folder ({held}); {AS_TEXT}"
+            )
     found = list(dict.fromkeys(found))
-    if left := skipped - set(found):
-        taken = "1 file" if len(found) == 1 else f"{len(found):,} files"
+    if left := set(skipped) - set(found):
         say(
-            f"note     {flag} {label(names)}: {taken} taken, {len(left):,} skipped "
+            f"note     {flag} {label(names)}: files taken: {len(found):,}, skipped: {len(left):,} "
             f"({count_suffixes(left)}); {AS_TEXT}"
         )
     return found
@@ -55,35 +51,26 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
 
 def _expand(name: str, flag: str) -> list[Path]:
     """The file or folder of that name, else what the pattern matches."""
-    if not name:
-        raise DataError(f"{flag}: an empty name")
     paths = [Path(name)]  # a file whose name holds a [ is not a pattern
-    if not paths[0].exists():
+    if not name or not paths[0].exists():
         paths = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
     if not paths:
-        what = "no file matches" if glob.has_magic(name) else "no such file or folder"
-        raise DataError(f"{flag} {name}: {what}")
+        raise DataError(f"{flag} {name}: no such file or folder")
     for path in paths:
         if not path.is_dir() and not path.is_file():
             raise DataError(f"{flag} {path}: not a regular file")
-        if path.is_file() and path.stat().st_size == 0:
-            raise DataError(f"{flag} {path}: the file is empty")
     return paths
 
 
+def label(names: Sequence[str]) -> str:
+    """Files or folders in as few words as a line has room for."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
 def count_suffixes(paths: Iterable[Path]) -> str:
-    """`.pdf 12, .docx 3`: the commonest first."""
-    kinds = Counter(suffix_of(path) or "without suffix" for path in sorted(paths)).most_common()
-    shown = [f"{suffix} {number:,}" for suffix, number in kinds[:SHOWN_SUFFIXES]]
-    return ", ".join(shown + ["..."] * (len(kinds) > SHOWN_SUFFIXES))
-
-
-def warn_of_shared(train: Sequence[Path], val: Sequence[Path], say: Say) -> None:
-    """Says so if files of `val` are in `train` as well."""
-    trained = {path.resolve() for path in train}
-    if shared := [str(path) for path in val if path.resolve() in trained]:
-        what = f"--val-data {label(shared)}: in --train-data, too"
-        say(f"warning  {what}: the validation loss will not see overfitting")
+    """`.pdf 12, .docx 3`: the five commonest, the commonest first."""
+    kinds = Counter(suffix_of(path) or "without suffix" for path in sorted(paths))
+    return ", ".join(f"{suffix} {number:,}" for suffix, number in kinds.most_common(5))
 
 
 def find_stdlib() -> list[Path]:

@@ -59,8 +59,8 @@ class Tokenizer:
     """A byte-level BPE: any text encodes, and decodes to the same text.
 
     name: as given to --tokenizer-name; vocab_size: ids are 0 .. vocab_size - 1; eot_id: the id
-    of <|endoftext|>; fingerprint: hex, equal for equal vocabularies. Raises DataError if two
-    tokens have the same id.
+    of <|endoftext|>; fingerprint: hex, equal for equal vocabularies. Raises DataError if a byte has
+    no id, an id is none, or two tokens have the same.
     """
 
     def __init__(
@@ -80,24 +80,19 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._bytes = {rank: token for token, rank in ranks.items()}
         self._bytes |= {rank: text.encode() for text, rank in special.items()}
-        for token, rank in ranks.items():  # (tiktoken would panic, past every `except Exception`)
-            if (other := self._bytes[rank]) != token:
-                raise DataError(f"{token!r} and {other!r} have the same id, {rank}")
+        if not all(bytes([byte]) in ranks for byte in range(256)):
+            raise DataError("no byte-level BPE: not every byte has an id")
+        is_unique = len(self._bytes) == len(ranks) + len(special)  # (else tiktoken would panic)
+        if not is_unique or not all(0 <= rank < 2**20 for rank in self._bytes):
+            raise DataError("two tokens have the same id, or an id is below 0 or above a million")
         self._encoding = tiktoken.Encoding(
             name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
 
     def encode(self, text: str) -> np.ndarray:
         """`text` as ids, uint32 (n,). "<|endoftext|>" in the text is plain text, never the id."""
-        try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # a lone surrogate, as JSON allows it, has no UTF-8
-            return self.encode(text.encode("utf-8", "replace").decode())
-        except ValueError:  # tiktoken's regex engine gives up on a million spaces in a row
-            if len(text) < 2:
-                raise
-            half = len(text) // 2
-            return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
+        text = text.encode("utf-8", "replace").decode()  # JSON allows lone surrogates; UTF-8 not
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; an id without bytes, or half a character, shows as U+FFFD."""
@@ -107,8 +102,7 @@ class Tokenizer:
     def byte_lengths(self) -> np.ndarray:
         """How many bytes of text each id stands for, int64 (vocab_size,); special tokens: 0."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, rank in self.ranks.items():
-            lengths[rank] = len(token)
+        lengths[list(self.ranks.values())] = [*map(len, self.ranks)]
         return lengths
 
     def state(self) -> dict[str, Any]:
@@ -126,7 +120,7 @@ class Tokenizer:
         try:
             if state["name"] == ToyTokenizer.name:
                 return ToyTokenizer(state["vocab_size"])
-            ranks = parse_ranks(state["ranks"].encode(), "tokenizer state")
+            ranks = parse_ranks(state["ranks"].encode())
             return cls(state["name"], ranks, state["pattern"], state["special_tokens"])
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise DataError("a tokenizer that no run has saved: is the file damaged?") from error
@@ -217,30 +211,16 @@ def format_ranks(ranks: dict[bytes, int]) -> str:
     return "".join(f"{token} {rank}\n" for rank, token in lines)
 
 
-def parse_ranks(content: bytes, source: str) -> dict[bytes, int]:
-    """The ranks in the content of a .tiktoken file. Raises DataError that names `source`:line.
+def parse_ranks(content: bytes) -> dict[bytes, int]:
+    """The ranks in the content of a .tiktoken file. Raises ValueError if it is none.
 
     tiktoken's own loader is no choice here: it caches a local file by its path without a hash,
     and goes on returning the old ranks after the file was trained anew.
     """
-    ranks: dict[bytes, int] = {}
-    taken: set[int] = set()
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            token_base64, rank_text = line.split()
-            token, rank = base64.b64decode(token_base64, validate=True), int(rank_text)
-            if not token or token in ranks or rank in taken or not 0 <= rank < 2**20:
-                raise ValueError
-        except ValueError:
-            want = "a line of a .tiktoken file: base64 bytes, a space, a rank; each only once"
-            raise DataError(f"{source}:{number}: want {want}") from None
-        ranks[token] = rank
-        taken.add(rank)
-    missing = sum(bytes([byte]) not in ranks for byte in range(256))
-    if missing:
-        raise DataError(f"{source}: {missing} of the 256 single bytes are missing")
+    pairs = [line.split() for line in content.splitlines() if line.strip()]
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    if len(ranks) < len(pairs):
+        raise DataError("a token stands there twice")
     return ranks
 
 
@@ -253,9 +233,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "byte":
         return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)})
     if name.lower().endswith(".tiktoken"):
-        if not Path(name).is_file():
-            raise DataError(f"--tokenizer-name {name}: no such file")
-        return Tokenizer(name, parse_ranks(Path(name).read_bytes(), name))
+        with parsing(Path(name), ".tiktoken file"):
+            return Tokenizer(name, parse_ranks(Path(name).read_bytes()))
     known = sorted(tiktoken.list_encoding_names())
     if name not in known:
         raise DataError(

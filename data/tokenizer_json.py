@@ -128,17 +128,14 @@ def read_folder(folder: Path) -> Tokenizer | None:
 def from_json(content: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a tokenizer.json. Raises DataError unless it splits words as GPT-2 does,
     and its ids, taken as ranks, give what its merges give, on any text."""
-    model, words = content["model"], content["pre_tokenizer"]
+    model, words = content["model"], content["pre_tokenizer"] or {}
     affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
-    if (
-        model.get("type", "BPE") != "BPE"
-        or content.get("normalizer")
-        or any(model.get(name) for name in affixes)
-    ):
-        raise DataError("no byte-level BPE, which is all that this project can run")
-    by_bytes = words is not None and words["type"] == "ByteLevel"
-    if not by_bytes or words.get("add_prefix_space") or not words.get("use_regex", True):
-        raise DataError("words are split otherwise than GPT-2's, which is all that is read here")
+    is_plain = model.get("type", "BPE") == "BPE" and not any(map(model.get, affixes))
+    by_bytes = words.get("type") == "ByteLevel" and words.get("use_regex", True)
+    if not is_plain or not by_bytes or words.get("add_prefix_space") or content.get("normalizer"):
+        raise DataError(
+            "no byte-level BPE that splits words as GPT-2 does, which is all that can be read here"
+        )
     added = {token["content"]: token["id"] for token in content["added_tokens"]}
     if others := sorted(added.keys() - {EOT}):
         raise DataError(f"{', '.join(others[:3])}: tokens of its own, which would be read as text")
@@ -147,14 +144,11 @@ def from_json(content: dict[str, Any]) -> Tokenizer:
         raise DataError(f"it has no {EOT}, which stands between documents here")
     special = {EOT: ids.pop(EOT)}
     ranks = {bytes(BYTE_OF[char] for char in token): number for token, number in ids.items()}
-    if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise DataError("no byte-level BPE: not every byte has an id")
     tokenizer = Tokenizer("bpe", ranks, GPT2_PATTERN, special)
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
-    if merges != list_merges(tokenizer):
+    is_complete = len(merges) == len(ranks) - 256 or model.get("ignore_merges")
+    if merges != list_merges(tokenizer) or not is_complete:
         raise DataError("its merges are not those of its ids, which are ranks here")
-    if len(merges) != len(ranks) - 256 and not model.get("ignore_merges"):
-        raise DataError("it has tokens that no merge makes")
     if hashlib.sha256(format_ranks(ranks).encode()).hexdigest() == R50K_SHA256:
         tokenizer.name = "gpt2"
     elif ranks == {bytes([byte]): byte for byte in range(256)}:

@@ -74,7 +74,7 @@ def read_data(
         path = args.checkpoint_path
         try:
             saved = parse_again(state["args"], path)
-            data = find_data(saved, process, Resumed(state, path)).load()
+            data = find_data(saved, process, Resumed(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names others") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):

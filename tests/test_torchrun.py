@@ -116,7 +116,7 @@ def test_the_same_weights_have_one_validation_loss(cuts, tmp_path):
         losses.append(metrics(path)[-1]["val_loss"])
 
     weights = {name: weight.double() for name, weight in snapshot(first)["model"].items()}
-    files = find_data(parse(*TINY, *flags), OneProcess(CPU)).load().val
+    files = find_data(parse(*TINY, *flags), OneProcess(CPU)).val
     windows = oracle.windows([file.read().tolist() for file in files], 16)
     ids, labels = oracle.shifted([windows[i * 43 // 13] for i in range(13)])
     logits = oracle.gpt_logits(weights, ids, 2, 2).flatten(0, 1)
@@ -428,7 +428,7 @@ def test_what_differs_is_named(of_each, says):
 def test_every_flag_is_compared_or_has_a_reason(monkeypatch):
     args = parse(*TINY)
     names = {"--" + name.replace("_", "-") for name in vars(args).keys() - OWN}
-    known = of() | data_facts(find_data(args, OneProcess(CPU)).load())
+    known = of() | data_facts(find_data(args, OneProcess(CPU)))
     assert names <= known.keys() and OWN <= vars(args).keys()
     assert known.keys() >= {*WAYS_OUT, *FOLLOW}
     monkeypatch.setattr(agree.torch, "__version__", "9.8.7+cu1")

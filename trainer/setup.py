@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from data import DataError, Dataset, FoundData, Tokenizer, TrainBatches, ValBatches, find_dataset
+from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, find_dataset
 from model import MiniGPT, MiniGPTConfig
 
 from . import resume
@@ -19,7 +19,7 @@ from .flags import UsageError, fill_in, model_config, settle_length
 from .loggers import LOGGERS, Logger, check_logger
 from .metrics import MetricsFile, logged_at
 from .optimizer import make_optimizer
-from .plan import Plan, TooLarge, plan_memory
+from .plan import Plan, plan_memory, vocabulary
 from .pretrained import Origin, Pretrained, open_init_from
 from .process import OneProcess
 from .profile import check_profile, make_clock
@@ -38,7 +38,6 @@ from .snapshot import (
     take_place,
 )
 
-FEWEST = 257  # ids of a bpe: bytes, and the end of a document
 SCHEDULE = "num_steps lr min_lr lr_scheduler warmup_steps".split()
 
 
@@ -130,9 +129,7 @@ def agree(
     A long text takes long to be encoded, into data/cache. What is wrong with anything else is told
     before that.
     """
-    found = find_data(args, process, origin)
-    # So far each process by itself; from here on together.
-    process.start()
+    process.start()  # so far each process by itself; from here on together
     check_alike(process.exchange(facts(args, process, precision, origin)))
     resuming = isinstance(origin, Resumed)
     process.by_first(lambda: check_name(args.checkpoint_path, resuming))
@@ -144,19 +141,18 @@ def agree(
         with process.waiting("predicting the memory of a step"):
             return plan_memory(args, process, asked, precision, held)
 
-    most = max(process.exchange(found.vocab_size))
-    try:
-        planned = plan(most)
-    except (UsageError, TooLarge):
-        if not any(process.exchange(found.is_most)):
-            raise
-        plan(FEWEST)  # what cannot be with the fewest ids need not wait for the text
-        planned = None
-    data = process.by_all(found.load)
+    most = max(process.exchange(process.by_all(lambda: most_ids(args, origin))))
+    planned = plan(most)
+    data = process.by_all(lambda: find_data(args, process, origin))
     check_alike(process.exchange(data_facts(data)))
-    if planned is None or data.tokenizer.vocab_size < most:  # its text has no more pairs
+    if data.tokenizer.vocab_size < most:  # of a bpe whose text has no more pairs
         planned = plan(data.tokenizer.vocab_size)
     return data, planned
+
+
+def most_ids(args: argparse.Namespace, origin: Origin) -> int:
+    """The largest vocabulary that the run can have, known without its data. Raises DataError."""
+    return origin.state["config"]["vocab_size"] if isinstance(origin, Resumed) else vocabulary(args)
 
 
 def start_log(run: Run, next_rate: float) -> None:
@@ -178,23 +174,22 @@ def start_log(run: Run, next_rate: float) -> None:
             run.metrics.append(Logger(run.args, run.identity, run.step, run.process.say))
 
 
-def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> FoundData:
+def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Dataset:
     """What the flags of the group "data" ask for; by the tokenizer of the run that goes on, or of
     the weights that it starts from.
 
     Raises DataError, or SnapshotError if that tokenizer is none.
     """
-    tokenizer = fingerprint = None
+    tokenizer = None
     if isinstance(origin, Pretrained):
         tokenizer = origin.tokenizer
     elif origin is not None:
-        fingerprint = origin.state["data"].get("fingerprint")
         try:
             tokenizer = Tokenizer.from_state(origin.state["tokenizer"])
         except DataError as error:
             raise SnapshotError(f"{origin.path} holds {error}") from None
     flags = {name: getattr(args, name) for name in [*resume.DATA, "data_seed", "seq_len"]}
-    return find_dataset(**flags, tokenizer=tokenizer, fingerprint=fingerprint, say=process.say)
+    return find_dataset(**flags, tokenizer=tokenizer, say=process.say)
 
 
 def identify(
