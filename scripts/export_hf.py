@@ -34,23 +34,17 @@ from model import MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import add_snapshot, tool
 from trainer.flags import OneLineParser, UsageError, output_folder, words_of
-from trainer.hf import GPT2_ALONE, SIZES, THEIRS, renamed, turned, write_tensors
-from trainer.pretrained import Pretrained, open_pretrained
+from trainer.pretrained import (
+    GPT2_ALONE,
+    SIZES,
+    THEIRS,
+    Pretrained,
+    import_safetensors,
+    open_pretrained,
+    renamed,
+)
 from trainer.report import describe_model
-from trainer.snapshot import SaveError, peek
-
-USE = """```python
-from transformers import pipeline
-
-write = pipeline("text-generation", "{name}")
-prompt = write.tokenizer.eos_token + "Once upon a time"  # as documents began in training
-print(write(prompt, tokenizer_encode_kwargs={{"split_special_tokens": False}})[0]["generated_text"])
-```
-
-What looks like `<|endoftext|>` in a text is plain text for this tokenizer, unless
-`split_special_tokens` is False (`tokenizer.split_special_tokens = False` for all that follows).
-
-To go on from these weights in MiniGPT: `{again}`."""
+from trainer.snapshot import SaveError
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,42 +73,20 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     # As scripts.generate has it. (transformers does not let the window slide: max_length.)
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
     sampling |= {"pad_token_id": tokenizer.eot_id, "max_length": config.max_position_embeddings}
+    files: dict[str, Any] = {"generation_config.json": ends | sampling}
+    if tokenizer.name != "toy":
+        (eot,) = (text for text, i in tokenizer.special_tokens.items() if i == tokenizer.eot_id)
+        files["tokenizer.json"] = to_json(tokenizer)
+        files["tokenizer_config.json"] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json, and nothing on top
+            **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), eot),
+            "model_max_length": config.max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+            # What looks like <|endoftext|> in a text is text, here as there.
+            "split_special_tokens": True,
+        }
     whole = {"architectures": ["GPT2LMHeadModel"]} | alone | their_sizes(config) | ends
-    files = {"config.json": whole, "generation_config.json": ends | sampling}
-    if tokenizer.name == "toy":
-        return files
-    (eot,) = (text for text, i in tokenizer.special_tokens.items() if i == tokenizer.eot_id)
-    files["tokenizer.json"] = to_json(tokenizer)
-    files["tokenizer_config.json"] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json, and nothing on top of it
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), eot),
-        "model_max_length": config.max_position_embeddings,
-        "clean_up_tokenization_spaces": False,
-        # What looks like <|endoftext|> in a text is text, here as there.
-        "split_special_tokens": True,
-    }
-    return files
-
-
-def model_card(name: str, source: Pretrained, step: int) -> str:
-    """README.md of the folder."""
-    use = "Its ids are numbers that stand for no text, so there is no tokenizer here."
-    if source.tokenizer.name != "toy":
-        use = USE.format(name=name, again=command_to_go_on(name))
-    config = source.config
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [gpt2, minigpt]
----
-
-# {name}
-
-A GPT-2-shaped language model: {count_parameters(config):,} parameters, {describe_model(config)},
-{config.max_position_embeddings:,} positions. Trained with MiniGPT for {step:,} steps.
-
-{use}
-"""
+    return files | {"config.json": whole}  # the last: without it nothing opens the folder
 
 
 def command_to_go_on(folder: str) -> str:
@@ -168,37 +140,28 @@ def check_is_gpt2(source: Pretrained, weights: dict[str, Tensor]) -> None:
         )
 
 
-def export(source: Pretrained, step: int, folder: Path) -> None:
-    """Fill the folder, or leave things as they were. Raises UsageError, SaveError or OSError.
+def export(source: Pretrained, folder: Path) -> None:
+    """Fill the folder, or leave none of its files. Raises UsageError, DataError or SaveError.
 
-    One that is there stays: somebody may stand in it, or it may be a mount.
+    The library takes all weights together, each in one piece: turned matrices are copied first, so
+    this needs about as much memory again as the weights.
     """
-    files = {
-        name: json.dumps(content, ensure_ascii=False, indent=2 if "config" in name else None)
-        for name, content in json_files(source.config, source.tokenizer).items()
-    }
-    files["README.md"] = model_card(folder.name, source, step)
-    files["config.json"] = files.pop("config.json")  # last: without it nothing opens the folder
-    weights = {
-        f"transformer.{renamed(name, THEIRS)}": turned(name, weight)
-        for name, weight in source.weights.items()
-    }
+    library = import_safetensors()
+    theirs = renamed(source.weights, THEIRS).items()
+    weights = {f"transformer.{name}": weight.contiguous() for name, weight in theirs}
     check_is_gpt2(source, weights)
-    is_new = not folder.is_dir()
+    files = json_files(source.config, source.tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        write_tensors(folder / "model.safetensors", weights)
+        library.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         for name, content in files.items():
-            # (The folder's name need not be text.)
-            (folder / name).write_text(content, encoding="utf-8", errors="replace")
-    except BaseException as error:
+            indent = 2 if "config" in name else None
+            text = json.dumps(content, ensure_ascii=False, indent=indent)
+            (folder / name).write_text(text, encoding="utf-8")
+    except (OSError, library.SafetensorError) as error:
         for name in (*files, "model.safetensors"):
             (folder / name).unlink(missing_ok=True)
-        if is_new:
-            folder.rmdir()
-        if isinstance(error, OSError):
-            raise SaveError(f"cannot save {folder}: {error.strerror}") from None
-        raise
+        raise SaveError(f"cannot save {folder}: {error}") from None
 
 
 @tool
@@ -210,7 +173,7 @@ def main(argv: list[str]) -> None:
     if args.checkpoint_path.is_dir():
         raise UsageError(f"--checkpoint-path: {args.checkpoint_path} is a folder, no snapshot")
     source = open_pretrained(args.checkpoint_path)
-    export(source, peek(args.checkpoint_path)["step"], folder)
+    export(source, folder)
     shape, name = describe_model(source.config), source.tokenizer.name
     print(f"exported {args.out}: {shape}, tokenizer {name}")
     if name != "toy":

@@ -128,7 +128,7 @@ sys.exit(train_minimal.main(sys.argv[1:]))
     [
         (
             bad_folders.config(n_layer=2 * 10**9).files["gpt2"],
-            "gpt2/config.json: n_layer is 2000000000, not a whole number of .* at most 10,000",
+            "gpt2/config.json: n_layers is 2000000000, not a whole number of .* at most 10,000",
         ),
         (altered("config", "n_layers", to=2 * 10**9), "gpt2 holds no model: is it damaged"),
     ],

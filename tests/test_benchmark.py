@@ -24,7 +24,7 @@ from scripts import benchmark, benchmark_worker
 from scripts.benchmark_worker import Job
 from trainer import card
 from trainer.card import clock_card
-from trainer.hf import THEIRS, renamed, turned
+from trainer.pretrained import THEIRS, renamed
 
 SHAPE = (
     "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
@@ -309,10 +309,8 @@ def test_the_peer_is_the_same_model():
     pytest.importorskip("transformers")
     config = benchmark_worker.config_of(arguments(), Job("none", 8))
     ours, theirs = MiniGPT(config), benchmark_worker.Transformers(config)
-    state = {
-        f"transformer.{renamed(name, THEIRS)}": turned(name, weight)
-        for name, weight in ours.state_dict().items()
-    }
+    weights = renamed(ours.state_dict(), THEIRS)
+    state = {f"transformer.{name}": weight for name, weight in weights.items()}
     theirs.gpt2.load_state_dict(state | {"lm_head.weight": ours.token_embedding.weight})
     assert theirs.gpt2.config._attn_implementation == "sdpa"
     rows = torch.randint(211, (3, 33))

@@ -1,5 +1,5 @@
 """Weights in and out, as docs/weights.md tells: the folder that scripts/export_hf.py writes and
---init-from reads (trainer/hf.py, trainer/pretrained.py), with transformers itself as a witness; the
+--init-from reads (trainer/pretrained.py), with transformers itself as a witness; the
 loss that scripts/evaluate.py finds in them; and the text that scripts/generate.py lets them write.
 
 What is refused: cases/bad_folders.py, cases/bad_snapshots.py.
@@ -35,16 +35,22 @@ from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate
 from trainer.agree import check_alike, facts
 from trainer.flags import UsageError, build_parser
-from trainer.hf import THEIRS, read_config, read_tensors, renamed, turned
 from trainer.plan import vocabulary
-from trainer.pretrained import load_model, open_pretrained
+from trainer.pretrained import (
+    OURS,
+    load_model,
+    open_pretrained,
+    read_config,
+    read_tensors,
+    renamed,
+)
 from trainer.process import OneProcess
 from trainer.setup import start_run
 
 CPU = torch.device("cpu")
 N_TOY, N_MODEL = TINY.index("--n-layers"), TINY.index("--batch-size")
 TEXT = "def function(x):\n    return x + 1\r\n\n# ünï 😀 <|endoftext|>\n" * 200
-FILES = set("README.md config.json generation_config.json model.safetensors".split())
+FILES = set("config.json generation_config.json model.safetensors".split())
 FILES |= set("tokenizer.json tokenizer_config.json".split())
 
 SHAPE = TINY[N_TOY:N_MODEL]
@@ -191,29 +197,10 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = {name: p.grad for name, p in theirs.transformer.named_parameters()}
+    gradients = renamed(gradients, OURS)
     for name, parameter in ours.named_parameters():
-        wanted = turned(name, gradients[renamed(name, THEIRS)])
+        wanted = gradients[name]
         assert (parameter.grad - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
-
-
-def test_the_card_tells_what_was_trained(run, exported):
-    """And where it lay is told to nobody."""
-    card = (exported / "README.md").read_text(encoding="utf-8")
-    assert card.startswith("---\nlibrary_name: transformers\n")
-    assert f"for {snapshot(run)['step']} steps" in card and f"--init-from {exported.name}" in card
-    assert str(run.parent) not in card
-
-
-def test_the_cards_example(exported, monkeypatch, capsys):
-    """It runs as it stands there, and its prompt begins as documents do."""
-    pytest.importorskip("transformers")
-    monkeypatch.chdir(exported.parent)
-    code = (exported / "README.md").read_text(encoding="utf-8").split("```python\n")[1]
-    exec(code.split("```")[0], names := {})
-    assert capsys.readouterr().out.startswith("<|endoftext|>Once upon a time")
-    _, tokenizer = load_model(exported, CPU)
-    found = names["write"].tokenizer(names["prompt"], split_special_tokens=False).input_ids
-    assert found == [tokenizer.eot_id, *tokenizer.encode("Once upon a time").tolist()]
 
 
 def test_toy_data_have_no_tokenizer_there_and_go_on_with_toy_data(tmp_path, capfd):
@@ -222,17 +209,15 @@ def test_toy_data_have_no_tokenizer_there_and_go_on_with_toy_data(tmp_path, capf
     capfd.readouterr()
     assert export(path, out) == 0
     assert "next" not in capfd.readouterr().out  # --init-from needs a tokenizer
-    card = (out / "README.md").read_text()
-    assert "there is no tokenizer" in card and not re.search(r"pipeline\(|--init-from", card)
     names = {file.name for file in out.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
     assert len(read_tensors(out / "model.safetensors")) == 28
 
     words = [f"--init-from={path}", "--num-steps=2", "--max-tokens=200"]
     assert train(tmp_path / "run.pt", *words) == 0
     assert snapshot(tmp_path / "run.pt")["args"]["use_toy_data"]
     assert train(tmp_path / "run.pt", *words, f"--train-data={path}") == 2
-    assert "knows toy data and no text" in capfd.readouterr().err
+    assert "--use-toy-data makes its own data" in capfd.readouterr().err
 
 
 def test_without_the_library_it_costs_one_line(run, exported, tmp_path, monkeypatch, capfd):
@@ -245,27 +230,26 @@ def test_without_the_library_it_costs_one_line(run, exported, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("out", ["empty", "a new one"])
-def test_a_folder_is_filled_or_stays_what_it_was(run, out, tmp_path, monkeypatch, capfd):
+def test_a_folder_is_filled_or_has_no_file(run, out, tmp_path, monkeypatch, capfd):
     """However it is named. And what it is recognized by comes last: a process may be killed
     between two files."""
     (tmp_path / "my model").mkdir()
     (tmp_path / "empty").symlink_to("my model")
     monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
 
     def needs_room(says: str) -> None:
         assert export(run, out) == 3
         assert re.match(f"error: cannot save .*{says}", capfd.readouterr().err)
-        assert sorted(tmp_path.rglob("*")) == before
+        assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", partial(fail, OSError(28, "No space left on device")))
-        needs_room("(my model|a new one): No space left on device\n$")
+        needs_room("(my model|a new one): .*No space left on device\n$")
     resource = pytest.importorskip("resource")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
     try:
-        needs_room("model.safetensors: disk full .*; it needs 0.0 MB")
+        needs_room("(my model|a new one): .*File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
@@ -275,8 +259,6 @@ def test_a_folder_is_filled_or_stays_what_it_was(run, out, tmp_path, monkeypatch
     assert set(os.listdir(out)) == FILES and written[-1].name == "config.json"
     line = f"next     python train_minimal.py --init-from {shlex.quote(out)}\n"
     assert capfd.readouterr().out.endswith(line)
-    name, card = Path(out).resolve().name, Path(out, "README.md").read_text()
-    assert f'"text-generation", "{name}")' in card and f"--init-from '{name}'" in card
 
 
 # ---- Folders of others
@@ -357,8 +339,7 @@ def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
 
 
 def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch, capfd):
-    """As torchrun starts it again: with the same id and the same flags. What such a restart could
-    not find is refused."""
+    """As torchrun starts it again: with the same id and the same flags."""
     path, words = tmp_path / "run.pt", [f"--init-from={folder}", text]
     words += ["--num-steps=8", "--save-interval=2"]
     assert train(tmp_path / "whole.pt", *words) == 0
@@ -370,11 +351,6 @@ def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch, c
     whole, again = (snapshot(tmp_path / f"{name}.pt") for name in ("whole", "run"))
     assert same(again["model"], whole["model"]) and again["step"] == 8
 
-    with monkeypatch.context() as patch:
-        patch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-        previous = f"--init-from={tmp_path}/run.prev.pt"
-        assert train(path, previous, text, "--num-steps=2") == 2
-        assert "run.prev.pt is of the run that this one replaces" in capfd.readouterr().err
     assert train(path, f"--init-from={path}", text, "--num-steps=2") == 0
 
 

@@ -7,8 +7,7 @@ setup.py       how a run is set up
 check.py       whether policies and model.py agree
 resume.py      how it goes on from a snapshot
 snapshot.py    the snapshot: one file, and whose it is
-pretrained.py  trained weights to start from
-hf.py          GPT-2 in a folder of transformers
+pretrained.py  trained weights to start from, GPT-2's of transformers too
 device.py      which device, which precision
 optimizer.py   which parameter is updated how
 plan.py        the planner, asked by flags

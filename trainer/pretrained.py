@@ -1,20 +1,28 @@
 """Trained weights to start from (--init-from) or to look at: one of our snapshots, or GPT-2 in a
-folder as transformers writes it (hf.py)."""
+folder as Hugging Face's transformers writes and reads it.
+
+MiniGPT is GPT-2, tensor by tensor; other names, and matrices that lie the other way round
+(transformers kept TensorFlow's, "Conv1D"), are all that differs. What GPT-2 can also be there, and
+MiniGPT cannot, is refused (`GPT2_ALONE`). Needs the package safetensors, but no transformers.
+"""
 
 import argparse
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from data import DataError, Tokenizer
+from data.tokenizer import load_tokenizer, parsing
+from data.tokenizer_json import read_folder
 from model import MiniGPT, MiniGPTConfig
 
 from .flags import LARGEST, UsageError, is_size
-from .hf import open_folder, read_config
 from .optimizer import Part
 from .process import OneProcess
 from .resume import blamed
@@ -22,6 +30,132 @@ from .snapshot import Resumed, SnapshotError, check_shapes, files_of, peek, read
 
 # The flags that follow from the weights.
 SHAPE = "n_layers n_heads d_model d_ff max_position_embeddings".split()
+
+
+# ---- a folder of transformers
+
+# config.json's name of a size, MiniGPT's, and GPT-2's value: what is left out there.
+SIZES = [
+    ("vocab_size", "vocab_size", 50257),
+    ("n_positions", "max_position_embeddings", 1024),
+    ("n_layer", "n_layers", 12),
+    ("n_head", "n_heads", 12),
+    ("n_embd", "d_model", 768),
+    ("n_inner", "d_ff", None),
+]
+# What a GPT-2 of transformers computes otherwise than MiniGPT, unless these have these values.
+GPT2_ALONE: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+# The first word of a tensor's name, there and here. (Their model's have "transformer." before it.)
+OURS = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
+THEIRS = {ours: theirs for theirs, ours in OURS.items()}
+MASKS = (".attn.bias", ".attn.masked_bias")  # GPT-2's older files hold each layer's causal mask
+
+
+def renamed(tensors: dict[str, Tensor], words: dict[str, str]) -> dict[str, Tensor]:
+    """Tensors of transformers by MiniGPT's names (with OURS), or back (with THEIRS):
+    `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`. A block's matrices are turned: (in, out) there,
+    (out, in) here."""
+    found = {}
+    for name, tensor in tensors.items():
+        first, _, rest = name.partition(".")
+        is_turned = first in ("h", "blocks") and tensor.dim() == 2
+        found[f"{words.get(first, first)}.{rest}"] = tensor.T if is_turned else tensor
+    return found
+
+
+def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
+    """The weights have MiniGPT's names, and are mapped into memory: they must not be written to.
+    Raises DataError."""
+    config, found = read_config(folder), read_weights(folder)
+    found = {name.removeprefix("transformer."): tensor for name, tensor in found.items()}
+    weights = {name: tensor for name, tensor in found.items() if not name.endswith(MASKS)}
+    head = weights.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(head, weights.get("wte.weight", head)):
+        raise DataError(f"{folder}: lm_head is not wte; MiniGPT has one weight for both")
+    tokenizer = read_folder(folder)
+    if tokenizer is None and config.vocab_size == 50257:
+        tokenizer = load_tokenizer("gpt2")
+    if tokenizer is None:
+        raise DataError(
+            f"{folder} holds no tokenizer.json, and no vocab.json with merges.txt; with "
+            f"{config.vocab_size:,} ids it is not GPT-2's own either"
+        )
+    return config, renamed(weights, OURS), tokenizer
+
+
+def read_config(folder: Path) -> MiniGPTConfig:
+    """The shape that config.json tells; dropout is left to whoever trains. Raises DataError."""
+    with parsing(folder / "config.json", "configuration of a model"):
+        content = {"model_type": None} | json.loads((folder / "config.json").read_bytes())
+        for name, allowed in GPT2_ALONE.items():
+            if content.get(name, allowed[0]) not in allowed:
+                raise DataError(
+                    f"{name} is {content[name]!r}; MiniGPT is GPT-2 with {allowed[0]!r}"
+                )
+        sizes = {ours: content.get(theirs, default) for theirs, ours, default in SIZES}
+        return make_config(sizes | {"d_ff": sizes["d_ff"] or 4 * sizes["d_model"], "dropout": 0.0})
+
+
+def make_config(content: dict[str, Any]) -> MiniGPTConfig:
+    """Raises DataError if a size is none that a flag could say: a file may say anything."""
+    for name, largest in LARGEST.items():
+        if not is_size(name, content[name]):
+            raise DataError(
+                f"{name} is {content[name]!r}, not a whole number of at least 1 and at most "
+                f"{largest:,}"
+            )
+    try:
+        return MiniGPTConfig(**content)
+    except ValueError as error:
+        raise DataError(error) from None
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of model.safetensors, or of the shards that its index names. Raises DataError."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not whole.exists() and not index.exists():  # but a pytorch_model.bin, as older folders have
+        raise DataError(
+            f"{folder} holds no {whole.name}; model.save_pretrained({str(folder)!r}) in "
+            "transformers writes it"
+        )
+    if whole.exists():
+        return read_tensors(whole)
+    with parsing(index, "index of weights"):
+        content = json.loads(index.read_bytes())["weight_map"]
+        names = {Path(name).name for name in content.values()}
+    shards = [read_tensors(folder / name) for name in sorted(names)]
+    return {name: tensor for shard in shards for name, tensor in shard.items()}
+
+
+def import_safetensors() -> ModuleType:
+    """The library of the .safetensors format. Raises DataError with the way to get it."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise DataError(
+            "weights of transformers need the package safetensors: pip install safetensors"
+        ) from None
+    return safetensors
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file, mapped into memory: one that is not used is not read.
+    They must not be written to. Raises DataError that names the file and what is wrong with it."""
+    library = import_safetensors()
+    with parsing(path, ".safetensors file"):
+        open(path, "rb").close()  # Python says more plainly than the library why that cannot be
+        return library.torch.load_file(path)
+
+
+# ---- that, or a snapshot
 
 
 @dataclass(frozen=True)
@@ -53,15 +187,16 @@ def open_pretrained(path: Path) -> Pretrained:
     elif os.path.exists(path):
         state = read_snapshot(path)
         try:
-            if not all(is_size(name, state["config"][name]) for name in LARGEST):
-                raise ValueError
-            config, weights = MiniGPTConfig(**state["config"]), state["model"]
+            config, weights = make_config(state["config"]), state["model"]
             tokenizer = Tokenizer.from_state(state["tokenizer"])
             about = f"step {state['step']:,} on {state['data'].get('description')}"
         except (ValueError, TypeError, KeyError):
             raise SnapshotError(f"{path} holds no model: is it damaged?") from None
     else:
-        raise SnapshotError(no_such(path))
+        raise SnapshotError(
+            f"there is no snapshot and no folder {path}; if that is a GPT-2 on the Hugging Face "
+            f"hub, `hf download {path} --local-dir {path.name}` makes the folder"
+        )
     if tokenizer.vocab_size != config.vocab_size:
         raise SnapshotError(
             f"{path}: a model of {config.vocab_size:,} ids, but a tokenizer ({tokenizer.name}) of "
@@ -71,23 +206,8 @@ def open_pretrained(path: Path) -> Pretrained:
     return Pretrained(path, config, tokenizer, weights, about, check_weights(path, config, weights))
 
 
-def no_such(path: Path) -> str:
-    words = f"there is no snapshot and no folder {path}"
-    if path.name and os.path.isfile(f"{path}.pt"):
-        return f"{words}; but there is {path}.pt"
-    if path.is_absolute() or path.suffix or len(path.parts) > 2:
-        return words
-    return (  # "gpt2", "openai-community/gpt2": perhaps the name of a model on the hub
-        f"{words}; nothing is downloaded here. Is it a GPT-2 on the Hugging Face hub? "
-        f"`hf download {path} --local-dir {path.name}` makes the folder that this needs "
-        "(config.json, model.safetensors, tokenizer.json)"
-    )
-
-
 def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor]) -> int:
     """Their checksum. Raises SnapshotError unless they are all of such a model, and finite."""
-    if config.n_layers > len(weights):  # as many blocks take their time, only to be missing
-        raise SnapshotError(f"{path} holds {len(weights)} tensors for {config.n_layers} layers")
     with torch.device("meta"):
         model = MiniGPT(config).state_dict()
     check_shapes(path, weights, model)
@@ -121,11 +241,7 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
         source = open_pretrained(args.init_from)
     except (DataError, SnapshotError) as error:
         raise UsageError(f"--init-from: {error}") from None
-    config, tokenizer = source.config, source.tokenizer
-    toy = tokenizer.name == "toy"
-    if (args.train_data or args.val_data) if toy else args.use_toy_data:
-        knows = "toy data and no text" if toy else "text and no toy data"
-        raise UsageError(f"--init-from {source.path} knows {knows}: name other data, or weights")
+    config, tokenizer, toy = source.config, source.tokenizer, source.tokenizer.name == "toy"
     wanted: dict[str, Any] = {name: getattr(config, name) for name in SHAPE}
     wanted |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
     if toy or tokenizer.name == "bpe" or "vocab_size" in args.typed:
@@ -137,13 +253,6 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
                 f"{blamed(args, name)} {typed}: --init-from {source.path} has {value}; leave it out"
             )
         setattr(args, name, value)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        own = [file.absolute() for file in files_of(args.checkpoint_path)]
-        if source.path.absolute() in own:
-            raise UsageError(
-                f"--init-from {source.path} is of the run that this one replaces, and would have "
-                "another name when torchrun starts it again: name another --checkpoint-path"
-            )
     if "seq_len" not in args.typed:
         args.seq_len = config.max_position_embeddings
     if args.seq_len > config.max_position_embeddings:

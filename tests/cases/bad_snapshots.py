@@ -194,7 +194,6 @@ GENERATE: dict[str, tuple[str, str, Write]] = {  # flags, what is said, run.pt
     "temperature": ("--temperature=-1", "--temperature: must be", GOOD),
     "seed": (f"--seed={2**70}", "--seed: must be", GOOD),
     "top p": ("--top-p=2", "--top-p: must be", GOOD),
-    "without .pt": ("--checkpoint-path=run", "; but there is run.pt$", b""),
 }
 EVALUATE: dict[str, tuple[str, str, dict[str, Write]]] = {  # ..., other files, or another run.pt
     "strange flags": (

@@ -10,7 +10,7 @@ from safetensors.numpy import save
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import to_json
 from model import MiniGPT, MiniGPTConfig
-from trainer.hf import THEIRS, renamed, turned
+from trainer.pretrained import THEIRS, renamed
 
 CONFIG: dict[str, Any] = {"model_type": "gpt2", "activation_function": "gelu_new"}
 CONFIG |= {"vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_inner": None}
@@ -22,10 +22,9 @@ Tensors = dict[str, np.ndarray]
 def gpt2_tensors() -> Tensors:
     """Random weights by the names of the model on the hub, which have no prefix."""
     random, model = np.random.default_rng(0), MiniGPT(MiniGPTConfig(257, 32, 2, 2, 16, 64))
-    shapes = {name: turned(name, weight).shape for name, weight in model.state_dict().items()}
     return {
-        renamed(name, THEIRS): random.normal(0, 0.2, shape).astype(np.float32)
-        for name, shape in shapes.items()
+        name: random.normal(0, 0.2, weight.shape).astype(np.float32)
+        for name, weight in renamed(model.state_dict(), THEIRS).items()
     }
 
 
