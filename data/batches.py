@@ -154,7 +154,7 @@ class Windows:
             try:
                 row[:] = file.part(start, start + row.size).read()
             except (OSError, ValueError):  # (it has another number of tokens)
-                raise DataError(f"{file.path} is gone, or became shorter; put it back") from None
+                raise DataError(f"{file.path}: gone, or shorter than it was; put it back") from None
         rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"
         if on_gpu:  # only from pinned memory can Python go on while the copy runs
             rows = rows.pin_memory()

@@ -11,7 +11,7 @@ import pytest
 from harness.faults import broken
 from harness.runs import metrics, older_runs, snapshot, torchrun, train, train_here
 
-from trainer.loggers import LOGGERS, NEEDS
+from trainer.metrics import LOGGERS, NEEDS
 from trainer.snapshot import beside
 
 TENSORBOARD = "--log-to=tensorboard"
@@ -36,7 +36,7 @@ def logged(path: Path) -> dict[str, Any]:
     curves: dict[str, dict[int, float]] = {}
     for record in metrics(path):
         step = record.pop("step")
-        for name in record.keys() - {"resumed_from", "peak_memory_kind"}:
+        for name in record.keys() - {"resumed_from", "peak_memory_kind", "recompute"}:
             if record[name] is not None:
                 curves.setdefault(name, {})[step] = pytest.approx(record[name], rel=1e-6)
     return curves
@@ -103,7 +103,8 @@ def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
     assert [*records] == [1, 2, 3, 4] and len(written) == got
     for step, numbers in written:
         told = {name: value for name, value in records[step].items() if value is not None}
-        assert "train_ppl" not in told and told == numbers | {"peak_memory_kind": "rss"}
+        words = {"peak_memory_kind": "rss", "recompute": "none"}
+        assert "train_ppl" not in told and told == numbers | words
 
 
 # ---- Weights & Biases

@@ -81,12 +81,12 @@ TWELVE = "in 3 steps in a row, 12 to 14: try a lower --lr than 0.025; --detect-a
 BREAKS = {
     "data: training": (
         *({8: shrink("train_data")}, "--eval-interval=5"),
-        *(3, "train.bin.* has become shorter", 7, [7, 5]),
+        *(3, "train.bin: .* shorter than it was; put it back", 7, [7, 5]),
     ),
     "data: gone": ({8: unlink}, "--eval-interval=5", 3, "train.bin: .*; put it back", 7, [7, 5]),
     "data: validation": (
         *({8: shrink("val_data")}, "--eval-interval=5"),
-        *(3, "val.bin.* has become shorter", 10, [10, 5]),
+        *(3, "val.bin: .* shorter than it was; put it back", 10, [10, 5]),
     ),
     "disk: saving": ({10: largest_file(20_000)}, "--save-interval=4", 3, DISK, 12, [8, 4]),
     "disk: logging": ({10: largest_file(3000)}, "", 3, "save .*run.metrics.jsonl: disk", 10, []),

@@ -1,18 +1,24 @@
-"""Measure: perplexity, time by phase, peak memory; metrics.jsonl and the log line that says it."""
+"""Measure: perplexity, time by phase, peak memory; and where that goes: metrics.jsonl, --log-to, and
+the log line that a person reads."""
 
+import argparse
 import json
 import math
+import os
+import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .snapshot import SaveError, cannot_save, saving
+from .flags import UsageError
+from .snapshot import SaveError, State, beside, cannot_save, saving
 
 
 def perplexity(loss: float) -> float:
@@ -173,6 +179,103 @@ def logged_at(step: int, path: Path) -> dict[str, Any] | None:
     """The record of that step; None if it was not logged."""
     records = read_metrics(path) if path.exists() else []
     return next((r for r in records if r.get("step") == step), None)
+
+
+# ---- --log-to: the log where people look at it, beside metrics.jsonl and never instead of it
+
+NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # what they import
+Say = Callable[[str], None]
+Log = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]  # write, close
+NOWHERE: Log = (lambda numbers, step: None, lambda: None)
+
+
+def check_logger(name: str) -> None:
+    """Raise UsageError if what that logger needs is not installed."""
+    try:
+        import_module(NEEDS.get(name, "json"))
+    except Exception as error:  # a broken installation says so in many ways
+        raise UsageError(
+            f"--log-to {name}: import {NEEDS[name]} failed ({type(error).__name__}: {error}); "
+            f"pip install {name}, or --log-to none"
+        ) from None
+
+
+def to_tensorboard(path: Path, identity: State, step: int, say: Say) -> Log:
+    """Into the folder `RUN.tensorboard` beside the snapshot."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = beside(path, ".tensorboard")
+    # What an earlier process has written of later steps no longer counts: they are done again.
+    writer = SummaryWriter(str(folder), purge_step=step + 1)
+    flags = (f"    {name} = {value}" for name, value in identity["args"].items())
+    writer.add_text("flags", "\n".join(flags), step + 1)
+    say(f"log      {folder}: tensorboard --logdir {path.parent} shows it")
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()  # (with TensorFlow installed it would wait for two minutes)
+
+    return write, writer.close
+
+
+def to_wandb(path: Path, identity: State, step: int, say: Say) -> Log:
+    """To Weights & Biases; with WANDB_MODE=offline into a folder `wandb` beside the snapshot, to be
+    uploaded later.
+
+    The run's own id makes one run of all processes that go on with it. (Of steps that are done
+    again wandb keeps the first.) How long it waits for an answer is a setting of its own.
+    """
+    import wandb
+
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "minigpt"),
+        name=beside(path, "").name,
+        id=identity["run"],
+        resume="allow",
+        dir=path.parent,
+        config=identity["args"],
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    folder = f"{shlex.quote(str(path.parent))}/wandb/offline-run-*-{identity['run']}"
+    where = f"offline; wandb sync {folder} uploads it" if run.offline else run.url
+    say(f"log      wandb, {where}")
+    return run.log, run.finish
+
+
+LOGGERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}
+
+
+class Logger:
+    """What --log-to asks for, from `step` of the run on: it gets the finite numbers of each record.
+
+    A network, a disk or a service may be gone, at the start or later. A line tells of the first
+    failure, which ends the log; the run goes on without it.
+    """
+
+    def __init__(self, args: argparse.Namespace, identity: State, step: int, say: Say):
+        self.name, self.say, self.log = args.log_to, say, NOWHERE
+        start = LOGGERS[args.log_to]
+        self.log = self.attempt(start, args.checkpoint_path, identity, step, say) or NOWHERE
+
+    def write(self, record: dict[str, Any]) -> None:
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+        }
+        self.attempt(self.log[0], numbers, record["step"])
+
+    def close(self) -> None:
+        self.attempt(self.log[1])
+
+    def attempt(self, act: Callable, *args: object) -> Any:
+        try:
+            return act(*args)
+        except Exception as error:
+            self.log = NOWHERE
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.say(f"warning  --log-to {self.name} ended ({reason}); metrics.jsonl goes on")
 
 
 # ---- In words

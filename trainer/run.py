@@ -17,8 +17,7 @@ from data import Dataset, TrainBatches, ValBatches
 from model import MiniGPT
 from planner import StepMemory
 
-from .loggers import Logger
-from .metrics import MetricsFile, StepClock
+from .metrics import Logger, MetricsFile, StepClock
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 

@@ -16,8 +16,7 @@ from .agree import check_alike, data_facts, facts
 from .check import check_techniques
 from .device import choose_precision, compile_blocks, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
-from .loggers import LOGGERS, Logger, check_logger
-from .metrics import MetricsFile, logged_at
+from .metrics import LOGGERS, Logger, MetricsFile, check_logger, logged_at
 from .optimizer import make_optimizer
 from .plan import Plan, plan_memory, vocabulary
 from .pretrained import Origin, Pretrained, open_init_from
