@@ -20,7 +20,7 @@ from .tokenizer import DataError, Tokenizer, parsing
 
 # llm.c writes 256 int32 before the tokens: magic, version, count, padding. A raw nanoGPT file
 # cannot look like one: the magics begin with the uint16 ids 55432 and 55713, above all of GPT-2.
-LLMC_FORMATS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by magic and version
 LLMC_HEADER_BYTES = 256 * 4
 SCAN = 2**20  # tokens held at a time when all ids are read
 SPLITS = {  # what each is called in words, and how it gets longer
@@ -69,15 +69,12 @@ class TokenFile:
     @classmethod
     def _open_bin(cls, path: Path) -> "TokenFile":
         size, header = path.stat().st_size, np.fromfile(path, "<u4", 3).tolist()
-        if len(header) < 3 or header[0] not in LLMC_FORMATS:
-            if size % 2:
-                raise DataError(f"{path}: {size:,} bytes is odd, so not a file of uint16 tokens")
-            return cls(path, np.dtype("uint16"), 0, size // 2)
-        magic, version, count = header
-        known, dtype = LLMC_FORMATS[magic]
-        if version != known:
-            raise DataError(f"{path}: llm.c header of unknown version {version}")
-        return cls(path, np.dtype(dtype), LLMC_HEADER_BYTES, count)
+        dtype = LLMC_FORMATS.get(tuple(header[:2]))
+        if dtype is not None and len(header) == 3:
+            return cls(path, np.dtype(dtype), LLMC_HEADER_BYTES, header[2])
+        if size % 2:
+            raise DataError(f"{path}: {size:,} bytes is odd, so not a file of uint16 tokens")
+        return cls(path, np.dtype("uint16"), 0, size // 2)
 
     @classmethod
     def _open_npy(cls, path: Path) -> "TokenFile":

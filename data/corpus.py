@@ -28,6 +28,7 @@ from .store import (
     key,
     load_folder,
     one_line,
+    up_to,
     write_ids,
 )
 from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
@@ -104,19 +105,11 @@ class Text:
 
     def build_bpe(self, folder: Path) -> dict[str, Any]:
         """Write a bpe of the training part to a folder of the cache; return its meta.json."""
-
-        def texts() -> Iterator[str]:
-            left = BPE_TRAINING_CHARS
-            for chunk in chain.from_iterable(self.part("train")):
-                yield chunk[:left]
-                left -= len(chunk)
-                if left <= 0:
-                    return
-
         self.documents  # noqa: B018  (looks whether all text is good)
         most = self.vocab_size
         self.say(f"training a BPE of {most} ids on the training text (its first 10 MB at most)")
-        ranks = train_bpe(texts(), most)
+        text = chain.from_iterable(self.part("train"))
+        ranks = train_bpe(up_to(BPE_TRAINING_CHARS, text), most)
         if (size := len(ranks) + 1) < most:  # (one is <|endoftext|>)
             self.say(f"no pair of ids repeats any more: the BPE ends at {size} ids")
         (folder / RANKS).write_text(format_ranks(ranks))

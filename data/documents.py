@@ -52,7 +52,8 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
     """Bytes start to stop of a UTF-8 file, as chunks that encode as the whole does. Raises
     DataError that names the file and the byte."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    # (A mark of the byte order that text begins with is dropped.)
+    decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
     text = ""  # what is read, but for the chunks before
     with open(path, "rb") as file:  # binary, so that no line end is translated
         file.seek(start)
@@ -65,13 +66,12 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
                 raise DataError(
                     f"{path}: a binary file, or UTF-16 (NUL at byte {start + nul}); {MAKE_UTF8}"
                 )
-            first, start = start, start + len(block)
+            start += len(block)
             try:
-                new = decoder.decode(block, final=start >= stop)
+                text += decoder.decode(block, final=start >= stop)
             except UnicodeDecodeError as error:  # (its object begins with what a block has left)
                 byte = start - len(error.object) + error.start
                 raise DataError(f"{path}: not UTF-8 at byte {byte}; {MAKE_UTF8}") from None
-            text += new if first else new.removeprefix("\ufeff")
     yield text
 
 

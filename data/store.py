@@ -74,6 +74,15 @@ def one_line(cache_dir: Path) -> Iterator[None]:
         raise DataError(reason) from error
 
 
+def up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
+    """The pieces (arrays of ids, or text), but no more than `limit` ids or characters of all."""
+    for piece in pieces:
+        yield piece[:limit]
+        limit -= len(piece)
+        if limit <= 0:
+            return
+
+
 def write_ids(
     folder: Path,
     tokenizer: Tokenizer,
@@ -86,14 +95,11 @@ def write_ids(
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "dtype": dtype}
     for split, pieces in parts.items():
-        count, limit = 0, max_tokens or sys.maxsize
+        count = 0
         with open(folder / f"{split}.bin", "wb") as file:
-            for ids in pieces:
-                kept = ids[: limit - count].astype(dtype)
-                file.write(kept.tobytes())
-                count += len(kept)
-                if count == limit:
-                    break
+            for ids in up_to(max_tokens or sys.maxsize, pieces):
+                file.write(ids.astype(dtype).tobytes())
+                count += len(ids)
         check_length(count, seq_len, split)
         meta[f"{split}_tokens"] = count
     return meta

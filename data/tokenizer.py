@@ -96,8 +96,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; an id without bytes, or half a character, shows as U+FFFD."""
-        unknown = "\ufffd".encode()
-        return b"".join(self._bytes.get(int(i), unknown) for i in ids).decode(errors="replace")
+        tokens = (self._bytes.get(int(i), "\ufffd".encode()) for i in ids)
+        return b"".join(tokens).decode(errors="replace")
 
     def byte_lengths(self) -> np.ndarray:
         """How many bytes of text each id stands for, int64 (vocab_size,); special tokens: 0."""

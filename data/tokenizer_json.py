@@ -116,13 +116,12 @@ def read_folder(folder: Path) -> Tokenizer | None:
     if whole.is_file():
         with parsing(whole, "tokenizer of transformers"):
             return from_json(json.loads(whole.read_bytes()))
-    if not vocabulary.is_file() or not merges.is_file():
-        return None
-    with parsing(vocabulary, "tokenizer of transformers"):
-        lines = merges.read_text(encoding="utf-8").split("\n")
-        pairs = [line for line in lines if line and not line.startswith("#version")]
-        model = {"vocab": json.loads(vocabulary.read_bytes()), "merges": pairs}
-        return from_json({"model": model, "pre_tokenizer": BYTE_LEVEL, "added_tokens": []})
+    if vocabulary.is_file() and merges.is_file():
+        with parsing(vocabulary, "tokenizer of transformers"):
+            pairs = re.findall("^(?!#version).+", merges.read_text(encoding="utf-8"), re.M)
+            model = {"vocab": json.loads(vocabulary.read_bytes()), "merges": pairs}
+            return from_json({"model": model, "pre_tokenizer": BYTE_LEVEL, "added_tokens": []})
+    return None
 
 
 def from_json(content: dict[str, Any]) -> Tokenizer:

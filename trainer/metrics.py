@@ -1,5 +1,5 @@
-"""Measure: perplexity, time by phase, peak memory; and where that goes: metrics.jsonl, --log-to, and
-the log line that a person reads."""
+"""Measure: perplexity, time by phase, peak memory. And where the numbers go: metrics.jsonl,
+--log-to, and the log line that a person reads."""
 
 import argparse
 import json
