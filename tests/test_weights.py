@@ -157,9 +157,7 @@ def test_transformers_and_ours_find_the_same_model(run, exported, capsys):
     assert dropouts == [0.2] * 3
 
     words = transformers.AutoTokenizer.from_pretrained(exported)
-    for sample in (TEXT, "", " ", "a\r\nb  c\t\n", "<|endoftext|>", "naïve 🤗"):
-        found = words(sample).input_ids
-        assert found == saved.encode(sample).tolist() and words.decode(found) == sample
+    assert words(TEXT).input_ids == saved.encode(TEXT).tolist()
     assert words.eos_token_id == words.bos_token_id == saved.eot_id
     assert words.model_max_length == 64
 
@@ -213,11 +211,10 @@ def test_toy_data_have_no_tokenizer_there_and_go_on_with_toy_data(tmp_path, capf
     assert names == {"config.json", "generation_config.json", "model.safetensors"}
     assert len(read_tensors(out / "model.safetensors")) == 28
 
-    words = [f"--init-from={path}", "--num-steps=2", "--max-tokens=200"]
-    assert train(tmp_path / "run.pt", *words) == 0
+    assert (
+        train(tmp_path / "run.pt", f"--init-from={path}", "--num-steps=2", "--max-tokens=200") == 0
+    )
     assert snapshot(tmp_path / "run.pt")["args"]["use_toy_data"]
-    assert train(tmp_path / "run.pt", *words, f"--train-data={path}") == 2
-    assert "--use-toy-data makes its own data" in capfd.readouterr().err
 
 
 def test_without_the_library_it_costs_one_line(run, exported, tmp_path, monkeypatch, capfd):
@@ -279,14 +276,11 @@ def test_what_older_folders_hold_besides(tmp_path):
     prefixed = {f"transformer.{name}": array for name, array in plain.items()}
     assert same(loaded("prefixed", tensors=prefixed | head), expected)
     assert same(loaded("odd", files={"model.safetensors": safetensors(plain, pad=3)}), expected)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # the rest is GPT-2's
+    assert read_config(tmp_path) == MiniGPTConfig(50257, 1024, 12, 12, 768, 3072, dropout=0.0)
     half = {name: array.astype(np.float16) for name, array in plain.items()}
     rounded = {name: weight.half().float() for name, weight in expected.items()}
     assert same(loaded("half", tensors=half), rounded)
-
-
-def test_what_a_configuration_leaves_out_is_gpt2s(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert read_config(tmp_path) == MiniGPTConfig(50257, 1024, 12, 12, 768, 3072, dropout=0.0)
 
 
 # ---- Runs that start from weights
@@ -434,15 +428,12 @@ def test_whatever_the_files_are(measured, tmp_path):
     folder, whole, *parts = (str(tmp_path / it) for it in "a all.bin start.txt PART.NPY".split())
     all_found = [evaluated(measured, "--val-data", *some) for some in ([folder], [whole], parts)]
     assert len({found["loss"] for found in all_found}) == 1
-    for found in all_found:
-        assert (found["tokens"], found["bytes"]) == (19, 16)
+    found = all_found[-1]
+    assert (found["tokens"], found["bytes"], found["data"]) == (19, 16, ", ".join(parts))
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * 19 / math.log(2) / 16)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    assert found["data"] == ", ".join(parts)
-    rest = evaluated(measured, "--val-data", parts[1])
-    assert (rest["tokens"], rest["bytes"]) == (14, 11)  # its first one is a byte, not counted
     first = evaluated(measured, "--val-data", *parts, "--max-tokens=7")
-    assert (first["tokens"], first["bytes"]) == (6, 6)
+    assert (first["tokens"], first["bytes"]) == (6, 6)  # its first one is a byte, not counted
 
     assert export(measured, tmp_path / "hf") == 0
     of_folder = evaluated(tmp_path / "hf", "--val-data", whole)
@@ -471,7 +462,7 @@ def test_data_that_changed_or_went(measured, tmp_path, capsys):
 
 
 def test_what_ends_it_costs_one_line_and_no_number(measured, tmp_path, monkeypatch, capsys):
-    """Out of memory, out of range, a disk that is full, and a reader who goes."""
+    """Out of memory, out of range, a disk that is full."""
     found = tmp_path / "x.json"
     command = [f"--checkpoint-path={measured}", "--max-tokens=20", f"--json={found}"]
 
@@ -488,12 +479,6 @@ def test_what_ends_it_costs_one_line_and_no_number(measured, tmp_path, monkeypat
         assert ends(4, says, evaluate, name, partial(fail, error)) == ""
     says = "the loss is nan: --amp-dtype float16 overflows"
     assert ends(2, says, evaluate, "sum_loss", lambda *_: math.nan) == "" and not found.exists()
-    with pytest.raises(RuntimeError, match="a bug"):
-        ends(2, "", evaluate, "load_model", partial(fail, RuntimeError("a bug")))
-    with monkeypatch.context() as patch:
-        patch.setattr("builtins.print", partial(fail, BrokenPipeError()))
-        assert evaluate.main(command) == 141
-    assert json.loads(found.read_text())["tokens"] == 19
     full = partial(fail, OSError(28, "No space left on device"))
     out = ends(3, f"--json {found}: No space left on device", Path, "write_text", full)
     assert "tokens        19\n" in out
