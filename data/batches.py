@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .documents import suffix_of
-from .tokenizer import DataError, Tokenizer, parsing
+from .tokenizer import DataError, Tokenizer, errors_as_data_errors
 
 # llm.c writes 256 int32 before the tokens: magic, version, count, padding. A raw nanoGPT file
 # cannot look like one: the magics begin with the uint16 ids 55432 and 55713, above all of GPT-2.
@@ -79,7 +79,7 @@ class TokenFile:
     @classmethod
     def _open_npy(cls, path: Path) -> "TokenFile":
         # numpy reads the header as Python, and raises or warns as Python does.
-        with parsing(path, ".npy file"), warnings.catch_warnings():
+        with errors_as_data_errors(path, ".npy file"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             array = np.lib.format.open_memmap(path, mode="r")
         if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):

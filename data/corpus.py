@@ -27,7 +27,7 @@ from .store import (
     hash_files,
     key,
     load_folder,
-    one_line,
+    os_errors_as_data_errors,
     up_to,
     write_ids,
 )
@@ -39,7 +39,7 @@ RANKS = "tokenizer.tiktoken"  # in a folder of the cache
 
 
 @dataclass(frozen=True)
-class Text:
+class TextCorpus:
     """Text files, and how to split them and to make ids of them."""
 
     label: str
@@ -53,8 +53,9 @@ class Text:
     say: Say
 
     @cached_property
-    def documents(self) -> int:
-        """How many. All text is read for it, so that nothing is written if some is bad."""
+    def n_documents(self) -> int:
+        """The number of documents. All text is read for it, so that what is bad is found before any
+        of it is encoded."""
         count = 0
         for document in _documents(self.train + self.val):
             count += 1
@@ -66,7 +67,7 @@ class Text:
         """The documents of "train" or "val", as chunks of text; data/README.md states the rule."""
         if self.val:
             yield from _documents(self.train if split == "train" else self.val)
-        elif self.documents * self.ratio < 1 and ".jsonl" not in map(suffix_of, self.train):
+        elif self.n_documents * self.ratio < 1 and ".jsonl" not in map(suffix_of, self.train):
             for path in self.train:
                 size = path.stat().st_size
                 cut = _tail(path, size, self.ratio)
@@ -78,14 +79,14 @@ class Text:
                     yield document
 
     @cached_property
-    def content(self) -> list[str]:
+    def content_hashes(self) -> list[str]:
         """Hashes of the training and the validation files."""
         return [hash_files(self.train), hash_files(self.val)]
 
     def folder(self, tokenizer: str) -> Path:
         """The folder of the cache for what `tokenizer` (a fingerprint) makes of this text."""
         split = "given" if self.val else self.ratio
-        return self.cache_dir / key(self.content, tokenizer, split, self.max_tokens)
+        return self.cache_dir / key(self.content_hashes, tokenizer, split, self.max_tokens)
 
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
         """The ids, from the cache or into it; without a tokenizer a bpe is trained."""
@@ -105,7 +106,7 @@ class Text:
 
     def build_bpe(self, folder: Path) -> dict[str, Any]:
         """Write a bpe of the training part to a folder of the cache; return its meta.json."""
-        self.documents  # noqa: B018  (looks whether all text is good)
+        self.n_documents  # noqa: B018  (looks whether all text is good)
         most = self.vocab_size
         self.say(f"training a BPE of {most} ids on the training text (its first 10 MB at most)")
         text = chain.from_iterable(self.part("train"))
@@ -118,7 +119,7 @@ class Text:
     def build(self, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
         """Write tokenizer and ids to a folder of the cache; return its meta.json."""
         size = sum(path.stat().st_size for path in self.train + self.val)
-        meta = {"corpus": self.label, "documents": self.documents, "bytes": size}
+        meta = {"corpus": self.label, "documents": self.n_documents, "bytes": size}
         self.say(f"encoding {self.label}, once: the ids will be in {self.cache_dir}")
         (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
         with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
@@ -189,7 +190,7 @@ def find_dataset(
         )
     if vocab_size is not None and least is not None and not least <= vocab_size <= 2**20:
         raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")
-    with one_line(cache_dir):
+    with os_errors_as_data_errors(cache_dir):
         if use_toy_data:
             return load_toy(vocab_size or 256, max_tokens, data_seed, seq_len, cache_dir, say)
         train, val = _find(train_data, val_data, say)
@@ -205,7 +206,7 @@ def find_dataset(
         if is_tokens and known:
             return _read_tokens(train, val, val_ratio, max_tokens, known)
         about = f"Python {platform.python_version()} standard library"
-        text = Text(
+        text = TextCorpus(
             label(train_data) if train_data else about,
             train,
             val,

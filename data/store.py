@@ -59,7 +59,7 @@ class Dataset:
 
 
 @contextmanager
-def one_line(cache_dir: Path) -> Iterator[None]:
+def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
     """Makes a DataError of an OSError; where that names no file, it is one in `cache_dir`."""
     try:
         yield

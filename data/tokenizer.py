@@ -42,7 +42,7 @@ class DiskFull(DataError):
 
 
 @contextmanager
-def parsing(path: Path, what: str) -> Iterator[None]:
+def errors_as_data_errors(path: Path, what: str) -> Iterator[None]:
     """Makes one line, a DataError that names `path`, of whatever a parser raises of a file of
     others that cannot be read, or is no `what`."""
     try:
@@ -233,7 +233,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "byte":
         return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)})
     if name.lower().endswith(".tiktoken"):
-        with parsing(Path(name), ".tiktoken file"):
+        with errors_as_data_errors(Path(name), ".tiktoken file"):
             return Tokenizer(name, parse_ranks(Path(name).read_bytes()))
     known = sorted(tiktoken.list_encoding_names())
     if name not in known:

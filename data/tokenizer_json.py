@@ -23,8 +23,8 @@ from .tokenizer import (
     DataError,
     Tokenizer,
     byte_characters,
+    errors_as_data_errors,
     format_ranks,
-    parsing,
 )
 
 CHARACTERS = byte_characters()
@@ -114,10 +114,10 @@ def read_folder(folder: Path) -> Tokenizer | None:
         folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
     )
     if whole.is_file():
-        with parsing(whole, "tokenizer of transformers"):
+        with errors_as_data_errors(whole, "tokenizer of transformers"):
             return from_json(json.loads(whole.read_bytes()))
     if vocabulary.is_file() and merges.is_file():
-        with parsing(vocabulary, "tokenizer of transformers"):
+        with errors_as_data_errors(vocabulary, "tokenizer of transformers"):
             pairs = re.findall("^(?!#version).+", merges.read_text(encoding="utf-8"), re.M)
             model = {"vocab": json.loads(vocabulary.read_bytes()), "merges": pairs}
             return from_json({"model": model, "pre_tokenizer": BYTE_LEVEL, "added_tokens": []})

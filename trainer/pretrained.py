@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from data import DataError, Tokenizer
-from data.tokenizer import load_tokenizer, parsing
+from data.tokenizer import errors_as_data_errors, load_tokenizer
 from data.tokenizer_json import read_folder
 from model import MiniGPT, MiniGPTConfig
 
@@ -93,7 +93,7 @@ def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokeniz
 
 def read_config(folder: Path) -> MiniGPTConfig:
     """The shape that config.json tells; dropout is left to whoever trains. Raises DataError."""
-    with parsing(folder / "config.json", "configuration of a model"):
+    with errors_as_data_errors(folder / "config.json", "configuration of a model"):
         content = {"model_type": None} | json.loads((folder / "config.json").read_bytes())
         for name, allowed in GPT2_ALONE.items():
             if content.get(name, allowed[0]) not in allowed:
@@ -128,7 +128,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         )
     if whole.exists():
         return read_tensors(whole)
-    with parsing(index, "index of weights"):
+    with errors_as_data_errors(index, "index of weights"):
         content = json.loads(index.read_bytes())["weight_map"]
         names = {Path(name).name for name in content.values()}
     shards = [read_tensors(folder / name) for name in sorted(names)]
@@ -150,7 +150,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file, mapped into memory: one that is not used is not read.
     They must not be written to. Raises DataError that names the file and what is wrong with it."""
     library = import_safetensors()
-    with parsing(path, ".safetensors file"):
+    with errors_as_data_errors(path, ".safetensors file"):
         open(path, "rb").close()  # Python says more plainly than the library why that cannot be
         return library.torch.load_file(path)
 
