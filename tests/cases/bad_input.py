@@ -219,7 +219,9 @@ TEXTS = {
     "jsonl in UTF-16": text("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "x.jsonl:1: want"),
     "jsonl with too many digits": text("x.jsonl", b"1" * 9999, "x.jsonl:1: want"),
     "jsonl of blank lines": text("x.jsonl", b"\n\n\n", "17 training tokens .* has 0: "),
-    "too few documents": text("x.jsonl", b'{"text": "the words"}\n' * 3, "raise --val-ratio"),
+    "too few documents": text(
+        "x.jsonl", b'{"text": "the words"}\n' * 3, "has 0: .*raise --val-ratio"
+    ),
     "no such file": data("--train-data=no/such.txt", "--train-data no/such.txt: no such file"),
     "empty name": data("--train-data=", "--train-data : no such file or folder"),
     "a very long name": data("--train-data=" + "n" * 5000, "nnn: File name too long"),
