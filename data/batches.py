@@ -5,7 +5,6 @@ shifted by one, their T labels. Windows follow each other at a stride of T insid
 """
 
 import hashlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -78,9 +77,7 @@ class TokenFile:
 
     @classmethod
     def _open_npy(cls, path: Path) -> "TokenFile":
-        # numpy reads the header as Python, and raises or warns as Python does.
-        with errors_as_data_errors(path, ".npy file"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with errors_as_data_errors(path, ".npy file"):
             array = np.lib.format.open_memmap(path, mode="r")
         if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
             raise DataError(

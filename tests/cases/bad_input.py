@@ -112,7 +112,7 @@ REFUSED = {  # words: what the line must say
     "--recompute-group=2": "ents: --recompute-group=2; now --use-activation-checkpoint full/K$",
     "--offload-activations": "--offload-activations; now --use-activ.* POLICY.offload$",
     "--train-data=x.txt": "--use-toy-data .* drop --train-data",
-    "--tokenizer-name=byte": "--tokenizer-name byte",
+    "--tokenizer-name=byte": "--use-toy-data .* and --tokenizer-name",
     "--vocab-size=7": "--vocab-size 7: must be 8 to",
 }
 FLAGS = {words[:80]: Case("toy", words, (says,)) for words, says in REFUSED.items()}
@@ -298,7 +298,7 @@ TOKENIZERS = {
     "nothing in it": tokenizer(lambda ranks: ""),
     "a binary": tokenizer(None),
     "unknown name": offline("gpt9", "--tokenizer-name gpt9: unknown; choose bpe, byte,"),
-    "toy for a text": offline("toy", "--tokenizer-name toy: "),
+    "toy for a text": offline("toy", "--tokenizer-name toy: unknown"),
     "no network": offline("cl100k_base", "--tokenizer-name cl100k_base", "TIKTOKEN_CACHE_DIR"),
 }
 
