@@ -88,6 +88,11 @@ class TextCorpus:
         split = "given" if self.val else self.ratio
         return self.cache_dir / key(self.content_hashes, tokenizer, split, self.max_tokens)
 
+    @property
+    def folder_of_bpe(self) -> Path:
+        """The folder of the cache for the bpe that is trained on this text."""
+        return self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
+
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
         """The ids, from the cache or into it; without a tokenizer a bpe is trained."""
         tokenizer = tokenizer or self.load_bpe()
@@ -96,13 +101,15 @@ class TextCorpus:
         n, size = meta["documents"], meta["bytes"]
         documents = "1 document" if n == 1 else f"{n:,} documents"
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
-        return Dataset.from_cache(folder, meta, tokenizer, f"{self.label}: {documents}, {amount}")
+        about = f"{self.label}: {documents}, {amount}"
+        # A run keeps its bpe. So its data are others only if the text is, or how much of it counts.
+        named = self.folder_of_bpe if tokenizer.name == "bpe" else folder
+        return Dataset.from_cache(folder, meta, tokenizer, about, fingerprint=named.name)
 
     def load_bpe(self) -> Tokenizer:
         """The bpe that is trained on this text, from the cache or into it."""
-        folder = self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
-        load_folder(folder, self.build_bpe, self.say)
-        return Tokenizer("bpe", parse_ranks((folder / RANKS).read_bytes()))
+        load_folder(self.folder_of_bpe, self.build_bpe, self.say)
+        return Tokenizer("bpe", parse_ranks((self.folder_of_bpe / RANKS).read_bytes()))
 
     def build_bpe(self, folder: Path) -> dict[str, Any]:
         """Write a bpe of the training part to a folder of the cache; return its meta.json."""

@@ -27,7 +27,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Dataset:
-    """What to train on. fingerprint: hex, the same for the same content, tokenizer and split."""
+    """What to train on. fingerprint: hex, the same for the same content, split and tokenizer (of a
+    bpe: its size, and the text that it would be trained on)."""
 
     train: tuple[TokenFile, ...]
     val: tuple[TokenFile, ...]
@@ -37,18 +38,15 @@ class Dataset:
 
     @classmethod
     def from_cache(
-        cls, folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str
+        cls, folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str, fingerprint: str
     ) -> "Dataset":
         """The ids in a folder of the cache."""
+        dtype = np.dtype(meta["dtype"])
         train, val = (
-            (
-                TokenFile(
-                    folder / f"{split}.bin", np.dtype(meta["dtype"]), 0, meta[f"{split}_tokens"]
-                ),
-            )
+            (TokenFile(folder / f"{split}.bin", dtype, 0, meta[f"{split}_tokens"]),)
             for split in ("train", "val")
         )
-        return cls(train, val, tokenizer, about, fingerprint=folder.name)
+        return cls(train, val, tokenizer, about, fingerprint)
 
     @property
     def description(self) -> str:

@@ -36,4 +36,4 @@ def load_toy(
 
     meta = load_folder(folder, build, say)
     about = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
-    return Dataset.from_cache(folder, meta, tokenizer, about)
+    return Dataset.from_cache(folder, meta, tokenizer, about, fingerprint=folder.name)
