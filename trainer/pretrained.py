@@ -26,7 +26,7 @@ from .flags import LARGEST, UsageError, is_size
 from .optimizer import Part
 from .process import OneProcess
 from .resume import blamed
-from .snapshot import Resumed, SnapshotError, check_shapes, files_of, peek, read_snapshot
+from .snapshot import Resumed, SnapshotError, check_shapes, peek, read_snapshot
 
 # The flags that follow from the weights.
 SHAPE = "n_layers n_heads d_model d_ff max_position_embeddings".split()
