@@ -22,15 +22,15 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 411,
+    "the root": 425,
     "memory": 489,
     "planner": 1_244,
-    "trainer": 2_508,
-    "data": 809,
-    "scripts": 1_750,
-    "studies": 741,
-    "all without tests": 7_952,
-    "tests": 9_122,
+    "trainer": 2_545,
+    "data": 665,
+    "scripts": 1_868,
+    "studies": 386,
+    "all without tests": 7_622,
+    "tests": 9_325,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.
@@ -43,7 +43,7 @@ FILES_READ = {
     "train_fsdp.py": 140,
     "train_sp.py": 120,
     "docs/change.md": 80,
-    "docs/planning.md": 250,
+    "docs/planning.md": 260,
     "docs/evidence.md": 250,
     "docs/calculator.html": 400,
     "docs/calculator.js": 400,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import runs
 from harness.faults import broken, raising, undisturbed
+from harness.rows import row
 from harness.runs import FAULTS, TINY_MODEL, metrics, parse, same, snapshot, train, train_here
 from harness.shortage import ERROR, again_and_again, operators_of_each, running_out
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,6 +48,7 @@ def places_in(operators: int, draw: random.Random, number: int) -> list[tuple[in
     return [(draw.randint(1, operators), draw.random() < 0.5) for _ in range(number)]
 
 
+@row("memory runs out in any")
 @pytest.mark.usefixtures("everything_travels")
 @pytest.mark.parametrize("way", WAYS)
 def test_wherever_forward_or_backward_run_out_the_step_ends_with_the_same_bits(
@@ -228,6 +230,7 @@ def test_where_nothing_can_be_planned_it_ends_as_ever(fault, path, capsys, monke
     assert "recompute none; try " in line and snapshot(path)["step"] == 1
 
 
+@row("memory runs out in the update")
 def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkeypatch):
     """Some weights have changed already."""
     flags = "--no-amp", "--save-interval=1", "--num-steps=3"

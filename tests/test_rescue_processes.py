@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.faults import WHOLE_RUNS, broken_together, history, undisturbed
+from harness.rows import row
 from harness.runs import (
     FAULTS,
     TINY,
@@ -79,6 +80,8 @@ MORE = [
 ]
 
 
+@row("`train_ddp.py`: one of two processes runs out")
+@row("`train_ddp.py`: one process has")
 @pytest.mark.parametrize(
     ("steps", "flags"),
     [(5, "--no-amp --eval-interval=2"), *(pytest.param(60, ways, marks=slow) for ways in MORE)],
@@ -110,6 +113,8 @@ def test_two_undisturbed_processes_are_one_with_two_micro_batches():
 
 # ---- Together
 
+LATER, SHARDED = row("`train_ddp.py`: one process runs"), row("`train_fsdp.py`, `train_sp.py`: one")
+
 
 def attempts(path: Path, faults: str, *flags: str, script: str, restarts: int) -> list[str]:
     """What is said until the last one, which ends well; each of those before in one line."""
@@ -126,8 +131,8 @@ def attempts(path: Path, faults: str, *flags: str, script: str, restarts: int) -
 @pytest.mark.parametrize(
     ("script", "flags", "faults"),
     [
-        ("train_ddp", "--no-amp", "last:0:3 rehearsed:1:3:1"),
-        ("train_fsdp", "--no-amp", "sharded:0:3"),
+        pytest.param("train_ddp", "--no-amp", "last:0:3 rehearsed:1:3:1", marks=LATER),
+        pytest.param("train_fsdp", "--no-amp", "sharded:0:3", marks=SHARDED),
         *(
             pytest.param(script, flags, faults, marks=slow)
             for script, flags, faults in (
