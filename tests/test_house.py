@@ -30,7 +30,7 @@ ROOMS = {
     "scripts": 1_868,
     "studies": 386,
     "all without tests": 7_622,
-    "tests": 9_325,
+    "tests": 9_326,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.

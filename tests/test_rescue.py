@@ -263,7 +263,7 @@ def test_another_error_is_no_shortage(tmp_path, capsys):
     data = f"--train-data={file}", "--tokenizer-name=byte"
     assert broken(tmp_path / "run.pt", {2: shrink}, *data, base=TINY_MODEL) == 3
     captured = capsys.readouterr()
-    assert "has become shorter" in captured.err and "warning" not in captured.out
+    assert "gone, or shorter" in captured.err and "warning" not in captured.out
 
 
 def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatch):

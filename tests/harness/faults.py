@@ -175,7 +175,7 @@ def train_step(run: Run, *others: Act) -> Any:
         "moments": weights_hash(moments),
         "scale": run.scaler.get_scale() if run.scaler.is_enabled() else None,
         "collectives": sorted(collectives.seen),
-        "rescues": run.rescues,
+        "rescues": len(run.rescues),
     }
     with open(snapshot.beside(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
         file.write(json.dumps(record) + "\n")
