@@ -250,7 +250,7 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
             "ms": 1000 * timed_step(run),
             "ms of plans": 1000 * run.clock.total["plan"],
             "ms after": 1000 * timed_step(run, args.steps),
-            "rescues": run.rescues,
+            "rescues": len(run.rescues),
             "taken": run.model.config.recompute,
         }
         if not bench.dry:

@@ -215,10 +215,6 @@ def test_a_run_that_finds_less_memory_ends_with_the_same_bits(in_holes, tmp_path
     assert len(begun) > 1 and max(begun) - min(begun) <= 512  # the failed attempts left nothing
 
 
-NOT_SMALLEST = "pick_recompute(offload=True) returns more than full+offload takes, if nothing fits"
-
-
-@pytest.mark.xfail(strict=True, reason=NOT_SMALLEST)
 @pytest.mark.usefixtures("everything_travels")
 def test_offload_is_the_last_way_out():
     """Of a GPU, which need not be there to be planned for."""
@@ -230,7 +226,6 @@ def test_offload_is_the_last_way_out():
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(ON_GPU, strict=True, reason=NOT_SMALLEST)
 def test_a_gpu_that_has_never_enough_offloads_in_the_end(tmp_path, capsys, monkeypatch):
     """(A CPU cannot: it has nothing deeper any more.)"""
     real = train_minimal.accumulate

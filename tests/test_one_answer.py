@@ -62,7 +62,7 @@ def of_auto(flags: str, monkeypatch) -> str | None:
     args = parse(f"{flags} --use-activation-checkpoint auto")
     process = OneProcess(torch.device("cuda"))
     try:
-        config, words, _ = plan_run(args, process, model_config(args, 4096), torch.bfloat16)
+        config, words, *_ = plan_run(args, process, model_config(args, 4096), torch.bfloat16)
     except UsageError:
         return None
     assert words.startswith(f"auto takes {config.recompute}: ")

@@ -169,7 +169,7 @@ def test_one_command_that_does_it(peaks):
     assert first["tokens_per_s"] == max(row["tokens_per_s"] for row in found)
     assert {4} < {row["batch_size"] for row in found}  # what was asked is there to compare with
     assert len(shown.splitlines()) == len(found) + 1
-    assert last.startswith("run      10 steps: about ")
+    assert "\nrun      10 steps: about " in last
     assert answer.json["run"]["seconds"] == pytest.approx(10 * first["seconds"], rel=1e-9)
 
 

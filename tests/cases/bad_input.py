@@ -165,7 +165,7 @@ REFUSED_BY = {
         "x --output=y.png": "unrecognized arguments: --output=y.png; did you mean --out",
     },
     "lesson": {
-        "12": "N: must be a whole number of at least 1 and at most 11, not '12'",
+        "13": "N: must be a whole number of at least 1 and at most 12, not '13'",
         "4 many": r"the answer must be a number \(BTC\), not 'many'",
         "4 24 12": "the answer must be a number",
         "9 3/0": "the answer must be a number",
