@@ -3,7 +3,7 @@
 step.py       one step of the real model, simulated: start here
 any_model.py  one step of any other model: plan_step
 log.py        the one log of it: operators and storages. All else is made of that:
-timeline.py   bytes after each operator
+timeline.py   the log, cut into segments; a step is a list of them: bytes after each operator
 work.py       FLOPs, and the bytes that move
 record.py     each storage by name: who made it, why it is there, when it goes
 operators.py  what an operator reads, writes and costs; what a GPU's kernels take besides

@@ -6,62 +6,59 @@ offload asks for, which are of round sizes; on a CPU they are there all the time
 """
 
 from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from memory.offload import bytes_of_blocks
 
-from .formulas import head_bytes
 from .timeline import StepMemory
 
 MOST = 10**6  # sequences
 
 
-class Batches:
-    def __init__(
-        self, one: StepMemory, two: StepMemory, tokens: int, precision: torch.dtype, on_cpu: bool
-    ):
-        """`tokens`: of a sequence, that a process has."""
-        self.one, self.tokens, self.precision, self.on_cpu = one, tokens, precision, on_cpu
-        self.start, self.sent = self.by_operator(one), np.array(one.moved)
-        more = two.batch_size - one.batch_size
-        self.growth = (self.by_operator(two) - self.start) / more
-        self.sent_growth = (np.array(two.moved) - self.sent) / more
+def largest(
+    one: StepMemory,
+    two: StepMemory,
+    budget: int,
+    host_budget: float,
+    head: Callable[[int], int],
+    on_cpu: bool,
+) -> int:
+    """The most sequences that stay within `budget` bytes, and `host_budget` of CPU memory.
 
-    def by_operator(self, step: StepMemory) -> np.ndarray:
-        """(operators outside of the head + 1,), the last one for what is beside the head."""
-        inside, total = step.phase("head"), step.total - step.host * self.on_cpu
-        beside = total[inside].max() - self.of_the_head(step.batch_size)
-        return np.append(np.delete(total, inside), beside)
+    `head`: tells the bytes that it takes, by sequences.
+    """
 
-    def of_the_head(self, sequences: int) -> int:
-        return head_bytes(self.one.config, sequences * self.tokens, self.precision)
+    def at(sequences: int, *known: np.ndarray) -> np.ndarray:
+        """Something that grows with the batch, by what is `known` of the two."""
+        share = (sequences - one.batch_size) / (two.batch_size - one.batch_size)
+        return known[0] + share * (known[1] - known[0])
 
-    def host(self, sequences: int) -> int:
-        """Bytes of CPU memory that offload asks for."""
-        sizes = self.sent + self.sent_growth * (sequences - self.one.batch_size)
+    def host(sequences: int) -> int:
+        sizes = at(sequences, *(np.array(step.moved) for step in (one, two)))
         return sum(bytes_of_blocks(round(size)) for size in sizes)
 
-    def outside(self, sequences: int) -> np.ndarray:
+    def beside(sequences: int) -> int:
         """All but the head."""
-        here = self.start + self.growth * (sequences - self.one.batch_size)
-        return here + self.host(sequences) * self.on_cpu
+        return int(at(sequences, *totals).max()) + host(sequences) * on_cpu
 
-    def peak(self, sequences: int) -> int:
-        now = self.outside(sequences)
-        return int(max(now[:-1].max(), now[-1] + self.of_the_head(sequences)))
+    def peak(sequences: int) -> int:
+        of_head = int(at(sequences, *heads)) + head(sequences) + host(sequences) * on_cpu
+        return max(beside(sequences), of_head)
 
-    def largest(self, budget: int, host: int | None) -> int:
-        """The most sequences that stay within `budget` bytes, and `host` of CPU memory."""
-        # Chunks are whole: the head's bytes do not grow evenly, all others do. So look for the last
-        # batch that could fit, and from there down.
-        most = bisect_right(range(1, MOST), budget, key=lambda n: self.outside(n).max())
-        if host is not None:
-            most = min(most, bisect_right(range(1, MOST), host, key=self.host))
-        while most > 0 and self.peak(most) > budget:
-            most -= 1
-        return most
+    totals, heads = [], []
+    for step in (one, two):
+        inside, total = step.phase("head"), step.total - step.host * on_cpu
+        heads.append(total[inside].max() - head(step.batch_size))
+        totals.append(np.append(np.delete(total, inside), heads[-1]))
+    # Chunks are whole: the head's bytes do not grow evenly, all others do. So look for the last
+    # batch that could fit, and from there down.
+    most = bisect_right(range(1, MOST), budget, key=beside)
+    most = min(most, bisect_right(range(1, MOST), host_budget, key=host))
+    while most > 0 and peak(most) > budget:
+        most -= 1
+    return most
 
 
 def outside_of_head(step: StepMemory) -> int:

@@ -3,17 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import permutations
 
-import numpy as np
-
-from memory import POLICIES, RECOMPUTE_POLICIES, expand, expanded, write
-from model import MiniGPTConfig
+from memory import POLICIES, RECOMPUTE_POLICIES
 
 from .clock import Card
 from .formulas import recompute_cost
 from .step import Planner
-from .timeline import StepMemory, stretches
+from .timeline import StepMemory
 
 RUNGS = (*RECOMPUTE_POLICIES, "full/2")  # all blocks alike
 
@@ -39,20 +36,18 @@ def pick_recompute(
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    ways = all_ways(all_alike(planner, batch_size, offload), card)
-    for way in ways:
-        if way.peak <= budget:
-            step = planner.step(batch_size, recompute=way.config.recompute)
-            if step.peak <= budget:  # (what is offloaded may take more than was thought)
-                return step
-    least = min(ways, key=lambda way: way.peak)
-    smallest = planner.step(batch_size, recompute=least.config.recompute)
+    ways = all_ways(planner, batch_size, card, offload)
+    # (What is offloaded may take more than was thought.)
+    fits = (way for way in ways if way.peak <= budget)
+    taken = (planner.step(batch_size, recompute=way.config.recompute) for way in fits)
+    if step := next((step for step in taken if step.peak <= budget), None):
+        return step
+    least = min(ways, key=lambda way: way.peak).config.recompute
     for nested in [] if offload else nested_groups(planner.config.n_layers):
-        step = planner.step(batch_size, recompute=nested)
-        smallest = min(smallest, step, key=lambda its: its.peak)
-        if smallest.peak <= budget:
+        least = min(least, nested, key=lambda way: planner.step(batch_size, recompute=way).peak)
+        if planner.step(batch_size, recompute=least).peak <= budget:
             break
-    return smallest
+    return planner.step(batch_size, recompute=least)
 
 
 def nested_groups(n_layers: int) -> list[str]:
@@ -63,30 +58,25 @@ def nested_groups(n_layers: int) -> list[str]:
     return [f"full/{K}+nested" for K in few]
 
 
-class Way(NamedTuple):
-    """A way to recompute: what it takes in bytes, and more time or FLOPs than another."""
-
-    cost: tuple[float, float]
-    peak: int
-    config: MiniGPTConfig
-
-
-def all_ways(alike: list[StepMemory], card: Card | None = None) -> list[Way]:
+def all_ways(
+    planner: Planner, batch_size: int, card: Card | None = None, offload: bool = False
+) -> list[StepMemory]:
     """Those of `pick_recompute`, the fastest first, and of equals the one with the smallest peak.
 
-    `alike`: a step of each rung, all blocks alike. No other is simulated.
+    With offload mixes are estimates.
     """
-    mixes = all_mixes(alike[0].config.n_layers, [step.config.recompute for step in alike])
-    configs = [config_of(alike, mix) for mix in mixes]
-    if card is None:
-        costs = [recompute_cost(config, alike[0].seq_len) for config in configs]
-    else:
-        costs = [(cost, 0) for cost in mean_seconds(alike, mixes, card).tolist()]
-    found = map(Way, costs, peaks_of(alike, mixes).tolist(), configs)
-    return sorted(found, key=lambda way: (way.cost, way.peak))
+
+    def cost(step: StepMemory) -> tuple:
+        replayed = recompute_cost(step.config, step.seq_len)
+        return (*((step.seconds(card),) if card else replayed), step.peak)
+
+    names = all_names(planner.config.n_layers, rungs(planner))
+    names = [name + "+offload" * (offload and name != "none") for name in names]
+    steps = [planner.compose(batch_size, replace(planner.config, recompute=name)) for name in names]
+    return sorted(steps, key=cost)
 
 
-def frontier(ways: list[Way]) -> list[Way]:
+def frontier(ways: list[StepMemory]) -> list[StepMemory]:
     """Of any budget, what is taken: the first of these that fits. Without recompute, if that fits;
     and each that takes less than all that are faster."""
     found = [way for way in ways if way.config.recompute == "none"]
@@ -94,15 +84,6 @@ def frontier(ways: list[Way]) -> list[Way]:
         if way.peak < found[-1].peak:
             found.append(way)
     return found
-
-
-def all_alike(planner: Planner, batch_size: int, offload: bool = False) -> list[StepMemory]:
-    """A step of each rung that this planner knows, in all blocks."""
-    more = "+offload" * offload
-    return [
-        planner.step(batch_size, recompute=rung + more * (rung != "none"))
-        for rung in rungs(planner)
-    ]
 
 
 def rungs(planner: Planner) -> list[str]:
@@ -114,74 +95,13 @@ def rungs(planner: Planner) -> list[str]:
     return [rung for rung in RUNGS if rung not in left_out]
 
 
-def all_mixes(n_layers: int, rungs: Sequence[str] = RUNGS) -> np.ndarray:
-    """(mixes, n_layers): the rung of each block, its place in `rungs`. One for all, or one for the
-    first N and another one for the rest. (A group is for the first ones, and whole.)"""
-    block, mixes = np.arange(n_layers), []
-    groups = [expand(rung, n_layers).group for rung in rungs]
-    for first, (rung, group) in enumerate(zip(rungs, groups, strict=True)):
-        mixes.append(np.full(n_layers, first))
-        if rung != "none":
-            for rest in range(len(rungs)):
-                if rest != first and groups[rest] == 1:
-                    mixes += [
-                        np.where(block < n, first, rest) for n in range(group, n_layers, group)
-                    ]
-    return np.array(mixes)
-
-
-def config_of(alike: list[StepMemory], mix: np.ndarray) -> MiniGPTConfig:
-    """`alike`: a step of each rung, all blocks alike."""
-    of_each = [expanded(alike[rung].config) for rung in mix]
-    policies = tuple(rung.policies[0] for rung in of_each)
-    return replace(alike[mix[0]].config, recompute=write(of_each[0]._replace(policies=policies)))
-
-
-def mean_seconds(alike: list[StepMemory], mixes: np.ndarray, card: Card) -> np.ndarray:
-    """(mixes,) A block takes as long as among blocks like it, and the rest of the step is the same
-    in all."""
-    each = np.array([step.seconds(card) for step in alike])
-    return each[mixes].mean(axis=1)
-
-
-def peaks_of(alike: list[StepMemory], mixes: np.ndarray) -> np.ndarray:
-    """(mixes,) The peak in bytes of any assignment of rungs to blocks, without simulating it.
-
-    A step goes through its segments one after the other: what comes before the blocks, each block,
-    the head, each block in backward, the optimizer. Each adds to the bytes, or frees some (`net`),
-    and on the way it has needed some more (`most`). That does not depend on what the other blocks
-    do; so each segment is taken from the step in which all blocks are of that kind.
-
-    Not so with offload, whose copies of a block wait for another: there it is an estimate, and
-    something better may be passed over. (What is taken is simulated, and never over the budget.)
-    """
-    most, net = np.array([segments(step) for step in alike]).transpose(2, 0, 1)  # (rungs, segments)
-    first, last = mixes[:, :1], mixes[:, -1:]
-    rung = np.hstack([first, mixes, last, mixes[:, ::-1], first])  # (mixes, segments)
-    segment = np.arange(rung.shape[1])
-    added = net[rung, segment]
-    # What a block returns is there until the next block ends, or longer if its policy keeps it: by
-    # so much a first block, before which there is none, adds more than a second one.
-    names = [expanded(step.config).policies[0] for step in alike]
-    left = (net[:, 1] - net[:, 2])[[names.index(name) for name in names]]
-    added[:, 2 : 1 + mixes.shape[1]] += np.diff(left[mixes], axis=1)
-    end = added.cumsum(axis=1)
-    return (end - added + most[rung, segment]).max(axis=1)
-
-
-def segments(step: StepMemory) -> np.ndarray:
-    """(2 L + 3, 2) int64: the most bytes in each segment of a step of L blocks above those when it
-    began, and what it has added when it ends."""
-    of_blocks = [stretch for stretch in stretches(step) if stretch[1] is not None]
-    forward = [part for part in of_blocks if part[0] == "forward"]
-    backward = of_blocks[len(forward) :]
-    # (The replay of a group enters its blocks, too.)
-    ends = {block: end for _, block, _, end in backward}
-    # The last row of each segment but one. What dies with a block's last operator is still there
-    # when the next one's first operator runs, which is a LayerNorm in all of them.
-    last = [forward[0][2][0], *(end for _, _, _, end in forward)]
-    last += [backward[0][2][0] - 1, *(end - 1 for end in sorted(ends.values()))]
-    begin = [0, *(row + 1 for row in last)]
-    level = step.total[[*last, -1]]
-    before = np.concatenate([[0], level[:-1]])
-    return np.stack([np.maximum.reduceat(step.total, begin) - before, level - before], axis=1)
+def all_names(n_layers: int, rungs: Sequence[str] = RUNGS) -> list[str]:
+    """One rung for all blocks, or one for the first N and another one for the rest. (A group is for
+    the first ones, and whole.)"""
+    names = list(rungs)
+    for first, rest in permutations(rungs, 2):
+        policy, _, group = first.partition("/")
+        if policy not in ("none", rest) and "/" not in rest:
+            for n in range(int(group or 1), n_layers, int(group or 1)):
+                names.append(f"{policy}:{n},{rest}" + f"/{group}" * bool(group))
+    return names

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ class Card:
     attention: tuple[tuple[float, float], ...] | None = None
 
 
+@lru_cache(2**12)
 def seconds(work: Work, card: Card) -> float:
     """The roofline, operator by operator."""
     # (Not `@`, a BLAS's product: what a CPU is decides in which order that adds up.)

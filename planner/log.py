@@ -9,7 +9,7 @@ of a step is made of this one list: bytes over time (timeline.py), FLOPs and byt
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .operators import EMPTY, count_flops, precision_of, signature, tensors_in
 
@@ -71,7 +71,6 @@ class Source(NamedTuple):
 NOBODY = Source("", "")
 
 Place = tuple[int, str, int | None]  # (from this operator on, phase, block that is at work)
-Repeat = tuple[int, int, int]  # operators from .. to (without that one) run so often, in a row
 
 
 class Op(NamedTuple):
@@ -86,17 +85,8 @@ class Op(NamedTuple):
     touches: tuple[Touch, ...] = ()  # (): it moves no bytes
     flops: float = 0
     precision: int = 0  # of its products: index into PRECISIONS
-
-
-class Part(NamedTuple):
-    """A part of a step that is the same in others, but for where its tensors are."""
-
-    begin: int  # operators before it
-    ops: list[Op]
-    repeats: list[Repeat]
-    given: list[Storage]
-    made: list[Storage]
-    results: list[Storage]  # those of `made` that it returns
+    times: int = 1  # it stands for so many that do the same
+    moved: tuple[tuple[int, float], ...] = ()  # (bytes, distance) of each touch: planner/work.py
 
 
 class Log(TorchDispatchMode):
@@ -115,11 +105,10 @@ class Log(TorchDispatchMode):
         self.storages: list[Storage] = []  # in order of birth
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
         self.places: list[Place] = [(0, "", None)]
-        self.repeats: list[Repeat] = []
-        self.repeats_of_work: list[Repeat] = []  # whose memory is there without them
+        self.times = 1  # each operator from now on stands for so many that do the same
         self.forward_end = 0  # the operator with which forward ended
-        # Of each tensor that offload sends away: its bytes, and the block that was at work.
-        self.moved: list[tuple[int, int | None]] = []
+        # Of each tensor that offload sends away: its bytes, and the place that was at work.
+        self.moved: list[tuple[int, Place]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -181,7 +170,7 @@ class Log(TorchDispatchMode):
                     touches.append(touch._replace(written=True))
         made = [(i, storage) for i, storage in enumerate(storages) if storage.born == at]
         touches += [self.touch(results[i])._replace(written=True) for i, _ in made]
-        op = Op(its.name, at, place, source, tuple(given), tuple(made))
+        op = Op(its.name, at, place, source, tuple(given), tuple(made), times=self.times)
         if its.name not in EMPTY and any(touch.written for touch in touches):
             every = dict.fromkeys(touches)  # (x * x reads x once)
             here = tuple(touch for touch in every if touch.storage.device.type == "cpu")
@@ -199,41 +188,6 @@ class Log(TorchDispatchMode):
         extent = size * (1 + sum((n - 1) * stride for n, stride in dims)) if n else 0
         different = min(extent, size * n)  # (an expanded row is there once)
         return Touch(self.find(tensor), start, start + extent, different, False)
-
-    def once(
-        self, parts: dict[Any, Part], key: Any, run: Callable[[], Any], given: list[Tensor]
-    ) -> Sequence[Tensor]:
-        """`run()`, which knows no tensors but those `given`, and returns new ones; in all logs but
-        the first of those that share `parts` it is noted, but not done once more."""
-        if self.sources is not None:
-            return run()
-        if key in parts:
-            return self.copy(parts[key], given)
-        begin, n_repeats = self.now, len(self.repeats)
-        results = run()
-        made = [storage for storage in self.storages if storage.born > begin]
-        here = [[self.find(tensor) for tensor in tensors] for tensors in (given, results)]
-        repeats = self.repeats[n_repeats:]
-        parts[key] = Part(begin, self.ops[begin:], repeats, here[0], made, here[1])
-        return results
-
-    def copy(self, part: Part, given: Sequence[Tensor]) -> list[Tensor]:
-        """A part of another log, given these tensors; returns what it makes."""
-        later = self.now - part.begin
-        here = dict(zip(part.given, map(self.find, given), strict=True))
-        for storage in part.made:
-            born, died = storage.born + later, storage.died + later
-            here[storage] = replace(storage, born=born, died=died)
-            self.storages.append(here[storage])
-        for op in part.ops:
-            touches = tuple(touch._replace(storage=here[touch.storage]) for touch in op.touches)
-            self.ops.append(op._replace(at=op.at + later, place=self.places[-1], touches=touches))
-        self.repeats += [(begin + later, end + later, n) for begin, end, n in part.repeats]
-        with _pop_mode_temporarily():  # (their operators have been noted)
-            results = [torch.empty(its.shape, dtype=its.dtype) for its in part.results]
-        for storage, tensor in zip(part.results, results, strict=True):
-            self.watch(tensor, here[storage])
-        return results
 
     # ---- storages
 
@@ -264,13 +218,13 @@ class Log(TorchDispatchMode):
 
         self.known[address] = weakref.ref(memory, gone), storage
 
-    def add_bytes(self, size: int, name: str, why: str, born: int, died: float) -> None:
+    def add_bytes(
+        self, size: int, name: str, why: str, born: int, died: float, kind: str = "temporaries"
+    ) -> None:
         """Memory that no tensor shows."""
         _, phase, block = self.places[-1]
         here = Storage(size, (size,), torch.uint8, torch.device("cpu"), born, died)
-        self.storages.append(
-            replace(here, name=name, why=why, phase=phase, block=block, kind="temporaries")
-        )
+        self.storages.append(replace(here, name=name, why=why, phase=phase, block=block, kind=kind))
 
     def name(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
         """Say what a storage is, and why it is there."""

@@ -126,7 +126,7 @@ def record_of(log: Log, step: StepMemory) -> Record:
             storage.block = int(found[1])  # its weights and their gradients
     return Record(
         step,
-        storages,
+        sorted(storages, key=lambda storage: storage.born),
         operators=["", *(op.name for op in log.ops)],
         replays=np.array([False, *map(is_replay, log.ops)]),
     )

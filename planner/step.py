@@ -7,11 +7,10 @@ formulas.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -22,18 +21,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from memory import HostMemory, Schedule, expanded, head, offload, policies, write
+from memory import HostMemory, Recompute, Schedule, expanded, head, offload, policies, write
 from memory.offload import SMALL, bytes_of_blocks
 from memory.policies import by_chunks
 from memory.sequence import SharedSequence
 from model import MiniGPT, MiniGPTConfig
 
-from .batches import Batches, outside_of_head
-from .log import Log, Part, Sources
+from .batches import largest, outside_of_head
+from .formulas import head_bytes
+from .log import Log, Sources
 from .operators import COMPOSED_ON_CPU, inside, workspaces
 from .record import Record, record_of
-from .shards import Gathering, gathered_by_block, shard_of
-from .timeline import KINDS, MOST_RUNS, Shown, StepMemory, summarize
+from .shards import add_shards, gathered_by_block, shard_of
+from .timeline import KINDS, Segment, StepMemory, cut
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Planner:
         self.tokens = self.sequence.cut(self.seq_len).stop  # of a sequence
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.parts: dict[Any, Part] = {}  # of a step, which are the same in others
+        self.few: dict[tuple[int, MiniGPTConfig], list[Segment]] = {}  # of steps with few blocks
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
         self.composed = set[str]()  # of COMPOSED_ON_CPU, what the model uses
         with self.fake:
@@ -91,10 +91,78 @@ class Planner:
     def step(self, batch_size: int, **memory: Any) -> StepMemory:
         """A step on `batch_size` sequences. `memory`: changes of the config (recompute="full")."""
         config = replace(self.config, **memory)
-        if (batch_size, config) not in self.steps:
+        key, how = (batch_size, config), expanded(config)
+        if key not in self.steps:
+            # Some blocks leave to others what depends on which those are: what they have sent away,
+            # or the buffers of shards.
+            is_mix, in_groups = len(set(how.policies)) > 1, how.group > 1
+            if how.offload and is_mix or self.shards > 1 and in_groups:
+                _, self.steps[key] = self.simulate(batch_size, config)
+            else:
+                self.steps[key] = self.compose(batch_size, config)
+        return self.steps[key]
+
+    def compose(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
+        """Put a step together of segments from steps with a few calls, all alike.
+
+        With offload, where what a block has sent away waits for other blocks, a mix of policies is
+        an estimate.
+        """
+        calls, ends, first = expanded(config).calls, self.ends(config), 0
+        of_each = [self.few_calls(batch_size, config, *call) for call in calls]
+        forward, backward = list[tuple[Segment, int]](), list[tuple[Segment, int]]()
+        for to_come, few, (_, size) in zip(range(len(calls))[::-1], of_each, calls, strict=True):
+            i = first // size  # the same call among the few, from the begin or from the end
+            if i >= ends:
+                i = max(ends, n_calls(few) - 1 - to_come)
+            forward.append((few[2 + i], first - i * size))
+            backward.insert(0, (few[-3 - i], first - i * size))
+            first += size
+        _, embedded, *_, embedding_backward, _ = of_each[0]
+        left, _, entered = behind_calls(of_each[-1])
+        frame = self.few_calls(batch_size, config)
+        _, of_head, _ = behind_calls(frame)
+        before, between, after = (
+            [(segment, 0) for segment in some]
+            for some in (
+                (frame[0], embedded),
+                (left, of_head, entered),
+                (embedding_backward, frame[-1]),
+            )
+        )
+        segments = [*before, *forward, *between, *backward, *after]
+        return StepMemory(config, batch_size, self.seq_len, segments)
+
+    def ends(self, config: MiniGPTConfig) -> int:
+        """So many calls at each end of a step may differ from all others like them."""
+        shapes = {tuple(w.shape for w in block.parameters()) for block in self.model.blocks}
+        if len(shapes) > 1:  # a changed model.py
+            return config.n_layers
+        return 1 + offload.IN_FLIGHT * expanded(config).offload
+
+    def few_calls(
+        self, batch_size: int, config: MiniGPTConfig, policy: str = "none", size: int = 1
+    ) -> list[Segment]:
+        """Simulate a step with a few calls, all of `size` blocks with that policy, once.
+
+        Its segments are in order: 2, one a call, 3, one a call, 2. All but those of the calls are
+        the same with any policy.
+        """
+        how, n = expanded(config), min(config.n_layers // size, 2 * self.ends(config) + 1)
+        nested, moves = how.nested and size > 1, how.offload and policy != "none"
+        alike = Recompute((policy,) * n * size, size, nested, moves)
+        few = replace(config, n_layers=n * size, recompute=write(alike))
+        if (batch_size, few) not in self.few:
             self.watch()
-            self.steps[batch_size, config] = self.simulate(batch_size, config)
-        return self.steps[batch_size, config]
+            frame = [] if policy == "none" else self.few_calls(batch_size, config)
+            segments = cut(self.log_step(batch_size, few, frame), [size] * n)
+            if not frame:
+                # Each block's backward makes its gradients, also of those that are left out here.
+                left_out = set(self.own.blocks[n:].parameters()) - self.waiting
+                made = segments[0].changes[0, 0]
+                made[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
+            self.few[batch_size, few] = segments
+        return self.few[batch_size, few]
 
     def largest_batch(
         self, budget: int, batch_size: int, host: int | None = None, **memory: Any
@@ -121,57 +189,60 @@ class Planner:
             step = self.step(sequences, **memory)
             return step.peak <= budget and (host is None or step.host <= host)
 
-        most = Batches(one, two, self.tokens, self.precision, self.on_cpu).largest(budget, host)
+        def head(sequences: int) -> int:
+            return head_bytes(one.config, sequences * self.tokens, self.precision)
+
+        most = largest(one, two, budget, math.inf if host is None else host, head, self.on_cpu)
         while host is not None and most and (asked := self.step(most, **memory).host) > host:
             most = most * host // asked  # what is too small to be moved in the two may travel here
         if most < moves:
             most = bisect_left(range(1, moves), True, key=lambda n: not fits(n))
         return max(most, batch_size if fits(batch_size) else 0)
 
-    def simulate(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """A step of `config`. Of blocks that do the same only a few are simulated, and stand for
-        all."""
-        kinds = {tuple(w.shape for w in block.parameters()) for block in self.model.blocks}
-        few, shown = few_calls(config, alike=len(kinds) == 1)
-        log = self.log_step(batch_size, few)
-        step = summarize(log, config, batch_size, self.seq_len, shown)
-        # The other blocks' gradients: backward makes them, block by block.
-        left_out = set(self.own.blocks[few.n_layers :].parameters()) - self.waiting
-        step.timeline[:, KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
-        return step
+    def simulate(
+        self, batch_size: int, config: MiniGPTConfig, sources: Sources | None = None
+    ) -> tuple[Log, StepMemory]:
+        """Simulate all of a step."""
+        self.watch()
+        log = self.log_step(batch_size, config, [], sources)
+        segments = cut(log, [size for _, size in expanded(config).calls])
+        whole = [(segment, 0) for segment in segments]
+        return log, StepMemory(config, batch_size, self.seq_len, whole)
 
     def record(self, batch_size: int, **memory: Any) -> Record:
-        """A step as `step` has it, and each storage in it by name: see planner/record.py.
-
-        (Of more than `MOST_RUNS` chunks of the head there are three.)
-        """
-        self.watch()
-        config, sources = replace(self.config, **memory), Sources(self.model)
-        log = self.log_step(batch_size, config, sources)
-        return record_of(log, summarize(log, config, batch_size, self.seq_len, most_runs=1))
+        """A step as `step` has it, and each storage in it by name: see planner/record.py."""
+        config = replace(self.config, **memory)
+        return record_of(*self.simulate(batch_size, config, Sources(self.model)))
 
     def log_step(
-        self, batch_size: int, config: MiniGPTConfig, sources: Sources | None = None
+        self,
+        batch_size: int,
+        config: MiniGPTConfig,
+        known: list[Segment],
+        sources: Sources | None = None,
     ) -> Log:
-        """What train_minimal.train_step does, without its data and its numbers: through the first
+        """What train_minimal.train_step does, without its data and its numbers: by the first
         `config.n_layers` blocks; all that the planner's model has are updated.
 
+        `known`: the segments of another step. Then head and update are left out of this one.
         `sources`: the log is to name who asks for each operator.
         """
         model, parameters = self.model, list(self.own.parameters())
-        # Gradients from an earlier micro-batch, or of blocks that are left out of this step.
-        made_before = self.waiting.union(self.own.blocks[config.n_layers :].parameters())
+        blocks = model.blocks[: config.n_layers]
         with self.fake:
             # (Weights in bfloat16 have their sums apart, in float32.)
-            self.sums = {p: torch.empty(p.shape) for p in made_before if p.dtype != torch.float32}
-            for parameter in made_before - self.sums.keys():
+            there = self.waiting.union(parameters if self.shards > 1 else ())
+            if not known:
+                there = there.union(self.own.blocks[config.n_layers :].parameters())
+            self.sums = {p: torch.empty(p.shape) for p in there if p.dtype != torch.float32}
+            for parameter in there - self.sums.keys():
                 parameter.grad = torch.empty_like(parameter)
             batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             ids, labels = batch[:, :, : self.tokens]
         with (
             simulated_on(self.device_type, self.fake, sources) as log,
-            replaced(model, blocks=model.blocks[: config.n_layers]),
-            replaced(head, **self.less_of_head(log)),
+            replaced(model, blocks=blocks),
+            replaced(head, starts_of_chunks=few_chunks(log, known)),
             replaced(policies, by_chunks=by_few_chunks(log)),
             replaced(torch, **{name: self.noting(name) for name in COMPOSED_ON_CPU}),
             ExitStack() as hooks,
@@ -180,31 +251,34 @@ class Planner:
             model.config, cast(Schedule, model.schedule).host = config, host
             if not self.on_cpu:
                 host.device = torch.device("meta")  # anything but the fake GPU
-            how = log, self.on_cpu, self.gather_in_low, self.sums
-            shards = Gathering(model, self.own, self.shards, *how) if self.shards > 1 else None
-            for handle in (shards.hooks() if shards else []) + follow(
-                model.blocks, model.ln_f, log
-            ):
+            for handle in follow(blocks, model.ln_f, log):
                 hooks.enter_context(handle)
+            for parameter in self.names.keys() - parameters:  # shards count, and what is gathered
+                log.add(parameter).bytes = 0
             name_what_is_there(log, self.names, self.optimizer, self.sums)
             log.name(batch, "activations", "token ids and labels")  # backward will want them
             forward = partial(model, ids, labels)
             loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
-            if shards:
-                shards.end_backward()
             name_what_is_there(log, self.names, self.optimizer, self.sums)
+            if self.shards > 1:
+                how = self.on_cpu, self.gather_in_low, self.sums
+                add_shards(log, model, self.own, self.shards, *how)
             if self.compress:  # they are gone when the average is there
                 copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
                 for copy in copies:
                     log.name(copy, "gradients", "gradient on its way")
                 del copies, copy
             log.enter("optimizer")
-            self.update(log, parameters)
+            if known:
+                torch.empty(1)  # what goes now goes with an operator of the update
+            else:
+                # (A GPU takes all tensors at a time; torch would not for the CPU's.)
+                self.clip(parameters, 1.0, foreach=not self.on_cpu)
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             del loss  # which the trainer holds until then
-        for buffer in host.made:  # in the first step; all others find them there
+        for buffer in host.made:
             log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
-            log.find(buffer).born = 0
         return log
 
     def noting(self, name: str) -> Callable[..., Tensor]:
@@ -227,41 +301,6 @@ class Planner:
             f"{self.device_type} it is one, which keeps less: the real peak is likely lower"
         )
 
-    def update(self, log: Log, parameters: list[nn.Parameter]) -> None:
-        """The same in all steps, whatever they recompute."""
-
-        def run() -> tuple[Tensor, ...]:
-            # (A GPU takes all tensors at a time; torch would not for the CPU's.)
-            self.clip(parameters, 1.0, foreach=not self.on_cpu)
-            self.optimizer.step()
-            return ()
-
-        state = [tensor for its in self.optimizer.state.values() for tensor in its.values()]
-        given = [*parameters, *(cast(Tensor, parameter.grad) for parameter in parameters), *state]
-        log.once(self.parts, "update", run, given)
-
-    def less_of_head(self, log: Log) -> dict[str, Callable]:
-        """For memory/head.py: once for all steps of as many sequences; and of its chunks, of which
-        there may be millions, only the first, one more and the last. Those in between do the same,
-        operator by operator."""
-        loss_by_chunks, all_of = head.loss_by_chunks, MOST_RUNS if log.sources else 0
-
-        def once(x: Tensor, weight: Tensor, labels: Tensor, n: int, *more: Any) -> Sequence[Tensor]:
-            run = partial(loss_by_chunks, x, weight, labels, n, *more)
-            _, gradients = more
-            return log.once(self.parts, (len(labels), n), run, [x, weight, labels, *gradients])
-
-        def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
-            n_chunks, chunk = math.ceil(n_tokens / n), 0
-            for times in few_of(n_chunks) if n_chunks > all_of else [1] * n_chunks:
-                begin = log.now + 1
-                yield chunk * n
-                if times > 1:
-                    log.repeats.append((begin, log.now + 1, times))
-                chunk += times
-
-        return {"loss_by_chunks": once, "starts_of_chunks": starts_of_few}
-
     @property
     def waiting(self) -> set[nn.Parameter]:
         """Weights whose gradients are there from the step's begin to its end."""
@@ -281,35 +320,43 @@ class WholeBlocks(HostMemory):
         self.log = log
 
     def take(self, like: Tensor) -> list[Tensor]:
-        self.log.moved.append((like.nbytes, self.log.places[-1][2]))
+        self.log.moved.append((like.nbytes, self.log.places[-1]))
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
 
 
-def few_calls(config: MiniGPTConfig, alike: bool = True) -> tuple[MiniGPTConfig, list[Shown]]:
-    """A model with a few calls of each kind, of a block or of a group; and what each block in them
-    stands for.
+def n_calls(few: list[Segment]) -> int:
+    """How many calls have their segments among these, in forward and in backward."""
+    return len(few) // 2 - 3
 
-    With offload some more at both ends: what is copied of a block waits for those after it. All, if
-    a changed model.py makes blocks that are not `alike`.
-    """
-    how, few, shown = expanded(config), list[str](), list[Shown]()
-    ends = [1] * offload.IN_FLIGHT if how.offload else []
-    done = 0  # blocks of the model
-    for (policy, size), run in groupby(how.calls):
-        n = len(list(run))
-        middle = max(0, n - 2 * len(ends))
-        for times in [*ends, *(few_of(middle) if alike else [1] * middle), *ends][:n]:
-            few += [policy] * size
-            begin, done = done, done + size * times
-            shown += [Shown(begin, range(begin + i, done, size)) for i in range(size)]
-    text = write(how._replace(policies=tuple(few)))
-    return replace(config, n_layers=len(few), recompute=text), shown
+
+def behind_calls(few: list[Segment]) -> list[Segment]:
+    """What is behind the calls of forward, before those of backward."""
+    return few[2 + n_calls(few) : 5 + n_calls(few)]
 
 
 def few_of(n: int) -> list[int]:
     """Of a run of n equal calls, or chunks, the first, one more and the last: how many each of them
     stands for."""
     return [1, n - 2, 1] if n > 3 else [1] * n
+
+
+def few_chunks(log: Log, known: list[Segment]) -> Callable[[int, int], Iterator[int]]:
+    """For memory/head.py: of its chunks, of which there may be millions, only the first, one more
+    and the last. Those in between do the same, operator by operator. None if the head is `known`
+    (but what it moves has passed the cache)."""
+    moved = [size for s in known if s.phase == "head" for op in s.ops for size, _ in op.moved]
+
+    def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
+        if known:
+            torch.ones(sum(moved), dtype=torch.uint8)
+            return
+        chunk = 0
+        for log.times in few_of(math.ceil(n_tokens / n)):
+            yield chunk * n
+            chunk += log.times
+        log.times = 1
+
+    return starts_of_few
 
 
 @contextmanager
@@ -332,24 +379,21 @@ def by_few_chunks(log: Log) -> Callable[[Callable[[Tensor], Tensor], Tensor, lis
     is counted for all."""
 
     def by_few(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
-        n, size, begun = len(sizes), sizes[0], list[int]()
+        n, size = len(sizes), sizes[0]
         if len(few_of(n)) == n:
             return by_chunks(run, x, sizes)
         first, others, one_more, last = x.split([size, (n - 3) * size, size, sizes[-1]], dim=1)
 
-        def begin(*_: object) -> None:
-            begun.append(log.now + 1)
-
-        def end(*_: object) -> None:
-            log.repeats_of_work.append((begun.pop(), log.now + 1, n - 2))
+        def count(times: int, _: object = None) -> None:
+            log.times = times
 
         made = [run(first)]
         returned = torch.empty(others.shape, dtype=made[0].dtype)
-        begin()
+        count(n - 2)
         made.append(run(one_more))
-        end()
-        made[1].register_hook(begin)  # in backward it comes before the first
-        made[0].register_hook(end)
+        count(1)
+        made[1].register_hook(partial(count, n - 2))  # in backward it comes before the first
+        made[0].register_hook(partial(count, 1))
         made += [OtherChunks.apply(others, returned), run(last)]
         return torch.cat(made, dim=1)
 
@@ -456,26 +500,30 @@ def follow(
 
     The head begins behind `last`: the last block, or what comes after it.
     """
+    behind = last not in blocks
 
     def enter_block(i: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         log.enter(log.phase, i)
-        if log.phase == "forward" and i > 0:  # backward of block i ends with its input's gradient
-            when_gradient_is_there((args, kwargs), i - 1)
+        if log.phase == "forward":  # backward of block i ends with its input's gradient
+            when_gradient_is_there((args, kwargs), i - 1 if i > 0 else None)
+
+    def leave_blocks(last: nn.Module, args: tuple) -> None:
+        log.enter("forward")
+        when_gradient_is_there(args, len(blocks) - 1)
 
     def enter_head(last: nn.Module, args: tuple, output: Any) -> None:
         if log.phase == "forward":  # no replay
             log.enter("head")
-            when_gradient_is_there(output, len(blocks) - 1)
+            when_gradient_is_there(output, None if behind else len(blocks) - 1)
 
-    def when_gradient_is_there(tensors: Any, i: int) -> None:
+    def when_gradient_is_there(tensors: Any, i: int | None) -> None:
         """That of the first tensor that has one: backward is in block i from then on."""
         leaves = filter(torch.is_tensor, tree_leaves(tensors))
         for tensor in [leaf for leaf in leaves if leaf.requires_grad][:1]:
             tensor.register_hook(lambda _: log.enter("backward", i))
 
-    between = [] if last in blocks else [last]
     return [
-        *(module.register_forward_pre_hook(lambda *_: log.enter("forward")) for module in between),
+        *(module.register_forward_pre_hook(leave_blocks) for module in [last] * behind),
         last.register_forward_hook(enter_head),
         *(
             block.register_forward_pre_hook(partial(enter_block, i), with_kwargs=True)

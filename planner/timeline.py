@@ -1,24 +1,24 @@
 """What a simulated step took: bytes after each operator, and what the operators do.
 
-`summarize` makes it of the log of a step (planner/log.py). What repeats, equal blocks and equal
-chunks of the head, was simulated once: it changes the bytes equally each time.
+A step is a list of segments: one block's forward is one, for instance. What a segment adds, frees
+and needs on the way does not depend on the others. So blocks that do the same share a segment, and
+a step's memory and time are sums over its segments.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import Any, NamedTuple
+from itertools import accumulate, groupby
+from typing import Any
 
 import numpy as np
 
 from memory.offload import bytes_of_blocks
-from model import MiniGPTConfig
 
 from .clock import Card, seconds
-from .log import Log, Op, Place, Repeat, Storage
-from .work import Work, summarize_work, what_moves
+from .log import Log, Op, Place, Storage
+from .work import Work, summarize_work, with_distances
 
 KINDS = (
     "parameters",
@@ -29,42 +29,165 @@ KINDS = (
     "head",  # logits, loss and their gradients
     "temporaries",  # the rest, gone before the phase ends; and what a GPU's kernels work in
 )
-MOST_RUNS = 30  # of operators that repeat, one after the other
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A part of a step: forward or backward of one call in MiniGPT.forward, which is of a block or
+    of a group of blocks; or what lies between two calls."""
+
+    phase: str  # forward, head, backward or optimizer
+    places: list[Place]  # (operators of the segment before it, phase, block)
+    changes: np.ndarray  # (operators, 2, kinds) int64: bytes that come, and that go, with each
+    ops: list[Op]  # those that move bytes; numbered from the segment's begin
+    kept: int  # bytes for backward
+    moved: list[int]  # bytes of each tensor that offload sends away
+
+    @cached_property
+    def added(self) -> int:
+        """Bytes that are there after it, and were not before."""
+        came, went = self.changes.sum(axis=(0, 2)).tolist()
+        return came - went
+
+    @cached_property
+    def most(self) -> int:
+        """The most bytes that are there on the way, above those when it begins."""
+        return max(timeline_of([self]).sum(axis=1).tolist(), default=0)
+
+    @cached_property
+    def work(self) -> Work:
+        return summarize_work(self.ops)
+
+
+def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
+    """(operators, kinds) int64: bytes after each operator, above those before the first one."""
+    came, went = np.concatenate([segment.changes for segment in segments]).swapaxes(0, 1)
+    return (came - went).cumsum(axis=0) + went
+
+
+def cut(log: Log, calls: Iterable[int] = ()) -> list[Segment]:
+    """Cut a log into segments, where another call begins or what lies between two of them.
+
+    `calls`: of how many blocks each call is; by default of one.
+    """
+    call_of = [i for i, size in enumerate(calls) for _ in range(size)]
+
+    def part(place: Place) -> tuple[str, int | None]:
+        _, phase, block = place
+        return phase, call_of[block] if call_of and block is not None else block
+
+    changes = np.zeros((log.now + 1, 2, len(KINDS)), dtype=np.int64)
+    kept = np.zeros(log.now + 1, dtype=np.int64)
+    for storage in log.storages:
+        if storage.device.type != "cpu":
+            continue  # offloaded
+        is_kept = 0 < storage.born <= log.forward_end < storage.died
+        is_kept &= storage.kind != "parameters"
+        storage.kind = storage.kind or kind_of(storage, is_kept)
+        kind = KINDS.index(storage.kind)
+        changes[storage.born, 0, kind] += storage.bytes
+        if storage.died != math.inf:
+            changes[int(storage.died), 1, kind] += storage.bytes
+        kept[storage.born] += storage.bytes * is_kept
+    parts = [list(places) for _, places in groupby(log.places, part)]
+    begins = [places[0][0] for places in parts] + [log.now + 1]
+    ops, found = with_distances(log.ops), []
+    first_op = np.searchsorted([op.at for op in ops], begins)
+    for i, places in enumerate(parts):
+        begin, end = begins[i : i + 2]
+        segment = Segment(
+            phase=places[0][1],
+            places=[(at - begin, phase, block) for at, phase, block in places],
+            changes=changes[begin:end],
+            ops=[op._replace(at=op.at - begin) for op in ops[first_op[i] : first_op[i + 1]]],
+            kept=int(kept[begin:end].sum()),
+            moved=[size for size, place in log.moved if place in places],
+        )
+        found.append(segment)
+    return found
+
+
+def kind_of(storage: Storage, is_kept: bool) -> str:
+    if storage.phase == "head":
+        return "head"
+    if is_kept or storage.born == 0:  # (offload's buffers on a CPU)
+        return "activations"
+    return "recomputed" if storage.replayed else "temporaries"
+
+
+@dataclass(frozen=True, eq=False)
 class StepMemory:
     """The memory of one training step, in bytes, after each of its operators."""
 
     config: Any  # MiniGPTConfig, or None: another model (planner/any_model.py)
     batch_size: int  # 0 of another model, whose batch may be anything
     seq_len: int
-    timeline: np.ndarray  # (operators + 1, len(KINDS)) int64
-    places: list[Place]  # (from this operator on, phase, block)
-    kept: int  # for backward when forward is over, by blocks and head
-    kept_per_block: float  # on average
-    moved: list[int]  # bytes of each tensor that offload sends away
-    ops: list[Op]  # those that move bytes
-    repeats: list[Repeat]  # and which of them run more than once
+    segments: list[tuple[Segment, int]]  # in order; and what is to be added to its blocks' numbers
 
     def seconds(self, card: Card) -> float:
         """How long the step, of one micro-batch, takes on a card: an estimate (planner/clock.py).
         It is of eager code, with --compile as well."""
-        return seconds(self.work, card)
+        return math.fsum(seconds(segment.work, card) for segment, _ in self.segments)
 
     @cached_property
+    def begins(self) -> list[int]:
+        """The operator with which each segment begins."""
+        sizes = (len(segment.changes) for segment, _ in self.segments)
+        return list(accumulate(sizes, initial=0))
+
+    @property
     def work(self) -> Work:
         """What the operators do."""
-        return summarize_work(self.ops, self.repeats)
+        return summarize_work(
+            [
+                op._replace(at=begin + op.at)
+                for begin, (segment, _) in zip(self.begins, self.segments, strict=False)
+                for op in segment.ops
+            ]
+        )
+
+    @property
+    def places(self) -> list[Place]:
+        """(from this operator on, phase, block)"""
+        return [
+            (begin + at, phase, block if block is None else block + more)
+            for begin, (segment, more) in zip(self.begins, self.segments, strict=False)
+            for at, phase, block in segment.places
+        ]
+
+    @cached_property
+    def timeline(self) -> np.ndarray:
+        """(operators + 1, len(KINDS)) int64"""
+        return timeline_of(segment for segment, _ in self.segments)
 
     @cached_property
     def total(self) -> np.ndarray:
         """(operators + 1,) int64"""
         return self.timeline.sum(axis=1)
 
-    @property
+    @cached_property
     def peak(self) -> int:
-        return int(self.total.max())
+        peak = level = 0
+        for segment, _ in self.segments:
+            peak, level = max(peak, level + segment.most), level + segment.added
+        return peak
+
+    @property
+    def kept(self) -> int:
+        """For backward when forward is over, by blocks and head."""
+        return sum(segment.kept for segment, _ in self.segments)
+
+    @property
+    def kept_per_block(self) -> float:
+        """On average."""
+        of_blocks = [segment for segment, _ in self.segments if segment.places[0][2] is not None]
+        n_blocks = len({block for *_, block in self.places} - {None})
+        return sum(segment.kept for segment in of_blocks) / max(1, n_blocks)
+
+    @property
+    def moved(self) -> list[int]:
+        """Bytes of each tensor that offload sends away."""
+        return [size for segment, _ in self.segments for size in segment.moved]
 
     @property
     def host(self) -> int:
@@ -87,99 +210,6 @@ class StepMemory:
         """The operators of "forward", "head", "backward" or "optimizer"."""
         inside = [stretch for stretch in stretches(self) if stretch[0] == name]
         return slice(inside[0][2][0], inside[-1][3])
-
-
-class Shown(NamedTuple):
-    """A block of the log, and those of the model for which it stands."""
-
-    call: int  # of a group of blocks, which are called, and repeat, as one; or of a block
-    blocks: range
-
-
-def summarize(
-    log: Log,
-    config: MiniGPTConfig | None = None,
-    batch_size: int = 0,
-    seq_len: int = 0,
-    shown: list[Shown] | None = None,
-    most_runs: int = MOST_RUNS,
-) -> StepMemory:
-    """The step of `config`, of which the log has a few blocks (`shown`), by default all.
-
-    Its storages are sorted by kind, and added up operator by operator. In the timeline the head's
-    chunks repeat at most `most_runs` times.
-    """
-    shown = shown or [
-        Shown(i, range(i, i + 1))
-        for i in range(max((1 + block for *_, block in log.places if block is not None), default=0))
-    ]
-    times = {None: 1} | {i: len(its.blocks) for i, its in enumerate(shown)}
-    # One place of each call, forward or backward. (A group's replay goes through all its blocks.)
-    parts = groupby(log.places, lambda at: (at[1], at[2] is not None and shown[at[2]].call))
-    first = [next(places) for _, places in parts]
-    ends = [begin for begin, *_ in first[1:]] + [log.now + 1]
-    blocks = [(place[0], end, times[place[2]]) for place, end in zip(first, ends, strict=True)]
-    changes = np.zeros((log.now + 2, len(KINDS)), dtype=np.int64)
-    kept_beside = kept_by_blocks = 0
-    for storage in log.storages:
-        if storage.device.type != "cpu":
-            continue  # offloaded
-        is_kept = 0 < storage.born <= log.forward_end < storage.died
-        is_kept &= storage.kind != "parameters"
-        storage.kind = storage.kind or kind_of(storage, is_kept)
-        kind = KINDS.index(storage.kind)
-        # (What was there before the step, offload's buffers, repeats with no operator.)
-        of_all = storage.bytes * times[storage.block]
-        changes[storage.born, kind] += storage.bytes if storage.born else of_all
-        if storage.died != math.inf:
-            changes[int(storage.died) + 1, kind] -= storage.bytes
-        if is_kept and storage.block is not None:
-            kept_by_blocks += of_all
-        elif is_kept:
-            kept_beside += storage.bytes
-    few_chunks = [(begin, end, min(n, most_runs)) for begin, end, n in log.repeats]
-    order = order_of(log.now + 1, blocks + few_chunks)
-    return StepMemory(
-        config=config,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        timeline=changes[order].cumsum(axis=0),
-        places=places_of(log, shown, order),
-        kept=kept_beside + kept_by_blocks,
-        kept_per_block=kept_by_blocks / max(1, sum(len(its.blocks) for its in shown)),
-        moved=[size for size, block in log.moved for _ in range(times[block])],
-        ops=what_moves(log.ops),
-        repeats=blocks + log.repeats + log.repeats_of_work,
-    )
-
-
-def kind_of(storage: Storage, is_kept: bool) -> str:
-    if storage.phase == "head":
-        return "head"
-    if is_kept or storage.born == 0:  # (offload's buffers on a CPU)
-        return "activations"
-    return "recomputed" if storage.replayed else "temporaries"
-
-
-def order_of(n: int, repeats: list[Repeat]) -> np.ndarray:
-    """Which of `n` operators runs, one after the other, if some are repeated; repeats may lie
-    within others."""
-    order, now_at = np.arange(n), np.arange(n + 1)
-    for begin, end, times in sorted(repeats, key=lambda repeat: (-repeat[0], repeat[1])):
-        once = order[now_at[begin] : now_at[end]]
-        order = np.insert(order, now_at[end], np.tile(once, times - 1))
-        now_at[end:] += len(once) * (times - 1)
-    return order
-
-
-def places_of(log: Log, shown: list[Shown], order: np.ndarray) -> list[Place]:
-    """Where each of the blocks begins in that order, and all else."""
-    found: list[Place] = []
-    for at, phase, block in log.places:
-        which: Sequence[int | None] = [None] if block is None else shown[block].blocks
-        rows = np.flatnonzero(order == at)[:: 1 if phase == "forward" else -1].tolist()
-        found += [(row, phase, its) for row, its in zip(rows, which, strict=True)]
-    return sorted(found, key=lambda place: place[0])
 
 
 Stretch = tuple[str, int | None, list[int], int]

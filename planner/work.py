@@ -21,7 +21,7 @@ from .operators import ATTENTION
 WHICH = {name: i + 1 for i, name in enumerate(ATTENTION)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Work:
     """The operators of a step as numbers."""
 
@@ -40,33 +40,34 @@ class Work:
         return np.bincount(self.operator, self.bytes * weight, minlength=len(self.flops))
 
 
-def what_moves(ops: Iterable[Op]) -> list[Op]:
-    """Without views, and what else moves no bytes."""
-    return [op for op in ops if op.touches]
+def with_distances(ops: Iterable[Op]) -> list[Op]:
+    """Return the operators of a whole log that move bytes, each with what it has moved.
 
-
-def summarize_work(ops: Sequence[Op], repeats: Iterable[tuple[int, int, int]] = ()) -> Work:
-    """Of operators that move bytes. `repeats`: as in a Log."""
-    at = np.array([op.at for op in ops], dtype=np.int64)
-    times = np.ones(len(ops))
-    for begin, end, n in repeats:
-        times[(begin <= at) & (at < end)] *= n
-    memory = Distances(ops)
-    touches = []  # (operator, bytes, distance)
-    for i, op in enumerate(ops):
+    Views move none.
+    """
+    found = [op for op in ops if op.touches]
+    memory = Distances(found)
+    for i, op in enumerate(found):
         memory.free(op.at)
-        for touch in sorted(op.touches, key=lambda touch: touch.written):
-            touches.append((i, touch.bytes, memory.touch(touch)))
-    columns = list(zip(*touches, strict=True)) or [()] * 3
+        touches = sorted(op.touches, key=lambda touch: touch.written)
+        moved = tuple((touch.bytes, memory.touch(touch)) for touch in touches)
+        found[i] = op._replace(moved=moved)
+    return found
+
+
+def summarize_work(ops: Sequence[Op]) -> Work:
+    """Put operators from `with_distances` into arrays."""
+    moved = [(i, *each) for i, op in enumerate(ops) for each in op.moved]
+    operator, size, distance = np.array(moved, dtype=np.float64).reshape(-1, 3).T
     return Work(
-        at=at,
+        at=np.array([op.at for op in ops], dtype=np.int64),
         flops=np.array([op.flops for op in ops], dtype=np.float64),
         precision=np.array([op.precision for op in ops], dtype=np.uint8),
         attention=np.array([WHICH.get(op.name, 0) for op in ops], dtype=np.uint8),
-        times=times,
-        operator=np.array(columns[0], dtype=np.int32),
-        bytes=np.array(columns[1], dtype=np.int64),
-        distance=np.array(columns[2], dtype=np.float64),
+        times=np.array([op.times for op in ops], dtype=np.float64),
+        operator=operator.astype(np.int32),
+        bytes=size.astype(np.int64),
+        distance=distance,
     )
 
 

@@ -40,8 +40,8 @@ from tqdm import tqdm
 from memory import POLICIES as RECOMPUTE
 from memory import expanded
 from model import MiniGPTConfig
-from planner import Card
-from planner.choose import Way, all_ways, frontier, rungs
+from planner import Card, StepMemory
+from planner.choose import all_ways, frontier
 from planner.clock import seconds_of_each
 from planner.formulas import step_flops
 from planner.log import Storage
@@ -167,10 +167,10 @@ def step_data(record: Record, name: str, labels: Labels, asked: Question) -> dic
     }
 
 
-def way_data(way: Way, asked: Question) -> list:
+def way_data(way: StepMemory, asked: Question) -> list:
     """One of those that `auto` would take, as page.js has it: peak, cost, name, flags."""
     flops = relative_flops(way.config, asked.args.seq_len, asked.args.compile)
-    cost = way.cost[0] if asked.card else flops
+    cost = way.seconds(asked.card) if asked.card else flops
     return [way.peak, cost, way.config.recompute, trainer_flags(way.config)]
 
 
@@ -196,13 +196,11 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
     planner, room, card = asked.planner, asked.room, asked.card
     found, first = policies(asked)
     bar.reset(len(found))
-    steps, alike = [], []
+    steps = []
     for name, memory in found.items():
         bar.set_description(name)
         record = planner.record(args.batch_size, **memory)
         steps.append(step_data(record, name, labels, asked))
-        if name in rungs(planner):
-            alike.append(record.step)
         bar.update()
     n = args.grad_accum_steps
     batch = f"one of {n} micro-batches of {args.batch_size} x " if n > 1 else ""
@@ -213,7 +211,7 @@ def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
         about.append("no budget given (the dashed line is an example)")
     if (times := int(record.step.work.times.max())) > 1:
         about.append(f"three of the head's {times + 2:,} chunks")
-    ways = frontier(all_ways(alike, card))
+    ways = frontier(all_ways(planner, args.batch_size, card))
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",

@@ -13,19 +13,14 @@ from test_readme import DOCS
 from memory import expanded
 from memory.policies import RECOMPUTE_POLICIES, expand
 from model import MiniGPTConfig
-from planner import CARDS, Planner
+from planner import CARDS, Planner, StepMemory
 from planner.choose import (
     RUNGS,
-    all_alike,
-    all_mixes,
+    all_names,
     all_ways,
-    config_of,
-    mean_seconds,
     nested_groups,
-    peaks_of,
     pick_recompute,
     rungs,
-    segments,
 )
 from planner.formulas import recompute_cost
 
@@ -37,10 +32,9 @@ def test_auto_takes_the_cheapest_that_fits():
     policies at all layer counts."""
     config, batch_size = replace(WIDE, n_layers=3), 24
     plan = planner(config)
-    steps = all_alike(plan, batch_size)
-    mixes = all_mixes(config.n_layers)
-    peaks = peaks_of(steps, mixes)
-    costs = [recompute_cost(config_of(steps, mix), T) for mix in mixes]
+    ways = all_ways(plan, batch_size)
+    peaks = [way.peak for way in ways]
+    costs = [recompute_cost(way.config, T) for way in ways]
     for budget in np.linspace(min(peaks), max(peaks), 4).astype(int).tolist():
         taken = pick_recompute(plan, batch_size, budget)
         assert measured_peak(taken.config, batch_size) <= budget
@@ -55,7 +49,7 @@ def test_auto_nests_groups_where_nothing_else_fits():
     """The faster of two sizes if both do; never over, by an independent tracker."""
     config, batch_size = replace(WIDE, n_layers=11), 24
     plan = planner(config)
-    least = min(way.peak for way in all_ways(all_alike(plan, batch_size)))
+    least = min(way.peak for way in all_ways(plan, batch_size))
     faster, slower = (plan.step(batch_size, recompute=way) for way in nested_groups(11))
     assert faster.peak < least and slower.peak < least
     assert faster.seconds(CARD) < slower.seconds(CARD)
@@ -90,16 +84,16 @@ def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():
         assert set(expanded(taken.config).policies) <= offered
 
 
-def test_all_mixes_are_all():
-    """By names, as a person would write them down."""
-    found = {tuple(mix) for mix in all_mixes(4)}
-    assert len(found) == len(all_mixes(4))
-    names = [*RECOMPUTE_POLICIES, "full/2"]
-    wanted = {(name,) * 4 for name in names}
-    for first, rest, n in itertools.product(names[1:], names[:-1], range(1, 4)):
-        if first != rest and (n == 2 or "/" not in first):
-            wanted.add((first,) * n + (rest,) * (4 - n))
-    assert {tuple(names[i] for i in mix) for mix in found} == wanted
+def test_all_names_are_all():
+    """By what they say of each block."""
+    found = {expand(name, 4)[:2] for name in all_names(4)}
+    assert len(found) == len(all_names(4))
+    wanted = {((name,) * 4, 1) for name in RECOMPUTE_POLICIES} | {(("full",) * 4, 2)}
+    for first, rest, n in itertools.product(RECOMPUTE_POLICIES[1:], RECOMPUTE_POLICIES, (1, 2, 3)):
+        if first != rest:
+            wanted.add(((first,) * n + (rest,) * (4 - n), 1))
+    wanted |= {(("full",) * 2 + (rest,) * 2, 2) for rest in RECOMPUTE_POLICIES if rest != "full"}
+    assert found == wanted
 
 
 @pytest.mark.parametrize(
@@ -111,58 +105,73 @@ def test_all_mixes_are_all():
     ],
     ids=str,
 )
-def test_peak_and_seconds_of_a_mix_are_known_without_its_simulation(settings):
-    """Its bytes to the byte, beside `selective` as well, which keeps what a block returns."""
-    plan = planner(replace(CONFIG, n_layers=5, dropout=0.1), **settings)
-    steps, mixes = all_alike(plan, 8), all_mixes(5)
-    mixes = mixes[(mixes < len(steps)).all(axis=1)][::41]  # (of shards no group)
-    known = peaks_of(steps, mixes), mean_seconds(steps, mixes, CARD)
-    for mix, peak, seconds in zip(mixes, *known, strict=True):
-        step = plan.simulate(8, config_of(steps, mix))
-        assert (step.peak, step.seconds(CARD)) == (peak, pytest.approx(seconds, rel=0.01)), step
-    if plan.shards == 1:  # one segment after the other, though a group's replay enters blocks anew
-        most, added = segments(plan.step(8, recompute="full/3")).T
-        assert (most >= added).all()
+def test_a_step_is_put_together_of_others(settings):
+    """To the byte, operator by operator: as if it had been simulated."""
+    plan = planner(replace(CONFIG, n_layers=7, dropout=0.1), **settings)
+    names = all_names(7, rungs(plan))[::41] + ["mlp:3,selective"]
+    for name in names + ["full:5,mlp/2", "full/3+nested"] * (plan.shards == 1):
+        config = replace(plan.config, recompute=name)
+        found, (_, step) = plan.compose(8, config), plan.simulate(8, config)
+        assert found.seconds(CARD) == pytest.approx(step.seconds(CARD), rel=0.01), name
+        assert (found.where, found.kept, found.config) == (step.where, step.kept, step.config)
+        assert found.peak == found.total.max() and step.peak == step.total.max()
+        np.testing.assert_array_equal(found.timeline, step.timeline)
+        assert found.places == step.places
 
 
 @pytest.mark.slow
 def test_the_best_pair_is_hardly_slower_than_the_best_of_all_assignments():
     """docs/evidence.md says by how much: of 4 of GPT-2 small's blocks, at 20 budgets."""
     config = MiniGPTConfig(n_layers=4, dropout=0.0)
-    steps = all_alike(planner(config, "bf16", device_type="cuda", seq_len=1024), 12)
-    every = np.array(list(itertools.product(range(len(RECOMPUTE_POLICIES)), repeat=4)))
-    pairs, worst = all_mixes(4), 0.0
-    of_every, of_pairs = peaks_of(steps, every), peaks_of(steps, pairs)
+    plan = planner(config, "bf16", device_type="cuda", seq_len=1024)
+    alike = [plan.step(12, recompute=policy) for policy in RECOMPUTE_POLICIES]
+
+    def mixed(policies: tuple[int, ...]) -> StepMemory:
+        """One of them a block."""
+        segments = list(alike[0].segments)
+        for block, i in enumerate(policies):
+            for place in (2 + block, -3 - block):
+                segments[place] = alike[i].segments[place]
+        return StepMemory(config, 12, 1024, segments)
+
+    every = [mixed(policies) for policies in itertools.product(range(len(alike)), repeat=4)]
+    pairs, worst = all_ways(plan, 12), 0.0
+    peaks = [step.peak for step in every]
     for card in (CARDS["H100"], CARDS["RTX 4090"]):
-        all_seconds, seconds = (mean_seconds(steps, mixes, card) for mixes in (every, pairs))
-        for budget in np.linspace(of_every.min(), of_every.max(), 20):
-            best, pair = all_seconds[of_every <= budget].min(), seconds[of_pairs <= budget].min()
+        all_steps, few = (
+            [(step.peak, step.seconds(card)) for step in steps] for steps in (every, pairs)
+        )
+        for budget in np.linspace(min(peaks), max(peaks), 20):
+            best, pair = (
+                min(seconds for peak, seconds in steps if peak <= budget)
+                for steps in (all_steps, few)
+            )
             worst = max(worst, pair / best - 1)
     assert f"at most {100 * worst:.1f} % slower" in " ".join(DOCS["evidence.md"].split())
 
 
-def test_what_is_taken_has_been_simulated(monkeypatch):
+def test_what_is_taken_with_offload_has_been_simulated():
     """Whatever was thought of its peak: it is never over the budget."""
-    plan = planner(CONFIG)
-    steps = all_alike(plan, 16)
-    budget = (steps[0].peak + steps[-2].peak) // 2  # none and full
-    fits = pick_recompute(plan, 16, budget, CARD).peak
-    monkeypatch.setattr("planner.choose.peaks_of", lambda *a: peaks_of(*a) * 9 // 10)
-    assert 0.8 * budget < fits <= budget
-    assert pick_recompute(plan, 16, budget, CARD).peak <= budget
+    plan = planner(replace(CONFIG, n_layers=7), device_type="cuda")
+    ways = sorted(way.peak for way in all_ways(plan, 16, CARD, offload=True))
+    for budget in np.linspace(ways[0], ways[-1], 7).astype(int).tolist():
+        taken = pick_recompute(plan, 16, budget, CARD, offload=True)
+        _, step = plan.simulate(16, taken.config)
+        assert taken.peak == step.peak, taken.config
+        assert taken.peak <= budget or budget == ways[0]
 
 
 def test_few_steps_are_simulated(monkeypatch):
-    """One if it fits as it is; else the rungs, and what is taken."""
-    simulated, simulate = [], Planner.simulate
+    """One if it fits as it is; else the rungs."""
+    simulated, log_step = [], Planner.log_step
 
-    def note(*args):
+    def note(*args, **more):
         simulated.append(args[1:])
-        return simulate(*args)
+        return log_step(*args, **more)
 
-    monkeypatch.setattr(Planner, "simulate", note)
+    monkeypatch.setattr(Planner, "log_step", note)
     plan = planner(replace(CONFIG, n_layers=6))
     most = pick_recompute(plan, 16, 2**40, CARD).peak
     assert len(simulated) == 1
     pick_recompute(plan, 16, int(0.8 * most), CARD)
-    assert len(simulated) <= len(RUNGS) + 1
+    assert len(simulated) <= len(RUNGS)

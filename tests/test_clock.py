@@ -16,7 +16,7 @@ from planner import CARDS, Card, clock, this_machine
 from planner.formulas import step_flops
 from planner.log import Log, Op
 from planner.operators import PRECISIONS as OF_PRODUCTS
-from planner.work import Work, summarize_work, what_moves
+from planner.work import Work, summarize_work, with_distances
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def note(run, *shapes, dtype=torch.float32, place="") -> list[Op]:
                 log.add(tensor)
             log.enter(place, 0 if place else None)
             ALIVE.append(run(*tensors))
-    return what_moves(log.ops)
+    return with_distances(log.ops)
 
 
 def work_of(run, *shapes, **settings) -> Work:

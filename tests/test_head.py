@@ -19,7 +19,7 @@ from memory.head import (
 )
 from model import embed
 from planner.log import Log, Op
-from planner.work import what_moves
+from planner.work import with_distances
 
 head_loss = tiny().head_loss  # as a model has it
 
@@ -148,7 +148,7 @@ def test_a_slice_takes_few_launches_and_passes(monkeypatch, kind, passes):
         x, weight, labels = head_inputs(64, channels=8)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Log() as log:
             head_loss(x.as_subclass(kind), weight, labels, 0)
-        return what_moves(log.ops)
+        return with_distances(log.ops)
 
     two, four = operations(32), operations(16)
     assert 2 <= len(four) - len(two) <= 2 * 9

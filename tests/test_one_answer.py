@@ -12,7 +12,7 @@ from harness.calculator import evaluate
 from tqdm import tqdm
 
 from planner import CARDS, Planner
-from planner.choose import all_alike
+from planner.choose import rungs
 from scripts import memory_page, plan_memory
 from trainer.flags import UsageError, model_config, words_of
 from trainer.plan import Question
@@ -45,7 +45,8 @@ def of_card(model: str, args) -> Question:
 @cache
 def budget_of(model: str, share: float) -> int:
     args = parse(flags_of(model))
-    peaks = [step.peak for step in all_alike(of_card(model, args).planner, args.batch_size)]
+    plan = of_card(model, args).planner
+    peaks = [plan.step(args.batch_size, recompute=rung).peak for rung in rungs(plan)]
     safe = min(peaks) + share * (peaks[0] - min(peaks))
     return int(safe / 0.75) + 2
 

@@ -121,8 +121,9 @@ def test_a_model_by_hand(recompute, returns, precision, make):
         assert 0.995 <= step.peak / peak <= 1.005
     stretches = dict.fromkeys((phase, block) for _, phase, block in step.places if phase)
     forward, backward = ([(phase, i) for i in range(3)] for phase in ("forward", "backward"))
-    ends = [("forward", None)], [("head", None)], [("optimizer", None)]
-    assert [*stretches] == [*ends[0], *forward, *ends[1], *backward[::-1], *ends[2]]
+    before, head, after = ((phase, None) for phase in ("forward", "head", "backward"))
+    update = ("optimizer", None)
+    assert [*stretches] == [before, *forward, head, *backward[::-1], after, update]
     assert (step.timeline >= 0).all() and step.total[-1] >= step.total[0]
     if recompute == "full" and precision == "fp32":
         assert step.kept_per_block == B * T * C * 4  # its input

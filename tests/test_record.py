@@ -50,7 +50,7 @@ def test_storages_are_the_step(way, setting, dropout):
     assert len(found.operators) == len(found.replays) == len(step.timeline)
     assert sum(storage.bytes for storage in found.at_peak) == step.peak
     assert all(storage.name and storage.why for storage in found.storages)
-    assert len(found.step.work.flops) == step.work.times.sum()
+    assert found.step.work.times.sum() == step.work.times.sum()
 
 
 def test_of_a_million_chunks_three_are_simulated():
@@ -60,7 +60,7 @@ def test_of_a_million_chunks_three_are_simulated():
     found, step, small = plan.record(10**6), plan.step(10**6), plan.step(10**4)
     np.testing.assert_array_equal(added_up(found), found.step.timeline)
     assert len(found.operators) == len(found.replays) == len(found.step.timeline)
-    assert len(found.operators) < len(step.timeline) < 10_000 and len(step.work.flops) < 1000
+    assert len(found.operators) == len(step.timeline) < 1000
     assert (found.step.peak, found.step.where) == (step.peak, step.where)
     assert step.peak == pytest.approx(100 * small.peak, rel=0.1)
     assert found.step.work.times.sum() == step.work.times.sum() > 10**4
@@ -214,8 +214,7 @@ def test_what_is_replayed():
     ids=str,
 )
 def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
-    """To the byte, operator by operator, also where the update ran in another step. And the
-    seconds, where no cache outlasts the blocks."""
+    """To the byte, of blocks and of chunks. And the seconds, where no cache outlasts the blocks."""
     settings = dict(SETTINGS[setting])
     dropout = settings.pop("dropout", 0.0)
     config = replace(CONFIG, n_layers=n_layers, loss_chunks=chunks, dropout=dropout)
@@ -223,13 +222,13 @@ def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
     plan.step(8, recompute="sdpa")
     few = plan.step(8, **memory)
     monkeypatch.setattr("planner.step.few_of", lambda n: [1] * n)
-    every = planner(config, **settings).step(8, **memory)
-    np.testing.assert_array_equal(few.timeline, every.timeline)
-    assert (few.places, few.kept, few.config) == (every.places, every.kept, every.config)
+    _, every = planner(config, **settings).simulate(8, few.config)
+    assert (few.peak, few.where, few.kept) == (every.peak, every.where, every.kept)
+    assert few.at_peak == every.at_peak
     assert sorted(few.moved) == sorted(every.moved)
     assert few.kept_per_block == pytest.approx(every.kept_per_block, rel=1e-12)
     left, right = few.work, every.work
-    assert (len(left.flops) < len(right.flops)) == (n_layers > 3 or chunks > 3)
+    assert (len(few.total) < len(every.total)) == (chunks > 3)
     assert left.times.sum() == right.times.sum()
     assert left.times @ left.flops == right.times @ right.flops
     moved = right.times @ right.moved()

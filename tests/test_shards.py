@@ -50,8 +50,7 @@ def test_predicted_peak_is_that_of_real_processes(names, tmp_path):
         step = planner(case.config, precision, **more).step(case.batch_size)
         kinds = dict(zip(KINDS, step.timeline[0], strict=True))
         assert kinds["parameters"] + kinds["optimizer"] == taken["state"], name
-        # (4: the gradient of the loss, which lives until all is reduced.)
-        assert taken["peak"] - 4 <= step.peak <= 1.005 * taken["peak"], name
+        assert 0.98 <= step.peak / taken["peak"] <= 1.02, name
 
 
 # ---- what a process has when
@@ -109,7 +108,7 @@ def test_gloo_takes_as_much_again_while_it_is_at_work():
         plan = planner(WIDE, shards=2, device_type=device_type)
         kinds, (*_, block) = columns(plan.step(1)), of(plan)
         times.append((kinds["temporaries"] + kinds["head"] >= block).sum())
-    assert times == [4 + 4 + 4, 0]  # each block is gathered twice, and reduced
+    assert times == [4 + 3 + 2, 0]  # gathered in forward, ahead of backward; and reduced behind it
 
 
 @pytest.mark.parametrize("n", [2, 3, 1000])
