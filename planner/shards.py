@@ -105,7 +105,7 @@ def add_shards(
     begin, first, now = times["forward", None][0], times["forward", 0][0], log.now
     root = in_no_group(model, in_low), in_no_group(own, in_low)
     groups: list[tuple[list[nn.Parameter], list[nn.Parameter], int, int, int]]
-    groups = [(*root, begin, begin + 1, now)]
+    groups = [(*root, begin, begin + 1 if tables(model) else first, now)]
     for table, its in zip(tables(model), tables(own), strict=True):
         groups.append(([*table.parameters()], [*its.parameters()], begin + 1, first - 1, first - 1))
     for whole, shards, born, used, gone in groups:
@@ -124,7 +124,8 @@ def add_shards(
         gather(size, begin, end if ahead else again - 1)
         if ahead:
             gather(size, ahead, again - 1)
-        add("parameters", "gathered weights", size, begin, end)
+        # (The buffer of the block before it is as large as the weights, and makes room for them.)
+        add("parameters", "gathered weights", size, begin + (gloo and i == 0), end)
         add("parameters", "gathered weights", size, again, done)
         add("gradients", AVERAGED, buffer, averaged, done)
         at_once = size if i > 0 and averaged == last else 0  # what gloo takes for the one before

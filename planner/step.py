@@ -36,6 +36,16 @@ from .shards import add_shards, gathered_by_block, shard_of
 from .timeline import KINDS, Segment, StepMemory, cut
 
 
+class Few:
+    """The segments of a step with a few calls, each like those of a step with more."""
+
+    def __init__(self, segments: list[Segment]):
+        self.n = n = len(segments) // 2 - 3  # calls
+        self.state, self.embedding, *rest, self.embedding_backward, self.update = segments
+        self.forward, self.backward = rest[:n], rest[: -n - 1 : -1]  # by call
+        self.left, self.head, self.entered = rest[n:-n]  # from ln_f on, and back again
+
+
 @dataclass(eq=False)
 class Planner:
     """One training step of the real model, optimizer and policies, on fake tensors.
@@ -70,11 +80,13 @@ class Planner:
         self.tokens = self.sequence.cut(self.seq_len).stop  # of a sequence
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.few: dict[tuple[int, MiniGPTConfig], list[Segment]] = {}  # of steps with few blocks
+        self.few: dict[tuple, Few] = {}
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
         self.composed = set[str]()  # of COMPOSED_ON_CPU, what the model uses
         with self.fake:
             self.model = MiniGPT(config).train()
+            shapes = {tuple(w.shape for w in b.parameters()) for b in self.model.blocks}
+            self.are_alike = len(shapes) == 1  # not in any changed model.py
             self.model.embed = partial(cast(Any, self.model.embed), on_cpu=self.on_cpu)
             if self.sharing > 1:
                 self.sequence.surround(self.model)
@@ -108,61 +120,66 @@ class Planner:
         With offload, where what a block has sent away waits for other blocks, a mix of policies is
         an estimate.
         """
-        calls, ends, first = expanded(config).calls, self.ends(config), 0
-        of_each = [self.few_calls(batch_size, config, *call) for call in calls]
-        forward, backward = list[tuple[Segment, int]](), list[tuple[Segment, int]]()
-        for to_come, few, (_, size) in zip(range(len(calls))[::-1], of_each, calls, strict=True):
-            i = first // size  # the same call among the few, from the begin or from the end
-            if i >= ends:
-                i = max(ends, n_calls(few) - 1 - to_come)
-            forward.append((few[2 + i], first - i * size))
-            backward.insert(0, (few[-3 - i], first - i * size))
-            first += size
-        _, embedded, *_, embedding_backward, _ = of_each[0]
-        left, _, entered = behind_calls(of_each[-1])
-        frame = self.few_calls(batch_size, config)
-        _, of_head, _ = behind_calls(frame)
-        before, between, after = (
-            [(segment, 0) for segment in some]
-            for some in (
-                (frame[0], embedded),
-                (left, of_head, entered),
-                (embedding_backward, frame[-1]),
+        how, plain, first = expanded(config), replace(config, recompute="none"), 0
+        frame = self.few_calls(batch_size, plain)
+        few_of = {
+            (policy, size): self.few_calls(
+                batch_size,
+                plain,
+                policy,
+                size,
+                nested=how.nested and size > 1,
+                moves=how.offload and policy != "none",
             )
-        )
-        segments = [*before, *forward, *between, *backward, *after]
+            for policy, size in set(how.calls)
+        }
+        forward, backward = list[tuple[Segment, int]](), list[tuple[Segment, int]]()
+        for to_come, call in zip(range(len(how.calls))[::-1], how.calls, strict=True):
+            few, (_, size) = few_of[call], call
+            # The same call among the few, from the begin or from the end.
+            i = max(min(first // size, few.n // 2), few.n - 1 - to_come)
+            forward.append((few.forward[i], first - i * size))
+            backward.append((few.backward[i], first - i * size))
+            first += size
+        begin, end = few_of[how.calls[0]], few_of[how.calls[-1]]
+        between = end.left, frame.head, end.entered
+        segments = [
+            *((segment, 0) for segment in (frame.state, begin.embedding)),
+            *forward,
+            *((segment, 0) for segment in between),
+            *backward[::-1],
+            *((segment, 0) for segment in (begin.embedding_backward, frame.update)),
+        ]
         return StepMemory(config, batch_size, self.seq_len, segments)
 
-    def ends(self, config: MiniGPTConfig) -> int:
-        """So many calls at each end of a step may differ from all others like them."""
-        shapes = {tuple(w.shape for w in block.parameters()) for block in self.model.blocks}
-        if len(shapes) > 1:  # a changed model.py
-            return config.n_layers
-        return 1 + offload.IN_FLIGHT * expanded(config).offload
-
     def few_calls(
-        self, batch_size: int, config: MiniGPTConfig, policy: str = "none", size: int = 1
-    ) -> list[Segment]:
-        """Simulate a step with a few calls, all of `size` blocks with that policy, once.
-
-        Its segments are in order: 2, one a call, 3, one a call, 2. All but those of the calls are
-        the same with any policy.
-        """
-        how, n = expanded(config), min(config.n_layers // size, 2 * self.ends(config) + 1)
-        nested, moves = how.nested and size > 1, how.offload and policy != "none"
-        alike = Recompute((policy,) * n * size, size, nested, moves)
-        few = replace(config, n_layers=n * size, recompute=write(alike))
-        if (batch_size, few) not in self.few:
+        self,
+        batch_size: int,
+        plain: MiniGPTConfig,
+        policy: str = "none",
+        size: int = 1,
+        nested: bool = False,
+        moves: bool = False,
+    ) -> Few:
+        """Simulate a step with a few calls, all of `size` blocks with that policy, once."""
+        key = batch_size, plain, policy, size, nested, moves
+        if key not in self.few:
             self.watch()
-            frame = [] if policy == "none" else self.few_calls(batch_size, config)
-            segments = cut(self.log_step(batch_size, few, frame), [size] * n)
-            if not frame:
+            n = plain.n_layers // size
+            if self.are_alike:  # but for the first and the last one, and those next to them
+                ends_differ = moves or self.shards > 1
+                n = min(n, 3 + 2 * offload.IN_FLIGHT * moves if ends_differ else 2)
+            how = Recompute((policy,) * n * size, size, nested, moves)
+            config = replace(plain, n_layers=n * size, recompute=write(how))
+            frame = None if policy == "none" else self.few_calls(batch_size, plain)
+            segments = cut(self.log_step(batch_size, config, frame), [size] * n)
+            if frame is None:
                 # Each block's backward makes its gradients, also of those that are left out here.
                 left_out = set(self.own.blocks[n:].parameters()) - self.waiting
                 made = segments[0].changes[0, 0]
                 made[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
-            self.few[batch_size, few] = segments
-        return self.few[batch_size, few]
+            self.few[key] = Few(segments)
+        return self.few[key]
 
     def largest_batch(
         self, budget: int, batch_size: int, host: int | None = None, **memory: Any
@@ -204,7 +221,7 @@ class Planner:
     ) -> tuple[Log, StepMemory]:
         """Simulate all of a step."""
         self.watch()
-        log = self.log_step(batch_size, config, [], sources)
+        log = self.log_step(batch_size, config, None, sources)
         segments = cut(log, [size for _, size in expanded(config).calls])
         whole = [(segment, 0) for segment in segments]
         return log, StepMemory(config, batch_size, self.seq_len, whole)
@@ -218,13 +235,13 @@ class Planner:
         self,
         batch_size: int,
         config: MiniGPTConfig,
-        known: list[Segment],
+        known: "Few | None" = None,
         sources: Sources | None = None,
     ) -> Log:
         """What train_minimal.train_step does, without its data and its numbers: by the first
         `config.n_layers` blocks; all that the planner's model has are updated.
 
-        `known`: the segments of another step. Then head and update are left out of this one.
+        `known`: another step. Then head and update, which are the same, are left out of this one.
         `sources`: the log is to name who asks for each operator.
         """
         model, parameters = self.model, list(self.own.parameters())
@@ -324,31 +341,21 @@ class WholeBlocks(HostMemory):
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
 
 
-def n_calls(few: list[Segment]) -> int:
-    """How many calls have their segments among these, in forward and in backward."""
-    return len(few) // 2 - 3
-
-
-def behind_calls(few: list[Segment]) -> list[Segment]:
-    """What is behind the calls of forward, before those of backward."""
-    return few[2 + n_calls(few) : 5 + n_calls(few)]
-
-
 def few_of(n: int) -> list[int]:
     """Of a run of n equal calls, or chunks, the first, one more and the last: how many each of them
     stands for."""
     return [1, n - 2, 1] if n > 3 else [1] * n
 
 
-def few_chunks(log: Log, known: list[Segment]) -> Callable[[int, int], Iterator[int]]:
+def few_chunks(log: Log, known: "Few | None") -> Callable[[int, int], Iterator[int]]:
     """For memory/head.py: of its chunks, of which there may be millions, only the first, one more
     and the last. Those in between do the same, operator by operator. None if the head is `known`
     (but what it moves has passed the cache)."""
-    moved = [size for s in known if s.phase == "head" for op in s.ops for size, _ in op.moved]
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
         if known:
-            torch.ones(sum(moved), dtype=torch.uint8)
+            moved = sum(size for op in known.head.ops for size, _ in op.moved)
+            torch.ones(moved, dtype=torch.uint8)
             return
         chunk = 0
         for log.times in few_of(math.ceil(n_tokens / n)):
