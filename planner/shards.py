@@ -116,14 +116,13 @@ def add_shards(
             add("temporaries", GLOO, size_of(shards) * gloo, now, now)
         share_gradients(log, whole, shards, sums, now)
     # Blocks, the last one first: while it is at work in backward, the one before arrives.
-    ahead = buffer = averaged = 0
+    ahead, buffer, averaged, last_block = log.forward_end + 1, 0, 0, len(model.blocks) - 1
     for i in reversed(range(len(model.blocks))):
         whole, shards = (gathered_by_block(its.blocks[i], in_low) for its in (model, own))
         size = size_of(shards) // (1 + in_low)
         (begin, _, end), (again, last, done) = times["forward", i], times["backward", i]
-        gather(size, begin, end if ahead else again - 1)
-        if ahead:
-            gather(size, ahead, again - 1)
+        gather(size, begin, end if i < last_block else log.forward_end)
+        gather(size, ahead, again - 1)
         # (The buffer of the block before it is as large as the weights, and makes room for them.)
         add("parameters", "gathered weights", size, begin + (gloo and i == 0), end)
         add("parameters", "gathered weights", size, again, done)
