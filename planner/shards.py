@@ -33,8 +33,10 @@ What an optimizer gathers (Muon: a few whole matrices at a time) is not followed
 from itertools import pairwise
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from memory.head import parse_release
 from model import MiniGPT, MiniGPTConfig
 
 from .log import Log
@@ -114,7 +116,9 @@ def add_shards(
         if gone < now:  # a table's gradients do not take the place of its weights
             add("gradients", AVERAGED, size_of(shards), now, now)
             add("temporaries", GLOO, size_of(shards) * gloo, now, now)
-        share_gradients(log, whole, shards, sums, now)
+        # Before 2.15 torch's loop has the last one until it is reduced.
+        early = gone < now and parse_release(torch.__version__) >= (2, 15)
+        share_gradients(log, whole, shards, sums, now - early)
     # Blocks, the last one first: while it is at work in backward, the one before arrives.
     ahead, buffer, averaged, last_block = log.forward_end + 1, 0, 0, len(model.blocks) - 1
     for i in reversed(range(len(model.blocks))):
