@@ -6,6 +6,7 @@ import re
 import sys
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import train_minimal
 from planner import Planner
-from trainer import check
+from trainer import check, rescue
+from trainer.metrics import StepClock
 from trainer.plan import ask, next_policy
 from trainer.report import describe_rescues
 
@@ -143,6 +145,20 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         gc.enable()
     assert len(left) == 24 and max(left) <= 256
     run.held_lock.close()
+
+
+def test_a_gpu_is_waited_for_before_its_memory_is_unmapped():
+    """Offload's streams may still read it. And the peak that the log shows from then on is that of
+    the policy that is taken, as the next one is chosen by it."""
+    gpu, run = torch.device("cuda", 1), Mock(clock=StepClock())
+    run.process.device, run.next_policy.return_value = gpu, None
+    with patch.object(rescue, "torch") as its, pytest.raises(MemoryError, match="why"):
+        rescue.go_deeper(run, "why")
+    asked = call.synchronize(gpu), call.max_memory_allocated(gpu)
+    told = call.reset_peak_memory_stats(gpu), call.empty_cache()
+    assert its.cuda.mock_calls == [*asked, *told]
+    seen = its.cuda.max_memory_allocated.return_value
+    run.next_policy.assert_called_once_with(run.model.config.recompute, seen)
 
 
 def in_block(run, number: int, backward: bool) -> None:

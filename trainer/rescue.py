@@ -64,8 +64,14 @@ def go_deeper(run: Run, message: str) -> None:
     # A backward that failed leaves its tasks in autograd's queue, and they hold the graph
     # (pytorch#82218). The next backward clears the queue: this one.
     torch.zeros((), device=device, requires_grad=True).backward()
-    seen = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    torch.cuda.empty_cache()  # whole segments, without remains of the step between
+    seen = None
+    if device.type == "cuda":
+        # Offload may still copy tensors that are free by now. To unmap their memory, the allocator
+        # waits for the stream that computes, and for no other one.
+        torch.cuda.synchronize(device)
+        seen = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)  # the next peak is that of the policy to come
+        torch.cuda.empty_cache()  # whole segments, without remains of the step between
     with run.clock.paused("plan"):
         step = run.next_policy(policy, seen)
         while step is not None:
