@@ -219,6 +219,16 @@ def test_another_run_s_best_is_gone_on_from_as_a_copy_would(tmp_path, capsys):
         copy.write_bytes(b"damaged")
 
 
+@pytest.mark.parametrize("config", [{}, {"vocab_size": "many"}])
+def test_flags_and_tokenizer_tell_the_shape(config, path):
+    """`config` in the snapshot, which is for scripts, may be damaged: the next save mends it."""
+    assert train_here(path, FP32, "--num-steps=1") == 0
+    before = snapshot(path)
+    torch.save(before | {"config": config}, path)
+    assert resume_alone(path, "--num-steps=2") == 0
+    assert snapshot(path)["config"] == before["config"]
+
+
 @pytest.mark.filterwarnings("ignore:.*is a no-op")  # torch, about copies to "meta"
 def test_the_optimizers_kernel_may_change(path):
     """An older snapshot from MPS, whose kernel was not the fused one, goes on with that.

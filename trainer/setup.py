@@ -150,8 +150,21 @@ def agree(
 
 
 def most_ids(args: argparse.Namespace, origin: Origin) -> int:
-    """The largest vocabulary that the run can have, known without its data. Raises DataError."""
-    return origin.state["config"]["vocab_size"] if isinstance(origin, Resumed) else vocabulary(args)
+    """The largest vocabulary that the run can have, known without its data. Raises DataError, or
+    SnapshotError as `tokenizer_of` does."""
+    tokenizer = tokenizer_of(origin)
+    return tokenizer.vocab_size if tokenizer else vocabulary(args)
+
+
+def tokenizer_of(origin: Origin) -> Tokenizer | None:
+    """The tokenizer of the run that goes on, or of the weights that it starts from; None: of
+    neither. Raises SnapshotError if what a snapshot holds is none."""
+    if not isinstance(origin, Resumed):
+        return origin.tokenizer if origin else None
+    try:
+        return Tokenizer.from_state(origin.state["tokenizer"])
+    except DataError as error:
+        raise SnapshotError(f"{origin.path} holds {error}") from None
 
 
 def start_log(run: Run, next_rate: float) -> None:
@@ -174,21 +187,12 @@ def start_log(run: Run, next_rate: float) -> None:
 
 
 def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Dataset:
-    """What the flags of the group "data" ask for; by the tokenizer of the run that goes on, or of
-    the weights that it starts from.
+    """What the flags of the group "data" ask for, by `tokenizer_of(origin)` if there is one.
 
-    Raises DataError, or SnapshotError if that tokenizer is none.
+    Raises DataError, or SnapshotError if that is none.
     """
-    tokenizer = None
-    if isinstance(origin, Pretrained):
-        tokenizer = origin.tokenizer
-    elif origin is not None:
-        try:
-            tokenizer = Tokenizer.from_state(origin.state["tokenizer"])
-        except DataError as error:
-            raise SnapshotError(f"{origin.path} holds {error}") from None
     flags = {name: getattr(args, name) for name in [*resume.DATA, "data_seed", "seq_len"]}
-    return find_dataset(**flags, tokenizer=tokenizer, say=process.say)
+    return find_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.say)
 
 
 def identify(
