@@ -82,6 +82,7 @@ def go_deeper(run: Run, message: str) -> None:
                 break
             step = run.next_policy(step.config.recompute)
         else:
+            process.remember_shortage(policy)  # this run ends: with it all others do
             raise MemoryError(message)
     run.clock.expect(step.peak)
     taken = run.identity["config"]["recompute"] = step.config.recompute
