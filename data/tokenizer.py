@@ -91,7 +91,11 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """`text` as ids, uint32 (n,). "<|endoftext|>" in the text is plain text, never the id."""
         text = text.encode("utf-8", "replace").decode()  # JSON allows lone surrogates; UTF-8 not
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # tiktoken's regex engine gives up on a million spaces in a row
+            half = len(text) // 2
+            return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; an id without bytes, or half a character, shows as U+FFFD."""
