@@ -251,6 +251,17 @@ def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio,
             assert len(tail) > about - 4
 
 
+@pytest.mark.parametrize("left", [0, 15, 16, 17, 18, 24])
+def test_a_token_file_that_becomes_shorter_is_not_read_on(left, tmp_path) -> None:
+    """Nor if it has one token of a window: that is no window of it alone."""
+    path = tmp_path / "x.bin"
+    np.arange(100, dtype=np.uint16).tofile(path)
+    batches = TrainBatches((TokenFile.open(path),), 1, 8, 0, torch.device("cpu"))
+    os.truncate(path, 2 * left)
+    with pytest.raises(DataError, match="shorter than it was"):
+        batches.read(np.array([2]))  # tokens 16 to 24
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "content"),
     [
