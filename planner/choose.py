@@ -31,7 +31,7 @@ def pick_recompute(
     `offload`: whatever is taken, what it keeps waits in CPU memory. Nested groups, which are slower
     than all of these, are tried where none of them fits.
 
-    Only the rungs are simulated (the rest follows: `peaks_of`), and what is taken.
+    Only the rungs are simulated (mixes are put together of their segments), and what is taken.
     """
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:

@@ -158,9 +158,11 @@ def export(source: Pretrained, folder: Path) -> None:
             indent = 2 if "config" in name else None
             text = json.dumps(content, ensure_ascii=False, indent=indent)
             (folder / name).write_text(text, encoding="utf-8")
-    except (OSError, library.SafetensorError) as error:
+    except BaseException as error:  # Ctrl-C, too: the next export wants an empty folder
         for name in (*files, "model.safetensors"):
             (folder / name).unlink(missing_ok=True)
+        if not isinstance(error, OSError | library.SafetensorError):
+            raise
         raise SaveError(f"cannot save {folder}: {error}") from None
 
 

@@ -167,7 +167,7 @@ def draw_run(
         kinds.add("resumed")
         axis.axvline(step, color=look["color"], **KINDS["resumed"])
     for step, policy in changes_of_policy(records) if drawn else ():
-        words = f"{policy} from step {step:,}"
+        words = f"{policy} by step {step:,}"
         axis.axvline(step, color=look["color"], linewidth=0.8, zorder=1, label=words)
     return kinds
 

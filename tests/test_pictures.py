@@ -249,9 +249,9 @@ def test_changes_of_policy_are_marked_and_named(plt):
             color = axis.lines[len(runs) - 1].get_color()  # that of the last run's curve
             assert all(mark.get_color() == color for mark in marks)
         named = zip(("cheap:7", "full", "full+offload"), marked, strict=False)
-        assert names_in(legend)[-len(marked) :] == [
-            f"{name} from step {n}" for name, n in named
-        ] or (not marked and names_in(legend) == ["run 0", "training"])
+        assert names_in(legend)[-len(marked) :] == [f"{name} by step {n}" for name, n in named] or (
+            not marked and names_in(legend) == ["run 0", "training"]
+        )
 
 
 # ---- every picture can be read

@@ -32,7 +32,7 @@ from harness.runs import (
     train_here,
 )
 
-from planner.choose import all_alike, all_ways, frontier
+from planner.choose import all_ways, frontier
 from trainer.device import choose_precision
 from trainer.plan import Question
 
@@ -212,7 +212,7 @@ def budgets(*flags: str) -> dict[str, float]:
     args = parse(*TINY, *SHAPE.split(), *flags)
     precision = choose_precision(args, CPU)
     question = Question(args, 31, CPU, precision, ddp=True, processes=2)
-    ways = frontier(all_ways(all_alike(question.planner, args.batch_size)))
+    ways = frontier(all_ways(question.planner, args.batch_size))
     return {way.config.recompute: math.ceil(way.peak / 0.9 + 1) / 1024 for way in ways}
 
 

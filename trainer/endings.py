@@ -71,11 +71,10 @@ def run_safely(
         if is_out_of_memory(error):
             device = run.process.device if run else None
             way = way_back(run) if run and run.saved_step else None
-            # The policy in use, and whether no other one needs less.
-            used = (
-                (last := run.model.config.recompute, run.next_policy(last) is None) if run else ()
-            )
-            complain(f"out of memory with {next_knob(args, device, way, *used)}")
+            policy, is_least = run.model.config.recompute if run else "", False
+            with suppress(Exception):  # there may be no memory to plan with
+                is_least = run is not None and run.next_policy(policy) is None
+            complain(f"out of memory with {next_knob(args, device, way, policy, is_least)}")
             return 4
         line = lost_others(error)
         if line is None:

@@ -169,7 +169,8 @@ def next_knob(
         return f"{now}; try a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
     for knob in candidates(used, device.type):
         if not is_least or knob.flags.keys() != {POLICY}:
-            knob = knob.with_policy(args, policy) if is_least else knob
+            if policy and (is_least or POLICY not in knob.flags):
+                knob = knob.with_policy(args, policy)
             return f"{now}; try {knob.command(args)} ({knob.words}){back}"
     return f"{now}; try a shorter --seq-len or a smaller model"
 

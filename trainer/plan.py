@@ -369,19 +369,31 @@ def plan_memory(
         words = f"auto takes {config.recompute}: {least} that fits in {room}\nmemory   "
         if instead := process.by_first(lambda: asked.instead_of(chosen)):
             words += f"{instead}\nmemory   "
-    if failed := process.last_shortage():
-        # If nothing needs less, try that policy again.
-        less = next_policy(question, failed, share=AFTER_RESTART)
-        taken = replace(config, recompute=less.config.recompute if less else failed)
-        if taken != config:  # (`auto` may need less already)
-            step = partial(question.planner.step, args.batch_size)
-            config = min(taken, config, key=lambda its: step(recompute=its.recompute).peak)
+    failed = process.last_shortage()
+    if failed:
+        config = after_restart(question, config, failed)
+    of_each = process.exchange(config.recompute)
+    if not process.own_policy:
+        config = replace(config, recompute=of_each[0])
+    if failed:
         words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
-    if len(set(of_each := process.exchange(config.recompute))) > 1:
+    if process.own_policy and len(set(of_each)) > 1:
         words += f"each process has a policy of its own, by rank: {', '.join(of_each)}\nmemory   "
     told = process.by_first(lambda: predict(question, process, config, held))
     said, peaks = told or ("", None)
     return Plan(config, words + said, peaks, partial(next_policy, question))
+
+
+def after_restart(question: Question, config: MiniGPTConfig, failed: str) -> MiniGPTConfig:
+    """Return the config of a run that torchrun starts again because memory ran out with the policy
+    `failed`. If nothing needs less, or nothing can be planned, it tries that policy again."""
+    policy, step = failed, partial(question.planner.step, question.args.batch_size)
+    with suppress(Exception):
+        if less := next_policy(question, failed, share=AFTER_RESTART):
+            policy = less.config.recompute
+        # (`auto` may need less already.)
+        policy = min(policy, config.recompute, key=lambda way: step(recompute=way).peak)
+    return replace(config, recompute=policy)
 
 
 def next_policy(
@@ -390,19 +402,17 @@ def next_policy(
     """Return the fastest way to recompute that is predicted to need less than `policy`, which was
     too much: a `share` of it at most, less the usual margin, if any does; else the least that there
     is. Only if that is no less, what is kept waits in CPU memory (on CUDA). None: nothing needs
-    less, or nothing can be planned.
+    less. Raises what planning raises, where fake tensors do not work or memory is short for it.
 
     `seen`: bytes that it took, if they were counted.
     """
     planner, batch_size, kind = question.planner, question.args.batch_size, question.device.type
-    with suppress(Exception):  # there may be no memory to plan with, either
-        failed = planner.step(batch_size, recompute=policy).peak
-        budget = Room(int(share * min(failed, seen or failed)), kind).safe or 0
-        taken = pick_recompute(planner, batch_size, budget, question.card).config.recompute
-        ways = [taken] + ["full+offload"] * (kind == "cuda")
-        steps = (planner.step(batch_size, recompute=way) for way in ways)
-        return next((step for step in steps if step.peak < failed), None)
-    return None
+    failed = planner.step(batch_size, recompute=policy).peak
+    budget = Room(int(share * min(failed, seen or failed)), kind).safe or 0
+    taken = pick_recompute(planner, batch_size, budget, question.card).config.recompute
+    ways = [taken] + ["full+offload"] * (kind == "cuda")
+    steps = (planner.step(batch_size, recompute=way) for way in ways)
+    return next((step for step in steps if step.peak < failed), None)
 
 
 def choose_recompute(question: Question) -> StepMemory:

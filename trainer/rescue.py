@@ -13,6 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from planner import StepMemory
+
 from .check import check_techniques
 from .endings import is_out_of_memory
 from .flags import UsageError
@@ -73,17 +75,10 @@ def go_deeper(run: Run, message: str) -> None:
         torch.cuda.reset_peak_memory_stats(device)  # the next peak is that of the policy to come
         torch.cuda.empty_cache()  # whole segments, without remains of the step between
     with run.clock.paused("plan"):
-        step = run.next_policy(policy, seen)
-        while step is not None:
-            run.model.config = replace(run.model.config, recompute=step.config.recompute)
-            # A changed model.py may be exact under some policies only. Pass over the others.
-            with suppress(UsageError):
-                check_techniques(run.model, device, run.precision)
-                break
-            step = run.next_policy(step.config.recompute)
-        else:
-            process.remember_shortage(policy)  # this run ends: with it all others do
-            raise MemoryError(message)
+        step = take_next_policy(run, seen)
+    if step is None:
+        process.remember_shortage(policy)  # this run ends: with it all others do
+        raise MemoryError(message)
     run.clock.expect(step.peak)
     taken = run.identity["config"]["recompute"] = step.config.recompute
     run.rescues.append(policy)
@@ -92,3 +87,21 @@ def go_deeper(run: Run, message: str) -> None:
         f"warning  step {run.step}: out of memory with recompute {policy}; again, and from now on, "
         f"with {taken} ({format_bytes(step.peak)} predicted){same}"
     )
+
+
+def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
+    """Give the model the next policy that needs less, and return its step.
+
+    `seen`: bytes that the policy before it took, if they were counted.
+    None: no policy needs less, or there is no memory to plan with, either.
+    """
+    config, policy = run.model.config, run.model.config.recompute
+    with suppress(Exception):
+        while step := run.next_policy(policy, seen):
+            policy, seen = step.config.recompute, None
+            run.model.config = replace(config, recompute=policy)
+            with suppress(UsageError):  # a changed model.py may be exact under some policies only
+                check_techniques(run.model, run.process.device, run.precision)
+                return step
+    run.model.config = config
+    return None
