@@ -20,10 +20,11 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,17 +36,19 @@ from torch.utils.benchmark import Timer
 import train_minimal
 from memory import RECOMPUTE_POLICIES
 from memory.head import head_loss
-from model import MiniGPTConfig
+from model import MiniGPT, MiniGPTConfig
 from model import head_loss as plain_loss
 from planner.formulas import head_bytes
-from scripts import benchmark, benchmark_worker, tool
+from scripts import benchmark, tool
 from scripts.benchmark import about, describe, table
-from scripts.benchmark_worker import Job, config_of, timed_step
+from scripts.benchmark_worker import WARM_UP, ModelFactory, make_run, timed_step
+from scripts.benchmark_worker import measure as measure_steps
+from scripts.export_hf import their_sizes
 from studies.common import study_parser
 from trainer.endings import is_out_of_memory
-from trainer.flags import UsageError, output_folder
+from trainer.flags import UsageError, changed, model_config, output_folder
 from trainer.metrics import read_metrics
-from trainer.plan import next_policy
+from trainer.plan import Question, next_policy
 from trainer.run import Run
 
 Values = dict[str, Any]
@@ -67,7 +70,6 @@ COLUMNS = {
     "HFU": ("hfu", 1.0),
     "MiB": ("peak_bytes", 1 / MIB),
     "predicted MiB": ("predicted_bytes", 1 / MIB),
-    "reserved MiB": ("reserved_bytes", 1 / MIB),
 }
 
 
@@ -76,7 +78,7 @@ class Bench:
     """Where it is measured, and how large. `dry`: everything small, on the CPU."""
 
     dry: bool = False
-    peers: tuple[str, ...] = ()  # beside whose GPT-2
+    peers: Mapping[str, ModelFactory] = field(default_factory=dict)  # other libraries' GPT-2
 
     @property
     def device(self) -> torch.device:
@@ -85,12 +87,16 @@ class Bench:
     def pick(self, real: Any, dry: Any) -> Any:
         return dry if self.dry else real
 
-    def args(self, flags: str = "") -> argparse.Namespace:
+    def args(self, flags: str = "", policy: str = "none") -> argparse.Namespace:
         """The benchmark's flags: GPT-2 small, or something tiny, and `flags` besides."""
         words = f"{self.pick(REAL, DRY)} --steps {self.pick(10, 2)} {flags}".split()
         args = benchmark.build_parser().parse_args(words)
         benchmark.check(args)
-        return args
+        return benchmark.with_policy(args, policy)
+
+    def ask(self, args: argparse.Namespace) -> Question:
+        """The planner's question. A dry run takes any card's clock: it compares no times."""
+        return benchmark.ask(changed(args, card=self.pick(None, "H100 PCIe")))
 
 
 # ---- The head alone
@@ -99,10 +105,9 @@ class Bench:
 def head(bench: Bench) -> Jobs:
     """Forward and backward: by itself (0 chunks asked), in a fixed number of chunks, and as plain
     cross-entropy (1)."""
-    for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        for chunks in bench.pick((0, 4, 8, 16, 32, 99, 1), (0, 2, 1)):  # (1 may not fit)
-            yield f"{name}, {chunks} chunks", partial(time_head, bench, dtype, chunks)
+    all_chunks = bench.pick((0, 4, 8, 16, 32, 99, 1), (0, 2, 1))  # (1 may not fit)
+    for dtype, chunks in product((torch.bfloat16, torch.float16), all_chunks):
+        yield f"{dtype}, {chunks} chunks", partial(time_head, bench, dtype, chunks)
 
 
 def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
@@ -120,7 +125,7 @@ def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
 
     step()
     ms = 1000 * Timer("step()", globals={"step": step}).timeit(bench.pick(10, 2)).mean
-    config = replace(config_of(args, Job("none", 1)), loss_chunks=chunks)
+    config = replace(model_config(args, V), loss_chunks=chunks)
     values = {"ms": ms, "TFLOP/s": 6 * N * V * C / ms / 1e9}
     values["predicted MiB"] = head_bytes(config, N, dtype) / MIB
     if not bench.dry:
@@ -136,34 +141,59 @@ def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
 
 
 def steps(bench: Bench) -> Jobs:
-    """As `python -m scripts.benchmark` measures them, in turns: a clock that drifts hits all."""
-    jobs: dict[str, tuple[str, Job]] = {}
-    for size in bench.pick((2, 16), (2,)):
-        for policy in bench.pick(RECOMPUTE_POLICIES, ("none", "full")):
-            jobs[f"{policy}, {size} sequences"] = "", Job(policy, size)
-    for policy in bench.pick(("none", "cheap", "mlp", "sdpa", "full"), ("full",)):
-        jobs[f"{policy}, {size} sequences, compiled"] = "", Job(policy, size, compiled=True)
-    for peer in bench.peers:
-        jobs[f"{peer}, {size} sequences"] = "", Job("none", size, peer=peer)
-        jobs[f"{peer}, {size} sequences, compiled"] = "", Job("none", size, True, peer)
-    jobs["full, 4 sequences, offload"] = "", Job("full+offload", 4)
-    for flags in bench.pick(SETTINGS, SETTINGS[:2]):
-        jobs[f"full, 4 sequences, {flags}"] = flags, Job("full", 4)
-    for turn in range(1, bench.pick(4, 2)):
-        for name, (flags, job) in jobs.items():
-            yield f"{name}, turn {turn}", partial(measure_step, bench, flags, job)
+    """As `python -m scripts.benchmark` measures them, in turns: a clock that drifts hits all. Each
+    row: a policy, or a peer, and the flags."""
+    size = bench.pick(16, 2)
+    eager, compiled = f"--batch-size {size}", f"--batch-size {size} --compile"
+    sizes = bench.pick(["--batch-size 2", eager], [eager])
+    jobs = [
+        *product(bench.pick(RECOMPUTE_POLICIES, ("none", "full")), sizes),
+        *product(bench.pick(("none", "cheap", "mlp", "sdpa", "full"), ("full",)), [compiled]),
+        *product(bench.peers, [eager, compiled]),
+        ("full+offload", "--batch-size 4"),
+        *(("full", f"--batch-size 4 {flags}") for flags in bench.pick(SETTINGS, SETTINGS[:2])),
+    ]
+    for turn, (name, flags) in product(range(1, bench.pick(4, 2)), jobs):
+        yield f"{name} {flags}, turn {turn}", partial(measure_step, bench, name, flags)
 
 
-def measure_step(bench: Bench, flags: str, job: Job) -> Values:
-    """As the benchmark does, but in this process."""
-    args = bench.args(flags)
-    found = benchmark_worker.measure(args, job)
-    args.card = bench.pick(None, "H100 PCIe")  # whose times nobody compares
-    row = benchmark.make_row(benchmark.ask(args), job, [found])
-    return {name: row[key] and unit * row[key] for name, (key, unit) in COLUMNS.items()}
+def measure_step(bench: Bench, name: str, flags: str) -> Values:
+    """As the benchmark does, but in this process. Nothing is predicted of a peer."""
+    peer = bench.peers.get(name)
+    args = bench.args(flags, "none" if peer else name)
+    row = benchmark.make_row(bench.ask(args), [measure_steps(args, peer or MiniGPT)])
+    if peer:
+        row |= dict.fromkeys(("predicted_s", "predicted_bytes", "hfu"))
+    values = {name: row[key] and unit * row[key] for name, (key, unit) in COLUMNS.items()}
+    reserved = None if bench.dry else torch.cuda.max_memory_reserved() / MIB
+    return values | {"reserved MiB": reserved}
 
 
-def nanogpt_of(folder: Path) -> Callable[[MiniGPTConfig], nn.Module]:
+class Transformers(nn.Module):
+    """Hugging Face's GPT-2 of the same shape, called as ours is: (ids, labels) -> loss."""
+
+    def __init__(self, config: MiniGPTConfig):
+        super().__init__()
+        library: Any = importlib.import_module("transformers.models.gpt2.modeling_gpt2")
+        self.gpt2 = library.GPT2LMHeadModel(
+            library.GPT2Config(
+                **their_sizes(config),
+                # The same function as its default, gelu_new, which takes an operator for each step
+                # of the formula, more time and more memory: let it be at its best.
+                activation_function="gelu_pytorch_tanh",
+                attn_implementation="sdpa",
+                use_cache=False,
+                bos_token_id=None,  # (50256 may not be in the vocabulary)
+                eos_token_id=None,
+            )
+        )
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        # Given `labels` alone it would shift them, and predict one token a sequence less than ours.
+        return self.gpt2(ids, labels=labels, shift_labels=labels).loss
+
+
+def nanogpt_of(folder: Path) -> ModelFactory:
     """What makes nanoGPT's model, of our shape but for its vocabulary: a multiple of 64."""
     name = "nanogpt_model"  # (of its own: we have a model.py, too)
     spec: Any = importlib.util.spec_from_file_location(name, folder / "model.py")
@@ -229,21 +259,18 @@ def take_memory(held: list[Tensor], free_bytes: int, in_holes: bool) -> None:
 def rescue(bench: Bench) -> Jobs:
     """Memory is taken in the middle of training: the step is done again with a deeper policy (`ms`:
     all of that step, with the plans). `MiB left`: what its failed attempts left behind."""
-    for policy in ("none", "cheap"):
-        for how in ("", ", in holes"):
-            yield f"{policy}{how}", partial(rescued_step, bench, policy, bool(how))
+    for policy, how in product(("none", "cheap"), ("", ", in holes")):
+        yield f"{policy}{how}", partial(rescued_step, bench, policy, bool(how))
 
 
 def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
     """Of steps of 12 sequences (2 on a CPU), on half of the memory between the policy and full."""
-    args = bench.args()
-    job = Job(policy, bench.pick(12, 2))
-    args.card = bench.pick(None, "H100 PCIe")  # a CPU is not measured for it
-    question = benchmark.ask(benchmark_worker.flags_of(args, job))
-    peaks = [question.planner.step(job.batch_size, recompute=way).peak for way in (policy, "full")]
-    run = benchmark_worker.make_run(question.args, job, bench.device)
+    args = bench.args(f"--batch-size {bench.pick(12, 2)}", policy)
+    question = bench.ask(args)
+    peaks = [question.planner.step(args.batch_size, recompute=way).peak for way in (policy, "full")]
+    run = make_run(args, bench.device)
     run.identity, run.next_policy = {"config": {}}, partial(next_policy, question)
-    timed_step(run, benchmark_worker.WARM_UP)
+    timed_step(run, WARM_UP)
     values: Values = {"ms before": 1000 * timed_step(run, args.steps)}
     with shortage(bench, run.step + 1, sum(peaks) // 2, in_holes) as begun:
         values |= {
@@ -354,9 +381,9 @@ def main(argv: list[str]) -> None:
         raise UsageError("--peer: transformers is not installed: pip install transformers")
     if not args.dry_run and not torch.cuda.is_available():
         raise UsageError(f"torch {torch.__version__} finds no GPU here; --dry-run needs none")
+    peers: dict[str, ModelFactory] = {"transformers": Transformers} if args.peer else {}
     if args.nanogpt:  # (raises OSError if there is no model.py in it)
-        benchmark_worker.PEERS["nanoGPT"] = nanogpt_of(args.nanogpt)
-    peers = ("transformers",) * args.peer + ("nanoGPT",) * bool(args.nanogpt)
+        peers["nanoGPT"] = nanogpt_of(args.nanogpt)
     bench = Bench(args.dry_run, peers)
     file = (args.out or Path("out", bench.pick("gpu", "gpu_dry"))) / "gpu.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -24,14 +24,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import train_minimal
 from data import TokenFile, TrainBatches
 from memory import RECOMPUTE_POLICIES
+from model import MiniGPT
 from planner import Planner
-from scripts import benchmark_worker
-from scripts.benchmark_worker import Job, config_of, make_run, timed_step
+from scripts.benchmark_worker import make_run, timed_step
 from scripts.generate import main as generate
 from studies import gpu
 from studies.gpu import Bench, shortage
 from trainer.device import choose_precision
+from trainer.flags import model_config
 from trainer.plan import Question, next_policy
+from trainer.pretrained import THEIRS, renamed
 from trainer.room import for_tensors
 from trainer.run import Run
 
@@ -68,7 +70,7 @@ def plan_of(flags: str) -> Planner:
 
 
 def after(steps: int, flags: str = "", policy: str = "full") -> Run:
-    run = make_run(BENCH.args(flags), Job(policy, 2), DEVICE)
+    run = make_run(BENCH.args(f"{flags} --batch-size 2", policy), DEVICE)
     for _ in range(steps):
         timed_step(run)
     return run
@@ -76,7 +78,7 @@ def after(steps: int, flags: str = "", policy: str = "full") -> Run:
 
 def weights(policy: str, flags: str = "") -> dict[str, torch.Tensor]:
     """After three steps: what one of them left behind, the next one meets."""
-    small = BENCH.pick("--n-layers 3 --seq-len 512 --batch-size 2", "")
+    small = BENCH.pick("--n-layers 3 --seq-len 512", "")
     return after(3, f"{small} --dropout 0.1 {flags}", policy).model.state_dict()
 
 
@@ -121,8 +123,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(tmp_path):
 @pytest.mark.usefixtures("in_order")
 def test_compiled_code_draws_the_same_masks_from_the_same_seed():
     """In forward and in the replay, whatever was drawn before."""
-    job = Job("selective:1,attn", 2, compiled=True)
-    run = make_run(BENCH.args("--dropout 0.1"), job, DEVICE)
+    flags = "--dropout 0.1 --batch-size 2 --compile"
+    run = make_run(BENCH.args(flags, "selective:1,attn"), DEVICE)
 
     def step(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
@@ -267,7 +269,7 @@ def test_a_text_is_waited_for_as_often_as_three(tmp_path):
 @pytest.mark.usefixtures("everything_travels")
 def test_offload_pins_what_was_planned():
     run = after(2, "", "full+offload")
-    made, config = run.model.schedule.host.made, config_of(run.args, Job("full+offload", 2))
+    made, config = run.model.schedule.host.made, run.model.config
     assert sum(b.nbytes for b in made) == plan_of("").step(2, **asdict(config)).host > 0
     assert all(block.is_pinned() == ON_GPU for block in made)
 
@@ -306,23 +308,40 @@ def start(folder: Path, *more: str) -> int:
     return gpu.main(["--dry-run", "--out", str(folder), *more])
 
 
-def test_a_dry_run_measures_everything(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark_worker, "PEERS", {})
+def test_a_dry_run_measures_everything(tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
     assert start(tmp_path, "--nanogpt", str(tmp_path)) == 0
-    found, bench = gpu.read(tmp_path / "gpu.jsonl")[1], Bench(True, ("nanoGPT",))
+    found, bench = gpu.read(tmp_path / "gpu.jsonl")[1], Bench(True, {"nanoGPT": MiniGPT})
     assert [*found] == [(part, name) for part, of in gpu.SECTIONS.items() for name, _ in of(bench)]
     rows = [record["values"] for record in found.values()]
     ratios = [row["predicted MiB"] / row["MiB"] for row in rows if row.get("predicted ms")]
     assert len(ratios) == 6 and all(0.5 < ratio < 1.1 for ratio in ratios)
-    peer, own = (("steps", f"{name}, 2 sequences, turn 1") for name in ("nanoGPT", "none"))
+    peer, own = (("steps", f"{name} --batch-size 2, turn 1") for name in ("nanoGPT", "none"))
     assert found[peer]["values"]["MiB"] < 0.9 * found[own]["values"]["MiB"]
     assert [row["rescues"] for row in rows if "rescues" in row] == [1] * 4
     text = (tmp_path / "gpu.md").read_text()
-    assert text.count("\n## ") == 3 and "\n| nanoGPT, 2 sequences, compiled | " in text
+    assert text.count("\n## ") == 3 and "\n| nanoGPT --batch-size 2 --compile | " in text
     assert start(tmp_path) == 0 and gpu.read(tmp_path / "gpu.jsonl")[1] == found  # once is enough
     names = {name for of in gpu.SECTIONS.values() for name, _ in of(Bench())}  # not dry
-    assert {"bfloat16, 99 chunks", "mlp, 16 sequences, compiled, turn 3"} <= names
+    assert {"torch.float16, 99 chunks", "mlp --batch-size 16 --compile, turn 3"} <= names
+
+
+@pytest.mark.slow
+def test_transformers_model_is_the_same():
+    """With our weights it has our loss, on as many tokens; and it is measured as ours is."""
+    pytest.importorskip("transformers")
+    bench = Bench(True, {"transformers": gpu.Transformers})
+    config = model_config(bench.args(), 64)
+    ours, theirs = MiniGPT(config), gpu.Transformers(config)
+    weights = renamed(ours.state_dict(), THEIRS)
+    state = {f"transformer.{name}": weight for name, weight in weights.items()}
+    theirs.gpt2.load_state_dict(state | {"lm_head.weight": ours.token_embedding.weight})
+    assert theirs.gpt2.config._attn_implementation == "sdpa"
+    ids, labels = torch.randint(64, (2, 3, 16))
+    torch.testing.assert_close(theirs(ids, labels), ours(ids, labels))
+    assert len([*theirs.parameters()]) == len([*ours.parameters()])
+    found = gpu.measure_step(bench, "transformers", "--batch-size 2")
+    assert found["MiB"] > 0 and found["predicted MiB"] is found["HFU"] is None
 
 
 def test_what_failed_is_tried_again_and_last(monkeypatch, tmp_path):

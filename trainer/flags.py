@@ -50,7 +50,9 @@ TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # A flag that is gone -> its replacement.
 GONE = {
     "--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size",
+    "--largest-batch": "scripts.plan_memory names it; --batch-size measures it",
     "--memory-viz": "python -m scripts.memory_page shows it",
+    "--peer": "python -m studies.gpu --peer measures beside transformers",
     "--recompute-layers": "now --use-activation-checkpoint POLICY:N",
     "--recompute-rest": "now --use-activation-checkpoint POLICY:N,POLICY",
     "--recompute-group": "now --use-activation-checkpoint full/K",

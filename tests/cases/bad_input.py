@@ -149,9 +149,10 @@ REFUSED_BY = {
     },
     "benchmark": {
         "--policies none half": "--policies: must be .*'half'",
-        "--peer=nanoGPT": "--peer: invalid choice",
         "--card=H100": "--card: the device that is here is measured: leave it out",
-        "--memory-budget=8GiB": "--memory-budget is for --largest-batch",
+        "--memory-budget=8GiB": "--memory-budget: plan_memory names the largest batch",
+        "--largest-batch": "--largest-batch; .*plan_memory .*--batch-size measures",
+        "--peer=transformers": "--peer=transformers; python -m studies.gpu --peer",
         "--use-activation-checkpoint": "--policies names what is measured",
         "--tokenizer-name=none.tiktoken": "cannot read none.tiktoken: No such file",
     },
