@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -335,12 +335,14 @@ def measure(bench: Bench, sections: list[str], file: Path) -> None:
 
 
 def merge_turns(turns: list[Values]) -> Values:
-    """Of each number the median, and how far the times are apart; what nobody knows is left out."""
-    found = {key: [turn[key] for turn in turns if turn.get(key) is not None] for key in turns[0]}
-    if len(turns) == 1:
-        return {key: values[0] for key, values in found.items() if values}
-    medians = {key: statistics.median(values) for key, values in found.items() if values}
-    return medians | {"turns": len(turns), "ms apart": max(found["ms"]) - min(found["ms"])}
+    """The median of each value, and how far the times are apart, without values that are None.
+    (A turn that ran out of memory has no others.)"""
+    keys = dict.fromkeys(chain(*turns))
+    found = {key: [turn[key] for turn in turns if turn.get(key) is not None] for key in keys}
+    merged = {key: statistics.median_low(values) for key, values in found.items() if values}
+    if len(found.get("ms", [])) > 1:
+        merged |= {"turns": len(turns), "ms apart": max(found["ms"]) - min(found["ms"])}
+    return merged
 
 
 def report(what: Values, records: Records) -> str:

@@ -366,7 +366,8 @@ def test_what_failed_is_tried_again_and_last(monkeypatch, tmp_path):
         f"a, turn {i}": {"ms": ms, "MFU": None} for i, ms in enumerate((3.0, 1.0, 2.5))
     }
     full, b = torch.OutOfMemoryError("CUDA out of memory."), {"ms": 1234.5, "HFU": 0.381}
-    assert try_all(bad=bug, full=full, dies=died, b=b) == (130, [*results][:-1])
+    results |= {"full, turn 1": full, "full, turn 2": full}
+    assert try_all(bad=bug, dies=died, b=b) == (130, [*results][:-1])
     file.write_text(file.read_text() + '{"section": "tried", "na')  # cut short
     assert "- failed: tried: bad: ValueError: a bug\n" in (tmp_path / "gpu.md").read_text()
     assert try_all() == (130, ["b", "bad", "dies"])
@@ -376,9 +377,9 @@ def test_what_failed_is_tried_again_and_last(monkeypatch, tmp_path):
     assert try_all(bad=b, dies=b)[0] == 0
     # Of turns the medians, and no column in which nothing stands.
     lines = [line for line in (tmp_path / "gpu.md").read_text().splitlines() if line[:1] == "|"]
-    assert lines[0] == "|  | ms | turns | ms apart | HFU | out of memory |"
+    assert lines[0] == "|  | ms | turns | ms apart | out of memory | HFU |"
     assert lines[2] == "| a | 2.500 | 3.000 | 2.000 |  |  |"
-    assert "| full |  |  |  |  | yes |" in lines and "| b | 1,234.500 |  |  | 0.381 |  |" in lines
+    assert "| full |  |  |  | yes |  |" in lines and "| b | 1,234.500 |  |  |  | 0.381 |" in lines
 
 
 MISTAKES = {
