@@ -52,13 +52,9 @@ def total_memory(device: torch.device) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def own_memory(field: str = "VmRSS") -> int:
-    """Bytes of CPU memory that this process holds now: Python, PyTorch, data. 0: unknown.
-
-    `field`: "VmHWM", the most that it has held. (Not getrusage: its ru_maxrss begins with the peak
-    of the process that started this one.)
-    """
-    return 1024 * (number_in("/proc/self/status", f"{field}:") or 0)  # (not Linux: 0)
+def own_memory() -> int:
+    """Bytes of CPU memory that this process holds now: Python, PyTorch, data. 0: unknown."""
+    return 1024 * (number_in("/proc/self/status", "VmRSS:") or 0)  # (not Linux: 0)
 
 
 @dataclass(frozen=True)
