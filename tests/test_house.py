@@ -30,7 +30,7 @@ ROOMS = {
     "scripts": 1_774,
     "studies": 386,
     "all without tests": 7_462,
-    "tests": 9_295,
+    "tests": 9_298,
 }
 SCRIPTS = 17  # files
 # Of a file: what is read from top to bottom, and pages.

@@ -108,7 +108,10 @@ def test_a_rung_is_found_again(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [("sdpa", 0, 1), ("full", 1, 4)])
 def test_a_length_is_found_again(way):
-    assert tables.length_row((way, "gpt2")) in read("long")["rows"]
+    found = tables.length_row((way, "gpt2"))
+    seconds = pytest.approx(found.pop("seconds"), rel=1e-9)  # added up in another order
+    rows = [row for row in read("long")["rows"] if found.items() <= row.items()]
+    assert [row["seconds"] for row in rows] == [seconds], REMAKE
 
 
 def figures_of(column: str) -> dict[str, float]:
