@@ -11,7 +11,8 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from io import TextIOWrapper
@@ -86,6 +87,20 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
             return 130  # 128 + SIGINT
 
     return main
+
+
+@contextmanager
+def out_of_memory_as(hint: str) -> Iterator[None]:
+    """Turn memory that runs out into one line, "out of memory" and `hint`, and exit code 4."""
+    from trainer.endings import is_out_of_memory
+    from trainer.plan import TooLarge
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TooLarge(f"out of memory{hint}") from None
 
 
 def add_snapshot(parser: ArgumentParser, what: str) -> None:

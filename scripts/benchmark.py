@@ -5,11 +5,11 @@ Every policy on GPT-2 small:
 
 It says first how long it will take. Ctrl-C ends it early: what has been measured stays.
 
-Each measurement is a process of its own (benchmark_worker.py), which runs the trainer's own steps
-(train_step) on random tokens. The processes take turns, so a machine that slows down slows all
-policies. The table has medians of all steps (of a GPU: of each process's mean step, because Python
-waits for a GPU only once, after the last step). Peak memory is that of tensors: on a GPU as
-PyTorch's caching allocator counts it, on a CPU as torch.profiler records its allocator.
+Each measurement is a process of its own, which runs the trainer's own steps (train_step) on random
+tokens. The processes take turns, so a machine that slows down slows all policies. The table has
+medians of all steps (of a GPU: of each process's mean step, because Python waits for a GPU only
+once, after the last step). Peak memory is that of tensors: on a GPU as PyTorch's caching allocator
+counts it, on a CPU as torch.profiler records its allocator.
 
 Beside each time stands the planner's (planner/clock.py). The clock is the data sheet of a GPU that
 planner.CARDS knows. Any other device is measured for three seconds before the first run.
@@ -32,23 +32,25 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict
-from itertools import chain
+from dataclasses import asdict, dataclass
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.profiler import profile
 from tqdm import tqdm
 
-from memory import RECOMPUTE_POLICIES
+from memory import RECOMPUTE_POLICIES, Schedule
+from model import MiniGPT, MiniGPTConfig
 from planner.cards import CARDS
 from planner.formulas import step_flops
 from planner.operators import PRECISIONS
-from scripts import say_stopped, tool
-from scripts.benchmark_worker import WARM_UP, measure
+from scripts import out_of_memory_as, say_stopped, tool
+from train_minimal import train_step
 from trainer.card import THIS_MACHINE, clock_card
-from trainer.device import choose_device, choose_precision, set_matmul_precision
-from trainer.endings import is_out_of_memory
+from trainer.device import choose_device, choose_precision, compile_blocks, set_matmul_precision
 from trainer.flags import (
     UsageError,
     changed,
@@ -60,12 +62,17 @@ from trainer.flags import (
     policy_string,
 )
 from trainer.flags import build_parser as trainers_parser
-from trainer.metrics import format_bytes, format_time
+from trainer.metrics import StepClock, format_bytes, format_time
+from trainer.optimizer import make_optimizer
 from trainer.plan import Question, vocabulary
 from trainer.pretrained import open_init_from
+from trainer.process import OneProcess
 from trainer.report import describe_model
+from trainer.run import Run
 
 Row = dict[str, Any]
+ModelFactory = Callable[[MiniGPTConfig], nn.Module]  # of a model (ids, labels) -> loss
+WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second finds it there
 # The trainers' flags that this tool does not take, and why.
 REFUSED = {
     "use_activation_checkpoint": "here --policies names what is measured",
@@ -123,11 +130,94 @@ def ask(args: argparse.Namespace) -> Question:
     return Question(args, args.vocab_size, device, choose_precision(args, device), card=card)
 
 
+# ---- One process
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Random batches for train_step, which seeds torch before it takes one: equal in all runs."""
+
+    args: argparse.Namespace
+    device: torch.device
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        shape = self.args.batch_size, self.args.seq_len + 1
+        rows = torch.randint(self.args.vocab_size, shape, device=self.device)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def make_run(
+    args: argparse.Namespace, device: torch.device, make_model: ModelFactory = MiniGPT
+) -> Run:
+    """Make the run that train_step needs, without data or files."""
+    config, precision = model_config(args, args.vocab_size), choose_precision(args, device)
+    set_matmul_precision(device, args.tf32)
+    torch.manual_seed(args.seed)
+    model: Any = make_model(config).to(device).train()
+    if args.compile:
+        compile_blocks(model) if isinstance(model, MiniGPT) else model.compile()
+    tokens: Any = RandomTokens(args, device)
+    unused: Any = None  # by train_step
+    process, optimizer = OneProcess(device), make_optimizer(model, args, device, precision)
+    return Run(
+        args, process, unused, unused, model, optimizer, precision, tokens, unused, StepClock()
+    )
+
+
+def timed_step(run: Run, n: int = 1) -> float:
+    """Seconds of a step: the mean of the next `n`, on a GPU with a single wait after the last."""
+    start = time.perf_counter()
+    for _ in range(n):
+        run.step += 1
+        train_step(run)
+    if run.process.device.type != "cpu":
+        torch.accelerator.synchronize()  # Python runs ahead of it
+    return (time.perf_counter() - start) / n
+
+
+def recorded_peak(run: Run) -> int:
+    """Do one more step on a CPU; return its peak in bytes, from the records of the allocator."""
+    there: list[Tensor] = list(run.model.parameters())
+    there += chain(*(state.values() for state in run.optimizer.state.values()))
+    if isinstance(run.model, MiniGPT):  # the blocks of +offload
+        there += cast(Schedule, run.model.schedule).host.made
+    with profile(profile_memory=True) as profiler:
+        timed_step(run)
+    result: Any = profiler.profiler  # (tables that it makes itself have sums only)
+    changes = [  # with a minus, when a tensor goes
+        event
+        for event in result.kineto_results.events()
+        if event.name() == "[memory]" and event.device_type().name == "CPU"
+    ]
+    sizes = (event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
+    return max(accumulate(sizes, initial=sum(tensor.nbytes for tensor in there)))
+
+
+def measure(args: argparse.Namespace, make_model: ModelFactory = MiniGPT) -> dict[str, Any]:
+    """Return the seconds of each timed step (on a GPU one value, their mean), and the peak in bytes
+    (None on a device that counts none)."""
+    device = choose_device(args.device)
+    run = make_run(args, device, make_model)
+    timed_step(run, WARM_UP)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    # Python runs ahead of a GPU from one step to the next, too, as it does in training.
+    groups = [1] * args.steps if device.type == "cpu" else [args.steps]
+    seconds = [timed_step(run, n) for n in groups]
+    peak = recorded_peak(run) if device.type == "cpu" else None
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    return {"step_s_all": seconds, "peak_bytes": peak}
+
+
+# ---- All processes
+
+
 def run_worker(argv: list[str], policy: str) -> Row | None:
-    """What `measure` returns, in a process of its own; None if it ran out of memory."""
+    """Return what `measure` finds in a process of its own; None if memory runs out there."""
     command = [sys.executable, __file__, *argv, "--worker", policy]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == -9:  # Linux ends the process that takes too much
+    if done.returncode in (4, -9):  # (Linux kills the process that takes too much)
         return None
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
@@ -136,23 +226,24 @@ def run_worker(argv: list[str], policy: str) -> Row | None:
 
 def take_turns(
     policies: list[str], repeats: int, run: Callable[[str], Row | None]
-) -> tuple[dict[str, list[Row]], int]:
+) -> tuple[dict[str, list[Row | None]], int]:
     """Run each policy once, then all of them again, until Ctrl-C ends it.
 
-    Returns the results without the policies that ran out of memory, which are not run again, and
-    the number of turns taken.
+    Returns the results by policy, and the number of turns taken. A policy that ran out of memory
+    has None as its last result, and is not run again.
     """
-    results: dict[str, list[Row]] = {policy: [] for policy in policies}
-    turns, n_done = tqdm(repeats * policies, unit="run", leave=False, disable=None), 0
+    results: dict[str, list[Row | None]] = {policy: [] for policy in policies}
+    n_done = 0
+    turns = tqdm(repeats * policies, unit="run", leave=False, disable=None)
     with suppress(KeyboardInterrupt), turns:
         for policy in turns:
-            result = run(policy) if policy in results else None
-            if result is None:
-                results.pop(policy, None)
-            else:
-                results[policy].append(result)
+            if None not in results[policy]:
+                results[policy].append(run(policy))
             n_done += 1
     return results, n_done
+
+
+# ---- Results
 
 
 def make_row(question: Question, results: list[Row]) -> Row:
@@ -250,14 +341,19 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     n_runs = args.repeats * len(asked)
     print(f"{n_runs} run{'s' * (n_runs > 1)}, about {format_time(seconds)} in all", file=sys.stderr)
     results, n_done = take_turns([*asked], args.repeats, lambda policy: run_worker(argv, policy))
-    rows = [make_row(asked[policy], found) for policy, found in results.items() if found]
+    out_of_memory = [policy for policy, found in results.items() if None in found]
+    rows = [
+        make_row(asked[policy], [row for row in found if row])
+        for policy, found in results.items()
+        if found and policy not in out_of_memory
+    ]
     told = about("scripts.benchmark", argv, question.device) | {
         "model": describe_model(question.config),
         **{name: getattr(args, name) for name in ("batch_size", "grad_accum_steps", "seq_len")},
         "precision": str(question.precision).removeprefix("torch."),
         "predicted for": question.card.name,
         "runs": f"{n_done} of {n_runs}",
-        "out of memory": " ".join(policy for policy in asked if policy not in results) or "nothing",
+        "out of memory": " ".join(out_of_memory) or "nothing",
     }
     if interrupted := n_done < n_runs:
         say_stopped(f"after {told['runs']} runs")
@@ -274,12 +370,8 @@ def main(argv: list[str]) -> int:
     check(args)
     if args.worker is None:
         return measure_all(args, argv)
-    try:
+    with out_of_memory_as(f" with {args.worker}"):
         print(json.dumps(measure(with_policy(args, args.worker))))
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        print("null")
     return 0
 
 

@@ -19,11 +19,9 @@ import torch
 
 from data import Tokenizer
 from model import MiniGPT
-from scripts import add_snapshot, tool
+from scripts import add_snapshot, out_of_memory_as, tool
 from trainer.device import choose_device
-from trainer.endings import is_out_of_memory
 from trainer.flags import OneLineParser, UsageError, number
-from trainer.plan import TooLarge
 from trainer.pretrained import load_model
 
 SEPARATOR = "\n----------------\n"
@@ -110,17 +108,16 @@ def write(
 @tool
 def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
-    try:
+    asked = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
+    with out_of_memory_as(f" with {asked}: lower them"):
         device = choose_device(args.device)
         model, tokenizer = load_model(args.checkpoint_path, device)
-        for piece in write(args, model, tokenizer, device):
-            print(piece, end="", flush=True)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        try:
+            for piece in write(args, model, tokenizer, device):
+                print(piece, end="", flush=True)
+        except (RuntimeError, MemoryError):
+            print()  # the text may stop within a line
             raise
-        print()  # the text may stop within a line
-        asked = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
-        raise TooLarge(f"out of memory with {asked}: lower them") from None
 
 
 if __name__ == "__main__":

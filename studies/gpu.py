@@ -40,9 +40,7 @@ from model import MiniGPT, MiniGPTConfig
 from model import head_loss as plain_loss
 from planner.formulas import head_bytes
 from scripts import benchmark, tool
-from scripts.benchmark import about, describe, table
-from scripts.benchmark_worker import WARM_UP, ModelFactory, make_run, timed_step
-from scripts.benchmark_worker import measure as measure_steps
+from scripts.benchmark import WARM_UP, ModelFactory, about, describe, make_run, table, timed_step
 from scripts.export_hf import their_sizes
 from studies.common import study_parser
 from trainer.endings import is_out_of_memory
@@ -161,7 +159,7 @@ def measure_step(bench: Bench, name: str, flags: str) -> Values:
     """As the benchmark does, but in this process. Nothing is predicted of a peer."""
     peer = bench.peers.get(name)
     args = bench.args(flags, "none" if peer else name)
-    row = benchmark.make_row(bench.ask(args), [measure_steps(args, peer or MiniGPT)])
+    row = benchmark.make_row(bench.ask(args), [benchmark.measure(args, peer or MiniGPT)])
     if peer:
         row |= dict.fromkeys(("predicted_s", "predicted_bytes", "hfu"))
     values = {name: row[key] and unit * row[key] for name, (key, unit) in COLUMNS.items()}

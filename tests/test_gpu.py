@@ -26,7 +26,7 @@ from data import TokenFile, TrainBatches
 from memory import RECOMPUTE_POLICIES
 from model import MiniGPT
 from planner import Planner
-from scripts.benchmark_worker import make_run, timed_step
+from scripts.benchmark import make_run, timed_step
 from scripts.generate import main as generate
 from studies import gpu
 from studies.gpu import Bench, shortage
