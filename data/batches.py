@@ -48,10 +48,17 @@ class TokenFile:
         resident memory. No file stays open: a thousand shards are more than one may hold.)"""
         return np.fromfile(self.path, self.dtype, self.count, offset=self.offset)
 
-    def blocks(self) -> Iterator[np.ndarray]:
-        """All its ids, in pieces that fit in memory."""
+    def blocks(self, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+        """All its ids, in pieces that fit in memory. Raises DataError on an id that the tokenizer
+        does not have."""
         for first in range(0, self.count, SCAN):
-            yield self.part(first, first + SCAN).read()
+            ids = self.part(first, first + SCAN).read()
+            if (worst := int(ids.max())) >= tokenizer.vocab_size:
+                raise DataError(
+                    f"{self.path}: holds id {worst}, but --tokenizer-name {tokenizer.name} "
+                    f"ends at {tokenizer.vocab_size - 1}; name the tokenizer that made it"
+                )
+            yield ids
 
     @classmethod
     def open(cls, path: Path) -> "TokenFile":
@@ -104,13 +111,8 @@ def hash_ids(files: Files, tokenizer: Tokenizer) -> str:
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.dtype} {file.count} ".encode())
-        for ids in file.blocks():
+        for ids in file.blocks(tokenizer):
             digest.update(ids.tobytes())
-            if (worst := int(ids.max())) >= tokenizer.vocab_size:
-                raise DataError(
-                    f"{file.path}: holds id {worst}, but --tokenizer-name {tokenizer.name} "
-                    f"ends at {tokenizer.vocab_size - 1}; name the tokenizer that made it"
-                )
     return digest.hexdigest()
 
 

@@ -18,9 +18,7 @@ if not __package__:  # python scripts/evaluate.py: the others lie one folder up
     import scripts  # noqa: F401
 
 import argparse
-import json
 import math
-import shlex
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -35,13 +33,13 @@ from data import DataError, TokenFile, Tokenizer
 from data.batches import SCAN
 from data.documents import TOKEN_SUFFIXES, read_documents, suffix_of
 from data.files import find_files
+from data.store import up_to
 from model import MiniGPT
-from scripts import add_snapshot, tool
+from scripts import add_snapshot, out_of_memory_as, tool
+from scripts.benchmark import about, write_json
 from trainer import flags
 from trainer.device import choose_device, choose_precision, set_matmul_precision
-from trainer.endings import is_out_of_memory
 from trainer.metrics import perplexity
-from trainer.plan import TooLarge
 from trainer.pretrained import load_model
 from trainer.process import OneProcess
 from trainer.resume import data_changed, parse_again
@@ -50,9 +48,10 @@ from trainer.snapshot import Resumed, SaveError, State, peek
 
 
 def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """All of them in pieces; in a text, <|endoftext|> before each document. Raises DataError."""
+    """All ids of a file, in pieces; in a text, <|endoftext|> before each document. Raises
+    DataError."""
     if suffix_of(path) in TOKEN_SUFFIXES:
-        yield from TokenFile.open(path).blocks()
+        yield from TokenFile.open(path).blocks(tokenizer)
         return
     if tokenizer.name == "toy":
         raise DataError(f"--val-data {path}: this model learned numbers, not text")
@@ -64,10 +63,10 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 def read_data(
     args: argparse.Namespace, state: State, tokenizer: Tokenizer, process: OneProcess
 ) -> tuple[str, np.ndarray]:
-    """What is evaluated: a name, and one row of ids (N,), uint16 if that holds the vocabulary.
-    Raises DataError or SnapshotError."""
+    """Return a name for the data, and its ids (N,), uint16 if that holds the vocabulary. Raises
+    DataError or SnapshotError."""
     if args.val_data:
-        about = ", ".join(args.val_data)
+        description = ", ".join(args.val_data)
         paths = find_files(args.val_data, "--val-data", process.say)
         pieces = chain.from_iterable(read_ids(path, tokenizer) for path in paths)
     else:
@@ -79,22 +78,17 @@ def read_data(
             raise DataError(f"the run's own data: {error}; --val-data names others") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
             process.say("note: the run's data changed; it may have trained on some of these")
-        about = f"validation part of {data.description}"
-        pieces = chain.from_iterable(file.blocks() for file in data.val)
+        description = f"validation part of {data.description}"
+        pieces = chain.from_iterable(file.blocks(tokenizer) for file in data.val)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    row, left = bytearray(), args.max_tokens or sys.maxsize  # (a row that grows in place)
-    for ids in pieces:
-        ids = ids[:left]
-        if len(ids) and (worst := ids.max()) >= (end := tokenizer.vocab_size):
-            raise DataError(f"{about}: holds id {worst}, but the model's end at {end - 1}")
+    row = bytearray()  # it grows in place
+    for ids in up_to(args.max_tokens or sys.maxsize, pieces):
         row += ids.astype(dtype).tobytes()
-        if not (left := left - len(ids)):
-            break
-    return about, np.frombuffer(row, dtype)
+    return description, np.frombuffer(row, dtype)
 
 
 def count_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Of their text. In pieces, as numpy takes 8 bytes an id to count them."""
+    """Bytes of the text of `ids`. In pieces, as numpy takes 8 bytes an id to count them."""
     lengths = tokenizer.byte_lengths()
     pieces = (ids[first : first + SCAN] for first in range(0, len(ids), SCAN))
     return sum(int(np.bincount(piece, minlength=len(lengths)) @ lengths) for piece in pieces)
@@ -102,7 +96,7 @@ def count_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
 
 @torch.no_grad()
 def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> float:
-    """The loss of all tokens but the first, in nats."""
+    """Sum up the loss of all tokens but the first, in nats."""
     device, last = next(model.parameters()).device, len(tokens) - 1
     T, nats = min(args.seq_len, last), 0.0
     # The last token that each window predicts; the last window is moved back, to end with the text.
@@ -122,7 +116,8 @@ def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> fl
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, object]:
-    """All that is printed. Raises SnapshotError, DataError or UsageError."""
+    """Measure the loss; return all that is printed. Raises SnapshotError, DataError or
+    UsageError."""
     path, args.no_amp = args.checkpoint_path, args.amp_dtype is None
     if path.is_dir() and not args.val_data:
         raise flags.UsageError(f"--val-data is missing: the folder {path} has no data of its own")
@@ -140,9 +135,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     if args.stride > args.seq_len:
         raise flags.UsageError(f"--stride {args.stride}: a window has {args.seq_len} tokens only")
     with process.waiting("reading its data"):
-        about, tokens = read_data(args, state, tokenizer, process)
+        data, tokens = read_data(args, state, tokenizer, process)
     if len(tokens) < 2:
-        raise DataError(f"{about}: {len(tokens)} token(s), and the first one is not predicted")
+        raise DataError(f"{data}: {len(tokens)} token(s), and the first one is not predicted")
 
     amp, start = precision != torch.float32, time.perf_counter()
     with torch.autocast(device.type, precision if amp else None, amp, cache_enabled=False):
@@ -153,7 +148,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     return {
         "checkpoint": str(path),
         "step": state.get("step"),
-        "data": about,
+        "data": data,
         "seq_len": args.seq_len,
         "stride": args.stride,
         "precision": f"{precision} on {device.type}".removeprefix("torch."),
@@ -183,25 +178,17 @@ def main(argv: list[str]) -> None:
     add("--json", type=flags.output_file, metavar="FILE", help="write the numbers there, unrounded")
     # fmt: on
     args = parser.parse_args(argv)
-    try:
+    knobs = f"lower --batch-size {args.batch_size}, or take fewer tokens with --max-tokens"
+    with out_of_memory_as(f": {knobs}"):
         found = evaluate(args)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        knobs = f"lower --batch-size {args.batch_size}, or take fewer tokens with --max-tokens"
-        raise TooLarge(f"out of memory: {knobs}") from None
-    run = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    run["command"] = shlex.join(["python", "-m", "scripts.evaluate", *argv])
+    for name, value in found.items():
+        if value is not None:
+            shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
+            print(f"{name.replace('_', ' '):13} {shown}")
     try:
-        if args.json:
-            args.json.write_text(json.dumps(run | found, indent=1) + "\n")
+        write_json(args.json, about("scripts.evaluate", argv) | found)
     except OSError as error:
         raise SaveError(f"--json {args.json}: {error.strerror}") from None
-    finally:
-        for name, value in found.items():
-            if value is not None:
-                shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
-                print(f"{name.replace('_', ' '):13} {shown}")
 
 
 if __name__ == "__main__":

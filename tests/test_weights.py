@@ -497,7 +497,7 @@ def test_a_token_takes_two_bytes_unless_its_vocabulary_is_large(tmp_path):
     assert tokens.dtype == np.uint16 and (tokens == np.arange(n) % 256).all()
     assert evaluate.count_bytes(tokens, BYTE) == n
     np.save(path, np.array([1, 65536 + 2, 3], np.uint32))
-    with pytest.raises(DataError, match=r"long\.npy: holds id 65538, but the model's end at 256"):
+    with pytest.raises(DataError, match=r"long\.npy: holds id 65538, but .* ends at 256"):
         read(BYTE)
     assert read(ToyTokenizer(70000)).tolist() == [1, 65538, 3]
 
