@@ -22,6 +22,7 @@ import argparse
 import json
 import shlex
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from data import Tokenizer
 from data.tokenizer_json import to_json
-from model import MiniGPT, MiniGPTConfig
+from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import add_snapshot, tool
 from trainer.flags import OneLineParser, UsageError, output_folder, words_of
@@ -122,10 +123,7 @@ def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) 
 def check_is_gpt2(source: Pretrained, weights: dict[str, Tensor]) -> None:
     """Raises UsageError unless model.py, with these weights, is what transformers will make of
     them: GPT-2, by each tensor and by the logits of some tokens."""
-    config = source.config
-    with torch.device("meta"):
-        model = MiniGPT(config).eval()
-    model.load_state_dict(source.weights, assign=True)  # the same memory
+    config, model = source.config, source.make_model()
     ids = torch.arange(min(64, config.max_position_embeddings))[None] % config.vocab_size
     try:
         ours, theirs = model(ids), gpt2_logits(weights, config, ids)
@@ -143,26 +141,27 @@ def check_is_gpt2(source: Pretrained, weights: dict[str, Tensor]) -> None:
 def export(source: Pretrained, folder: Path) -> None:
     """Fill the folder, or leave none of its files. Raises UsageError, DataError or SaveError.
 
-    The library takes all weights together, each in one piece: turned matrices are copied first, so
-    this needs about as much memory again as the weights.
+    The library takes all weights together, each in one piece: transposed matrices are copied first,
+    so this needs about as much memory again as the weights.
     """
     library = import_safetensors()
     theirs = renamed(source.weights, THEIRS).items()
     weights = {f"transformer.{name}": weight.contiguous() for name, weight in theirs}
     check_is_gpt2(source, weights)
     files = json_files(source.config, source.tokenizer)
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        library.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        for name, content in files.items():
-            indent = 2 if "config" in name else None
-            text = json.dumps(content, ensure_ascii=False, indent=indent)
-            (folder / name).write_text(text, encoding="utf-8")
-    except BaseException as error:  # Ctrl-C, too: the next export wants an empty folder
-        for name in (*files, "model.safetensors"):
-            (folder / name).unlink(missing_ok=True)
-        if not isinstance(error, OSError | library.SafetensorError):
-            raise
+        folder.mkdir(parents=True, exist_ok=True)
+        # On Ctrl-C or a full disk all of it goes: the next export wants an empty folder.
+        with TemporaryDirectory(dir=folder) as new:
+            library.torch.save_file(weights, f"{new}/model.safetensors", metadata={"format": "pt"})
+            for name, content in files.items():
+                text = json.dumps(
+                    content, ensure_ascii=False, indent=2 if "config" in name else None
+                )
+                Path(new, name).write_text(text, encoding="utf-8")
+            for name in ("model.safetensors", *files):
+                os.replace(Path(new, name), folder / name)
+    except (OSError, library.SafetensorError) as error:
         raise SaveError(f"cannot save {folder}: {error}") from None
 
 

@@ -1,9 +1,9 @@
 """Trained weights to start from (--init-from) or to look at: one of our snapshots, or GPT-2 in a
 folder as Hugging Face's transformers writes and reads it.
 
-MiniGPT is GPT-2, tensor by tensor; other names, and matrices that lie the other way round
-(transformers kept TensorFlow's, "Conv1D"), are all that differs. What GPT-2 can also be there, and
-MiniGPT cannot, is refused (`GPT2_ALONE`). Needs the package safetensors, but no transformers.
+MiniGPT is GPT-2, tensor by tensor. Only names differ, and matrices are transposed (transformers
+kept TensorFlow's layout, "Conv1D"). Variants of GPT-2 that MiniGPT cannot compute are refused
+(`GPT2_ALONE`). Needs the package safetensors, but no transformers.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from model import MiniGPT, MiniGPTConfig
 
 from .flags import LARGEST, UsageError, is_size
 from .optimizer import Part
-from .process import OneProcess
 from .resume import blamed
 from .snapshot import Resumed, SnapshotError, check_shapes, peek, read_snapshot
 
@@ -60,8 +59,8 @@ MASKS = (".attn.bias", ".attn.masked_bias")  # GPT-2's older files hold each lay
 
 
 def renamed(tensors: dict[str, Tensor], words: dict[str, str]) -> dict[str, Tensor]:
-    """Tensors of transformers by MiniGPT's names (with OURS), or back (with THEIRS):
-    `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`. A block's matrices are turned: (in, out) there,
+    """Give tensors of transformers MiniGPT's names (with OURS), or the reverse (with THEIRS):
+    `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`. A block's matrices are transposed: (in, out) there,
     (out, in) here."""
     found = {}
     for name, tensor in tensors.items():
@@ -72,8 +71,8 @@ def renamed(tensors: dict[str, Tensor], words: dict[str, str]) -> dict[str, Tens
 
 
 def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
-    """The weights have MiniGPT's names, and are mapped into memory: they must not be written to.
-    Raises DataError."""
+    """Read a folder of transformers. The weights get MiniGPT's names, and are mapped into memory:
+    they must not be written to. Raises DataError."""
     config, found = read_config(folder), read_weights(folder)
     found = {name.removeprefix("transformer."): tensor for name, tensor in found.items()}
     weights = {name: tensor for name, tensor in found.items() if not name.endswith(MASKS)}
@@ -92,7 +91,7 @@ def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokeniz
 
 
 def read_config(folder: Path) -> MiniGPTConfig:
-    """The shape that config.json tells; dropout is left to whoever trains. Raises DataError."""
+    """Read the shape from config.json; dropout is the run's own. Raises DataError."""
     with errors_as_data_errors(folder / "config.json", "configuration of a model"):
         content = {"model_type": None} | json.loads((folder / "config.json").read_bytes())
         for name, allowed in GPT2_ALONE.items():
@@ -105,7 +104,7 @@ def read_config(folder: Path) -> MiniGPTConfig:
 
 
 def make_config(content: dict[str, Any]) -> MiniGPTConfig:
-    """Raises DataError if a size is none that a flag could say: a file may say anything."""
+    """Make a config of what a file says. Raises DataError on a size that no flag would take."""
     for name, largest in LARGEST.items():
         if not is_size(name, content[name]):
             raise DataError(
@@ -119,24 +118,24 @@ def make_config(content: dict[str, Any]) -> MiniGPTConfig:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the shards that its index names. Raises DataError."""
+    """Read model.safetensors, or the shards that its index names. Raises DataError."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not whole.exists() and not index.exists():  # but a pytorch_model.bin, as older folders have
+    if whole.exists():
+        return read_tensors(whole)
+    if not index.exists():  # but a pytorch_model.bin, as older folders have
         raise DataError(
             f"{folder} holds no {whole.name}; model.save_pretrained({str(folder)!r}) in "
             "transformers writes it"
         )
-    if whole.exists():
-        return read_tensors(whole)
     with errors_as_data_errors(index, "index of weights"):
-        content = json.loads(index.read_bytes())["weight_map"]
-        names = {Path(name).name for name in content.values()}
-    shards = [read_tensors(folder / name) for name in sorted(names)]
+        files = json.loads(index.read_bytes())["weight_map"].values()
+        names = sorted({Path(name).name for name in files})
+    shards = [read_tensors(folder / name) for name in names]
     return {name: tensor for shard in shards for name, tensor in shard.items()}
 
 
 def import_safetensors() -> ModuleType:
-    """The library of the .safetensors format. Raises DataError with the way to get it."""
+    """Import the library of the .safetensors format. Raises DataError with the way to get it."""
     try:
         import safetensors.torch
     except ImportError:
@@ -147,8 +146,8 @@ def import_safetensors() -> ModuleType:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, mapped into memory: one that is not used is not read.
-    They must not be written to. Raises DataError that names the file and what is wrong with it."""
+    """Map the tensors of a .safetensors file into memory: one that is not used is not read. They
+    must not be written to. Raises DataError."""
     library = import_safetensors()
     with errors_as_data_errors(path, ".safetensors file"):
         open(path, "rb").close()  # Python says more plainly than the library why that cannot be
@@ -160,38 +159,43 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights, complete and finite, and all that they need to be of use."""
+    """Weights, complete and finite, with their shape and tokenizer."""
 
     path: Path
     config: MiniGPTConfig
     tokenizer: Tokenizer
     weights: dict[str, Tensor]  # by MiniGPT's names, on the CPU; may be of fewer bits than float32
-    about: str  # what they are
+    about: str  # where they come from
     checksum: int  # the same for the same weights
 
     @torch.no_grad()
     def fill(self, model: nn.Module, part: Part) -> None:
-        """Put them into a model of that shape; `part` as in `MiniGPT.init_weights`."""
+        """Copy them into a model of that shape; `part` as in `MiniGPT.init_weights`."""
         for name, weight in model.state_dict().items():
             weight.copy_(part(self.weights[name].float(), weight))
+
+    def make_model(self) -> MiniGPT:
+        """Make a model to evaluate, of these very tensors where they have float32."""
+        with torch.device("meta"):
+            model = MiniGPT(self.config)
+        model.load_state_dict(self.weights, assign=True)
+        return model.float().eval()
 
 
 Origin = Resumed | Pretrained | None  # what a run begins with; None: weights that are drawn
 
 
 def open_pretrained(path: Path) -> Pretrained:
-    """Look at weights without keeping them. Raises SnapshotError or DataError."""
+    """Read weights and check them. Raises SnapshotError or DataError."""
     if os.path.isdir(path):  # (Path's own raises for a name that is too long)
         config, weights, tokenizer = open_folder(path)
         about = "as transformers writes them"
     elif os.path.exists(path):
         state = read_snapshot(path)
-        try:
+        with errors_as_data_errors(path, "snapshot of a model"):
             config, weights = make_config(state["config"]), state["model"]
             tokenizer = Tokenizer.from_state(state["tokenizer"])
             about = f"step {state['step']:,} on {state['data'].get('description')}"
-        except (ValueError, TypeError, KeyError):
-            raise SnapshotError(f"{path} holds no model: is it damaged?") from None
     else:
         raise SnapshotError(
             f"there is no snapshot and no folder {path}; if that is a GPT-2 on the Hugging Face "
@@ -207,34 +211,31 @@ def open_pretrained(path: Path) -> Pretrained:
 
 
 def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor]) -> int:
-    """Their checksum. Raises SnapshotError unless they are all of such a model, and finite."""
+    """Return their checksum. Raises SnapshotError unless they are those of such a model, and
+    finite."""
     with torch.device("meta"):
         model = MiniGPT(config).state_dict()
     check_shapes(path, weights, model)
     checksum = 0
     for name, weight in weights.items():
-        found = weight.float()
-        if not found.isfinite().all():
+        numbers = weight.float()
+        if not numbers.isfinite().all():
             raise SnapshotError(f"{path} holds NaN or infinite weights ({name}): take others")
-        # As whole numbers: their sum does not depend on the order in which it is taken.
-        checksum += int(found.view(torch.int32).sum(dtype=torch.int64))
+        # A sum of whole numbers does not depend on the order in which it is taken.
+        checksum += int(numbers.view(torch.int32).sum(dtype=torch.int64))
     return checksum
 
 
 def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
-    """The model in a snapshot or a transformers folder, ready to evaluate, and its tokenizer.
+    """Read the model in a snapshot or a transformers folder, ready to evaluate, and its tokenizer.
     Raises SnapshotError or DataError."""
-    source, process = open_pretrained(path), OneProcess(device)
-    with torch.device("meta"):
-        model = MiniGPT(source.config)
-    process.place(model)
-    source.fill(model, process.part)
-    return model.eval(), source.tokenizer
+    source = open_pretrained(path)
+    return source.make_model().to(device), source.tokenizer
 
 
 def open_init_from(args: argparse.Namespace) -> Pretrained | None:
-    """What --init-from names; `args` get its shape and its tokenizer. None without the flag. Raises
-    UsageError, also where something else was typed."""
+    """Read the weights that --init-from names, and put their shape and tokenizer into `args`. None
+    without the flag. Raises UsageError, also where a flag contradicts them."""
     if args.init_from is None:
         return None
     try:
@@ -265,6 +266,6 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
 
 
 def vocabulary_of(path: Path) -> int:
-    """Ids of weights that `open_pretrained` has found to be good; they are not read again."""
+    """Number of ids of weights that `open_pretrained` has checked; they are not read again."""
     config = read_config(path) if os.path.isdir(path) else MiniGPTConfig(**peek(path)["config"])
     return config.vocab_size

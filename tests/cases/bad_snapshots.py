@@ -177,7 +177,7 @@ PLACES = {name: Case("toy", flags, (says,), files) for name, (flags, says, files
 
 # ---- Scripts
 
-NO_MODEL = "run.pt holds no model"
+NO_MODEL = "run.pt(:| is no snapshot of a model, or is damaged)"
 NO_STEP = "x.jsonl (has no line with a step|holds a number too large)"
 GENERATE: dict[str, tuple[str, str, Write]] = {  # flags, what is said, run.pt
     "a folder": ("", "cannot read run.pt.config.json: No such", None),
