@@ -157,7 +157,8 @@ class ToyTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
-    """Byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909): merge the commonest neighbours.
+    """Train a byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909): merge the commonest pair
+    of neighbours, again and again.
 
     Returns the ranks of at most vocab_size - 1 tokens (one id is left for <|endoftext|>): the 256
     bytes, then the merges. Fewer when no pair occurs twice. Ties go to the lowest pair of ids, so
@@ -170,12 +171,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     words = [word.encode("utf-8", "replace").decode("latin-1") for word in counted]
     repeats = list(counted.values())
     counts: Counter[tuple[str, str]] = Counter()
-    where: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
-    for index, word in enumerate(words):
-        for pair in pairwise(word):
-            counts[pair] += repeats[index]
+    where: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # pair -> words that had it
+
+    def count_pairs(index: int, sign: int) -> None:
+        """Add the pairs of a word to the counts, or take them away."""
+        for pair in pairwise(words[index]):
+            counts[pair] += sign * repeats[index]
             where[pair].add(index)
 
+    for index in range(len(words)):
+        count_pairs(index, 1)
     tokens = [bytes([byte]) for byte in range(256)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     heap = [(-count, pair) for pair, count in counts.items()]
@@ -185,7 +190,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
         if -count != counts[pair]:  # an old entry: queue again with today's count
             heapq.heappush(heap, (-counts[pair], pair))
             continue
-        if -count < 2:
+        if counts[pair] < 2:
             break
         left, right = pair
         token = tokens[ord(left)] + tokens[ord(right)]
@@ -193,16 +198,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
         new = chr(ranks.setdefault(token, len(ranks)))
         if ord(new) == len(tokens):
             tokens.append(token)
-        grown = set()
+        grown: set[tuple[str, str]] = set()
         for index in where.pop(pair):
-            for old in pairwise(words[index]):
-                counts[old] -= repeats[index]
+            count_pairs(index, -1)
             words[index] = words[index].replace(left + right, new)
-            for fresh in pairwise(words[index]):
-                counts[fresh] += repeats[index]
-                where[fresh].add(index)
-                if new in fresh:
-                    grown.add(fresh)
+            count_pairs(index, 1)
+            grown.update(fresh for fresh in pairwise(words[index]) if new in fresh)
         for fresh in grown:
             heapq.heappush(heap, (-counts[fresh], fresh))
     return ranks
@@ -280,15 +281,21 @@ def _installed_gpt2() -> dict[bytes, int] | None:
         return None
     if hashlib.sha256(content).hexdigest() != ENCODER_SHA256:
         return None
-    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
     encoder = json.loads(content)
     del encoder[EOT]
-    return {bytes(byte_of[char] for char in token): rank for token, rank in encoder.items()}
+    return ranks_by_bytes(encoder)
 
 
 def byte_characters() -> list[str]:
-    """How OpenAI's and Hugging Face's files spell each byte, in printable characters: a printable
-    byte as itself, the 68 others as the characters from 256 on, in order."""
+    """List how OpenAI's and Hugging Face's files spell each byte, in printable characters: a
+    printable byte as itself, the 68 others as the characters from 256 on, in order."""
     plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     other = iter(range(256, 512))
     return [chr(byte if byte in plain else next(other)) for byte in range(256)]
+
+
+def ranks_by_bytes(vocabulary: dict[str, int]) -> dict[bytes, int]:
+    """Turn the vocabulary of such a file, "Ġthe" -> id, into ranks, b" the" -> id. Raises
+    KeyError on a character that spells no byte."""
+    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+    return {bytes(byte_of[char] for char in token): rank for token, rank in vocabulary.items()}

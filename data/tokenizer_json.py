@@ -22,11 +22,11 @@ from .tokenizer import (
     Tokenizer,
     byte_characters,
     errors_as_data_errors,
+    ranks_by_bytes,
 )
 
 CHARACTERS = byte_characters()
-BYTE_OF = {char: byte for byte, char in enumerate(CHARACTERS)}
-GPT2_PATTERNS = (
+GPT2_PATTERNS = (  # tiktoken spells it in other ways, from version to version
     GPT2_PATTERN,
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
 )
@@ -62,26 +62,18 @@ def list_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     return [(spelled(pair[0]), spelled(pair[1])) for pair in pairs if pair]
 
 
-def splits_as_gpt2(tokenizer: Tokenizer) -> bool:
-    """tiktoken spells GPT-2's pattern in other ways, from version to version."""
-    return without_possession(tokenizer.pattern) in GPT2_PATTERNS
-
-
-def without_possession(pattern: str) -> str:
-    """tiktoken's quantifiers never give back what they took ("++"). That is for speed: the words
-    are the same without it, which not every engine knows."""
-    return re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", pattern)
-
-
 def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of a tokenizer.json whose ids are those of `tokenizer` on any text."""
+    """Make the content of a tokenizer.json whose ids are those of `tokenizer` on any text."""
     words: dict[str, Any] = BYTE_LEVEL | {"use_regex": True}
-    if not splits_as_gpt2(tokenizer):
+    # tiktoken's quantifiers never give back what they took ("++"). That is for speed: the words are
+    # the same without it, which not every engine knows.
+    pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", tokenizer.pattern)
+    if pattern not in GPT2_PATTERNS:
         # (`$`, the end of the text, is in other engines that of a line, too.)
-        plain = without_possession(tokenizer.pattern).replace("$", r"\z")
-        split = {"type": "Split", "pattern": {"Regex": plain}, "behavior": "Isolated"}
+        regex = {"Regex": pattern.replace("$", r"\z")}
+        split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
         byte_level = BYTE_LEVEL | {"use_regex": False}
-        words = {"type": "Sequence", "pretokenizers": [split | {"invert": False}, byte_level]}
+        words = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
     ids = {spelled(token): rank for token, rank in tokenizer.ranks.items()}
@@ -106,7 +98,7 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a transformers folder: from tokenizer.json, or vocab.json and merges.txt.
+    """Read the tokenizer of a transformers folder: tokenizer.json, or vocab.json and merges.txt.
 
     None if there is neither. Raises DataError if there is one that is no byte-level BPE, or one
     that cannot be run by ranks.
@@ -126,8 +118,8 @@ def read_folder(folder: Path) -> Tokenizer | None:
 
 
 def from_json(content: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises DataError unless it splits words as GPT-2 does,
-    and its ids, taken as ranks, give what its merges give, on any text."""
+    """Make the tokenizer of a tokenizer.json. Raises DataError unless it splits words as GPT-2
+    does, and its ids, taken as ranks, give what its merges give, on any text."""
     model, words = content["model"], content["pre_tokenizer"] or {}
     affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
     is_plain = model.get("type", "BPE") == "BPE" and not any(map(model.get, affixes))
@@ -143,7 +135,7 @@ def from_json(content: dict[str, Any]) -> Tokenizer:
     if EOT not in ids:
         raise DataError(f"it has no {EOT}, which stands between documents here")
     special = {EOT: ids.pop(EOT)}
-    ranks = {bytes(BYTE_OF[char] for char in token): number for token, number in ids.items()}
+    ranks = ranks_by_bytes(ids)
     tokenizer = Tokenizer("bpe", ranks, GPT2_PATTERN, special)
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     is_complete = len(merges) == len(ranks) - 256 or model.get("ignore_merges")
