@@ -40,7 +40,7 @@ RANKS = "tokenizer.tiktoken"  # in a folder of the cache
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """Text files, and how to split them and to make ids of them."""
+    """Text files, how they are split, and the folders of the cache that hold their ids."""
 
     label: str
     train: list[Path]
@@ -54,14 +54,10 @@ class TextCorpus:
 
     @cached_property
     def n_documents(self) -> int:
-        """The number of documents. All text is read for it, so that what is bad is found before any
-        of it is encoded."""
-        count = 0
-        for document in _documents(self.train + self.val):
-            count += 1
-            for _ in document:
-                pass
-        return count
+        """The number of documents. All text is read for it, so that bad text is found before any
+        is encoded."""
+        lengths = [sum(map(len, document)) for document in _documents(self.train + self.val)]
+        return len(lengths)
 
     def part(self, split: str) -> Iterator[Iterator[str]]:
         """The documents of "train" or "val", as chunks of text; data/README.md states the rule."""
@@ -88,37 +84,34 @@ class TextCorpus:
         split = "given" if self.val else self.ratio
         return self.cache_dir / key(self.content_hashes, tokenizer, split, self.max_tokens)
 
-    @property
-    def folder_of_bpe(self) -> Path:
-        """The folder of the cache for the bpe that is trained on this text."""
-        return self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
-
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
-        """The ids, from the cache or into it; without a tokenizer a bpe is trained."""
-        tokenizer = tokenizer or self.load_bpe()
+        """Load the ids, from the cache or into it; without a tokenizer a bpe is trained, or loaded
+        from a folder of its own."""
+        bpe_folder = self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
+        if tokenizer is None:
+            load_folder(bpe_folder, self.build_bpe, self.say)
+            tokenizer = Tokenizer("bpe", parse_ranks((bpe_folder / RANKS).read_bytes()))
         folder = self.folder(tokenizer.fingerprint)
         meta = load_folder(folder, partial(self.build, tokenizer), self.say)
         n, size = meta["documents"], meta["bytes"]
         documents = "1 document" if n == 1 else f"{n:,} documents"
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
         about = f"{self.label}: {documents}, {amount}"
-        # A run keeps its bpe. So its data are others only if the text is, or how much of it counts.
-        named = self.folder_of_bpe if tokenizer.name == "bpe" else folder
+        # A run keeps its bpe: its data change only with the text, and with how much of it counts.
+        named = bpe_folder if tokenizer.name == "bpe" else folder
         return Dataset.from_cache(folder, meta, tokenizer, about, fingerprint=named.name)
-
-    def load_bpe(self) -> Tokenizer:
-        """The bpe that is trained on this text, from the cache or into it."""
-        load_folder(self.folder_of_bpe, self.build_bpe, self.say)
-        return Tokenizer("bpe", parse_ranks((self.folder_of_bpe / RANKS).read_bytes()))
 
     def build_bpe(self, folder: Path) -> dict[str, Any]:
         """Write a bpe of the training part to a folder of the cache; return its meta.json."""
         self.n_documents  # noqa: B018  (looks whether all text is good)
-        most = self.vocab_size
-        self.say(f"training a BPE of {most} ids on the training text (its first 10 MB at most)")
+        self.say(
+            f"training a BPE of {self.vocab_size} ids on the training text (its first 10 MB at "
+            "most)"
+        )
         text = chain.from_iterable(self.part("train"))
-        ranks = train_bpe(up_to(BPE_TRAINING_CHARS, text), most)
-        if (size := len(ranks) + 1) < most:  # (one is <|endoftext|>)
+        ranks = train_bpe(up_to(BPE_TRAINING_CHARS, text), self.vocab_size)
+        size = len(ranks) + 1  # with <|endoftext|>
+        if size < self.vocab_size:
             self.say(f"no pair of ids repeats any more: the BPE ends at {size} ids")
         (folder / RANKS).write_text(format_ranks(ranks))
         return {"tokenizer": "bpe", "vocab_size": size}
@@ -174,7 +167,7 @@ def find_dataset(
     cache_dir: Path = CACHE_DIR,
     say: Say = print,
 ) -> Dataset:
-    """The data that the flags of the group "data" ask for, from the cache if they are there.
+    """Find the data that the flags of the group "data" ask for, from the cache if they are there.
 
     train_data None is the built-in corpus, Python's standard library. val_ratio lies between 0 and
     1. max_tokens, 1 at least, caps training and validation, each. data_seed is for toy data alone.
@@ -190,14 +183,8 @@ def find_dataset(
             "--use-toy-data makes its own data and tokenizer: drop --train-data, --val-data and "
             "--tokenizer-name"
         )
-    least = {"bpe": 257, "toy": 2 * TOY_SUCCESSORS}.get(name)
-    if vocab_size is not None and least is None:
-        raise DataError(
-            f"--vocab-size {vocab_size}: the vocabulary of {name} is fixed; drop the flag or use "
-            "--tokenizer-name bpe"
-        )
-    if vocab_size is not None and least is not None and not least <= vocab_size <= 2**20:
-        raise DataError(f"--vocab-size {vocab_size}: must be {least} to {2**20}")
+    if vocab_size is not None:
+        check_vocab_size(vocab_size, name)
     with os_errors_as_data_errors(cache_dir):
         if use_toy_data:
             return load_toy(vocab_size or 256, max_tokens, data_seed, seq_len, cache_dir, say)
@@ -208,24 +195,26 @@ def find_dataset(
                 f"--tokenizer-name bpe: {train[0]} holds ids already; name the tokenizer that made "
                 "them, for example gpt2"
             )
-        known = tokenizer if tokenizer is not None and tokenizer.name == name else None
-        if known is None and name != "bpe":
-            known = load_tokenizer(name)
-        if is_tokens and known:
-            return _read_tokens(train, val, val_ratio, max_tokens, known)
-        about = f"Python {platform.python_version()} standard library"
-        text = TextCorpus(
-            label(train_data) if train_data else about,
-            train,
-            val,
-            val_ratio,
-            max_tokens,
-            vocab_size or 1024,
-            seq_len,
-            cache_dir,
-            say,
+        if tokenizer is None or tokenizer.name != name:
+            tokenizer = None if name == "bpe" else load_tokenizer(name)
+        if is_tokens and tokenizer:
+            return _read_tokens(train, val, val_ratio, max_tokens, tokenizer)
+        built_in = f"Python {platform.python_version()} standard library"
+        name = label(train_data) if train_data else built_in
+        sizes = max_tokens, vocab_size or 1024, seq_len
+        return TextCorpus(name, train, val, val_ratio, *sizes, cache_dir, say).load(tokenizer)
+
+
+def check_vocab_size(vocab_size: int, tokenizer_name: str) -> None:
+    """Raise DataError if a tokenizer of that name cannot have that many ids."""
+    smallest = {"bpe": 257, "toy": 2 * TOY_SUCCESSORS}.get(tokenizer_name)
+    if smallest is None:
+        raise DataError(
+            f"--vocab-size {vocab_size}: the vocabulary of {tokenizer_name} is fixed; drop the "
+            "flag or use --tokenizer-name bpe"
         )
-        return text.load(known)
+    if not smallest <= vocab_size <= 2**20:
+        raise DataError(f"--vocab-size {vocab_size}: must be {smallest} to {2**20}")
 
 
 def _find(
