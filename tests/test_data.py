@@ -41,9 +41,9 @@ from data import (
 )
 from data import documents as documents_module
 from data.batches import hash_ids, slice_files
-from data.documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, read_text
+from data.documents import read_text
 from data.files import find_files
-from data.tokenizer import GPT2_PATTERN, ToyTokenizer, format_ranks, load_tokenizer, train_bpe
+from data.tokenizer import GPT2_PATTERN, ToyTokenizer, format_ranks, train_bpe
 
 CPU = torch.device("cpu")
 law = settings(max_examples=40)
@@ -108,30 +108,32 @@ def test_folders_and_globs() -> None:
         assert find(*names)[0] == found
 
 
-def test_a_suffix_says_the_same_in_any_case(cache) -> None:
-    rows = "".join(f'{{"text": "document {i}"}}\n' for i in range(20))
-    tokens = np.arange(200, dtype=np.uint16).tobytes()
-    for name, content in (("a.jsonl", rows.encode()), ("a.bin", tokens), ("a.txt", b"word\n" * 20)):
-        found = []
-        for path in (Path(f"of {name}", name), Path(f"of {name}", "capitals", name.upper())):
-            path.parent.mkdir()
-            path.write_bytes(content)
-            found += [load(cache, path), load(cache, path.parent)]
-        assert len({data.fingerprint for data in found}) == 1, name
-    Path("My.Tiktoken").write_text(format_ranks(load_tokenizer("byte").ranks))
-    assert load_tokenizer("My.Tiktoken").vocab_size == 257
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b'{"text": "some document"}\n' * 20),
+        ("a.bin", np.arange(200, dtype=np.uint16).tobytes()),
+        ("a.txt", b"word\n" * 20),
+    ],
+)
+def test_a_suffix_says_the_same_in_any_case(cache, name, content) -> None:
+    prints = set()
+    for path in (Path("lower", name), Path("upper", name.upper())):
+        path.parent.mkdir()
+        path.write_bytes(content)
+        prints |= {load(cache, path).fingerprint, load(cache, path.parent).fingerprint}
+    assert len(prints) == 1
 
 
 def test_what_a_folder_leaves_out_is_counted() -> None:
     write("docs/a.txt", "docs/b.md", "docs/1.pdf", "docs/2.PDF", "docs/sub/3.pdf", "docs/x.docx")
-    write("docs/LICENSE", "other/y.md", "plain/z.txt", *(f"many/x.kind{i}" for i in range(6)))
+    write("docs/LICENSE", "plain/z.txt", *(f"many/x.kind{i}" for i in range(6)))
     # One line for all names, in which a file that is named besides is not of the skipped.
-    (line,) = find("docs", "other", "docs/x.docx", "plain/z.txt")[1]
-    assert "docs and 3 more: files taken: 5, skipped: 4 (.pdf 3, without suffix 1)" in line
-    # A pattern may match a folder without any beside others.
+    (line,) = find("docs", "docs/x.docx", "plain/z.txt")[1]
+    assert "docs and 2 more: files taken: 4, skipped: 4 (.pdf 3, without suffix 1)" in line
+    # A pattern may match a folder without any beside others; five kinds are enough.
     found, (line,) = find("[mp][al]*")
-    assert found == ["plain/z.txt"] and "files taken: 1, skipped: 6 (.kind0 1, " in line
-    assert line.count(".kind") == 5
+    assert found == ["plain/z.txt"] and line.count(".kind") == 5
     with pytest.raises(DataError, match=r"no text or token file in this folder \(.kind0 1, .kind1"):
         find("many")
     # What nobody would train on is no news; nor is a run's own log beside its text.
@@ -146,7 +148,6 @@ def test_validation_that_is_trained_on_is_noticed(cache) -> None:
     write("docs/a.txt", "docs/b.txt", "other/c.txt")
     os.symlink("docs/a.txt", "link.txt")
     for train, val, says in [
-        ("docs/*.txt", ["other/../docs/a.txt"], ["other/../docs/a.txt"]),
         ("docs/a.txt", ["link.txt"], ["link.txt"]),
         ("docs", ["docs"], ["docs/a.txt and 1 more"]),
         ("docs", ["other"], []),
@@ -155,12 +156,6 @@ def test_validation_that_is_trained_on_is_noticed(cache) -> None:
         load(cache, train, val=val, say=lines.append)
         said = "\n".join(lines)
         assert re.findall("^warning  --val-data (.*): in --train-data, too: ", said, re.M) == says
-
-
-def test_the_readme_lists_every_known_suffix() -> None:
-    readme = (Path(__file__).parent.parent / "data/README.md").read_text()
-    blocks = [block.split() for block in readme.split("```")]
-    assert [*TEXT_SUFFIXES, *TOKEN_SUFFIXES] in blocks
 
 
 # ---- Reading in chunks
@@ -307,12 +302,10 @@ def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache, 
     assert texts(data.val) == [b"quibble quibble\n" * 50]
     lines: list[str] = []
     data = load(cache, where, val=val, tokenizer_name="bpe", say=lines.append)
-    tokens, size = data.tokenizer.ranks, data.tokenizer.vocab_size
-    assert b" words" in tokens and b"quibble" not in tokens
+    assert b" words" in data.tokenizer.ranks and b"quibble" not in data.tokenizer.ranks
+    size = data.tokenizer.vocab_size
     assert size < 1024  # so little text has no more pairs: and it is said
     assert f"no pair of ids repeats any more: the BPE ends at {size}" in str(lines)
-    assert ids(data.val)[0] == data.tokenizer.eot_id
-    assert "1.55 kB" in data.description  # 15 and 16 bytes, 50 times each
 
 
 def test_max_tokens_caps_each_split_and_stops_early(cache, tmp_path, monkeypatch) -> None:
@@ -332,17 +325,14 @@ def test_max_tokens_caps_each_split_and_stops_early(cache, tmp_path, monkeypatch
 @pytest.mark.parametrize("vocab_size", [256, 70000])
 def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
     options = {"use_toy_data": True, "vocab_size": vocab_size, "tokenizer_name": None}
-    options["max_tokens"] = 60_000
-    data, other = load(cache, data_seed=3, **options), load(cache, data_seed=4, **options)
+    data = load(cache, data_seed=3, max_tokens=60_000, **options)
     walk = np.array(ids(data.train) + ids(data.val))
     assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
     pairs, counts = np.unique(np.stack([walk[:-1], walk[1:]]), axis=1, return_counts=True)
     assert np.unique(pairs[0], return_counts=True)[1].max() == 4
-    assert ids(other.train) != ids(data.train)
     if vocab_size == 256:
         chance = counts / np.bincount(walk[:-1])[pairs[0]]
         assert abs(-(counts * np.log(chance)).sum() / counts.sum() - math.log(4)) < 0.01
-        assert "1.386" in data.description
         assert walk[:4].tolist() == [121, 232, 191, 231]  # as in every run before
 
 
@@ -351,13 +341,8 @@ def test_the_built_in_corpus_is_python_source(cache, monkeypatch, tmp_path) -> N
     options = {"tokenizer_name": None, "vocab_size": 260, "max_tokens": 100_000}
     data = load(cache, **options)
     assert data.tokenizer.name == "bpe" and data.tokenizer.vocab_size == 260
-    assert "standard library" in data.description and " MB; " in data.description
-    sample = data.tokenizer.decode(ids(data.train)[:50_000])
-    assert "def " in sample and "import " in sample
-    meta = json.loads(data.train[0].path.with_name("meta.json").read_text())
-    assert meta["bytes"] > 1_000_000 and meta["documents"] > 100
-    assert (meta["train_tokens"], meta["val_tokens"]) == (100_000, 100_000)
-
+    assert re.search(r"standard library: \d{3} documents, \d.\d\d MB; 100,000 ", data.description)
+    assert "def " in data.tokenizer.decode(ids(data.train)[:50_000])
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match="--train-data"):  # a Python without its library
         load(cache, **options)
@@ -479,7 +464,7 @@ def check_kept(kept, times: int) -> None:
 
 
 @row("a bit of the token cache")
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.integers(0, 5), st.integers(0, 10**6), st.integers(0, 7))
 def test_a_flipped_bit_in_the_cache_is_noticed(kept, number, position, bit) -> None:
     flip(list(kept[3])[number], position, bit)
@@ -508,12 +493,10 @@ def test_what_is_no_cache_is_built_anew(kept, name, change) -> None:
 
 
 def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) -> None:
-    moved = tmp_path / "elsewhere.txt"
-    shutil.copy(text, moved)
+    moved = Path(shutil.copy(text, tmp_path / "elsewhere.txt"))
     run = start(cache, text)
-    shutil.copytree(cache, tmp_path / "copy")
-    for where in (cache, tmp_path / "copy"):
-        assert start(where, moved, say=never).fingerprint == run.fingerprint
+    copy = shutil.copytree(cache, tmp_path / "copy")
+    assert start(copy, moved, say=never).fingerprint == run.fingerprint
     other = go_on(run, cache, text, tokenizer_name="byte", vocab_size=None)
     assert other.tokenizer.name == "byte"  # that of the run is left aside
     names = {run.fingerprint, other.fingerprint, start(cache, text, vocab_size=280).fingerprint}
@@ -525,17 +508,14 @@ def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) 
 
 def test_a_tokenizer_is_not_looked_for_when_the_run_brings_it(cache, text, tmp_path) -> None:
     """A file that has gone, or a vocabulary that would be downloaded."""
-    saved = tmp_path / "mine.tiktoken"
+    saved = tmp_path / "Mine.Tiktoken"
     saved.write_text(format_ranks(start(cache, text).tokenizer.ranks))
     options = {"tokenizer_name": str(saved), "vocab_size": None}
     run = start(cache, text, **options)
-    np.array(ids(run.train), np.uint16).tofile(tmp_path / "x.bin")
-    from_tokens = start(cache, tmp_path / "x.bin", **options)
     saved.unlink()
-    for path, before in ((text, run), (tmp_path / "x.bin", from_tokens)):
-        assert go_on(before, cache, path, say=never, **options).fingerprint == before.fingerprint
-        with pytest.raises(DataError, match="mine.tiktoken: No such file"):
-            start(cache, path, **options)
+    assert go_on(run, cache, text, say=never, **options).fingerprint == run.fingerprint
+    with pytest.raises(DataError, match="Mine.Tiktoken: No such file"):
+        start(cache, text, **options)
 
 
 def test_a_state_that_no_run_has_saved_is_one_line(cache, text) -> None:
@@ -554,7 +534,7 @@ from pathlib import Path
 from data import Tokenizer, find_dataset
 real, fate = Tokenizer.encode, sys.argv[3]
 def encode(self, text):
-    time.sleep(1)  # the others come meanwhile
+    time.sleep(0.5)  # the others come meanwhile
     if fate == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     return real(self, text)
@@ -579,11 +559,7 @@ def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, t
     both = children("live", "live")
     assert both.returncode == 0, both.stderr
     assert both.stdout.count("training a BPE") == both.stdout.count("encoding") == 1
-    (damaged,) = cache.glob("*/train.bin")
-    flip(damaged, 3, 0)
-    again = children("live", "live")
-    assert again.stdout.count("built anew") == again.stdout.count("encoding") == 1
-    first, second = re.findall("^made (.*) (.*)$", again.stdout, re.M)
+    first, second = re.findall("^made (.*) (.*)$", both.stdout, re.M)
     assert first == second and not list(cache.glob(".tmp-*"))
     there, fresh = (load(where, text, tokenizer_name="bpe") for where in (cache, tmp_path / "new"))
     assert ids(fresh.train) == ids(there.train) and fresh.fingerprint == first[0]

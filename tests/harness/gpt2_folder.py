@@ -28,17 +28,9 @@ def gpt2_tensors() -> Tensors:
     }
 
 
-def safetensors(tensors: Tensors, pad: int = 0) -> bytes:
-    """The bytes of a file."""
-    content = save(tensors)
-    end = 8 + int.from_bytes(content[:8], "little")
-    text = content[8:end] + b" " * pad
-    return len(text).to_bytes(8, "little") + text + content[end:]
-
-
 def write_folder(folder: Path, tensors: Tensors | None = None, files: dict | None = None) -> Path:
     """`files`: what some of its files hold instead, as bytes or as JSON; None: not there."""
-    weights = safetensors(gpt2_tensors() if tensors is None else tensors)
+    weights = save(gpt2_tensors() if tensors is None else tensors)
     whole = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "model.safetensors": weights}
     folder.mkdir()
     for name, content in (whole | (files or {})).items():
