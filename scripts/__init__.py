@@ -8,12 +8,10 @@ import atexit
 import errno
 import gc
 import os
-import re
 import sys
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import wraps
 from io import TextIOWrapper
 from pathlib import Path
@@ -57,8 +55,8 @@ checkpoint_from_scratch                   how does an activation checkpoint work
 
 
 def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
-    """Makes a `main` of what does something with the command line: it returns the exit code, and a
-    mistake of the user, a full disk, Ctrl-C and a reader who is gone are no bugs of the program."""
+    """Make a command's `main` of a function of its words: `main` returns the exit code, and turns a
+    mistake of the user, a full disk, Ctrl-C and a closed pipe into one line."""
 
     @wraps(do)
     def main(argv: list[str] | None = None) -> int:
@@ -104,7 +102,7 @@ def out_of_memory_as(hint: str) -> Iterator[None]:
 
 
 def add_snapshot(parser: ArgumentParser, what: str) -> None:
-    """The snapshot that a command reads, FILE or --checkpoint-path FILE; `what`: its help."""
+    """Add the snapshot that a command reads, FILE or --checkpoint-path FILE; `what`: its help."""
     add, path = parser.add_argument, Path("checkpoints/minigpt_single.pt")
     # (argparse hands SUPPRESS itself to the type where no FILE is typed.)
     add("checkpoint_path", nargs="?", default=SUPPRESS, metavar="FILE",
@@ -123,20 +121,7 @@ def flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def refuse_a_part(module: str) -> None:
-    """Exits where `python -m` was given a module of this room that is no command."""
-    name = module.removeprefix("scripts.")
-    commands = re.findall(r"^(\w+) .*\?", LISTING, re.M)
-    if name != module and name not in commands:
-        near = get_close_matches(name, commands, n=1, cutoff=0.45)
-        hint = f"did you mean python -m scripts.{near[0]}? " if near else ""
-        print(f"error: {module} is no command; {hint}python -m scripts lists all", file=sys.stderr)
-        sys.exit(2)
-
-
 if STARTED:
-    if sys.argv[0] == "-m":  # so it is while a package is imported: then `-m NAME` comes before
-        refuse_a_part(sys.orig_argv[-len(sys.argv)].removeprefix("-m"))
     atexit.register(flush)
     if isinstance(sys.stdout, TextIOWrapper):  # a letter that it cannot spell is no reason to crash
         sys.stdout.reconfigure(errors="replace")
