@@ -518,15 +518,6 @@ def test_a_tokenizer_is_not_looked_for_when_the_run_brings_it(cache, text, tmp_p
         start(cache, text, **options)
 
 
-def test_a_state_that_no_run_has_saved_is_one_line(cache, text) -> None:
-    state = start(cache, text).tokenizer.state()
-    changes = [{"name": None, "ranks": 3}, {"ranks": "AA== 0\n"}, {"ranks": None}, {"name": "toy"}]
-    changes += [{"special_tokens": {}}, {"pattern": 3}, {"pattern": "("}]
-    for bad in ({}, *(state | change for change in changes)):
-        with pytest.raises(DataError, match="a tokenizer that no run has saved"):
-            Tokenizer.from_state(bad)
-
-
 CHILD = """
 import os, signal, sys, time
 sys.path.insert(0, os.getcwd())
