@@ -208,6 +208,7 @@ def test_chunks_encode_as_the_whole(tokenizers, tmp_path_factory, groups, size) 
     st.sampled_from(["lines", "files", "files with a mark"]),
 )
 @example(["é" * 1000], 0.1, "files")  # no place to cut
+@example(["ab\n" * 10] * 4, 0.2, "files")  # a fifth would validate
 @example(["first\r\nsecond <|endoftext|> é\n\n" * 50], 0.1, "files with a mark")
 @example([f"line {i}\nü" for i in range(30)], 0.1, "lines")
 def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio, layout) -> None:
@@ -302,6 +303,7 @@ def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache, 
     assert texts(data.val) == [b"quibble quibble\n" * 50]
     lines: list[str] = []
     data = load(cache, where, val=val, tokenizer_name="bpe", say=lines.append)
+    assert ": 2 documents, 1.55 kB; " in data.description  # 15 and 16 bytes, 50 times each
     assert b" words" in data.tokenizer.ranks and b"quibble" not in data.tokenizer.ranks
     size = data.tokenizer.vocab_size
     assert size < 1024  # so little text has no more pairs: and it is said

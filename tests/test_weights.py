@@ -248,7 +248,9 @@ def test_what_older_folders_hold_besides(tmp_path):
     """A prefix, the causal masks as tensors, the head a second time, other dtypes."""
 
     def loaded(name: str, **options) -> dict[str, torch.Tensor]:
-        return load_model(write_folder(tmp_path / name, **options), CPU)[0].state_dict()
+        weights = load_model(write_folder(tmp_path / name, **options), CPU)[0].state_dict()
+        assert {weight.dtype for weight in weights.values()} == {torch.float32}
+        return weights
 
     plain, expected = gpt2_tensors(), loaded("plain")
     more = {f"h.{i}.attn.bias": np.ones((1, 1, 32, 32), np.float32) for i in range(2)}
