@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data import Tokenizer
+from data.tokenizer import EOT
 from data.tokenizer_json import to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
@@ -62,13 +63,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
-    """As config.json and transformers' GPT2Config call them; of dropout, too."""
+    """Name the sizes and dropout as config.json and transformers' GPT2Config do."""
     sizes = {theirs: getattr(config, ours) for theirs, ours, _ in SIZES}
     return sizes | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
 
 
 def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """{file: its content}; no tokenizer of toy data, whose ids stand for no text."""
+    """Make the JSON files, {name: content}; no tokenizer of toy data, whose ids have no text."""
     alone = {name: allowed[0] for name, allowed in GPT2_ALONE.items()}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
     # As scripts.generate has it. (transformers does not let the window slide: max_length.)
@@ -76,11 +77,10 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     sampling |= {"pad_token_id": tokenizer.eot_id, "max_length": config.max_position_embeddings}
     files: dict[str, Any] = {"generation_config.json": ends | sampling}
     if tokenizer.name != "toy":
-        (eot,) = (text for text, i in tokenizer.special_tokens.items() if i == tokenizer.eot_id)
         files["tokenizer.json"] = to_json(tokenizer)
         files["tokenizer_config.json"] = {
             "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json, and nothing on top
-            **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), eot),
+            **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), EOT),
             "model_max_length": config.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
             # What looks like <|endoftext|> in a text is text, here as there.
@@ -121,9 +121,9 @@ def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) 
 
 @torch.no_grad()
 def check_is_gpt2(source: Pretrained, weights: dict[str, Tensor]) -> None:
-    """Raises UsageError unless model.py, with these weights, is what transformers will make of
-    them: GPT-2, by each tensor and by the logits of some tokens."""
-    config, model = source.config, source.make_model()
+    """Raise UsageError unless model.py, with these weights, is GPT-2, as transformers will take
+    them: the tensors are GPT-2's, and the logits of some tokens agree."""
+    config, model = source.config, source.make_model(torch.device("cpu"))
     ids = torch.arange(min(64, config.max_position_embeddings))[None] % config.vocab_size
     try:
         ours, theirs = model(ids), gpt2_logits(weights, config, ids)
@@ -145,9 +145,10 @@ def export(source: Pretrained, folder: Path) -> None:
     so this needs about as much memory again as the weights.
     """
     library = import_safetensors()
-    theirs = renamed(source.weights, THEIRS).items()
-    weights = {f"transformer.{name}": weight.contiguous() for name, weight in theirs}
-    check_is_gpt2(source, weights)
+    theirs = renamed(source.weights, THEIRS)
+    theirs = {f"transformer.{name}": weight.float() for name, weight in theirs.items()}
+    check_is_gpt2(source, theirs)
+    weights = {name: weight.contiguous() for name, weight in theirs.items()}
     files = json_files(source.config, source.tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -263,6 +263,8 @@ def test_what_older_folders_hold_besides(tmp_path):
     half = {name: array.astype(np.float16) for name, array in plain.items()}
     rounded = {name: weight.half().float() for name, weight in expected.items()}
     assert same(loaded("half", tensors=half), rounded)
+    assert export(tmp_path / "half", tmp_path / "out") == 0  # in float32
+    assert same(load_model(tmp_path / "out", CPU)[0].state_dict(), rounded)
 
 
 # ---- Runs that start from weights

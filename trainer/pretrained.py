@@ -174,12 +174,12 @@ class Pretrained:
         for name, weight in model.state_dict().items():
             weight.copy_(part(self.weights[name].float(), weight))
 
-    def make_model(self) -> MiniGPT:
-        """Make a model to evaluate, of these very tensors where they have float32."""
+    def make_model(self, device: torch.device) -> MiniGPT:
+        """Make a model of them, ready to evaluate, in float32."""
         with torch.device("meta"):
             model = MiniGPT(self.config)
-        model.load_state_dict(self.weights, assign=True)
-        return model.float().eval()
+        model.to_empty(device=device).load_state_dict(self.weights)
+        return model.eval()
 
 
 Origin = Resumed | Pretrained | None  # what a run begins with; None: weights that are drawn
@@ -230,7 +230,7 @@ def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
     """Read the model in a snapshot or a transformers folder, ready to evaluate, and its tokenizer.
     Raises SnapshotError or DataError."""
     source = open_pretrained(path)
-    return source.make_model().to(device), source.tokenizer
+    return source.make_model(device), source.tokenizer
 
 
 def open_init_from(args: argparse.Namespace) -> Pretrained | None:
