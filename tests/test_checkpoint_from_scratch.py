@@ -131,6 +131,21 @@ def test_gradients_are_those_of_a_plain_call(gradients, replays):
     assert 1 <= len(replays) <= 3
 
 
+class Sines:
+    """What `sin` has made, and how much of it is still there."""
+
+    def __init__(self):
+        self.made = []
+
+    def sin(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        self.made.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    def count_alive(self) -> int:
+        return sum(not storage.expired() for storage in self.made)
+
+
 @pytest.fixture
 def no_garbage_collection():
     gc.disable()
@@ -141,48 +156,38 @@ def no_garbage_collection():
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_what_was_replayed_is_freed_as_backward_uses_it(retain_graph, no_garbage_collection):
     """With no help of the garbage collector: a cycle would hold memory until it runs."""
-    made, alive = [], []
+    sines, alive = Sines(), []
+    x = torch.randn(4, requires_grad=True)
 
     def chain(x):
         for _ in range(8):
-            x = x.sin()
-            made.append(StorageWeakRef(x.untyped_storage()))
+            x = sines.sin(x)
         return x
 
-    def count(_=None):
-        alive.append(sum(not reference.expired() for reference in made))
-
-    x = torch.randn(4, requires_grad=True)
     y = checkpoint(chain, x)
-    count()
-    x.register_hook(count)
+    assert sines.count_alive() == 1  # the result
+    x.register_hook(lambda _: alive.append(sines.count_alive()))
     y.sum().backward(retain_graph=retain_graph)
-    count()
-    # After forward its result alone lives; when the first sin's backward is done, nothing else.
-    assert alive == [1, 1, 1] and len(made) == 8 + 7
+    # When the first sin's backward is done, nothing else lives either.
+    assert alive == [1] and sines.count_alive() == 1 and len(sines.made) == 8 + 7
 
 
 @pytest.mark.parametrize("second_is_dropped", [False, True])
 def test_what_backward_skips_keeps_nothing_else_alive(second_is_dropped):
-    made, alive = [], []
-
-    def count(_):
-        alive.append(sum(not storage.expired() for storage in made))
+    sines, alive = Sines(), []
 
     def two(x):
-        for _ in range(4):
-            x = x.sin()
-            made.append(StorageWeakRef(x.untyped_storage()))
-            if len(made) == 1:
-                x.register_hook(count)  # only the first sin is still to come, which keeps x
-        return x.sum(), x.cos()  # cos keeps x
+        y = sines.sin(x)
+        if len(sines.made) == 1:  # only this sin's backward is still to come then, which needs x
+            y.register_hook(lambda _: alive.append(sines.count_alive()))
+        z = sines.sin(sines.sin(sines.sin(y)))
+        return z.sum(), z.cos()  # cos keeps z
 
-    x = torch.randn(4, requires_grad=True)
-    results = checkpoint(two, x)
+    results = checkpoint(two, torch.randn(4, requires_grad=True))
     if second_is_dropped:
         results = results[:1]
     results[0].backward()
-    assert len(made) == 8
+    assert len(sines.made) == 8
     assert alive == [0 if second_is_dropped else 1]  # the one that cos may still ask for
 
 
