@@ -18,7 +18,6 @@ if not __package__:  # python scripts/export_hf.py: the others lie one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
-import argparse
 import json
 import shlex
 from pathlib import Path
@@ -47,19 +46,6 @@ from trainer.pretrained import (
 )
 from trainer.report import describe_model
 from trainer.snapshot import SaveError
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="python -m scripts.export_hf", description="Export a snapshot for transformers."
-    )
-    add = parser.add_argument
-    add_snapshot(parser, "snapshot to export")
-    # fmt: off
-    add("--out", type=output_folder, required=True, metavar="FOLDER",
-        help="is made; if it is there, it must be empty")
-    # fmt: on
-    return parser
 
 
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
@@ -168,7 +154,18 @@ def export(source: Pretrained, folder: Path) -> None:
 
 @tool
 def main(argv: list[str]) -> None:
-    args = build_parser().parse_args(argv)
+    parser = OneLineParser(
+        prog="python -m scripts.export_hf", description="Export a snapshot for transformers."
+    )
+    add_snapshot(parser, "snapshot to export")
+    parser.add_argument(
+        "--out",
+        type=output_folder,
+        required=True,
+        metavar="FOLDER",
+        help="is made; if it is there, it must be empty",
+    )
+    args = parser.parse_args(argv)
     folder = Path(os.path.realpath(args.out))  # of ".", it has a name
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"--out: {args.out} is there and not empty; name another folder")
