@@ -15,14 +15,12 @@ from harness.gpt2_folder import write_folder
 from harness.runs import ROOT, run
 from torch.distributed.run import get_args_parser
 
-import scripts
 from model import MiniGPT
-from scripts.lesson import EXERCISES
 from trainer.flags import build_parser
 
 README, CHINESE = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
-DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-TEXTS = [README, *DOCS.values()]
+DOCS = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+TEXT = "\n".join([README, *DOCS.values()]).replace("\\\n", " ")  # commands are one line each
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*.md")])
 
 
@@ -30,36 +28,25 @@ def without_blocks(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
 
 
-def test_the_two_commands():
-    lines = re.findall(r"^    (pip install -r .*)$", README, re.M)
-    assert lines == [
-        "pip install -r requirements.txt && python train_minimal.py --use-activation-checkpoint",
-        "pip install -r requirements-dev.txt && python -m pytest -n 2",
-    ]
-    for readme in (README, CHINESE):
-        assert readme.index("whl/cpu") < readme.index(lines[0])  # too late behind it
+def cells(text: str, head: str) -> list[list[str]]:
+    """The rows of the table that begins with `head`, without bold type and what is in brackets."""
+    rows = text.split(f"\n{head}")[1].split("\n\n")[0].splitlines()[2:]
+    bare = (re.sub(r" \([^)]*\)|\*\*| MiB", "", row) for row in rows)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in bare]
+
+
+# ---- nothing is missing, nothing leads nowhere
 
 
 def test_every_document_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\(docs/(\w+\.md)[)#]", README))
-    assert linked == DOCS.keys() and linked
-
-
-def test_counts_in_words():
-    """Wherever the lesson's exercises are counted, the count is the same."""
-    listing, lesson = scripts.LISTING, ROOT / "docs" / "lesson.md"
-    texts = [listing, *(page.read_text("utf-8") for page in PAGES if page != lesson)]
-    texts = [text for text in texts if not text.startswith("# Changelog")]  # as it was then
-    counts = [n for text in texts for n in re.findall(r"(\w+)\s+exercises\b", text)]
-    assert len(EXERCISES) == 12 and len(counts) >= 3 and {*counts} == {"twelve"}
+    assert set(re.findall(r"\]\(docs/(\w+\.md)[)#]", README)) == DOCS.keys() != set()
 
 
 def test_every_flag_is_there_and_no_other():
     table = DOCS["flags.md"].split("## Flags")[1].split("## Exit codes")[0]
-    table = "\n".join(line for line in table.splitlines() if line.startswith("|"))
+    found = re.findall(r"`(--[a-z0-9-]+)", "".join(re.findall(r"^\|.*", table, re.M)))
     parser = build_parser("train_minimal.py", "x.pt")
-    known = {action.option_strings[0] for action in parser._actions} - {"-h"}
-    assert set(re.findall(r"`(--[a-z0-9-]+)", table)) == known
+    assert {*found, "-h"} == {action.option_strings[0] for action in parser._actions}
 
 
 def test_the_shown_lines_are_in_the_model():
@@ -67,8 +54,7 @@ def test_the_shown_lines_are_in_the_model():
     source = inspect.getsource(MiniGPT.forward)
     excerpt = README.split("```python\n")[1].split("```")[0]
     assert "checkpoint(" in excerpt
-    for line in excerpt.splitlines():
-        assert line.strip() in source
+    assert all(line.strip() in source for line in excerpt.splitlines())
 
 
 def anchors(page: Path) -> set[str]:
@@ -78,23 +64,16 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere_and_no_line_is_wide(page):
-    """But for tables, commands and pictures. (The Chinese page has a line a paragraph.)"""
+def test_links_lead_somewhere(page):
     text = page.read_text("utf-8")
-    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
-        if target.startswith("https://"):
-            continue
+    for target, anchor in re.findall(r"\]\((?!https://)([^)#]*)#?([^)]*)\)", text):
         there = page.parent / target if target else page
         assert there.exists(), target
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
-    lines = without_blocks(text).splitlines()
-    wide = [line for line in lines if len(line) > 100 and not line.startswith(("|", "    ", "!"))]
-    assert not wide or page.name in ("README.zh-CN.md", "CHANGELOG.md"), wide
 
 
 # ---- in both languages
 
-HAN = "[\u4e00-\u9fff]"
 CODE = re.compile(r"^```.*?^```$|^    .*?$", re.S | re.M)  # fenced or indented
 FACT = re.compile(
     r"`[^`]+`"  # what is in backticks,
@@ -103,62 +82,29 @@ FACT = re.compile(
 )
 
 
-def facts(line: str) -> list[str]:
-    """What has no language. "1,000" equals "1000", and "15 %" equals "15%"."""
-    found = (re.sub(r"README[\w.-]*\.md", "the other language", f) for f in FACT.findall(line))
-    return [" ".join(f.split()) if f[0] in "`]" else re.sub("[ ,]", "", f) for f in found]
-
-
 def things(section: str) -> Counter[str]:
-    """Code and tables line by line; prose in any order, because Chinese has another."""
-    found = Counter("\n".join(CODE.findall(section)).splitlines())
-    lines = CODE.sub("", section).splitlines()
-    rows = [line for line in lines if line.startswith("|")]
-    for i, row in enumerate(rows, 1):
-        for cell, text in enumerate(row.split("|")):
-            found.update(f"row {i}, cell {cell}: {fact}" for fact in ["", *facts(text)])
-    found.update(facts(" ".join(line for line in lines if line not in rows)))
-    found.update(re.findall("^##+ ", section))
-    return found
+    """What has no language: code line by line; the facts of tables and prose in any order, because
+    Chinese has another. ("1,000" equals "1000", and "15 %" equals "15%".)"""
+    text = re.sub(r"README[\w.-]*\.md", "README", " ".join(CODE.sub("", section).split()))
+    facts = [fact if fact[0] in "`]" else re.sub("[ ,]", "", fact) for fact in FACT.findall(text)]
+    return Counter("\n".join(CODE.findall(section)).splitlines() + facts)
 
 
 def test_both_languages_say_the_same():
     """Section by section: what needs no translation is equal."""
-    found = []
     by_section = (re.split(r"^(?=##+ )", page, flags=re.M) for page in (README, CHINESE))
     for one, other in zip_longest(*by_section, fillvalue="(none)"):
-        where = f"{one.partition(chr(10))[0]!r}, {other.partition(chr(10))[0]!r}"
-        found += [f"{where}: only English has {what}" for what in things(one) - things(other)]
-        found += [f"{where}: only Chinese has {what}" for what in things(other) - things(one)]
-    assert not found, f"{len(found)} differences\n" + "\n".join(found)
-
-
-MISPRINTS = {
-    "a line break is shown as a blank; one line a paragraph": rf"{HAN}.*\n(?!\n|- |\d+\. |#|\||\Z)",
-    "no blank between Chinese and Latin": rf"{HAN}[\w`](?<!{HAN})|[a-zA-Z0-9`%]{HAN}",
-    "half-width punctuation": rf"{HAN}[,;:!?()]|[,;:!?()]{HAN}",
-    "检查点 alone means both (激活检查点, 快照)": "(?<!激活)检查点",
-}
-
-
-def test_no_misprints():
-    """What makes Chinese text readable, on this page."""
-    plain = re.sub(r"!?\[([^]]*)\]\([^)]*\)|\*\*", r"\1", CODE.sub("", CHINESE))
-    for what, pattern in MISPRINTS.items():
-        found = re.search(pattern, plain)
-        assert not found, f"{what}: {plain[found.start() - 10 : found.end() + 10]}"
+        heading = one.partition("\n")[0]
+        assert not things(one) - things(other), f"{heading}: only English has it"
+        assert not things(other) - things(one), f"{heading}: only Chinese has it"
 
 
 # ---- their commands, run one after the other in a fresh copy, made small by flags at their end
 
 # That of harness/gpt2_folder.py.
 SHAPE = "--n-layers 2 --n-heads 2 --d-model 16 --d-ff 64 --seq-len 16 --max-position-embeddings 32"
-TRAINING = f"{SHAPE} --num-steps 4 --eval-tokens 1 --sample-tokens 4"
 SMALL = {
-    "train_minimal.py": TRAINING,
-    "train_ddp.py": TRAINING,
-    "train_fsdp.py": TRAINING,
-    "train_sp.py": TRAINING,
+    "train": f"{SHAPE} --num-steps 4 --eval-tokens 1 --sample-tokens 4",
     "scripts.plan_memory": SHAPE,
     "scripts.memory_timeline": f"{SHAPE} --vocab-size 61",
     "scripts.memory_page": f"{SHAPE} --vocab-size 61",
@@ -170,19 +116,13 @@ SMALL = {
 ELSEWHERE = {"studies.block_picture", "studies.gpu", "studies.tables", "scripts.lesson", "pytest"}
 
 
-def runnable() -> list[str]:
-    """The commands in blocks and in cells, as a reader would copy them; each once."""
-    commands = []
-    for page in TEXTS:
-        text = page.replace("\\\n", " ")
-        bash = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M))
-        others = re.findall(r"^    .*$|(?<=\| `)python [^`]*(?=` \|$)", without_blocks(text), re.M)
-        for line in [*bash.splitlines(), *others]:
-            command = line.split("#")[0].split("&&")[-1].strip().removesuffix(" &")
-            command = command.removeprefix("OMP_NUM_THREADS=1 ")
-            if command.startswith(("python ", "torchrun ")):
-                commands.append(command)
-    return list(dict.fromkeys(commands))
+def commands() -> list[str]:
+    """Those in blocks and in cells, as a reader would copy them; each once."""
+    blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M))
+    others = re.findall(r"^    .*$|(?<=\| `)python [^`]*(?=` \|$)", without_blocks(TEXT), re.M)
+    begin = r"(?m)(?:^ *|&& )(?:OMP_NUM_THREADS=1 )?"
+    found = re.findall(begin + "((?:python|torchrun) [^#&\n]+)", "\n".join([blocks, *others]))
+    return list(dict.fromkeys(command.strip() for command in found))
 
 
 def program(command: str) -> str:
@@ -191,23 +131,23 @@ def program(command: str) -> str:
     return found[0]
 
 
-TORCHRUNS = [command for command in runnable() if command.startswith("torchrun ")]
+TORCHRUNS = [command for command in commands() if command.startswith("torchrun ")]
 
 
 def test_flags_are_known():
     """Of trainers, in sentences, too; the slow test below runs the commands."""
-    joined = "\n".join(TEXTS).replace("\\\n", " ")
-    for flags in re.findall(r"train_\w+\.py (--[^\n`#]*)", joined):
+    for flags in re.findall(r"train_\w+\.py (--[^\n`#]*)", TEXT):
         build_parser("test", "x.pt").parse_args(flags.split())
     for command in TORCHRUNS:
         get_args_parser().parse_args(shlex.split(command)[1:])
 
 
-def made_small(command: str) -> str:
-    words = f"{command} {SMALL.get(program(command), '')}"
+def made_small(command: str) -> list[str]:
+    name = program(command)
+    words = f"{command} {SMALL.get('train' if name.startswith('train_') else name, '')}"
     if "--train-data" in words and "--init-from" not in words:
         words += " --tokenizer-name byte"
-    return words.replace("torchrun", "python -m torch.distributed.run --standalone")
+    return shlex.split(words.replace("torchrun", "python -m torch.distributed.run --standalone"))
 
 
 @pytest.mark.slow
@@ -219,24 +159,9 @@ def test_commands_run(tmp_path):
     for name in ("train.txt", "val.txt"):
         (fresh / "data" / name).write_text("a line of text for a model to learn from\n" * 500)
     write_folder(fresh / "gpt2")
-    last = {program(command): command for command in TORCHRUNS}.values()
-    left_out = set(TORCHRUNS) - set(last)
-    lines = [
-        made_small(command)
-        for command in runnable()
-        if program(command) not in ELSEWHERE and command not in left_out
-    ]
-    for line in lines:
-        _, *words = shlex.split(line)
-        result = run([sys.executable, *words], timeout=300, cwd=fresh)
-        assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
-
-
-# ---- their tables, for tests of what stands in them
-
-
-def cells(text: str, head: str) -> list[list[str]]:
-    """The rows of the table that begins with `head`, without bold type and what is in brackets."""
-    rows = text.split(f"\n{head}")[1].split("\n\n")[0].splitlines()[2:]
-    bare = (re.sub(r" \([^)]*\)|\*\*| MiB", "", row) for row in rows)
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in bare]
+    left_out = {*TORCHRUNS} - {*{program(command): command for command in TORCHRUNS}.values()}
+    for command in commands():
+        if program(command) not in ELSEWHERE and command not in left_out:
+            _, *words = made_small(command)
+            result = run([sys.executable, *words], timeout=300, cwd=fresh)
+            assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
