@@ -181,6 +181,7 @@ class Walk {
 
   embeddings() { // backward of what comes before the blocks: the rest of the gradients
     const {C, NC, n, ddp} = this, {V, positions} = this.s, wide = 4 * NC * this.dropout;
+    this.place = "backward";
     this.add("temporaries", wide, "temporaries", -wide, "activations", -NC * this.dropout);
     this.add("gradients", 4 * (positions * C + 2 * C) * (1 - ddp));
     const channels = ceil(C / ceil((V * C) / (2 * SLICE))); // at a time: TiedLookup

@@ -1,30 +1,29 @@
 """docs/calculator.js says what planner/ says: its peaks, tables and commands."""
 
 import re
-import shlex
 from functools import partial
 
 import pytest
 import torch
 from harness.calculator import PAGE, SCRIPT, as_page, evaluate, random_shapes
-from harness.runs import ROOT, parse
+from harness.runs import parse
 
 from model import MiniGPTConfig
 from planner import CARDS, Planner, StepMemory
 from planner.formulas import count_parameters, step_flops
 from scripts import memory_page, plan_memory
-from scripts.style import COLORS, LEGEND
+from scripts.style import COLORS
 from studies.calculator_tables import tables
-from trainer.flags import SHAPES, build_parser, fill_in, model_config
+from trainer.flags import SHAPES, model_config
 from trainer.optimizer import make_optimizer
 from trainer.plan import vocabulary
 from trainer.process import OneProcess
 from trainer.room import for_tensors
 
-ALL = random_shapes(200)
+ALL = random_shapes(60)
 # What is drawn rarely: a peak in the optimizer (of few tokens, with copies of tables that are no
-# multiple of 64 elements, one or both moments at a time; and beside the head at once), and of a
-# narrow MLP in attention's backward, or where a replay with dropout ends.
+# multiple of 64 elements, one or both moments at a time; and beside the head at once), of a narrow
+# MLP in attention's backward, or where a replay with dropout ends, and behind all blocks.
 SHAPE = {"batch_size": 64, "seq_len": 64, "precision": torch.bfloat16}
 SHAPE |= {"optimizer": "adamw", "moments": torch.float32}
 LEAN = {"batch_size": 1, "moments": torch.bfloat16}
@@ -38,6 +37,9 @@ RARE = [
     SHAPE | {"config": MiniGPTConfig(61, 64, 3, 4, 96, 96, recompute="full")},
     SHAPE | {"config": MiniGPTConfig(61, 64, 1, 4, 96, 96, 0.1, "selective"), "ddp": True},
     SHAPE | {"config": MiniGPTConfig(61, 64, 2, 4, 256, 256, 0.1, "qkv")},
+    SHAPE
+    | {"batch_size": 19, "seq_len": 7}
+    | {"config": MiniGPTConfig(32000, 1024, 6, 3, 120, 480, 0.0, "full", loss_chunks=4)},
 ]
 
 
@@ -67,7 +69,7 @@ def merged(parts: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 20))]
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))]
 )
 def test_a_peak_is_the_planners(part, request):
     """To two thousandths, in the same place, made of the same, as page and documents promise. FLOPs
@@ -93,19 +95,8 @@ def test_tables_are_those_of_the_project(request):
         assert size == CARDS[name].memory and safe == for_tensors(size, "cuda")
 
 
-def test_colours_and_names_are_those_of_the_pictures():
-    text = PAGE.read_text()
-    assert dict(re.findall(r"--(\w+): (#\w{6});", text)).items() >= COLORS.items()
-    for kind, words in LEGEND.items():
-        name = words.split(":")[0]
-        assert name == kind or f'{kind}: "{name}"' in text
-
-
-def test_the_page_asks_nobody_else():
-    text = PAGE.read_text() + SCRIPT.read_text()
-    assert "http" not in text and "import " not in SCRIPT.read_text()
-    for link in re.findall(r'(?:href|src)="([^"#:,]+)["#]', text):
-        assert (ROOT / "docs" / link).exists(), link
+def test_colours_are_those_of_the_pictures():
+    assert dict(re.findall(r"--(\w+): (#\w{6});", PAGE.read_text())).items() >= COLORS.items()
 
 
 # ---- commands
@@ -151,34 +142,28 @@ def test_commands_are_what_the_trainers_take(request):
     commands = "[shapeOf(s), runCommand(s), planCommand(s), seeCommand(s)]"
     answers = evaluate(f"x.map((s) => {commands})", asked, request)
     for state, (shape, run, plan, see) in zip(asked, answers, strict=True):
-        words = shlex.split(run)
-        if words[0] == "torchrun":
-            words.pop(0)
-            assert words[0] == f"--nproc-per-node={state['processes']}"
-        trainer = words[1]
-        assert (ROOT / trainer).exists() and (words[0] == "python") == (state["processes"] == 1)
-        assert shape["ddp"] == (trainer == "train_ddp.py")
-        assert (shape["shards"] > 1) == (trainer == "train_fsdp.py")
-        args = fill_in(build_parser(trainer, "x.pt").parse_args(words[2:]))
+        trainer = "ddp" if shape["ddp"] else "fsdp" if shape["shards"] > 1 else "minimal"
+        n = state["processes"]
+        start = f"torchrun --nproc-per-node={n}" if n > 1 else "python"
+        launch, _, flags = run.partition(f" train_{trainer}.py")
+        assert launch == start
+        args = parse(flags)
         check_means(args, shape)
 
-        policy, words = args.use_activation_checkpoint, shlex.split(plan)
-        assert words[:3] == ["python", "-m", "scripts.plan_memory"]
-        args = plan_memory.parse(words[3:])
-        args.use_activation_checkpoint = policy
-        check_means(args, shape)
-        assert args.card == state["card"] and args.fsdp == (shape["shards"] > 1)
-        assert (args.nproc_per_node or 1) == state["processes"]
+        _, _, flags = plan.partition("python -m scripts.plan_memory")
+        planned = plan_memory.parse(flags.split())
+        assert (planned.card, planned.nproc_per_node or 1) == (state["card"], n)
+        assert planned.fsdp == (trainer == "fsdp")
+        planned.use_activation_checkpoint = args.use_activation_checkpoint  # (it shows all)
+        check_means(planned, shape)
 
-        words = shlex.split(see)
-        assert words[:3] == ["python", "-m", "scripts.memory_page"]
-        args = memory_page.parse(words[3:])
-        check_means(args, shape)
-        assert args.card == state["card"]
+        _, _, flags = see.partition("python -m scripts.memory_page")
+        seen = memory_page.parse(flags.split())
+        check_means(seen, shape)
+        assert seen.card == state["card"]
 
 
 def test_the_first_command(request):
-    run, plan = evaluate("[runCommand(SMALL), planCommand(SMALL)]", None, request)
+    run, shape = evaluate("[runCommand(SMALL), shapeOf(SMALL)]", None, request)
     assert run == "python train_minimal.py"
-    assert plan == "python -m scripts.plan_memory --card RTX-3060-12GB"
-    check_means(parse(), evaluate("shapeOf(SMALL)", None, request))
+    check_means(parse(), shape)

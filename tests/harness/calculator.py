@@ -76,17 +76,12 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def policy_of(config: MiniGPTConfig) -> dict[str, Any]:
-    """As the page has it: a policy, and in how many blocks, from the first one on."""
-    policies = expanded(config).policies
-    return {"policy": policies[0], "layers": policies.count(policies[0])}
-
-
 def as_page(shape: dict[str, Any]) -> dict[str, Any]:
     """The same, as the page's functions want it."""
-    config = shape["config"]
+    config, policies = shape["config"], expanded(shape["config"]).policies
     same = {LETTERS[name]: getattr(config, name) for name in LETTERS}
     same |= {"B": shape["batch_size"], "T": shape["seq_len"], "dropout": config.dropout > 0}
     same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}
-    same |= policy_of(config) | {"optimizer": shape["optimizer"]}
+    same |= {"policy": policies[0], "layers": policies.count(policies[0])}  # from the first one on
+    same |= {"optimizer": shape["optimizer"]}
     return same | {"ddp": shape.get("ddp", False), "shards": shape.get("shards", 1)}
