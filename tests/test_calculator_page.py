@@ -81,55 +81,33 @@ def check(page) -> dict:
     shape = shape_on(page)
     found = policies(page, shape)
     peak, _ = found[shape["policy"]]
-    size, parts = peak["bytes"], peak["parts"]
+    size, place = peak["bytes"], page.locator("#place").inner_text()
     assert page.locator("#peak").inner_text() == text(size)
-    place = page.locator("#place").inner_text()
     assert peak["where"].replace(", block", " of block") in place
     assert f"{page.evaluate('countParameters', shape):,} parameters" in place
-    rows = [parts[kind] for kind in COLORS] + [size]
+    rows = [*(peak["parts"][kind] for kind in COLORS), size]
     cells = page.locator("#table td").all_inner_texts()
     assert cells == [word for row in rows for word in (text(row), f"{row:,}")]
 
-    card, fitting = CARDS[page.locator("#card").input_value()], []
-    safe = for_tensors(card.memory, "cuda")
+    fitting, safe = [], for_tensors(CARDS[page.locator("#card").input_value()].memory, "cuda")
     for policy, (its, flops) in found.items():
         *told, batch = page.locator(f"#policy-{policy} .number").all_text_contents()
         assert told == [text(its["bytes"]), f"× {flops:.2f}"]
         assert (int(batch.replace(",", "")) >= shape["B"]) == (its["bytes"] <= safe)
         if its["bytes"] <= safe:
             fitting.append((flops, RECOMPUTE_POLICIES.index(policy), policy))
-    first = [policy for *_, policy in sorted(fitting)[:1]]  # the least that is done twice
-    assert page.locator(".first").all_inner_texts() == [f" {policy}" for policy in first]
-    words = f"cheapest of these that fits: {first[0]} " if first else "nothing fits"
-    assert page.locator("#first").inner_text().startswith(words)
-    assert f"The line: {text(safe)}, " in page.locator("#about").inner_text()
-    cells = page.locator("#cards span").all_inner_texts()
-    verdicts = {
-        name: cells[i + 1] for i in range(0, len(cells), 2) for name in cells[i].split(", ")
-    }
-    assert verdicts == {
-        name: verdict(card, size) for name, card in CARDS.items() if device_type(card) == "cuda"
-    }
+    first = [f" {policy}" for *_, policy in sorted(fitting)[:1]]  # the least that is done twice
+    assert page.locator(".first").all_inner_texts() == first
     return shape
-
-
-def verdict(card, size: int) -> str:
-    left = for_tensors(card.memory, "cuda") - size
-    if left >= 0:
-        return f"✓ {text(left)} left"
-    return "tight" if size <= card.memory else f"✗ {text(size - card.memory)} too much"
 
 
 # ---- what is moved
 
 
-def test_it_opens(page):
-    shape = check(page)
-    assert shape["L"] == 24 and page.locator("#preset").input_value() == "gpt2-medium"
-    assert "activations 10.76 GiB" in page.locator("#parts").get_attribute("aria-label")
-    assert page.locator("#peak").get_attribute("aria-live") == "polite"
+def test_it_opens_and_everything_has_a_name(page):
+    assert check(page)["L"] == 24 and page.locator("#preset").input_value() == "gpt2-medium"
+    named = "node => node.ariaLabel || node.labels[0]?.textContent || node.textContent"
     for node in page.locator("input, select, button").all():
-        named = "node => node.ariaLabel || node.labels[0]?.textContent || node.textContent"
         assert node.evaluate(named).strip()
 
 
@@ -144,42 +122,44 @@ def test_each_control_moves_the_figures(page):
     ]
     for name, value in (words.split("=") for words in chosen):
         before = page.locator("#peak").inner_text()
-        if name == "processes":
-            page.fill(f"#{name}", value)
-        else:
-            page.select_option(f"#{name}", value)
-        shape = check(page)
-        assert str(shape.get(name, value)) in (value, "True", "1")
+        act = page.fill if name == "processes" else page.select_option
+        act(f"#{name}", value)
+        check(page)
         alike = value == "float16" or name == "card"
         assert (page.locator("#peak").inner_text() == before) == alike, name
 
 
+def test_each_card_has_its_verdict(page):
+    size = page.evaluate("peak", shape_on(page))["bytes"]
+    cells = page.locator("#cards span").all_inner_texts()
+    found = {
+        name: words
+        for names, words in zip(cells[::2], cells[1::2], strict=True)
+        for name in names.split(", ")
+    }
+    assert found.keys() == {n for n, card in CARDS.items() if device_type(card) == "cuda"}
+    for name, words in found.items():
+        memory = CARDS[name].memory
+        left = for_tensors(memory, "cuda") - size
+        tight = "tight" if size <= memory else f"✗ {text(size - memory)} too much"
+        assert words == (f"✓ {text(left)} left" if left >= 0 else tight)
+
+
 def test_bars_are_to_scale(page):
     """In the colours of the pictures, each as wide as its bytes; the line stands at the budget."""
-    page.locator("#policy-full").click()
-    shape, card = shape_on(page), CARDS["RTX 3060 12GB"]
-    safe, lefts = for_tensors(card.memory, "cuda"), []
-    for policy, (peak, _) in policies(page, shape).items():
-        parts = {kind: size for kind, size in peak["parts"].items() if size}
+    safe = for_tensors(CARDS["RTX 3060 12GB"].memory, "cuda")
+    for policy, (peak, _) in policies(page, shape_on(page)).items():
         bar, line = (page.locator(f"#policy-{policy} .bar{inside}") for inside in ("", " b"))
-        lefts.append(line.bounding_box()["x"] - bar.bounding_box()["x"])
-        widths = {
-            segment.get_attribute("style").split("--")[1][:-2]: segment.bounding_box()["width"]
-            for segment in bar.locator("i").all()
-        }
-        assert [*widths] == [kind for kind in COLORS if kind in parts]
-        for kind, size in parts.items():
-            assert widths[kind] == pytest.approx(size / safe * lefts[0], abs=1.5), (policy, kind)
-    assert max(lefts) - min(lefts) < 0.1
+        scale = (line.bounding_box()["x"] - bar.bounding_box()["x"]) / safe
+        parts = {kind: peak["parts"][kind] for kind in COLORS if peak["parts"][kind]}
+        for (kind, size), segment in zip(parts.items(), bar.locator("i").all(), strict=True):
+            assert f"--{kind})" in segment.get_attribute("style")
+            assert segment.bounding_box()["width"] == pytest.approx(size * scale, abs=1.5), policy
 
 
 def test_what_belongs_together_moves_together(page):
     """The MLP with the width, blocks with layers, until somebody says otherwise; and what has no
     effect cannot be set."""
-
-    def value(name: str) -> int:
-        return int(page.locator(f"#{name}").input_value())
-
     without_effect = [page.locator(f"#{name}") for name in ("blocks", "blocks-slider", "trainer")]
     assert all(control.is_disabled() for control in without_effect)  # `none`, one process
     page.locator("#policy-mlp").click()
@@ -187,16 +167,12 @@ def test_what_belongs_together_moves_together(page):
     assert not any(control.is_disabled() for control in without_effect)
     page.fill("#width", "2048")
     page.fill("#layers", "30")
-    assert (value("mlp"), value("blocks")) == (8192, 30)
-    assert page.locator("#width-slider").get_attribute("aria-valuetext") == "2,048"
-    page.fill("#mlp", "1000")
-    page.fill("#blocks", "7")
-    page.fill("#width", "1024")
-    page.fill("#layers", "40")
-    assert (value("mlp"), value("blocks")) == (1000, 7) and "blocks=7" in page.url
+    assert check(page).items() >= {"F": 8192, "layers": 30}.items()
+    for name, value in {"mlp": "1000", "blocks": "7", "width": "1024", "layers": "40"}.items():
+        page.fill(f"#{name}", value)
+    assert check(page).items() >= {"F": 1000, "layers": 7}.items()
     page.fill("#layers", "5")
-    assert value("blocks") == 5
-    check(page)
+    assert check(page)["layers"] == 5
 
 
 def test_sliders_by_keyboard(page):
@@ -205,31 +181,23 @@ def test_sliders_by_keyboard(page):
         page.locator(f"#{name}-slider").focus()
         page.keyboard.press("ArrowLeft")
     after = check(page)
-    assert (after["B"], after["L"]) == (11, 23)
-    assert (after["C"], after["F"]) == (1024 - 32, 4 * 992)  # it follows
+    assert after.items() >= {"B": 11, "L": 23, "C": 1024 - 32, "F": 4 * 992}.items()
     assert after["T"] < before["T"]
     page.locator("[value=none]").focus()
     page.keyboard.press("ArrowDown")
     assert check(page)["policy"] == "cheap"
-    page.locator("#batch-slider").focus()
-    page.keyboard.press("End")
-    assert check(page)["B"] == 1024
 
 
 def test_what_is_impossible_is_mended(page):
     page.fill("#heads", "7")
     note = "1,024 channels do not divide into 7 heads: computed with 4"
     assert page.locator("#heads-note").inner_text() == note
-    page.keyboard.press("Enter")
-    assert page.locator("#heads").input_value() == "4"
-    check(page)
     page.fill("#layers", "0")
     assert page.locator("#layers-note").inner_text() == "1 to 1,000: computed with 1"
-    page.fill("#layers", "2.4")
     page.fill("#vocabulary", "9999999999")
     page.fill("#batch", "")  # somebody is about to type
     page.locator("#batch").blur()
-    assert check(page).items() >= {"L": 2, "V": 2**20, "B": 12}.items()
+    assert check(page).items() >= {"H": 4, "L": 1, "V": 2**20, "B": 12}.items()
 
 
 def test_a_link_shares_what_is_seen(page, chromium):
@@ -239,19 +207,15 @@ def test_a_link_shares_what_is_seen(page, chromium):
     page.fill("#processes", "3")
     page.select_option("#trainer", "fsdp")
     page.select_option("#card", "L4")
-    seen, shape = page.locator("main").inner_text(), shape_on(page)
-    link = "#" + urlsplit(page.url).fragment
-    page.reload()
-    assert page.locator("main").inner_text() == seen and shape_on(page) == shape
-    other = open_page(chromium, link)
-    assert other.locator("main").inner_text() == seen and shape_on(other) == shape
+    other = open_page(chromium, "#" + urlsplit(page.url).fragment)
+    for one in (page, other):
+        one.reload()
+        assert one.locator("main").inner_text() == page.locator("main").inner_text()
+        assert check(one).items() >= {"L": 48, "layers": 40, "shards": 3}.items()
     other.evaluate("location.hash = '#layers=3'")  # the first command's
     other.wait_for_function("document.getElementById('layers').value === '3'")
     assert other.locator("#run").inner_text().strip() == "python train_minimal.py"
     check(other)
-    page.select_option("#preset", "first command's")
-    page.reload()
-    assert check(page)["L"] == 3
 
 
 def test_a_broken_link_is_mended(chromium):
@@ -270,10 +234,5 @@ def test_it_fits_a_screen(chromium, width, scheme):
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
     page.locator("#preset").focus()
-    for _ in range(3):  # to the first number's field and slider, and the next field
-        page.keyboard.press("Tab")
-        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    page.locator("#processes").scroll_into_view_if_needed()
-    if width < 760:  # the figure stays while sliders move
-        assert page.locator("#peak").bounding_box()["y"] >= 0
-    assert page.complaints == []
+    page.keyboard.press("Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
