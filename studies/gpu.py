@@ -109,7 +109,7 @@ def head(bench: Bench) -> Jobs:
 
 
 def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
-    """`MiB`: the most at a time, beside what is there before. (A CPU does not tell.)"""
+    """`MiB`: the most at a time, beside what is there before. (A CPU tells 0.)"""
     args, N = bench.args(), bench.pick(16 * 1024, 32)
     V, C, make = args.vocab_size, args.d_model, partial(torch.randn, device=bench.device)
     x, weight = make(1, N, C).requires_grad_(), (0.02 * make(V, C)).requires_grad_()
@@ -122,17 +122,18 @@ def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
         loss.backward()
 
     step()
+    x.grad = weight.grad = None
+    before = torch.cuda.memory_allocated()
+    if not bench.dry:
+        torch.cuda.reset_peak_memory_stats()
     ms = 1000 * Timer("step()", globals={"step": step}).timeit(bench.pick(10, 2)).mean
     config = replace(model_config(args, V), loss_chunks=chunks)
-    values = {"ms": ms, "TFLOP/s": 6 * N * V * C / ms / 1e9}
-    values["predicted MiB"] = head_bytes(config, N, dtype) / MIB
-    if not bench.dry:
-        x.grad = weight.grad = None
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        values["MiB"] = (torch.cuda.max_memory_allocated() - before) / MIB
-    return values
+    return {
+        "ms": ms,
+        "TFLOP/s": 6 * N * V * C / ms / 1e9,
+        "MiB": (torch.cuda.max_memory_allocated() - before) / MIB,
+        "predicted MiB": head_bytes(config, N, dtype) / MIB,
+    }
 
 
 # ---- Whole steps
@@ -141,8 +142,8 @@ def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
 def steps(bench: Bench) -> Jobs:
     """As `python -m scripts.benchmark` measures them, in turns: a clock that drifts hits all. Each
     row: a policy, or a peer, and the flags."""
-    size = bench.pick(16, 2)
-    eager, compiled = f"--batch-size {size}", f"--batch-size {size} --compile"
+    eager = bench.pick("--batch-size 16", "--batch-size 2")
+    compiled = f"{eager} --compile"
     sizes = bench.pick(["--batch-size 2", eager], [eager])
     jobs = [
         *product(bench.pick(RECOMPUTE_POLICIES, ("none", "full")), sizes),
@@ -163,8 +164,7 @@ def measure_step(bench: Bench, name: str, flags: str) -> Values:
     if peer:
         row |= dict.fromkeys(("predicted_s", "predicted_bytes", "hfu"))
     values = {name: row[key] and unit * row[key] for name, (key, unit) in COLUMNS.items()}
-    reserved = None if bench.dry else torch.cuda.max_memory_reserved() / MIB
-    return values | {"reserved MiB": reserved}
+    return values | {"reserved MiB": torch.cuda.max_memory_reserved() / MIB}
 
 
 class Transformers(nn.Module):
@@ -193,18 +193,23 @@ class Transformers(nn.Module):
 
 def nanogpt_of(folder: Path) -> ModelFactory:
     """What makes nanoGPT's model, of our shape but for its vocabulary: a multiple of 64."""
-    name = "nanogpt_model"  # (of its own: we have a model.py, too)
-    spec: Any = importlib.util.spec_from_file_location(name, folder / "model.py")
+    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
     library: Any = importlib.util.module_from_spec(spec)
-    sys.modules[name] = library
+    sys.modules[spec.name] = library  # (its name is not `model`: that is ours)
     spec.loader.exec_module(library)
 
     class NanoGPT(library.GPT):
         def __init__(self, config: MiniGPTConfig):
-            V, T = config.vocab_size, config.max_position_embeddings
-            shape = {"n_layer": config.n_layers, "n_head": config.n_heads}
-            shape |= {"n_embd": config.d_model, "block_size": T, "vocab_size": V + -V % 64}
-            super().__init__(library.GPTConfig(**shape, dropout=config.dropout))
+            super().__init__(
+                library.GPTConfig(
+                    vocab_size=config.vocab_size + -config.vocab_size % 64,
+                    block_size=config.max_position_embeddings,
+                    n_layer=config.n_layers,
+                    n_head=config.n_heads,
+                    n_embd=config.d_model,
+                    dropout=config.dropout,
+                )
+            )
 
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
             return super().forward(ids, labels)[1]
@@ -217,21 +222,27 @@ def nanogpt_of(folder: Path) -> ModelFactory:
 
 @contextmanager
 def shortage(bench: Bench, step: int, free_bytes: int, in_holes: bool) -> Iterator[list[int]]:
-    """From this step on, tensors that are held leave `free_bytes` of the device to all others. Half
-    of what they were may stay free besides, but in holes of 2 MiB. (On a CPU the first attempt of
-    the step fails when its gradients are there.)
+    """From this step on, 1 GiB that is held leaves `free_bytes` of the device to all others. If
+    `in_holes`, half of it is free as well, in holes of 2 MiB. (On a CPU the first attempt of the
+    step fails when its gradients are there.)
 
     Yields the bytes in use when each attempt of the step began (0 on a CPU).
     """
     real, begun, held = train_minimal.accumulate, list[int](), list[Tensor]()
 
     def attempt(run: Run, **how: Any) -> list[Tensor]:
-        if run.step == step:
-            if not bench.dry and not held:
-                take_memory(held, free_bytes, in_holes)
-            begun.append(0 if bench.dry else torch.cuda.memory_allocated())
+        if run.step != step:
+            return real(run, **how)
+        if not bench.dry and not held:
+            torch.cuda.empty_cache()
+            n = 512 if in_holes else 1
+            held.extend(torch.empty(2**30 // n, dtype=torch.uint8, device="cuda") for _ in range(n))
+            del held[1::2]
+            in_all = torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction((free_bytes + 2**30) / in_all)
+        begun.append(torch.cuda.memory_allocated())
         losses = real(run, **how)
-        if bench.dry and run.step == step and len(begun) == 1:
+        if bench.dry and len(begun) == 1:
             raise torch.OutOfMemoryError("played")
         return losses
 
@@ -241,17 +252,6 @@ def shortage(bench: Bench, step: int, free_bytes: int, in_holes: bool) -> Iterat
     finally:
         if not bench.dry:
             torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def take_memory(held: list[Tensor], free_bytes: int, in_holes: bool) -> None:
-    """Hold 1 GiB (of which a half is free again, in holes), and allow `free_bytes` more."""
-    torch.cuda.empty_cache()
-    n = 512 if in_holes else 1
-    held += [torch.empty(2**30 // n, dtype=torch.uint8, device="cuda") for _ in range(n)]
-    if in_holes:
-        del held[::2]
-    _, in_all = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction((free_bytes + 2**30) / in_all)
 
 
 def rescue(bench: Bench) -> Jobs:
@@ -269,20 +269,19 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
     run = make_run(args, bench.device)
     run.identity, run.next_policy = {"config": {}}, partial(next_policy, question)
     timed_step(run, WARM_UP)
-    values: Values = {"ms before": 1000 * timed_step(run, args.steps)}
+    before = 1000 * timed_step(run, args.steps)
     with shortage(bench, run.step + 1, sum(peaks) // 2, in_holes) as begun:
-        values |= {
+        return {
+            "ms before": before,
             "ms": 1000 * timed_step(run),
             "ms of plans": 1000 * run.clock.total["plan"],
             "ms after": 1000 * timed_step(run, args.steps),
             "rescues": len(run.rescues),
             "taken": run.model.config.recompute,
+            "MiB left": (begun[-1] - begun[0]) / MIB,
+            "MiB": torch.cuda.memory_allocated() / MIB,
+            "reserved MiB": torch.cuda.memory_reserved() / MIB,
         }
-        if not bench.dry:
-            values["MiB left"] = (begun[-1] - begun[0]) / MIB
-            values["MiB"] = torch.cuda.memory_allocated() / MIB
-            values["reserved MiB"] = torch.cuda.memory_reserved() / MIB
-    return values
 
 
 SECTIONS: dict[str, Callable[[Bench], Jobs]] = {"head": head, "steps": steps, "rescue": rescue}
@@ -305,8 +304,8 @@ def append(file: Path, record: Values) -> None:
 
 
 def measure(bench: Bench, sections: list[str], file: Path) -> None:
-    """Measure what the file has no values of; what was begun before, last. Raises SystemExit if the
-    device is of no use to this process any more."""
+    """Measure what the file has no values of; what was begun before, last. (Behind a CUDA error all
+    that follows fails, too. Start it once more.)"""
     _, before = read(file)
     jobs = {(part, name): job for part in sections for name, job in SECTIONS[part](bench)}
     gc.freeze()  # what is there now stays
@@ -315,9 +314,8 @@ def measure(bench: Bench, sections: list[str], file: Path) -> None:
         record: Values = {"section": section, "name": name}
         append(file, record | {"error": "it ended the process"})  # if no other line follows
         gc.collect()
-        if not bench.dry:
-            torch._dynamo.reset()  # each policy is compiled for itself
-            torch.cuda.empty_cache()
+        torch._dynamo.reset()  # each policy is compiled for itself
+        torch.cuda.empty_cache()
         try:
             record["values"] = jobs[section, name]()
         except Exception as error:
@@ -328,8 +326,6 @@ def measure(bench: Bench, sections: list[str], file: Path) -> None:
         append(file, record)
         file.with_suffix(".md").write_text(report(*read(file)), encoding="utf-8")
         print(f"{section}: {name}: {record.get('error', 'measured')}", flush=True)
-        if "CUDA error" in record.get("error", ""):  # every call after it fails, too
-            sys.exit(1)
 
 
 def merge_turns(turns: list[Values]) -> Values:
@@ -338,9 +334,8 @@ def merge_turns(turns: list[Values]) -> Values:
     keys = dict.fromkeys(chain(*turns))
     found = {key: [turn[key] for turn in turns if turn.get(key) is not None] for key in keys}
     merged = {key: statistics.median_low(values) for key, values in found.items() if values}
-    if len(found.get("ms", [])) > 1:
-        merged |= {"turns": len(turns), "ms apart": max(found["ms"]) - min(found["ms"])}
-    return merged
+    times = found.get("ms", [])
+    return merged | ({"ms apart": max(times) - min(times)} if len(times) > 1 else {})
 
 
 def report(what: Values, records: Records) -> str:
@@ -348,14 +343,14 @@ def report(what: Values, records: Records) -> str:
     parts, failed = ["# On a GPU\n", describe(what)], [""]
     sections: dict[str, dict[str, list[Values]]] = {}
     for (section, name), record in records.items():
-        turns = sections.setdefault(section, {})
+        turns = sections.setdefault(section, {}).setdefault(name.partition(", turn ")[0], [])
         if "values" in record:
-            turns.setdefault(name.partition(", turn ")[0], []).append(record["values"])
+            turns.append(record["values"])
         else:
             failed.append(f"- failed: {section}: {name}: {record['error']}")
-    for section, turns in sections.items():
-        rows = {name: merge_turns(values) for name, values in turns.items()}
-        keys = dict.fromkeys(key for row in rows.values() for key in row)
+    for section, its in sections.items():
+        rows = {name: merge_turns(turns) for name, turns in its.items() if turns}
+        keys = dict.fromkeys(chain(*rows.values()))
         cells = [[name, *(digits(row.get(key, "")) for key in keys)] for name, row in rows.items()]
         what_for = " ".join((SECTIONS[section].__doc__ or "").split())
         parts += [f"\n## {section}\n", what_for, "", table(["", *keys], cells)]
@@ -377,8 +372,6 @@ def main(argv: list[str]) -> None:
     add("--nanogpt", type=Path, metavar="FOLDER", help="also the GPT of this nanoGPT checkout")
     add("--dry-run", action="store_true", help="all of it small, on the CPU")
     args = parser.parse_args(argv)
-    if args.peer and importlib.util.find_spec("transformers") is None:
-        raise UsageError("--peer: transformers is not installed: pip install transformers")
     if not args.dry_run and not torch.cuda.is_available():
         raise UsageError(f"torch {torch.__version__} finds no GPU here; --dry-run needs none")
     peers: dict[str, ModelFactory] = {"transformers": Transformers} if args.peer else {}
@@ -389,10 +382,9 @@ def main(argv: list[str]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     before, now = read(file)[0], about("studies.gpu", argv, bench.device)
-    for key in ("device", "torch"):
-        if before and before[key] != now[key]:
-            raise UsageError(f"--out {file.parent} has results of {before[key]}, this is "
-                             f"{now[key]}: name another folder")  # fmt: skip
+    machines = [(it["device"], it["torch"]) for it in (before, now) if it]
+    if len({*machines}) > 1:
+        raise UsageError(f"--out {file.parent} has results of {machines}: name another folder")
     append(file, now)
     # (To compile takes minutes: a dry run does without.)
     with torch.compiler.set_stance("force_eager" if bench.dry else "default"):
