@@ -49,45 +49,30 @@ def micro_batches(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return batches
 
 
-def ours(model: MiniGPT, batches) -> tuple[list[float], oracle.Weights]:
-    losses = []
-    for ids, labels in batches:
-        loss = model(ids, labels)
-        (loss / len(batches)).backward()
-        losses.append(loss.item())
-    return losses, {name: p.grad for name, p in model.named_parameters()}
-
-
-def assert_close(found, expected, tolerance: float) -> None:
-    """Losses relative; a gradient's worst entry in units of the gradient's largest."""
-    assert found[0] == pytest.approx(expected[0], rel=tolerance)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        error = (found[1][name] - gradient).abs().max() / gradient.abs().max()
-        assert error.item() < tolerance, name
-
-
 @pytest.fixture(scope="module", params=TOLERANCE, ids=str)
 def expected(request):
-    """dtype, and what the plain GPT makes of one and of two micro-batches."""
+    """dtype; losses and gradients that the plain GPT makes of two micro-batches."""
     weights = make(request.param).state_dict()
-    found = {n: oracle.loss_and_gradients(weights, micro_batches(n), LAYERS, HEADS) for n in (1, 2)}
-    return request.param, found
+    return request.param, *oracle.loss_and_gradients(weights, micro_batches(2), LAYERS, HEADS)
 
 
 @pytest.mark.parametrize("loss_chunks", [0, 1, 4])
 @pytest.mark.parametrize("memory", MEMORY, ids=str)
 def test_loss_and_every_gradient(expected, memory, loss_chunks):
-    """Of one micro-batch, and of two."""
-    dtype, found = expected
+    """Losses relative; a gradient's worst entry in units of the gradient's largest."""
+    dtype, losses, gradients = expected
     model = make(dtype, loss_chunks=loss_chunks, **memory)
-    for n, wanted in found.items():
-        assert_close(ours(model, micro_batches(n)), wanted, TOLERANCE[dtype])
-        model.zero_grad()
+    found = [model(*batch) for batch in micro_batches(2)]
+    (sum(found) / 2).backward()
+    assert [x.item() for x in found] == pytest.approx(losses, rel=TOLERANCE[dtype])
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - gradients[name]).abs().max() / gradients[name].abs().max()
+        assert error.item() < TOLERANCE[dtype], name
 
 
+@pytest.mark.parametrize(("training", "p"), [(True, 0.5), (False, 0.0)])
 @pytest.mark.parametrize("memory", MEMORY, ids=str)
-def test_dropout_is_where_gpt2_has_it(memory, monkeypatch):
+def test_dropout_is_where_gpt2_has_it(memory, training, p, monkeypatch):
     """Made visible: here it does not drop, it multiplies by 1 + p."""
     real = torch.nn.functional.scaled_dot_product_attention
 
@@ -97,18 +82,15 @@ def test_dropout_is_where_gpt2_has_it(memory, monkeypatch):
     def attention(q, k, v, dropout_p, is_causal):
         return (1 + dropout_p) * real(q, k, v, is_causal=is_causal)
 
+    def drop(x):
+        return x * (1 + p)
+
     monkeypatch.setattr("torch.nn.functional.dropout", visible)
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attention)
-    model = MiniGPT(MiniGPTConfig(**SHAPE, dropout=0.5, **memory)).double()
+    model = MiniGPT(MiniGPTConfig(**SHAPE, dropout=0.5, **memory)).double().train(training)
     ((ids, _),) = micro_batches(1)
-    for training, p in ((True, 0.5), (False, 0.0)):
-
-        def drop(x, p=p):
-            return x * (1 + p)
-
-        expected = oracle.gpt_logits(model.state_dict(), ids, LAYERS, HEADS, drop, drop)
-        found = model.train(training)(ids)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    expected = oracle.gpt_logits(model.state_dict(), ids, LAYERS, HEADS, drop, drop)
+    torch.testing.assert_close(model(ids), expected, rtol=1e-10, atol=1e-10)
 
 
 # ---- the step
