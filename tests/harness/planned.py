@@ -97,8 +97,8 @@ def measured_peak(
             storages.peak = storages.now
             step()
             return storages.peak
+    step()
     tracker.track_external(model, optimizer)
-    for _ in range(2):
-        with tracker:
-            step()
+    with tracker:
+        step()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
