@@ -11,9 +11,8 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import ANY, Mock, call
+from unittest.mock import ANY, MagicMock, Mock, call
 from weakref import ref
 
 import pytest
@@ -255,23 +254,19 @@ def test_views_of_one_storage_travel_once(everything_travels):
 
 
 def test_copies_of_a_gpu_are_queued(monkeypatch):
-    queued, device = Mock(), torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "Stream", Mock(side_effect=[Mock(), Mock()]))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("current", device))
-
-    @contextmanager
-    def on(stream):
-        yield queued.on(stream)
-        queued.end()
-
-    monkeypatch.setattr(torch.cuda, "stream", on)
+    cuda, device = MagicMock(), torch.device("cuda", 1)
+    cuda.Stream.side_effect = [Mock(), Mock()]
+    monkeypatch.setattr(torch, "cuda", cuda)
     streams = Streams(device)
-    assert torch.cuda.Stream.mock_calls == [call(device), call(device)]
-    assert streams.computing() == ("current", device) and streams.out is not streams.home
-    event = streams.copy(streams.home, [("a", queued), ("b", queued)])
-    assert event is streams.home.record_event()
-    copies = [call.copy_(source, non_blocking=True) for source in "ab"]
-    assert queued.mock_calls == [call.on(streams.home), *copies, call.end()]
+    assert cuda.mock_calls == [call.Stream(device), call.Stream(device)]
+    assert streams.computing() is cuda.current_stream(device) and streams.out is not streams.home
+    cuda.reset_mock()
+    assert streams.copy(streams.home, [("a", cuda.to), ("b", cuda.to)]) is (
+        streams.home.record_event()
+    )
+    there = call.stream(streams.home)
+    copies = [call.to.copy_(source, non_blocking=True) for source in "ab"]
+    assert cuda.mock_calls == [there, there.__enter__(), *copies, there.__exit__(None, None, None)]
 
 
 @pytest.mark.parametrize(

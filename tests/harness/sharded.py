@@ -165,12 +165,11 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
                 found = learn(fsdp, variant, dtype)
                 if gather == "bfloat16":  # (there are no copies of weights that could travel)
                     found["moved"] = expected["moved"]
-                if ddp.rank == 0 and not same(expected, found):
-                    sys.exit(f"{variant} differs in {dtype}, gathered in {gather}")
+                assert ddp.rank or same(expected, found), f"{variant}, {dtype}, {gather}"
             if "recompute" in variant and "mlp_chunks" not in variant:  # (others round otherwise)
                 without = without or expected
-                if not all(same(without[part], expected[part]) for part in ("model", "optimizer")):
-                    sys.exit(f"{variant} differs from none in {dtype}")
+                for part in ("model", "optimizer"):
+                    assert same(without[part], expected[part]), f"{variant}, {dtype}: not as none"
     return f"{2 * len(variants)} variants equal"
 
 
@@ -451,8 +450,8 @@ def changed(sp: SPProcess, *names: str) -> str:
         ddp.buckets_are_final = False
         expected = learn(one, {}, torch.float32, in_all=2)
         for process in (ddp, fsdp):
-            if not same(learn(process, {}, torch.float32, in_all=2), expected) and sp.rank == 0:
-                sys.exit(f"{name}: {process.script} learns something else")
+            found = learn(process, {}, torch.float32, in_all=2)
+            assert sp.rank or same(found, expected), f"{name}: {process.script}"
         learn_together(sp, torch.float64, ["none", "cheap", "sdpa"])
     return "as one"
 
