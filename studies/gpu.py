@@ -330,7 +330,7 @@ def measure(bench: Bench, sections: list[str], file: Path) -> None:
 
 def merge_turns(turns: list[Values]) -> Values:
     """The median of each value, and how far the times are apart, without values that are None.
-    (A turn that ran out of memory has no others.)"""
+    (A turn that failed or ran out of memory has no others.)"""
     keys = dict.fromkeys(chain(*turns))
     found = {key: [turn[key] for turn in turns if turn.get(key) is not None] for key in keys}
     merged = {key: statistics.median_low(values) for key, values in found.items() if values}
@@ -340,21 +340,17 @@ def merge_turns(turns: list[Values]) -> Values:
 
 def report(what: Values, records: Records) -> str:
     """In Markdown: a table for each section; of columns, those in which something stands."""
-    parts, failed = ["# On a GPU\n", describe(what)], [""]
-    sections: dict[str, dict[str, list[Values]]] = {}
+    parts, sections = ["# On a GPU\n", describe(what)], dict[str, dict[str, list[Values]]]()
     for (section, name), record in records.items():
         turns = sections.setdefault(section, {}).setdefault(name.partition(", turn ")[0], [])
-        if "values" in record:
-            turns.append(record["values"])
-        else:
-            failed.append(f"- failed: {section}: {name}: {record['error']}")
+        turns.append(record.get("values") or {"error": record["error"]})
     for section, its in sections.items():
-        rows = {name: merge_turns(turns) for name, turns in its.items() if turns}
+        rows = {name: merge_turns(turns) for name, turns in its.items()}
         keys = dict.fromkeys(chain(*rows.values()))
         cells = [[name, *(digits(row.get(key, "")) for key in keys)] for name, row in rows.items()]
         what_for = " ".join((SECTIONS[section].__doc__ or "").split())
         parts += [f"\n## {section}\n", what_for, "", table(["", *keys], cells)]
-    return "\n".join([*parts, *failed]) + "\n"
+    return "\n".join(parts) + "\n"
 
 
 def digits(value: float | str) -> str:

@@ -13,7 +13,6 @@ from memory import RECOMPUTE_POLICIES
 from planner import CARDS
 from scripts.style import COLORS
 from trainer.card import device_type
-from trainer.flags import SHAPES
 from trainer.room import for_tensors
 
 pytestmark = pytest.mark.browser
@@ -51,22 +50,11 @@ def text(size: int) -> str:
 
 def shape_on(page) -> dict:
     """What the controls stand at, as calculator.js calls it."""
-    its = {
-        node.get_attribute("id"): node.input_value()
-        for node in page.locator("#controls select, #controls input[type=number]").all()
-    }
-    n = {name: int(value) for name, value in its.items() if value.isdecimal()}
-    model = {"n_layers": n["layers"], "n_heads": n["heads"], "d_model": n["width"]}
-    ddp = n["processes"] > 1 and its["trainer"] == "ddp"
-    return {
-        "B": n["batch"], "T": n["length"], "V": n["vocabulary"], "L": n["layers"],
-        "C": n["width"], "F": n["mlp"], "H": n["heads"], "layers": n["blocks"], "ddp": ddp,
-        "positions": max(n["length"], 1024 * (model in SHAPES.values())),
-        "dropout": its["dropout"] == "on", "chunks": int(its["head"] == "once"),
-        "shards": 1 if ddp else n["processes"],
-        "policy": page.locator("[name=policy]:checked").get_attribute("value"),
-        **{name: its[name] for name in ("precision", "moments", "optimizer")},
-    }  # fmt: skip
+    controls = page.locator("#controls select, #controls input[type=number]").all()
+    state = {node.get_attribute("id"): node.input_value() for node in controls}
+    state = {name: int(value) if value.isdecimal() else value for name, value in state.items()}
+    state["policy"] = page.locator("[name=policy]:checked").get_attribute("value")
+    return page.evaluate("shapeOf", state)
 
 
 def policies(page, shape: dict) -> dict[str, tuple[dict, float]]:
