@@ -53,9 +53,9 @@ CASES = [
     Case(FULL, WIDE, 16, "bf16", mode=MODES[1]),
     Case(FULL, WIDE, 16, mode=MODES[2], at_a_time=2**12),
     Case(FULL, WIDE, 1, "bf16", mode=MODES[0], at_a_time=2**12),
-    # Of few tokens the gradients' norm is the peak.
-    Case({}, replace(CONFIG, max_position_embeddings=16, vocab_size=1024, d_model=128), 1),
-    Case({}, replace(CONFIG, max_position_embeddings=31, d_model=31, n_heads=1), 1, mode=MODES[1]),
+    # Of few tokens the gradients' norm is the peak, or what Muon makes of odd matrices.
+    Case({}, MiniGPTConfig(1024, 16, 4, 1, 128, 512, 0.0), 1, mode=("adamw", "float32")),
+    Case({}, MiniGPTConfig(1024, 31, 4, 1, 31, 124, 0.0), 1, mode=MODES[1]),
 ]
 
 
