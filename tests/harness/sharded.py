@@ -294,35 +294,38 @@ def memory(process: FSDPProcess, path: str, *names: str) -> str:
 
 
 def buckets(words: list[str]) -> int:
-    """After the micro-batch that averages, gradients are views of DDP's buckets; so those of the
-    one before, which does not, must lie in the same storages."""
-    seen: dict[str, list[dict[int, int]]] = {"before": [], "alone": [], "averaged": []}
-    parameters: dict[Tensor, int] = {}  # bytes of their gradients
+    """Three steps of two micro-batches: after each of these, gradients lie in one set of storages.
+    After the one that averages, these are DDP's buckets: so no gradients lie beside them.
+
+    The first two steps are rehearsed (trainer/rescue.py), and DDP makes its final buckets in the
+    first forward of the second.
+    """
+    before: list[dict[int, int]] = []  # each micro-batch: bytes of the gradients' storages, by
+    after: list[dict[int, int]] = []  # their addresses
+    n_bytes = 0
     sync_gradients = DDPProcess.sync_gradients
 
-    def note(when: str, process: DDPProcess) -> None:
-        parameters.update({p: 4 * p.numel() for p in process.wrapper.parameters()})
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        storages = [gradient.untyped_storage() for gradient in gradients]
-        seen[when].append({s.data_ptr(): s.nbytes() for s in storages})
+    def storages(parameters: list[Tensor]) -> dict[int, int]:
+        found = (p.grad.untyped_storage() for p in parameters if p.grad is not None)
+        return {storage.data_ptr(): storage.nbytes() for storage in found}
 
     @contextmanager
     def watched(process, now):
+        nonlocal n_bytes
+        parameters = [*process.wrapper.parameters()]
+        n_bytes = sum(parameter.nbytes for parameter in parameters)
         with sync_gradients(process, now):
-            note("before", process)
+            before.append(storages(parameters))
             yield
-            note("averaged" if now else "alone", process)
+            after.append(storages(parameters))
 
     with patch.object(DDPProcess, "sync_gradients", watched):
         code = train_ddp.main(words)
-    before, averaged = seen["before"], seen["averaged"]
-    assert seen["alone"] == averaged and len(averaged) == 3, "gradients beside DDP's buckets"
-    whole = sum(parameters.values())
-    assert [sum(s.values()) for s in averaged] == [whole] * 3
-    # DDP makes new buckets before the first micro-batch of the second step; and those stay.
-    assert sum(before[2].values()) < whole / 10, "the old buckets are there beside the new ones"
-    assert averaged[1] == averaged[2]
-    print(f"{whole} bytes, from the first on")
+    first, final = after[:4], after[4:]
+    assert first == 4 * first[:1] and final == 6 * final[:1], "gradients beside DDP's buckets"
+    assert sum(first[0].values()) == sum(final[0].values()) == n_bytes
+    assert sum(before[4].values()) < n_bytes / 10, "the first buckets are there beside the final"
+    print(f"{n_bytes} bytes, from the first on")
     return code
 
 
