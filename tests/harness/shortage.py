@@ -58,7 +58,7 @@ def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
         if mode is None:
             return accumulate(run, *how, **more)
         # An attempt that fails may leave modes of checkpoints open until its frames are gone. This
-        # mode ends after those: torch 2.9 forgets otherwise that none is open, and compiles nothing.
+        # mode ends after those: else torch 2.9 forgets that none is open, and compiles nothing.
         opened.enter_context(mode)
         losses = accumulate(run, *how, **more)
         opened.close()
