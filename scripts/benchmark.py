@@ -50,6 +50,7 @@ from planner.operators import PRECISIONS
 from scripts import out_of_memory_as, say_stopped, tool
 from train_minimal import train_step
 from trainer.card import THIS_MACHINE, clock_card
+from trainer.clocks import StepClock
 from trainer.device import choose_device, choose_precision, compile_blocks, set_matmul_precision
 from trainer.flags import (
     UsageError,
@@ -62,7 +63,7 @@ from trainer.flags import (
     policy_string,
 )
 from trainer.flags import build_parser as trainers_parser
-from trainer.metrics import StepClock, format_bytes, format_time
+from trainer.metrics import format_bytes, format_time
 from trainer.optimizer import make_optimizer
 from trainer.plan import Question, vocabulary
 from trainer.pretrained import open_init_from

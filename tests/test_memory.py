@@ -22,7 +22,7 @@ from planner import CARDS
 from planner.formulas import closed_form, state_bytes, step_flops
 from planner.operators import workspaces
 from planner.timeline import KINDS
-from trainer.measured import LiveStorages
+from trainer.clocks import LiveStorages
 from trainer.optimizer import make_optimizer
 from trainer.process import OneProcess
 

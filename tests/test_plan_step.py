@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import MiniGPT, MiniGPTConfig
 from planner import Planner, StepMemory, plan_step
-from trainer.measured import LiveStorages
+from trainer.clocks import LiveStorages
 
 B, T, V, C = 4, 32, 97, 64
 IDS, LABELS = torch.arange(2 * B * T).reshape(2, B, T) % V

@@ -22,8 +22,8 @@ from memory.policies import POLICIES, expand
 from model import MiniGPT
 from planner.formulas import step_flops
 from planner.log import Storage, kept_for_backward
+from trainer.clocks import LiveStorages
 from trainer.device import compile_blocks
-from trainer.measured import LiveStorages
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import train_minimal
 from planner import Planner
 from trainer import check, rescue
-from trainer.metrics import StepClock
+from trainer.clocks import StepClock
 from trainer.plan import ask, next_policy
 from trainer.report import describe_rescues
 

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import train_minimal
 from memory.head import softmax_in_place
-from trainer import profile
+from trainer import clocks
+from trainer.clocks import MEASURED_STEP, PeakMemoryClock, StepClock
 from trainer.device import choose_precision, cpu_has_bfloat16, set_matmul_precision
-from trainer.measured import STEP, MeasuringClock
-from trainer.metrics import StepClock, format_line, memory_used
+from trainer.metrics import format_line, memory_used
 from trainer.process import OneProcess
 from trainer.report import describe_run, sample_text
 from trainer.start import ALLOCATOR
@@ -118,7 +118,7 @@ def test_a_line_comes_at_least_every_half_minute(seconds, flags, logged, tmp_pat
         now[0] += seconds
         return real(run)
 
-    monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("trainer.clocks.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(train_minimal, "train_step", train_step)
     monkeypatch.setattr("sys.stderr.isatty", lambda: bar)
     words = ["--log-interval=50", *flags.split() * (not bar)]
@@ -167,7 +167,7 @@ def test_a_step_takes_what_was_predicted(flags, path, capsys):
 def test_measuring_changes_no_bit(flags, tmp_path, monkeypatch, capsys):
     ways = tmp_path / "measured.pt", tmp_path / "not.pt"
     assert train_here(ways[0], *LARGER, *flags) == 0
-    monkeypatch.setattr(profile, "MeasuringClock", lambda *_: StepClock())
+    monkeypatch.setattr(clocks, "PeakMemoryClock", lambda *_: StepClock())
     assert train_here(ways[1], *LARGER, *flags) == 0
     assert len(measured_in(capsys.readouterr().out)) == 1
     first, second = map(snapshot, ways)
@@ -187,9 +187,9 @@ def test_one_step_is_looked_at_and_it_ends_with_the_step_or_the_run(tmp_path, mo
     monkeypatch.setattr(train_minimal, "nan_if_infinite", count)
     fails_in = 0
     assert train_here(tmp_path / "run.pt", *LARGER, "--num-steps=5") == 0
-    assert looking == [step == STEP for step in range(1, 6)]
+    assert looking == [step == MEASURED_STEP for step in range(1, 6)]
     looking.clear()
-    fails_in = STEP
+    fails_in = MEASURED_STEP
     with pytest.raises(FloatingPointError):
         train_here(tmp_path / "other.pt", *LARGER)
     assert looking[-1] and _get_current_dispatch_mode() is None
@@ -245,8 +245,8 @@ def test_on_a_gpu_what_was_asked_for_is_beside_the_prediction(monkeypatch):
     monkeypatch.setattr(process, "say", said.append)
     for told in (stats, {}):  # another allocator may count nothing
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, told=told: told)
-        clock = MeasuringClock(process, None, None, (100 * 2**20, 200 * 2**20))
-        for _ in range(STEP + 1):
+        clock = PeakMemoryClock(process, None, None, (100 * 2**20, 200 * 2**20))
+        for _ in range(MEASURED_STEP + 1):
             clock.begin("forward")
             clock.end_step()
     tail = "predicted 100.0 MiB, without recompute 200.0 MiB"
@@ -260,7 +260,7 @@ def test_on_a_gpu_what_was_asked_for_is_beside_the_prediction(monkeypatch):
 def now(monkeypatch):
     """The time is what the test says it is: `now.s` seconds."""
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: now.s)
+    monkeypatch.setattr("trainer.clocks.time.perf_counter", lambda: now.s)
     return now
 
 

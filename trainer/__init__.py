@@ -19,8 +19,7 @@ torchrun.py    what keeps several processes safe
 agree.py       whether they all train the same
 endings.py     signals, errors, exit codes
 rescue.py      a step done again with a deeper policy, when memory runs out
+clocks.py      time by phase, the memory that a step takes, --profile
 metrics.py     what is measured, metrics.jsonl, --log-to
-measured.py    what a step really takes, beside the prediction
 report.py      what is printed
-profile.py     --profile
 """

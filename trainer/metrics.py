@@ -1,4 +1,4 @@
-"""Measure: perplexity, time by phase, peak memory. And where the numbers go: metrics.jsonl,
+"""Measure: perplexity, peak memory. And where the numbers go: metrics.jsonl,
 --log-to, and the log line that a person reads."""
 
 import argparse
@@ -7,10 +7,8 @@ import math
 import os
 import shlex
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,85 +49,6 @@ def memory_used(device: torch.device) -> dict[str, Any]:
     except ImportError:  # Windows
         peak = None
     return {"peak_memory_bytes": peak, "peak_memory_kind": "rss"}
-
-
-class StepClock:
-    """Where a step's time goes, on the host's clock.
-
-    `begin(phase)` says what comes now: until the next one begins, time is booked to it. What is
-    done `with paused(what)` is no training (evaluating, saving): it does not count. A GPU works on
-    while Python runs ahead: there only the sum of the phases means something, and only because
-    reading the loss waits for it.
-    """
-
-    WORK = ("forward", "backward", "optimizer")
-    PHASES = ("data", *WORK, "log")  # those that count
-
-    def __init__(self) -> None:
-        self.total: dict[str, float] = defaultdict(float)  # seconds since the run began
-        self.phase, self.since = "set up", time.perf_counter()
-        self.steps = 0
-        self.last_interval = 0, 0.0  # steps and seconds of training at its end
-
-    def __enter__(self) -> "StepClock":
-        """Around training."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.begin("end")
-
-    def begin(self, phase: str) -> None:
-        self.book()
-        self.phase = phase
-
-    def book(self) -> None:
-        """The time until now is that of the phase that runs."""
-        now = time.perf_counter()
-        self.total[self.phase] += now - self.since
-        self.since = now
-
-    @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
-        before = self.phase
-        self.begin(what)
-        try:
-            yield
-        finally:
-            self.begin(before)
-
-    def give_up(self) -> None:
-        """Forget the step that has begun: it will begin again."""
-
-    def expect(self, peak: int) -> None:
-        """From now on a step is predicted to take `peak` bytes."""
-
-    def end_step(self) -> None:
-        """What follows, until the next step's data, looks at it and prints it."""
-        self.begin("log")
-        self.steps += 1
-
-    def end_interval(self) -> float:
-        """Seconds a step took, on average, since the last call."""
-        seconds = self.seconds_per_step()
-        self.last_interval = self.steps, self.training()
-        return seconds
-
-    def seconds_per_step(self) -> float:
-        """On average since the last `end_interval`."""
-        self.book()
-        steps, seconds = self.last_interval
-        return max(self.training() - seconds, 1e-9) / (self.steps - steps)
-
-    def training(self) -> float:
-        """Seconds of it so far; above 0, as they are divided by."""
-        return max(sum(self.total[phase] for phase in self.PHASES), 1e-9)
-
-    def steps_per_second(self) -> float:
-        return self.steps / self.training()
-
-    def overhead(self) -> float:
-        """Share of the training time that is not forward, backward or optimizer."""
-        return 1 - sum(self.total[phase] for phase in self.WORK) / self.training()
 
 
 class MetricsFile:

@@ -17,7 +17,8 @@ from data import Dataset, TrainBatches, ValBatches
 from model import MiniGPT
 from planner import StepMemory
 
-from .metrics import Logger, MetricsFile, StepClock
+from .clocks import StepClock
+from .metrics import Logger, MetricsFile
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 

@@ -14,6 +14,7 @@ from model import MiniGPT, MiniGPTConfig
 from . import resume
 from .agree import check_alike, data_facts, facts
 from .check import check_techniques
+from .clocks import check_profile, make_clock
 from .device import choose_precision, compile_blocks, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
 from .metrics import LOGGERS, Logger, MetricsFile, check_logger, logged_at
@@ -21,7 +22,6 @@ from .optimizer import make_optimizer
 from .plan import Plan, plan_memory, vocabulary
 from .pretrained import Origin, Pretrained, open_init_from
 from .process import OneProcess
-from .profile import check_profile, make_clock
 from .report import describe_run
 from .run import Run
 from .snapshot import (

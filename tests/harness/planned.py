@@ -12,7 +12,7 @@ from memory import head, offload
 from model import MiniGPT, MiniGPTConfig
 from planner import Card, Planner, step
 from trainer import optimizer, plan
-from trainer.measured import LiveStorages
+from trainer.clocks import LiveStorages
 from trainer.process import OneProcess
 
 # Of these shapes both matter to it, FLOPs and bytes.

@@ -41,8 +41,8 @@ from model import MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
 from train_sp import SPProcess  # noqa: E402
+from trainer.clocks import LiveStorages  # noqa: E402
 from trainer.flags import build_parser, fill_in  # noqa: E402
-from trainer.measured import LiveStorages  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import train_minimal
+from trainer.clocks import LiveStorages
 from trainer.flags import model_config
-from trainer.measured import LiveStorages
 from trainer.run import Run
 
 ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
