@@ -206,8 +206,6 @@ def train(run: Run) -> dict[str, Any]:
             elif run.step == first:  # a sign of life: the first interval may last an hour
                 # (The time that this step took says little of the next ones.)
                 show(run, measure(run, losses, grad_norm) | {"eta_s": None}, label="first    ")
-    for writer in run.metrics:
-        writer.close()
     return record
 
 

@@ -79,27 +79,26 @@ def test_a_package_that_is_missing(name, tmp_path, monkeypatch, capsys):
     assert train_here(path, "--num-steps=1") == 0  # who does not ask for it needs it not
 
 
-@pytest.mark.parametrize(("where", "got"), [("start", 0), (3, 2), ("close", 4), (None, 4)])
-def test_a_failure_is_told_once(where, got, tmp_path, monkeypatch, capsys):
-    """And a logger gets numbers, and finite ones only."""
+@pytest.mark.parametrize(("where", "got"), [(0, 0), (3, 2), (None, 4)])
+def test_a_failure_is_told_once(where, got, path, monkeypatch, capsys):
+    """At the start (0) or at a step. And a logger gets numbers, and finite ones only."""
     written: list[tuple[int, dict]] = []
 
-    def come_to(here: object) -> None:
-        if here == where:
+    def come_to(step: int) -> None:
+        if step == where:
             raise OSError("no route\nto host")
 
-    def write(numbers: dict[str, float], step: int) -> None:
+    def log(numbers: dict[str, float], step: int) -> None:
         come_to(step)
         written.append((step, numbers))
 
-    start = lambda *about: come_to("start") or (write, lambda: come_to("close"))  # noqa: E731
-    monkeypatch.setitem(LOGGERS, "tensorboard", start)
+    monkeypatch.setitem(LOGGERS, "tensorboard", lambda *about: come_to(0) or log)
     monkeypatch.setattr("trainer.report.perplexity", lambda loss: math.inf)
-    assert train_here(tmp_path / "run.pt", TENSORBOARD, "--num-steps=4") == 0
+    assert train_here(path, TENSORBOARD, "--num-steps=4") == 0
     said = capsys.readouterr().out
     line = "warning  --log-to tensorboard ended (OSError: no route to host); metrics.jsonl goes on"
     assert said.count("--log-to") == said.count(line) == (where is not None)
-    records = {record.pop("step"): record for record in metrics(tmp_path / "run.pt")}
+    records = {record.pop("step"): record for record in metrics(path)}
     assert [*records] == [1, 2, 3, 4] and len(written) == got
     for step, numbers in written:
         told = {name: value for name, value in records[step].items() if value is not None}
@@ -120,11 +119,9 @@ def test_wandb_goes_on_with_the_same_run(offline, path, monkeypatch, capsys):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     assert train_here(path, "--log-to=wandb", "--num-steps=3") == 0
     assert train_here(path, "--resume", "--num-steps=5") == 0
-    calls = [name for name, _, _ in wandb.mock_calls if name != "Settings"]
-    logs = ["run.log"] * 3, ["run.log"] * 2
-    assert calls == ["init", *logs[0], "run.finish", "init", *logs[1], "run.finish"]
     name = snapshot(path)["run"]
     about = {"project": "minigpt", "name": "run", "id": name, "resume": "allow", "dir": path.parent}
+    assert wandb.init.call_count == 2
     for start in wandb.init.call_args_list:
         assert about.items() <= start.kwargs.items() and start.kwargs["config"]["n_layers"] == 2
     found = [(step, numbers["train_loss"]) for (numbers, step), _ in wandb.run.log.call_args_list]
@@ -135,24 +132,18 @@ def test_wandb_goes_on_with_the_same_run(offline, path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["", "offline"])
-def test_wandb_itself_without_a_key(mode, tmp_path, monkeypatch):
-    """Asked to stay offline it writes; else it ends with a line, and the run goes on."""
+def test_wandb_itself_stays_offline(tmp_path, monkeypatch):
+    """And has all records on the disk when the process ends."""
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_MODE", mode or "online")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
     path = tmp_path / "runs" / "run.pt"
     for flags in (("--log-to=wandb", "--num-steps=3"), ("--resume", "--num-steps=5")):
-        result = train(path, *flags)
-        assert ("; wandb sync" in result.stdout) == bool(mode)
-        assert ("warning  --log-to wandb ended (" in result.stdout) == (not mode)
+        assert "; wandb sync" in train(path, *flags).stdout
     written = list(path.parent.glob(f"wandb/offline-run-*-{snapshot(path)['run']}/*.wandb"))
-    assert len(written) == 2 * bool(mode)
-    assert all(b"train_loss" in file.read_bytes() for file in written)
-    assert len(metrics(path)) == 5
+    assert [file.read_bytes().count(b"train_loss") >= 2 for file in written] == [True, True]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import argparse
 import json
 import math
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,19 +27,21 @@ def perplexity(loss: float) -> float:
 
 
 def memory_used(device: torch.device) -> dict[str, Any]:
-    """The most memory that this process has held at a time, as the log has it.
+    """Return the most memory that this process has held at a time, as the log has it.
 
-    kind "cuda": tensors, as PyTorch's allocator counts them. There also what it really took:
-    active, with freed memory that another stream may still use; reserved, with all that it keeps.
-    kind "rss": resident memory of the whole process, Python and libraries included (None where the
+    kind "cuda": bytes of tensors, as PyTorch's allocator counts them. Beside them, active: with
+    freed memory that another stream may still use; reserved: with all that the allocator keeps.
+    kind "rss": resident bytes of the whole process, Python and libraries included (None where the
     system does not tell).
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
-        names = {"memory": "allocated", "active": "active", "reserved": "reserved"}
-        peaks = {name: stats.get(f"{kind}_bytes.all.peak", 0) for name, kind in names.items()}
-        found = {f"peak_{name}_bytes": peak for name, peak in peaks.items()}
-        return found | {"peak_memory_kind": "cuda"}
+        return {
+            "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
+            "peak_active_bytes": stats.get("active_bytes.all.peak", 0),
+            "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
+            "peak_memory_kind": "cuda",
+        }
     try:
         import resource
 
@@ -51,42 +52,46 @@ def memory_used(device: torch.device) -> dict[str, Any]:
     return {"peak_memory_bytes": peak, "peak_memory_kind": "rss"}
 
 
-class MetricsFile:
-    """metrics.jsonl: one JSON object a log line, on the disk as soon as it is written."""
+# ---- Where records go: each writer is a function that takes one
 
-    def __init__(self, path: Path, resumed_step: int):
-        """Start a new file, or go on with the one there after `resumed_step`, as its next line
-        says then.
+Record = dict[str, Any]
+Write = Callable[[Record], object]
 
-        The lines of steps that are done again after a crash are dropped first.
-        """
-        self.path, self.news = path, {"resumed_from": resumed_step} if resumed_step else {}
-        records = read_metrics(path) if resumed_step and path.exists() else []
-        kept = [r for r in records if r.get("step", math.inf) <= resumed_step]
-        text = "".join(json.dumps(r) + "\n" for r in kept)
-        with saving(path, len(text)) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-        self.file = open(path, "a", encoding="utf-8", buffering=1)
 
-    def write(self, record: dict[str, Any]) -> None:
+def open_metrics(path: Path, resumed_step: int) -> Write:
+    """Return the writer of metrics.jsonl: one JSON object a line, on the disk when it returns.
+
+    Starts a new file, or goes on with the one there: lines of steps after `resumed_step`, which
+    will be done again, are dropped first, and the next line says where the run was resumed.
+    Raises SaveError, and so does the writer.
+    """
+    news = {"resumed_from": resumed_step} if resumed_step else {}
+    records = read_metrics(path) if resumed_step and path.exists() else []
+    kept = [r for r in records if r.get("step", math.inf) <= resumed_step]
+    text = "".join(json.dumps(r) + "\n" for r in kept)
+    with saving(path, len(text)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    file = open(path, "a", encoding="utf-8", buffering=1)
+
+    def write(record: Record) -> None:
         # JSON has no NaN: null says "not a number" in a way that every reader takes.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in (record | self.news).items()
+            for key, value in (record | news).items()
         }
-        self.news = {}
+        news.clear()
         line = json.dumps(finite) + "\n"
         try:
-            self.file.write(line)
+            file.write(line)
         except OSError as error:
-            raise SaveError(cannot_save(self.path, error, len(line))) from None
+            raise SaveError(cannot_save(path, error, len(line))) from None
 
-    def close(self) -> None:
-        self.file.close()
+    return write
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl. A line that a crash cut short is left out. Raises OSError."""
+def read_metrics(path: Path) -> list[Record]:
+    """Return the records of a metrics.jsonl, without a line that a crash cut short. Raises
+    OSError."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):
@@ -94,24 +99,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def logged_at(step: int, path: Path) -> dict[str, Any] | None:
-    """The record of that step; None if it was not logged."""
+def logged_at(step: int, path: Path) -> Record | None:
+    """Return the record of that step; None if it was not logged."""
     records = read_metrics(path) if path.exists() else []
     return next((r for r in records if r.get("step") == step), None)
 
 
-# ---- --log-to: the log where people look at it, beside metrics.jsonl and never instead of it
-
-NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # what they import
+NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # --log-to: its import
 Say = Callable[[str], None]
-Log = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]  # write, close
-NOWHERE: Log = (lambda numbers, step: None, lambda: None)
+LogNumbers = Callable[[dict[str, float], int], object]  # of a step
 
 
 def check_logger(name: str) -> None:
-    """Raise UsageError if what that logger needs is not installed."""
+    """Raise UsageError if the package of that logger is not installed."""
+    if name not in NEEDS:
+        return
     try:
-        import_module(NEEDS.get(name, "json"))
+        import_module(NEEDS[name])
     except Exception as error:  # a broken installation says so in many ways
         raise UsageError(
             f"--log-to {name}: import {NEEDS[name]} failed ({type(error).__name__}: {error}); "
@@ -119,31 +123,31 @@ def check_logger(name: str) -> None:
         ) from None
 
 
-def to_tensorboard(path: Path, identity: State, step: int, say: Say) -> Log:
-    """Into the folder `RUN.tensorboard` beside the snapshot."""
+def to_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
+    """Log into the folder `RUN.tensorboard` beside the snapshot."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = beside(path, ".tensorboard")
-    # What an earlier process has written of later steps no longer counts: they are done again.
+    # An earlier process may have written later steps: they are done again.
     writer = SummaryWriter(str(folder), purge_step=step + 1)
     flags = (f"    {name} = {value}" for name, value in identity["args"].items())
     writer.add_text("flags", "\n".join(flags), step + 1)
     say(f"log      {folder}: tensorboard --logdir {path.parent} shows it")
 
-    def write(numbers: dict[str, float], step: int) -> None:
+    def log(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
         writer.flush()  # (with TensorFlow installed it would wait for two minutes)
 
-    return write, writer.close
+    return log
 
 
-def to_wandb(path: Path, identity: State, step: int, say: Say) -> Log:
-    """To Weights & Biases; with WANDB_MODE=offline into a folder `wandb` beside the snapshot, to be
-    uploaded later.
+def to_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
+    """Log to Weights & Biases; with WANDB_MODE=offline into a folder `wandb` beside the snapshot,
+    to be uploaded later.
 
     The run's own id makes one run of all processes that go on with it. (Of steps that are done
-    again wandb keeps the first.) How long it waits for an answer is a setting of its own.
+    again wandb keeps the first.) wandb finishes it when this process ends.
     """
     import wandb
 
@@ -156,51 +160,48 @@ def to_wandb(path: Path, identity: State, step: int, say: Say) -> Log:
         config=identity["args"],
         settings=wandb.Settings(console="off", silent=True),
     )
-    folder = f"{shlex.quote(str(path.parent))}/wandb/offline-run-*-{identity['run']}"
-    where = f"offline; wandb sync {folder} uploads it" if run.offline else run.url
-    say(f"log      wandb, {where}")
-    return run.log, run.finish
+    folder = f"{path.parent}/wandb/offline-run-*-{identity['run']}"
+    say(f"log      wandb, {f'offline; wandb sync {folder} uploads it' if run.offline else run.url}")
+    return run.log
 
 
 LOGGERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}
 
 
-class Logger:
-    """What --log-to asks for, from `step` of the run on: it gets the finite numbers of each record.
+def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) -> Write:
+    """Return the writer of --log-to, which logs the finite numbers of each record after `step`.
 
     A network, a disk or a service may be gone, at the start or later. A line tells of the first
     failure, which ends the log; the run goes on without it.
     """
+    log: LogNumbers | None = None
 
-    def __init__(self, args: argparse.Namespace, identity: State, step: int, say: Say):
-        self.name, self.say, self.log = args.log_to, say, NOWHERE
-        start = LOGGERS[args.log_to]
-        self.log = self.attempt(start, args.checkpoint_path, identity, step, say) or NOWHERE
+    def attempt(act: Callable, *arguments: object) -> Any:
+        nonlocal log
+        try:
+            return act(*arguments)
+        except Exception as error:
+            log = None
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            say(f"warning  --log-to {args.log_to} ended ({reason}); metrics.jsonl goes on")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(record: Record) -> None:
         numbers = {
             name: value
             for name, value in record.items()
             if name != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
-        self.attempt(self.log[0], numbers, record["step"])
+        if log:
+            attempt(log, numbers, record["step"])
 
-    def close(self) -> None:
-        self.attempt(self.log[1])
-
-    def attempt(self, act: Callable, *args: object) -> Any:
-        try:
-            return act(*args)
-        except Exception as error:
-            self.log = NOWHERE
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.say(f"warning  --log-to {self.name} ended ({reason}); metrics.jsonl goes on")
+    log = attempt(LOGGERS[args.log_to], args.checkpoint_path, identity, step, say)
+    return write
 
 
 # ---- In words
 
 
-def format_line(record: dict[str, Any], num_steps: int, card_bytes: int | None = None) -> str:
+def format_line(record: Record, num_steps: int, card_bytes: int | None = None) -> str:
     """The log line that a person reads: the same record, in a fixed order.
 
     `card_bytes`: the GPU's whole memory, to show the peak as a share of it.
@@ -222,7 +223,7 @@ def format_line(record: dict[str, Any], num_steps: int, card_bytes: int | None =
     return " | ".join(parts)
 
 
-def format_validation(record: dict[str, Any]) -> str:
+def format_validation(record: Record) -> str:
     """ "val 2.1000 ppl 8.17 (2.200 bits/byte)" """
     bits = record["val_bits_per_byte"]
     in_bytes = "" if bits is None else f" ({bits:.3f} bits/byte)"

@@ -154,8 +154,8 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
 
 def log(run: Run, record: dict[str, Any]) -> None:
     """One line for the person, the same in metrics.jsonl."""
-    for writer in run.metrics:
-        writer.write(record)
+    for write in run.metric_writers:
+        write(record)
     show(run, record)
 
 

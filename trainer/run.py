@@ -18,7 +18,7 @@ from model import MiniGPT
 from planner import StepMemory
 
 from .clocks import StepClock
-from .metrics import Logger, MetricsFile
+from .metrics import Write
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 
@@ -38,8 +38,7 @@ class Run:
     val_batches: ValBatches
     clock: StepClock
     held_lock: IO[str] | None = None  # keeps a second run off our files as long as this one lives
-    # What takes the log's records: only process 0 has some.
-    metrics: list[MetricsFile | Logger] = field(default_factory=list)
+    metric_writers: list[Write] = field(default_factory=list)  # of the log: on rank 0 alone
     step: int = 0  # steps done; while one is being done, its number
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
     saved_at: float = field(default_factory=lambda: monotonic())  # by that clock; or the start

@@ -17,7 +17,7 @@ from .check import check_techniques
 from .clocks import check_profile, make_clock
 from .device import choose_precision, compile_blocks, set_matmul_precision
 from .flags import UsageError, fill_in, model_config, settle_length
-from .metrics import LOGGERS, Logger, MetricsFile, check_logger, logged_at
+from .metrics import NEEDS, check_logger, logged_at, open_logger, open_metrics
 from .optimizer import make_optimizer
 from .plan import Plan, plan_memory, vocabulary
 from .pretrained import Origin, Pretrained, open_init_from
@@ -181,9 +181,10 @@ def start_log(run: Run, next_rate: float) -> None:
     if run.process.rank == 0:
         if run.step == 0:
             step_aside(path)
-        run.metrics.append(MetricsFile(beside(path, ".metrics.jsonl"), run.step))
-        if run.args.log_to in LOGGERS:
-            run.metrics.append(Logger(run.args, run.identity, run.step, run.process.say))
+        run.metric_writers.append(open_metrics(beside(path, ".metrics.jsonl"), run.step))
+        if run.args.log_to in NEEDS:
+            log = open_logger(run.args, run.identity, run.step, run.process.say)
+            run.metric_writers.append(log)
 
 
 def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Dataset:
