@@ -21,7 +21,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # (left out by `python -I`)
-import trainer.start  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
+import trainer.bootstrap  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
 import gc

@@ -13,10 +13,9 @@ from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from io import TextIOWrapper
 from pathlib import Path
 
-from trainer.start import STARTED, say_stopped
+from trainer.bootstrap import STARTED, say_stopped
 
 LISTING = """\
 NAME stands for python -m scripts.NAME (or python scripts/NAME.py), NAME.py for python NAME.py.
@@ -123,5 +122,3 @@ def flush() -> None:
 
 if STARTED:
     atexit.register(flush)
-    if isinstance(sys.stdout, TextIOWrapper):  # a letter that it cannot spell is no reason to crash
-        sys.stdout.reconfigure(errors="replace")

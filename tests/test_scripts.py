@@ -17,8 +17,8 @@ from harness.runs import ROOT, run
 import studies
 from memory import RECOMPUTE_POLICIES
 from scripts import LISTING, kept_tensors, plan_memory
+from trainer.bootstrap import SPIN_COUNT
 from trainer.flags import build_parser
-from trainer.start import SPIN_COUNT
 
 TRAINERS = ["train_minimal.py", "train_ddp.py", "train_fsdp.py", "train_sp.py"]
 
@@ -148,7 +148,7 @@ def test_what_is_set_where_the_user_has_set_nothing(monkeypatch, given, system, 
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
     monkeypatch.setattr(sys, "platform", platform)
-    runpy.run_path(str(ROOT / "trainer/start.py"))
+    runpy.run_path(str(ROOT / "trainer/bootstrap.py"))
     assert environment == given | added
 
 

@@ -26,7 +26,7 @@ from harness.runs import TINY, errors, metrics, parse, same, snapshot, start_tog
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from train_sp import SPProcess
-from trainer import agree, start
+from trainer import agree, bootstrap
 from trainer.agree import FOLLOW, OWN, WAYS_OUT, Facts, check_alike, data_facts, facts
 from trainer.flags import UsageError, model_config
 from trainer.plan import TooLarge, plan_memory
@@ -231,8 +231,8 @@ def test_torchrun_is_found_above(monkeypatch, lives, processes):
     files["/proc/40/maps"] = "7f00-7f01 r--p 0 fe:00 1 /site-packages/torch/lib/libtorch_cpu.so\n"
     monkeypatch.setattr(os, "getppid", lambda: next(iter(processes)))
     monkeypatch.setattr(os.path, "exists", lambda path: True)
-    monkeypatch.setattr(start, "read", lambda path: files.get(path, ""))
-    assert start.torchrun_lives() == lives
+    monkeypatch.setattr(bootstrap, "read", lambda path: files.get(path, ""))
+    assert bootstrap.torchrun_lives() == lives
 
 
 @pytest.mark.parametrize(("parent", "lives"), [(1, False), (40, True)])
@@ -240,7 +240,7 @@ def test_torchrun_is_found_above_without_proc(monkeypatch, parent, lives):
     """macOS gives orphans to process 1, and to no other."""
     monkeypatch.setattr(os, "getppid", lambda: parent)
     monkeypatch.setattr(os.path, "exists", lambda path: False)
-    assert start.torchrun_lives() == lives
+    assert bootstrap.torchrun_lives() == lives
 
 
 def of_two(monkeypatch, rank: int = 1, port: int = 4242) -> DDPProcess:

@@ -29,7 +29,7 @@ from trainer.device import choose_precision, cpu_has_bfloat16, set_matmul_precis
 from trainer.metrics import format_line, memory_used
 from trainer.process import OneProcess
 from trainer.report import describe_run, sample_text
-from trainer.start import ALLOCATOR
+from trainer.bootstrap import ALLOCATOR
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps")

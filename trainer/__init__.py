@@ -1,7 +1,7 @@
 """What surrounds the loop of train_minimal.py; a reader who came for training can do without.
 
 run.py         a run: what it consists of
-start.py       what comes before `import torch`
+bootstrap.py   what comes before `import torch`
 flags.py       the command line
 setup.py       how a run is set up
 check.py       whether policies and model.py agree

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from io import TextIOWrapper
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from data import DataError, DiskFull
 
+from .bootstrap import PROCESS_START
 from .flags import UsageError, print_error
 from .plan import TooLarge, next_knob
 from .process import OneProcess
@@ -26,7 +26,6 @@ from .report import describe_result, resume_command, sample_text
 from .run import Run, save
 from .setup import start_run
 from .snapshot import SaveError, SnapshotError
-from .start import PROCESS_START
 from .torchrun import lost_others
 
 
@@ -42,10 +41,6 @@ def run_safely(
     """
     run = None
     try:
-        if isinstance(sys.stdout, TextIOWrapper):
-            # A name is printed as the system has it, so that a command can be pasted.
-            utf_8 = sys.stdout.encoding.lower() == "utf-8"
-            sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "replace")
         run = start_run(args, make_process)
         with run.held_lock or nullcontext():  # (a process that lives on may start another run)
             code = train_and_tell(run, train)

@@ -25,6 +25,7 @@ from planner.choose import pick_recompute
 from planner.formulas import count_parameters, recompute_cost, state_bytes
 from planner.shards import share_of
 
+from .bootstrap import ROOT
 from .card import THIS_MACHINE, clock_card, device_type
 from .device import (
     check_gather_dtype,
@@ -50,7 +51,6 @@ from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
 from .process import OneProcess
 from .room import Room, own_memory, room_on, total_memory
-from .start import ROOT
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
 AFTER_RESTART = 0.75  # of the peak that was too much; a restart is dear: take much less at once

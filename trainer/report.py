@@ -19,7 +19,7 @@ from .pretrained import Origin, Pretrained
 from .resume import changes, data_changed, validation_of
 from .run import Run
 from .snapshot import Resumed, State, beside, files_of, name_aside
-from .start import ALLOCATOR
+from .bootstrap import ALLOCATOR
 
 SILENCE = 30  # seconds that pass without a line of the log, where no bar moves
 

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from .bootstrap import end_with_torchrun
 from .device import choose_device
 from .flags import UsageError, print_error
 from .process import OneProcess
-from .start import end_with_torchrun
 
 # The longest that processes wait for each other; above what one of them alone may take to save, to
 # compile, to read its data. The variable MINIGPT_TIMEOUT_S is for tests, and for slow disks.

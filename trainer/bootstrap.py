@@ -9,6 +9,7 @@ import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
 import time
+from io import TextIOWrapper
 
 PROCESS_START = time.perf_counter()  # `import torch` takes a second or two
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -44,6 +45,11 @@ if STARTED:
         signal.signal(signal.SIGINT, interrupt)
     if hasattr(signal, "SIGUSR1"):  # it asks for a save: before training there is none to make
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A file name is printed as the system has it, so that a command can be pasted. A letter
+        # that stdout cannot spell is no reason to fail.
+        utf_8 = sys.stdout.encoding.lower() == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "replace")
 
 from types import FrameType  # noqa: E402  # (what is imported here can be interrupted)
 
