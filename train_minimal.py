@@ -171,7 +171,7 @@ def train(run: Run) -> dict[str, Any]:
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
         if run.step == 0 and args.init_from is not None:  # is there something to gain?
-            process.say(f"before   {format_validation(evaluate(run))}")
+            process.say(f"before   val {format_validation(evaluate(run))}")
         run.model.train()
     record = run.unreported
     if record:  # of the step that is resumed from: its run died between the save and the log

@@ -14,7 +14,6 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +23,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 import train_minimal
 from memory.head import softmax_in_place
 from trainer import clocks
+from trainer.bootstrap import ALLOCATOR
 from trainer.clocks import MEASURED_STEP, PeakMemoryClock, StepClock
 from trainer.device import choose_precision, cpu_has_bfloat16, set_matmul_precision
 from trainer.metrics import format_line, memory_used
 from trainer.process import OneProcess
 from trainer.report import describe_run, sample_text
-from trainer.bootstrap import ALLOCATOR
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps")
@@ -62,7 +61,7 @@ LINE = re.compile(
     r"(?:val (\S+) ppl (\S+) \| )?(\S+) ms/step \| (\S+) tok/s \| eta (\S+) \| "
     r"peak (\S+) [MG]iB rss"
 )
-LAST = re.compile(r"train +loss (\S+), perplexity (\S+), on average over the last (\d+) steps")
+LAST = re.compile(r"train +loss (\S+) ppl (\S+), mean of the last (\d+) steps")
 
 
 def test_lines_and_metrics_say_the_same(tmp_path, capsys):
@@ -88,14 +87,6 @@ def test_lines_and_metrics_say_the_same(tmp_path, capsys):
     assert float(loss) == pytest.approx(mean, abs=1e-4) and steps == "20"
     assert float(perplexity) == pytest.approx(math.exp(mean), abs=1e-2)
     assert abs(mean - losses[-1]) > 1e-2
-
-
-def test_line_shows_the_share_of_the_card():
-    record = dict(step=1, epoch=0, lr=1, train_loss=1, train_ppl=1, step_ms=1, tokens_per_s=1)
-    record |= dict(eta_s=3700, peak_memory_bytes=2**30, peak_memory_kind="cuda")
-    assert format_line(record, 20, card_bytes=2**32).endswith(
-        "eta 1:01:40 | peak 1.0 GiB cuda (25.0% of the card)"
-    )
 
 
 # (The first step's line is not a record.)
@@ -141,37 +132,29 @@ def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeyp
 
 LARGER = ("--n-layers=3", "--d-model=32", "--num-steps=3", "--max-tokens=900")
 RUNS = ["", f"{FULL} --grad-accum-steps=2", f"{FULL} cheap --no-amp --loss-chunks=1"]
-RUNS += [f"{FULL} selective --optimizer=muon --profile=1"]
+RUNS += [f"{FULL} selective --optimizer=muon", f"{FULL} full+offload"]
 SIZE = r"([\d.]+ \w+)"
 MEASURED = rf"^measured peak {SIZE} of tensors; predicted {SIZE}(?:, without recompute {SIZE})?$"
 PLAN = rf"^memory .*?peak {SIZE}, .*?(?:recompute: peak {SIZE}|$)"
 
 
-def measured_in(out: str) -> list[tuple[str, ...]]:
-    return re.findall(MEASURED, out, re.M)
-
-
 @predicted
 @pytest.mark.parametrize("flags", RUNS)
-def test_a_step_takes_what_was_predicted(flags, path, capsys):
-    assert train_here(path, *LARGER, "--seq-len=64", "--num-steps=6", *flags.split()) == 0
+def test_a_step_takes_what_was_predicted_and_measuring_changes_no_bit(
+    flags, tmp_path, monkeypatch, capsys
+):
+    measured_run, plain_run = tmp_path / "measured.pt", tmp_path / "not.pt"
+    flags = (*LARGER, "--seq-len=64", "--num-steps=6", "--dropout=0.1", *flags.split())
+    assert train_here(measured_run, *flags) == 0
     out = capsys.readouterr().out
-    ((measured, expected, plain),) = measured_in(out)
+    ((measured, expected, plain),) = re.findall(MEASURED, out, re.M)
     assert measured == expected
     planned = re.search(PLAN, out, re.M)
     assert planned and planned[1] == expected and (planned[2] or "") == plain
-
-
-@predicted
-@pytest.mark.parametrize("flags", [("--dropout=0.1", FULL, "mlp"), (FULL, "full+offload")])
-def test_measuring_changes_no_bit(flags, tmp_path, monkeypatch, capsys):
-    ways = tmp_path / "measured.pt", tmp_path / "not.pt"
-    assert train_here(ways[0], *LARGER, *flags) == 0
     monkeypatch.setattr(clocks, "PeakMemoryClock", lambda *_: StepClock())
-    assert train_here(ways[1], *LARGER, *flags) == 0
-    assert len(measured_in(capsys.readouterr().out)) == 1
-    first, second = map(snapshot, ways)
-    assert same(first["model"], second["model"]) and same(first["optimizer"], second["optimizer"])
+    assert train_here(plain_run, *flags) == 0
+    for part in ("model", "optimizer"):
+        assert same(snapshot(measured_run)[part], snapshot(plain_run)[part])
 
 
 @predicted
@@ -228,27 +211,27 @@ def test_the_sample_compiles_nothing(tmp_path, monkeypatch):
 
 
 def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
-    found = {"memory": 100, "active": 150, "reserved": 200}
-    names = zip(("allocated", "active", "reserved"), found.values(), strict=True)
-    stats = {f"{name}_bytes.all.peak": peak for name, peak in names}
-    stats["active_bytes.all.current"] = 7
-    for told, peaks in ((stats, found), ({}, dict.fromkeys(found, 0))):  # nothing ran there yet
-        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, told=told: told)
-        expected: dict[str, Any] = {f"peak_{name}_bytes": peak for name, peak in peaks.items()}
-        assert memory_used(CUDA) == expected | {"peak_memory_kind": "cuda"}
-
-
-def test_on_a_gpu_what_was_asked_for_is_beside_the_prediction(monkeypatch):
-    """The planner counts bytes of tensors; an allocator's blocks are some percent larger."""
-    stats = {"allocated_bytes.all.peak": 103 * 2**20, "requested_bytes.all.peak": 100 * 2**20}
+    """Tensors, and more: in the record, as a share of the card in the line, and what was asked for
+    beside the prediction (an allocator's blocks are some percent larger)."""
+    stats = {"allocated_bytes.all.peak": 2**30, "active_bytes.all.peak": 2**31}
+    stats |= {"requested_bytes.all.peak": 100 * 2**20, "active_bytes.all.current": 7}
+    card = SimpleNamespace(total_memory=2**32)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     process, said = OneProcess(CUDA), []
     monkeypatch.setattr(process, "say", said.append)
-    for told in (stats, {}):  # another allocator may count nothing
+    record = dict(step=1, epoch=0, lr=1, train_loss=1, step_ms=1, tokens_per_s=1, eta_s=3700)
+    for told in (stats, {}):  # {}: nothing ran there yet, or another allocator counts nothing
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, told=told: told)
         clock = PeakMemoryClock(process, None, None, (100 * 2**20, 200 * 2**20))
         for _ in range(MEASURED_STEP + 1):
             clock.begin("forward")
             clock.end_step()
+        found = memory_used(CUDA)
+        peaks = [found[f"peak_{name}_bytes"] for name in ("memory", "active", "reserved")]
+        assert peaks == ([2**30, 2**31, 0] if told else [0, 0, 0])
+        if told:
+            line = format_line(record | found, 20)
+            assert line.endswith("eta 1:01:40 | peak 1.0 GiB cuda (25.0% of the card)")
     tail = "predicted 100.0 MiB, without recompute 200.0 MiB"
     assert said == [f"measured peak 100.0 MiB of tensors; {tail}"]
 
@@ -297,14 +280,10 @@ def test_tf32_is_a_setting_of_a_gpu_that_the_trainer_asks_for(tmp_path, monkeypa
     sums = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
     asked: list[tuple] = []
     try:
-        for name in sums:
-            setattr(cublas, name, True)
         for tf32 in (False, True, False):  # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have set it
-            for device in (CPU, MPS):
-                there = torch.get_float32_matmul_precision(), cublas.allow_tf32
-                set_matmul_precision(device, tf32=True)
-                assert there == (torch.get_float32_matmul_precision(), cublas.allow_tf32)
             set_matmul_precision(CUDA, tf32)
+            for device in (CPU, MPS):
+                set_matmul_precision(device, tf32=not tf32)
             assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
             assert cublas.allow_tf32 == tf32 and not any(getattr(cublas, name) for name in sums)
     finally:
@@ -335,32 +314,25 @@ def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
     """A GPU that is not found, to whoever asked for none in particular and has a PyTorch that is
     for one; GPT-2's vocabulary on a CPU, to whoever did not name it."""
     run = ready(tmp_path)
-    args = run.args
-    for args.device, cuda in itertools.product(("auto", "cpu"), ("13.0", None)):
+    run.held_lock.close()
+    for run.args.device, cuda in itertools.product(("auto", "cpu"), ("13.0", None)):
         monkeypatch.setattr("torch.version.cuda", cuda)
         noted = "note     PyTorch, built for CUDA 13.0, finds no GPU" in describe_run(run, "", None)
-        assert noted == (args.device == "auto" and cuda is not None)
-    for size, args.tokenizer_name in ((50257, None), (50257, "gpt2"), (31, None)):
+        assert noted == (run.args.device == "auto" and cuda is not None)
+    for size, run.args.tokenizer_name in ((50257, None), (50257, "gpt2"), (31, None)):
         run.model.config = replace(run.model.config, vocab_size=size)
         noted = "note     GPT-2's vocabulary makes" in describe_run(run, "", None)
-        assert noted == (size == 50257 and args.tokenizer_name is None)
+        assert noted == (size == 50257 and run.args.tokenizer_name is None)
     run.process.device = CUDA
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     for name in ALLOCATOR:
-        monkeypatch.setenv(name, "expandable_segments:True")
-        monkeypatch.delenv(name)
-    in_tf32 = {
-        (torch.float32, False): "",
-        (torch.float32, True): ", matmuls in TF32",
-        (torch.bfloat16, True): "",
-    }
-    for (run.precision, args.tf32), more in in_tf32.items():
-        words = f"{str(run.precision).removeprefix('torch.')}{more}"
-        assert f"device   1 x cuda (a card), {words}\n" in describe_run(run, "", None)
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    said = "(a card; PYTORCH_ALLOC_CONF=expandable_segments:True), bfloat16\n"
-    assert said in describe_run(run, "", None)
-    run.held_lock.close()
+    rounds = {(torch.float32, False): "float32", (torch.bfloat16, True): "bfloat16"}
+    rounds[torch.float32, True] = "float32, matmuls in TF32"
+    for (run.precision, run.args.tf32), words in rounds.items():
+        line = f"device   1 x cuda (a card; PYTORCH_ALLOC_CONF=expandable_segments:True), {words}\n"
+        assert line in describe_run(run, "", None)
 
 
 # ---- A torch that is made for one process

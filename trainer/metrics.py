@@ -36,8 +36,10 @@ def memory_used(device: torch.device) -> dict[str, Any]:
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
+        peak = stats.get("allocated_bytes.all.peak", 0)
         return {
-            "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
+            "peak_memory_bytes": peak,
+            "peak_memory_share": peak / torch.cuda.get_device_properties(device).total_memory,
             "peak_active_bytes": stats.get("active_bytes.all.peak", 0),
             "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
             "peak_memory_kind": "cuda",
@@ -201,33 +203,36 @@ def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) 
 # ---- In words
 
 
-def format_line(record: Record, num_steps: int, card_bytes: int | None = None) -> str:
-    """The log line that a person reads: the same record, in a fixed order.
-
-    `card_bytes`: the GPU's whole memory, to show the peak as a share of it.
-    """
+def format_line(record: Record, num_steps: int) -> str:
+    """Return the log line that a person reads: the same record, in a fixed order."""
     parts = [
         f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
         f"epoch {record['epoch']:.2f}",
         f"lr {record['lr']:.2e}",
-        f"loss {record['train_loss']:.4f} ppl {record['train_ppl']:.2f}",
-        *([format_validation(record)] if "val_loss" in record else []),
+        f"loss {format_loss(record['train_loss'])}",
+        *([f"val {format_validation(record)}"] if "val_loss" in record else []),
         f"{record['step_ms']:.1f} ms/step",
         f"{record['tokens_per_s']:,.0f} tok/s",
     ]
     if record["eta_s"] is not None:
         parts.append(f"eta {format_time(record['eta_s'])}")
     if (peak := record["peak_memory_bytes"]) is not None:
-        share = f" ({peak / card_bytes:.1%} of the card)" if card_bytes else ""
-        parts.append(f"peak {format_bytes(peak)} {record['peak_memory_kind']}{share}")
+        share = record.get("peak_memory_share")  # on a GPU
+        of_card = f" ({share:.1%} of the card)" if share is not None else ""
+        parts.append(f"peak {format_bytes(peak)} {record['peak_memory_kind']}{of_card}")
     return " | ".join(parts)
 
 
+def format_loss(loss: float) -> str:
+    """ "2.1000 ppl 8.17" """
+    return f"{loss:.4f} ppl {perplexity(loss):.2f}"
+
+
 def format_validation(record: Record) -> str:
-    """ "val 2.1000 ppl 8.17 (2.200 bits/byte)" """
+    """ "2.1000 ppl 8.17 (2.200 bits/byte)" """
     bits = record["val_bits_per_byte"]
     in_bytes = "" if bits is None else f" ({bits:.3f} bits/byte)"
-    return f"val {record['val_loss']:.4f} ppl {record['val_ppl']:.2f}{in_bytes}"
+    return format_loss(record["val_loss"]) + in_bytes
 
 
 def format_bytes(count: float) -> str:

@@ -13,13 +13,21 @@ from torch import Tensor
 
 from model import MiniGPTConfig
 
+from .bootstrap import ALLOCATOR
 from .flags import tokens_per_step, words_of
-from .metrics import format_bytes, format_line, format_time, memory_used, perplexity
+from .metrics import (
+    format_bytes,
+    format_line,
+    format_loss,
+    format_time,
+    format_validation,
+    memory_used,
+    perplexity,
+)
 from .pretrained import Origin, Pretrained
 from .resume import changes, data_changed, validation_of
 from .run import Run
-from .snapshot import Resumed, State, beside, files_of, name_aside
-from .bootstrap import ALLOCATOR
+from .snapshot import Resumed, beside, files_of, name_aside
 
 SILENCE = 30  # seconds that pass without a line of the log, where no bar moves
 
@@ -33,56 +41,50 @@ def describe_model(config: MiniGPTConfig) -> str:
 
 
 def describe_run(run: Run, plan: str, origin: Origin) -> str:
-    """What is about to happen, before it does. `plan`: what memory a step will need."""
-    args, config, device = run.args, run.model.config, run.process.device
-    hardware = ""
-    if device.type == "cuda":
-        settings = [f"; {name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
-        hardware = f" ({torch.cuda.get_device_name(device)}{''.join(settings)})"
-    elif device.type == "cpu":
-        threads = run.identity["threads"]
-        hardware = f" ({threads} thread{'s' * (threads > 1)}; another number rounds sums otherwise)"
-    precision = str(run.precision).removeprefix("torch.")
-    if args.tf32 and device.type == "cuda" and run.precision == torch.float32:
-        precision += ", matmuls in TF32"
+    """Return the lines that say what is about to happen. `plan`: the memory that a step needs."""
+    args, config, process = run.args, run.model.config, run.process
     n_parameters = sum(p.numel() for p in run.model.parameters())
     epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
-    tokens = args.num_steps * tokens_per_step(args, run.process.replicas)
+    tokens = args.num_steps * tokens_per_step(args, process.replicas)
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
-        f"device   {run.process.world_size} x {device.type}{hardware}, {precision}",
+        f"device   {process.world_size} x {describe_device(run)}",
         f"batch    {run.micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a "
         f"step, {args.num_steps:,} steps, {tokens:,} tokens, {epochs:.2f} epochs",
         f"memory   {plan}",
     ]
     if isinstance(origin, Pretrained):
         lines.insert(2, f"weights  {origin.path}, {origin.about}")
-    if device.type == "cpu" and config.vocab_size == 50257 and args.tokenizer_name is None:
+    on_cpu = process.device.type == "cpu"
+    if on_cpu and config.vocab_size == 50257 and args.tokenizer_name is None:
         lines.append(
             "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
             "--tokenizer-name bpe trains one on your text"
         )
-    if device.type == "cpu" and args.device == "auto" and torch.version.cuda:
+    if on_cpu and args.device == "auto" and torch.version.cuda:
         lines.append(
             f"note     PyTorch, built for CUDA {torch.version.cuda}, finds no GPU: if there is "
             "one, is its driver as new (nvidia-smi)? --device cpu leaves this out"
         )
     if args.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
-    if not isinstance(origin, Resumed):
-        return "\n".join(lines + describe_replaced(run))
-    if origin.why:
-        lines.append(f"resume   {origin.why}")
-    lines.append(f"resume   {origin.path}, step {run.step:,}")
-    if run.step < args.num_steps:  # else there is no "from here on"
-        lines += describe_changes(origin.state, run.identity)
-    if validation_of(origin.state) != validation_of(run.identity):
-        lines.append(
-            "resume   the validation windows are others than before: the next validation loss "
-            f"counts as the lowest so far and replaces {beside(args.checkpoint_path, '.best.pt')}"
-        )
-    return "\n".join(lines)
+    more = describe_resumed(run, origin) if isinstance(origin, Resumed) else describe_replaced(run)
+    return "\n".join(lines + more)
+
+
+def describe_device(run: Run) -> str:
+    """ "cpu (2 threads; another number rounds sums otherwise), bfloat16" """
+    device, hardware = run.process.device, ""
+    if device.type == "cuda":
+        settings = [f"; {name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
+        hardware = f" ({torch.cuda.get_device_name(device)}{''.join(settings)})"
+    elif device.type == "cpu":
+        threads = run.identity["threads"]
+        hardware = f" ({threads} thread{'s' * (threads > 1)}; another number rounds sums otherwise)"
+    in_tf32 = run.args.tf32 and device.type == "cuda" and run.precision == torch.float32
+    precision = str(run.precision).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
+    return f"{device.type}{hardware}, {precision}"
 
 
 def describe_replaced(run: Run) -> list[str]:
@@ -100,15 +102,24 @@ def describe_replaced(run: Run) -> list[str]:
     return [f"note     {old} is of another run and becomes {new}{way_back}"]
 
 
-def describe_changes(saved: State, now: State) -> list[str]:
-    """What is no longer as it was when the snapshot was written."""
-    lines = []
-    if changed := changes(saved, now):
-        lines.append(f"resume   changed, from here on: {', '.join(changed)}")
-    if data_changed(saved, now):
+def describe_resumed(run: Run, origin: Resumed) -> list[str]:
+    """Return the lines that say from where a run goes on, and how it differs from before."""
+    lines = [f"resume   {origin.why}"] if origin.why else []
+    lines.append(f"resume   {origin.path}, step {run.step:,}")
+    saved, now = origin.state, run.identity
+    if run.step < run.args.num_steps:  # else there is no "from here on"
+        if changed := changes(saved, now):
+            lines.append(f"resume   changed, from here on: {', '.join(changed)}")
+        if data_changed(saved, now):
+            lines.append(
+                f"resume   the data changed, it was {saved['data'].get('description')}: sequences "
+                "and their order may be others from here on"
+            )
+    if validation_of(saved) != validation_of(now):
+        best = beside(run.args.checkpoint_path, ".best.pt")
         lines.append(
-            f"resume   the data changed, it was {saved['data'].get('description')}: sequences and "
-            "their order may be others from here on"
+            "resume   the validation windows are others than before: the next validation loss "
+            f"counts as the lowest so far and replaces {best}"
         )
     return lines
 
@@ -160,11 +171,8 @@ def log(run: Run, record: dict[str, Any]) -> None:
 
 
 def show(run: Run, record: dict[str, Any], label: str = "") -> None:
-    """The line for the person."""
-    device, card = run.process.device, None
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device).total_memory
-    run.process.say(label + format_line(record, run.args.num_steps, card))
+    """Print the line for the person."""
+    run.process.say(label + format_line(record, run.args.num_steps))
     run.last_line = time.perf_counter()
 
 
@@ -180,18 +188,14 @@ def is_silent(run: Run) -> bool:
 
 
 def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
-    """The training loss of the last steps, in words; of this one, if only an evaluation was left.
-
-    All processes call it.
-    """
+    """Return the mean training loss of the last steps in words; that of `record` if only an
+    evaluation was left. All processes call it."""
     values = [loss for losses in run.recent_losses for loss in losses.tolist()]
     finite = [loss for loss in values if math.isfinite(loss)]  # (the others were skipped)
     total, count = run.process.sum([sum(finite), len(finite)])
     if not count:
-        return f"loss {record['train_loss']:.4f}, perplexity {record['train_ppl']:.2f}"
-    mean = total / count
-    words = f"on average over the last {len(run.recent_losses):,} steps"
-    return f"loss {mean:.4f}, perplexity {perplexity(mean):.2f}, {words}"
+        return f"loss {format_loss(record['train_loss'])}"
+    return f"loss {format_loss(total / count)}, mean of the last {len(run.recent_losses):,} steps"
 
 
 def sample_text(run: Run) -> str:
@@ -207,16 +211,15 @@ def sample_text(run: Run) -> str:
 
 
 def describe_rescues(run: Run) -> str:
-    """ "; ran out 2 times: none -> cheap -> full": memory, and what was taken then, by each process
-    that took others. "" if it never did. All processes call it."""
+    """Return "; ran out 2 times: none -> cheap -> full" for each sequence of policies that some
+    process took; "" if memory never ran out. All processes call it."""
     before = [*filter(None, [run.process.last_shortage()])]  # a restart
     of_each = run.process.exchange((*before, *run.rescues, run.model.config.recompute))
-    words = [
+    return "".join(
         f"; ran out {(times := len(policies) - 1)} time{'s' * (times > 1)}: {' -> '.join(policies)}"
         for policies in dict.fromkeys(of_each)
         if len(policies) > 1
-    ]
-    return "".join(words)
+    )
 
 
 def describe_result(
@@ -228,19 +231,15 @@ def describe_result(
     speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
     if device.type == "cpu":  # elsewhere the host's clock does not see what the device does
         speed += f", {run.clock.overhead():.1%} of the time outside forward, backward, optimizer"
-    validation = f"loss {record['val_loss']:.4f}, perplexity {record['val_ppl']:.2f}"
-    if record["val_bits_per_byte"] is not None:
-        validation += f", {record['val_bits_per_byte']:.3f} bits/byte"
     used = memory_used(device)
-    memory = f"{format_bytes(used['peak_memory_bytes'] or 0)} ({used['peak_memory_kind']})"
-    memory += describe_rescues(run)
+    peak = f"{format_bytes(used['peak_memory_bytes'] or 0)} ({used['peak_memory_kind']})"
     best = beside(args.checkpoint_path, ".best.pt")
     lines = [
         "",
         f"train    {mean_of_recent(run, record)}",
-        f"val      {validation}",
+        f"val      loss {format_validation(record)}",
         *([f"speed    {speed}"] if run.clock.steps else []),  # none: only an evaluation was left
-        f"memory   peak {memory}",
+        f"memory   peak {peak}{describe_rescues(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
         f"next     {generate_command(run)}",
