@@ -129,10 +129,6 @@ def last_step(log: str) -> int:
     return max(map(int, re.findall(r"^step +(\d+)/", log, re.M)), default=0)
 
 
-def children_of(pid: int) -> list[int]:
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
