@@ -225,22 +225,18 @@ TORCHRUN = "(pt_elastic) S {} 7"
     ],
 )
 def test_torchrun_is_found_above(monkeypatch, lives, processes):
-    """Above a process, the first of these, whatever stands between them. (Real ones that are
-    killed: test_reliability.py.)"""
+    """Above a process, the first of these, whatever stands between them. Without /proc, as on
+    macOS, process 1 takes in orphans, and no other. (Real ones that are killed:
+    test_reliability.py.)"""
     files = {f"/proc/{pid}/stat": f"{pid} {rest}" for pid, rest in processes.items() if rest}
     files["/proc/40/maps"] = "7f00-7f01 r--p 0 fe:00 1 /site-packages/torch/lib/libtorch_cpu.so\n"
-    monkeypatch.setattr(os, "getppid", lambda: next(iter(processes)))
+    parent = next(iter(processes))
+    monkeypatch.setattr(os, "getppid", lambda: parent)
     monkeypatch.setattr(os.path, "exists", lambda path: True)
     monkeypatch.setattr(bootstrap, "read", lambda path: files.get(path, ""))
     assert bootstrap.torchrun_lives() == lives
-
-
-@pytest.mark.parametrize(("parent", "lives"), [(1, False), (40, True)])
-def test_torchrun_is_found_above_without_proc(monkeypatch, parent, lives):
-    """macOS gives orphans to process 1, and to no other."""
-    monkeypatch.setattr(os, "getppid", lambda: parent)
     monkeypatch.setattr(os.path, "exists", lambda path: False)
-    assert bootstrap.torchrun_lives() == lives
+    assert bootstrap.torchrun_lives() == (parent != 1)
 
 
 def of_two(monkeypatch, rank: int = 1, port: int = 4242) -> DDPProcess:
@@ -257,17 +253,6 @@ def test_a_port_that_is_in_use(monkeypatch):
             of_two(monkeypatch, 0, port).start()
 
 
-def test_each_process_connects_its_own_gpu(monkeypatch):
-    asked = []
-    monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    process = of_two(monkeypatch)
-    assert process.connect() is None and not asked  # the CPUs have met
-    process.device = GPU
-    process.connect()
-    assert asked == [{"backend": "nccl", "timeout": process.timeout, "device_id": GPU}]
-
-
 @pytest.mark.parametrize("own", [None, "0"])
 def test_nccl_keeps_the_order_of_calls_of_two_groups(monkeypatch, own):
     """From before the first one on; but what the user has set stays."""
@@ -282,16 +267,19 @@ def test_nccl_keeps_the_order_of_calls_of_two_groups(monkeypatch, own):
     assert seen == [own or "1"]
 
 
-def test_gpus_without_nccl(monkeypatch):
-    """As on Windows: gloo averages gradients there, but cannot deal out a model."""
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(dist, "new_group", None)
-    of_two(monkeypatch)
+def test_gpus_meet_by_nccl_where_there_is_one(monkeypatch):
+    """Each process connects its own. On Windows gloo averages gradients, but deals out no model."""
+    asked: list[dict] = []
+    monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
+    process = of_two(monkeypatch)
     monkeypatch.setattr(Torchrun, "own_device", lambda *_: GPU)
-    args = parse()
-    assert (DDPProcess(args).device, DDPProcess(args).connect()) == (GPU, None)
+    for device, nccl in ((CPU, True), (GPU, True), (GPU, False)):
+        monkeypatch.setattr(dist, "is_nccl_available", lambda nccl=nccl: nccl)
+        process.device = device
+        assert process.connect() is None
+    assert asked == [{"backend": "nccl", "timeout": process.timeout, "device_id": GPU}]
     with pytest.raises(UsageError, match="needs NCCL on GPUs.*: train_ddp.py"):
-        FSDPProcess(args)
+        FSDPProcess(parse())
 
 
 # ---- One is late, or gone
