@@ -13,7 +13,6 @@ import tempfile
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -31,7 +30,6 @@ from trainer.snapshot import (
     beside,
     claim,
     files_of,
-    lock,
     name_aside,
     read_snapshot,
     save_snapshot,
@@ -62,13 +60,14 @@ def failing(error: Exception, hidden: bool = False):
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
+NO_ROOM = r"disk full \(No space .*\); it needs 0.0 MB, .* MB are free; are its inodes used up"
 
 
 @pytest.mark.parametrize(
     ("where", "what", "says"),
     [
-        ("torch.save", failing(FULL), "disk full"),
-        ("torch.save", failing(FULL, hidden=True), "disk full"),
+        ("torch.save", failing(FULL), NO_ROOM),
+        ("torch.save", failing(FULL, hidden=True), NO_ROOM),
         ("os.fsync", failing(OSError(errno.EIO, "Input/output error")), "Input/output error"),
         ("torch.save", failing(KeyError()), None),  # a bug is no full disk
     ],
@@ -79,37 +78,11 @@ def test_failed_save_harms_nothing(path, tmp_path, monkeypatch, where, what, say
     with pytest.raises(SaveError if says else KeyError) as error:
         save_snapshot(path, state(2), keep_previous=True)
     monkeypatch.undo()
-    words = f"cannot save .*run.pt: {says}.*; it needs 0.0 MB, .* MB are free"
-    assert says is None or re.match(words, str(error.value))
+    assert says is None or re.match(f"cannot save .*run.pt: {says}", str(error.value))
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
     assert read_snapshot(path)["step"] == 1
-    with pytest.raises(SaveError, match="run.pt: No such file .* its folder is gone"):
+    with pytest.raises(SaveError, match="run.pt: No such file"):
         save_snapshot(tmp_path / "gone" / "run.pt", state(1))
-
-
-@pytest.mark.parametrize(
-    ("inodes", "free", "blocks", "says"),
-    [
-        (
-            100,
-            0,
-            9,
-            "its disk takes no more files .inodes used up: No space left on device.; delete",
-        ),
-        (100, 0, 0, "disk full .*; it needs 0.0 MB, .* MB are free"),  # ZFS, without a byte
-        (100, 9, 0, "disk full .*; it needs 0.0 MB, .* MB are free"),
-        (0, 0, 9, "disk full .*; it needs 0.0 MB, .* MB are free"),  # btrfs makes them as needed
-    ],
-)
-def test_no_room_for_one_more_file_is_no_lack_of_bytes(
-    path, monkeypatch, inodes, free, blocks, says
-):
-    disk = SimpleNamespace(f_files=inodes, f_favail=free, f_bavail=blocks)
-    monkeypatch.setattr("trainer.snapshot.os.statvfs", lambda folder: disk)
-    monkeypatch.setattr("trainer.snapshot.shutil.disk_usage", lambda _: SimpleNamespace(free=7e6))
-    monkeypatch.setattr("torch.save", failing(FULL))
-    with pytest.raises(SaveError, match=f"cannot save {path}: {says}"):
-        save_snapshot(path, state(1))
 
 
 def test_a_save_is_whole_when_it_is_written_to_the_disk(tmp_path, monkeypatch):
@@ -196,7 +169,7 @@ def test_second_run_on_the_same_files_is_refused(tmp_path, capsys):
 def test_a_file_system_without_locks_costs_no_run(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
     monkeypatch.setattr(fcntl, "flock", failing(OSError(errno.ENOLCK, "No locks available")))
-    assert lock(tmp_path / "run.pt") is None
+    claim(tmp_path / "run.pt", None).close()
 
 
 @pytest.mark.parametrize("change", [{"step": 3}, {"run": "another"}])
@@ -243,16 +216,6 @@ def test_whatever_runs_of_one_second_and_a_kill_have_left_is_kept(runs, survived
         assert all(file.name.startswith("run.2001-09-09-014640") for file in there)  # -2, -3
         written = [f"{number} {i}" for number, some in enumerate(runs) for i in some]
         assert sorted(file.read_text() for file in there) == sorted(written)
-
-
-@pytest.mark.parametrize("line", [b'{"st', b'{"step": 50, "epoch": 0.0'])
-def test_a_log_whose_first_line_was_cut_short(tmp_path, line):
-    path, log = tmp_path / "run.pt", tmp_path / "run.metrics.jsonl"
-    log.write_bytes(line)
-    assert train_here(path, "--num-steps=2") == 0
-    log.write_bytes(line)
-    assert train_here(path, "--num-steps=3", "--resume") == 0
-    assert [record["step"] for record in metrics(path)] == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,7 @@ def beside(path: Path, suffix: str) -> Path:
     """`checkpoints/run.pt`, `.prev.pt` -> `checkpoints/run.prev.pt`."""
     # `lr0.01` and `lr0.02` are two runs: what follows the last point is not always an ending.
     ending = next(ending for ending in reversed(ENDINGS) if path.name.endswith(ending))
-    stem = path.name.removesuffix(ending)
-    if not stem.strip("."):
-        raise SnapshotError(
-            f"--checkpoint-path: {path} has no name before its ending; name a file, as in "
-            "checkpoints/run.pt"
-        )
-    return path.with_name(stem + suffix)
+    return path.with_name(path.name.removesuffix(ending) + suffix)
 
 
 def twins(path: Path) -> list[Path]:
@@ -141,30 +135,16 @@ def saving(path: Path, n_bytes: int) -> Iterator[Path]:
 
 
 def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
-    """One line: the file, the reason, how much room it needs and how much there is."""
+    """One line: the file, the reason and, on a full disk, the bytes needed and free."""
     reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        if not has_inodes(path.parent):
-            return (
-                f"cannot save {path}: its disk takes no more files (inodes used up: {reason}); "
-                "delete some"
-            )
-        reason = f"disk full ({reason})"
-    try:
-        room = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are free"
-    except OSError:
-        room = "its folder is gone"
-    return f"cannot save {path}: {reason}; it needs {n_bytes / 1e6:,.1f} MB, {room}"
-
-
-def has_inodes(folder: Path) -> bool:
-    """Does its file system take one more file, however small?"""
-    try:
-        disk = os.statvfs(folder)
-    except (OSError, AttributeError):  # gone; Windows, which counts no files
-        return True
-    # (btrfs makes inodes as they are needed; a full ZFS has none, either.)
-    return disk.f_favail > 0 or disk.f_files == 0 or disk.f_bavail == 0
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"cannot save {path}: {reason}"
+    free = shutil.disk_usage(path.parent).free
+    hint = "; are its inodes used up (df -i)?" if free > n_bytes else ""
+    return (
+        f"cannot save {path}: disk full ({reason}); it needs {n_bytes / 1e6:,.1f} MB, "
+        f"{free / 1e6:,.1f} MB are free{hint}"
+    )
 
 
 def read_snapshot(path: Path) -> State:
@@ -177,8 +157,6 @@ def read_snapshot(path: Path) -> State:
     Raises SnapshotError: missing, damaged, or not a snapshot of this project.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise SnapshotError(f"{path} is not a file")
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
@@ -194,8 +172,8 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception:  # zipfile and torch raise many kinds for a file that is not what it was
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
-    if strange := what_is_strange(state):
-        raise SnapshotError(f"{path} is no MiniGPT snapshot ({strange})")
+    if strange := strange_key(state):
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (no {strange}, or a strange one)")
     return state
 
 
@@ -206,45 +184,34 @@ def load(file: Path | BinaryIO, device: str) -> Any:
         return torch.load(file, map_location=device, weights_only=True)
 
 
-def what_is_strange(state: Any) -> str | None:
-    """Why no run of ours has saved that; None if one may have."""
+def strange_key(state: Any) -> str | None:
+    """The first key that a snapshot of ours would have otherwise; None if all are as they were."""
     for key, kind in KEYS.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
-            return f"no {key}, or a strange one"
-    if state["step"] < 0:
-        return f"a strange step, {state['step']}"
-    if any(isinstance(t, torch.Tensor) and t.layout != torch.strided for t in tree_leaves(state)):
-        return "a strange tensor, a sparse one"
+            return key
     return None
 
 
 def check_shapes(path: Path, weights: State, model: State) -> None:
     """Raise SnapshotError unless the weights in a snapshot, or in a folder of GPT-2, have the names
     and shapes of `model`, the state dict that model.py makes of the file's configuration."""
-    expected = {name: f"floats of shape {tuple(like.shape)}" for name, like in model.items()}
-    for name in expected | weights:
-        has, wants = kind(weights.get(name)), expected.get(name, "nothing")
+    for name in model | weights:
+        wants, has = describe(model.get(name)), describe(weights.get(name))
         if has != wants:
-            # A snapshot's checksums have been looked at: what is in it was saved.
-            if path.is_file() and weights and has.startswith(("floats", "nothing")):
-                raise SnapshotError(
-                    f"model.py has changed since {path} was written: {name} is {has} there, "
-                    f"{wants} in model.py; go on with the model.py of then, or start anew"
-                )
-            why = "is it damaged" + ", or is model.py no GPT-2 any more" * path.is_dir()
             raise SnapshotError(
-                f"{path} holds {has} as {name}, its configuration says {wants}: {why}?"
+                f"{path} holds {has} as {name}, model.py says {wants}: is it damaged, or has "
+                "model.py changed since?"
             )
 
 
-def kind(found: object) -> str:
-    """What a weight is, in words that can be compared."""
-    if found is None:
+def describe(weight: object) -> str:
+    """What a weight is, in words that can be compared: any float is as good as another."""
+    if weight is None:
         return "nothing"
-    if not isinstance(found, torch.Tensor) or found.layout != torch.strided or found.is_meta:
+    if not isinstance(weight, torch.Tensor) or weight.layout != torch.strided:
         return "no plain tensor"
-    what = "floats" if found.is_floating_point() else str(found.dtype)
-    return f"{what} of shape {tuple(found.shape)}"
+    dtype = "floats" if weight.is_floating_point() else str(weight.dtype)
+    return f"{dtype} of shape {tuple(weight.shape)}"
 
 
 def peek(path: Path) -> State:
@@ -253,7 +220,7 @@ def peek(path: Path) -> State:
         if path.is_file():
             with open(path, "rb") as file, skip_data():
                 state: State = load(file, "meta")
-            return {} if what_is_strange(state) else state
+            return {} if strange_key(state) else state
     except Exception:  # as in `read_snapshot`
         pass
     return {}
@@ -282,65 +249,42 @@ def files_of(path: Path) -> list[Path]:
 
 
 def check_name(path: Path, resuming: bool) -> None:
-    """Raise SnapshotError if what is at `path`, or beside it, is not a run's. Writes nothing.
-
-    A name that was typed wrongly must not cost anybody a file that is no snapshot.
-    """
-    if is_second(path) or path.name.endswith((".lock", *SUFFIXES)):
-        raise refuse(
-            f"{path} is the name of another run's second file, log or lock; "
-            "name another file (a snapshot that is there: copy it to a name of its own)"
-        )
-    for file in (*files_of(path), beside(path, ".lock")):  # (to open a pipe would wait)
-        if os.path.lexists(file) and not os.path.isfile(file) and file.suffix != ".tensorboard":
-            raise refuse(f"{file} is not a file")
+    """Raise SnapshotError if what is at `path`, or would share its files, is not this run's. Writes
+    nothing. A name that was typed wrongly must not cost anybody a file that is no snapshot."""
+    if is_second(path):
+        raise refuse(f"{path} is another run's second file; copy it to a name of its own")
     if not resuming and os.path.exists(path) and not peek(path):
         raise refuse(f"{path} is there and is no snapshot; name another file")
     for twin in twins(path):
-        if not resuming and peek(twin):
-            raise refuse(f"{path} would share its log with {twin}; name another file")
+        if peek(twin):
+            raise refuse(f"{path} would share its files with {twin}; name another file")
 
 
-def claim(path: Path, resumed: Resumed | None) -> IO[str] | None:
-    """Make the folder of `path` and `lock` the files of a run that is about to start.
+def claim(path: Path, resumed: Resumed | None) -> IO[str]:
+    """Make the folder of `path` and lock the files of a run that is about to start.
 
+    Returns the open lock file, to be held while the run lives; the kernel opens the lock when this
+    process ends.
     Raises SnapshotError if snapshots could not be written there (hours later is a bad time to
     learn of a typing error), if another run has them, or has saved since `resumed` was read.
     """
-    # The longest name: of the log, when a later run of that name renames it.
-    date = "" if resumed else ".2026-11-22-101500-99"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        longest = temporary_name(beside(path, f"{date}.metrics.jsonl"))
-        longest.touch()
-        longest.unlink()
+        file = open(beside(path, ".lock"), "a")
     except OSError as error:
         raise refuse(f"cannot write {path}: {error.strerror or error}") from None
-    held = lock(path)
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise refuse(f"another run is writing to {path}; name another file") from None
+    except (ImportError, OSError):  # Windows; a file system that has no locks
+        pass
     if resumed is not None:
         now = peek(resumed.path)
         if any(now.get(key) != resumed.state.get(key) for key in ("run", "step")):
             raise SnapshotError(f"--resume: another run was still at {resumed.path}; try again")
-    return held
-
-
-def lock(path: Path) -> IO[str] | None:
-    """Keep a second run off the same files; the kernel opens the lock when this process ends.
-
-    Returns the open lock file, to be held while the run lives (None where there are no locks).
-    Raises SnapshotError if another run has it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    try:
-        file = open(beside(path, ".lock"), "a")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise refuse(f"another run is writing to {path}; name another file") from None
-    except OSError:  # a file system that has no locks
-        return None
     return file
 
 
@@ -356,13 +300,14 @@ def step_aside(path: Path) -> None:
     if not path.exists() and previous.exists():  # killed between the two renames of a save
         os.replace(previous, path)
     # The snapshot comes last: should this process die now, the next one goes on from here.
-    for file, renamed in reversed(list(zip(files_of(path), files_of(aside), strict=True))):
-        if os.path.lexists(file):
-            try:
+    files = reversed(list(zip(files_of(path), files_of(aside), strict=True)))
+    try:
+        for file, renamed in files:
+            if os.path.lexists(file):
                 os.replace(file, renamed)
-            except OSError as error:
-                reason = f"cannot rename {file}, of another run: {error.strerror or error}"
-                raise refuse(f"{reason}; name another file") from None
+    except OSError as error:
+        reason = f"cannot rename {file}, of another run: {error.strerror or error}"
+        raise refuse(f"{reason}; name another file") from None
 
 
 def name_aside(path: Path) -> Path | None:
@@ -391,8 +336,5 @@ def take_place(source: Path, path: Path) -> None:
     """
     if os.path.lexists(path):
         os.replace(path, free_name(path, ".damaged"))
-    if source == beside(path, ".prev.pt"):  # or the next save would make it the one before
-        os.replace(source, path)
-    else:  # it stays the best one, of this run or of another
-        with saving(path, source.stat().st_size) as temporary:
-            shutil.copyfile(source, temporary)
+    with saving(path, source.stat().st_size) as temporary:
+        shutil.copyfile(source, temporary)

@@ -129,7 +129,7 @@ FOLDERS = {
     "a sequence": contradiction("--seq-len=33", "--seq-len 33: .*32 positions"),
     "toy data": contradiction("--use-toy-data", "--use-toy-data True: .* has False"),
     "export onto files": export("--out=full/none/..", "is there and not empty; name another"),
-    "export onto a file": export("--out=full/config.json", "is a file, no folder"),
+    "export onto a file": export("--out=full/config.json", "is no folder that can be written"),
     "export nothing": export("--out=new", "no snapshot and no folder run.pt"),
     "to resume": contradiction("--resume", "starts a run and --resume goes on .*leave one out"),
 }
