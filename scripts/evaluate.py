@@ -42,7 +42,7 @@ from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
 from trainer.pretrained import load_model
 from trainer.process import OneProcess
-from trainer.resume import data_changed, parse_again
+from trainer.resume import data_changed
 from trainer.setup import find_data
 from trainer.snapshot import Resumed, SaveError, State, peek
 
@@ -72,7 +72,7 @@ def read_data(
     else:
         path = args.checkpoint_path
         try:
-            saved = parse_again(state["args"], path)
+            saved = flags.changed(flags.build_parser("", "").parse_args([]), **state["args"])
             data = find_data(saved, process, Resumed(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names others") from None
@@ -127,7 +127,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     with process.waiting(f"reading {path}"):
         model, tokenizer = load_model(path, device)
     state, limit = peek(path), model.config.max_position_embeddings  # ({} of a folder)
-    trained = parse_again(state["args"], path).seq_len if state else limit
+    trained = state["args"]["seq_len"] if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
     args.stride = args.stride or args.seq_len
     if args.seq_len > limit:

@@ -131,10 +131,8 @@ def words_of(flags: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words += [flag] if value else off
             continue
-        if isinstance(value, int) and actions[name].type in UNITS:
-            value = UNITS[actions[name].type](value)
-        first, *others = map(str, value or [""] if isinstance(value, list) else [value])
-        first = first.removesuffix(".0") if isinstance(value, float) else first
+        values = value if isinstance(value, list) else [value]
+        first, *others = map(UNITS.get(actions[name].type, str), values)
         # A file may be called -x.pt.
         words += [f"{flag}={first}", *others] if first.startswith("-") else [flag, first, *others]
     return words
@@ -243,8 +241,8 @@ UNITS: dict[Any, Callable[[int], str]] = {
 
 def snapshot_file(text: str) -> Path:
     """An argparse type: the name of a file. (Path drops the slash that ends a folder's name.)"""
-    if os.path.basename(text) in ("", ".", ".."):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
+    if not os.path.basename(text).removesuffix(".pt").strip("."):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file, as checkpoints/run.pt")
     return Path(text)
 
 
@@ -253,21 +251,17 @@ def output_file(text: str) -> Path:
     path = Path(text)
     if os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"{path} is a folder")
-    if not (os.path.isdir(path.parent) and os.access(path.parent, os.W_OK)):
-        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} to write to")
-    if os.path.exists(path) and not os.access(path, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    if not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: is there such a folder?")
     return path
 
 
 def output_folder(text: str) -> Path:
-    """An argparse type: a folder that can be written to, or made by whoever writes."""
+    """An argparse type: a folder that can be written to, or made by the command."""
     path = Path(text)
     there = next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
-    if not os.path.isdir(there):
-        raise argparse.ArgumentTypeError(f"{there} is a file, no folder")
-    if not os.access(there, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{there} cannot be written to")
+    if not (os.path.isdir(there) and os.access(there, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{there} is no folder that can be written to")
     return path
 
 
@@ -509,8 +503,7 @@ def settle_length(args: argparse.Namespace, processes: int, windows: int | None 
     """Set --num-steps to what --num-tokens or --num-epochs mean, in whole steps, rounded up; and
     the warm-up that follows from it.
 
-    `windows`: sequences in an epoch. Before the data are there nobody knows (None), nor how many
-    steps the epochs are: both are left as they are then. Raises UsageError if it is too long.
+    `windows`: sequences in an epoch; None before the data are there: then --num-epochs waits.
     """
     tokens: int | Fraction | None = args.num_tokens
     if args.num_epochs is not None:
@@ -520,11 +513,6 @@ def settle_length(args: argparse.Namespace, processes: int, windows: int | None 
         tokens = Fraction(str(args.num_epochs)) * windows * args.seq_len
     if tokens is not None:
         args.num_steps = math.ceil(Fraction(tokens) / tokens_per_step(args, processes))
-        if args.num_steps > MOST:
-            raise UsageError(
-                f"--num-tokens, --num-epochs: that is {args.num_steps:,} steps of "
-                f"{tokens_per_step(args, processes):,} tokens; at most {MOST:,} can be run"
-            )
     if args.warmup_steps is None:
         args.warmup_steps = args.num_steps // 20
 

@@ -261,7 +261,8 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
             f"--seq-len {args.seq_len}: --init-from {source.path} has "
             f"{config.max_position_embeddings:,} positions, and cannot see further"
         )
-    args.typed = args.typed | set(SHAPE)  # as with --model: nothing else may change them
+    # As with --model: nothing else may change them.
+    args.typed = args.typed | wanted.keys() | {"seq_len"}
     return source
 
 

@@ -54,19 +54,18 @@ def start_run(
     if args.resume:
         named, args.checkpoint_path = args.checkpoint_path, resume.own_name(args.checkpoint_path)
         resumed = resume.load_newest(args.checkpoint_path, named)
-        resume.take_flags(args, resumed)
-        resume.check_texts(args)
+        resume.restore_flags(args, resumed)
     process = make_process(args)
-    if resumed is not None:
-        resume.keep_batch(args, resumed.state, process.replicas)
-    else:
+    if resumed is None:
         # What this very run has saved, before torchrun started it again. The weights that it began
         # with are not needed then, and need not be there any more.
         resumed = resume.load_own(args.checkpoint_path, process.run_id)
         if resumed is not None and args.init_from is not None:
-            resume.take_flags(args, resumed)
+            resume.restore_flags(args, resumed)
     origin = resumed or open_init_from(args)
     fill_in(args, process.replicas)
+    if resumed is not None:
+        resume.check_flags(args, resumed)
     if args.num_epochs is None:  # else the data will tell how many steps there are
         check_profile(args, resumed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
@@ -210,6 +209,7 @@ def identify(
         "run": process.run_id,
         "config": asdict(config),
         "args": flags,
+        "typed": sorted(args.typed & flags.keys()),
         "tokenizer": data.tokenizer.state(),
         # That share a sum, and so decide how it is rounded; a GPU's are its own.
         "threads": torch.get_num_threads() if process.device.type == "cpu" else None,
