@@ -140,7 +140,8 @@ def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"cannot save {path}: {reason}"
     free = shutil.disk_usage(path.parent).free
-    hint = "; are its inodes used up (df -i)?" if free > n_bytes else ""
+    no_inodes = error.errno == errno.ENOSPC and free > n_bytes
+    hint = "; are its inodes used up (df -i)?" if no_inodes else ""
     return (
         f"cannot save {path}: disk full ({reason}); it needs {n_bytes / 1e6:,.1f} MB, "
         f"{free / 1e6:,.1f} MB are free{hint}"
