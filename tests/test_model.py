@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -64,16 +63,9 @@ def test_residual_projections_start_smaller_with_depth():
         assert abs(ratio - 1 / math.sqrt(2 * n_layers)) < 0.05
 
 
-def test_too_long_a_sequence_is_an_error():
-    with pytest.raises(ValueError, match="max_position_embeddings is 16"):
-        tiny()(random_ids(1, 17))
-
-
 def test_the_defaults_are_gpt2_small_without_recompute():
     shape = (50257, 1024, 12, 12, 768, 3072)  # vocabulary, positions, layers, heads, d_model, d_ff
     assert MiniGPTConfig() == MiniGPTConfig(*shape, 0.1, "none", 0, 1)
-    with pytest.raises(FrozenInstanceError):
-        MiniGPTConfig().dropout = 0.0
 
 
 @pytest.mark.parametrize(
@@ -262,21 +254,6 @@ def test_logits_behind_a_kv_cache_are_the_last_ones_of_one_long_forward(policy):
         model.eval()(ids[:, :1], past=past)
 
 
-def test_while_a_text_waits_the_model_is_free():
-    """For another text, for a forward, with gradients or without."""
-    model, prompts = trained(), [random_ids(2, 3), random_ids(1, 6)]
-    alone = [model.generate(prompt, 20, temperature=0) for prompt in prompts]
-    probe = random_ids(1, LIMIT)
-    expected = model(probe)
-    streams = [model.stream(prompt, 20, temperature=0) for prompt in prompts]
-    for tokens in zip(*streams, strict=True):
-        assert torch.is_grad_enabled()
-        logits = model(probe)
-        assert torch.equal(logits, expected) and logits.requires_grad
-        prompts = [torch.hstack(pair) for pair in zip(prompts, tokens, strict=True)]
-    assert all(map(torch.equal, prompts, alone))
-
-
 def test_a_reader_may_stop_early():
     model = trained(dropout=0.5).train()
     stream = model.stream(random_ids(1, 3), 20)
@@ -284,26 +261,3 @@ def test_a_reader_may_stop_early():
     assert not model.training
     stream.close()
     assert model.training
-
-    def fail(*_):
-        raise ZeroDivisionError
-
-    hook = model.blocks[1].register_forward_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        model.generate(random_ids(1, 3), 20)
-    hook.remove()
-    assert model.training
-
-
-@pytest.mark.parametrize("stance", ["force_eager", "default"])
-def test_compiled_blocks_write_too(stance):
-    """As at the end of a run with --compile, eagerly; and training goes on with the code it has."""
-    model, prompt, ids = trained(), random_ids(2, 3), random_ids(2, LIMIT)
-    expected = model.generate(prompt, 20, temperature=0)
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    model.train()(ids, ids).backward()
-    with torch.compiler.set_stance(stance):
-        assert torch.equal(model.generate(prompt, 20, temperature=0), expected)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        model(ids, ids).backward()
