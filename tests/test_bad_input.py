@@ -6,7 +6,6 @@ their own, as what libraries print on stderr by themselves shows only there.
 """
 
 import re
-import signal
 import sys
 
 import pytest
@@ -49,22 +48,6 @@ def trained(tmp_path_factory):
         assert train_minimal.main(argv) == 0
 
 
-@pytest.fixture
-def deadline():
-    """For what would wait for ever (where there is no such signal, there are no pipes either)."""
-
-    def ring(*_):
-        raise TimeoutError
-
-    if not hasattr(signal, "SIGALRM"):
-        yield
-        return
-    signal.signal(signal.SIGALRM, ring)
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
-
-
 def check(code: object, stderr: str, case: Case) -> None:
     assert code == 2, stderr
     (line,) = stderr.splitlines()
@@ -75,7 +58,6 @@ def check(code: object, stderr: str, case: Case) -> None:
 
 @row("malformed input")
 @pytest.mark.filterwarnings("error::UserWarning")  # outside of pytest: more lines on stderr
-@pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ROWS.get(name, ())) for name in CASES])
 def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     case = CASES[name]

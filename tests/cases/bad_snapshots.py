@@ -3,8 +3,6 @@
 Snapshots that are none, or strange; places where none can lie; and the scripts that read them.
 """
 
-import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,6 @@ TRAINED = Path()  # the folder of a finished run; set by the fixture
 class Bomb:
     def __reduce__(self):
         return Path.mkdir, (Path("exploded"),)
-
-
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def link(path: Path) -> None:
-    path.symlink_to("mine")
-
-
-def torchscript(path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has deprecated it; the files are still around
-        torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.zeros(1, 1)), path)
 
 
 def cut_off(path: Path) -> None:
@@ -66,11 +50,6 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], dic
     return lambda weights: {name: change(weight) for name, weight in weights.items()}
 
 
-def swapped(parameters: list[int]) -> list[int]:
-    """Two tables, and four matrices of each of two blocks: the blocks' in the other order."""
-    return parameters[:2] + parameters[6:] + parameters[2:6]
-
-
 NO_SNAPSHOT = "run.pt is no snapshot, or a damaged one"
 NO_MINIGPT = "run.pt is no MiniGPT snapshot"
 STRANGE = "run.pt .*(strange|damaged)"
@@ -82,7 +61,6 @@ RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume s
     "empty": (b"", NO_SNAPSHOT),
     "cut off": (cut_off, NO_SNAPSHOT),
     "a folder": (None, "run.pt"),
-    "TorchScript": (torchscript, NO_SNAPSHOT),
     "a mere model": (saved({"weight": torch.zeros(3)}), NO_MINIGPT),
     "code": (CODE, PLAIN),
     "step": (altered("step", to="5"), STRANGE),
@@ -90,7 +68,6 @@ RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume s
     "optimizer": (altered("optimizer", to={}), STRANGE),
     "moments": (altered(*FIRST, "exp_avg", to=lambda whole: whole[:1]), STRANGE),
     "one group": (altered("optimizer", "param_groups", to=lambda groups: groups[:1]), STRANGE),
-    "swapped blocks": (altered("optimizer", "param_groups", 0, "params", to=swapped), STRANGE),
 }
 SNAPSHOTS = {
     "none to resume": Case("toy", "--resume", ("no snapshot run.pt; start without --resume",)),
@@ -129,7 +106,6 @@ CHECKPOINT = "--checkpoint-path"
 TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, what lies there
     "in a file": (f"{CHECKPOINT}=x/run.pt", f"{CHECKPOINT}: .* x/run.pt", {"x": b""}),
     "a folder": (f"{CHECKPOINT}=new", f"{CHECKPOINT}: new is there and is no", {"new": None}),
-    "a pipe": ("", "run.pt is there and is no snapshot", {"run.pt": pipe}),
     "the one before, to resume": (
         *(f"--resume {CHECKPOINT}=run.prev.pt", "is another run's second file; copy it"),
         {"run.prev.pt": GOOD},
