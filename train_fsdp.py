@@ -38,12 +38,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from memory import write
 from model import MiniGPT
 from planner.shards import gathered_by_block, tables
 from train_ddp import DDPProcess
 from trainer.device import check_gather_dtype, choose_precision
-from trainer.flags import UsageError, recompute_of
+from trainer.flags import UsageError, check_sharded
 from trainer.process import OneProcess
 from trainer.torchrun import main_and_exit
 
@@ -60,15 +59,8 @@ class FSDPProcess(DDPProcess):
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
         self.shards = self.world_size
-        policy = recompute_of(args)
-        if policy.group > 1 and not policy.nested and self.world_size > 1:  # alone: no gathering
-            raise UsageError(
-                f"--use-activation-checkpoint {args.use_activation_checkpoint}: {self.script} "
-                f"gathers block by block; {write(policy._replace(nested=True))} fits"
-            )
+        check_sharded(args, self.world_size, self.script)
         check_gather_dtype(args, choose_precision(args, self.device))
-        if args.compress_gradients:
-            raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise UsageError(f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py")
 

@@ -111,14 +111,8 @@ def check(args: argparse.Namespace) -> None:
     sharded = "--sp" if args.sp else "--fsdp"
     if args.nproc_per_node is None:
         raise UsageError(f"{sharded}: over how many processes? --nproc-per-node tells")
-    policy = flags.recompute_of(args)
-    if policy.group > 1 and not policy.nested:
-        raise UsageError(
-            f"--use-activation-checkpoint {args.use_activation_checkpoint}: with {sharded} weights "
-            "are gathered block by block; add +nested, or leave it out"
-        )
-    if args.compress_gradients:
-        raise UsageError(f"--compress-gradients is for train_ddp.py: leave it or {sharded} out")
+    trainer = "train_sp.py" if args.sp else "train_fsdp.py"
+    flags.check_sharded(args, args.nproc_per_node, trainer)
 
 
 def aim(argv: list[str]) -> tuple[Question, float]:

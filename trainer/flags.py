@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memory import RECOMPUTE_POLICIES, Recompute, expand
+from memory import RECOMPUTE_POLICIES, Recompute, expand, write
 from model import MiniGPTConfig
 
 from .card import card_name
@@ -463,6 +463,18 @@ def fill_in(
     model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
     check_chunks(args, is_run)
     return args
+
+
+def check_sharded(args: argparse.Namespace, processes: int, trainer: str) -> None:
+    """Raise UsageError for flags that do not go with a model in shards; `trainer`: which one."""
+    policy = recompute_of(args)
+    if policy.group > 1 and not policy.nested and processes > 1:  # alone: nothing is gathered
+        raise UsageError(
+            f"--use-activation-checkpoint {args.use_activation_checkpoint}: {trainer} gathers "
+            f"block by block; {write(policy._replace(nested=True))} fits"
+        )
+    if args.compress_gradients:
+        raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
 
 
 def check_shared(args: argparse.Namespace, processes: int) -> None:

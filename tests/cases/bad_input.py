@@ -133,9 +133,9 @@ REFUSED_BY = {
         "--sp --fsdp --nproc-per-node=2": "--fsdp and --sp: leave --fsdp out",
         "--sp --nproc-per-node=2 --n-heads=1 --compile": "--n-heads 1: .* or train_fsdp.py",
         "--sp --nproc-per-node=2 --compile": "--compile: train_fsdp.py can",
-        "--sp --nproc-per-node=2 --use-activation-checkpoint=full/2": "full/2: with --sp weights",
-        "--fsdp --nproc-per-node=2 --use-activation-checkpoint=full/2": "full/2: with --fsdp",
-        "--fsdp --nproc-per-node=2 --compress-gradients": "--compress-gradients is for train_ddp",
+        "--sp --nproc-per-node=2 --use-activation-checkpoint=full/2": "full/2: train_sp.py gathers",
+        "--fsdp --nproc-per-node=2 --use-activation-checkpoint=full/2": "full/2: train_fsdp.py",
+        "--fsdp --nproc-per-node=2 --compress-gradients": "--compress-gradients: train_ddp.py",
         "--card=Voodoo2": "--card: .*Voodoo2.*RTX 3060 12GB, .*M4 Max.*; or this-machine, "
         "measured; of any other, --device cuda --memory-budget 16GiB tells",
         "--card=H100 --memory-budget=81GiB": "--memory-budget 81.0 GiB is more than the 79.1 GiB",
