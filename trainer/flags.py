@@ -241,7 +241,7 @@ UNITS: dict[Any, Callable[[int], str]] = {
 
 def snapshot_file(text: str) -> Path:
     """An argparse type: the name of a file. (Path drops the slash that ends a folder's name.)"""
-    if not os.path.basename(text).removesuffix(".pt").strip("."):
+    if os.path.basename(text).strip(".") in ("", "pt", "pth", "ckpt"):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a file, as checkpoints/run.pt")
     return Path(text)
 

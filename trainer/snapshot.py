@@ -82,11 +82,6 @@ def is_second(path: Path) -> bool:
     return beside(path, "").suffix in (".prev", ".best")
 
 
-def temporary_name(path: Path) -> Path:
-    """Of this process alone: where there are no locks, two runs may save under one name."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
 def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
     """Write `state` to `path` so that a crash at any moment leaves a complete snapshot.
 
@@ -116,7 +111,8 @@ def bytes_of(state: State) -> int:
 def saving(path: Path, n_bytes: int) -> Iterator[Path]:
     """A name to write to, then the rename to `path`: nothing is left of it if that fails. Raises
     SaveError with what the operating system says, and how much room is needed."""
-    temporary = temporary_name(path)
+    # Of this process alone: where there are no locks, two runs may save under one name.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)

@@ -117,7 +117,7 @@ TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, 
     ),
     **{
         f"no name in {name}": (f"{CHECKPOINT}={name}", f"{CHECKPOINT}: .*is no name of a file", {})
-        for name in (".pt", "...", "new/", "new/.", "")
+        for name in ("..pt", ".ckpt", "...", "new/", "new/.", "")
     },
     "a best one whose copy is another's": (
         f"--resume {CHECKPOINT}=run.best.pt",
