@@ -226,8 +226,8 @@ def save_is_due(run: Run, skipped: SkippedUpdates, asked: bool) -> bool:
         return True
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
     is_first = run.saved_step == 0 and 0 < first <= run.step
-    due_by_now = asked or by_steps or is_first
-    return due_by_now and skipped.read_last() == 0  # (waits for the GPU, if a save is due)
+    # (To read the last step is to wait for the GPU: last of all, if a save is due.)
+    return (asked or by_steps or is_first) and skipped.read_last() == 0
 
 
 def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:

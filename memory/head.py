@@ -101,8 +101,9 @@ class TiedLookup(torch.autograd.Function):
 def softmax_in_place(logits: Tensor, target: Tensor, wants_gradient: bool) -> Tensor:
     """The log-likelihood (r, 1) of the `target`s (r, 1), by (r, V) `logits`. Afterwards those are
     the softmax if somebody `wants_gradient`, else anything."""
-    exact = at_least_float32(logits)  # the logits themselves if they are that already
-    # Kernels of CPUs and of CUDA write a row when they have read it. Who knows of MPS?
+    # A sum over a vocabulary needs float32. (float32 and float64 stay the logits themselves.)
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # CPU and CUDA kernels read a row before they write it, so `out` may alias. MPS: unknown.
     exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
     found = exact.gather(1, target)
     if wants_gradient:
@@ -119,11 +120,6 @@ def softmax_in_place(logits: Tensor, target: Tensor, wants_gradient: bool) -> Te
 @cache
 def compiled_softmax() -> Softmax:
     return torch.compile(softmax_in_place)
-
-
-def at_least_float32(logits: Tensor) -> Tensor:
-    """A sum over a vocabulary needs it; float64 stays what it is."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def head_loss(
