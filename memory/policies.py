@@ -140,7 +140,7 @@ def in_chunks(block: Any, cut: Cut) -> Callable[[Tensor], Tensor]:
 
 
 def by_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
-    """(Chunks are alike, so the planner puts in a few of them for all: planner/step.py.)"""
+    """Apply `run` to chunks of x (B, T, C) along T."""
     if len(sizes) == 1:
         return run(x)
     return torch.cat([run(part) for part in x.split(sizes, dim=1)], dim=1)

@@ -4,30 +4,22 @@ An operator takes as long as its products at 70 % of the card's peak, or its byt
 memory's bandwidth, or a launch, whichever is longest; a step takes the sum. That ranks ways to run
 a step, and tells their ratios better than their milliseconds.
 
-Left out: copies of offload, which run beside (and may not keep up); the averaging of DDP; all
-FLOPs outside of products; Python, which takes most of a small model's step on a CPU.
+Left out: caches, so all bytes come from memory (which changes what a policy adds by about a point);
+copies of offload, which run beside (and may not keep up); the averaging of DDP; all FLOPs outside
+of products; Python, which takes most of a small model's step on a CPU.
 """
 
-import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from .operators import PRECISIONS
-from .work import Work
 
-# Of a cache's bytes, how many of memory's take as long. (Estimate: the L2 of an H100 is about twice
-# as fast as its memory, that of an RTX 4090 five times.)
-CACHE_SHARE = 1 / 3
-# The part of a cache in which something is found again: it does not forget strictly in order.
-REACHED_CACHE = 0.75
 LONGEST = 2048  # attention is as fast at any sequence that is longer
 
 
@@ -39,7 +31,6 @@ class Card:
     memory: int  # bytes
     flops: tuple[float, float, float]  # FLOP/s of products in float32, bfloat16, float16; dense
     bytes_per_s: float
-    cache: int  # bytes of its last-level cache
     launch_s: float = 3e-6  # the shortest operator
     reached_flops: float = 0.7
     reached_bytes: float = 0.85
@@ -48,23 +39,14 @@ class Card:
     attention: tuple[tuple[float, float], ...] | None = None
 
 
-@lru_cache(2**12)
-def seconds(work: Work, card: Card) -> float:
-    """The roofline, operator by operator."""
-    # (Not `@`, a BLAS's product: what a CPU is decides in which order that adds up.)
-    return float((seconds_of_each(work, card) * work.times).sum())
-
-
-def seconds_of_each(work: Work, card: Card) -> np.ndarray:
-    """(operators,) How long each takes."""
+def seconds_of_each(work: np.recarray, card: Card) -> np.ndarray:
+    """(operators,) How long each operator takes. `work`: an array of `WORK` (timeline.py)."""
     rates = np.array(card.flops)[work.precision] * card.reached_flops
     if card.attention is not None:
         measured = np.array(card.attention)[work.precision, (work.attention == 2).astype(int)]
         rates = np.where(work.attention > 0, measured, rates)
-    moved = work.moved(REACHED_CACHE * card.cache, CACHE_SHARE) / (
-        card.reached_bytes * card.bytes_per_s
-    )
-    return np.maximum(np.maximum(work.flops / rates, moved), card.launch_s)
+    moving = work.bytes / (card.reached_bytes * card.bytes_per_s)
+    return np.maximum(np.maximum(work.flops / rates, moving), card.launch_s)
 
 
 def this_machine(
@@ -92,7 +74,7 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
     def product(dtype: torch.dtype) -> float:
         side = 128 if dtype == torch.float16 and not on_gpu else n  # (a thousand times slower)
         a, b = torch.randn(2, side, side, device=device).to(dtype)
-        return 2 * side**3 / time_of(lambda: a @ b, device)
+        return 2 * side**3 / time_of(lambda: a @ b)
 
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target, one = torch.empty_like(source), torch.ones(1, device=device)
@@ -100,9 +82,8 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
         name="this machine",
         memory=0,  # (the device itself tells how much is free)
         flops=tuple(product(dtype) for dtype in PRECISIONS),  # type: ignore[arg-type]
-        bytes_per_s=2 * size / time_of(lambda: target.copy_(source), device),
-        cache=cache_of(device),
-        launch_s=time_of(lambda: one.add_(1), device, times=100),
+        bytes_per_s=2 * size / time_of(lambda: target.copy_(source)),
+        launch_s=time_of(lambda: one.add_(1)),
         reached_flops=1,
         reached_bytes=1,
         attention=tuple(
@@ -119,46 +100,21 @@ def measure_attention(
     T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else LONGEST)
     n_heads = max(1, 2**16 // T) if on_gpu else max(4, 256 // T) * torch.get_num_threads()
     qkv = torch.randn(1, T, 3, n_heads, head_size, device=device).to(dtype).requires_grad_()
-
-    def run() -> Tensor:
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # (1, heads, T, D) each, as the model has them
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    out = run()
+    q, k, v = qkv.transpose(1, 3).unbind(2)  # (1, heads, T, D) each, as the model has them
+    attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    out = attend()
     grad = torch.randn_like(out)
-    forward = time_of(run, device)
-    backward = time_of(lambda: torch.autograd.grad(out, qkv, grad, retain_graph=True), device)
+    forward = time_of(attend)
+    backward = time_of(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
     product = n_heads * T * T * head_size  # FLOPs: half of a product is masked
     return 2 * product / forward, 5 * product / backward
 
 
-def time_of(
-    run: Callable[[], object], device: torch.device, times: int = 1, budget: float = 0.1
-) -> float:
-    """Seconds of a call: the fastest of all runs in `budget` seconds, of `times` calls each.
+def time_of(run: Callable[[], object]) -> float:
+    """Seconds of a call: the fastest run in a tenth of a second, GPU's included.
 
     (Whatever else the machine does hits a long run, and spares a short one: medians of operators
     would not go together.)
     """
-    wait = getattr(torch, device.type).synchronize
-    run()  # the first one is another thing
-    wait()
-    best, start = math.inf, time.perf_counter()
-    while best == math.inf or time.perf_counter() - start < budget:
-        begin = time.perf_counter()
-        for _ in range(times):
-            run()
-        wait()
-        best = min(best, (time.perf_counter() - begin) / times)
-    return best
-
-
-def cache_of(device: torch.device) -> int:
-    """Of the last level; 0 if nobody tells: then nothing is found in it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).L2_cache_size
-    try:
-        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text()  # "32768K"
-        return 1024 * int(size.strip().removesuffix("K"))
-    except (OSError, ValueError):  # (macOS, Windows)
-        return 0
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.1).times)

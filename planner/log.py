@@ -50,16 +50,6 @@ class Storage:
     why: str = ""  # it is there: see planner/record.py
 
 
-class Touch(NamedTuple):
-    """Bytes of a storage that an operator reads or writes: those of a view from start to end."""
-
-    storage: Storage
-    start: int
-    end: int
-    bytes: int  # fewer than end - start if the view leaves some out
-    written: bool
-
-
 class Source(NamedTuple):
     """Who asked for an operator."""
 
@@ -77,16 +67,14 @@ class Op(NamedTuple):
     """An operator that ran. A view has nothing but a place."""
 
     name: str
-    at: int  # its number, counted from 1
     place: Place
     source: Source = NOBODY
     given: tuple[tuple[str, Storage], ...] = ()  # by the names of its arguments
     made: tuple[tuple[int, Storage], ...] = ()  # (which of its results, storage)
-    touches: tuple[Touch, ...] = ()  # (): it moves no bytes
+    bytes: int = 0  # that it reads and writes
     flops: float = 0
     precision: int = 0  # of its products: index into PRECISIONS
     times: int = 1  # it stands for so many that do the same
-    moved: tuple[tuple[int, float], ...] = ()  # (bytes, distance) of each touch: planner/work.py
 
 
 class Log(TorchDispatchMode):
@@ -101,10 +89,10 @@ class Log(TorchDispatchMode):
     def __init__(self, sources: "Sources | None" = None, inside: Any = None) -> None:
         super().__init__()
         self.sources, self.inside = sources, inside
-        self.ops: list[Op] = []
+        self.places: list[Place] = [(0, "", None)]
+        self.ops = [Op("", self.places[0])]  # by number; the first stands for what was before
         self.storages: list[Storage] = []  # in order of birth
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
-        self.places: list[Place] = [(0, "", None)]
         self.times = 1  # each operator from now on stands for so many that do the same
         self.forward_end = 0  # the operator with which forward ended
         # Of each tensor that offload sends away: its bytes, and the place that was at work.
@@ -116,8 +104,8 @@ class Log(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Operators seen."""
-        return len(self.ops)
+        """The number of the last operator."""
+        return len(self.ops) - 1
 
     def enter(self, phase: str, block: int | None = None) -> None:
         self.places.append((self.now + 1, phase, block))
@@ -130,13 +118,9 @@ class Log(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # nothing happens, and it is asked all the time
         kwargs = kwargs or {}
-        its = signature(func)
-        given = dict(zip(its.names, args, strict=False)) | kwargs
-        result = given.get(its.changed)
-        if not isinstance(result, FakeTensor):  # (else nothing is to be done, as it has no numbers)
-            result = func(*args, **kwargs)
-        results = result if isinstance(result, tuple | list) else (result,)
-        self.note(func, given, [tensor for tensor in results if isinstance(tensor, Tensor)])
+        result = func(*args, **kwargs)
+        names = (parameter.name for parameter in signature(func).parameters)
+        self.note(func, dict(zip(names, args, strict=False)) | kwargs, tensors_in(result))
         if self.inside is not None and (size := self.inside(func, args)):
             self.add_bytes(size, "inside of a kernel", "the kernel works in it", self.now, self.now)
         return result
@@ -144,56 +128,49 @@ class Log(TorchDispatchMode):
     # ---- operators
 
     def note(self, func: Any, arguments: dict[str, Any], results: list[Tensor]) -> None:
-        """What an operator did, after it ran."""
+        """Record what an operator did, after it ran."""
         its, place, at = signature(func), self.places[-1], self.now + 1
         if its.name in EMPTY and results[0].numel() == 0:
             return  # (an activation checkpoint of torch 2.9 begins with one, and keeps it)
         source = self.sources.now(*place[1:]) if self.sources else NOBODY
+        operator = "" if its.is_view else func.__name__
+        storages = [self.add(tensor, operator, source) for tensor in results]
         if its.is_view:
-            for tensor in results:
-                self.add(tensor)
-            self.ops.append(Op("", at, place, source))
+            self.ops.append(Op("", place, source))
             return
-        storages = [self.add(tensor, func.__name__, source) for tensor in results]
-        given, touches = [], []
+        made = [(i, storage) for i, storage in enumerate(storages) if storage.born == at]
+        given = []
+        # Bytes by (storage, where in it the tensor begins): x * x reads x once.
+        reads: dict[tuple[Storage, int], int] = {}
+        writes = {(s, int(results[i].storage_offset())): extent(results[i]) for i, s in made}
         for parameter in its.parameters:
             for tensor in tensors_in(arguments.get(parameter.name)):
-                touch = self.touch(tensor)
-                given.append((parameter.name, touch.storage))
+                view, size = (self.find(tensor), int(tensor.storage_offset())), extent(tensor)
+                given.append((parameter.name, view[0]))
                 if parameter.is_table:
                     added = arguments.get("src", arguments.get("source"))
-                    few = results[0] if added is None else added
-                    touch = touch._replace(bytes=min(touch.bytes, few.nbytes))
+                    size = min(size, (results[0] if added is None else added).nbytes)
                 if parameter.is_read:
-                    touches.append(touch)
+                    reads[view] = size
                 if parameter.is_written:
-                    touches.append(touch._replace(written=True))
-        made = [(i, storage) for i, storage in enumerate(storages) if storage.born == at]
-        touches += [self.touch(results[i])._replace(written=True) for i, _ in made]
-        op = Op(its.name, at, place, source, tuple(given), tuple(made), times=self.times)
-        if its.name not in EMPTY and any(touch.written for touch in touches):
-            every = dict.fromkeys(touches)  # (x * x reads x once)
-            here = tuple(touch for touch in every if touch.storage.device.type == "cpu")
+                    writes[view] = size
+        op = Op(its.name, place, source, tuple(given), tuple(made), times=self.times)
+        if its.name not in EMPTY and writes:
+            moved = [*reads.items(), *writes.items()]
             op = op._replace(
-                touches=here,
+                bytes=sum(size for (storage, _), size in moved if storage.device.type == "cpu"),
                 flops=count_flops(its.name, arguments, results),
                 precision=precision_of(its.name, arguments),
             )
         self.ops.append(op)
 
-    def touch(self, tensor: Tensor) -> Touch:
-        size, dims = tensor.itemsize, zip(tensor.shape, tensor.stride(), strict=True)
-        start = int(tensor.storage_offset()) * size
-        n = tensor.numel()
-        extent = size * (1 + sum((n - 1) * stride for n, stride in dims)) if n else 0
-        different = min(extent, size * n)  # (an expanded row is there once)
-        return Touch(self.find(tensor), start, start + extent, different, False)
-
     # ---- storages
 
     def add(self, tensor: Tensor, operator: str = "", source: Source = NOBODY) -> Storage:
-        """The storage of `tensor`: known (the tensor is a view, or changed in place) or new."""
-        address = tensor.untyped_storage()._cdata
+        """The storage of `tensor`: known (the tensor is a view, or changed in place) or new. It
+        dies with the last tensor that lives in it."""
+        memory = tensor.untyped_storage()
+        address = memory._cdata
         if address in self.known:
             return self.known[address][1]
         storage = new_storage(tensor, self.now + bool(operator))
@@ -204,19 +181,13 @@ class Log(TorchDispatchMode):
         storage.module, storage.line, _ = source
         if storage.bytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
             self.storages.append(storage)
-        self.watch(tensor, storage)
-        return storage
-
-    def watch(self, tensor: Tensor, storage: Storage) -> None:
-        """`storage` is that of `tensor`, and dies with it."""
-        memory = tensor.untyped_storage()
-        address, storage.died = memory._cdata, math.inf
 
         def gone(_: weakref.ref) -> None:
             del self.known[address]  # the next storage at this address is another one
             storage.died = self.now
 
         self.known[address] = weakref.ref(memory, gone), storage
+        return storage
 
     def add_bytes(
         self, size: int, name: str, why: str, born: int, died: float, kind: str = "temporaries"
@@ -235,6 +206,13 @@ class Log(TorchDispatchMode):
         """The storage of `tensor`; if nobody added it, one that is not counted."""
         found = self.known.get(tensor.untyped_storage()._cdata)
         return found[1] if found else new_storage(tensor, 0)
+
+
+def extent(tensor: Tensor) -> int:
+    """Bytes of a tensor in its storage. (An expanded row is there once.)"""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((n - 1) * stride for n, stride in dims)
+    return tensor.itemsize * max(0, min(span, tensor.numel()))
 
 
 def new_storage(tensor: Tensor, born: int) -> Storage:

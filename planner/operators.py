@@ -26,10 +26,6 @@ TABLES = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
     ("scatter_", "self"), ("index_add_", "self"),
 }  # fmt: skip
-# Functions of torch that a CPU composes of several operators, and other devices run as one: on fake
-# tensors of a CPU they make and keep other tensors than there. (torch's native_functions.yaml has
-# no more of them.)
-COMPOSED_ON_CPU = ("rms_norm",)
 ATTENTION = ("attention", "attention_backward")  # whatever a device calls them
 
 
@@ -42,10 +38,8 @@ class Parameter(NamedTuple):
 
 class Signature(NamedTuple):
     name: str  # "addmm"
-    names: tuple[str, ...]  # of its parameters
     parameters: tuple[Parameter, ...]
     is_view: bool  # does it return its arguments, and change nothing?
-    changed: str | None  # the argument that it changes and returns: `add_`, or an `out`
 
 
 @cache
@@ -64,12 +58,7 @@ def signature(operator: Any) -> Signature:
         )
         for a, is_written in zip(schema.arguments, written, strict=True)
     )
-    names = tuple(a.name for a in schema.arguments)
-    changed = None
-    if [r.alias_info is not None and r.alias_info.is_write for r in schema.returns] == [True]:
-        if torch.Tag.inplace_view not in operator.tags:
-            changed = names[written.index(True)]
-    return Signature(short(name), names, parameters, of_arguments and not any(written), changed)
+    return Signature(short(name), parameters, of_arguments and not any(written))
 
 
 def short(name: str) -> str:

@@ -127,8 +127,8 @@ def record_of(log: Log, step: StepMemory) -> Record:
     return Record(
         step,
         sorted(storages, key=lambda storage: storage.born),
-        operators=["", *(op.name for op in log.ops)],
-        replays=np.array([False, *map(is_replay, log.ops)]),
+        operators=[op.name for op in log.ops],
+        replays=np.array([is_replay(op) for op in log.ops]),
     )
 
 

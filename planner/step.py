@@ -21,16 +21,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from memory import HostMemory, Recompute, Schedule, expanded, head, offload, policies, write
+from memory import HostMemory, Recompute, Schedule, expanded, head, offload, write
 from memory.offload import SMALL, bytes_of_blocks
-from memory.policies import by_chunks
 from memory.sequence import SharedSequence
 from model import MiniGPT, MiniGPTConfig
 
-from .batches import largest, outside_of_head
+from .batches import MOST, largest, outside_of_head
 from .formulas import head_bytes
 from .log import Log, Sources
-from .operators import COMPOSED_ON_CPU, inside, workspaces
+from .operators import inside, workspaces
 from .record import Record, record_of
 from .shards import add_shards, gathered_by_block, shard_of
 from .timeline import KINDS, Segment, StepMemory, cut
@@ -82,7 +81,6 @@ class Planner:
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.few: dict[tuple, Few] = {}
         self.watch: Callable[[], object] = lambda: None  # called before each simulation
-        self.composed = set[str]()  # of COMPOSED_ON_CPU, what the model uses
         with self.fake:
             self.model = MiniGPT(config).train()
             shapes = {tuple(w.shape for w in b.parameters()) for b in self.model.blocks}
@@ -120,19 +118,11 @@ class Planner:
         With offload, where what a block has sent away waits for other blocks, a mix of policies is
         an estimate.
         """
-        how, plain, first = expanded(config), replace(config, recompute="none"), 0
-        frame = self.few_calls(batch_size, plain)
+        how, first = expanded(config), 0
         few_of = {
-            (policy, size): self.few_calls(
-                batch_size,
-                plain,
-                policy,
-                size,
-                nested=how.nested and size > 1,
-                moves=how.offload and policy != "none",
-            )
-            for policy, size in set(how.calls)
+            call: self.few_calls(batch_size, config, *call) for call in {("none", 1), *how.calls}
         }
+        frame = few_of["none", 1]
         forward, backward = list[tuple[Segment, int]](), list[tuple[Segment, int]]()
         for to_come, call in zip(range(len(how.calls))[::-1], how.calls, strict=True):
             few, (_, size) = few_of[call], call
@@ -152,16 +142,10 @@ class Planner:
         ]
         return StepMemory(config, batch_size, self.seq_len, segments)
 
-    def few_calls(
-        self,
-        batch_size: int,
-        plain: MiniGPTConfig,
-        policy: str = "none",
-        size: int = 1,
-        nested: bool = False,
-        moves: bool = False,
-    ) -> Few:
+    def few_calls(self, batch_size: int, config: MiniGPTConfig, policy: str, size: int) -> Few:
         """Simulate a step with a few calls, all of `size` blocks with that policy, once."""
+        asked, plain = expanded(config), replace(config, recompute="none")
+        nested, moves = asked.nested and size > 1, asked.offload and policy != "none"
         key = batch_size, plain, policy, size, nested, moves
         if key not in self.few:
             self.watch()
@@ -170,9 +154,9 @@ class Planner:
                 ends_differ = moves or self.shards > 1
                 n = min(n, 3 + 2 * offload.IN_FLIGHT * moves if ends_differ else 2)
             how = Recompute((policy,) * n * size, size, nested, moves)
-            config = replace(plain, n_layers=n * size, recompute=write(how))
-            frame = None if policy == "none" else self.few_calls(batch_size, plain)
-            segments = cut(self.log_step(batch_size, config, frame), [size] * n)
+            few = replace(plain, n_layers=n * size, recompute=write(how))
+            frame = None if policy == "none" else self.few_calls(batch_size, plain, "none", 1)
+            segments = cut(self.log_step(batch_size, few, frame), [size] * n)
             if frame is None:
                 # Each block's backward makes its gradients, also of those that are left out here.
                 left_out = set(self.own.blocks[n:].parameters()) - self.waiting
@@ -188,18 +172,14 @@ class Planner:
 
         `host`: bytes of CPU memory that offload may have; None: nobody knows.
         """
-        moves = 0
-        if expanded(replace(self.config, **memory)).offload:
-            # Of fewer sequences the residual stream is too small to be moved: what they take, and
-            # what more of them take, are two things.
-            moves = math.ceil(SMALL / (4 * self.tokens * self.config.d_model))
-        one = self.step(max(batch_size, moves), **memory)
-        # (The step of one sequence is asked for elsewhere, too.)
-        two = self.step(1 if one.batch_size > 1 and not moves else one.batch_size + 1, **memory)
-        while outside_of_head(one) != outside_of_head(two):
-            # Offload moves tensors from a certain size on, and some have it in one of the two only.
-            # Larger batches soon agree; then what they say of others misses less than that size.
-            one = max(one, two, key=lambda step: step.batch_size)
+        with_offload = expanded(replace(self.config, **memory)).offload
+        # Of fewer sequences the residual stream is too small to be moved: what they take, and what
+        # more of them take, are two things.
+        least = math.ceil(SMALL / (4 * self.tokens * self.config.d_model)) if with_offload else 1
+        one = self.step(max(batch_size, least, 2), **memory)
+        two = self.step(1, **memory)  # (which is asked for elsewhere, too)
+        if with_offload or len(outside_of_head(one)) != len(outside_of_head(two)):
+            # (A reshape of one sequence alone may be a view.)
             two = self.step(one.batch_size + 1, **memory)
 
         def fits(sequences: int) -> bool:
@@ -209,11 +189,9 @@ class Planner:
         def head(sequences: int) -> int:
             return head_bytes(one.config, sequences * self.tokens, self.precision)
 
-        most = largest(one, two, budget, math.inf if host is None else host, head, self.on_cpu)
-        while host is not None and most and (asked := self.step(most, **memory).host) > host:
-            most = most * host // asked  # what is too small to be moved in the two may travel here
-        if most < moves:
-            most = bisect_left(range(1, moves), True, key=lambda n: not fits(n))
+        most = largest(one, two, budget, head)
+        if (with_offload or most == MOST) and not (most and fits(most)):
+            most = bisect_left(range(1, max(most, least)), True, key=lambda n: not fits(n))
         return max(most, batch_size if fits(batch_size) else 0)
 
     def simulate(
@@ -260,8 +238,6 @@ class Planner:
             simulated_on(self.device_type, self.fake, sources) as log,
             replaced(model, blocks=blocks),
             replaced(head, starts_of_chunks=few_chunks(log, known)),
-            replaced(policies, by_chunks=by_few_chunks(log)),
-            replaced(torch, **{name: self.noting(name) for name in COMPOSED_ON_CPU}),
             ExitStack() as hooks,
         ):
             host = WholeBlocks(log)
@@ -298,23 +274,14 @@ class Planner:
             log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
         return log
 
-    def noting(self, name: str) -> Callable[..., Tensor]:
-        """Wrap a function of torch: whoever calls it is noted in `composed`."""
-        function = getattr(torch, name)
-
-        def noted(*args: Any, **options: Any) -> Tensor:
-            self.composed.add(name)
-            return function(*args, **options)
-
-        return noted
-
     @property
     def note(self) -> str:
         """A sentence on what these plans do not know of a device that is no CPU; "" if nothing."""
-        if self.on_cpu or not self.composed:
+        # (torch's native_functions.yaml has no other function that a CPU alone is composed of.)
+        if self.on_cpu or not any(isinstance(part, nn.RMSNorm) for part in self.model.modules()):
             return ""
         return (
-            f"{' and '.join(self.composed)} is planned as several operators, as on a CPU; on "
+            "rms_norm is planned as several operators, as on a CPU; on "
             f"{self.device_type} it is one, which keeps less: the real peak is likely lower"
         )
 
@@ -341,24 +308,14 @@ class WholeBlocks(HostMemory):
         return [self.unused_or_new(bytes_of_blocks(like.nbytes), pinned=False)]
 
 
-def few_of(n: int) -> list[int]:
-    """Of a run of n equal calls, or chunks, the first, one more and the last: how many each of them
-    stands for."""
-    return [1, n - 2, 1] if n > 3 else [1] * n
-
-
 def few_chunks(log: Log, known: "Few | None") -> Callable[[int, int], Iterator[int]]:
     """For memory/head.py: of its chunks, of which there may be millions, only the first, one more
-    and the last. Those in between do the same, operator by operator. None if the head is `known`
-    (but what it moves has passed the cache)."""
+    and the last; none if the head is `known`. Those in between run the same operators."""
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
-        if known:
-            moved = sum(size for op in known.head.ops for size, _ in op.moved)
-            torch.ones(moved, dtype=torch.uint8)
-            return
+        n_chunks = 0 if known else math.ceil(n_tokens / n)
         chunk = 0
-        for log.times in few_of(math.ceil(n_tokens / n)):
+        for log.times in [1, n_chunks - 2, 1] if n_chunks > 3 else [1] * n_chunks:
             yield chunk * n
             chunk += log.times
         log.times = 1
@@ -377,47 +334,6 @@ def replaced(thing: Any, **attributes: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(thing, name, value)
-
-
-def by_few_chunks(log: Log) -> Callable[[Callable[[Tensor], Tensor], Tensor, list[int]], Tensor]:
-    """For memory/policies.py: of the MLP's chunks only the first, one more and the last run. What
-    the others return, and their inputs' gradients, are there when the one more runs, forward and
-    backward: it stands for the last but one, and the second, of which the most is there. Its work
-    is counted for all."""
-
-    def by_few(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
-        n, size = len(sizes), sizes[0]
-        if len(few_of(n)) == n:
-            return by_chunks(run, x, sizes)
-        first, others, one_more, last = x.split([size, (n - 3) * size, size, sizes[-1]], dim=1)
-
-        def count(times: int, _: object = None) -> None:
-            log.times = times
-
-        made = [run(first)]
-        returned = torch.empty(others.shape, dtype=made[0].dtype)
-        count(n - 2)
-        made.append(run(one_more))
-        count(1)
-        made[1].register_hook(partial(count, n - 2))  # in backward it comes before the first
-        made[0].register_hook(partial(count, 1))
-        made += [OtherChunks.apply(others, returned), run(last)]
-        return torch.cat(made, dim=1)
-
-    return by_few
-
-
-class OtherChunks(torch.autograd.Function):
-    """(their inputs, what they return) -> the latter; backward makes the former's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, returned: Tensor) -> Tensor:
-        ctx.dtype = x.dtype
-        return returned
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return torch.empty(gradient.shape, dtype=ctx.dtype), None
 
 
 # ---- of any model

@@ -6,19 +6,19 @@ a step's memory and time are sums over its segments.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, groupby
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from memory.offload import bytes_of_blocks
 
-from .clock import Card, seconds
+from .clock import Card, seconds_of_each
 from .log import Log, Op, Place, Storage
-from .work import Work, summarize_work, with_distances
+from .operators import ATTENTION
 
 KINDS = (
     "parameters",
@@ -31,15 +31,38 @@ KINDS = (
 )
 
 
+# What an operator does: planner/clock.py turns it into seconds.
+WORK = np.dtype(
+    [
+        ("at", np.int64),  # its number
+        ("flops", np.float64),  # of products
+        ("bytes", np.float64),  # that it reads and writes
+        ("precision", np.uint8),  # of its products: index into PRECISIONS
+        ("attention", np.uint8),  # 1 attention, 2 its backward, 0 anything else
+        ("times", np.float64),  # how often it runs
+    ]
+)
+
+
+def work_of(ops: Sequence[Op]) -> np.recarray:
+    """Return what the operators that move bytes do: an array of `WORK`."""
+    attention = {name: i + 1 for i, name in enumerate(ATTENTION)}
+    rows = [
+        (at, op.flops, op.bytes, op.precision, attention.get(op.name, 0), op.times)
+        for at, op in enumerate(ops)
+        if op.bytes
+    ]
+    return np.array(rows, WORK).view(np.recarray)
+
+
 @dataclass(frozen=True, eq=False)
 class Segment:
     """A part of a step: forward or backward of one call in MiniGPT.forward, which is of a block or
     of a group of blocks; or what lies between two calls."""
 
-    phase: str  # forward, head, backward or optimizer
     places: list[Place]  # (operators of the segment before it, phase, block)
     changes: np.ndarray  # (operators, 2, kinds) int64: bytes that come, and that go, with each
-    ops: list[Op]  # those that move bytes; numbered from the segment's begin
+    work: np.recarray  # of `WORK`, numbered from the segment's begin
     kept: int  # bytes for backward
     moved: list[int]  # bytes of each tensor that offload sends away
 
@@ -54,9 +77,11 @@ class Segment:
         """The most bytes that are there on the way, above those when it begins."""
         return max(timeline_of([self]).sum(axis=1).tolist(), default=0)
 
-    @cached_property
-    def work(self) -> Work:
-        return summarize_work(self.ops)
+
+@lru_cache(2**12)
+def seconds(segment: Segment, card: Card) -> float:
+    # (Not `@`, a BLAS's product: what a CPU is decides in which order that adds up.)
+    return float((seconds_of_each(segment.work, card) * segment.work.times).sum())
 
 
 def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
@@ -91,20 +116,16 @@ def cut(log: Log, calls: Iterable[int] = ()) -> list[Segment]:
         kept[storage.born] += storage.bytes * is_kept
     parts = [list(places) for _, places in groupby(log.places, part)]
     begins = [places[0][0] for places in parts] + [log.now + 1]
-    ops, found = with_distances(log.ops), []
-    first_op = np.searchsorted([op.at for op in ops], begins)
-    for i, places in enumerate(parts):
-        begin, end = begins[i : i + 2]
-        segment = Segment(
-            phase=places[0][1],
+    return [
+        Segment(
             places=[(at - begin, phase, block) for at, phase, block in places],
             changes=changes[begin:end],
-            ops=[op._replace(at=op.at - begin) for op in ops[first_op[i] : first_op[i + 1]]],
+            work=work_of(log.ops[begin:end]),
             kept=int(kept[begin:end].sum()),
             moved=[size for size, place in log.moved if place in places],
         )
-        found.append(segment)
-    return found
+        for places, (begin, end) in zip(parts, pairwise(begins), strict=True)
+    ]
 
 
 def kind_of(storage: Storage, is_kept: bool) -> str:
@@ -127,7 +148,7 @@ class StepMemory:
     def seconds(self, card: Card) -> float:
         """How long the step, of one micro-batch, takes on a card: an estimate (planner/clock.py).
         It is of eager code, with --compile as well."""
-        return math.fsum(seconds(segment.work, card) for segment, _ in self.segments)
+        return math.fsum(seconds(segment, card) for segment, _ in self.segments)
 
     @cached_property
     def begins(self) -> list[int]:
@@ -136,15 +157,11 @@ class StepMemory:
         return list(accumulate(sizes, initial=0))
 
     @property
-    def work(self) -> Work:
-        """What the operators do."""
-        return summarize_work(
-            [
-                op._replace(at=begin + op.at)
-                for begin, (segment, _) in zip(self.begins, self.segments, strict=False)
-                for op in segment.ops
-            ]
-        )
+    def work(self) -> np.recarray:
+        """What the operators do: an array of `WORK`."""
+        work = np.concatenate([segment.work for segment, _ in self.segments]).view(np.recarray)
+        work.at += np.repeat(self.begins[:-1], [len(segment.work) for segment, _ in self.segments])
+        return work
 
     @property
     def places(self) -> list[Place]:

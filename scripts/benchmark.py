@@ -44,12 +44,11 @@ from tqdm import tqdm
 
 from memory import RECOMPUTE_POLICIES, Schedule
 from model import MiniGPT, MiniGPTConfig
-from planner.cards import CARDS
+from planner.cards import CARDS, THIS_MACHINE, clock_card
 from planner.formulas import step_flops
 from planner.operators import PRECISIONS
 from scripts import out_of_memory_as, say_stopped, tool
 from train_minimal import train_step
-from trainer.card import THIS_MACHINE, clock_card
 from trainer.clocks import StepClock
 from trainer.device import choose_device, choose_precision, compile_blocks, set_matmul_precision
 from trainer.flags import (

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from planner.cards import THIS_MACHINE
 from planner.formulas import closed_form, count_parameters
 from planner.operators import PRECISIONS
 from planner.record import Record
@@ -37,7 +38,6 @@ from scripts import plan_knobs, plan_table, tool
 from scripts.plan_knobs import STEP, setting_json, with_length
 from scripts.plan_table import Row, digits, recommend
 from trainer import flags
-from trainer.card import THIS_MACHINE
 from trainer.flags import UsageError, as_argv
 from trainer.knobs import CHUNKED
 from trainer.metrics import format_bytes

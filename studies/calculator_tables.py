@@ -8,9 +8,8 @@ from pathlib import Path
 
 from memory import head
 from memory.policies import POLICIES
-from planner.cards import CARDS, GIB
+from planner.cards import CARDS, GIB, device_type
 from trainer import optimizer
-from trainer.card import device_type
 from trainer.flags import SHAPES
 
 SCRIPT = Path(__file__).parent.parent / "docs/calculator.js"

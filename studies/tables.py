@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from planner import CARDS
+from planner.cards import device_type
 from planner.choose import RUNGS
 from scripts import tool
 from scripts.benchmark import about, table, write_json
@@ -25,7 +26,6 @@ from scripts.plan_knobs import longest_sequence, setting_json, turn_all_knobs, w
 from scripts.plan_memory import aim
 from scripts.plan_table import Row, digits, format_time
 from studies.common import study_parser
-from trainer.card import device_type
 from trainer.flags import SHAPES, changed, output_file
 from trainer.metrics import format_bytes
 

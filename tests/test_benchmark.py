@@ -12,11 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planner import CARDS, Card
+from planner import CARDS, Card, cards
+from planner.cards import clock_card
 from planner.formulas import step_flops
 from scripts import benchmark
-from trainer import card
-from trainer.card import clock_card
 from trainer.flags import model_config
 
 SHAPE = (
@@ -32,7 +31,7 @@ def arguments(flags: str = "", policy: str = "none"):
 
 
 # 1 TFLOP/s and 1 GB/s: steps of SHAPE wait for bytes.
-CARD = Card("a card", 2**30, (1e12, 1e12, 1e12), 1e9, 0)
+CARD = Card("a card", 2**30, (1e12, 1e12, 1e12), 1e9)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +64,7 @@ def bench(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_measured_in_processes_of_their_own(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "clock_card", card.clock_card)
+    monkeypatch.setattr(benchmark, "clock_card", cards.clock_card)
     monkeypatch.chdir(tmp_path)  # from anywhere
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=240))
     flags = "--policies none full --repeats 1 --steps 2"

@@ -11,8 +11,8 @@ from harness.calculator import PAGE, SCRIPT
 
 from memory import RECOMPUTE_POLICIES
 from planner import CARDS
+from planner.cards import device_type
 from scripts.style import COLORS
-from trainer.card import device_type
 from trainer.room import for_tensors
 
 pytestmark = pytest.mark.browser

@@ -1,10 +1,10 @@
 """The planner's clock: FLOPs and bytes by hand, a roofline by hand."""
 
-import math
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, call
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,38 +12,36 @@ from cases.shapes import CONFIG, MEMORY, T
 from harness.planned import planner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner import CARDS, Card, clock, this_machine
+from planner import CARDS, Card, clock, this_machine, timeline
+from planner.clock import seconds_of_each
 from planner.formulas import step_flops
-from planner.log import Log, Op
+from planner.log import Log
 from planner.operators import PRECISIONS as OF_PRODUCTS
-from planner.work import Work, summarize_work, with_distances
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
 
 # 1 TFLOP/s, a byte a nanosecond, a launch of a microsecond, nothing taken off.
-SIMPLE = Card("simple", 2**30, (1e12, 1e12, 1e12), 1e9, 0, 1e-6, 1, 1)
-ALIVE: list = []  # results: what dies is counted as dead
+SIMPLE = Card("simple", 2**30, (1e12, 1e12, 1e12), 1e9, 1e-6, 1, 1)
 
 
-def note(run, *shapes, dtype=torch.float32, place="") -> list[Op]:
+def work_of(run, *shapes, dtype=torch.float32) -> np.recarray:
     """What `run` of fake tensors of these shapes does."""
     with FakeTensorMode():
         tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
         with Log() as log:
             for tensor in tensors:
                 log.add(tensor)
-            log.enter(place, 0 if place else None)
-            ALIVE.append(run(*tensors))
-    return with_distances(log.ops)
+            run(*tensors)
+    return timeline.work_of(log.ops)
 
 
-def work_of(run, *shapes, **settings) -> Work:
-    return summarize_work(note(run, *shapes, **settings))
+def totals(work: np.recarray) -> tuple[float, float]:
+    return float(work.flops @ work.times), float(work.bytes @ work.times)
 
 
-def totals(work: Work) -> tuple[float, float]:
-    return float(work.flops @ work.times), float(work.moved() @ work.times)
+def seconds(work: np.recarray, card: Card) -> float:
+    return float(seconds_of_each(work, card).sum())
 
 
 def attend(q, k, v):
@@ -96,10 +94,10 @@ def test_operators_by_hand(run, shapes, flops, elements):
 
 def test_what_is_not_read_whole():
     ids, rows = partial(torch.zeros, 6, dtype=torch.int64), 6 * 5 * 4
-    looked_up = note(lambda table: F.embedding(ids(), table), (100, 5))[1:]  # (after the ids)
-    assert totals(summarize_work(looked_up)) == (0, 6 * 8 + 2 * rows)
-    added = note(lambda table, x: table.index_add_(0, ids(), x), (100, 5), (6, 5))[1:]
-    assert totals(summarize_work(added)) == (0, 6 * 8 + 3 * rows)
+    looked_up = work_of(lambda table: F.embedding(ids(), table), (100, 5))[1:]  # (after the ids)
+    assert totals(looked_up) == (0, 6 * 8 + 2 * rows)
+    added = work_of(lambda table, x: table.index_add_(0, ids(), x), (100, 5), (6, 5))[1:]
+    assert totals(added) == (0, 6 * 8 + 3 * rows)
 
 
 def test_adamw_reads_four_tensors_and_writes_three():
@@ -154,43 +152,7 @@ def test_a_roofline_by_hand():
         (measured, backward, 5 * SCORES / 4),
     ]
     for card, work, expected in microseconds:
-        assert 1e6 * clock.seconds(work, card) == pytest.approx(expected, rel=1e-6)
-
-
-INF, N = math.inf, 4 * 100  # N: bytes of x
-
-
-@pytest.mark.parametrize(
-    ("run", "distances"),
-    [
-        # Reads of operators come before their writes. exp: read x (never seen), write y (new);
-        # neg: read y (N bytes ago, its own), write z.
-        (lambda x: x.exp().neg(), [INF, INF, N, INF]),
-        # Between them another reads and writes.
-        (lambda x: (z := x.exp(), (x + 1)[:0], z.neg()), [INF, INF, 2 * N, INF, 3 * N, INF]),
-        # x is read, then written: the first write goes to memory in the end, the second instead.
-        (lambda x: x.exp_().exp_(), [INF, INF, N, N]),
-        # A part of what is there is there (the cache has to hold the whole until then),
-        (lambda x: x.exp()[50:].exp_(), [INF, INF, N, N]),
-        # but not the whole of which a part is.
-        (lambda x: (x[50:].exp_(), x.exp_()), [INF] * 4),
-        # The place of what died is taken by what comes next, of the same size;
-        (lambda x: (x.exp().sum(), x.neg())[1], [INF, INF, N, INF, 3 * N + 4, 2 * N + 4]),
-        # not while it lives.
-        (lambda x: (x.exp(), x.neg()), [INF, INF, 2 * N, INF]),
-    ],
-)
-def test_what_was_touched_a_short_time_ago_is_found_in_a_cache(run, distances):
-    assert work_of(run, (100,)).distance.tolist() == distances
-
-
-def test_a_cache_is_worth_something_and_only_to_what_it_holds():
-    work = work_of(lambda x: x.exp_().exp_().exp_(), (10**6,))
-    times = {
-        cache: clock.seconds(work, replace(SIMPLE, cache=cache)) for cache in (0, 10**6, 10**8)
-    }
-    assert times[0] == times[10**6] == pytest.approx(6 * 4e-3)
-    assert times[10**8] == pytest.approx((2 + 4 / 3) * 4e-3)
+        assert 1e6 * seconds(work, card) == pytest.approx(expected, rel=1e-6)
 
 
 # ---- this machine
@@ -199,11 +161,7 @@ def test_a_cache_is_worth_something_and_only_to_what_it_holds():
 def test_this_machine_is_measured_and_what_that_took_is_given_back(monkeypatch):
     """Else it would be missing in what is free, and be the peak of the run."""
 
-    def stopwatch(run, device, times=1, budget=0.3):
-        run()
-        return 1e-3
-
-    monkeypatch.setattr(clock, "time_of", stopwatch)
+    monkeypatch.setattr(clock, "time_of", lambda run: run() is None or 1e-3)
     card = this_machine(seq_len=16, head_size=8)
     one, heads = 2 * 1024**3 / 1e-3, 16 * torch.get_num_threads()
     assert card.flops == (one, one, 2 * 128**3 / 1e-3)
@@ -218,12 +176,3 @@ def test_this_machine_is_measured_and_what_that_took_is_given_back(monkeypatch):
     assert this_machine(gpu, 16, 8) is asked.measure_card.return_value
     given_back = [call.empty_cache(), call.reset_peak_memory_stats(gpu)]
     assert asked.mock_calls == [call.measure_card(gpu, 16, 8), *given_back]
-
-
-def test_the_fastest_run_counts(monkeypatch):
-    # start; begin, end, enough? each time
-    ticks = iter([0.0, 0.0, 0.5, 0.6, 0.6, 0.8, 0.9, 1.0, 2.0, 3.0])
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(ticks))
-    runs = Mock()
-    fastest = clock.time_of(runs, torch.device("cpu"), times=2, budget=1)
-    assert fastest == pytest.approx(0.1) and runs.call_count == 1 + 3 * 2

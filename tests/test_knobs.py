@@ -9,7 +9,7 @@ from harness.answers import parse, room_for
 
 from memory import expanded
 from planner import CARDS, Planner
-from trainer.card import clock_card
+from planner.cards import clock_card
 from trainer.flags import UsageError, changed, model_config
 from trainer.knobs import FEWER, Knob, candidates, next_knob
 from trainer.plan import Question, TooLarge, plan_memory
@@ -250,7 +250,7 @@ def test_auto_goes_by_the_clock_of_a_card(machine):
 
 def test_all_processes_go_by_the_clock_of_the_first(machine, monkeypatch):
     machine(GIB, GIB)
-    monkeypatch.setattr("trainer.card.this_machine", lambda *what: pytest.fail("measured"))
+    monkeypatch.setattr("planner.cards.this_machine", lambda *what: pytest.fail("measured"))
     process = OneProcess(CPU)
     process.exchange = lambda mine: [H100 if mine is None else mine, mine]
     process.by_first = lambda act: None  # it is not for this one to do
@@ -269,7 +269,7 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     )
     there = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=H100.memory)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: there)
-    monkeypatch.setattr("trainer.card.this_machine", lambda *what: what)
+    monkeypatch.setattr("planner.cards.this_machine", lambda *what: what)
     assert clock_card(nothing, gpu) == H100
     assert clock_card(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
     assert clock_card(t4, gpu) == clock_card(t4, CPU) == CARDS["T4"]  # which has no TF32

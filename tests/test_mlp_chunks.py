@@ -112,8 +112,8 @@ def test_sizes_of_chunks(n_tokens, d_ff, asked):
     [("mlp", "fp32", 5), ("sdpa", "bf16", 5), ("full/2+nested", "bf16", 4)]
     + [("full+offload", "fp32", 3)],
 )
-def test_a_few_chunks_tell_what_a_real_step_takes(way, precision, chunks):
-    """To the byte. (That the others are alike: test_record.py.)"""
+def test_predicted_peak_is_that_of_a_real_step(way, precision, chunks):
+    """To the byte."""
     config = replace(LONG, recompute=way, mlp_chunks=chunks)
     measured = measured_peak(config, 2, precision, seq_len=T, by_ours=True)
     assert planner(config, precision, seq_len=T).step(2).peak == measured

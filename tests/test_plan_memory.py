@@ -306,7 +306,7 @@ def test_this_machine_is_measured_and_tf32_makes_a_card_faster(monkeypatch):
         assert f"card     H100: {speed} TFLOP/s in float32" in plan_memory.describe_target(*asked)
 
     mine = CARDS["H100"]
-    monkeypatch.setattr("trainer.card.this_machine", lambda *what: mine)
+    monkeypatch.setattr("planner.cards.this_machine", lambda *what: mine)
     asked, seconds = plan_memory.aim(["--card=This machine", "--device=cpu"])
     assert asked.card is mine and asked.device.type == "cpu" and asked.room.is_free
     assert asked.room.safe == for_tensors(asked.room.budget, "cpu")

@@ -11,7 +11,6 @@ pretrained.py  trained weights to start from, GPT-2's of transformers too
 device.py      which device, which precision
 optimizer.py   which parameter is updated how
 plan.py        the planner, asked by flags
-card.py        the card whose clock counts
 room.py        what memory a device has
 knobs.py       what to change when that is too little
 process.py     what the loop asks of the world

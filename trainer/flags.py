@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 
 from memory import RECOMPUTE_POLICIES, Recompute, expand, write
 from model import MiniGPTConfig
-
-from .card import card_name
+from planner.cards import card_name
 
 
 class UsageError(ValueError):

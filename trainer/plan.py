@@ -20,13 +20,12 @@ from data.tokenizer import load_tokenizer
 from memory import expanded
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
-from planner.cards import card_named
+from planner.cards import CARDS, THIS_MACHINE, clock_card, device_type
 from planner.choose import pick_recompute
 from planner.formulas import count_parameters, recompute_cost, state_bytes
 from planner.shards import share_of
 
 from .bootstrap import ROOT
-from .card import THIS_MACHINE, clock_card, device_type
 from .device import (
     check_gather_dtype,
     choose_device,
@@ -263,7 +262,7 @@ def ask(
     n, kind, budget = processes or 1, args.device, args.memory_budget
     native: bool | None = None  # has it bfloat16?
     if args.card not in (None, THIS_MACHINE):
-        known = card_named(args.card)
+        known = CARDS[args.card]
         check_card(args, known)
         kind, budget = device_type(known), budget or known.memory
         native = known.flops[1] >= known.flops[2]  # (not before Ampere)

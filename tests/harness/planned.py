@@ -16,7 +16,7 @@ from trainer.clocks import LiveStorages
 from trainer.process import OneProcess
 
 # Of these shapes both matter to it, FLOPs and bytes.
-CARD = Card("small", 2**40, (1e12,) * 3, 1e11, cache=2**16, launch_s=0)
+CARD = Card("small", 2**40, (1e12,) * 3, 1e11, launch_s=0)
 MAKE_PLANNER = plan.make_planner
 MADE: dict[tuple, Planner] = {}
 MOST = 50  # planners, with all steps that they have simulated
@@ -25,7 +25,7 @@ MOST = 50  # planners, with all steps that they have simulated
 def shared(key: tuple, make: Any) -> Planner:
     """The planner of an earlier test that made one by this key; but where this test has changed
     what a simulation does, or counts."""
-    changed = Planner.__init__, Planner.log_step, step.few_of, step.inside, step.workspaces()
+    changed = Planner.__init__, Planner.log_step, step.few_chunks, step.inside, step.workspaces()
     changed += step.MiniGPT, head.CHUNK, head.SLICE, optimizer.AT_A_TIME, offload.SMALL, step.SMALL
     changed += offload.IN_FLIGHT, offload.fetch_all
     key = *key, changed
