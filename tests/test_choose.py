@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from cases.shapes import CONFIG, WIDE, T
 from harness.planned import CARD, measured_peak, planner
-from test_readme import DOCS
 
 from memory import expanded
 from memory.policies import RECOMPUTE_POLICIES, expand
-from model import MiniGPTConfig
-from planner import CARDS, Planner, StepMemory
+from planner import Planner
 from planner.choose import (
     RUNGS,
     all_names,
@@ -94,60 +92,6 @@ def test_all_names_are_all():
             wanted.add(((first,) * n + (rest,) * (4 - n), 1))
     wanted |= {(("full",) * 2 + (rest,) * 2, 2) for rest in RECOMPUTE_POLICIES if rest != "full"}
     assert found == wanted
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"device_type": "cuda", "precision": "bf16"},
-        {"device_type": "cuda", "precision": "bf16", "shards": 2},
-        {"accumulate": True},
-    ],
-    ids=str,
-)
-def test_a_step_is_put_together_of_others(settings):
-    """To the byte, operator by operator: as if it had been simulated."""
-    plan = planner(replace(CONFIG, n_layers=7, dropout=0.1), **settings)
-    names = all_names(7, rungs(plan))[::41] + ["mlp:3,selective"]
-    for name in names + ["full:5,mlp/2", "full/3+nested"] * (plan.shards == 1):
-        config = replace(plan.config, recompute=name)
-        found, (_, step) = plan.compose(8, config), plan.simulate(8, config)
-        assert found.seconds(CARD) == pytest.approx(step.seconds(CARD), rel=0.01), name
-        assert (found.where, found.kept, found.config) == (step.where, step.kept, step.config)
-        assert found.peak == found.total.max() and step.peak == step.total.max()
-        np.testing.assert_array_equal(found.timeline, step.timeline)
-        assert found.places == step.places
-
-
-@pytest.mark.slow
-def test_the_best_pair_is_hardly_slower_than_the_best_of_all_assignments():
-    """docs/evidence.md says by how much: of 4 of GPT-2 small's blocks, at 20 budgets."""
-    config = MiniGPTConfig(n_layers=4, dropout=0.0)
-    plan = planner(config, "bf16", device_type="cuda", seq_len=1024)
-    alike = [plan.step(12, recompute=policy) for policy in RECOMPUTE_POLICIES]
-
-    def mixed(policies: tuple[int, ...]) -> StepMemory:
-        """One of them a block."""
-        segments = list(alike[0].segments)
-        for block, i in enumerate(policies):
-            for place in (2 + block, -3 - block):
-                segments[place] = alike[i].segments[place]
-        return StepMemory(config, 12, 1024, segments)
-
-    every = [mixed(policies) for policies in itertools.product(range(len(alike)), repeat=4)]
-    pairs, worst = all_ways(plan, 12), 0.0
-    peaks = [step.peak for step in every]
-    for card in (CARDS["H100"], CARDS["RTX 4090"]):
-        all_steps, few = (
-            [(step.peak, step.seconds(card)) for step in steps] for steps in (every, pairs)
-        )
-        for budget in np.linspace(min(peaks), max(peaks), 20):
-            best, pair = (
-                min(seconds for peak, seconds in steps if peak <= budget)
-                for steps in (all_steps, few)
-            )
-            worst = max(worst, pair / best - 1)
-    assert f"at most {100 * worst:.1f} % slower" in " ".join(DOCS["evidence.md"].split())
 
 
 def test_what_is_taken_with_offload_has_been_simulated():

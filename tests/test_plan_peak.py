@@ -11,7 +11,6 @@ from harness.answers import ask, budget_for
 from harness.records import each_kind, record
 from harness.runs import ROOT
 
-from planner import Planner
 from planner.record import Record
 from scripts import plan_memory
 from scripts.plan_table import LINES, Row, at_peak, format_peak, in_words, record_step
@@ -98,13 +97,6 @@ def test_the_document_shows_what_is_listed():
     assert found in page
 
 
-@pytest.mark.parametrize("typed", ["", "auto", "mlp:1,cheap+offload"])
-def test_typed_flags_say_which_step(typed):
-    flags = f"--use-activation-checkpoint {typed} --memory-budget 8GiB" if typed else ""
-    of = "none" if typed in ("", "auto") else typed
-    assert format_peak(listed(flags)).startswith(f"alive at the peak of {of}: ")
-
-
 def test_the_list_is_of_what_is_recommended():
     """And adds up to its peak in the table."""
     flags = "--grad-accum-steps=2 --nproc-per-node=2 --fsdp"
@@ -123,21 +115,6 @@ def test_the_list_is_of_what_is_recommended():
     assert wide["line"].split(":")[0] in ("model.py", "memory/policies.py")
     taken = shlex.join(answer.rows[takes]["flags"])
     assert verdict.strip().endswith(taken) and "--at-peak" not in verdict
-
-
-def test_nothing_changes_without_the_flag(monkeypatch):
-    """What the table is about is left out of it, right or wrong; the list costs one step."""
-    log_step, runs = Planner.log_step, []
-    monkeypatch.setattr(
-        Planner, "log_step", lambda self, *args: runs.append(1) or log_step(self, *args)
-    )
-    other = "--device cuda --n-layers 1 --d-model 24"  # what no other test has simulated
-    plain = ask(f"{other} --use-activation-checkpoint=mlp:9")
-    n = len(runs)
-    more = ask(f"{other} --at-peak")
-    assert plain.json["alive_at_peak"] is plain.json["alive_at_peak_of"] is None
-    assert n > 5 and len(runs) == n + 1 and "alive at" not in plain.out
-    assert plain.json["rows"] == more.json["rows"] and "alive at the peak of none" in more.out
 
 
 def test_with_all_knobs_it_is_the_fastest_setting():

@@ -19,7 +19,6 @@ from planner.formulas import state_bytes
 from planner.shards import share_of
 from planner.step import Planner
 from planner.timeline import KINDS, StepMemory, stretches
-from scripts import plan_memory
 from scripts.plan_knobs import least
 from trainer.flags import UsageError
 from trainer.optimizer import make_optimizer
@@ -102,15 +101,6 @@ def test_what_is_gathered_when(recompute, accumulate):
     assert kinds["optimizer"][0] == pytest.approx(2 * share, rel=0.01)
 
 
-def test_gloo_takes_as_much_again_while_it_is_at_work():
-    times = []
-    for device_type in ("cpu", "mps"):
-        plan = planner(WIDE, shards=2, device_type=device_type)
-        kinds, (*_, block) = columns(plan.step(1)), of(plan)
-        times.append((kinds["temporaries"] + kinds["head"] >= block).sum())
-    assert times == [4 + 4 + 2, 0]  # gathered in forward, ahead of backward; and reduced behind it
-
-
 @pytest.mark.parametrize("n", [2, 3, 1000])
 def test_rows_that_do_not_divide_are_rounded_up(n):
     """Also where there are more processes than rows. No step takes less than its share."""
@@ -143,45 +133,28 @@ def test_shards_never_take_a_group():
 DEEP = "--n-layers 8 --d-model 64 --seq-len 16 --batch-size 2"  # much weight, little else
 
 
-def test_plan_memory_plans_shards():
-    flags = "--vocab-size 64 --device cpu --memory-budget 1GiB --fsdp --nproc-per-node"
-    alone, four = ask(f"{flags} 1"), ask(f"{flags} 4 --lr 1e-3")
-    assert four.json["shards"] == 4 and four.json["state_bytes"] < alone.json["state_bytes"]
-    precision = getattr(torch, four.json["precision"])
-    plan = Question(parse(SHAPE), 64, CPU, precision, shards=4).planner
-    assert four.peaks["full"] == plan.step(BATCH, recompute="full").peak
-    assert "fully_shard: 4 processes hold the model between them" in four.out
-    assert "1/4 of weights, gradients, AdamW" in four.out
-    assert "gathered token embeddings, 4.1 KiB" in four.out
-    command = " ".join(four.command)
-    assert command.startswith("torchrun --nproc-per-node=4 train_fsdp.py --")
-    assert "--fsdp" not in command and "--lr 0.001" in command
-
-
-def test_plan_memory_plans_shared_sequences():
-    """In whole sequences; a step has as many as with one process."""
-    flags = "--vocab-size 64 --device cpu --memory-budget 1GiB --sp --nproc-per-node"
-    alone, two = ask(f"{flags} 1"), ask(f"{flags} 2 --num-steps 3")
-    precision = getattr(torch, two.json["precision"])
-    of_two = {"processes": 2, "shards": 2, "sharing": 2}
-    plan = Question(parse(SHAPE), 64, CPU, precision, **of_two).planner
-    assert two.peaks["full"] == plan.step(BATCH, recompute="full").peak < 0.6 * alone.peaks["full"]
-    assert two.json["run"]["tokens"] == 3 * BATCH * 32
-    assert "2 processes hold the model between them, and share each sequence" in two.out
-    command = " ".join(two.command)
-    assert command.startswith("torchrun --nproc-per-node=2 train_sp.py --")
-    assert "--sp" not in command
-
-
-def test_what_processes_send_each_other_takes_no_time_here():
-    for flags, is_said in {
-        "--card A100 --nproc-per-node 2 --fsdp": True,
-        "--card A100 --nproc-per-node 2": True,
-        "--card A100 --nproc-per-node 1": False,
-        "--nproc-per-node 2": False,  # no times
-    }.items():
-        said = plan_memory.describe_target(*plan_memory.aim(f"{SHAPE} {flags}".split()))
-        assert ("\nnote     the times are without what processes send" in said) == is_said
+@pytest.mark.parametrize(
+    ("flag", "trainer", "way", "said"),
+    [
+        ("--fsdp", "train_fsdp.py", {"shards": 4}, "4 processes hold the model between them"),
+        # In whole sequences; a step has as many as with one process.
+        ("--sp", "train_sp.py", {"processes": 2, "shards": 2, "sharing": 2}, "share each sequence"),
+    ],
+)
+def test_plan_memory_plans_shards(flag, trainer, way, said):
+    answer = ask(
+        f"--vocab-size 64 --device cpu --memory-budget 1GiB {flag} --nproc-per-node "
+        f"{way['shards']} --num-steps 3"
+    )
+    precision = getattr(torch, answer.json["precision"])
+    planner_of = [Question(parse(SHAPE), 64, CPU, precision, **more).planner for more in (way, {})]
+    peak, alone = (plan.step(BATCH, recompute="full").peak for plan in planner_of)
+    assert answer.peaks["full"] == peak < alone
+    assert said in answer.out
+    assert answer.json["run"]["tokens"] == 3 * BATCH * 32 * (1 if "sharing" in way else 4)
+    command = " ".join(answer.command)
+    assert command.startswith(f"torchrun --nproc-per-node={way['shards']} {trainer} --")
+    assert flag not in command
 
 
 def test_the_way_to_shards_is_the_shortest():
