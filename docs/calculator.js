@@ -317,7 +317,7 @@ const CARDS = { // GiB. (Not Apple's: no formula here has the scores that attent
 
 // ---- What the trainers are asked for
 const GIB = 2 ** 30, memoryOf = (card) => floor(CARDS[card] * GIB);
-const forTensors = (room) => floor(room - max(0.1 * room, min(GIB, room / 4))); // trainer/room.py
+const forTensors = (room) => floor(room - max(0.1 * room, min(GIB, room / 4))); // trainer/device.py
 
 const SMALL = { // the first command's model, and the defaults of all else
   layers: 3, width: 128, heads: 4, mlp: 512, length: 64, batch: 12, vocabulary: 1024,

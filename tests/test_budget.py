@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainer.device import Room, free_memory, own_memory, room_on, total_memory
 from trainer.flags import UsageError
-from trainer.room import Room, free_memory, own_memory, room_on, total_memory
 
 CPU = torch.device("cpu")
 
@@ -25,15 +25,13 @@ def machine(monkeypatch, tmp_path):
             there(name).parent.mkdir(parents=True, exist_ok=True)
             there(name).write_text(content)
 
-    monkeypatch.setattr("trainer.room.Path", there)
+    monkeypatch.setattr("trainer.device.Path", there)
     return make
 
 
 MEMINFO = "MemTotal:  9000 kB\nMemFree: 1 kB\nMemAvailable:    2000 kB\nBuffers: 7 kB\n"
 CACHED = "anon 300000\nfile 0\ninactive_file 200000\nactive_file 1\n"
 STATISTICS = "/sys/fs/cgroup/memory.stat"
-V1_LIMIT = "/sys/fs/cgroup/memory/memory.limit_in_bytes"
-V1_USED = "/sys/fs/cgroup/memory/memory.usage_in_bytes"
 LIMIT, USED = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
 
 
@@ -44,8 +42,6 @@ LIMIT, USED = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
         ({LIMIT: "1500000\n", USED: "500000\n"}, 1_000_000, 1_500_000),
         ({LIMIT: "1500000\n"}, 2_048_000, 1_500_000),
         ({LIMIT: "1500000\n", USED: "500000\n", STATISTICS: CACHED}, 1_200_000, 1_500_000),
-        ({V1_LIMIT: "1500000\n", V1_USED: "500000\n"}, 1_000_000, 1_500_000),
-        ({V1_LIMIT: "9223372036854771712\n"}, 2_048_000, 9_216_000),
         # swap is slow, but no reason to refuse a run
         ({"/proc/meminfo": MEMINFO + "SwapTotal: 1000 kB\n"}, 2_048_000, 10_240_000),
     ],

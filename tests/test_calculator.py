@@ -14,11 +14,11 @@ from planner.formulas import count_parameters, step_flops
 from scripts import memory_page, plan_memory
 from scripts.style import COLORS
 from studies.calculator_tables import tables
+from trainer.device import for_tensors
 from trainer.flags import SHAPES, model_config
 from trainer.optimizer import make_optimizer
 from trainer.plan import vocabulary
 from trainer.process import OneProcess
-from trainer.room import for_tensors
 
 ALL = random_shapes(60)
 # What is drawn rarely: a peak in the optimizer (of few tokens, with copies of tables that are no

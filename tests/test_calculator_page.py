@@ -13,7 +13,7 @@ from memory import RECOMPUTE_POLICIES
 from planner import CARDS
 from planner.cards import device_type
 from scripts.style import COLORS
-from trainer.room import for_tensors
+from trainer.device import for_tensors
 
 pytestmark = pytest.mark.browser
 

@@ -31,9 +31,8 @@ from scripts.benchmark import make_run, timed_step
 from scripts.generate import main as generate
 from studies import gpu
 from studies.gpu import Bench, shortage
-from trainer.device import choose_precision
+from trainer.device import choose_precision, for_tensors
 from trainer.plan import Question, next_policy
-from trainer.room import for_tensors
 from trainer.run import Run
 
 ON_GPU = torch.cuda.is_available()

@@ -158,7 +158,7 @@ def machine(monkeypatch):
     def make(total: int, free: int, own: int = 0) -> None:
         monkeypatch.setattr("trainer.plan.total_memory", lambda device: total)
         monkeypatch.setattr("trainer.plan.own_memory", lambda: own)
-        monkeypatch.setattr("trainer.room.free_memory", lambda device: room_for(free).budget)
+        monkeypatch.setattr("trainer.device.free_memory", lambda device: room_for(free).budget)
 
     return make
 

@@ -120,10 +120,10 @@ def test_the_memory_of_a_cpu_is_part_of_the_room(left, processes, monkeypatch, e
     assert need == 3 * X
     free = need - (left != "enough")
     total = processes * (need - (left == "never"))
-    monkeypatch.setattr("trainer.room.for_tensors", lambda room, device_type: int(room))
+    monkeypatch.setattr("trainer.device.for_tensors", lambda room, device_type: int(room))
     monkeypatch.setattr("trainer.plan.own_memory", lambda: 0)
     monkeypatch.setattr("trainer.plan.clock_card", lambda args, device: None)
-    for room, there in (("plan.total_memory", total), ("room.free_memory", processes * free)):
+    for room, there in (("plan.total_memory", total), ("device.free_memory", processes * free)):
         monkeypatch.setattr(f"trainer.{room}", lambda d, n=there: n if d.type == "cpu" else 2**40)
     words = partial(plan_memory, args, process, model_config(args, 61), torch.float32)
 

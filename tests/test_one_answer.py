@@ -14,11 +14,11 @@ from tqdm import tqdm
 from planner import CARDS, Planner
 from planner.choose import rungs
 from scripts import memory_page, plan_memory
+from trainer.device import Room
 from trainer.flags import UsageError, model_config, words_of
 from trainer.plan import Question
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
-from trainer.room import Room
 
 # name: (card, layers, channels, heads, sequences)
 MODELS = {"flat": ("RTX 3060 12GB", 3, 512, 8, 48), "deep": ("H100", 8, 128, 4, 64)}
@@ -59,7 +59,7 @@ def of_plan_memory(flags: str, folder) -> str | None:
 
 def of_auto(flags: str, monkeypatch) -> str | None:
     monkeypatch.setattr("trainer.plan.total_memory", lambda device: 2**60)
-    monkeypatch.setattr("trainer.room.free_memory", lambda device: 2**60)
+    monkeypatch.setattr("trainer.device.free_memory", lambda device: 2**60)
     args = parse(f"{flags} --use-activation-checkpoint auto")
     process = OneProcess(torch.device("cuda"))
     try:

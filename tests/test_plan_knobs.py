@@ -252,7 +252,7 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
         not in answers.ask(f"{WIDE} {CARD} --memory-budget 1GiB").out.partition("\n\n")[2]
     )
     monkeypatch.setattr("trainer.plan.total_memory", lambda device: 2**60)
-    monkeypatch.setattr("trainer.room.free_memory", lambda device: 2**60)
+    monkeypatch.setattr("trainer.device.free_memory", lambda device: 2**60)
     auto = parse(f"{SHAPE} {WIDE} {CARD} {budget} --use-activation-checkpoint auto")
     process = OneProcess(torch.device("cuda"))
     planned = plan_run(auto, process, model_config(auto, 61), torch.bfloat16)

@@ -19,10 +19,10 @@ from planner.choose import RUNGS
 from planner.formulas import count_parameters
 from scripts import plan_memory, plan_table
 from scripts.plan_table import digits, format_time, recommend
+from trainer.device import Room, for_tensors
 from trainer.flags import build_parser, byte_count
 from trainer.metrics import format_bytes
 from trainer.plan import Question, next_policy
-from trainer.room import Room, for_tensors
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30

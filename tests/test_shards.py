@@ -20,10 +20,10 @@ from planner.shards import share_of
 from planner.step import Planner
 from planner.timeline import KINDS, StepMemory, stretches
 from scripts.plan_knobs import least
+from trainer.device import Room
 from trainer.flags import UsageError
 from trainer.optimizer import make_optimizer
 from trainer.plan import Question, choose_recompute
-from trainer.room import Room
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 CPU = torch.device("cpu")

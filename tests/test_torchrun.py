@@ -366,7 +366,7 @@ def test_by_first():
 
 @pytest.mark.parametrize(("theirs", "chosen"), [(1 << 30, "none"), (400_000, "less")])
 def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
-    monkeypatch.setattr("trainer.room.free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr("trainer.device.free_memory", lambda device: 1 << 30)
     args = parse(*TINY, "--use-activation-checkpoint=auto --batch-size=8 --no-amp")
     process = Other(None)
     process.own_policy = False  # as with shards

@@ -8,10 +8,9 @@ check.py       whether policies and model.py agree
 resume.py      how it goes on from a snapshot
 snapshot.py    the snapshot: one file, and whose it is
 pretrained.py  trained weights to start from, GPT-2's of transformers too
-device.py      which device, which precision
+device.py      which device, which precision, what memory it has
 optimizer.py   which parameter is updated how
 plan.py        the planner, asked by flags
-room.py        what memory a device has
 knobs.py       what to change when that is too little
 process.py     what the loop asks of the world
 torchrun.py    what keeps several processes safe

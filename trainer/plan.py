@@ -1,7 +1,7 @@
 """The planner, asked by flags: what `auto` takes, what a run will need, what would fit.
 
 planner/ tells what a step takes and which way to recompute is the cheapest; here are the flags that
-ask (`Question`), and the sentences for the user. room.py knows the device, knobs.py what to change.
+ask (`Question`), and the sentences for the user. knobs.py knows what to change.
 """
 
 import argparse
@@ -27,11 +27,15 @@ from planner.shards import share_of
 
 from .bootstrap import ROOT
 from .device import (
+    Room,
     check_gather_dtype,
     choose_device,
     choose_precision,
     is_here,
+    own_memory,
+    room_on,
     set_matmul_precision,
+    total_memory,
 )
 from .flags import AUTO, UsageError, changed, model_config, recompute_of
 from .knobs import (
@@ -49,7 +53,6 @@ from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
 from .process import OneProcess
-from .room import Room, own_memory, room_on, total_memory
 
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
 AFTER_RESTART = 0.75  # of the peak that was too much; a restart is dear: take much less at once

@@ -14,8 +14,8 @@ import pytest
 from harness.runs import parse
 
 from scripts import plan_memory
+from trainer.device import Room, for_tensors
 from trainer.plan import Question
-from trainer.room import Room, for_tensors
 
 SHAPE = "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32"
 BATCH = 64

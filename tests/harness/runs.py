@@ -22,9 +22,9 @@ import torch.distributed as dist
 import train_minimal
 import trainer.plan
 import trainer.setup
+from trainer.device import Room
 from trainer.flags import build_parser, fill_in
 from trainer.process import OneProcess
-from trainer.room import Room
 from trainer.run import Run
 
 ROOT = Path(__file__).parents[2]
