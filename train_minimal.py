@@ -44,8 +44,7 @@ from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
 from trainer.report import is_silent, log, measure, show
-from trainer.rescue import with_less_memory
-from trainer.run import Run, save, save_is_asked
+from trainer.run import Run, save, save_is_asked, with_less_memory
 from trainer.setup import start_log
 from trainer.snapshot import beside
 

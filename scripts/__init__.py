@@ -89,8 +89,8 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
 @contextmanager
 def out_of_memory_as(hint: str) -> Iterator[None]:
     """Turn memory that runs out into one line, "out of memory" and `hint`, and exit code 4."""
-    from trainer.endings import is_out_of_memory
     from trainer.plan import TooLarge
+    from trainer.run import is_out_of_memory
 
     try:
         yield

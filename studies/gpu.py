@@ -43,11 +43,10 @@ from scripts import benchmark, tool
 from scripts.benchmark import WARM_UP, ModelFactory, about, describe, make_run, table, timed_step
 from scripts.export_hf import their_sizes
 from studies.common import study_parser
-from trainer.endings import is_out_of_memory
 from trainer.flags import UsageError, changed, model_config, output_folder
 from trainer.metrics import read_metrics
 from trainer.plan import Question, next_policy
-from trainer.run import Run
+from trainer.run import Run, is_out_of_memory
 
 Values = dict[str, Any]
 Records = dict[tuple[str, str], Values]  # (section, name) -> {"values": ...} or {"error": ...}

@@ -23,8 +23,9 @@ from torch.distributed import DistBackendError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_minimal
-from trainer.endings import SkippedUpdates, is_out_of_memory
+from trainer.endings import SkippedUpdates
 from trainer.process import OneProcess
+from trainer.run import is_out_of_memory
 
 CPU, FP32, FP16 = torch.device("cpu"), "--no-amp", "--amp-dtype=float16"
 slow = pytest.mark.slow

@@ -327,7 +327,7 @@ def test_this_machine_is_measured_and_tf32_makes_a_card_faster(monkeypatch):
     ],
 )
 def test_what_a_run_takes_when_memory_runs_out(flags):
-    """Each is what trainer/rescue.py, or a restart, takes after the one before it."""
+    """Each is what trainer/run.py, or a restart, takes after the one before it."""
     answer, asked = ask(flags), question(flags)
     name, expected, shards = answer.json["takes"], [], asked.shards > 1
     while step := next_policy(asked, name, share=0.75 if shards else 1):

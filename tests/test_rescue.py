@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import train_minimal
 from planner import Planner
-from trainer import check, rescue
+from trainer import check
+from trainer import run as run_file
 from trainer.clocks import StepClock
 from trainer.plan import ask, next_policy
 from trainer.report import describe_rescues
@@ -152,8 +153,8 @@ def test_a_gpu_is_waited_for_before_its_memory_is_unmapped():
     the policy that is taken, as the next one is chosen by it."""
     gpu, run = torch.device("cuda", 1), Mock(clock=StepClock())
     run.process.device, run.next_policy.return_value = gpu, None
-    with patch.object(rescue, "torch") as its, pytest.raises(MemoryError, match="why"):
-        rescue.go_deeper(run, "why")
+    with patch.object(run_file, "torch") as its, pytest.raises(MemoryError, match="why"):
+        run_file.go_deeper(run, "why")
     asked = call.synchronize(gpu), call.max_memory_allocated(gpu)
     told = call.reset_peak_memory_stats(gpu), call.empty_cache()
     assert its.cuda.mock_calls == [*asked, *told]

@@ -26,12 +26,20 @@ from harness.runs import TINY, errors, metrics, parse, same, snapshot, start_tog
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from train_sp import SPProcess
-from trainer import agree, bootstrap
-from trainer.agree import FOLLOW, OWN, WAYS_OUT, Facts, check_alike, data_facts, facts
+from trainer import bootstrap, setup
 from trainer.flags import UsageError, model_config
 from trainer.plan import TooLarge, plan_memory
 from trainer.process import OneProcess
-from trainer.setup import find_data
+from trainer.setup import (
+    FOLLOW,
+    OWN,
+    WAYS_OUT,
+    Facts,
+    check_alike,
+    data_facts,
+    facts,
+    find_data,
+)
 from trainer.snapshot import Resumed
 from trainer.torchrun import Torchrun, common_name, lost_others
 
@@ -419,5 +427,5 @@ def test_every_flag_is_compared_or_has_a_reason(monkeypatch):
     known = of() | data_facts(find_data(args, OneProcess(CPU)))
     assert names <= known.keys() and OWN <= vars(args).keys()
     assert known.keys() >= {*WAYS_OUT, *FOLLOW}
-    monkeypatch.setattr(agree.torch, "__version__", "9.8.7+cu1")
+    monkeypatch.setattr(setup.torch, "__version__", "9.8.7+cu1")
     assert of()["torch"] == "9.8"

@@ -33,7 +33,6 @@ from data import DataError, Tokenizer, find_dataset
 from data.tokenizer import ToyTokenizer, load_tokenizer
 from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate
-from trainer.agree import check_alike, facts
 from trainer.flags import UsageError, build_parser
 from trainer.plan import vocabulary
 from trainer.pretrained import (
@@ -44,7 +43,7 @@ from trainer.pretrained import (
     renamed,
 )
 from trainer.process import OneProcess
-from trainer.setup import start_run
+from trainer.setup import check_alike, facts, start_run
 
 CPU = torch.device("cpu")
 N_TOY, N_MODEL = TINY.index("--n-layers"), TINY.index("--batch-size")

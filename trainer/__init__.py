@@ -1,9 +1,9 @@
 """What surrounds the loop of train_minimal.py; a reader who came for training can do without.
 
-run.py         a run: what it consists of
+run.py         a run: what it consists of; a step done again when memory runs out
 bootstrap.py   what comes before `import torch`
 flags.py       the command line
-setup.py       how a run is set up
+setup.py       how a run is set up, the same in all processes
 check.py       whether policies and model.py agree
 resume.py      how it goes on from a snapshot
 snapshot.py    the snapshot: one file, and whose it is
@@ -14,9 +14,7 @@ plan.py        the planner, asked by flags
 knobs.py       what to change when that is too little
 process.py     what the loop asks of the world
 torchrun.py    what keeps several processes safe
-agree.py       whether they all train the same
 endings.py     signals, errors, exit codes
-rescue.py      a step done again with a deeper policy, when memory runs out
 clocks.py      time by phase, the memory that a step takes, --profile
 metrics.py     what is measured, metrics.jsonl, --log-to
 report.py      what is printed

@@ -5,7 +5,6 @@ Each has its exit code and one line that says how to go on.
 
 import argparse
 import os
-import re
 import signal
 import sys
 import time
@@ -23,7 +22,7 @@ from .flags import UsageError, print_error
 from .plan import TooLarge, next_knob
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
-from .run import Run, save
+from .run import Run, is_out_of_memory, save
 from .setup import start_run
 from .snapshot import SaveError, SnapshotError
 from .torchrun import lost_others
@@ -223,20 +222,3 @@ def way_back(run: Run | None) -> str:
         saved = f"{run.args.checkpoint_path}, step {run.saved_step}"
         return f"go on from {saved}, with --resume: {resume_command(run)}"
     return "start again (nothing was saved yet)" if run else "start again"
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """PyTorch's allocator for GPUs raises a class of its own, all others say so in their message.
-
-    The buffers of cuBLAS, cuDNN and NCCL are not PyTorch's: that GPU is as full, and the same knobs
-    help.
-    """
-    messages = (
-        "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED"
-        "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no room for its handle
-        "|Failed to CUDA [cm]alloc"  # NCCL
-    )
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    # (A mistake of the user's, a ValueError, names a file, which may be called anything.)
-    is_mistake = isinstance(error, ValueError)
-    return known or not is_mistake and re.search(messages, str(error)) is not None

@@ -1,10 +1,13 @@
-"""A training run: what the loop and its functions share, and how it is saved."""
+"""A training run: what the loop and its functions share, and how it is saved; and a step that runs
+out of memory is done again, with a policy that needs less."""
 
 import argparse
 import math
+import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
@@ -17,10 +20,14 @@ from data import Dataset, TrainBatches, ValBatches
 from model import MiniGPT
 from planner import StepMemory
 
+from .check import check_techniques
 from .clocks import StepClock
-from .metrics import Write
+from .flags import UsageError
+from .metrics import Write, format_bytes
 from .process import OneProcess
 from .snapshot import State, save_snapshot
+
+REHEARSED = 2  # steps: the second one has the optimizer's state beside it, and DDP's final buckets
 
 
 @dataclass
@@ -108,3 +115,111 @@ def save_is_asked(run: Run) -> bool:
     """Does this process want a save: by a signal, or because --save-minutes are over?"""
     minutes = run.args.save_minutes
     return run.save_asked or 0 < 60 * minutes <= monotonic() - run.saved_at
+
+
+# ---- Out of memory in forward or backward: the same again.
+#
+# Before its update, a step changes gradients and nothing else. Its data and its dropout masks
+# follow from (seed, number), and no policy changes a bit. So forward and backward can be given up
+# and done again. The run ends with the weights of one that had the deeper policy, or the memory,
+# from the start.
+
+
+def with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) -> list[Tensor]:
+    """Return `accumulate(run)`: a step's losses, after its forward and backward.
+
+    When memory runs out, do it again with a deeper policy, as often as it takes. Where gradients
+    travel during backward, which then cannot be done again, the first steps are rehearsed.
+
+    Raises the error if no policy needs less, or if --on-out-of-memory says stop.
+    """
+    if run.args.on_out_of_memory == "stop":
+        return accumulate(run)
+    if run.process.sends_early and run.clock.steps < REHEARSED:
+        attempt(run, lambda run: accumulate(run, average=False))
+        run.process.drop_gradients(run.optimizer)
+    return attempt(run, accumulate)
+
+
+def attempt(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
+    """`accumulate(run)`, with one policy after the other."""
+    while True:
+        try:
+            return accumulate(run)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if not run.process.can_repeat():
+                run.process.remember_shortage(run.model.config.recompute)
+                raise
+            message = str(error)
+        # Only behind the `except` block: in it the traceback holds the frames, and those hold all
+        # tensors of the step.
+        go_deeper(run, message)
+
+
+def go_deeper(run: Run, message: str) -> None:
+    """Free what the failed attempt has made, and take the next policy. Raises MemoryError if there
+    is none."""
+    process, device, policy = run.process, run.process.device, run.model.config.recompute
+    run.clock.give_up()
+    process.drop_gradients(run.optimizer)
+    # A backward that failed leaves its tasks in autograd's queue, and they hold the graph
+    # (pytorch#82218). The next backward clears the queue: this one.
+    torch.zeros((), device=device, requires_grad=True).backward()
+    seen = None
+    if device.type == "cuda":
+        # Offload may still copy tensors that are free by now. To unmap their memory, the allocator
+        # waits for the stream that computes, and for no other one.
+        torch.cuda.synchronize(device)
+        seen = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)  # the next peak is that of the policy to come
+        torch.cuda.empty_cache()  # whole segments, without remains of the step between
+    with run.clock.paused("plan"):
+        step = take_next_policy(run, seen)
+    if step is None:
+        process.remember_shortage(policy)  # this run ends: with it all others do
+        raise MemoryError(message)
+    run.clock.expect(step.peak)
+    taken = run.identity["config"]["recompute"] = step.config.recompute
+    run.rescues.append(policy)
+    same = "" if run.args.compile or run.args.mlp_chunks != 1 else ": same results"
+    process.say_own(
+        f"warning  step {run.step}: out of memory with recompute {policy}; again, and from now on, "
+        f"with {taken} ({format_bytes(step.peak)} predicted){same}"
+    )
+
+
+def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
+    """Give the model the next policy that needs less, and return its step.
+
+    `seen`: bytes that the policy before it took, if they were counted.
+    None: no policy needs less, or there is no memory to plan with, either.
+    """
+    config, policy = run.model.config, run.model.config.recompute
+    with suppress(Exception):
+        while step := run.next_policy(policy, seen):
+            policy, seen = step.config.recompute, None
+            run.model.config = replace(config, recompute=policy)
+            with suppress(UsageError):  # a changed model.py may be exact under some policies only
+                check_techniques(run.model, run.process.device, run.precision)
+                return step
+    run.model.config = config
+    return None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """PyTorch's allocator for GPUs raises a class of its own, all others say so in their message.
+
+    The buffers of cuBLAS, cuDNN and NCCL are not PyTorch's: that GPU is as full, and the same knobs
+    help.
+    """
+    messages = (
+        "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED"
+        "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no room for its handle
+        "|Failed to CUDA [cm]alloc"  # NCCL
+    )
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    # (A mistake of the user's, a ValueError, names a file, which may be called anything.)
+    is_mistake = isinstance(error, ValueError)
+    return known or not is_mistake and re.search(messages, str(error)) is not None

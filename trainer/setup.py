@@ -4,7 +4,8 @@ import argparse
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -12,11 +13,10 @@ from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, find_d
 from model import MiniGPT, MiniGPTConfig
 
 from . import resume
-from .agree import check_alike, data_facts, facts
 from .check import check_techniques
 from .clocks import check_profile, make_clock
 from .device import choose_precision, compile_blocks, set_matmul_precision
-from .flags import UsageError, fill_in, model_config, settle_length
+from .flags import UsageError, fill_in, flag, model_config, settle_length
 from .metrics import NEEDS, check_logger, logged_at, open_logger, open_metrics
 from .optimizer import make_optimizer
 from .plan import Plan, plan_memory, vocabulary
@@ -36,6 +36,29 @@ from .snapshot import (
     step_aside,
     take_place,
 )
+
+# Of these flags each process may have its own; all others decide what is trained, or when processes
+# wait for each other. Paths are the machine's own, and "auto" may be what another machine types:
+# what was found there and what was chosen is compared. By its budget each process may take a policy
+# of its own; if all need the same, the smallest decides. What is logged and profiled is for process
+# 0 alone.
+OWN = set(
+    "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
+    "memory_budget log_to profile typed".split()
+)
+WAYS_OUT = {
+    "--checkpoint-path": "all must see the same snapshot, on a disk that they share",
+    "--init-from": "all must start from the same weights",
+    "--device": "choose one that all have",
+    "--amp-dtype": "choose one that all have",
+    "--train-data": "all must have the same data and the same tokenizer",
+    "torch": "install the same on all machines",
+    "the trainer": "start the same on all machines",
+}
+# These may only follow from other flags, as the warm-up from --num-tokens: those are named first.
+FOLLOW = "--data-seed --max-position-embeddings --num-steps --warmup-steps --lr --min-lr".split()
+# What must be the same in all processes, under the name by which the user can change it.
+Facts = dict[str, Any]
 
 SCHEDULE = "num_steps lr min_lr lr_scheduler warmup_steps".split()
 
@@ -124,8 +147,8 @@ def agree(
 ) -> tuple[Dataset, Plan]:
     """Data, model's shape and the memory of a step: the same in all processes.
 
-    A long text takes long to be encoded, into data/cache. What is wrong with anything else is told
-    before that.
+    A long text takes long to be encoded, into data/cache. So the step is planned before, with the
+    largest vocabulary that the text can have; and what is wrong with anything else is told.
     """
     process.start()  # so far each process by itself; from here on together
     check_alike(process.exchange(facts(args, process, precision, origin)))
@@ -133,19 +156,64 @@ def agree(
     process.by_first(lambda: check_name(args.checkpoint_path, resuming))
     # Until they are restored: a step does not need them twice.
     held = bytes_of(origin.state) if isinstance(origin, Resumed) else 0
-
-    def plan(vocab_size: int) -> Plan:
-        asked = model_config(args, vocab_size)
-        with process.waiting("predicting the memory of a step"):
-            return plan_memory(args, process, asked, precision, held)
-
-    most = max(process.exchange(process.by_all(lambda: most_ids(args, origin))))
-    planned = plan(most)
+    config = model_config(args, process.by_all(lambda: most_ids(args, origin)))
+    with process.waiting("predicting the memory of a step"):
+        plan = plan_memory(args, process, config, precision, held)
     data = process.by_all(lambda: find_data(args, process, origin))
     check_alike(process.exchange(data_facts(data)))
-    if data.tokenizer.vocab_size < most:  # of a bpe whose text has no more pairs
-        planned = plan(data.tokenizer.vocab_size)
-    return data, planned
+    # (A bpe has fewer ids if its text has no more pairs.)
+    config = replace(plan.config, vocab_size=data.tokenizer.vocab_size)
+    return data, plan._replace(config=config)
+
+
+# ---- Do all processes train the same? What each says of itself when they meet, and what differs.
+#
+# Several machines are started by hand, each with a command line and a disk of its own. With another
+# --lr on one of them the weights would drift apart without a word.
+
+
+def facts(
+    args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
+) -> Facts:
+    """All but the data."""
+    snapshot = "no snapshot to go on from"
+    if isinstance(origin, Resumed):
+        snapshot = f"step {origin.state['step']} of run {str(origin.state.get('run'))[:8]}"
+    checksum = origin.checksum if isinstance(origin, Pretrained) else None
+    return {
+        "--checkpoint-path": snapshot,
+        "--init-from": f"weights of checksum {checksum}",
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "the trainer": process.script,
+        "--device": process.device.type,
+        "--amp-dtype": str(precision).removeprefix("torch."),
+        **{flag(name): value for name, value in vars(args).items() if name not in OWN},
+    }
+
+
+def data_facts(data: Dataset) -> Facts:
+    """What must be the same of the data."""
+    prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
+    return {"--train-data": f"{data.description}, fingerprint {prints}"}
+
+
+def check_alike(of_each: list[Facts]) -> None:
+    """Raise UsageError for the first thing in which the processes differ; `of_each`: by rank."""
+    first = of_each[0]
+    for name in sorted(first, key=FOLLOW.__contains__):
+        for rank, facts in enumerate(of_each):
+            if facts[name] != first[name]:
+                way_out = WAYS_OUT.get(name, "start all with the same flags")
+                has = f"rank 0 has {show(first[name])}, rank {rank} has {show(facts[name])}"
+                raise UsageError(f"{name}: {has}: {way_out}")
+
+
+def show(value: object) -> str:
+    words = {True: "on", False: "off", None: "none"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+# ---- Parts of a run
 
 
 def most_ids(args: argparse.Namespace, origin: Origin) -> int:

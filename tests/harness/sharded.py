@@ -297,7 +297,7 @@ def buckets(words: list[str]) -> int:
     """Three steps of two micro-batches: after each of these, gradients lie in one set of storages.
     After the one that averages, these are DDP's buckets: so no gradients lie beside them.
 
-    The first two steps are rehearsed (trainer/rescue.py), and DDP makes its final buckets in the
+    The first two steps are rehearsed (trainer/run.py), and DDP makes its final buckets in the
     first forward of the second.
     """
     before: list[dict[int, int]] = []  # each micro-batch: bytes of the gradients' storages, by
