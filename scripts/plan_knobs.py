@@ -10,16 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from memory import expanded
+from memory.policies import sizes_of_chunks
 from planner import Planner
 from planner.choose import nested_groups
 from scripts.plan_table import Row, align, digits, format_time
 from trainer.flags import MOST, changed, words_of
-from trainer.knobs import Knob, cuts_mlp
 from trainer.metrics import format_bytes
-from trainer.plan import Question
+from trainer.plan import Knob, Question
 
 STEP = 64  # tokens; lengths are multiples of it
 SHOWN = 5  # settings
+CHUNKED = "other rounding of six gradients a block"  # what --mlp-chunks costs
 
 
 # ---- the longest sequence
@@ -58,6 +59,12 @@ def in_chunks(row: Row) -> Row | None:
     cut = Row(row.asked.about(changed(args, mlp_chunks=0)))
     cut = replace(cut, longest=longest_sequence(cut))
     return cut if (cut.longest or 0) > (row.longest or 0) else None
+
+
+def cuts_mlp(args: argparse.Namespace) -> bool:
+    """Would --mlp-chunks 0 cut what it does not cut yet?"""
+    fresh = args.mlp_chunks == 1 and not args.compile and args.gather_dtype == "float32"
+    return fresh and len(sizes_of_chunks(args.seq_len, args.d_ff, 0)) > 1
 
 
 def most_that_fit(peak: Callable[[int], int], budget: int, guess: int, most: int) -> int:

@@ -35,14 +35,13 @@ from planner.operators import PRECISIONS
 from planner.record import Record
 from planner.shards import share_of
 from scripts import plan_knobs, plan_table, tool
-from scripts.plan_knobs import STEP, setting_json, with_length
+from scripts.plan_knobs import CHUNKED, STEP, setting_json, with_length
 from scripts.plan_table import Row, digits, recommend
 from trainer import flags
 from trainer.flags import UsageError, as_argv
-from trainer.knobs import CHUNKED
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
-from trainer.plan import SMALLER, Question, ask
+from trainer.plan import Question, ask
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
@@ -209,21 +208,20 @@ def verdict(asked: Question, table: list[Row]) -> list[str]:
         return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]
     if taken and not taken.offloaded:
         return [command_line(args, **taken.changes(args))]
-    lines, (why, knob) = [], asked.way_out()
+    lines, (_, knob) = [], asked.way_out()
     if taken:  # offloaded; there may be something cheaper than that
         if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
             lines = [f"or, instead of offloading, {knob.command(args)} ({knob.words})"]
         return [*lines, command_line(args, **taken.changes(args))]
-    nothing = "nothing fits"
-    if tight := [row for row in table if row.fits]:
+    tight = [row for row in table if row.fits]
+    if tight:
         row = min(tight, key=lambda row: row.step.peak)
-        left = format_bytes(room.budget - row.step.peak)
-        lines.append(f"tight    {row.name} leaves {left} to kernels, the CUDA context and gaps")
-        nothing += " with a margin"
-    if knob is None:
-        return [*lines, f"{nothing}; {why}{SMALLER}"]
-    lines.append(f"{nothing}; {why}{knob.command(args)} fits ({knob.words})")
-    return [*lines, command_line(args, knob.trainer, **knob.flags)]
+        lines.append(
+            f"tight    {row.name} leaves {format_bytes(room.budget - row.step.peak)} to "
+            "kernels, the CUDA context and gaps"
+        )
+    lines.append(f"nothing fits{' with a margin' * bool(tight)}; {asked.advice()}")
+    return [*lines, command_line(args, knob.trainer, **knob.flags)] if knob else lines
 
 
 def longest_verdict(asked: Question, table: list[Row]) -> list[str]:

@@ -1,7 +1,6 @@
 """A model.py that its user has changed: what asks the model follows it, and what takes it for GPT-2
 says so. The changes: harness/changed.py."""
 
-import json
 import random
 import re
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ import torch
 import torchgen
 from cases.shapes import PRECISIONS, WIDE
 from harness.changed import CHANGES, FOLLOWED, REFUSED, changed_model, put_in
-from harness.faults import broken
 from harness.gpt2_folder import write_folder
 from harness.planned import measured_peak, planner
 from harness.runs import (
@@ -37,14 +35,10 @@ from trainer.flags import UsageError
 from trainer.plan import ask, predict
 from trainer.process import OneProcess
 
-CHANGED, CPU = "tests/harness/changed.py", torch.device("cpu")
+CPU = torch.device("cpu")
 EQUAL = ["other_words", "asks_a_number"]  # computes the same
 FEW, slow = ["swiglu", "rotary", "parallel", "two_tables"], pytest.mark.slow
 REST = [name for name in FOLLOWED if name not in FEW]
-
-
-def seldom(names: list[str]) -> list:
-    return [pytest.param(name, marks=slow) for name in names]
 
 
 @pytest.fixture
@@ -176,18 +170,6 @@ def test_processes_together_learn_what_one_does(names):
     assert result.stdout.count("as one") == 2, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("name", [*FEW[:2], *seldom(FEW[2:] + REST)])
-def test_a_resumed_run_of_a_changed_model_is_the_same_to_the_bit(name, tmp_path, change):
-    change(name)
-    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
-    flags = ["--num-steps=4", "--eval-interval=2", "--use-activation-checkpoint"]
-    assert train_here(whole, *flags[:2]) == 0
-    assert broken(path, "term:0:2", *flags[:2], f"{flags[2]}=mlp:1,cheap") == 143
-    assert train_here(path, "--resume", f"{flags[2]}=full+offload", base=[]) == 0
-    for part in ("model", "optimizer", "best_val_loss"):
-        assert same(snapshot(path)[part], snapshot(whole)[part]), part
-
-
 # ---- the planner runs the changed model itself
 
 
@@ -207,17 +189,6 @@ def test_the_memory_of_a_changed_model_is_planned(name, ways, change):
         config = replace(WIDE, recompute=policy, dropout=0.1 * (policy == "full"))
         measured = measured_peak(config, 16)
         assert planner(config).step(16).peak == pytest.approx(measured, rel=0.003), policy
-
-
-@pytest.mark.parametrize("name", ["rotary", *seldom(["two_tables", "swiglu"])])
-def test_the_memory_of_shards_is_planned(name, tmp_path, change):
-    change(name)
-    path = tmp_path / "bytes.json"
-    words = [CHANGED, name, "tests/harness/sharded.py", "memory", str(path), "full"]
-    result = start_together(words).end()
-    assert result.returncode == 0, result.stdout + result.stderr
-    step = planner(replace(WIDE, recompute="full"), shards=2).step(24)
-    assert 0.99 < step.peak / json.loads(path.read_text())["full"]["peak"] < 1.005
 
 
 def test_a_table_in_a_buffer_is_refused(tmp_path, change, monkeypatch, capfd):

@@ -2,17 +2,16 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from harness.answers import parse, room_for
 
-from memory import expanded
 from planner import CARDS, Planner
 from planner.cards import clock_card
-from trainer.flags import UsageError, changed, model_config
-from trainer.knobs import FEWER, Knob, candidates, next_knob
-from trainer.plan import Question, TooLarge, plan_memory
+from trainer.flags import UsageError, changed, model_config, recompute_of
+from trainer.plan import POLICY, Question, TooLarge, next_knob, plan_memory
 from trainer.process import OneProcess
 from trainer.snapshot import bytes_of
 
@@ -22,71 +21,40 @@ SHAPE = (
 )
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB, H100 = 2**30, CARDS["H100"]
+LARGE_SEQUENCE = 64 * (2 * 12 * 768 + 1000)  # bytes of a sequence, by the formula below
 
 
-# ---- the list
+# ---- a run that ran out
 
 FULL = "--use-activation-checkpoint full"
-PLAIN = f"--loss-chunks 0 {FULL}"
 OFFLOAD = "--use-activation-checkpoint full+offload"
 AUTO = "--use-activation-checkpoint auto --card H100 --memory-budget 1GiB --batch-size 1"
-LISTS = [
-    (
-        "--loss-chunks 1 --batch-size 6 --seq-len 32",
-        "cpu",
-        [
-            "--loss-chunks 0",
-            PLAIN,
-            f"{PLAIN} --batch-size 3 --grad-accum-steps 2",
-            f"{PLAIN} --batch-size 2 --grad-accum-steps 3",
-            f"{PLAIN} --batch-size 1 --grad-accum-steps 6",
-            f"{PLAIN} --batch-size 5",
-            f"{PLAIN} --batch-size 1 --grad-accum-steps 6 --seq-len 16",
-            f"{PLAIN} --batch-size 1 --grad-accum-steps 6 --seq-len 8",
-        ],
-    ),
-    (  # a GPU can offload, too
-        "--use-activation-checkpoint full:1 --batch-size 2 --seq-len 8",
-        "cuda",
-        [
-            FULL,
-            f"{FULL} --batch-size 1 --grad-accum-steps 2",
-            OFFLOAD,
-            f"{OFFLOAD} --batch-size 1 --grad-accum-steps 2",
-            f"{FULL} --batch-size 1",
-            f"{OFFLOAD} --batch-size 1",
-        ],
-    ),
-    (  # more than four layers can be nested, with the smallest micro-batch
-        "--n-layers 7 --batch-size 2 --grad-accum-steps 3 --seq-len 8",
-        "cuda",
-        [
-            FULL,
-            f"{FULL} --batch-size 1 --grad-accum-steps 6",
-            "--use-activation-checkpoint full/3+nested --batch-size 1 --grad-accum-steps 6",
-            OFFLOAD,
-            f"{OFFLOAD} --batch-size 1 --grad-accum-steps 6",
-        ],
-    ),
-    ("--use-activation-checkpoint full/3+nested --n-layers 7 --batch-size 1 --seq-len 8", "cpu",
-     []),
-    # what is there is not asked for again, and what belongs to auto goes with it
-    (f"{OFFLOAD} --batch-size 2 --grad-accum-steps 3 --seq-len 8", "cuda",
-     ["--batch-size 1 --grad-accum-steps 6"]),
-    (f"{AUTO} --seq-len 8", "cpu", [f"{FULL} without --memory-budget --card"]),
-    (f"{FULL} --batch-size 1 --seq-len 8", "cpu", []),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "device", "knobs"), LISTS)
-def test_the_list_begins_with_what_costs_least(flags, device, knobs):
-    """A run that ran out takes the first."""
+@pytest.mark.parametrize(
+    ("flags", "device", "used", "wanted"),
+    [
+        ("--loss-chunks 1", "cpu", "", "--loss-chunks 0"),
+        ("--use-activation-checkpoint full:1", "cpu", "", FULL),
+        # what is there is not asked for again, and what belongs to auto goes with it
+        (AUTO, "cpu", "", f"{FULL} without --memory-budget --card"),
+        (f"{FULL} --batch-size 6", "cuda", "", "--batch-size 3 --grad-accum-steps 2"),
+        # the policy that was taken since stays, if no other needs less
+        ("--batch-size 6", "cpu", "attn", "--use-activation-checkpoint attn --batch-size 3 "
+         "--grad-accum-steps 2"),
+        (f"{FULL} --batch-size 1", "cuda", "", OFFLOAD),  # (a CPU has one memory)
+        (f"{FULL} --batch-size 1", "cpu", "", None),
+        (f"{OFFLOAD} --batch-size 1", "cuda", "", None),
+    ],
+)  # fmt: skip
+def test_it_is_told_what_costs_least(flags, device, used, wanted):
     args, back = parse(flags), "go on with --resume"
-    found = candidates(args, device, most=lambda args: args.batch_size)
-    assert [knob.command(args) for knob in found] == knobs
-    said = next_knob(args, torch.device(device), back)
-    first = f"{knobs[0]} (" if knobs else "a shorter --seq-len or a smaller model"
-    assert f"; try {first}" in said and said.endswith(f"; {back}" * bool(knobs))
+    said = next_knob(args, torch.device(device), back, used, is_least=bool(used))
+    assert f"recompute {used or args.use_activation_checkpoint}; try " in said
+    if wanted:
+        assert f"; try {wanted} (" in said and said.endswith(f"; {back}")
+    else:
+        assert said.endswith("; try a shorter --seq-len or a smaller model")
     assert "a smaller model (--n-layers, --d-model)" in next_knob(args, None, None)
 
 
@@ -94,58 +62,67 @@ def test_the_list_begins_with_what_costs_least(flags, device, knobs):
 
 
 class MadeUp(Question):
-    """What a planner would say of full, by a formula that grows with all that a step's memory grows
-    with; notes how many layers it was asked about."""
+    """With a planner that knows `full` alone, by a formula."""
 
     @property
     def peak(self) -> int:
-        args, (_, group, _, offload) = self.args, expanded(self.config)
-        way = (0.8 if group > 1 else 1) * (0.3 if offload else 1)
-        of_blocks = 2 * args.n_layers * args.d_model * way
+        args = self.args
         gradients = 48 * args.n_layers * args.d_model**2 * (args.grad_accum_steps > 1)
         tokens = args.batch_size * args.seq_len
-        return self.state + int(tokens * (of_blocks + 1000)) + gradients
+        return self.state + tokens * (2 * args.n_layers * args.d_model + 1000) + gradients
 
     @property
     def largest_batch(self) -> int:
-        if self.state >= self.budget:
-            return 0
-        self.made.setdefault("asked", set()).add(self.args.n_layers)
         sizes = (self.about(changed(self.args, batch_size=n)) for n in range(1, 18))
         return sum(one.peak <= self.budget for one in sizes)
 
-
-def test_fewer_sequences_are_as_many_as_fit():
-    """Where accumulating them takes more, as gradients have to wait."""
-    args = parse("--n-layers 12 --d-model 768 --batch-size 7 --use-activation-checkpoint full")
-    asked = MadeUp(args, 1000, CPU, torch.bfloat16)
-    five = asked.about(changed(args, batch_size=5)).peak
-    _, knob = replace(asked, room=room_for(five)).way_out(is_auto=True)
-    assert knob == Knob({"batch_size": 5}, FEWER)
+    def fitting(self) -> Any:
+        fits = self.peak <= self.budget and not recompute_of(self.args).offload
+        return SimpleNamespace(config=self.config, host=0) if fits else None
 
 
-def test_a_smaller_state_before_a_smaller_model():
-    """By how much they change the training; and a run that is half done keeps its optimizer. The
-    planner is asked about no model that cannot be."""
-    muon, half, one = "--optimizer muon", "--moments-dtype bfloat16", "--batch-size 1 --seq-len 8"
-    xl = f"--model gpt2-xl {one}"
-    typed = f"--n-layers 48 --d-model 1600 --n-heads 25 --d-ff 6400 {one}"
-    for flags, gib, wanted, layers in (
-        (xl, 20, half, 48),
-        (f"{xl} --resume", 20, half, 48),
-        (xl, 17, f"{muon} {half}", 48),
-        (f"{xl} {half}", 15, muon, 48),
-        (f"{xl} {muon}", 15, half, 48),
-        (xl, 14, "--model gpt2-large", 36),
-        (f"{xl} --resume", 15, "--model gpt2-large", 36),
-        (typed, 3, "--n-layers 12 --n-heads 12 --d-model 768 --d-ff 3072", 12),
-        (typed, 1, "", None),
-    ):
-        args = parse(f"{flags} --use-activation-checkpoint full")
-        asked = MadeUp(args, 50257, GPU, torch.bfloat16, room_for(gib * GIB))
-        _, knob = asked.way_out(is_auto=True)
-        assert (knob.command(args) if knob else "") == wanted
-        assert asked.made.get("asked", {None}) == {layers}
+LARGE = f"--n-layers 12 --d-model 768 --batch-size 7 {FULL}"
+XL = f"--model gpt2-xl --batch-size 1 --seq-len 8 {FULL}"
+MUON, HALF = "--optimizer muon", "--moments-dtype bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "room", "wanted"),
+    [
+        (f"{LARGE} --loss-chunks 1", 7 * LARGE_SEQUENCE, "--loss-chunks 0"),
+        # accumulating takes more, as gradients have to wait: so as many sequences as fit
+        (LARGE, 5 * LARGE_SEQUENCE, "--batch-size 5"),
+        (LARGE, LARGE_SEQUENCE * 7 / 8, "--seq-len 8"),
+        # a smaller state, by how much it changes the training: half a run keeps its optimizer
+        (XL, 20 * GIB, HALF),
+        (f"{XL} --resume", 20 * GIB, HALF),
+        (XL, 17 * GIB, f"{MUON} {HALF}"),
+        (f"{XL} {HALF}", 15 * GIB, MUON),
+        (f"{XL} {MUON}", 15 * GIB, HALF),
+        (f"{XL} --resume", 17 * GIB, None),
+        (f"{XL} {MUON} {HALF}", 14 * GIB, None),
+    ],
+)
+def test_the_first_change_that_fits(flags, room, wanted):
+    args = parse(flags)
+    asked = MadeUp(args, 50257 if args.model else 1000, GPU, torch.bfloat16)
+    asked = replace(asked, room=room_for(room if args.model else asked.state + room))
+    _, knob = asked.way_out()
+    assert (knob and knob.command(args)) == wanted
+
+
+def test_what_it_says_fits_and_nothing_cheaper_does():
+    """By the planner itself; the less room, the more has to change."""
+    args = parse(f"{SHAPE} --n-layers 6 --d-model 32 --grad-accum-steps 2")
+    plain, known = Question(args, 61, CPU, torch.float32), []
+    for share in (0.9, 0.3, 0.1, 0.05, 0.01):
+        budget = plain.state + share * (plain.step.peak - plain.state)
+        asked = replace(plain, room=room_for(budget))
+        _, knob = asked.way_out()
+        assert asked.turned(knob).step.peak <= asked.budget
+        assert (asked.fitting() is None) == (knob.flags.keys() != {POLICY})
+        known.append(sorted(knob.flags.keys() - {POLICY, "grad_accum_steps"}))
+    assert known == [[], [], ["batch_size"], ["batch_size"], ["batch_size", "seq_len"]]
 
 
 # ---- before a run starts
@@ -201,18 +178,18 @@ def test_the_process_itself_counts_and_so_do_others(
 
 def test_too_little_is_one_line_with_the_knob(machine):
     """A warning where it is too little just now; the end where there is no more in all."""
-    way_out = "; try --use-activation-checkpoint cheap:1 (same results, some more time)"
+    fits = "; --use-activation-checkpoint cheap:1 fits (same results, some more time)"
     machine(2 * peak(), peak() - 1)
     _, line = words().splitlines()
     assert line.startswith("warning  ") and " free, less a margin of a tenth); the machine" in line
-    assert line.endswith(f"{way_out}, which fits")
+    assert line.endswith(fits)
     machine(peak() - 1, peak() - 1)
     with pytest.raises(TooLarge) as stop:
         words()
     line = str(stop.value)
     assert line.startswith("out of memory before the first step: ") and "\n" not in line
     assert "the machine has" in line and "with --batch-size 12 --seq-len 32, recompute none" in line
-    assert line.endswith(f"{way_out}, which fits")
+    assert line.endswith(fits)
 
 
 def test_auto_has_what_a_snapshot_takes_and_is_checked_as_well(machine):
@@ -222,7 +199,7 @@ def test_auto_has_what_a_snapshot_takes_and_is_checked_as_well(machine):
         words(auto)
     assert "auto takes" in words(auto, snapshot=peak(FULL) // 4)
     machine(peak(FULL) // 2, peak(FULL) // 2)
-    with pytest.raises(TooLarge, match="recompute auto; try .*--batch-size"):
+    with pytest.raises(TooLarge, match="recompute auto; .*--batch-size .* fits"):
         words(f"{auto} --memory-budget {2 * peak(FULL)}b")
     state = {"model": {"w": torch.zeros(3, 4)}, "optimizer": {"state": [torch.zeros(5)]}, "step": 1}
     assert bytes_of(state) == 4 * (12 + 5)
@@ -231,7 +208,7 @@ def test_auto_has_what_a_snapshot_takes_and_is_checked_as_well(machine):
 def test_what_the_state_settles_is_not_simulated(machine, monkeypatch):
     monkeypatch.setattr(Planner, "step", lambda *_, **__: pytest.fail("planned"))
     machine(1000, 1000)
-    with pytest.raises(TooLarge, match="AdamW's state alone take .*: try a smaller --d-model"):
+    with pytest.raises(TooLarge, match="AdamW's state alone take .*: a smaller --d-model"):
         words()
 
 

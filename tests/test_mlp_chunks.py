@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases.shapes import CONFIG
 from harness.planned import measured_peak, planner
-from harness.runs import parse, snapshot, train_here
+from harness.runs import train_here
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from memory import policies
 from memory.policies import sizes_of_chunks
 from model import Block, MiniGPT
-from trainer.knobs import next_knob
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -117,19 +116,3 @@ def test_predicted_peak_is_that_of_a_real_step(way, precision, chunks):
     config = replace(LONG, recompute=way, mlp_chunks=chunks)
     measured = measured_peak(config, 2, precision, seq_len=T, by_ours=True)
     assert planner(config, precision, seq_len=T).step(2).peak == measured
-
-
-def test_the_way_out_names_them():
-    """Where all that changes nothing is done, and only of what is long."""
-    flags = "--batch-size 1 --seq-len 20000 --use-activation-checkpoint full/2+nested --d-model 512"
-    said = next_knob(parse(flags), torch.device("cpu"), None)
-    assert said.endswith("try --mlp-chunks 0 (other rounding of six gradients a block)")
-    for more in ("--mlp-chunks 4", "--seq-len 8000", "--compile"):
-        assert "mlp" not in next_knob(parse(f"{flags} {more}"), torch.device("cpu"), None)
-
-
-def test_a_run_may_change_them_when_it_goes_on(tmp_path):
-    path, flags = tmp_path / "run.pt", ["--use-activation-checkpoint", "--seq-len=128"]
-    assert train_here(path, *flags, "--num-steps=1") == 0
-    assert train_here(path, "--resume", "--num-steps=2", "--mlp-chunks=2", base=[]) == 0
-    assert snapshot(path)["config"]["mlp_chunks"] == 2

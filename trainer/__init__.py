@@ -10,8 +10,7 @@ snapshot.py    the snapshot: one file, and whose it is
 pretrained.py  trained weights to start from, GPT-2's of transformers too
 device.py      which device, which precision, what memory it has
 optimizer.py   which parameter is updated how
-plan.py        the planner, asked by flags
-knobs.py       what to change when that is too little
+plan.py        the planner, asked by flags; what to change when nothing fits
 process.py     what the loop asks of the world
 torchrun.py    what keeps several processes safe
 endings.py     signals, errors, exit codes

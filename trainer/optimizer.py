@@ -6,8 +6,8 @@ gradient, which no recompute can free. `LeanOptimizer` stores less, or a part of
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # 
 AT_A_TIME = 2**22
 Part = Callable[[Tensor, Tensor], Tensor]  # OneProcess.part
 Groups = list[dict[str, Any]]
-Item = TypeVar("Item")
 LANES = 64  # a multiple of the floats in a CPU's vector
 
 
@@ -106,37 +105,31 @@ class LeanOptimizer(torch.optim.Optimizer):
             if group["rule"] == "muon":  # matrices of one shape together
                 for shape in dict.fromkeys(p.shape for p in parameters):
                     alike = [p for p in parameters if p.shape == shape]
-                    for matrices in batches(alike, Tensor.numel):
-                        self.muon(matrices, group)
+                    n = max(1, AT_A_TIME // shape.numel())
+                    for i in range(0, len(alike), n):
+                        self.muon(alike[i : i + n], group)
             else:
-                pieces = [piece for p in parameters for piece in self.pieces(p)]
-                for some in batches(pieces, lambda piece: piece[0].numel()):
-                    self.adamw(some, group)
+                for parameter in parameters:
+                    self.adamw(parameter, group)
 
-    def pieces(self, parameter: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Weights, gradients, both moments, flat, each of at most AT_A_TIME elements, and a step
-        count ()."""
-        state = self.state[parameter]
+    def adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """torch's own kernel, on float32 copies of the moments, AT_A_TIME elements at a time."""
+        state, count = self.state[parameter], self.state[parameter]["step"]
         every = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        tensors, count = [local(t) for t in every if t is not None], state["step"]
-        columns = [tensor.reshape(-1).split(AT_A_TIME) for tensor in tensors]
-        for i, piece in enumerate(zip(*columns, strict=True)):
-            yield *piece, count.clone() if i else count  # the kernel adds 1 for each piece
-
-    def adamw(self, pieces: list[tuple[Tensor, ...]], group: dict[str, Any]) -> None:
-        """torch's own kernel, on float32 copies of the moments."""
-        *columns, counts = map(list, zip(*pieces, strict=True))
-        wide = [[widen(piece, self.lanes) for piece in column] for column in columns]
-        weights, gradients, first, second = wide
-        adamw(
-            weights, gradients, first, second, [], counts,
-            lr=group["lr"], weight_decay=group["weight_decay"], beta1=BETAS[0], beta2=BETAS[1],
-            eps=EPS, fused=True, found_inf=self.found_inf, amsgrad=False, maximize=False,
-        )  # fmt: skip
-        for which in (0, 2, 3):
-            for piece, copy in zip(columns[which], wide[which], strict=True):
+        columns = [local(t).reshape(-1).split(AT_A_TIME) for t in every if t is not None]
+        for pieces in zip(*columns, strict=True):
+            wide = [widen(piece, self.lanes) for piece in pieces]
+            weights, gradients, first, second = ([copy] for copy in wide)
+            step = count.clone()  # the kernel adds 1
+            adamw(
+                weights, gradients, first, second, [], [step],
+                lr=group["lr"], weight_decay=group["weight_decay"], beta1=BETAS[0], beta2=BETAS[1],
+                eps=EPS, fused=True, found_inf=self.found_inf, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            for piece, copy in zip(pieces, wide, strict=True):
                 if copy is not piece:
                     piece.copy_(copy[: piece.numel()])
+        count.copy_(step)
 
     def muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         """One step for matrices of one shape (A, B), as torch.optim.Muon has it.
@@ -219,20 +212,6 @@ def product_of_factors(square: Tensor) -> Tensor:
             square = torch.bmm(factor, torch.bmm(square, factor))
     assert total is not None
     return total
-
-
-def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """One after the other, of together at most AT_A_TIME elements; or a single larger one."""
-    some: list[Item] = []
-    room = AT_A_TIME
-    for item in items:
-        if some and size(item) > room:
-            yield some
-            some, room = [], AT_A_TIME
-        some.append(item)
-        room -= size(item)
-    if some:
-        yield some
 
 
 def widen(piece: Tensor, lanes: int) -> Tensor:

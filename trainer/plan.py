@@ -1,7 +1,7 @@
 """The planner, asked by flags: what `auto` takes, what a run will need, what would fit.
 
 planner/ tells what a step takes and which way to recompute is the cheapest; here are the flags that
-ask (`Question`), and the sentences for the user. knobs.py knows what to change.
+ask (`Question`), what to change when nothing fits (`Knob`), and the sentences for the user.
 """
 
 import argparse
@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from data.tokenizer import load_tokenizer
-from memory import expanded
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
 from planner.cards import CARDS, THIS_MACHINE, clock_card, device_type
-from planner.choose import pick_recompute
+from planner.choose import nested_groups, pick_recompute
 from planner.formulas import count_parameters, recompute_cost, state_bytes
 from planner.shards import share_of
 
@@ -37,25 +37,155 @@ from .device import (
     set_matmul_precision,
     total_memory,
 )
-from .flags import AUTO, UsageError, changed, model_config, recompute_of
-from .knobs import (
-    POLICY,
-    Knob,
-    candidates,
-    less_moments,
-    settings,
-    shards,
-    smaller_batches,
-    smaller_models,
+from .flags import (
+    AUTO,
+    UsageError,
+    changed,
+    flag,
+    model_config,
+    moot_chunks,
+    recompute_of,
+    words_of,
 )
-from .knobs import next_knob as next_knob  # endings.py takes it from here
 from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
 from .process import OneProcess
 
+Flags = argparse.Namespace
+OFFLOADED = "full+offload"
+POLICY, FOR_AUTO = "use_activation_checkpoint", ("memory_budget", "card")
 SMALLER = "a smaller --d-model, --n-layers or vocabulary"
 AFTER_RESTART = 0.75  # of the peak that was too much; a restart is dear: take much less at once
+
+# What a change costs.
+SLOWER = "same results, some more time"
+UNCHUNKED = "never holds all logits, at about the same speed"
+SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
+FEWER = "fewer sequences a step: to accumulate them, gradients would have to wait"
+
+
+# ---- what to change, in the order of docs/planning.md ("which knob first")
+
+
+@dataclass(frozen=True)
+class Knob:
+    """Flags to change, all at a time."""
+
+    flags: dict[str, Any]  # by their names in args
+    words: str = ""  # what it costs
+    trainer: str = ""  # another one to start, if it takes that
+
+    def command(self, args: Flags) -> str:
+        """ "--batch-size 3 --grad-accum-steps 4" """
+        words = [self.trainer] * bool(self.trainer) + words_of(self.flags)
+        # What is for `auto` goes with it.
+        chosen = POLICY in self.flags and args.use_activation_checkpoint in AUTO
+        moot = [flag(name) for name in FOR_AUTO if chosen and getattr(args, name) is not None]
+        return " ".join(words + ["without"] * bool(moot) + moot)
+
+    def change(self, args: Flags) -> Flags:
+        """The flags with this change, and with the defaults that follow from it."""
+        then = changed(args, **self.flags)
+        if "max_position_embeddings" not in args.typed and args.model is None:
+            then.max_position_embeddings = then.seq_len
+        return then
+
+
+def next_knob(
+    args: Flags,
+    device: torch.device | None,
+    way_back: str | None,
+    policy: str = "",
+    is_least: bool = False,
+) -> str:
+    """The settings that memory ran out with, and the first change that could help.
+
+    `device`: None if the run was not even set up. `way_back`: how to go on from what was saved.
+    `policy`: the one in use, if not as typed; `is_least`: no other is predicted to need less.
+    """
+    used = changed(args, use_activation_checkpoint=policy or args.use_activation_checkpoint)
+    now, asked = settings(used), recompute_of(used)
+    if device is None:
+        return f"{now}; try a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
+    own = policy_flags(args, used.use_activation_checkpoint)
+    is_full = {*asked.policies} == {"full"} and used.use_activation_checkpoint not in AUTO
+    if args.loss_chunks == 1:
+        knob = Knob(own | {"loss_chunks": 0}, UNCHUNKED)
+    elif not is_least and not is_full:
+        knob = Knob({POLICY: "full"}, SLOWER)
+    elif batches := smaller_batches(args):
+        knob = Knob(own | batches[0], SAME)
+    elif device.type == "cuda" and not asked.offload:
+        knob = Knob({POLICY: OFFLOADED}, MOVED)
+    else:
+        return f"{now}; try a shorter --seq-len or a smaller model"
+    return f"{now}; try {knob.command(args)} ({knob.words}){f'; {way_back}' if way_back else ''}"
+
+
+def settings(args: Flags) -> str:
+    """Of the flags, those that a step's memory depends on most."""
+    policy = args.use_activation_checkpoint
+    return f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}"
+
+
+def policy_flags(args: Flags, policy: str) -> dict[str, Any]:
+    """What to type for that policy; nothing, if it was typed."""
+    if policy == args.use_activation_checkpoint:
+        return {}
+    return {POLICY: policy} | moot_chunks(args, policy)
+
+
+def smaller_batches(args: Flags) -> list[dict[str, int]]:
+    """The same sequences a step in micro-batches of fewer, the largest of them first."""
+    size, steps = args.batch_size, args.grad_accum_steps
+    cuts = (n for n in range(2, size + 1) if size % n == 0)
+    return [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in cuts]
+
+
+def same_training(args: Flags, device_type: str) -> Iterator[Knob]:
+    """Yield what leaves the training what it is, beside the best policy; the least cost first."""
+    kept = {"loss_chunks": 0} if args.loss_chunks == 1 else {}
+    yield Knob(kept, UNCHUNKED if kept else SLOWER)
+    batches = smaller_batches(args)
+    for batch in batches:
+        yield Knob(kept | batch, SAME)
+    if device_type == "cuda":
+        for batch in [{}, *batches]:
+            words = f"{SAME}, {MOVED}" if batch else MOVED
+            yield Knob(kept | {POLICY: OFFLOADED} | batch, words)
+
+
+def other_training(question: "Question") -> Iterator[Knob]:
+    """Yield what makes it another training, or another trainer; the least change first."""
+    args = question.args
+    full = changed(args, loss_chunks=0, use_activation_checkpoint="full")
+    most = question.about(full).largest_batch
+    if args.grad_accum_steps == 1 and 0 < most < args.batch_size:
+        yield Knob({"batch_size": most}, FEWER)
+    for n in range(1, args.seq_len.bit_length() - 3):  # down to 8 tokens
+        yield Knob({"seq_len": args.seq_len >> n}, "the model sees less at a time")
+    moments = list(less_moments(args))
+    if question.ddp and question.processes > 1:
+        own = {"compress_gradients": False, "gather_dtype": "float32"}
+        refused = {name: value for name, value in own.items() if getattr(args, name) != value}
+        dealt = Knob(refused, "the processes hold the model between them", "train_fsdp.py")
+        yield dealt
+        for knob in moments:
+            words = f"{dealt.words}; {knob.words}"
+            yield Knob(refused | knob.flags, words, dealt.trainer)
+    yield from moments
+
+
+def less_moments(args: Flags) -> Iterator[Knob]:
+    """Yield with which moments take less; the least change to the training first."""
+    half, muon = {"moments_dtype": "bfloat16"}, {"optimizer": "muon"}
+    rounded, other = "moments rounded to bfloat16", "another optimizer"
+    if args.moments_dtype == "float32":
+        yield Knob(half, rounded)
+    if args.optimizer == "adamw" and not args.resume:
+        yield Knob(muon, other)
+        yield Knob(muon | half, f"{other}, {rounded}")
 
 
 # ---- the question
@@ -173,6 +303,15 @@ class Question:
         args, offload = self.args, recompute_of(self.args).offload
         return pick_recompute(self.planner, args.batch_size, self.budget, self.card, offload)
 
+    def fitting(self) -> StepMemory | None:
+        """The fastest way to recompute that fits, where one fits that takes little; with offload,
+        which no clock knows, the way that was asked for."""
+        if recompute_of(self.args).offload:
+            return self.step if self.fits else None
+        ways = ["full", *nested_groups(self.args.n_layers)[-1:]]
+        deeper = (self.about(changed(self.args, use_activation_checkpoint=way)) for way in ways)
+        return self.pick() if any(one.fits for one in deeper) else None
+
     def instead_of(self, step: StepMemory) -> str:
         """Name the largest smaller micro-batches in which the same sequences fit without recompute:
         "4 x 4 sequences with none: 5 % faster (...)" than `step`. Without a clock it says only that
@@ -181,18 +320,16 @@ class Question:
         if step.config.recompute == "none" or not (self.card or replays_products):
             return ""  # (without a clock: smaller matrix products may cost more than that saves)
         args = changed(self.args, use_activation_checkpoint="none")
-        most = self.about(args).largest_batch  # parts are no larger: beside them gradients wait
-        knobs = (Knob(batch) for batch in smaller_batches(args) if batch["batch_size"] <= most)
-        fits = (knob for knob in knobs if self.about(knob.change(args)).step.peak <= self.budget)
-        if not (knob := next(fits, None)):
+        parts = (self.about(changed(args, **batch)) for batch in smaller_batches(args))
+        part = next((part for part in parts if part.fits), None)
+        if part is None:
             return ""
-        words = "{grad_accum_steps} x {batch_size} sequences with none".format_map(knob.flags)
-        typed = {POLICY: "none"} | knob.with_policy(args, "none").flags
-        flags = Knob(typed).command(self.args)
+        batch = {name: getattr(part.args, name) for name in ("batch_size", "grad_accum_steps")}
+        words = "{grad_accum_steps} x {batch_size} sequences with none".format_map(batch)
+        flags = Knob({POLICY: "none"} | moot_chunks(args, "none") | batch).command(self.args)
         if self.card is None:
             return f"{words} fit as well ({flags})"
-        parts = self.about(knob.change(args))
-        faster = self.seconds(step) / parts.seconds(parts.step) - 1
+        faster = self.seconds(step) / part.seconds(part.step) - 1
         return f"{words}: {100 * faster:.0f} % faster ({flags})" * (faster > 0.005)
 
     def way_out(self, is_auto: bool = False) -> tuple[str, Knob | None]:
@@ -206,11 +343,23 @@ class Question:
                 f"{format_bytes(self.state)}{each}, more than the {format_bytes(self.budget)} "
                 "that tensors may take: "
             )
-        knob = next((knob for knob in changes(self) if self.turned(knob).fits), None)
-        if knob and not expanded((then := self.turned(knob)).config).offload:
-            same = self.args.use_activation_checkpoint  # which `auto` will find by itself
-            knob = knob.with_policy(self.args, same if is_auto else then.pick().config.recompute)
-        return why, knob
+        for base in chain([Knob({})], other_training(self)):
+            there = self.turned(base)
+            for knob in same_training(there.args, self.device.type):
+                step = there.turned(knob).fitting()
+                if step is None:
+                    continue
+                # (`auto` finds by itself what does not offload.)
+                found = not is_auto or POLICY in knob.flags
+                policy = policy_flags(self.args, step.config.recompute) if found else {}
+                others = {k: v for k, v in (base.flags | knob.flags).items() if k != POLICY}
+                return why, Knob(policy | others, base.words or knob.words, base.trainer)
+        return why, None
+
+    def advice(self, is_auto: bool = False) -> str:
+        """`way_out`, in words."""
+        why, knob = self.way_out(is_auto)
+        return why + (f"{knob.command(self.args)} fits ({knob.words})" if knob else SMALLER)
 
     @property
     def replicas(self) -> int:
@@ -232,21 +381,6 @@ class Question:
         """Of all processes."""
         sequences = self.replicas * self.args.grad_accum_steps * step.batch_size
         return sequences * step.seq_len / self.seconds(step)
-
-
-def changes(question: Question) -> Iterator[Knob]:
-    """First what leaves the training what it is; then that as well where several processes share
-    one model, with less moments, or in a smaller model."""
-    args, kind = question.args, question.device.type
-    groups = question.shards == 1 and args.n_layers > 1
-    yield from candidates(args, kind, lambda then: question.about(then).largest_batch, groups)
-    bases = list(shards(args)) if question.ddp and question.processes > 1 else []
-    for base in (*less_moments(args), *smaller_models(args)):
-        if question.turned(base).state < question.state:
-            bases.append(base)
-    for base in bases:
-        for knob in (Knob({}), *candidates(base.change(args), kind)):
-            yield replace(base, flags=base.flags | knob.flags)
 
 
 def ask(
@@ -352,10 +486,9 @@ def plan_memory(
     # of the process that has least.
     card = process.exchange(process.by_first(lambda: clock_card(args, process.device)))[0]
     processes = process.processes_on_device, held, process.processes_here
-    try:
+    free = Room(None, process.device.type)
+    with suppress(UsageError):  # (nobody knows)
         free = room_on(process.device, None, *processes)
-    except UsageError:  # nobody knows
-        free = Room(None, process.device.type)
     n, shards, ddp = process.world_size, process.shards, process.keeps_gradients
     what = args, config.vocab_size, process.device, precision, free, card
     question = Question(*what, ddp, n, shards, process.sharing)
@@ -425,14 +558,10 @@ def choose_recompute(question: Question) -> StepMemory:
         if step.peak <= question.budget:
             return step
         smallest = f"{format_bytes(step.peak)} ({step.config.recompute})"
-    policy = question.args.use_activation_checkpoint
-    flag = f"--use-activation-checkpoint {policy}" if room.is_free else "--memory-budget"
-    most_of_it = changed(question.args, use_activation_checkpoint=policy.replace("auto", "full"))
-    most = question.about(most_of_it)
-    why, knob = most.way_out(is_auto=True)
-    fits = f"{knob.command(most.args)} fits ({knob.words})" if knob else SMALLER
+    typed = f"--use-activation-checkpoint {question.args.use_activation_checkpoint}"
     raise UsageError(
-        f"{flag}: tensors may take {room}, but the smallest peak is {smallest}; {why}{fits}"
+        f"{typed if room.is_free else '--memory-budget'}: tensors may take {room}, but the "
+        f"smallest peak is {smallest}; {question.advice(is_auto=True)}"
     )
 
 
@@ -441,16 +570,18 @@ def predict(
 ) -> tuple[str, tuple[int, int] | None]:
     """What a step will need; a warning if that is more than is free. Raises TooLarge."""
     try:
-        check_room(question, process, question.state, held)  # before anything is simulated
+        check_room(
+            question, process, process.device, question.state, held
+        )  # before anything is simulated
         step, plain = (
             question.planner.step(question.args.batch_size, recompute=policy)
             for policy in (config.recompute, "none")
         )
         note = question.planner.note
         words = describe_plan(step, plain) + (note and f"\nnote     {note}")
-        words += check_room(question, process, step.peak, held)
+        words += check_room(question, process, process.device, step.peak, held)
         if question.room.host is not None:
-            words += check_room(question, process, step.host, held, of_cpu=True)
+            words += check_room(question, process, torch.device("cpu"), step.host, held)
         return words, (step.peak, plain.peak)
     except TooLarge:
         raise
@@ -484,39 +615,28 @@ def describe_plan(step: StepMemory, plain: StepMemory) -> str:
 
 
 def check_room(
-    question: Question, process: OneProcess, needed: int, held: int, of_cpu: bool = False
+    question: Question, process: OneProcess, device: torch.device, needed: int, held: int
 ) -> str:
     """A line of warning if `needed` bytes are more than tensors may take of what is free now; else
-    nothing. `of_cpu`: that offload has beside the device.
+    nothing. `device`: the run's, or the CPU, for what +offload has beside a GPU.
 
     Raises TooLarge if they are more than there are in all.
     """
-    device, room, what = process.device, question.room, "predicted"
-    processes = process.processes_on_device
-    if of_cpu:
-        device, processes = torch.device("cpu"), process.processes_here
+    processes = process.processes_here if device.type == "cpu" else 1
+    room, what = question.room, "predicted"
+    if device != process.device:
         room, what = room_on(device, None, processes, held), "of CPU memory for +offload"
-    if room.budget is None or room.safe is None or of_cpu and needed <= room.safe:
+    if room.safe is None:
         return ""
     total, own = total_memory(device), own_memory() - held if device.type == "cpu" else 0
-    need = f"{processes} processes, each " if processes > 1 else ""
-    need += f"{format_bytes(needed)} {what}"
+    need = f"{processes} processes, each " * (processes > 1) + f"{format_bytes(needed)} {what}"
     has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or 0)}"
     if total is not None and processes * (needed + own) > total:
         beside = f" beside the {format_bytes(own)} that Python, PyTorch and data take" * bool(own)
         raise TooLarge(
             f"out of memory before the first step: {need}{beside}, {has}; with "
-            f"{settings(question.args)}; {what_to_try(question)}"
+            f"{settings(question.args)}; {question.advice()}"
         )
     if needed <= room.safe:
         return ""
-    in_all = f"; {has} in all" * (total is not None)
-    return f"\nwarning  {need}, but tensors may take {room}{in_all}; {what_to_try(question)}"
-
-
-def what_to_try(question: Question) -> str:
-    """With which a step fits in what is free."""
-    why, knob = question.way_out()
-    if knob is None:
-        return f"{why}try {SMALLER}"
-    return f"{why}try {knob.command(question.args)} ({knob.words}), which fits"
+    return f"\nwarning  {need}, but tensors may take {room}; {has} in all; {question.advice()}"

@@ -1,10 +1,6 @@
-"""model.py with a change, as users make them, in the place of it: in this process, or in others.
-
-`python changed.py "rms_norm,rotary" PROGRAM WORDS...` runs a program on the changed model.
-"""
+"""model.py with a change, as users make them, in the place of it."""
 
 import re
-import runpy
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -223,11 +219,3 @@ def put_in(*names: str, setattr: Callable[[ModuleType, str, type], None] = setat
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("MiniGPT") is there:
             setattr(module, "MiniGPT", changed)
-
-
-if __name__ == "__main__":
-    _, changes, *words = sys.argv
-    sys.path[0] = str(ROOT)
-    put_in(*changes.split(","))
-    sys.argv, sys.path[:0] = words, [str((ROOT / words[0]).parent)]
-    runpy.run_path(words[0], run_name="__main__")
