@@ -49,17 +49,22 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
 
 def table(policy: str, tensors: list[Storage], unit: int) -> str:
     """One line a tensor; `unit`: bytes of one (B, T, C) tensor with one byte an element."""
-    total = sum(tensor.bytes for tensor in tensors)
-    lines = [("bytes>", "BTC>", "what<", "shape<", "why<", "line<")]
+    total, lines = sum(tensor.bytes for tensor in tensors), []
     for tensor in tensors:
         name = "x: the block's input" if tensor.name.endswith(RESULT) else tensor.name
         what, why = (re.sub(r"\bblocks\.1(\.|: )", "", text) for text in (name, tensor.why))
         shape = "x".join(map(str, tensor.shape))
-        kind = str(tensor.dtype).removeprefix("torch.")
-        size = format_bytes(tensor.bytes), f"{tensor.bytes / unit:.2f}"
-        lines.append((*size, what, f"{shape} {kind}", why, f"{tensor.line} {code_of(tensor.line)}"))
+        line = {
+            "bytes>": format_bytes(tensor.bytes),
+            "BTC>": f"{tensor.bytes / unit:.2f}",
+            "what<": what,
+            "shape<": f"{shape} {str(tensor.dtype).removeprefix('torch.')}",
+            "why<": why,
+            "line<": f"{tensor.line} {code_of(tensor.line)}",
+        }
+        lines.append(line)
     title = f"{policy}: {len(tensors)} tensors, {format_bytes(total)} ({total / unit:.2f} BTC)"
-    return f"{title}\n{align([[*column] for column in zip(*lines, strict=True)])}"
+    return f"{title}\n{align(lines)}"
 
 
 @tool

@@ -21,24 +21,39 @@ if not __package__:  # python scripts/plan_memory.py: the others lie one folder 
 import argparse
 import gc
 import json
+import math
 import shlex
 import time
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from memory import write
 from planner.cards import THIS_MACHINE
 from planner.formulas import closed_form, count_parameters
 from planner.operators import PRECISIONS
 from planner.record import Record
 from planner.shards import share_of
-from scripts import plan_knobs, plan_table, tool
-from scripts.plan_knobs import CHUNKED, STEP, setting_json, with_length
-from scripts.plan_table import Row, digits, recommend
+from scripts import plan_table, tool
+from scripts.plan_table import (
+    CHUNKED,
+    STEP,
+    Way,
+    digits,
+    format_time,
+    if_memory_runs_out,
+    in_chunks,
+    policy_table,
+    recommend,
+    search_settings,
+    way_of,
+    with_length,
+)
 from trainer import flags
-from trainer.flags import UsageError, as_argv
+from trainer.flags import UsageError, as_argv, format_tokens, tokens_per_step
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
 from trainer.plan import Question, ask
@@ -52,13 +67,14 @@ PASSED_ON = (
     "weight_decay grad_clip_norm log_interval eval_interval save_interval save_minutes log_to "
     "eval_tokens checkpoint_path resume sample_tokens profile detect_anomaly"
 ).split()
-# What a command has as it was found, and not as it was typed.
+# Flags that are no part of the command that is recommended.
 ANSWERED = {"memory_budget", "card", "use_activation_checkpoint"}
+DEEPER = 2  # ways to go on when memory runs out that are named
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The trainers' flags. Those that the table is about may be there, and are left out of it;
-    they say which step --at-peak lists."""
+    """The trainers' flags, with those of the plan. `typed_policy` is the policy that was typed,
+    which the table leaves out, and which --at-peak lists."""
     parser = flags.build_parser("python -m scripts.plan_memory", "unused.pt")
     does = "Predict the memory of a training run, for each recompute policy."
     parser.description = f"{does} All other flags of the trainers may be there, too."
@@ -90,7 +106,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     typed = set(args.typed)
     open_init_from(args)
     args.implied = dict.fromkeys(args.typed - typed)  # what the weights say, nobody needs to type
-    args.typed_policy = plan_table.typed_policy(args) if args.at_peak else None
+    args.typed_policy = None
+    is_typed = "use_activation_checkpoint" in typed
+    if args.at_peak and is_typed and args.use_activation_checkpoint not in flags.AUTO:
+        args.typed_policy = write(flags.recompute_of(args))
     args.use_activation_checkpoint = "none"  # the rows are changes of a run without recompute
     flags.fill_in(args, 1 if args.sp else args.nproc_per_node or 1, is_run=False)
     if args.sp:
@@ -115,55 +134,58 @@ def check(args: argparse.Namespace) -> None:
 
 
 def aim(argv: list[str]) -> tuple[Question, float]:
-    """What is asked; and in how many seconds the machine was measured, if it was. Raises UsageError
-    or DataError."""
+    """What is asked; and the seconds in which the machine was measured, if it was. Raises
+    UsageError or DataError."""
     args, start = parse(argv), time.perf_counter()
-    asked = ask(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
-    if args.longest_sequence and asked.room.budget is None:
+    request = ask(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
+    if args.longest_sequence and request.room.budget is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
-    return asked, time.perf_counter() - start
+    return request, time.perf_counter() - start
 
 
-def describe_target(asked: Question, seconds: float) -> str:
+# ---- what is planned for
+
+
+def describe_target(request: Question, seconds: float) -> str:
     """What the table below is about."""
-    args, room, kind, card = asked.args, asked.room, asked.device.type, asked.card
-    precision = str(asked.precision).removeprefix("torch.")
-    if room.budget is None:
-        limit = f"no {kind} here and no --memory-budget: what fits cannot be told"
-    else:
+    args, config, room, card = request.args, request.config, request.room, request.card
+    kind = request.device.type
+    precision = str(request.precision).removeprefix("torch.")
+    limit = f"no {kind} here and no --memory-budget: what fits cannot be told"
+    if room.budget is not None:
         limit = f"tensors may take {room}"
     lines = [
-        f"model    {count_parameters(asked.config):,} parameters: {describe_model(asked.config)}",
+        f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
-        f"device   {kind}, {precision}{parallel_words(asked)}",
+        f"device   {kind}, {precision}{parallel_words(request)}",
     ]
     if card:
-        flops = digits(3, card.flops[PRECISIONS.index(asked.precision)] / 1e12)
+        flops = digits(3, card.flops[PRECISIONS.index(request.precision)] / 1e12)
         speed = f"{flops} TFLOP/s in {precision}, {digits(3, card.bytes_per_s / 1e9)} GB/s"
         how = f", measured in {seconds:.1f} s" if args.card == THIS_MACHINE else " at most"
         lines.append(f"card     {card.name}: {speed}{how}; times are estimates")
     lines.append(f"budget   {limit}")
-    lines.append(f"always   {format_bytes(asked.state)}: {state_words(asked)}")
-    if assumed := assumptions(asked):
+    lines.append(f"always   {format_bytes(request.state)}: {state_words(request)}")
+    if assumed := assumptions(request):
         lines.append(f"note     assumed, as nothing else was asked: {', '.join(assumed)}")
     if args.compile:
         lines.append("note     eager code is simulated; the compiler may change time and memory")
-    if card and asked.processes > 1:
+    if card and request.processes > 1:
         lines.append("note     the times are without what processes send each other")
     return "\n".join(lines)
 
 
-def parallel_words(asked: Question) -> str:
-    if asked.shards > 1:
-        held = f", fully_shard: {asked.shards} processes hold the model between them"
-        return held + ", and share each sequence" * (asked.sharing > 1)
-    return ", DistributedDataParallel" if asked.ddp else ""
+def parallel_words(request: Question) -> str:
+    if request.shards > 1:
+        held = f", fully_shard: {request.shards} processes hold the model between them"
+        return held + ", and share each sequence" * (request.sharing > 1)
+    return ", DistributedDataParallel" * request.ddp
 
 
-def state_words(asked: Question) -> str:
-    args, config, shards = asked.args, asked.config, asked.shards
-    size = replace(asked, shards=1).state / count_parameters(config)
-    dtype = "" if args.moments_dtype == "float32" else f" in {args.moments_dtype}"
+def state_words(request: Question) -> str:
+    args, config, shards = request.args, request.config, request.shards
+    size = replace(request, shards=1).state / count_parameters(config)
+    dtype = f" in {args.moments_dtype}" * (args.moments_dtype != "float32")
     state = f"weights, gradients, {optimizer_name(args)}{dtype} ({size:.3g} bytes a parameter)"
     if shards == 1:
         return state
@@ -171,23 +193,25 @@ def state_words(asked: Question) -> str:
     return f"1/{shards} of {state}; and gathered token embeddings, {gathered}"
 
 
-def assumptions(asked: Question) -> list[str]:
-    """What stands for flags that were left out by someone who asked for a model of their own."""
-    args = asked.args
-    shape = {"n_layers": "layers", "d_model": "channels", "n_heads": "heads"}
+def assumptions(request: Question) -> list[str]:
+    """The defaults of flags that were left out by someone who typed a part of a model's shape."""
+    args, typed = request.args, request.args.typed
     if args.model or args.init_from:
         return []
-    if not args.typed & (shape.keys() | {"d_ff", "seq_len", "vocab_size"}):
+    if typed.isdisjoint({"n_layers", "d_model", "n_heads", "d_ff", "seq_len", "vocab_size"}):
         return []
-    assumed = [
-        f"{getattr(args, name)} {noun}" for name, noun in shape.items() if name not in args.typed
-    ]
-    if not args.typed & {"tokenizer_name", "vocab_size", "train_data"}:
-        words = f"a vocabulary of {asked.vocab_size:,}"
-        assumed.append(words + ("" if args.use_toy_data else " (--tokenizer-name gpt2: 50,257)"))
-    if "seq_len" not in args.typed:
-        assumed.append(f"{args.seq_len} tokens (--seq-len)")
-    return assumed
+    larger = "" if args.use_toy_data else " (--tokenizer-name gpt2: 50,257)"
+    assumed = {  # unless one of these flags was typed
+        "n_layers": f"{args.n_layers} layers",
+        "d_model": f"{args.d_model} channels",
+        "n_heads": f"{args.n_heads} heads",
+        "tokenizer_name vocab_size train_data": f"a vocabulary of {request.vocab_size:,}{larger}",
+        "seq_len": f"{args.seq_len} tokens (--seq-len)",
+    }
+    return [words for names, words in assumed.items() if typed.isdisjoint(names.split())]
+
+
+# ---- what to run
 
 
 def command_line(args: argparse.Namespace, trainer: str = "", **found: Any) -> str:
@@ -195,148 +219,156 @@ def command_line(args: argparse.Namespace, trainer: str = "", **found: Any) -> s
     start = ["python", "train_minimal.py"]
     if args.nproc_per_node:
         ours = "train_sp.py" if args.sp else "train_fsdp.py" if args.fsdp else "train_ddp.py"
-        trainer = trainer or ours
-        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer]
+        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer or ours]
     found = {name: None if value is False else value for name, value in found.items()}
     return shlex.join([*start, *as_argv(args, **args.implied | found)])
 
 
-def verdict(asked: Question, table: list[Row]) -> list[str]:
+def verdict(request: Question, taken: Way | None, table: list[Way]) -> list[str]:
     """What to run; or why nothing fits, and what would."""
-    args, room, taken = asked.args, asked.room, recommend(table)
-    if room.budget is None:
+    args = request.args
+    if request.room.budget is None:
         return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]
+    if any(way.longest for way in table):
+        return longest_verdict(request, table)
+    lines = [command_line(args, **taken.changes(args))] if taken else []
     if taken and not taken.offloaded:
-        return [command_line(args, **taken.changes(args))]
-    lines, (_, knob) = [], asked.way_out()
-    if taken:  # offloaded; there may be something cheaper than that
+        return lines
+    knob = request.way_out()[1]
+    if taken:  # there may be something cheaper than to offload
         if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
-            lines = [f"or, instead of offloading, {knob.command(args)} ({knob.words})"]
-        return [*lines, command_line(args, **taken.changes(args))]
-    tight = [row for row in table if row.fits]
-    if tight:
-        row = min(tight, key=lambda row: row.step.peak)
-        lines.append(
-            f"tight    {row.name} leaves {format_bytes(room.budget - row.step.peak)} to "
-            "kernels, the CUDA context and gaps"
-        )
-    lines.append(f"nothing fits{' with a margin' * bool(tight)}; {asked.advice()}")
+            lines.insert(0, f"or, instead of offloading, {knob.command(args)} ({knob.words})")
+        return lines
+    tight = " with a margin" * any(way.fits for way in table)
+    lines = [f"nothing fits{tight}; {request.advice()}"]
     return [*lines, command_line(args, knob.trainer, **knob.flags)] if knob else lines
 
 
-def longest_verdict(asked: Question, table: list[Row]) -> list[str]:
-    """The command for the longest sequence of all rows, or what is said where none fits."""
+def longest_verdict(request: Question, table: list[Way]) -> list[str]:
+    """The command for the longest sequence of all, below those that give up less for it."""
 
-    def command(row: Row) -> str:
-        longer = row.asked.about(with_length(row.asked.args, row.longest or 0))
-        return command_line(asked.args, **Row(longer).changes(asked.args))
+    def run(way: Way) -> str:
+        longer = way_of(way.request.about(with_length(way.request.args, way.longest or 0)))
+        return command_line(request.args, **longer.changes(request.args))
 
     # Of as long ones the cheapest, offloaded last.
-    table = sorted(table, key=lambda row: (-(row.longest or 0), row.offloaded, row.cost))
-    if not table[0].longest:
-        return verdict(asked, table)
-    here, cut = next(row for row in table if not row.offloaded), plan_knobs.in_chunks(table[0])
-    lines = [f"or, with {CHUNKED}, {cut.longest:,} tokens: {command(cut)}"] if cut else []
-    if here is not table[0]:
-        lines.append(f"or, without offloading, {here.longest or 0:,} tokens: {command(here)}")
-    return [*lines, command(table[0])]
+    fits = [way for way in table if way.longest]
+    fits.sort(key=lambda way: (-(way.longest or 0), way.offloaded, way.cost))
+    best, here, lines = fits[0], [way for way in fits if not way.offloaded][:1], []
+    if cut := in_chunks(best):
+        lines.append(f"or, with {CHUNKED}, {cut.longest:,} tokens: {run(cut)}")
+    if here and here[0] is not best:
+        lines.append(f"or, without offloading, {here[0].longest:,} tokens: {run(here[0])}")
+    return [*lines, run(best)]
+
+
+def deeper_words(taken: Way | None) -> list[str]:
+    """The first ways that a run takes when memory runs out, each with its peak and its time."""
+    words = []
+    for way in islice(if_memory_runs_out(taken), DEEPER):
+        time = f", {'> ' * way.offloaded}~{format_time(way.seconds)}" if way.seconds else ""
+        words.append(f"{way.name} ({format_bytes(way.step.peak)}{time})")
+    return [f"deeper   if memory runs out: {', then '.join(words)}"] * bool(words)
+
+
+def whole_run(request: Question, taken: Way | None) -> tuple[dict[str, Any], list[str]]:
+    """The run that the flags ask for, with the step that is recommended: for the JSON file, and in
+    words. A billion tokens, by which runs are compared, if the flags do not tell how long it is."""
+    args, of_step = request.args, tokens_per_step(request.args, request.replicas)
+    tokens, lines, seconds = args.num_tokens or 10**9, [], None
+    if "num_steps" in args.typed:
+        tokens = args.num_steps * of_step
+    steps = math.ceil(tokens / of_step)
+    if args.num_epochs is not None:
+        unknown = f"how many steps --num-epochs {args.num_epochs:g} are is up to the data"
+        lines.append(f"note     {unknown}, which are not read here")
+    # (The command of --longest-sequence has other steps than the rows.)
+    if taken and taken.seconds and taken.longest is None:
+        seconds = taken.seconds * steps
+        time = f"{'more than' if taken.offloaded else 'about'} {format_time(seconds)}"
+        words = f"{format_tokens(tokens)} tokens, {steps:,} steps: {time}"
+        lines.append(f"run      {words}; without data, communication, evaluation")
+    return {"tokens": tokens, "steps": steps, "seconds": seconds}, lines
+
+
+# ---- all of it
+
+
+def plan(request: Question, bar: tqdm) -> dict[str, Any]:
+    """Print the plan; returns what goes into the JSON file. Raises UsageError or DataError."""
+    args, settings, table, record = request.args, list[Way](), list[Way](), None
+    if request.room.budget is None or request.state < request.room.budget:
+        settings = search_settings(request) if args.all_knobs else []
+        table = [] if settings else policy_table(request)
+    taken = settings[0] if settings else recommend(table)
+    if settings:
+        bar.write(plan_table.format_settings(settings) + "\n")
+    if table:
+        bar.write(plan_table.format_table(table, taken) + "\n")
+        if host := plan_table.describe_host(table[-1]):
+            bar.write(host + "\n")
+        if taken and taken.longest is None and (instead := request.instead_of(taken.step)):
+            bar.write(f"note     {instead}\n")
+    if (settings or table) and (note := request.planner.note):
+        bar.write(f"note     {note}\n")
+    if args.at_peak:
+        record = plan_table.record_step(request, taken)
+        bar.write(plan_table.format_peak(record) + "\n")
+    run, words = whole_run(request, taken)
+    bar.write("\n".join([*deeper_words(taken), *words, *verdict(request, taken, table)]))
+    return as_json(request, table, settings, run, record) if args.json else {}
 
 
 def as_json(
-    asked: Question,
-    table: list[Row],
-    settings: list[Row],
-    after: list[Row],
+    request: Question,
+    table: list[Way],
+    settings: list[Way],
     run: dict[str, Any],
     record: Record | None,
 ) -> dict[str, Any]:
-    args, taken = asked.args, recommend(table)
-    shape = args.batch_size, args.seq_len, asked.precision
+    """The JSON file, but for its first lines; all sizes in bytes."""
+    args, table = request.args, table or policy_table(request)
+    taken = recommend(table)
+    shape = args.batch_size, args.seq_len, request.precision
     moments = args.optimizer, getattr(torch, args.moments_dtype)
-    config = (taken or min(table, key=lambda row: row.step.peak)).step.config
-    alive = plan_table.at_peak(record) if record else None
+    config = (taken or min(table, key=lambda way: way.step.peak)).step.config
     return {
-        "config": asdict(asked.config),
+        "config": asdict(request.config),
         "batch_size": args.batch_size,
         "seq_len": args.seq_len,
-        "device": asked.device.type,
-        "precision": str(asked.precision).removeprefix("torch."),
-        "shards": asked.shards,
-        "state_bytes": asked.state,
-        "card": asked.card and asked.card.name,
-        "budget_bytes": asked.room.budget,
-        "safe_bytes": asked.room.safe,
+        "device": request.device.type,
+        "precision": str(request.precision).removeprefix("torch."),
+        "shards": request.shards,
+        "state_bytes": request.state,
+        "card": request.card and request.card.name,
+        "budget_bytes": request.room.budget,
+        "safe_bytes": request.room.safe,
         "takes": taken and taken.name,
         "run": run,
         "optimizer": args.optimizer,
         "moments_dtype": args.moments_dtype,
         "closed_form": closed_form(config, *shape, *moments),
-        "rows": [row.as_json() for row in table],
+        "rows": [way.as_json(args) for way in table],
         "if_out_of_memory": [
-            {"policy": row.name, "peak_bytes": row.step.peak, "seconds": row.seconds}
-            for row in after
+            {"policy": way.name, "peak_bytes": way.step.peak, "seconds": way.seconds}
+            for way in if_memory_runs_out(settings[0] if settings else taken)
         ],
-        "all_knobs": [setting_json(row, args) for row in settings],
-        "alive_at_peak": alive,
+        "all_knobs": [way.as_json(args) for way in settings],
+        "alive_at_peak": record and plan_table.at_peak(record),
         "alive_at_peak_of": record and record.step.config.recompute,
     }
 
 
-def make_table(asked: Question) -> list[Row]:
-    table = plan_table.rows(asked)
-    if not asked.args.longest_sequence or asked.args.all_knobs:
-        return table
-    return [replace(row, longest=plan_knobs.longest_sequence(row)) for row in table]
-
-
-def plan(asked: Question, bar: tqdm) -> dict[str, Any]:
-    """Print the plan; returns what goes into the JSON file. Raises UsageError or DataError."""
-    args, table, settings = asked.args, list[Row](), list[Row]()
-    if asked.room.budget is None or asked.state < asked.room.budget:
-        if args.all_knobs:
-            settings = plan_knobs.turn_all_knobs(asked)
-        if settings:
-            bar.write(plan_knobs.format_settings(settings) + "\n")
-        else:
-            table = make_table(asked)
-            best = recommend(table)
-            bar.write(plan_table.format_table(table, best) + "\n")
-            if host := plan_table.describe_host(table):
-                bar.write(host + "\n")
-            if best and best.longest is None and (instead := asked.instead_of(best.step)):
-                bar.write(f"note     {instead}\n")
-    shown = settings or table
-    if shown and (note := shown[0].asked.planner.note):
-        bar.write(f"note     {note}\n")
-    taken, record = settings[0] if settings else recommend(table), None
-    if args.at_peak:
-        record = plan_table.record_step(asked, taken)
-        bar.write(plan_table.format_peak(record) + "\n")
-    run, words = plan_table.whole_run(asked, taken)
-    lines = plan_table.describe_next(taken) + words
-    if settings:
-        lines.append(command_line(args, **settings[0].changes(args)))
-    elif table and table[0].longest is not None:
-        lines += longest_verdict(asked, table)
-    else:
-        lines += verdict(asked, table)
-    bar.write("\n".join(lines))
-    if not args.json:
-        return {}
-    after = [*plan_table.if_memory_runs_out(taken)]
-    return as_json(asked, table or make_table(asked), settings, after, run, record)
-
-
 @tool
 def main(argv: list[str]) -> None:
-    asked, seconds = aim(argv)  # --help and errors want no bar yet
+    request, seconds = aim(argv)  # --help and errors want no bar yet
     with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
-        bar.write(describe_target(asked, seconds) + "\n")
-        result = plan(replace(asked, watch=bar.update), bar)
-    if asked.args.json:
-        command = {"command": shlex.join(["python", "-m", "scripts.plan_memory", *argv])}
-        about = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        asked.args.json.write_text(json.dumps(about | command | result, indent=1) + "\n")
+        bar.write(describe_target(request, seconds) + "\n")
+        result = plan(replace(request, watch=bar.update), bar)
+    if request.args.json:
+        command = shlex.join(["python", "-m", "scripts.plan_memory", *argv])
+        about = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "command": command}
+        request.args.json.write_text(json.dumps(about | result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

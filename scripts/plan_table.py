@@ -1,6 +1,7 @@
-"""The table of scripts/plan_memory.py: one row for each way to recompute, and which to take.
+"""The ways to run a step that scripts/plan_memory.py compares: what each takes, and what it costs.
 
-And how long the whole run takes then; and what is alive at the peak, by name (`--at-peak`): some
+Three searches find them: the table of policies, the longest sequence (`longest_sequence`), the
+fastest micro-batch (`search_settings`). `--at-peak` lists what is alive at a peak, by name: some
 hundred tensors, but blocks are alike, so that they make a few dozen groups (`group_of` in
 planner/record.py), and the largest nine of them are nearly all of it.
 """
@@ -8,109 +9,90 @@ planner/record.py), and the largest nine of them are nearly all of it.
 import argparse
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
-from memory import expanded, write
+from memory import expanded
+from memory.policies import sizes_of_chunks
 from planner import StepMemory
 from planner.choose import nested_groups, rungs
-from planner.formulas import recompute_cost, step_flops
+from planner.formulas import recompute_cost
 from planner.log import Storage
 from planner.record import ALIKE, Record, code_of, group_of
-from scripts.style import policy_fields
-from trainer.flags import (
-    AUTO,
-    changed,
-    format_tokens,
-    moot_chunks,
-    recompute_of,
-    tokens_per_step,
-    words_of,
-)
+from scripts.style import relative_flops
+from trainer.flags import MOST, changed, moot_chunks, words_of
 from trainer.metrics import format_bytes
-from trainer.plan import AFTER_RESTART, Question, next_policy
+from trainer.plan import AFTER_RESTART, Knob, Question, next_policy
 
 OFFLOADED = "full+offload"
-SHOWN = 2  # ways to go on when memory runs out
+STEP = 64  # tokens; lengths are multiples of it
+TRIES = 6  # lengths, found by lines; then by halves
+CHUNKED = "other rounding of six gradients a block"  # what --mlp-chunks costs
+SETTINGS = 5  # shown of --all-knobs
 LINES = 10  # of the list of what is alive
-SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way to run what was asked for."""
+class Way:
+    """One way to run what was asked for, with the step that is simulated for it."""
 
-    asked: Question  # with this way's policy; of --all-knobs, with its micro-batch as well
-    longest: int | None = None  # sequence that fits, in tokens; None: nobody asked
-
-    @property
-    def step(self) -> StepMemory:
-        return self.asked.step
+    request: Question  # its flags ask for this way
+    step: StepMemory
+    seconds: float | None  # of a training step, all its micro-batches; None: no card
+    tokens_per_s: float | None  # of all processes
+    fits: bool | None  # without a margin; None: unknown
+    fits_safely: bool  # and leaves the margin
+    longest: int | None = None  # tokens of the longest sequence that fits; None: not asked
 
     @property
     def name(self) -> str:
+        """The policy."""
         return self.step.config.recompute
-
-    def changes(self, args: argparse.Namespace) -> dict[str, Any]:
-        """What is to be typed instead of `args`. (Positions follow --seq-len by themselves, unless
-        a model by name has its own.)"""
-        own = vars(self.asked.args)
-        names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
-        names += ["max_position_embeddings"] * bool(args.model)
-        found = {name: own[name] for name in names if own[name] != getattr(args, name)}
-        return found | {"use_activation_checkpoint": self.name} | moot_chunks(args, self.name)
-
-    @property
-    def replayed(self) -> float:
-        """FLOPs done twice, in units of what the step needs."""
-        needed, _ = step_flops(replace(self.step.config, recompute="none"), self.step.seq_len)
-        return step_flops(self.step.config, self.step.seq_len, self.asked.args.compile)[1] / needed
 
     @property
     def offloaded(self) -> bool:
         return expanded(self.step.config).offload
 
     @property
-    def fits(self) -> bool | None:
-        """With or without the margin. (And the CPU has room for what is offloaded, as far as
-        anybody knows.)"""
-        room, step = self.asked.room, self.step
-        if room.budget is None:
-            return None
-        return step.peak <= room.budget and (room.host is None or step.host <= room.host)
-
-    @property
-    def safe(self) -> bool:
-        return bool(self.fits) and self.step.peak <= self.asked.budget
-
-    @property
     def largest_batch(self) -> int | None:
-        """That fits with the margin; None: nobody knows."""
-        return None if self.asked.room.budget is None else self.asked.largest_batch
+        """Sequences that fit with the margin; None: unknown. (It takes some more simulations.)"""
+        return None if self.request.room.budget is None else self.request.largest_batch
 
     @property
-    def seconds(self) -> float | None:
-        return self.asked.seconds(self.step) if self.asked.card else None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return self.asked.tokens_per_s(self.step) if self.asked.card else None
+    def replayed(self) -> float:
+        """FLOPs done twice, in units of what the step needs."""
+        args = self.request.args
+        return relative_flops(self.step.config, args.seq_len, args.compile) - 1
 
     @property
     def cost(self) -> tuple[float, float]:
-        """What is to be small: time, then memory; FLOPs where no clock tells the time."""
+        """Smaller is better: time, then memory; without a card FLOPs done twice."""
         if self.seconds is None:
             return recompute_cost(self.step.config, self.step.seq_len)
         return self.seconds, self.step.peak
 
-    def as_json(self) -> dict[str, Any]:
+    def changes(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Flags to type instead of those in `args`. (Positions follow --seq-len by themselves,
+        unless a model by name has its own.)"""
+        own = vars(self.request.args)
+        names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
+        names += ["max_position_embeddings"] * bool(args.model)
+        found = {name: own[name] for name in names if own[name] != getattr(args, name)}
+        return found | {"use_activation_checkpoint": self.name} | moot_chunks(args, self.name)
+
+    def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
+        """A row of the JSON file; `flags` are to be typed instead of those in `args`."""
         step = self.step
         return {
-            **policy_fields(step.config),
-            "flags": words_of({"use_activation_checkpoint": self.name}),
+            "name": self.name,
+            "policy": self.name,
+            "flags": words_of(self.changes(args)),
+            "batch_size": step.batch_size,
+            "grad_accum_steps": self.request.args.grad_accum_steps,
+            "seq_len": step.seq_len,
             "peak_bytes": step.peak,
             "at_peak": step.at_peak,
             "where": step.where,
@@ -119,161 +101,246 @@ class Row:
             "kept_bytes_per_block": step.kept_per_block,
             "replayed": self.replayed,
             "fits": self.fits,
-            "fits_safely": None if self.fits is None else self.safe,
+            "fits_safely": None if self.fits is None else self.fits_safely,
             "largest_batch": self.largest_batch,
-            "largest_batch_safely": self.largest_batch,  # (as it was called)
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
             "longest_sequence_safely": self.longest,
         }
 
 
-def rows(asked: Question) -> list[Row]:
-    """Every policy, and the cheapest way that fits (a row of its own if it is a mix); for long
-    sequences nested groups as well."""
-    ways, taken = [*rungs(asked.planner), OFFLOADED], asked.pick().config
-    if asked.args.longest_sequence:
-        ways[-1:-1] = nested_groups(asked.args.n_layers)
-    if taken.recompute not in ways:
-        how = expanded(taken)
-        ways.insert(ways.index(OFFLOADED if how.nested else how.policies[0]), taken.recompute)
-    return [Row(asked.about(changed(asked.args, use_activation_checkpoint=way))) for way in ways]
+def way_of(request: Question, **flags: Any) -> Way:
+    """Simulate the step that the request's flags ask for, with these changes."""
+    request = request.about(changed(request.args, **flags))
+    step, room, seconds, speed, fits = request.step, request.room, None, None, None
+    if request.card:
+        seconds, speed = request.seconds(step), request.tokens_per_s(step)
+    if room.budget is not None:
+        fits = step.peak <= room.budget and step.host <= (room.host or math.inf)
+    return Way(request, step, seconds, speed, fits, bool(fits) and step.peak <= request.budget)
 
 
-def recommend(table: list[Row]) -> Row | None:
-    """The cheapest row of those that fit and leave a margin; offload, whose copies no clock tells,
-    is the last."""
-    safe = [row for row in table if row.safe]
-    return min(safe, key=lambda row: (row.offloaded, row.cost), default=None)
+# ---- the table
 
 
-def format_table(table: list[Row], taken: Row | None) -> str:
+def policy_table(request: Question) -> list[Way]:
+    """Every policy, and the cheapest that fits (a row of its own if it is a mix); for long
+    sequences nested groups and lengths as well."""
+    names, taken = [*rungs(request.planner), OFFLOADED], request.pick().config
+    if request.args.longest_sequence:
+        names[-1:-1] = nested_groups(request.args.n_layers)
+    if taken.recompute not in names:
+        plan = expanded(taken)
+        before = OFFLOADED if plan.nested else plan.policies[0]
+        names.insert(names.index(before), taken.recompute)
+    ways = [way_of(request, use_activation_checkpoint=name) for name in names]
+    if request.args.longest_sequence:
+        ways = [replace(way, longest=longest_sequence(way.request)) for way in ways]
+    return ways
+
+
+def recommend(ways: list[Way]) -> Way | None:
+    """The cheapest that fits and leaves a margin. Offload, whose copies no clock tells, is last."""
+    safe = [way for way in ways if way.fits_safely]
+    return min(safe, key=lambda way: (way.offloaded, way.cost), default=None)
+
+
+def format_table(ways: list[Way], taken: Way | None) -> str:
     """Aligned columns; `taken` is marked."""
     fits = {True: "tight", False: "no", None: "?"}
     lines = []
-    for row in table:
-        line = {" <": ">" * (row is taken), "policy<": row.name}
-        line["peak>"] = format_bytes(row.step.peak)
-        if row.asked.card:
-            line |= time_cells(row, table[0])
+    for way in ways:
+        step, largest = way.step, way.largest_batch
+        line = {" <": ">" * (way is taken), "policy<": way.name, "peak>": format_bytes(step.peak)}
+        if way.seconds:
+            line |= estimates(way, ways[0])
         else:
-            line["where<"] = row.step.where
-            line["kept a block>"] = format_bytes(row.step.kept_per_block)
-            line["FLOPs twice>"] = f"{row.replayed:.1%}"
-        line["fits<"] = "yes" if row.safe else fits[row.fits]
-        line["up to a batch of>"] = format_count(row.largest_batch)
-        if row.longest is not None:
-            line["longest sequence>"] = format_count(row.longest)
+            line |= {
+                "where<": step.where,
+                "kept a block>": format_bytes(step.kept_per_block),
+                "FLOPs twice>": f"{way.replayed:.1%}",
+            }
+        line["fits<"] = "yes" if way.fits_safely else fits[way.fits]
+        line["up to a batch of>"] = "?" if largest is None else f"{largest:,}"
+        if way.longest is not None:
+            line["longest sequence>"] = f"{way.longest:,}"
         lines.append(line)
-    return align([[name, *(line[name] for line in lines)] for name in lines[0]])
+    return align(lines)
 
 
-def time_cells(row: Row, first: Row) -> dict[str, str]:
-    """Estimates, shown as such. Of offloaded rows the clock knows all but the copies."""
-    seconds, none = row.asked.seconds(row.step), first.asked.seconds(first.step)
-    more = f"{'> ' * row.offloaded}{seconds / none - 1:+.0%}"
-    speed = digits(3, row.asked.tokens_per_s(row.step))
-    return {
-        "time>": f"~{format_time(none)}" if row is first else more,
-        "tokens/s>": f"{'<' if row.offloaded else '~'}{speed}",
-    }
+def estimates(way: Way, first: Way) -> dict[str, str]:
+    """Cells of a table with times, shown as estimates: that of the first row, and what the others
+    are more. Of offloaded ways the clock knows all but the copies."""
+    time, speed = way.seconds or 0, digits(3, way.tokens_per_s or 0)
+    more = f"{time / (first.seconds or 1) - 1:+.0%}"
+    if way.offloaded:
+        return {"time>": f"> {more}", "tokens/s>": f"<{speed}"}
+    return {"time>": f"~{format_time(time)}" if way is first else more, "tokens/s>": f"~{speed}"}
 
 
-def describe_host(table: list[Row]) -> str:
-    """What the offloaded row takes of a machine's CPU memory, beside its GPUs; "": nothing."""
-    row = table[-1]
-    asked, step, largest = row.asked, row.step, row.largest_batch or 0
-    if asked.device.type == "cpu" or not row.offloaded or not step.host:
+def describe_host(way: Way) -> str:
+    """CPU memory that an offloaded way takes beside the GPUs; "": none."""
+    processes, step, largest = way.request.processes, way.step, way.largest_batch
+    if way.request.device.type == "cpu" or not step.host:
         return ""
-    pinned, several = asked.processes * step.host, asked.processes > 1
-    words = f"offload  pins {format_bytes(pinned)} of CPU memory"
-    words += f" in {asked.processes} processes" * several
-    if largest > step.batch_size:  # (it grows by the sequence, from some sequences on)
-        words += f", about {format_bytes(pinned * largest / step.batch_size)}"
-        words += f" for {largest} sequences" + " in each" * several
+    words = f"offload  pins {format_bytes(processes * step.host)} of CPU memory"
+    if processes > 1:
+        words += f" in {processes} processes"
+    if largest and largest > step.batch_size:  # (it grows by the sequence, from some on)
+        most = format_bytes(processes * step.host * largest / step.batch_size)
+        words += f", about {most} at a batch of {largest:,}"
     return words
 
 
-# ---- when memory runs out
+def if_memory_runs_out(way: Way | None) -> Iterator[Way]:
+    """Yield the ways that a run takes after `way`: each when memory has run out with the one before
+    it. (With shards torchrun starts it again: --max-restarts.)"""
+    if way and way.longest is None and way.request.args.on_out_of_memory == "deeper":
+        request, share = way.request, AFTER_RESTART if way.request.shards > 1 else 1
+        while step := next_policy(request, way.name, share=share):
+            way = way_of(request, use_activation_checkpoint=step.config.recompute)
+            yield way
 
 
-def if_memory_runs_out(row: Row | None) -> Iterator[Row]:
-    """Yield the ways to recompute that a run takes after `row`: each when memory has run out with
-    the one before it. (With shards torchrun starts it again: --max-restarts.)"""
-    if row and row.longest is None and row.asked.args.on_out_of_memory == "deeper":
-        asked, share = row.asked, AFTER_RESTART if row.asked.shards > 1 else 1
-        while step := next_policy(asked, row.name, share=share):
-            args = changed(asked.args, use_activation_checkpoint=step.config.recompute)
-            row = Row(asked.about(args))
-            yield row
+# ---- the longest sequence
 
 
-def describe_next(row: Row | None) -> list[str]:
-    """The first two of them, each with its peak and its time; [] if there are none."""
-    words = []
-    for after in islice(if_memory_runs_out(row), SHOWN):
-        time = f", {'> ' * after.offloaded}~{format_time(after.seconds)}" if after.seconds else ""
-        words.append(f"{after.name} ({format_bytes(after.step.peak)}{time})")
-    return [f"deeper   if memory runs out: {', then '.join(words)}"] * bool(words)
+def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
+    """The same for sequences of that length; positions grow with it, unless they were typed."""
+    then = Knob({"seq_len": seq_len}).change(args)
+    then.max_position_embeddings = max(seq_len, then.max_position_embeddings)
+    return then
 
 
-# ---- the whole run
+def longest_possible(args: argparse.Namespace) -> int:
+    typed = "max_position_embeddings" in args.typed
+    return args.max_position_embeddings if typed else MOST
 
 
-def whole_run(asked: Question, row: Row | None) -> tuple[dict[str, Any], list[str]]:
-    """What was asked, with the step that is recommended: for the JSON file, and in words. If nobody
-    said how long, it is a billion tokens, by which runs are compared."""
-    args, of_step, lines = asked.args, tokens_per_step(asked.args, asked.replicas), []
-    if "num_steps" in args.typed:
-        steps = args.num_steps
-        tokens, words = steps * of_step, f"{steps:,} steps"
-    else:
-        tokens = args.num_tokens or 10**9
-        steps = math.ceil(tokens / of_step)
-        words = f"{format_tokens(tokens)} tokens, {steps:,} steps"
-    if args.num_epochs is not None:
-        unknown = f"how many steps --num-epochs {args.num_epochs:g} are is up to the data"
-        lines.append(f"note     {unknown}, which are not read here")
-    seconds = None
-    # (The command of --longest-sequence has other steps than the rows.)
-    if row and row.seconds is not None and row.longest is None:
-        seconds = row.seconds * steps
-        about = "more than" if row.offloaded else "about"  # (it copies)
-        without = "without data, communication, evaluation"
-        lines.append(f"run      {words}: {about} {format_time(seconds)}; {without}")
-    elif args.num_tokens:
-        lines.append(f"run      {words}; --card tells how long they take")
-    return {"tokens": tokens, "steps": steps, "seconds": seconds}, lines
+def longest_sequence(request: Question) -> int:
+    """Tokens of the longest sequence that fits and leaves the margin; 0: none does."""
+    args = request.args
+
+    def peak(n: int) -> int:
+        return request.about(with_length(args, n * STEP)).step.peak
+
+    if request.state > request.budget:
+        return 0
+    # Where attention is fused, tokens take as much in one sequence as in another.
+    guess = request.largest_batch * args.seq_len // (args.batch_size * STEP)
+    most = longest_possible(args) // STEP
+    return STEP * most_that_fit(peak, request.state, request.budget, guess, most)
+
+
+def most_that_fit(
+    peak: Callable[[int], int], nothing: int, budget: int, guess: int, most: int
+) -> int:
+    """The largest n in 0..most with peak(n) within the budget, which is at least peak(0) =
+    `nothing`. The peak grows with n, nearly along a line, so few of them need to be known."""
+    low, high, tries = 0, most + 1, 0
+    while high - low > 1:
+        n = min(max(guess, low + 1), high - 1)
+        found = peak(n)
+        low, high = (n, high) if found <= budget else (low, n)
+        guess = n * (budget - nothing) // max(found - nothing, 1)
+        tries += 1
+        if tries >= TRIES:  # it is no line
+            guess = (low + high) // 2 if high <= most else 2 * low
+    return low
+
+
+def in_chunks(way: Way) -> Way | None:
+    """The same with the MLP half in chunks, and its longest sequence; None: that is no longer."""
+    args = way.request.args
+    if not expanded(way.step.config).cuts_mlp or not cuts_mlp(with_length(args, way.longest or 1)):
+        return None
+    cut = way_of(way.request, mlp_chunks=0)
+    cut = replace(cut, longest=longest_sequence(cut.request))
+    return cut if (cut.longest or 0) > (way.longest or 0) else None
+
+
+def cuts_mlp(args: argparse.Namespace) -> bool:
+    """Would --mlp-chunks 0 cut what it does not cut yet?"""
+    fresh = args.mlp_chunks == 1 and not args.compile and args.gather_dtype == "float32"
+    return fresh and len(sizes_of_chunks(args.seq_len, args.d_ff, 0)) > 1
+
+
+# ---- all knobs
+
+
+def search_settings(request: Question) -> list[Way]:
+    """The fastest policy for each micro-batch into which the sequences of a step can be dealt out,
+    the fastest first; none if none fits. (They are the same training: as many sequences a step, and
+    policies change no result.)"""
+    if request.args.longest_sequence:
+        request = with_longest(request)
+    asked = request.args.batch_size
+    sequences = asked * request.args.grad_accum_steps
+    found: list[Way] = []
+    for size in range(1, sequences + 1):
+        if sequences % size:
+            continue
+        parts = {"batch_size": size, "grad_accum_steps": sequences // size}
+        step = request.about(changed(request.args, **parts)).pick()
+        if step.peak > request.budget:
+            break
+        found.append(way_of(request, **parts, use_activation_checkpoint=step.config.recompute))
+        # From some size on all are slower: they replay more.
+        if size >= asked and found[-1].cost > min(way.cost for way in found):
+            break
+    return sorted(found, key=lambda way: way.cost)
+
+
+def with_longest(request: Question) -> Question:
+    """With the longest sequences that the tokens of a step can be cut into and that fit, one at a
+    time; as it is if none of them does."""
+    args = request.args
+    tokens = args.batch_size * args.grad_accum_steps * args.seq_len
+    most = min(tokens, longest_possible(args))
+    lengths = [n for n in range(STEP, most + 1, STEP) if tokens % n == 0]
+
+    def cut(seq_len: int) -> Question:
+        parts = {"batch_size": 1, "grad_accum_steps": tokens // seq_len}
+        return request.about(changed(with_length(args, seq_len), **parts))
+
+    n = bisect_left(lengths, True, key=lambda n: cut(n).pick().peak > request.budget)
+    return cut(lengths[n - 1]) if n else request
+
+
+def format_settings(settings: list[Way]) -> str:
+    """The best few, the first one marked."""
+    lines = [
+        {
+            " <": ">" * (way is settings[0]),
+            "a step is<": "{grad_accum_steps} x {batch_size} x {seq_len:,} tokens".format_map(
+                vars(way.request.args)
+            ),
+            "policy<": way.name,
+            "peak>": format_bytes(way.step.peak),
+            "time>": f"~{format_time(way.seconds or 0)}",
+            "tokens/s>": f"~{digits(3, way.tokens_per_s or 0)}",
+        }
+        for way in settings[:SETTINGS]
+    ]
+    return align(lines)
 
 
 # ---- what is alive at the peak
 
 
-def typed_policy(args: argparse.Namespace) -> str | None:
-    """The way to recompute that was typed; None: none was, or auto.
-
-    Raises UsageError if there is no such way.
-    """
-    if "use_activation_checkpoint" not in args.typed or args.use_activation_checkpoint in AUTO:
-        return None
-    return write(recompute_of(args))
-
-
-def record_step(asked: Question, taken: Row | None) -> Record:
-    """Of the way that was typed, else of the recommended one, else (nobody knows) without
-    recompute."""
-    typed = asked.args.typed_policy
-    if typed is None and taken is not None:
-        asked = taken.asked
-    policy = typed or asked.config.recompute
-    return asked.planner.record(asked.args.batch_size, recompute=policy)
+def record_step(request: Question, taken: Way | None) -> Record:
+    """The step with the policy that was typed, else the recommended one, else without recompute."""
+    policy = request.args.typed_policy
+    if policy is None and taken:
+        request, policy = taken.request, taken.name
+    return request.planner.record(request.args.batch_size, recompute=policy or "none")
 
 
 def at_peak(record: Record) -> list[dict[str, Any]]:
     """Groups, as the JSON file has them, the largest first. Their bytes are the peak, exactly."""
-    found: dict[tuple[str, str], list[Storage]] = {}
+    found = defaultdict[tuple[str, str], list[Storage]](list)
     for storage in record.at_peak:
-        found.setdefault(group_of(storage), []).append(storage)
+        found[group_of(storage)].append(storage)
     groups = [describe(name, storages) for (name, _), storages in found.items()]
     return sorted(groups, key=lambda group: -group["bytes"])
 
@@ -282,7 +349,7 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
     """Storages that are the same but for their block; or all weights, say. At least one."""
     first, n = storages[0], len(storages)
     equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
-    # Where most of them were made; of all weights, say, there is no line.
+    # The line where most of them were made; all weights, say, have none.
     line = "" if n > 1 and first.kind in ALIKE else most(storage.line for storage in storages)
     return {
         "name": first.name if n == 1 else name,
@@ -298,19 +365,18 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
 
 
 def most(words: Iterable[str]) -> str:
-    """The one that is there most often."""
+    """The most frequent one."""
     return Counter(words).most_common(1)[0][0]
 
 
 def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
     """("12 x blocks.*.mlp.c_fc: output", "12288x3072 bf16", line, why)"""
-    what, shape = group["name"], ""
-    if group["count"] > 1:
-        what = f"{group['count']} x {what}"
+    times = f"{group['count']} x " * (group["count"] > 1)
+    shape = ""
     if group["dtype"]:
-        dtype = SHORT.get(group["dtype"], group["dtype"])
-        shape = f"{'x'.join(map(str, group['shape']))} {dtype}".strip()
-    return what, shape, group["line"], group["why"]
+        sides = "x".join(map(str, group["shape"]))
+        shape = f"{sides} {group['dtype'].replace('float', 'f')}".strip()
+    return times + group["name"], shape, group["line"], group["why"]
 
 
 def format_peak(record: Record) -> str:
@@ -321,27 +387,25 @@ def format_peak(record: Record) -> str:
     if others := groups[len(shown) :]:
         rest, n = (sum(group[key] for group in others) for key in ("bytes", "count"))
         rows.append((rest, f"and {n} others", "", "", ""))
-    lines: list[tuple[str, ...]] = [("bytes>", "share>", "what<", "shape<", "line<", "why<")]
-    lines += [(format_bytes(size), f"{size / peak:.1%}", *words) for size, *words in rows]
+    names = ("bytes>", "share>", "what<", "shape<", "line<", "why<")
+    lines = [(format_bytes(size), f"{size / peak:.1%}", *words) for size, *words in rows]
     title = f"alive at the peak of {record.step.config.recompute}: {format_bytes(peak)}"
-    table = align([[*column] for column in zip(*lines, strict=True)])
+    table = align([dict(zip(names, line, strict=True)) for line in lines])
     return f"{title}, {record.step.where}\n\n{table}"
 
 
 # ---- words
 
 
-def align(columns: list[list[str]]) -> str:
-    """The first cell of a column is its name, and "<" or ">": flush left, or right."""
-    for column in columns:
-        side, column[0] = column[0][-1], column[0][:-1]
-        width = max(map(len, column))
-        column[:] = [f"{cell:{side}{width}}" for cell in column]
+def align(lines: list[dict[str, str]]) -> str:
+    """Cells by the names of their columns, below these. A name ends in "<" or ">": its column is
+    flush left, or right."""
+    columns = []
+    for name in lines[0]:
+        cells = [name[:-1], *(line[name] for line in lines)]
+        width = max(map(len, cells))
+        columns.append([f"{cell:{name[-1]}{width}}" for cell in cells])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
-
-
-def format_count(count: int | None) -> str:
-    return "?" if count is None else f"{count:,}"
 
 
 def digits(n: int, x: float) -> str:

@@ -69,7 +69,7 @@ def name_of(storage: Storage) -> str | None:
 
 def look(policy: str) -> list[BlockTensor]:
     """What one block makes in a training step with that policy, in the order of forward."""
-    record = plan(FLAGS).asked.planner.record(BATCH_SIZE, recompute=policy)
+    record = plan(FLAGS).request.planner.record(BATCH_SIZE, recompute=policy)
     backward = record.step.phase("backward").start
     ours = [storage for storage in record.storages if name_of(storage)]
     made = [storage for storage in ours if storage.phase != "backward"]
@@ -94,7 +94,7 @@ def kept_btc(tensors: list[BlockTensor]) -> float:
 
 def step_cost(policy: str) -> float:
     """FLOPs of a whole step of GPT-2 small, in units of the step without recompute."""
-    return relative_flops(replace(plan(FLAGS).asked.config, recompute=policy), SEQ_LEN)
+    return relative_flops(replace(plan(FLAGS).request.config, recompute=policy), SEQ_LEN)
 
 
 def sums(blocks: Blocks) -> dict[str, list[str]]:

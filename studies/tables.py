@@ -22,23 +22,29 @@ from planner.cards import device_type
 from planner.choose import RUNGS
 from scripts import tool
 from scripts.benchmark import about, table, write_json
-from scripts.plan_knobs import longest_sequence, setting_json, turn_all_knobs, with_length
 from scripts.plan_memory import aim
-from scripts.plan_table import Row, digits, format_time
+from scripts.plan_table import (
+    Way,
+    digits,
+    format_time,
+    longest_sequence,
+    search_settings,
+    way_of,
+    with_length,
+)
 from studies.common import study_parser
-from trainer.flags import SHAPES, changed, output_file
+from trainer.flags import SHAPES, output_file
 from trainer.metrics import format_bytes
 
 Rows = list[dict[str, Any]]
 MADE = defaultdict[tuple, dict](dict)  # tables of one device and precision share what is simulated
 
 
-def plan(flags: str, policy: str = "none", clock: str = "") -> Row:
+def plan(flags: str, policy: str = "none", clock: str = "") -> Way:
     """One row of plan_memory, its time by the clock of a card that --card need not name."""
-    asked, _ = aim(flags.split())
-    args = changed(asked.args, use_activation_checkpoint=policy)
-    card = CARDS[clock] if clock else asked.card
-    return Row(replace(asked.about(args), card=card, made=MADE[asked.device.type, asked.precision]))
+    request, _ = aim(flags.split())
+    card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.precision]
+    return way_of(replace(request, card=card, made=made), use_activation_checkpoint=policy)
 
 
 # ---- What each policy costs
@@ -93,6 +99,7 @@ BESIDE = (
 SHOWN = [name for name in CARDS if device_type(CARDS[name]) == "cuda" and name not in BESIDE]
 SPENT = (("none", 1), ("none", 0), ("full", 0))  # policy, --loss-chunks
 STEP = "--batch-size 16 --grad-accum-steps 32"  # half a million tokens, as GPT-3 had
+SETTING = "name batch_size grad_accum_steps seq_len flags peak_bytes seconds tokens_per_s".split()
 
 
 def card_row(name: str) -> dict[str, Any]:
@@ -106,9 +113,11 @@ def card_row(name: str) -> dict[str, Any]:
         ]
         for model, words in flags.items()
     }
-    fit = (plan(f"{flags[model]} {STEP}").asked for model in reversed(SHAPES) if batches[model][-1])
-    best = next(settings[0] for settings in map(turn_all_knobs, fit) if settings)
-    fastest = {"model": best.asked.args.model, **setting_json(best, best.asked.args)}
+    fit = (model for model in reversed(SHAPES) if batches[model][-1])
+    found = (search_settings(plan(f"{flags[model]} {STEP}").request) for model in fit)
+    best = next(settings[0] for settings in found if settings)
+    args = best.request.args
+    fastest = {"model": args.model} | {key: best.as_json(args)[key] for key in SETTING}
     return {
         "card": name,
         "memory_bytes": CARDS[name].memory,
@@ -163,8 +172,8 @@ def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
     flags += f"--mlp-chunks {mlp_chunks}"
     flags += f" --nproc-per-node {processes} --sp" * (processes > 1)
     row = plan(flags, policy.replace("K", str(group)), clock)
-    tokens = longest_sequence(row)
-    then = Row(row.asked.about(with_length(row.asked.args, tokens)))
+    tokens = longest_sequence(row.request)
+    then = way_of(row.request.about(with_length(row.request.args, tokens)))
     return {
         "model": model,
         "policy": policy,

@@ -100,7 +100,7 @@ def test_a_row():
     best = row["fastest"]
     flags += f" --batch-size {best['batch_size']} --grad-accum-steps {best['grad_accum_steps']}"
     found = tables.plan(flags, best["name"])
-    assert found.step.peak == best["peak_bytes"] <= found.asked.budget, REMAKE
+    assert found.step.peak == best["peak_bytes"] <= found.request.budget, REMAKE
     assert found.tokens_per_s == pytest.approx(best["tokens_per_s"], rel=1e-9), REMAKE
 
 

@@ -2,27 +2,24 @@
 
 import re
 import shlex
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cases.shapes import WIDE
-from harness import planned
-from harness.answers import BATCH, SHAPE, ask, budget_for, question, run
+from harness.answers import SHAPE, ask, budget_for, question, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import CARDS, Card, Planner
+from planner import CARDS, Planner
 from planner.choose import RUNGS
 from planner.formulas import count_parameters
-from scripts import plan_memory, plan_table
+from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
 from trainer.device import Room, for_tensors
 from trainer.flags import build_parser, byte_count
 from trainer.metrics import format_bytes
-from trainer.plan import Question, next_policy
+from trainer.plan import next_policy
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30
@@ -39,19 +36,13 @@ def tight() -> str:
     return budget_for((peaks["none"] + peaks["full"]) / 2)
 
 
-def update_of(asked: Question) -> float:
-    """Seconds: it moves 40 bytes of each parameter that a process holds."""
-    moved = 40 * count_parameters(asked.config) / asked.shards
-    return moved / (asked.card.bytes_per_s * asked.card.reached_bytes)
-
-
 @pytest.mark.parametrize(
     ("flags", "sequences", "takes"),
     [
         ("--device cuda --memory-budget 1GiB", 64, "none"),
         ("tight", 64, None),
-        ("--card H100", 64, "none"),
         (f"--card H100 {SEVERAL}", 2 * 3 * 64, "none"),
+        (f"--card H100 {SEVERAL} --fsdp", 2 * 3 * 64, "none"),
     ],
 )
 def test_a_row_says_what_the_planner_does(flags, sequences, takes):
@@ -59,21 +50,22 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
     flags = tight() if flags == "tight" else flags
     answer, asked = ask(flags), question(flags)
     room, card = asked.room, asked.card
+    policies = [name for name in RUNGS if asked.shards == 1 or "/" not in name]
     mix = [name for name in answer.rows if ":" in name]
     assert bool(mix) == (takes is None)
-    assert [n for n in answer.rows if n not in mix] == [*RUNGS, "full+offload"]
+    assert [n for n in answer.rows if n not in mix] == [*policies, "full+offload"]
     for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
         step = asked.planner.step(64, recompute=row["name"])
-        assert (row["peak_bytes"], row["at_peak"]) == (step.peak, step.at_peak)
-        assert (row["kept_bytes"], row["host_bytes"]) == (step.kept, step.host)
-        assert sum(row["at_peak"].values()) == row["peak_bytes"]
+        sizes = [row[f"{name}_bytes"] for name in ("peak", "kept", "host")]
+        assert sizes == [step.peak, step.kept, step.host] and row["at_peak"] == step.at_peak
         assert row["fits"] == (step.peak <= room.budget)
         assert row["fits_safely"] == (step.peak <= room.safe) == (row["largest_batch"] >= 64)
         word = "yes" if row["fits_safely"] else "tight" if row["fits"] else "no"
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
-        if card:  # micro-batches share one update
-            n = asked.args.grad_accum_steps
-            seconds = n * step.seconds(card) - (n - 1) * update_of(asked)
+        if card:  # micro-batches share one update, which moves 40 bytes of each parameter
+            n, moved = asked.args.grad_accum_steps, 40 * count_parameters(asked.config)
+            update = moved / asked.shards / (card.bytes_per_s * card.reached_bytes)
+            seconds = n * step.seconds(card) - (n - 1) * update
             assert row["seconds"] == pytest.approx(seconds, rel=1e-9)
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / seconds)
     fitting = [row for row in answer.json["rows"][:-1] if row["fits_safely"]]
@@ -89,7 +81,6 @@ def test_times_are_shown_as_estimates():
     answer, compiled = ask("--card H100"), ask("--card H100 --compile")
     columns = re.split(" {2,}", answer.table[0].strip())
     assert columns == ["policy", "peak", "time", "tokens/s", "fits", "up to a batch of"]
-    assert re.search("^card     H100: .* at most; times are estimates$", answer.out, re.M)
     none, *_, offloaded = answer.json["rows"]
     for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
         more = row["seconds"] / none["seconds"] - 1
@@ -98,10 +89,6 @@ def test_times_are_shown_as_estimates():
         if row is offloaded:  # the clock does not know its copies
             time, speed = f"> {time}", f"<{speed[1:]}"
         assert f"  {time}  {speed}  yes  " in line
-        same = compiled.rows[row["name"]]
-        assert all(same[key] == row[key] for key in ("seconds", "tokens_per_s", "peak_bytes"))
-        assert (same["replayed"] > row["replayed"]) == ("full" in row["name"])
-    assert compiled.json["takes"] == answer.json["takes"]
     told = "\nnote     eager code is simulated; the compiler may change time and memory\n"
     assert compiled.out.count(told) == compiled.out.count(" --compile ") == 1
     assert compiled.out.replace(told, "\n").replace(" --compile ", " ") == answer.out
@@ -110,25 +97,12 @@ def test_times_are_shown_as_estimates():
 def test_what_is_offloaded_is_recommended_last():
     """No clock knows what its copies take."""
 
-    def row(cost: float, offloaded: bool = False, safe: bool = True) -> Any:
-        return SimpleNamespace(cost=cost, offloaded=offloaded, safe=safe)
+    def way(cost: float, offloaded: bool = False, fits: bool = True) -> Any:
+        return SimpleNamespace(cost=cost, offloaded=offloaded, fits_safely=fits)
 
-    fast, slow, offloaded = row(2), row(3), row(1, offloaded=True)
-    too_large = row(0, safe=False)
-    assert recommend([too_large, slow, offloaded, fast]) is fast
-    assert recommend([too_large, offloaded]) is offloaded and recommend([too_large]) is None
-
-
-def test_micro_batches_of_shards_share_one_update():
-    card = Card("simple", GIB, (1e12,) * 3, 1e9, 0, 0, 1, 1)
-    step = planned.planner(WIDE, "bf16", device_type="cuda").step(2)
-    one, update = step.seconds(card), 40 * count_parameters(WIDE) / 1e9
-    for n, shards in ((1, 1), (2, 1), (10, 1), (10, 3)):
-        asked = question(f"--device cuda --grad-accum-steps {n} --nproc-per-node 3")
-        asked = replace(asked, card=card, shards=shards)
-        assert asked.seconds(step) == pytest.approx(n * one - (n - 1) * update / shards, rel=1e-3)
-        tokens = 3 * n * 2 * step.seq_len
-        assert asked.tokens_per_s(step) == pytest.approx(tokens / asked.seconds(step))
+    fast, slow, offloaded = way(2), way(3), way(1, offloaded=True)
+    assert recommend([way(0, fits=False), slow, offloaded, fast]) is fast
+    assert recommend([way(0, fits=False), offloaded]) is offloaded
 
 
 @pytest.mark.slow
@@ -144,7 +118,7 @@ def test_table_and_verdict_agree():
         safe, tight = (any(row[key] for row in rows) for key in ("fits_safely", "fits"))
         assert (answer.json["takes"] is not None) == safe
         assert ("nothing fits" in verdict) == (not safe)
-        assert ("tight    " in verdict) == ("with a margin" in verdict) == (tight and not safe)
+        assert ("with a margin" in verdict) == (tight and not safe)
         verdicts.add(answer.json["takes"] or "nothing")
         if answer.command[0] == "python":  # it does what it promises
             again = question("--device cuda").about(run(answer.command)).step
@@ -227,32 +201,27 @@ def test_what_the_state_settles_is_answered_at_once(capsys, monkeypatch):
 
 def test_ddp_accumulation_and_compressed_gradients_are_planned():
     """Compressed: copies in bfloat16 at the end of backward, where processes average."""
-    several = " --nproc-per-node 2"
-    ways = ("", " --compress-gradients", " --grad-accum-steps 2", several)
-    gradients, peaks = [], []
-    for more in (*ways, f"{several} --compress-gradients"):
-        wide = question(f"--device cuda --batch-size 1 --seq-len 8 --d-model 256{more}")
-        step = wide.planner.step(1, recompute="full")
-        gradients.append(step.at_peak["gradients"])
-        peaks.append(step.peak)
-    assert plan_memory.parallel_words(wide) == ", DistributedDataParallel"
-    assert "fully_shard: 2 processes" in plan_memory.parallel_words(replace(wide, shards=2))
-    one, alone, several_batches, ddp, compressed = gradients
-    assert one == alone < ddp == compressed / 1.5 and peaks[2] > peaks[0] == peaks[1]
+    gradients = []
+    several = "--nproc-per-node 2"
+    for more in ("", "--compress-gradients", several, f"{several} --compress-gradients"):
+        wide = question(f"--device cuda --batch-size 1 --seq-len 8 --d-model 256 {more}")
+        gradients.append(wide.planner.step(1, recompute="full").at_peak["gradients"])
+    assert ", DistributedDataParallel\n" in plan_memory.describe_target(wide, 0.0)
+    one, alone, ddp, compressed = gradients
+    assert one == alone < ddp == compressed / 1.5
+    accumulated = question("--device cuda --grad-accum-steps 2").planner
+    assert accumulated.accumulate and accumulated.step(64).peak > ask().peaks["none"]
 
 
 def test_a_gpu_that_is_not_here_and_no_card():
     answer = ask("--device cuda --num-tokens 1M")
-    assert answer.json["precision"] == "bfloat16"
-    assert answer.json["budget_bytes"] is answer.json["takes"] is answer.json["card"] is None
     for row in answer.json["rows"]:
         assert row["fits"] is row["largest_batch"] is row["seconds"] is None
+    assert answer.json["takes"] is answer.json["budget_bytes"] is answer.json["card"] is None
     assert re.split(" {2,}", answer.table[0].strip())[4:6] == ["FLOPs twice", "fits"]
     assert "no cuda here and no --memory-budget" in answer.out
-    assert "--memory-budget 8GiB, say, tells what fits" in answer.out
-    assert "run      1M tokens, 489 steps; --card tells how long they take" in answer.out
+    assert "--memory-budget 8GiB, say, tells what fits" in answer.out and "\nrun " not in answer.out
     assert answer.json["run"] == {"tokens": 10**6, "steps": 489, "seconds": None}
-    assert "\nrun " not in ask("--device cuda").out  # nobody asked
 
 
 @pytest.mark.parametrize(
@@ -323,23 +292,18 @@ def test_this_machine_is_measured_and_tf32_makes_a_card_faster(monkeypatch):
         "--card H100 --n-layers 4 --d-model 64 --seq-len 128",
         "--device cpu --memory-budget 1GiB --n-layers 4",
         "--device cuda --memory-budget 1GiB --nproc-per-node 2 --fsdp --d-model 64 --n-layers 4",
-        "--card H100 --nproc-per-node 2 --sp",
     ],
 )
 def test_what_a_run_takes_when_memory_runs_out(flags):
     """Each is what trainer/run.py, or a restart, takes after the one before it."""
     answer, asked = ask(flags), question(flags)
-    name, expected, shards = answer.json["takes"], [], asked.shards > 1
-    while step := next_policy(asked, name, share=0.75 if shards else 1):
-        too_much, name = asked.planner.step(BATCH, recompute=name).peak, step.config.recompute
-        most = for_tensors(int((0.75 if shards else 1) * too_much), asked.device.type)
-        assert step.peak <= most or step.peak < too_much
+    name, expected, share = answer.json["takes"], [], 0.75 if asked.shards > 1 else 1
+    while step := next_policy(asked, name, share=share):
+        name = step.config.recompute
         seconds = asked.seconds(step) if asked.card else None
         expected.append({"policy": name, "peak_bytes": step.peak, "seconds": seconds})
-    assert answer.json["if_out_of_memory"] == expected
-    offloaded = ["offload" in way["policy"] for way in expected]  # the last, on CUDA only
-    assert not any(offloaded[:-1]) and (offloaded[-1] or "--seq-len 128" not in flags)
-    assert asked.device.type == "cuda" or not offloaded[-1]
+    assert answer.json["if_out_of_memory"] == expected and len(expected) >= 2
+    assert ("offload" in name) == (asked.device.type == "cuda")
     (line,) = re.findall(r"^deeper   if memory runs out: (.*)$", answer.out, re.M)
     said = [f"{way['policy']} ({format_bytes(way['peak_bytes'])}" for way in expected[:2]]
     if asked.card:
@@ -348,29 +312,10 @@ def test_what_a_run_takes_when_memory_runs_out(flags):
     assert line == ", then ".join(f"{one})" for one in said)
 
 
-def test_of_all_knobs_it_is_about_the_first_micro_batch():
-    answer = ask("--card H100 --all-knobs --grad-accum-steps 2")
-    (first, *_), (after, *_) = answer.json["all_knobs"], answer.json["if_out_of_memory"]
-    assert after["peak_bytes"] < first["peak_bytes"] and after["seconds"] >= first["seconds"]
-    assert f"deeper   if memory runs out: {after['policy']} (" in answer.out
-
-
-@pytest.mark.parametrize("flags", [
-    "--card H100 --on-out-of-memory stop", "--device cuda", "--card H100 --longest-sequence",
-])  # fmt: skip
+@pytest.mark.parametrize("flags", ["--card H100 --on-out-of-memory stop", "--device cuda"])
 def test_nothing_is_said_of_what_it_does_not_take(flags):
     answer = ask(flags)
     assert answer.json["if_out_of_memory"] == [] and "\ndeeper " not in answer.out
-
-
-def test_what_comes_next_costs_a_step_each(monkeypatch):
-    """At most: the policies in all blocks are in the table."""
-    asked, steps = question("--card H100"), []
-    asked = replace(asked, watch=lambda: steps.append(1))
-    plan_table.format_table(rows := plan_table.rows(asked), recommend(rows))
-    of_table = len(steps)
-    assert len(plan_table.describe_next(recommend(rows))) == 1
-    assert len(steps) <= of_table + plan_table.SHOWN
 
 
 # ---- the whole run
@@ -379,24 +324,21 @@ def test_what_comes_next_costs_a_step_each(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "tokens", "steps", "words"),
     [
-        ("--num-tokens=2.5M", 2_500_000, 1221, r"2\.5M tokens, 1,221 steps: about "),
-        (f"--num-steps=70 {SEVERAL}", 6 * 70 * 2048, 70, "70 steps: about "),
-        (f"--num-tokens=1M {SEVERAL}", 10**6, 82, "1M tokens, 82 steps: about "),
-        ("--num-epochs=2", 10**9, 488_282, "1B tokens, 488,282 steps: about "),  # to compare by
+        ("--num-tokens=2.5M", 2_500_000, 1221, "2.5M tokens, 1,221 steps"),
+        (f"--num-steps=70 {SEVERAL}", 6 * 70 * 2048, 70, "860.16K tokens, 70 steps"),
+        (f"--num-tokens=1M {SEVERAL}", 10**6, 82, "1M tokens, 82 steps"),
+        ("--num-epochs=2", 10**9, 488_282, "1B tokens, 488,282 steps"),  # to compare by
     ],
 )
 def test_the_whole_run(flags, tokens, steps, words):
     answer = ask(f"--card H100 {flags}")
     run = answer.json["run"]
-    assert (run["tokens"], run["steps"]) == (tokens, steps)
-    (said,) = re.findall(r"^run      (.*)$", answer.out, re.M)
-    epochs = "note     how many steps --num-epochs 2 are is up to the data" in answer.out
-    assert re.match(words, said) and epochs == ("epochs" in flags)
     seconds = steps * answer.rows[answer.json["takes"]]["seconds"]
-    assert run["seconds"] == pytest.approx(seconds, rel=1e-9)
-    about, without = said.split(": about ")[1].split("; ")
-    assert about == format_time(run["seconds"])
-    assert without == "without data, communication, evaluation"
+    assert run == {"tokens": tokens, "steps": steps, "seconds": pytest.approx(seconds, rel=1e-9)}
+    (said,) = re.findall(r"^run      (.*); without data, communication", answer.out, re.M)
+    assert said == f"{words}: about {format_time(run['seconds'])}"
+    epochs = "note     how many steps --num-epochs 2 are is up to the data" in answer.out
+    assert epochs == ("epochs" in flags)
 
 
 @pytest.mark.parametrize(

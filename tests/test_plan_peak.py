@@ -13,7 +13,7 @@ from harness.runs import ROOT
 
 from planner.record import Record
 from scripts import plan_memory
-from scripts.plan_table import LINES, Row, at_peak, format_peak, in_words, record_step
+from scripts.plan_table import LINES, Way, at_peak, format_peak, in_words, record_step, way_of
 from trainer.flags import changed
 from trainer.metrics import format_bytes
 
@@ -84,7 +84,7 @@ def test_the_largest_groups_in_a_few_lines(monkeypatch, most):
 SHAPE = f"{answers.SHAPE} --batch-size 8 --device cpu"
 
 
-def listed(flags: str, taken: Row | None = None, shape: str = SHAPE) -> Record:
+def listed(flags: str, taken: Way | None = None, shape: str = SHAPE) -> Record:
     """What --at-peak would list below what --all-knobs found."""
     asked, _ = plan_memory.aim(f"{shape} --at-peak {flags}".split())
     return record_step(asked, taken)
@@ -123,7 +123,7 @@ def test_with_all_knobs_it_is_the_fastest_setting():
     asked, _ = plan_memory.aim(f"{SHAPE} {flags}".split())
     way = {"batch_size": 1, "grad_accum_steps": 4, "seq_len": 64, "max_position_embeddings": 64}
     longer = asked.about(changed(asked.args, use_activation_checkpoint="full", **way))
-    plain, found = listed(flags), listed(flags, Row(longer))
+    plain, found = listed(flags), listed(flags, way_of(longer))
     assert (plain.step.batch_size, plain.step.config.recompute) == (4, "none")
     assert (found.step.batch_size, found.step.peak) == (1, longer.step.peak)
     assert found.step.seq_len == found.step.config.max_position_embeddings == 64
