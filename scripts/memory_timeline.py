@@ -6,8 +6,8 @@ python -m scripts.memory_timeline --policies none mlp full/2 --out mine.svg
 
 The flags are the trainers' own and mean the same here, but for those that choose a policy:
 --policies names what is drawn. Along a panel runs the step, in FLOPs; upwards stands all memory
-that tensors take, as the planner predicts it. Below is the last policy's backward, enlarged.
-`--device cuda` plans for a GPU wherever you are. Needs matplotlib: pip install matplotlib
+that tensors take, as the planner predicts it. `--device cuda` plans for a GPU wherever you are.
+Needs matplotlib: pip install matplotlib
 """
 
 import os
@@ -32,11 +32,9 @@ from scripts import tool
 from scripts.memory_page import along_flops
 from scripts.style import (
     COLORS,
-    GRAY,
     LEGEND,
     POLICIES,
     WIDTH,
-    Unit,
     describe,
     load_pyplot,
     relative_flops,
@@ -44,17 +42,18 @@ from scripts.style import (
 )
 from trainer import flags
 from trainer.flags import UsageError, output_file, policy_string
+from trainer.metrics import format_bytes
 from trainer.plan import Question, ask
 from trainer.pretrained import open_init_from
 
 PHASES = ("forward", "head", "backward")  # (the optimizer has hardly any FLOPs)
+NARROW = 0.12  # of a panel; a phase needs as much for its name
 TITLES = {  # what a policy does, where a title has room for it
     "plain": "all logits at once",
     "none": "the head in chunks of tokens",
     "cheap": "pointwise ops recomputed",
     "full": "blocks recomputed",
 }
-SHADE = "#EEEEEE"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -83,11 +82,11 @@ def policy_or_plain(text: str) -> str:
 
 def record_all(args: argparse.Namespace) -> tuple[Question, dict[str, Record]]:
     """What is asked, and a simulated step of each policy. Raises UsageError or DataError."""
-    asked = ask(args)
+    request = ask(args)
     each = tqdm(dict.fromkeys(args.policies), unit="policy", disable=None, leave=False)
-    record = partial(asked.planner.record, args.batch_size)
+    record = partial(request.planner.record, args.batch_size)
     try:
-        return asked, {name: record(**POLICIES.get(name, {"recompute": name})) for name in each}
+        return request, {name: record(**POLICIES.get(name, {"recompute": name})) for name in each}
     except ValueError as error:  # more blocks than there are
         raise UsageError(f"--policies: {error}") from None
 
@@ -96,81 +95,48 @@ def title(name: str, step: StepMemory) -> str:
     words = f"{name}: {TITLES[name]}" if name in TITLES else name
     replayed = relative_flops(step.config, step.seq_len) - 1
     cost = f", {replayed:+.0%} FLOPs" * (step.config.recompute != "none")
-    return f"{words}. Peak {Unit.of(step.peak).text(step.peak)}{cost}"
+    return f"{words}. Peak {format_bytes(step.peak)}{cost}"
 
 
-def draw(plt: Any, asked: Question, records: dict[str, Record]) -> Any:
-    """One below the other, all on one scale; around each the outline of the first."""
-    steps = {name: record.step for name, record in records.items()}
-    every = {
-        name: np.interp(range(len(steps[name].total)), *along_flops(record))
-        for name, record in records.items()
-    }
-    first, most = next(iter(steps)), max(step.peak for step in steps.values())
-    unit, right = Unit.of(most), max(x[-1] for x in every.values())
-    # Until its gradients go:
-    outline = every[first][:-1], steps[first].total[:-1] / unit.size
-    figure, axes = plt.subplots(len(steps) + 1, 1, figsize=(WIDTH, 1.4 * (len(steps) + 2)))
-    for axis, (name, step) in zip(axes, steps.items(), strict=False):
-        x = every[name]
-        draw_layers(axis, x, step, unit)
-        axis.step(*outline, where="post", color=GRAY, linewidth=0.8)
-        axis.plot(x[step.total.argmax()], step.peak / unit.size, "v", color="black", markersize=6)
-        axis.set(title=title(name, step), ylabel=unit.name)
-        axis.set(xlim=(0, right), ylim=(0, 1.15 * most / unit.size))
+def draw(plt: Any, request: Question, records: dict[str, Record]) -> Any:
+    """One below the other, all on one scale."""
+    most = max(record.step.peak for record in records.values())
+    right = max(along_flops(record)[1][-1] for record in records.values())
+    unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    height = 1.4 * (len(records) + 1.2)
+    figure, axes = plt.subplots(len(records), 1, figsize=(WIDTH, height), squeeze=False)
+    for axis, (name, record) in zip(axes.flat, records.items(), strict=True):
+        step = record.step
+        x = np.interp(range(len(step.total)), *along_flops(record))
+        layers = [step.timeline[:, KINDS.index(kind)] / size for kind in COLORS]
+        areas = axis.stackplot(x, layers, colors=COLORS.values(), step="post", linewidth=0)
+        axis.plot(x[step.total.argmax()], step.peak / size, "v", color="black", markersize=6)
+        axis.set(title=title(name, step), ylabel=unit)
+        axis.set(xlim=(0, right), ylim=(0, 1.15 * most / size))
         name_phases(axis, x, step)
-    enlarge_backward(plt, axes[-1], axis, x, step, unit)
-    axes[-1].set_title(f"{name}, the framed part enlarged: backward")
-    figure.suptitle(f"Memory over one training step, along its FLOPs\n{describe(asked)}, predicted")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
-    handles.append(plt.Line2D([], [], color=GRAY, linewidth=0.8))
-    words = [*(LEGEND[kind] for kind in COLORS), f"outline: {first}"]
-    figure.legend(handles, words, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(
+        f"Memory over one training step, along its FLOPs\n{describe(request)}, predicted"
+    )
+    words = [LEGEND[kind] for kind in COLORS]
+    figure.legend(areas, words, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
-def draw_layers(axis: Any, x: np.ndarray, step: StepMemory, unit: Unit) -> None:
-    layers = [step.timeline[:, KINDS.index(kind)] / unit.size for kind in COLORS]
-    axis.stackplot(x, layers, colors=COLORS.values(), step="post", linewidth=0)
-
-
 def name_phases(axis: Any, x: np.ndarray, step: StepMemory) -> None:
-    """Below a panel, where a phase is wide enough for its name; the head is shaded."""
-    middles = {}
-    for name in PHASES:
-        begin, end = x[step.phase(name).start], x[step.phase(name).stop]
-        if end - begin > 0.12 * axis.get_xlim()[1]:
-            middles[name] = (begin + end) / 2
-        if name == "head":
-            axis.axvspan(begin, end, color=SHADE, linewidth=0, zorder=0)
-    axis.set_xticks([*middles.values()], [*middles])
+    """Below a panel, where a phase is wide enough for its name."""
+    ends = {name: x[[step.phase(name).start, step.phase(name).stop]] for name in PHASES}
+    wide = {name: at for name, at in ends.items() if np.ptp(at) > NARROW * axis.get_xlim()[1]}
+    axis.set_xticks([at.mean() for at in wide.values()], [*wide])
     axis.tick_params(axis="x", length=0)
-
-
-def enlarge_backward(
-    plt: Any, axis: Any, whole: Any, x: np.ndarray, step: StepMemory, unit: Unit
-) -> None:
-    """Backward, framed in its panel. Of what is always there only as much is shown as the teeth are
-    high, so they can be seen however small a part of the step's memory they are."""
-    draw_layers(axis, x, step, unit)
-    backward = step.phase("backward")
-    shown = step.total[backward] / unit.size
-    left, right, low, high = x[backward.start], x[backward.stop], shown.min(), shown.max()
-    bottom, top = max(0, 1.5 * low - 0.5 * high), 1.05 * high - 0.05 * low
-    axis.set(xlim=(left, right), ylim=(bottom, top), xticks=[])
-    axis.set_ylabel(f"{unit.name}, not from 0" if bottom else unit.name)
-    size = right - left, top - bottom
-    whole.add_patch(plt.Rectangle((left, bottom), *size, fill=False, linewidth=0.8))
 
 
 @tool
 def main(argv: list[str]) -> None:
     args = parse(argv)
     plt = load_pyplot("memory_timeline")
-    asked, records = record_all(args)
-    args.out.parent.mkdir(exist_ok=True)  # (for the default)
+    request, records = record_all(args)
     peaks = "\n".join(f"{name}: {record.step.peak:,} bytes" for name, record in records.items())
-    save_picture(draw(plt, asked, records), args.out, {"Description": peaks})
+    save_picture(draw(plt, request, records), args.out, {"Description": peaks})
     print(f"wrote {args.out}")
 
 

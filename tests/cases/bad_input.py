@@ -160,7 +160,6 @@ REFUSED_BY = {
         "--policies=half": "--policies: .*'half'",
     },
     "plot": {
-        "x --format=svg --out=y.png": "--format svg and --out y.png contradict",
         "x --output=y.png": "unrecognized arguments: --output=y.png; did you mean --out",
     },
     "lesson": {
