@@ -99,7 +99,9 @@ BESIDE = (
 SHOWN = [name for name in CARDS if device_type(CARDS[name]) == "cuda" and name not in BESIDE]
 SPENT = (("none", 1), ("none", 0), ("full", 0))  # policy, --loss-chunks
 STEP = "--batch-size 16 --grad-accum-steps 32"  # half a million tokens, as GPT-3 had
-SETTING = "name batch_size grad_accum_steps seq_len flags peak_bytes seconds tokens_per_s".split()
+SETTING = (
+    "model name batch_size grad_accum_steps seq_len flags peak_bytes seconds tokens_per_s".split()
+)
 
 
 def card_row(name: str) -> dict[str, Any]:
@@ -113,16 +115,16 @@ def card_row(name: str) -> dict[str, Any]:
         ]
         for model, words in flags.items()
     }
-    fit = (model for model in reversed(SHAPES) if batches[model][-1])
-    found = (search_settings(plan(f"{flags[model]} {STEP}").request) for model in fit)
-    best = next(settings[0] for settings in found if settings)
-    args = best.request.args
-    fastest = {"model": args.model} | {key: best.as_json(args)[key] for key in SETTING}
+    fit = (
+        plan(f"{flags[model]} {STEP}").request for model in reversed(SHAPES) if batches[model][-1]
+    )
+    best = next(settings[0] for settings in map(search_settings, fit) if settings)
+    row = best.as_json(best.request.args) | {"model": best.request.args.model}
     return {
         "card": name,
         "memory_bytes": CARDS[name].memory,
         "largest_batch": batches,
-        "fastest": fastest,
+        "fastest": {key: row[key] for key in SETTING},
     }
 
 
