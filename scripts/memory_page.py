@@ -84,13 +84,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 class Labels:
     """What storages are called. Equal blocks have equal storages: only the block's number differs,
-    so that "<+0>" stands for it, and "<+1>" for the next one."""
+    so that "<+0>" stands for it, and "<+1>" for the next one. Each value is there once: asking for
+    the number of a new one adds it."""
 
     def __init__(self) -> None:
-        # Values, each once: who asks for a new one's number gives it the next one.
-        self.operators = defaultdict[str, int](count().__next__)
-        self.lines = defaultdict[str, int](count().__next__)
-        self.storages = defaultdict[tuple, int](count().__next__)
+        self.operators, self.lines, self.storages = numbers(), numbers(), numbers()
 
     def of(self, storage: Storage) -> int:
         """A number for all that it has in common with its likes in other blocks."""
@@ -100,6 +98,11 @@ class Labels:
         kind, (group, _) = [*COLORS].index(storage.kind), group_of(storage)
         label = *texts, kind, shape, dtype, storage.bytes, line, group
         return self.storages[label]
+
+
+def numbers() -> defaultdict[Any, int]:
+    """A dict that gives each new key the next number."""
+    return defaultdict(count().__next__)
 
 
 def relative(text: str, block: int | None) -> str:
@@ -140,9 +143,9 @@ def trainer_flags(config: MiniGPTConfig) -> str:
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
 
-def step_data(record: Record, name: str, labels: Labels, asked: Question) -> dict[str, Any]:
+def step_data(record: Record, name: str, labels: Labels, request: Question) -> dict[str, Any]:
     """One policy, as page.js has it."""
-    step, card = record.step, asked.card
+    step, card = record.step, request.card
     starts, x = along_seconds(record, card) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
     ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
@@ -151,7 +154,7 @@ def step_data(record: Record, name: str, labels: Labels, asked: Question) -> dic
         "name": name,
         "words": WORDS.get(name, "as it was asked for"),
         "flags": trainer_flags(step.config),
-        "flops": relative_flops(step.config, step.seq_len, asked.args.compile),
+        "flops": relative_flops(step.config, step.seq_len, request.args.compile),
         "seconds": step.seconds(card) if card else None,
         "peak": step.peak,
         "where": step.where,
@@ -167,56 +170,54 @@ def step_data(record: Record, name: str, labels: Labels, asked: Question) -> dic
     }
 
 
-def way_data(way: StepMemory, asked: Question) -> list:
+def way_data(way: StepMemory, request: Question) -> list:
     """One of those that `auto` would take, as page.js has it: peak, cost, name, flags."""
-    flops = relative_flops(way.config, asked.args.seq_len, asked.args.compile)
-    cost = way.seconds(asked.card) if asked.card else flops
+    flops = relative_flops(way.config, request.args.seq_len, request.args.compile)
+    cost = way.seconds(request.card) if request.card else flops
     return [way.peak, cost, way.config.recompute, trainer_flags(way.config)]
 
 
-def policies(asked: Question) -> tuple[dict[str, dict[str, Any]], str]:
+def policies(request: Question) -> tuple[dict[str, dict[str, Any]], str]:
     """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
-    config, found = asked.config, dict(POLICIES)
-    if asked.args.use_activation_checkpoint in AUTO:
-        config = asked.pick().config
+    config, found = request.config, dict(POLICIES)
+    if request.args.use_activation_checkpoint in AUTO:
+        config = request.pick().config
     if config.loss_chunks:  # all have the head that was asked for
         del found["plain"]
     if config.n_layers == 1:  # no group of 2
         del found["full/2"]
     for name, memory in found.items():
-        if replace(asked.config, **memory) == config:
+        if replace(request.config, **memory) == config:
             return found, name
-    asked_for = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
-    return found | {config.recompute: asked_for}, config.recompute
+    found[config.recompute] = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
+    return found, config.recompute
 
 
-def page_data(args: argparse.Namespace, bar: tqdm) -> dict[str, Any]:
+def page_data(args: argparse.Namespace) -> dict[str, Any]:
     """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
-    asked, labels = ask(args), Labels()
-    planner, room, card = asked.planner, asked.room, asked.card
-    found, first = policies(asked)
-    bar.reset(len(found))
+    request, labels = ask(args), Labels()
+    room, card, n = request.room, request.card, args.grad_accum_steps
+    found, first = policies(request)
     steps = []
-    for name, memory in found.items():
-        bar.set_description(name)
-        record = planner.record(args.batch_size, **memory)
-        steps.append(step_data(record, name, labels, asked))
-        bar.update()
-    n = args.grad_accum_steps
-    batch = f"one of {n} micro-batches of {args.batch_size} x " if n > 1 else ""
-    about = [describe(asked, batch), f"predicted for {card.name}" if card else "predicted"]
-    if is_asked := bool(card or args.memory_budget):
-        about.append(f"where tensors may take {room}")
-    else:
-        about.append("no budget given (the dashed line is an example)")
+    for name, memory in tqdm(found.items(), unit="policy", disable=None, leave=False):
+        record = request.planner.record(args.batch_size, **memory)
+        steps.append(step_data(record, name, labels, request))
+    is_asked = bool(card or args.memory_budget)
+    about = [
+        describe(request, f"one of {n} micro-batches of {args.batch_size} x " * (n > 1)),
+        f"predicted for {card.name}" if card else "predicted",
+        f"where tensors may take {room}"
+        if is_asked
+        else "no budget given (the dashed line is an example)",
+    ]
     if (times := int(record.step.work.times.max())) > 1:
         about.append(f"three of the head's {times + 2:,} chunks")
-    ways = frontier(all_ways(planner, args.batch_size, card))
+    ways = frontier(all_ways(request.planner, args.batch_size, card))
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
         "budget": room.safe if is_asked else None,
-        "ways": [way_data(way, asked) for way in ways],
+        "ways": [way_data(way, request) for way in ways],
         "first": [*found].index(first),
         "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
         "lines": [[line, code_of(line)] for line in labels.lines],
@@ -244,12 +245,11 @@ def write_page(data: dict[str, Any], command: str) -> str:
 @tool
 def main(argv: list[str]) -> None:
     args = parse(argv)
-    with tqdm(unit="policy", desc="setting up", disable=None, leave=False) as bar:
-        data = page_data(args, bar)
     command = shlex.join(["python", "-m", "scripts.memory_page", *argv])
+    page = write_page(page_data(args), command)
     try:
         args.out.parent.mkdir(exist_ok=True)  # (for the default)
-        args.out.write_text(write_page(data, command), encoding="utf-8")
+        args.out.write_text(page, encoding="utf-8")
     except OSError as error:  # a full disk
         raise UsageError(f"--out: {args.out}: {error.strerror}") from None
     print(f"wrote {args.out} ({format_bytes(args.out.stat().st_size)}): open it in a browser")

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from tqdm import tqdm
 
 from planner.choose import pick_recompute
 from planner.record import Record, code_of, group_of
@@ -89,9 +88,8 @@ def choose(page, name: str) -> None:
 
 
 def press(page, *keys: str) -> None:
-    page.locator("#chart").focus()
     for key in keys:
-        page.keyboard.press(key)
+        page.locator("#chart").press(key)
 
 
 def drag(page, start: tuple[float, float], end: tuple[float, float]) -> None:
@@ -168,40 +166,35 @@ def test_the_page_reads_the_steps_as_they_were(page, made):
 
 @browser
 def test_what_is_under_a_place(page, made):
-    """At places of all policies: the fullest instant of those that the column covers, and of what
-    is alive then, in the order of kinds and of birth, what is as high."""
+    """At places of all policies, zoomed in or not: of what is alive at that instant, in the order
+    of kinds and of birth, what is as high."""
     draw, found = random.Random(0), 0
     for name, record in made.records.items():
         choose(page, name)
         page.locator("#zoom").get_by_text(draw.choice(["whole", "head", "backward"])).click()
-        asked = [(draw.random(), draw.random()) for _ in range(25)]
-        (left, right), (low, high), columns, width, height = page.evaluate(
-            "[chart.view, chart.range, chart.columns.length, chart.frame.width, chart.frame.height]"
-        )
+        places = [(draw.random(), draw.random()) for _ in range(25)]
+        (left, right), (low, high) = page.evaluate("[chart.view, chart.range]")
         answers = page.evaluate(
-            """(asked) => asked.map(([x, y]) => chart.under(
-          chart.frame.left + Math.floor(x * chart.frame.width) + 0.5,
-          chart.frame.top + y * chart.frame.height))""",
-            asked,
+            """(places) => places.map(([x, y]) => chart.under(
+          chart.frame.left + x * chart.frame.width, chart.frame.top + y * chart.frame.height))""",
+            places,
         )
-        edges, total = begins(record), record.step.total
-        for (x, y), cursor in zip(asked, answers, strict=True):
-            at_x = left + (right - left) * (int(x * width) + np.array([0, 0.999])) / columns
-            if at_x[1] >= edges[-1]:
+        for (x, y), cursor in zip(places, answers, strict=True):
+            edges, x = begins(record), left + x * (right - left)
+            wide = (right - left) / 200  # (a column of the picture shows its fullest instant)
+            if x > edges[-1] - wide:
                 continue  # after the step
-            first, last = np.searchsorted(edges[:-1], at_x, "right") - 1
-            assert first <= cursor["at"] <= last
-            assert total[cursor["at"]] == total[first : last + 1].max()
-            stack = sorted(record.alive(cursor["at"]), key=lambda s: [*COLORS].index(s.kind))
+            at = cursor["at"]
+            assert edges[at] - wide < x < edges[at + 1] + wide
+            stack = sorted(record.alive(at), key=lambda s: [*COLORS].index(s.kind))
             tops = np.cumsum([storage.bytes for storage in stack])
             wanted = low + (high - low) * (1 - y)
-            if abs(tops - wanted).min() < 2 * (high - low) / 1e4:
-                continue  # an edge, which may be rounded
-            i = int(np.searchsorted(tops, wanted, "right"))
-            under = record.storages[cursor["storage"]] if cursor["storage"] >= 0 else None
-            assert under is (stack[i] if i < len(stack) else None)
-            found += under is not None
-    assert found > 60 and height > 100
+            if abs(tops - wanted).min() > 2 * (high - low) / 1e4:  # no edge, which may be rounded
+                above = [storage for storage, top in zip(stack, tops, strict=True) if top > wanted]
+                i = cursor["storage"]
+                assert (record.storages[i] if i >= 0 else None) is (above[0] if above else None)
+                found += i >= 0
+    assert found > 60
 
 
 @browser
@@ -218,9 +211,9 @@ def test_policies(page, made):
         choose(page, name)
         size, where = f"{record.step.peak / 2**20:.1f} MiB", record.step.where
         assert f"peak {size}, {where}" in page.evaluate("said")
-        assert size in checked.inner_text() and size in text(page, "alive-title")
         label = page.locator("#chart").get_attribute("aria-label")
-        assert size in label and where in label and page.evaluate("chart.step.name") == name
+        assert size in label and where in label and size in checked.inner_text()
+        assert size in text(page, "alive-title") and page.evaluate("chart.step.name") == name
     press(page, "2")
     assert page.evaluate("chart.step.name") == "none"
     checked.press("ArrowRight")
@@ -276,9 +269,6 @@ def test_seconds(chromium, tmp_path):
         assert page.evaluate("[DATA.axis, chart.budget, chart.isExample]") == wanted
         longest, every = page.evaluate("[chart.longest, steps.map((step) => step.seconds)]")
         assert longest == pytest.approx(max(every), rel=1e-6)
-        assert page.evaluate("costWords(1.2345)").startswith("1,230 ms, ")
-        room = "setBudget(1e12), $('verdict').textContent"  # plain is the fastest here
-        assert "plain" not in page.evaluate(room)
         first = page.get_by_role("radio").nth(1).inner_text()
         assert f"{1000 * every[1]:.3g} ms, +0.0%" in first
 
@@ -295,40 +285,33 @@ def test_the_list_of_what_is_alive(page, made):
     at = page.evaluate("pinned.at")
     alive, expected = record.alive(at), grouped(record, at)
     assert 0 < at != page.evaluate("chart.step.peakAt")
-    assert "Alive here" in text(page, "alive-title")
     about = f"{record.step.total[at]:,} bytes in {len(alive):,} storages"
     assert about in text(page, "alive-about")
     rest = sorted(sum(sizes) for sizes in expected.values())[:-12]
     assert text(page, "more") == f"and {len(rest)} more: {sum(rest) / 1024:.1f} KiB"
     page.locator("#more").click()
     rows = page.evaluate(
-        "[...document.querySelectorAll('#alive tr')].map((row) => [Number(row.dataset.bytes),"
-        " Number(row.dataset.count), row.querySelector('button').textContent])"
+        "[...document.querySelectorAll('#alive tr')].map((row) =>"
+        " [Number(row.dataset.bytes), row.querySelector('button').textContent])"
     )
-    groups = page.evaluate("chart.step.groups(pinned.at).map((g) => [g.bytes, g.storages.length])")
-    assert [row[:2] for row in rows] == groups and len(rows) == len(expected)
-    several = {f"{len(sizes)} × {name}" for (_, name), sizes in expected.items() if len(sizes) > 1}
-    assert several == {name for _, count, name in rows if count > 1}
-    most = max((storage for storage in alive if storage.born), key=lambda storage: storage.bytes)
-    assert f": {most.name}, " in text(page, "largest") and f", {most.line}" in text(page, "largest")
+    names = {(n, f"{len(s)} × {name}" if len(s) > 1 else name) for (_, name), s in expected.items()
+             for n in [sum(s)]}  # fmt: skip
+    assert {(size, words) for size, words in rows if "×" in words} <= names
+    assert sorted(size for size, _ in rows) == sorted(size for size, _ in names)
     group = page.locator("#alive tr", has=page.locator("button[aria-expanded]")).first
     group.locator("button").click()
     ones = page.locator("#alive tr.one")
     sizes = [int(one.get_attribute("data-bytes")) for one in ones.all()]
-    assert len(sizes) == int(group.inner_text().split("×")[0].split()[-1])
-    assert sum(sizes) == int(group.get_attribute("data-bytes"))
+    assert sum(sizes) == int(group.get_attribute("data-bytes")) and len(sizes) > 1
     ones.locator("button").nth(1).click()
     assert details(page)["name"] == ones.locator("button").nth(1).inner_text()
-    group.locator("button").click()
-    assert page.locator("#alive tr").count() == len(rows)
 
 
 @browser
 def test_budget(page, made):
     """Typed, and dragged by its line; an example, and called one, until then."""
-    assert page.evaluate("chart.isExample") and "(the dashed line is an example)" in text(
-        page, "about"
-    )
+    assert page.evaluate("chart.isExample")
+    assert "(the dashed line is an example)" in text(page, "about")
     inside = frame(page)
     peaks = sorted(record.step.peak for record in made.records.values())
     for budget in (peaks[0] - 2**15, *(peaks[i] + 2**14 for i in (0, 4, -1))):
@@ -338,14 +321,12 @@ def test_budget(page, made):
         fits = [record.step.peak <= budget for record in made.records.values()]
         assert said == [("fits" if fit else "does not fit") for fit in fits]
     choose(page, "none")
-    assert not page.evaluate("chart.isExample")
     page.locator("#budget").fill(str(peaks[-2] / 2**20 / 2))
     y = page.evaluate("chart.budgetY()") + inside["y"] - page.evaluate("chart.frame.top")
     right = inside["x"] + inside["width"]
     drag(page, (right, y), (right, inside["y"] + 0.2 * inside["height"]))
-    now, (low, high), snap = page.evaluate("[chart.budget, chart.range, chart.snap]")
-    assert now == pytest.approx(low + 0.8 * (high - low), rel=0.02)
-    assert now % snap == 0 and page.locator("#tip").is_hidden()
+    now, (low, high), is_example = page.evaluate("[chart.budget, chart.range, chart.isExample]")
+    assert now == pytest.approx(low + 0.8 * (high - low), rel=0.02) and not is_example
     assert float(page.locator("#budget").input_value()) == pytest.approx(now / 2**20, abs=0.06)
     assert text(page, "verdict").startswith(made.verdict(now))
 
@@ -354,35 +335,25 @@ def test_budget(page, made):
 def test_keys(page, made):
     choose(page, "full")
     record = made.records["full"]
-    press(page, "p")
     at = int(record.step.total.argmax())
-    assert page.evaluate("[chart.cursor.at, pinned.at]") == [at, at]
-    assert "Alive at the peak" in text(page, "spoken")
-    press(page, "ArrowRight")
+    press(page, "p", "ArrowRight")
     alive = sorted(record.alive(at + 1), key=lambda s: [*COLORS].index(s.kind))
     page.evaluate("chart.cursor.storage = -1")
     for key, place in (("Up", -1), ("Up", -1), ("Down", -2), ("Down", -3), ("Up", -2)):
         press(page, f"Arrow{key}")  # from the sky down to the highest, and on
         assert details(page)["name"] == alive[place].name in text(page, "spoken")
     said, there = details(page), alive[place]
-    code = "\n".join(filter(None, (there.line, code_of(there.line))))
     assert f"({there.bytes:,} bytes)" in said["bytes"] and said["why"] == there.why
-    assert (said["kind"], said.get("line", "")) == (LEGEND[there.kind], code)
-    assert said.get("block") == (None if there.block is None else str(there.block))
-    assert said["what"].endswith(str(there.dtype).removeprefix("torch."))
     press(page, "Enter")
     assert page.evaluate("pinned.at") == at + 1
-    press(page, "Home")
-    assert page.evaluate("chart.cursor.at") == 0
-    press(page, *["Shift+ArrowRight"] * 3)
+    press(page, "Home", *["Shift+ArrowRight"] * 3)
     assert (page.evaluate("chart.cursor.at"), "forward", 1) in map(tuple, record.step.places)
     press(page, "+")
     width, longest = page.evaluate("[chart.view[1] - chart.view[0], chart.longest]")
     assert width == pytest.approx(longest / 2)
-    press(page, "0")
-    assert page.evaluate("chart.view") == [0, longest]
-    press(page, "End")
-    assert page.evaluate("chart.cursor.at") == len(record.operators) - 1
+    press(page, "0", "End")
+    whole = page.evaluate("[...chart.view, chart.cursor.at]")
+    assert whole == [0, longest, len(record.operators) - 1]
 
 
 @browser
@@ -401,8 +372,8 @@ def test_zoom(page, made):
     nearer = before[1] - before[0]
     assert nearer < (right - left) / 3
     drag(page, (inside["x"] + 200, inside["y"] + 100), (inside["x"] + 300, inside["y"] + 100))
-    after = page.evaluate("chart.view")
-    assert after[0] - before[0] == pytest.approx(-100 / inside["width"] * nearer, rel=0.02)
+    moved = page.evaluate("chart.view[0]") - before[0]
+    assert moved == pytest.approx(-100 / inside["width"] * nearer, rel=0.02)
     page.keyboard.down("Control")
     page.mouse.wheel(0, -300)
     page.keyboard.up("Control")
@@ -411,54 +382,33 @@ def test_zoom(page, made):
     assert page.evaluate("[chart.view[0], chart.range[0]]") == [0, 0]
     page.get_by_role("button", name="hide weights and moments").click()
     state = sum(s.bytes for s in record.alive(0) if s.kind in ("parameters", "optimizer"))
-    page.evaluate("chart.zoom(0.99 * chart.longest, 9)")
-    assert page.evaluate("chart.view[1] === chart.longest")
-    # (The other step is over before that.)
-    for show in ("0", "chart.show(steps.find((step) => step.name === 'none'))"):
-        low, high = page.evaluate(f"{show}, chart.range")
-        assert 0 < low < state < high
-    choose(page, "full")
-    choose(page, "none")  # whose peak is elsewhere
-    assert page.evaluate("chart.view") == [0, page.evaluate("chart.longest")]
+    low, high = page.evaluate("chart.range")
+    assert 0 < low < state < high
 
 
 @browser
 def test_what_was_clicked_comes_back(page):
     """The pointer shows what it is on; when it is gone, what the list is about. The tooltip stays
     in the picture."""
-
-    def shown():
-        return page.evaluate("chart.cursor"), details(page), text(page, "legend")
-
-    page.evaluate("choose(steps.length - 1)")  # the longest
     inside, box = frame(page), page.locator("#chart").bounding_box()
     x, low = inside["x"] + 0.2 * inside["width"], inside["y"] + 0.97 * inside["height"]
-    page.mouse.click(x, low, button="right")
-    assert "Alive at the peak" in text(page, "alive-title")
     page.mouse.click(x, low)
-    clicked = shown()
-    assert clicked[1]["kind"] == "parameters" and page.locator("#tip").is_visible()
-    assert f"{page.evaluate('chart.step.total[pinned.at]'):,}" in text(page, "alive-about")
-    for across in (0.001, 0.5, 0.97):
-        page.mouse.move(inside["x"] + max(1, across * inside["width"]), low)
-        assert page.evaluate("chart.cursor") != clicked[0]
-        tip = page.locator("#tip").bounding_box()
-        for low_end, size in (("x", "width"), ("y", "height")):
-            assert box[low_end] <= tip[low_end]
-            assert tip[low_end] + tip[size] <= box[low_end] + box[size]
+    clicked, cursor = details(page), page.evaluate("chart.cursor")
+    assert clicked["kind"] == "parameters"
+    page.mouse.move(inside["x"] + 0.7 * inside["width"], low)
+    assert page.evaluate("chart.cursor") != cursor
+    tip = page.locator("#tip").bounding_box()
+    assert box["x"] <= tip["x"] and tip["x"] + tip["width"] <= box["x"] + box["width"]
     page.mouse.move(x, 1)
-    assert shown() == clicked and page.locator("#tip").is_hidden()
+    assert details(page) == clicked and page.locator("#tip").is_hidden()
     page.get_by_role("button", name="peak", exact=True).click()
     peak = "[chart.step.peakAt, chart.step.largest(chart.step.peakAt)]"
     assert page.evaluate("[pinned.at, pinned.storage]") == page.evaluate(peak)
     assert "Alive at the peak" in text(page, "alive-title")
-    page.mouse.move(x, low)
-    press(page, "1")
-    assert page.locator("#tip").is_hidden()
 
 
 @browser
-@pytest.mark.parametrize("width", [320, 390, 800, 1400])
+@pytest.mark.parametrize("width", [320, 1400])
 def test_narrow_and_wide(chromium, made, width):
     """Nothing is cut off; and the picture stays where it is, whatever fits: it is dragged there."""
     screen = {"viewport": {"width": width, "height": 844}}
@@ -468,18 +418,9 @@ def test_narrow_and_wide(chromium, made, width):
             page.evaluate(f"setBudget({budget})")
             seen.add((text(page, "verdict"), frame(page)["y"]))
         assert len(seen) >= 4 and len({y for _, y in seen}) == 1
-        for button in page.locator("#policies button").all():  # seconds are longer than FLOPs
-            button.evaluate("(b) => { b.children[2].textContent = '12,300 ms, +123.4%'; }")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         wide = "(e) => e.scrollWidth > e.clientWidth"
         assert not page.evaluate(f"[...document.querySelectorAll('#policies button')].some({wide})")
-        choose(page, "full")
-        page.locator("#chart").scroll_into_view_if_needed()
-        inside = frame(page)
-        x, y = 0.4 * inside["width"], 0.97 * inside["height"]
-        page.touchscreen.tap(inside["x"] + x, inside["y"] + y)
-        assert details(page)["kind"] == "parameters"
-        assert page.evaluate("pinned") == page.evaluate("chart.cursor")
         smallest = page.evaluate(
             "Math.min(...[...document.querySelectorAll('button, td, dd, p')]"
             ".map((e) => parseFloat(getComputedStyle(e).fontSize)))"
@@ -515,22 +456,21 @@ def swipe(page, *ways, steps=8):
 
 @browser
 def test_fingers(chromium, made):
-    """They drag the budget, scroll the page, and zoom with two."""
+    """They tap, drag the budget, scroll the page, and zoom with two."""
     with opened(chromium, made.file, **PHONE) as page:
         choose(page, "none")
         page.evaluate("$('chart').scrollIntoView({block: 'center'})")
-        inside = frame(page)
-        before, scrolled = page.evaluate("[chart.budget, scrollY]")
+        inside, (before, scrolled) = frame(page), page.evaluate("[chart.budget, scrollY]")
         x, middle = (inside["x"] + share * inside["width"] for share in (1, 0.5))
+        page.touchscreen.tap(middle, inside["y"] + 0.97 * inside["height"])
+        assert details(page)["kind"] == "parameters"
         y = inside["y"] + page.evaluate("chart.budgetY() - chart.frame.top")
         swipe(page, ((x - 1, y), (x - 1, y + 80)))
         after, (low, high), snap = page.evaluate("[chart.budget, chart.range, chart.snap]")
         assert before - after == pytest.approx(80 / inside["height"] * (high - low), abs=snap)
         assert page.evaluate("scrollY") == scrolled
-        cursor = page.evaluate("chart.cursor")
         swipe(page, ((middle, inside["y"] + 150), (middle, inside["y"] + 50)))
         page.wait_for_function(f"scrollY > {scrolled}")
-        assert page.evaluate("[chart.budget, chart.cursor]") == [after, cursor]
         page.evaluate(f"scrollTo(0, {scrolled})")
         y = inside["y"] + 0.3 * inside["height"]
         swipe(page, ((middle - 30, y), (middle - 90, y)), ((middle + 30, y), (middle + 90, y)))
@@ -541,12 +481,10 @@ def test_fingers(chromium, made):
 def test_a_model_of_kibibytes(chromium, tmp_path):
     shape = "--n-layers 1 --d-model 8 --n-heads 1 --seq-len 8 --vocab-size 16 --batch-size 1"
     with opened(chromium, Made(shape.split(), tmp_path).file) as page:
-        assert text(page, "unit") == "KiB"
-        for typed in ("", "-5"):
-            page.locator("#budget").fill(typed)
-            assert "cheapest that fits" in text(page, "verdict")
-            page.locator("#budget").blur()
-            assert float(page.locator("#budget").input_value()) > 1
+        page.locator("#budget").fill("-5")
+        assert text(page, "unit") == "KiB" and "cheapest that fits" in text(page, "verdict")
+        page.locator("#budget").blur()
+        assert float(page.locator("#budget").input_value()) > 1
 
 
 @browser
@@ -620,15 +558,13 @@ def test_nothing_ends_the_script():
     assert not re.search(r"(src|href)=\"(?!data:)", page) and "http" not in page
 
 
-def test_what_is_left_out_of_the_picture_is_said(monkeypatch):
+@pytest.mark.parametrize(("chunks", "said"), [(30, False), (128, True)])
+def test_what_is_left_out_of_the_picture_is_said(monkeypatch, chunks, said):
     """Chunks of the head; the other micro-batches; and a budget that was not given."""
-    only = {"plain": {}, "none": {"recompute": "none"}}
-    monkeypatch.setattr(memory_page, "POLICIES", only)
-    for chunks, said in (("30", False), ("128", True)):
-        more = ["--memory-budget=1GiB", "--grad-accum-steps=3"] if said else []
-        args = memory_page.parse([*FLAGS, "--loss-chunks", chunks, *more])
-        with tqdm(disable=True) as bar:
-            about = memory_page.page_data(args, bar)["about"]
-        assert about.endswith("three of the head's 128 chunks") == said
-        assert (", one of 3 micro-batches of 4 x 64 tokens, " in about) == said
-        assert ("where tensors may take " in about) == said != ("no budget given" in about)
+    monkeypatch.setattr(memory_page, "POLICIES", {"plain": {}, "none": {"recompute": "none"}})
+    more = ["--memory-budget=1GiB", "--grad-accum-steps=3"] if said else []
+    args = memory_page.parse([*FLAGS, f"--loss-chunks={chunks}", *more])
+    about = memory_page.page_data(args)["about"]
+    assert about.endswith("three of the head's 128 chunks") == said
+    assert (", one of 3 micro-batches of 4 x 64 tokens, " in about) == said
+    assert ("where tensors may take " in about) == said != ("no budget given" in about)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from harness.answers import parse
 from harness.calculator import evaluate
-from tqdm import tqdm
 
 from planner import CARDS, Planner
 from planner.choose import rungs
@@ -81,7 +80,7 @@ def ways_on_the_page(model: str) -> list:
         patch.setattr(Planner, "record", record)
         patch.setattr(memory_page, "step_data", lambda *_: None)
         args = memory_page.parse(flags_of(model, 1.0).split())
-        return memory_page.page_data(args, tqdm(disable=True))["ways"]
+        return memory_page.page_data(args)["ways"]
 
 
 def of_the_page(model: str, flags: str) -> str | None:
