@@ -134,8 +134,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def aim(argv: list[str]) -> tuple[Question, float]:
-    """What is asked; and the seconds in which the machine was measured, if it was. Raises
-    UsageError or DataError."""
+    """The request, and the seconds in which the machine was measured. Raises UsageError or
+    DataError."""
     args, start = parse(argv), time.perf_counter()
     request = ask(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
     if args.longest_sequence and request.room.budget is None:
@@ -147,7 +147,7 @@ def aim(argv: list[str]) -> tuple[Question, float]:
 
 
 def describe_target(request: Question, seconds: float) -> str:
-    """What the table below is about."""
+    """Lines on the model, the device and the budget of the table below."""
     args, config, room, card = request.args, request.config, request.room, request.card
     kind = request.device.type
     precision = str(request.precision).removeprefix("torch.")
@@ -225,7 +225,7 @@ def command_line(args: argparse.Namespace, trainer: str = "", **found: Any) -> s
 
 
 def verdict(request: Question, taken: Way | None, table: list[Way]) -> list[str]:
-    """What to run; or why nothing fits, and what would."""
+    """The command to run; or why nothing fits, and a change with which it does."""
     args = request.args
     if request.room.budget is None:
         return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]

@@ -206,7 +206,7 @@ def if_memory_runs_out(way: Way | None) -> Iterator[Way]:
 
 
 def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
-    """The same for sequences of that length; positions grow with it, unless they were typed."""
+    """Flags for sequences of that length; positions grow with it, unless they were typed."""
     then = Knob({"seq_len": seq_len}).change(args)
     then.max_position_embeddings = max(seq_len, then.max_position_embeddings)
     return then
@@ -250,7 +250,7 @@ def most_that_fit(
 
 
 def in_chunks(way: Way) -> Way | None:
-    """The same with the MLP half in chunks, and its longest sequence; None: that is no longer."""
+    """The way with its MLP halves in chunks, and its longest sequence; None: that is no longer."""
     args = way.request.args
     if not expanded(way.step.config).cuts_mlp or not cuts_mlp(with_length(args, way.longest or 1)):
         return None
@@ -292,8 +292,8 @@ def search_settings(request: Question) -> list[Way]:
 
 
 def with_longest(request: Question) -> Question:
-    """With the longest sequences that the tokens of a step can be cut into and that fit, one at a
-    time; as it is if none of them does."""
+    """The request with the longest sequences that the tokens of a step can be cut into and that
+    fit, one at a time; unchanged if none of them does."""
     args = request.args
     tokens = args.batch_size * args.grad_accum_steps * args.seq_len
     most = min(tokens, longest_possible(args))
@@ -346,7 +346,7 @@ def at_peak(record: Record) -> list[dict[str, Any]]:
 
 
 def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
-    """Storages that are the same but for their block; or all weights, say. At least one."""
+    """Describe storages that are equal but for their block, or all weights, say; at least one."""
     first, n = storages[0], len(storages)
     equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
     # The line where most of them were made; all weights, say, have none.
@@ -380,7 +380,7 @@ def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def format_peak(record: Record) -> str:
-    """What is alive there, in ten lines under one that says where that is."""
+    """Groups of storages alive at the peak, in ten lines under one that says where it is."""
     groups, peak = at_peak(record), record.step.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
     rows = [(group["bytes"], *in_words(group)) for group in shown]
