@@ -177,8 +177,9 @@ class Planner:
         # more of them take, are two things.
         least = math.ceil(SMALL / (4 * self.tokens * self.config.d_model)) if with_offload else 1
         one = self.step(max(batch_size, least, 2), **memory)
-        two = self.step(1, **memory)  # (which is asked for elsewhere, too)
-        if with_offload or len(outside_of_head(one)) != len(outside_of_head(two)):
+        # (The step of one sequence is asked for elsewhere, too.)
+        two = self.step(one.batch_size + 1 if with_offload else 1, **memory)
+        if len(outside_of_head(one)) != len(outside_of_head(two)):
             # (A reshape of one sequence alone may be a view.)
             two = self.step(one.batch_size + 1, **memory)
 
