@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import train_ddp
 import train_minimal
+from trainer.bootstrap import set_up_stdout
 from trainer.flags import build_parser, changed, fill_in
 from trainer.process import OneProcess
 from trainer.resume import (
@@ -288,6 +289,7 @@ def test_what_is_typed_wins_or_is_refused(before, typed, as_if, older):
 def test_any_path_can_be_pasted(tmp_path, capsysbinary):
     """From stopped, next and note, through a shell's eyes; and each goes on where it says. With a
     space, a quote, and what is no UTF-8 (where the file system has such names)."""
+    set_up_stdout()
     path = tmp_path / "my runs" / "it's.pt"
     with suppress(OSError):
         (tmp_path / os.fsdecode(b"caf\xe9")).touch()

@@ -40,16 +40,20 @@ def interrupt(number: int, frame: "FrameType | None") -> None:
     raise KeyboardInterrupt
 
 
+def set_up_stdout() -> None:
+    """Print file names as the system has them, so that commands can be pasted. A letter that stdout
+    cannot spell is no reason to fail."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        utf_8 = sys.stdout.encoding.lower() == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "replace")
+
+
 if STARTED:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
         signal.signal(signal.SIGINT, interrupt)
     if hasattr(signal, "SIGUSR1"):  # it asks for a save: before training there is none to make
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if isinstance(sys.stdout, TextIOWrapper):
-        # A file name is printed as the system has it, so that a command can be pasted. A letter
-        # that stdout cannot spell is no reason to fail.
-        utf_8 = sys.stdout.encoding.lower() == "utf-8"
-        sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "replace")
+    set_up_stdout()
 
 from types import FrameType  # noqa: E402  # (what is imported here can be interrupted)
 
