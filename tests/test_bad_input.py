@@ -183,12 +183,7 @@ def test_a_text_too_short_for_one_sequence_leaves_no_ids(folder, cache, capsys, 
 
 
 @pytest.mark.usefixtures("plans_memory")
-def test_a_bpe_that_ends_early_is_planned_anew(folder, capsys):
-    """Its ids are known when it is trained only; the model has as many, and no more."""
+def test_a_bpe_that_ends_early_gives_the_model_its_ids(folder):
+    """The plan before it is for as many ids as were asked for; the model has those that are used."""
     assert train_on_text("--vocab-size=9000", "--num-steps=1") == 0
-    config = snapshot(folder / "new/run.pt")["config"]
-    assert 257 < config["vocab_size"] < 400
-    assert train_on_text(f"--vocab-size={config['vocab_size']}", "--num-steps=1") == 0
-    out = capsys.readouterr().out.splitlines()
-    early, exact = (line for line in out if line.endswith("(predicted)"))
-    assert early == exact
+    assert 257 < snapshot(folder / "new/run.pt")["config"]["vocab_size"] < 400

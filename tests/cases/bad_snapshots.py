@@ -166,7 +166,11 @@ PLOT: dict[str, tuple[str, str, dict[str, Write]]] = {
     "a snapshot": ("run.pt --out=x.png", f"log is {LOG}", {"run.pt": GOOD, LOG: LINE}),
     "no such file": ("x.jsonl", "cannot read x.jsonl: No such file", {}),
     "no picture format": ("x.jsonl --out=x.jsonl", "--out x.jsonl", {"x.jsonl": LINE}),
-    "no folder": ("x.jsonl --out=no/x.png", "--out: there is no folder no", {"x.jsonl": LINE}),
+    "no folder": (
+        "x.jsonl --out=no/x.png",
+        "--out: no/x.png cannot be written: is there such a folder",
+        {"x.jsonl": LINE},
+    ),
     **{
         name: ("x.jsonl --out=x.png", NO_STEP, {"x.jsonl": content})
         for name, content in {
