@@ -113,23 +113,27 @@ class LeanOptimizer(torch.optim.Optimizer):
                     self.adamw(parameter, group)
 
     def adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """torch's own kernel, on float32 copies of the moments, AT_A_TIME elements at a time."""
-        state, count = self.state[parameter], self.state[parameter]["step"]
+        """Update one parameter, AT_A_TIME elements at a time."""
+        state = self.state[parameter]
         every = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
         columns = [local(t).reshape(-1).split(AT_A_TIME) for t in every if t is not None]
+        step = state["step"].clone()
         for pieces in zip(*columns, strict=True):
-            wide = [widen(piece, self.lanes) for piece in pieces]
-            weights, gradients, first, second = ([copy] for copy in wide)
-            step = count.clone()  # the kernel adds 1
-            adamw(
-                weights, gradients, first, second, [], [step],
-                lr=group["lr"], weight_decay=group["weight_decay"], beta1=BETAS[0], beta2=BETAS[1],
-                eps=EPS, fused=True, found_inf=self.found_inf, amsgrad=False, maximize=False,
-            )  # fmt: skip
-            for piece, copy in zip(pieces, wide, strict=True):
-                if copy is not piece:
-                    piece.copy_(copy[: piece.numel()])
-        count.copy_(step)
+            self.adamw_piece(pieces, state["step"].copy_(step), group)  # the kernel adds 1
+
+    def adamw_piece(self, pieces: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> None:
+        """torch's own kernel, on float32 copies of the moments. They are free when this returns,
+        before those of the next piece are made."""
+        wide = [widen(piece, self.lanes) for piece in pieces]
+        weights, gradients, first, second = ([copy] for copy in wide)
+        adamw(
+            weights, gradients, first, second, [], [step],
+            lr=group["lr"], weight_decay=group["weight_decay"], beta1=BETAS[0], beta2=BETAS[1],
+            eps=EPS, fused=True, found_inf=self.found_inf, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        for piece, copy in zip(pieces, wide, strict=True):
+            if copy is not piece:
+                piece.copy_(copy[: piece.numel()])
 
     def muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         """One step for matrices of one shape (A, B), as torch.optim.Muon has it.
