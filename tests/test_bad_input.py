@@ -182,8 +182,7 @@ def test_a_text_too_short_for_one_sequence_leaves_no_ids(folder, cache, capsys, 
     assert not list(cache.rglob("*.bin"))
 
 
-@pytest.mark.usefixtures("plans_memory")
 def test_a_bpe_that_ends_early_gives_the_model_its_ids(folder):
-    """The plan before it is for as many ids as were asked for; the model has those that are used."""
+    """The plan is for as many ids as were asked for; the model has those that are used."""
     assert train_on_text("--vocab-size=9000", "--num-steps=1") == 0
     assert 257 < snapshot(folder / "new/run.pt")["config"]["vocab_size"] < 400
