@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from harness.faults import broken
-from harness.runs import metrics, older_runs, snapshot, torchrun, train, train_here
+from harness.runs import FAULTS, metrics, older_runs, snapshot, torchrun, train, train_here
 
 from trainer.metrics import LOGGERS, NEEDS
 from trainer.snapshot import beside
@@ -133,15 +133,17 @@ def test_wandb_goes_on_with_the_same_run(offline, path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_wandb_itself_stays_offline(tmp_path, monkeypatch):
-    """And has all records on the disk when the process ends."""
+    """And has all records on the disk when the process ends, also where torchrun's leaves by
+    os._exit after a signal."""
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     path = tmp_path / "runs" / "run.pt"
-    for flags in (("--log-to=wandb", "--num-steps=3"), ("--resume", "--num-steps=5")):
-        assert "; wandb sync" in train(path, *flags).stdout
+    signal = {"script": f"{FAULTS} train_ddp", "FAULTS": "term:0:4", "expect": 143}
+    assert "; wandb sync" in torchrun(path, "--log-to=wandb", processes=1, **signal).stdout
+    assert "; wandb sync" in train(path, "--resume", "--num-steps=7").stdout
     written = list(path.parent.glob(f"wandb/offline-run-*-{snapshot(path)['run']}/*.wandb"))
     assert [file.read_bytes().count(b"train_loss") >= 2 for file in written] == [True, True]
 

@@ -19,6 +19,7 @@ from data import DataError, DiskFull
 
 from .bootstrap import PROCESS_START
 from .flags import UsageError, print_error
+from .metrics import finish_logs
 from .plan import TooLarge, next_knob
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
@@ -42,7 +43,10 @@ def run_safely(
     try:
         run = start_run(args, make_process)
         with run.held_lock or nullcontext():  # (a process that lives on may start another run)
-            code = train_and_tell(run, train)
+            try:
+                code = train_and_tell(run, train)
+            finally:
+                finish_logs()
         process = run.process
         run = None  # and with it DDP's wrapper: it must go before its connections do. (None of
         # the lines below needs it any more.)

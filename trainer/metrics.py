@@ -103,7 +103,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 def logged_at(step: int, path: Path) -> Record | None:
     """Return the record of that step; None if it was not logged."""
-    records = read_metrics(path) if path.exists() else []
+    records = read_metrics(path) if path.is_file() else []
     return next((r for r in records if r.get("step") == step), None)
 
 
@@ -149,7 +149,7 @@ def to_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
     to be uploaded later.
 
     The run's own id makes one run of all processes that go on with it. (Of steps that are done
-    again wandb keeps the first.) wandb finishes it when this process ends.
+    again wandb keeps the first.) `finish_logs` ends it.
     """
     import wandb
 
@@ -165,6 +165,14 @@ def to_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
     folder = f"{path.parent}/wandb/offline-run-*-{identity['run']}"
     say(f"log      wandb, {f'offline; wandb sync {folder} uploads it' if run.offline else run.url}")
     return run.log
+
+
+def finish_logs() -> None:
+    """End what --log-to has opened. A process of several leaves without Python's exit handlers,
+    which would do it."""
+    if wandb := sys.modules.get("wandb"):
+        with suppress(Exception):  # a network that is gone costs the log, not the exit code
+            wandb.finish()
 
 
 LOGGERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}
