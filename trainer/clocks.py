@@ -16,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -262,12 +264,14 @@ class ProfilingClock(PeakMemoryClock):
         self.phase_range.close()
         self.model_ranges.close()
         self.profiler.stop()  # reports, if it is recording
-        if self.steps < WARM_UP:
+        if self.steps <= WARM_UP:
             self.process.say("profile  nothing was recorded: the run ended before")
 
     def report(self, profiler: profile) -> None:
         """Print the operators that took the most time themselves (on a GPU: there, kernels among
         them), and write the trace."""
+        if self.steps <= WARM_UP:  # the run ended in the first of those steps
+            return
         rows = profiler.key_averages()
         ranges = {row.key for row in rows if row.is_user_annotation}
         operators = type(rows)(row for row in rows if not row.is_user_annotation)
@@ -278,7 +282,13 @@ class ProfilingClock(PeakMemoryClock):
         table = operators.table(sort_by=f"self_{where}_time_total", row_limit=TABLE_ROWS)
         self.process.say(f"profile  {found}:\n{table}")
         try:
-            profiler.export_chrome_trace(str(self.path))
+            with TemporaryDirectory(prefix=".trace-", dir=self.path.parent) as folder:
+                written = Path(folder, self.path.name)
+                profiler.export_chrome_trace(str(written))
+                # The function that writes it says nothing of a full disk.
+                if not written.read_bytes().rstrip().endswith(b"}"):
+                    raise OSError("not all of it could be written (disk full?)")
+                os.replace(written, self.path)
         except (OSError, RuntimeError) as error:
             return self.process.say(f"warning  no trace, {self.path}: {error}")
         hint = "open it in https://ui.perfetto.dev or chrome://tracing"
