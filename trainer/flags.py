@@ -250,7 +250,8 @@ def output_file(text: str) -> Path:
     path = Path(text)
     if os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"{path} is a folder")
-    if not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+    there = path if os.path.exists(path) else path.parent
+    if not (os.path.isdir(path.parent) and os.access(there, os.W_OK)):
         raise argparse.ArgumentTypeError(f"{path} cannot be written: is there such a folder?")
     return path
 

@@ -41,11 +41,11 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
     `named`: the file whose `own_name` is `path`. It counts while there is no snapshot at `path`;
     a later snapshot there has to be of the same run. Raises SnapshotError if none can be read.
     """
-    problems = []
+    problems, note = [], ""
     if named is not None and named != path:
-        problems = [f"{named} is another run's best: this one saves to {path}"]
+        note = f"{named} is another run's best: this one saves to {path}"
         if not any(map(os.path.lexists, newest_first(path))):
-            return Resumed(read_snapshot(named), named, problems[0])
+            return Resumed(read_snapshot(named), named, note)
         if not has_saved(peek(named).get("run"), path):
             raise SnapshotError(
                 f"--resume: {path} is there and does not go on from {named}; copy that to a name "
@@ -57,12 +57,14 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
         except SnapshotError as error:
             problems.append(str(error))
             continue
-        return Resumed(state, file, f"{'; '.join(problems)}; taking {file}" if problems else "")
-    others = [file for file in path.parent.glob("[!.]*.pt") if not is_second(file)]
+        notes = [note] * bool(note) + problems
+        return Resumed(state, file, f"{'; '.join(notes)}; taking {file}" if notes else "")
+    others = [file for file in path.parent.glob("[!.]*.pt") if not is_second(file) and file != path]
     newest = max(others, key=lambda file: file.lstat().st_mtime, default=None)
     hint = f" (the newest there: {newest})" if newest else ""
+    start = " under another name" if os.path.exists(path) else ""  # a file that is no snapshot stays
     raise SnapshotError(
-        f"--resume: {problems[0]}; start without --resume, or name the file{hint} with "
+        f"--resume: {problems[0]}; start without --resume{start}, or name the file{hint} with "
         "--checkpoint-path"
     )
 
@@ -101,7 +103,8 @@ def restore_flags(args: argparse.Namespace, resumed: Resumed) -> None:
     typed now. Raises SnapshotError if a flag of the snapshot is none."""
 
     def refuse(message: str) -> NoReturn:
-        raise SnapshotError(f"{resumed.path} is no MiniGPT snapshot (of its flags, {message})")
+        reason = message.removeprefix("argument ")
+        raise SnapshotError(f"{resumed.path} is no MiniGPT snapshot (of its flags, {reason})")
 
     kept = typed_flags(resumed.state)
     for name in (*args.typed, "resume", "checkpoint_path"):

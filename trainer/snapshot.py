@@ -107,12 +107,17 @@ def bytes_of(state: State) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
+def temporary_name(path: Path) -> Path:
+    """Where a file is written, by this process, before it takes the name of `path`."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
 @contextmanager
 def saving(path: Path, n_bytes: int) -> Iterator[Path]:
     """A name to write to, then the rename to `path`: nothing is left of it if that fails. Raises
     SaveError with what the operating system says, and how much room is needed."""
     # Of this process alone: where there are no locks, two runs may save under one name.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -153,6 +158,8 @@ def read_snapshot(path: Path) -> State:
 
     Raises SnapshotError: missing, damaged, or not a snapshot of this project.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # (to open a pipe would wait for ever)
+        raise SnapshotError(f"{path} is not a file")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -267,6 +274,9 @@ def claim(path: Path, resumed: Resumed | None) -> IO[str]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        longest = temporary_name(beside(path, ".2026-11-22-101500-99.metrics.jsonl"))
+        longest.touch()  # a name may be too long, too
+        longest.unlink()
         file = open(beside(path, ".lock"), "a")
     except OSError as error:
         raise refuse(f"cannot write {path}: {error.strerror or error}") from None

@@ -127,6 +127,7 @@ REFUSED_BY = {
     "plan_memory": {
         "--fsdp --nproc-per-node=2 --no-amp --gather-dtype=bfloat16": "--gather-dtype bfloat16: ",
         "--json=nowhere/plan.json": "--json: nowhere/plan.json cannot be written",
+        "--json=run.pt/plan.json": "--json: run.pt/plan.json cannot be written",
         "--memory-viz=x.pickle": "--memory-viz=x.pickle; python -m scripts.memory_page shows it",
         "--fsdp": "--fsdp: over how many processes",
         "--sp": "--sp: over how many processes",
@@ -251,7 +252,9 @@ def npy(array: np.ndarray) -> bytes:
 NINE = np.zeros(9, np.uint16)
 TOKEN_FILES = {
     "half a token": text("x.bin", b"\x01\x00\x02", "x.bin: 3 bytes is odd"),
-    "an id beyond": text("x.bin", b"\x01\x00\x01\x01", "x.bin: holds id 257, .*ends at 256; name"),
+    "an id beyond": text(
+        "x.bin", b"\x01\x00\x01\x01", "x.bin: holds id 257, .*ends at 256: another --tokenizer-name"
+    ),
     "llm.c cut off": text("x.bin", llmc(NINE, 20240520, 1)[:-2], "x.bin: .*9 tokens.*cut off"),
     "llm.c version": text(
         "x.bin", llmc(NINE, 20240520, 3), "x.bin: holds id 55432, .* ends at 256"

@@ -50,7 +50,7 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], dic
     return lambda weights: {name: change(weight) for name, weight in weights.items()}
 
 
-NO_SNAPSHOT = "run.pt is no snapshot, or a damaged one"
+NO_SNAPSHOT = "run.pt is no snapshot, or a damaged one; start without --resume under another"
 NO_MINIGPT = "run.pt is no MiniGPT snapshot"
 STRANGE = "run.pt .*(strange|damaged)"
 PLAIN = "run.pt holds more than plain data: refused"
@@ -60,7 +60,7 @@ BIAS = ("model", "ln_f.bias")
 RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume says of it
     "empty": (b"", NO_SNAPSHOT),
     "cut off": (cut_off, NO_SNAPSHOT),
-    "a folder": (None, "run.pt"),
+    "a folder": (None, "run.pt is not a file"),
     "a mere model": (saved({"weight": torch.zeros(3)}), NO_MINIGPT),
     "code": (CODE, PLAIN),
     "step": (altered("step", to="5"), STRANGE),
