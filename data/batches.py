@@ -55,8 +55,8 @@ class TokenFile:
             ids = self.part(first, first + SCAN).read()
             if (worst := int(ids.max())) >= tokenizer.vocab_size:
                 raise DataError(
-                    f"{self.path}: holds id {worst}, but --tokenizer-name {tokenizer.name} "
-                    f"ends at {tokenizer.vocab_size - 1}; name the tokenizer that made it"
+                    f"{self.path}: holds id {worst}, but the tokenizer ({tokenizer.name}) ends at "
+                    f"{tokenizer.vocab_size - 1}: another --tokenizer-name made it"
                 )
             yield ids
 

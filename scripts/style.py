@@ -39,7 +39,6 @@ LEGEND = {  # what a kind is called: and what it is
     "head": "head: logits, loss",
     "temporaries": "temporaries: soon gone",
 }
-GRAY = "#555555"
 # Pages show a picture some 830 pixels wide, whatever its own width. SMALL at this WIDTH is then
 # 16 pixels high, as the text around it is. Both in their usual units: inches, points.
 WIDTH, SMALL = 6.4, 9
