@@ -14,17 +14,21 @@ from .timeline import StepMemory
 MOST = 10**6  # sequences
 
 
-def largest(one: StepMemory, two: StepMemory, budget: int, head: Callable[[int], int]) -> int:
+def largest(
+    one: StepMemory, two: StepMemory, budget: int, head: Callable[[int], int], on_cpu: bool
+) -> int:
     """Return the most sequences whose peak stays within `budget` bytes; MOST if the two steps do
     not run the same operators (offload moves tensors from a certain size on).
 
-    `head`: tells the bytes that it takes, by sequences.
+    `head`: tells the bytes that it takes, by sequences. `on_cpu`: offload's buffers count, and are
+    whole, too. Without that the batch is an upper bound.
     """
     outside, heads = [], []
     for step in (one, two):
         inside = step.phase("head")
-        heads.append(step.total[inside].max() - head(step.batch_size))
-        outside.append(np.append(outside_of_head(step), heads[-1]))
+        padding = (step.host - sum(step.moved)) * on_cpu
+        heads.append(step.total[inside].max() - padding - head(step.batch_size))
+        outside.append(np.append(outside_of_head(step) - padding, heads[-1]))
     if len(outside[0]) != len(outside[1]):
         return MOST
 

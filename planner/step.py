@@ -190,8 +190,9 @@ class Planner:
         def head(sequences: int) -> int:
             return head_bytes(one.config, sequences * self.tokens, self.precision)
 
-        most = largest(one, two, budget, head)
-        if (with_offload or most == MOST) and not (most and fits(most)):
+        most = largest(one, two, budget, head, self.on_cpu)
+        is_bound = most == MOST or with_offload and (self.on_cpu or host is not None)
+        if is_bound and not (most and fits(most)):
             most = bisect_left(range(1, max(most, least)), True, key=lambda n: not fits(n))
         return max(most, batch_size if fits(batch_size) else 0)
 

@@ -188,7 +188,7 @@ def describe_host(way: Way) -> str:
         words += f" in {processes} processes"
     if largest and largest > step.batch_size:  # (it grows by the sequence, from some on)
         most = format_bytes(processes * step.host * largest / step.batch_size)
-        words += f", about {most} at a batch of {largest:,}"
+        words += f", about {most} at a batch of {largest:,}" + " in each" * (processes > 1)
     return words
 
 

@@ -142,6 +142,15 @@ def test_the_memory_of_a_cpu_is_part_of_the_room(left, processes, monkeypatch, e
         assert line.endswith(fits)
 
 
+def test_rounded_buffers_cost_no_sequence():
+    """How much of a CPU's memory rounds buffers up differs between small and large batches."""
+    plan = planner(replace(CONFIG, n_layers=6, d_model=64, d_ff=256))
+    budget = 2**27
+    most = plan.largest_batch(budget, 2, recompute="full+offload")
+    takes, more = (plan.step(n, recompute="full+offload").peak for n in (most, most + 1))
+    assert takes <= budget < more
+
+
 def test_plan_memory_says_what_offload_takes_of_a_cpu():
     answer = ask(f"{FLAGS} --device cuda --memory-budget 64MiB --nproc-per-node=2")
     row = answer.json["rows"][-1]
@@ -149,5 +158,5 @@ def test_plan_memory_says_what_offload_takes_of_a_cpu():
     about = 2 * row["host_bytes"] * row["largest_batch"] / 8
     assert (
         f"\noffload  pins {format_bytes(6 * X)} of CPU memory in 2 processes, "
-        f"about {format_bytes(about)} at a batch of {row['largest_batch']:,}\n"
+        f"about {format_bytes(about)} at a batch of {row['largest_batch']:,} in each\n"
     ) in answer.out

@@ -62,7 +62,9 @@ def load_newest(path: Path, named: Path | None = None) -> Resumed:
     others = [file for file in path.parent.glob("[!.]*.pt") if not is_second(file) and file != path]
     newest = max(others, key=lambda file: file.lstat().st_mtime, default=None)
     hint = f" (the newest there: {newest})" if newest else ""
-    start = " under another name" if os.path.exists(path) else ""  # a file that is no snapshot stays
+    start = (
+        " under another name" if os.path.exists(path) else ""
+    )  # a file that is no snapshot stays
     raise SnapshotError(
         f"--resume: {problems[0]}; start without --resume{start}, or name the file{hint} with "
         "--checkpoint-path"
