@@ -16,7 +16,6 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.benchmark import Timer
 
 from .operators import PRECISIONS
 
@@ -116,5 +115,8 @@ def time_of(run: Callable[[], object]) -> float:
     (Whatever else the machine does hits a long run, and spares a short one: medians of operators
     would not go together.)
     """
+    # (Imported here: the import looks for a compiler, and on some machines prints what it misses.)
+    from torch.utils.benchmark import Timer
+
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return min(timer.blocked_autorange(min_run_time=0.1).times)

@@ -643,5 +643,5 @@ def test_the_fingerprint_is_of_the_tokens_and_of_where_files_end(numbered, monke
     parts = [(file.dtype, np.array(ids([file]), file.dtype)) for file in files]
     content = b"".join(f"{dtype} {len(i)} ".encode() + i.tobytes() for dtype, i in parts)
     assert hash_ids(files, ToyTokenizer(12)) == hashlib.sha256(content).hexdigest()
-    with pytest.raises(DataError, match="but --tokenizer-name toy ends at 10; name the"):
+    with pytest.raises(DataError, match="but the tokenizer .toy. ends at 10: another"):
         hash_ids(files, ToyTokenizer(11))
