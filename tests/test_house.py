@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 from textwrap import dedent
@@ -21,17 +22,17 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 425,
-    "memory": 489,
-    "planner": 1_155,
-    "trainer": 2_565,
-    "data": 668,
-    "scripts": 1_774,
-    "studies": 386,
-    "all without tests": 7_462,
-    "tests": 9_298,
+    "the root": 418,
+    "memory": 487,
+    "planner": 1_024,
+    "trainer": 2_368,
+    "data": 666,
+    "scripts": 1_577,
+    "studies": 361,
+    "all without tests": 6_901,
+    "tests": 8_133,
 }
-SCRIPTS = 17  # files
+FILES_IN = {"trainer": 18, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
     "README.md": 150,
@@ -128,7 +129,8 @@ def test_a_room_stays_small():
     rooms["all without tests"] = sum(rooms.values()) - rooms["tests"]
     assert rooms.keys() == ROOMS.keys()
     assert not {room: n for room, n in rooms.items() if n > ROOMS[room]}
-    assert len([name for name in FILES if room(name) == "scripts"]) <= SCRIPTS
+    files = Counter(map(room, FILES))
+    assert all(files[room] <= n for room, n in FILES_IN.items())
     assert sum(map(lines, (ROOT / "scripts/page").glob("*.*"))) <= PAGE
 
 
