@@ -1,13 +1,13 @@
-"""The head: from the last hidden states to the loss, without ever holding all logits.
+"""The head: from the last hidden states to the loss, without all logits at once.
 
-For a small GPT it, not the blocks, is the first wall. With 50,257 tokens in the vocabulary the
-logits, their log-softmax and its gradient take 12 bytes for each of N * V entries, in bfloat16 two
-or four more: 1.2 GB at B=2, T=1024. Two ideas, one class each:
+In a small GPT the head, not the blocks, fills memory first. Computed at once, the log-softmax of
+the logits, its gradient and the gradient of the logits take 12 bytes for each of N * V entries:
+1.2 GB for B=2, T=1024 and a vocabulary of 50,257 tokens. Two ideas help, one class each:
 
-    ChunkedHeadLoss    cut into chunks of tokens, and only one chunk's logits are alive
-    TiedLookup         the head's weight is the token embedding's: two gradients, one buffer
+    ChunkedHeadLoss    compute the loss in chunks of tokens: only one chunk has logits at a time
+    TiedLookup         use one buffer for both gradients of the weight of embedding and head
 
-Letters: B batch, T time, N tokens (B * T), n tokens of a chunk, r of a slice, C channels,
+Shapes: B batch, T time, N tokens (B * T), n tokens of a chunk, r tokens of a slice, C channels,
 V vocabulary.
 """
 
@@ -22,42 +22,44 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Bytes of logits that are alive at a time: little beside a step, enough tokens for fast matmuls.
+# Bytes of a chunk of logits, at most: small beside a step, enough tokens for fast matmuls.
 CHUNK = 5 * 2**24
-# Elements that are worked on at a time in float32: 16 MiB, which stay in the cache of an A100, an
-# H100 or an RTX 4090 (40 to 72 MB).
+# Elements of a slice of logits in float32. These 16 MiB stay in the cache of an A100, an H100 or an
+# RTX 4090 (40 to 72 MB).
 SLICE = 2**22
-PAD = 64  # tensor cores want rows of logits whose length is a multiple of it
-# Rows of a slice, too, are a multiple of something: each slice of float32 then begins at a multiple
-# of 16 bytes, which is what compiled code has been promised (others it would copy).
+PAD = 64  # tensor cores are faster if the length of a row of logits is a multiple of it
+# The number of rows of a slice is a multiple of this. So each float32 slice begins at a multiple of
+# 16 bytes. Compiled code expects that, and would copy a slice that begins elsewhere.
 ROWS = 4
 
 
 def parse_release(version: str) -> tuple[int, ...]:
-    """The release that a build of torch is of, or is to become: "2.11.0a0+cu130" -> (2, 11).
+    """Return the release of a torch build as (major, minor): "2.11.0a0+cu130" -> (2, 11).
 
-    torch.__version__ >= "2.11" would be False for it, as a release's first builds come before it.
+    (torch.__version__ >= "2.11" is False for this build, because it comes before release 2.11.)
     """
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-# Can a matmul of low precision add to a float32 matrix? torch.addmm can, with out_dtype, from 2.11
-# on (pytorch#167931), but not on AMD's GPUs.
+# Whether a low-precision matmul can add to a float32 matrix: torch.addmm can with out_dtype, from
+# 2.11 on (pytorch#167931), but not on AMD's GPUs.
 ADDS_IN_FLOAT32 = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
 Embed = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-Softmax = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, or compiled
+Softmax = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, plain or compiled
 
 
 def embed_tied(
     embedding: nn.Embedding, ids: Tensor, plain: Embed, on_cpu: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Look up token ids (B, T) int64: their vectors (B, T, C), and the weight (V, C) for the head.
-    `plain`: model.py's own, for evaluation, and for any other kind of embedding.
+    """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
 
-    A CPU adds the rows' gradients one after the other, always in the same order. A GPU would add
-    them as they come, and no two runs would be the same: so it makes the whole gradient, sorted by
-    id. `on_cpu` None: as the weight's device is. (The planner plans for a GPU on a CPU.)
+    `plain`: `embed` of model.py, for evaluation and for other kinds of embeddings. `on_cpu`: make
+    the gradient as on a CPU; None: if the weight is on one. (The planner simulates GPUs on a CPU.)
+
+    A CPU adds the gradient's rows one by one, always in the same order. A GPU would add them in a
+    random order, and each run would round differently. So a GPU first sorts the ids, and makes the
+    whole gradient from them.
     """
     special = embedding.padding_idx is not None or embedding.max_norm is not None
     if not torch.is_grad_enabled() or special or type(embedding) is not nn.Embedding:
@@ -68,12 +70,14 @@ def embed_tied(
 
 
 class TiedLookup(torch.autograd.Function):
-    """(weight, ids) -> F.embedding(ids, weight), and the weight once more, for the head.
+    """Return F.embedding(ids, weight) (B, T, C), and the weight (V, C) again for the head.
 
-    So the weight has one use, and backward of that gets both gradients: first the head's, which
-    has been waiting since backward began, then the embedding's, which is added to it in place.
-    Left to autograd, both (V, C) would be there before they are added; with GPT-2's vocabulary and
-    `full` recompute nothing else in a step is as large.
+    So autograd sees one use of the weight, and `backward` gets two gradients: the head's (V, C),
+    which has existed since backward began, and the embedding's (B, T, C). It adds the second to the
+    first in place. Autograd alone would make a second (V, C) before it adds them. With GPT-2's
+    vocabulary and `full` recompute, no other tensor that a step computes is as large.
+
+    `row_by_row`: add the rows of the embedding's gradient one by one, as on a CPU.
     """
 
     @staticmethod
@@ -85,11 +89,11 @@ class TiedLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_embedded: Tensor, grad_weight: Tensor):
-        weight, ids = ctx.saved_tensors  # (autograd makes zeros of a gradient that is not there)
+        weight, ids = ctx.saved_tensors  # (autograd passes zeros for a missing gradient)
         if ctx.row_by_row:
             grad_weight.index_add_(0, ids.flatten(), grad_embedded.flatten(0, -2))
             return grad_weight, None, None
-        # A slice of channels at a time, or there would be a second (V, C) after all.
+        # Take some channels at a time: all at once would need a second (V, C).
         n_slices = math.ceil(weight.numel() / (2 * SLICE))
         for total, part in zip(
             grad_weight.chunk(n_slices, dim=1), grad_embedded.chunk(n_slices, dim=-1), strict=True
@@ -99,20 +103,22 @@ class TiedLookup(torch.autograd.Function):
 
 
 def softmax_in_place(logits: Tensor, target: Tensor, wants_gradient: bool) -> Tensor:
-    """The log-likelihood (r, 1) of the `target`s (r, 1), by (r, V) `logits`. Afterwards those are
-    the softmax if somebody `wants_gradient`, else anything."""
-    # A sum over a vocabulary needs float32. (float32 and float64 stay the logits themselves.)
+    """Return the log-likelihood (r, 1) of the `target` ids (r, 1) for `logits` (r, V).
+
+    If `wants_gradient`, `logits` afterwards contain the softmax, else undefined values.
+    """
+    # A sum over the vocabulary needs float32. For float32 and float64 `exact` is `logits` itself.
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # CPU and CUDA kernels read a row before they write it, so `out` may alias. MPS: unknown.
+    # CPU and CUDA kernels read a row before they write it, so `out` may be the input. MPS: unknown.
     exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
     found = exact.gather(1, target)
     if wants_gradient:
-        # (The compiler fuses all this, and knows no `out` of other strides.)
+        # A compiler fuses these operators. It does not support an `out` with other strides.
         if torch.compiler.is_compiling() or logits.is_mps:
             logits.copy_(exact.exp())
         elif logits.is_cuda:
-            torch.exp(exact, out=logits)  # rounded on the way
-        else:  # of a softmax the same one again; a CPU takes for it half of the time of exp
+            torch.exp(exact, out=logits)  # `out` also rounds to the precision of `logits`
+        else:  # softmax(log_softmax(x)) = softmax(x), and on a CPU it is twice as fast as exp
             logits.copy_(torch.softmax(exact, 1, out=exact))
     return found
 
@@ -125,15 +131,16 @@ def compiled_softmax() -> Softmax:
 def head_loss(
     x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, plain: Loss, compiled: bool = False
 ) -> Tensor:
-    """Mean cross-entropy of the head's logits, in nats.
+    """Return the mean cross-entropy of the head's logits, in nats, a scalar.
 
     Args:
-        x: (B, T, C) what the last LayerNorm returns.
+        x: (B, T, C) the result of the last LayerNorm.
         weight: (V, C) the head's weight.
-        labels: (B, T) int64, -100 = no loss here.
-        n_chunks: 1 = all tokens at once, by `plain`, model.py's own; n = in n chunks, never more
-            than one chunk of logits alive; 0 = as few as `count_chunks` finds small enough.
-        compiled: the softmax of a slice runs as compiled code.
+        labels: (B, T) int64; -100: the token does not count.
+        n_chunks: number of chunks; only one chunk of logits exists at a time. 0: `count_chunks`
+            chooses it. 1: `plain` computes all tokens at once.
+        plain: `head_loss` of model.py.
+        compiled: compile the softmax of a slice.
     """
     if n_chunks == 1:
         return plain(x, weight, labels, n_chunks)
@@ -146,33 +153,42 @@ def head_loss(
 
 
 def count_chunks(n_tokens: int, vocab_size: int, asked: int, itemsize: int) -> int:
-    """In how many chunks the head runs. `asked`: 0 = chunks of `CHUNK` bytes; `itemsize`: bytes of
-    a logit."""
+    """Return the number of chunks of the head, at most one for each token.
+
+    `asked`: this number; 0: as few chunks of at most `CHUNK` bytes as possible. `itemsize`: bytes
+    of a logit.
+    """
     return max(1, min(asked or math.ceil(n_tokens * vocab_size * itemsize / CHUNK), n_tokens))
 
 
 def rows_of_slice(n_tokens: int, vocab_size: int) -> int:
-    """Tokens whose softmax is taken at a time: about `SLICE` logits; or a 32nd of a chunk that
-    somebody asked to be far larger, as each launch costs time, too."""
+    """Return the number of tokens of a slice, in a chunk of `n_tokens`.
+
+    Softmax runs slice by slice. A slice has about `SLICE` logits. But even a very large chunk has
+    only about 32 slices, because each kernel launch costs time, too.
+    """
     rows = max(SLICE // vocab_size, n_tokens // 32)
     return min(n_tokens, max(ROWS, rows // ROWS * ROWS))
 
 
 def starts_of_chunks(n_tokens: int, n: int) -> Iterable[int]:
-    """The first token of each chunk, of `n` tokens but for the last. (They are alike, so the
-    planner puts in a few of them for all: planner/step.py.)"""
+    """Return the first token of each chunk; a chunk has `n` tokens, the last one maybe fewer.
+
+    (Chunks are alike, so planner/step.py replaces this function by one that returns only a few.)
+    """
     return range(0, n_tokens, n)
 
 
 class ChunkedHeadLoss(torch.autograd.Function):
-    """The loss, chunk by chunk, with its gradients taken inside forward.
+    """Compute the mean loss (a scalar) chunk by chunk, and the gradients already in forward.
 
-    Plain autograd would keep every chunk's log-softmax until backward, and a checkpoint around a
-    chunk would compute its logits twice. But the loss is the end of the graph: all that backward
-    multiplies its gradients with is one number. So they are taken while the chunk's logits live.
+    Autograd would keep the log-softmax of every chunk until backward. An activation checkpoint
+    around a chunk would compute its logits twice. But the loss is the end of the graph: backward
+    only multiplies its gradients by one number. So forward computes the gradients of a chunk while
+    the chunk's logits exist.
 
-    Until backward they are those of the sum of all losses: of the mean they would be too small for
-    float16, and GradScaler's factor comes only then.
+    Until backward the gradients are those of the sum of all losses. Gradients of the mean would be
+    too small for float16, because GradScaler's factor comes only in backward.
     """
 
     @staticmethod
@@ -187,7 +203,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
-        grad_x, grad_weight, count = ctx.saved_tensors  # in place: nobody else needs them
+        grad_x, grad_weight, count = ctx.saved_tensors  # in place: no other code uses them
         factor = grad_loss / count.clamp(min=1)
         return grad_x.mul_(factor), grad_weight.mul_(factor), None, None, None
 
@@ -200,12 +216,14 @@ def loss_by_chunks(
     softmax: Softmax,
     gradients: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the losses, and of how many tokens; writes the sum's gradients to `gradients`, of
-    x (N, C) and of the weight (V, C, 0s).
+    """Return the sum of the losses in nats, and the number of tokens that count, both scalars.
 
-    A chunk of logits, in the matmuls' precision, is large enough to make them fast. Its softmax
-    runs in float32, in slices that stay in a cache. The gradient takes the logits' place: one
-    buffer serves all chunks.
+    x (N, C), weight (V, C), labels (N,) int64. `gradients`: two tensors for the gradients of that
+    sum; x's (N, C) is overwritten, the weight's (V, C) is added to and must begin as zeros.
+
+    A chunk of logits, in the precision of matmuls, is large enough for fast matmuls. Its softmax
+    runs in float32, in slices that stay in a GPU's cache. The gradient of the logits overwrites the
+    logits, and all chunks use the same buffer.
     """
     N, V = len(x), len(weight)
     cast_weight = cast_by_autocast(weight)  # (V + padding, C)
@@ -215,7 +233,7 @@ def loss_by_chunks(
     buffer = x.new_empty(n, len(cast_weight), dtype=dtype)
 
     sums = torch.promote_types(dtype, torch.float32)
-    count = (labels != -100).sum().to(sums)  # stays on the device: reading it would stall a GPU
+    count = (labels != -100).sum().to(sums)  # a tensor: to read it would stall a GPU
     total = torch.zeros_like(count)
     for start in starts_of_chunks(N, n):
         chunk = slice(start, start + n)
@@ -229,7 +247,8 @@ def loss_by_chunks(
             found[part] = softmax(logits[part], target[part], gradients is not None)
         total -= found.where(kept, 0).sum()
         if gradients is not None:
-            # At the target 1 is taken off, in float32: of a softmax near 1 little remains.
+            # The gradient at the target is softmax - 1. Compute it in float32 from the logarithm: a
+            # rounded softmax near 1 would leave few digits of the difference.
             logits.scatter_(1, target, found.expm1().to(dtype))
             gradients[0][chunk] = (padded @ cast_weight).mul_(kept)
             x_chunk = x_chunk * kept
@@ -238,8 +257,11 @@ def loss_by_chunks(
 
 
 def cast_by_autocast(weight: Tensor) -> Tensor:
-    """By hand, and once, what autocast would do for each matmul: a copy in lower precision. A copy
-    can have rows of zeros at its end, with which tensor cores are faster."""
+    """Return `weight` (V, C), or under autocast its low-precision copy (V + padding, C).
+
+    Autocast would make such a copy for each matmul; here one copy serves all. It ends in rows of
+    zeros up to a multiple of `PAD`, because tensor cores are faster with them.
+    """
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     if dtype == weight.dtype:
@@ -250,12 +272,18 @@ def cast_by_autocast(weight: Tensor) -> Tensor:
 
 
 def rows_of_product(width: int) -> int:
-    """Rows that `add_product` adds at a time; a multiple of PAD, as matmuls want to begin there."""
+    """Return the number of rows that `add_product` adds at a time, for rows of `width` elements.
+
+    It is a multiple of `PAD`, because matmuls are faster if they begin at such a row.
+    """
     return max(PAD, SLICE // width // PAD * PAD)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total` += `a` @ `b`, added up in the precision of `total`, without a second one of it."""
+    """Add `a` (V, n) @ `b` (n, C) to `total` (V, C) in place, in the precision of `total`.
+
+    No second tensor of the size of `total` is made.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.is_cuda and total.dtype == torch.float32 and ADDS_IN_FLOAT32:
