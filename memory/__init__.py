@@ -1,9 +1,9 @@
-"""Techniques that save memory, for a model to use. Nothing here imports the rest of the project.
+"""Techniques that save memory in a model. This folder imports nothing else of the project.
 
-policies.py   what a block keeps for backward, and what it replays instead
-offload.py    what it keeps, in CPU memory
-head.py       the loss without its logits, and one gradient for the weight that both ends share
-sequence.py   a sequence that several processes share
+policies.py   recompute policies: the tensors that a block keeps for backward
+offload.py    CPU memory for the tensors that a block keeps
+head.py       the loss without all logits at once; one gradient buffer for embedding and head
+sequence.py   sequence parallelism: several processes share each sequence
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from .policies import (
 
 
 def compose(model: Any) -> None:
-    """Put techniques around the three functions of a model.MiniGPT."""
+    """Wrap the functions `schedule`, `embed` and `head_loss` of a model.MiniGPT in techniques."""
     model.schedule = Schedule(model.schedule)
     model.embed = partial(embed_tied, plain=model.embed)
     model.head_loss = partial(head_loss, plain=model.head_loss)

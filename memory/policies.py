@@ -1,27 +1,31 @@
-"""The ladder of recompute policies: what a block keeps for backward, and what it replays instead.
+"""Recompute policies: a policy chooses the tensors that a block keeps for backward.
 
 Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on:
-autograd keeps a tensor as soon as it goes *into* the operator whose backward will need it.
-`checkpoint(f, x)` keeps x alone, and calls f(x) once more when backward asks for the first of the
-others (scripts/checkpoint_from_scratch.py tells how). A policy is a choice of what to wrap in it.
-Two facts make it interesting:
+autograd keeps a tensor when it goes *into* an operator whose backward will need it. An activation
+checkpoint, `checkpoint(f, x)`, keeps only x. When backward asks for the first of the other tensors,
+the checkpoint calls f(x) again (scripts/checkpoint_from_scratch.py shows how). A policy chooses the
+parts of a block that go into checkpoints. Two facts decide what a checkpoint costs:
 
-- The replay ends as soon as the last tensor that backward needs is there (*early stop*). A linear
-  layer's input is kept before the layer runs: if f ends in one, that matmul is not done again. So
-  `checkpoint(lambda wide: c_proj(gelu(wide)), wide)` replays a GELU, and no matmul at all.
-- Dropout makes a mask, which backward needs, after the matmul before it. If f ends in dropout, that
-  matmul is done again. So the checkpoints around a half of a block end before its dropout, which
-  `block.add` does. Those around a whole block (`full`, `sdpa`), or around all that is behind
-  attention (`qkv`), do the last c_proj again with dropout, and end before it without.
+- Recomputation stops when it has made the last tensor that backward needs (*early stop*). A linear
+  layer's input is kept before the layer runs. So if f ends in a linear layer, its matmul is not
+  repeated: `checkpoint(lambda wide: c_proj(gelu(wide)), wide)` recomputes a GELU and no matmul.
+- Dropout draws a mask after the matmul before it, and backward needs the mask. So if f ends in
+  dropout, that matmul is repeated. Therefore a checkpoint around a half of a block ends before the
+  dropout of that half, which `block.add` applies. A checkpoint around a whole block (`full`,
+  `sdpa`), or around everything after attention (`qkv`), contains the last dropout: it repeats the
+  last c_proj if dropout is on, and stops before it if dropout is off.
 
-No policy changes one bit of the loss or of a gradient. What a block makes, in units of B * T * C
-bytes under bfloat16 autocast (where the residual stream stays float32), with d_ff = 4 C:
+No policy changes one bit of the loss or of a gradient.
+
+A block makes the tensors below. The figures are bytes in units of B * T * C, under bfloat16
+autocast (the residual stream stays float32), with d_ff = 4 C:
 
     x  4     ln_1  2     qkv  6     attention  2     x2  4     ln_2  2     c_fc  8     gelu  8
 
-x goes in, x2 is x after attention's half, the others are results of the layers of that name. With
-fused attention and no dropout `none` keeps all of them, 36 (and 4 H / C for the softmax's
-normaliser, 16 / C for mean and deviation of the LayerNorms). What the others keep: `POLICIES`.
+x is the block's input. x2 is x after the attention half. The others are the results of the layers
+with these names. With fused attention and without dropout, `none` keeps all of them: 36. (Beside
+them it keeps the softmax's normaliser, 4 H / C, and the LayerNorms' means and deviations, 16 / C.)
+`POLICIES` lists what the other policies keep.
 """
 
 import math
@@ -41,22 +45,28 @@ from .offload import HostMemory, Offload
 
 
 def checkpoint(run: Callable, *inputs: Tensor, random: bool, **options: Any) -> Any:
-    """Never the reentrant variant: it replays all (no early stop) and fails in some DDP settings.
-    `random`: there is dropout in `run`. The RNG's state is kept, else the replay would draw other
-    masks: wrong gradients, without an error."""
+    """Return `run(*inputs)`, computed in a non-reentrant activation checkpoint.
+
+    The reentrant variant has no early stop, and fails in some DDP settings. `random`: `run` has
+    dropout, so keep the RNG's state. Without it recomputation would draw other masks, and gradients
+    would be wrong without an error. `options`: more arguments of torch's checkpoint.
+    """
     if random and forgets_numbers(inputs[0].device) and not torch.compiler.is_compiling():
         run = drawing_alike(run)
     return torch_checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
 
 
 def forgets_numbers(device: torch.device) -> bool:
-    """Does torch's checkpoint not know the RNG that draws on this device? (pytorch#127676)"""
+    """Return whether torch's checkpoint ignores this device's RNG, as on MPS (pytorch#127676)."""
     return device.type == "mps"
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """What draws on a device. (torch.cuda.set_rng_state copies the state with an operator, and a
-    selective checkpoint knows of none: its replay would end in an error.)"""
+    """Return the default random generator of a device, to save and restore its state.
+
+    Do not use torch.cuda.set_rng_state: in some releases it copies the state with an operator. A
+    selective checkpoint raises an error if recomputation runs an operator that forward did not run.
+    """
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     if device.type == "mps":
@@ -65,7 +75,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 class Bookmark:
-    """A place among the random numbers of a device: the first call marks it, others go back."""
+    """A state of a device's RNG: the first call saves it, later calls restore it."""
 
     state: Tensor | None = None
 
@@ -77,7 +87,10 @@ class Bookmark:
 
 
 def drawing_alike(run: Callable) -> Callable:
-    """`run`, which draws the same numbers in each call, and uses them up in the first one only."""
+    """Wrap `run` so that later calls draw the same random numbers as the first call.
+
+    At its end a later call restores the state that the RNG had before that call.
+    """
     begin = Bookmark()
 
     def alike(x: Tensor, *more: Any) -> Any:
@@ -93,20 +106,26 @@ def drawing_alike(run: Callable) -> Callable:
     return alike
 
 
-# Elements that a chunk of the MLP half has of what is d_ff wide, if nobody says how many chunks:
-# little beside a long sequence, enough tokens for fast matmuls.
+# Default size of a chunk of the MLP half, in elements of its (tokens, d_ff) tensor: small beside a
+# long sequence, large enough for fast matmuls.
 WIDE = 2**25
-ROWS_ALIKE = 64
+ROWS_ALIKE = 64  # tokens: the length of a chunk is a multiple of it
 
-# A policy is called by the block itself, `block(x, policy=cheap)`, in place of its plain forward:
-# what hangs on a block's forward (sharded weights, a compiler) then works with every policy. It
-# calls the parts of `block`, a model.Block, and spells no arithmetic of its own. `cut`: tokens of a
-# sequence -> those of the chunks in which the MLP half is replayed; None: all in one.
+# A policy maps a block's input x (B, T, C) to the block's result (B, T, C). It calls the parts of
+# `block`, a model.Block, and has no arithmetic of its own. The block itself calls its policy, in
+# `block(x, policy=cheap)`, instead of its plain forward. So everything that wraps a block's forward
+# (sharding of weights, a compiler) works with every policy.
+#
+# `cut` maps the number of tokens of a sequence to the numbers of tokens of its chunks. Backward
+# recomputes the MLP half chunk by chunk. None: the sequence is one chunk.
 Cut = Callable[[int], list[int]] | None
 
 
 def cheap(block: Any, x: Tensor) -> Tensor:
-    """Replay what is pointwise. Megatron-LM: output-discarding recompute; llm.c: -r 2."""
+    """Recompute the LayerNorms and GELU, and no matmul.
+
+    Megatron-LM: output-discarding recompute. llm.c: -r 2.
+    """
 
     def attention(before: Tensor) -> Tensor:
         return block.attn.c_proj(block.attn.attend(up_to_matmul(block.qkv, before)))
@@ -118,39 +137,45 @@ def cheap(block: Any, x: Tensor) -> Tensor:
 
 
 def replay_mlp(block: Any, x: Tensor, cut: Cut = None) -> Tensor:
-    """Replay the MLP half. Megatron-LM: --recompute-modules mlp."""
+    """Recompute the MLP half. Megatron-LM: --recompute-modules mlp."""
     return block.add(x, block.attention, in_chunks(block, cut))
 
 
 def in_chunks(block: Any, cut: Cut) -> Callable[[Tensor], Tensor]:
-    """The MLP half in an activation checkpoint; or in chunks of tokens, as `cut` says, each in one
-    of its own.
+    """Return a function (B, T, C) -> (B, T, C): the MLP half in an activation checkpoint.
 
-    Backward then replays chunk by chunk, and never has more of what is d_ff wide than one chunk's.
-    A chunk keeps its part of x2, a view. The loss and what flows back through the blocks keep their
-    bits, as a token's row of a matmul does not depend on the others'. But the gradients of ln_2 and
-    of the MLP's two layers are sums over tokens, and those are rounded otherwise.
+    With `cut` each chunk of tokens has its own checkpoint. Backward then recomputes one chunk at a
+    time, so the (tokens, d_ff) tensors of only one chunk exist at a time. A chunk keeps its part of
+    x2, which is a view. The loss and the gradients that flow back through the blocks keep their
+    bits: a token's row of a matmul does not depend on other rows. But the gradients of ln_2 and of
+    the MLP's two layers are sums over tokens, and chunks change the rounding of these sums.
 
-    All chunks stand in one graph, where autograd sums up each weight's gradients before DDP or FSDP
-    see them. (An autograd.Function with a backward a chunk would show them one by one.) Autocast's
-    cache of weights has to be off: chunks would share a copy, and be summed up in its precision.
+    All chunks are in one graph, so autograd sums the gradients of each weight before DDP or FSDP
+    see them. (An autograd.Function with one backward for each chunk would show them one by one.)
+    Autocast's cache of weights must be off. Otherwise all chunks would share one low-precision copy
+    of a weight, and autograd would sum their gradients in that precision.
     """
     chunk = partial(checkpoint, block.feed_forward, random=False)
     return lambda x: by_chunks(chunk, x, cut(x.size(1)) if cut else [x.size(1)])
 
 
 def by_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
-    """Apply `run` to chunks of x (B, T, C) along T."""
+    """Apply `run` to chunks of x (B, T, C) along T; return the results as one (B, T, C).
+
+    `sizes`: tokens of each chunk.
+    """
     if len(sizes) == 1:
         return run(x)
     return torch.cat([run(part) for part in x.split(sizes, dim=1)], dim=1)
 
 
 def sizes_of_chunks(n_tokens: int, d_ff: int, asked: int) -> list[int]:
-    """Tokens of a sequence's chunks. `asked`: how many, or fewer; 0 = as `WIDE` says.
+    """Return the number of tokens of each chunk of a sequence of `n_tokens`.
 
-    All but the last are as long, a multiple of ROWS_ALIKE, and the last has that many at least: of
-    a few rows, and of those at the end of a matmul, some kernels round otherwise.
+    `asked`: the maximal number of chunks; 0: chunks of about `WIDE` elements. All chunks except the
+    last have the same length, a multiple of ROWS_ALIKE. The last has at least ROWS_ALIKE tokens
+    (unless the sequence is shorter). Some kernels round differently for a few rows, or for the last
+    rows of a matmul.
     """
     units = max(1, n_tokens // ROWS_ALIKE)
     each = math.ceil(units / (asked or math.ceil(n_tokens * d_ff / WIDE)))
@@ -159,13 +184,14 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, asked: int) -> list[int]:
 
 
 def replay_attention(block: Any, x: Tensor) -> Tensor:
-    """Replay the attention half. Megatron-LM: --recompute-modules core_attn, and its linears."""
+    """Recompute the attention half. Megatron-LM: --recompute-modules core_attn, and its linears."""
     random = has_dropout(block)
 
     def attention(before: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             return checkpoint(block.attention, before, random=random)
-        # A compiler knows no early stop: c_proj, inside, would be done again for x2.
+        # A compiler has no early stop: with c_proj in the checkpoint, it would repeat c_proj to
+        # recompute x2.
         attended = checkpoint(lambda x: block.attn.attend(block.qkv(x)), before, random=random)
         return block.attn.c_proj(attended)
 
@@ -173,7 +199,7 @@ def replay_attention(block: Any, x: Tensor) -> Tensor:
 
 
 def keep_qkv(block: Any, x: Tensor) -> Tensor:
-    """Replay all but c_attn and attention."""
+    """Keep x, qkv and attention's result. Recompute LayerNorms, attn.c_proj and the MLP half."""
     attended = block.attn.attend(up_to_matmul(block.qkv, x))
 
     def rest(x: Tensor, attended: Tensor) -> Tensor:
@@ -182,11 +208,12 @@ def keep_qkv(block: Any, x: Tensor) -> Tensor:
     return checkpoint(rest, x, attended, random=has_dropout(block))
 
 
-# Operator by operator: the checkpoint is around the whole block, but the results of the listed
-# operators are kept, and handed out in the replay instead of being computed. Overloads must be
-# named (.default), and a linear layer with a bias is addmm, not mm. Which attention operator runs
-# depends on the device. (torch holds those results itself, not as saved tensors: unless a compiler
-# has taken the checkpoint apart, offload does not see them, and only the block's input moves.)
+# Operators whose results a policy can keep. Its checkpoint is around the whole block, but it also
+# keeps these results, and recomputation uses them. The lists must name overloads (.default). A
+# linear layer with a bias is addmm, not mm. The attention operator depends on the device.
+#
+# torch holds the results itself, not as saved tensors. So offload does not see them, and moves only
+# the block's input. (If a compiler has taken the checkpoint apart, offload sees them.)
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -200,18 +227,20 @@ MATMUL_OPS = [
 ]
 
 
-# From 2.14 on torch asks whether hooks are to see those results, too, and warns where nothing is
-# said, because it will show them one day. Then offload would move more than the planner says.
+# From 2.14 on this argument of torch's checkpoint decides whether hooks see those results. Without
+# it torch warns that they will see them by default one day. Offload would then move more than the
+# planner predicts.
 KNOWS_HOOKS = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
 HIDDEN_FROM_HOOKS = {"respect_saved_tensors_hooks": False} if KNOWS_HOOKS else {}
 
 
 def keep_results_of(operators: list) -> Callable[..., Tensor]:
+    """Return a policy that keeps x and the results of `operators`, and recomputes the rest."""
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
     def run(block: Any, x: Tensor, cut: Cut = None) -> Tensor:
         random, attention = has_dropout(block), block.attention
-        # (Compiled, each operator that draws has a state of its own.)
+        # In compiled code each operator that draws numbers has an RNG state of its own.
         if random and not torch.compiler.is_compiling():
             attention = with_same_masks(block.attention)
         feed_forward = in_chunks(block, cut) if cut else block.feed_forward
@@ -222,9 +251,12 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
 
 
 def with_same_masks(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A block's attention half, for a replay that is handed attention's result. A GPU's attention
-    draws its masks inside of one operator: handed out, it draws nothing, and the mask behind it
-    would be made of the numbers that attention had in forward."""
+    """Wrap a block's attention half, (B, T, C) -> (B, T, C), and keep the RNG's state after it.
+
+    Recomputation restores that state. On a GPU attention draws its mask inside one operator. A
+    recomputation that reuses the operator's result skips this draw, so the next dropout would get
+    attention's random numbers.
+    """
     behind_attention = Bookmark()
 
     def marked(x: Tensor) -> Tensor:
@@ -236,10 +268,10 @@ def with_same_masks(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
 
 
 def up_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A checkpoint around what ends in a linear layer, whose result whoever comes next may keep.
+    """Checkpoint `run`, which ends in a linear layer; the next operator may keep its result.
 
-    Early stop leaves that layer out of the replay. A compiler, which knows no early stop, would
-    not keep the result, and multiply again: it has to be told.
+    Early stop leaves that layer out of the recomputation. A compiler has no early stop. It would
+    drop the result and repeat the matmul, so `contexts` tells it to keep the results of matmuls.
     """
     compiled = torch.compiler.is_compiling()
     contexts = partial(create_selective_checkpoint_contexts, MATMUL_OPS)
@@ -251,27 +283,30 @@ def has_dropout(block: Any) -> bool:
 
 
 class Policy(NamedTuple):
-    """All that formulas, tables and pages know of a policy. (Tensors have the names above, and with
-    each goes what comes along: `sizes` in planner/formulas.py. `c_proj` is the copy of its weight,
-    `mask` those of both dropouts.)"""
+    """The description of a policy for formulas, tables and pages.
 
-    keeps: str  # tensors of a block; `results` are those of both c_proj
-    # What is multiplied once more in backward. (With dropout, who keeps no mask and replays c_fc
-    # does so with the last matmul, too.)
+    Tensors have the names in the docstring of this file. `c_proj` is the low-precision copy of its
+    weight, `mask` the masks of both dropouts, `results` the results of both c_proj. `sizes` in
+    planner/formulas.py has the bytes of each name.
+    """
+
+    keeps: str  # tensors of a block
+    # Matmuls, and attention, that backward repeats. With dropout a policy that repeats c_fc and
+    # keeps no mask also repeats the last matmul.
     twice: str
-    words: str
-    run: Callable[..., Tensor] | None = None  # (block, x); None: model.py has it
-    by_operator: bool = False  # keeps attention's result where one operator makes it
-    cuts_mlp: bool = False  # replays the MLP half in chunks, `mlp_chunks`, if it is told to
+    words: str  # the description for users
+    run: Callable[..., Tensor] | None = None  # (block, x) -> x; None: model.py does it
+    by_operator: bool = False  # keeps attention's result only if one operator makes it
+    cuts_mlp: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
 
 
 OF_ATTENTION, OF_MLP = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
-POLICIES = {  # the comments: B * T * C bytes a block, and where else it is found
+POLICIES = {  # the comments: kept bytes of a block in units of B * T * C; other names of the policy
     "none": Policy(f"{OF_ATTENTION} {OF_MLP}", "",  # 36
         "every intermediate is kept; the head runs in chunks of tokens"),
     "cheap": Policy("x qkv attention c_proj mask x2 c_fc", "",  # 24
         "LayerNorms and GELU are done again in backward, no matrix product is", cheap),
-    "selective": Policy("x qkv attention c_fc results", "",  # 24; torchtitan, JAX dots_saveable
+    "selective": Policy("x qkv attention c_fc results", "",  # 24; torchtitan, JAX: dots_saveable
         "what matrix products and attention made is kept, the rest is done again",
         keep_results_of(ATTENTION_OPS + MATMUL_OPS), by_operator=True),
     "mlp": Policy(f"{OF_ATTENTION} x2", "c_fc",  # 18
@@ -281,16 +316,16 @@ POLICIES = {  # the comments: B * T * C bytes a block, and where else it is foun
     "qkv": Policy("x qkv attention", "c_proj c_fc",  # 12
         "LayerNorms, attention's output layer and the MLP half are done again in backward",
         keep_qkv),
-    "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl: what costs most at long T
+    "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl; long T: attention costs most
         "of each block only its input and attention's result are kept",
         keep_results_of(ATTENTION_OPS), by_operator=True, cuts_mlp=True),
-    "full": Policy("x", "c_attn attention c_proj c_fc",  # 4; the line in MiniGPT.forward
+    "full": Policy("x", "c_attn attention c_proj c_fc",  # 4; `checkpoint` in MiniGPT.forward
         "an activation checkpoint around each block: only its input is kept", cuts_mlp=True),
 }  # fmt: skip
 RECOMPUTE_POLICIES = tuple(POLICIES)
 
 
-# ---- the policy string: which block has which
+# ---- the policy string: a policy for each block
 
 
 GRAMMAR = "POLICY[:N][,POLICY][/K][+nested][+offload]"
@@ -300,21 +335,24 @@ STRING = re.compile(
 
 
 class Recompute(NamedTuple):
-    """What a policy string says of each block of a model: `expand` makes it, `write` goes back."""
+    """The meaning of a policy string for a model. `expand` parses a string, `write` formats one."""
 
-    policies: tuple[str, ...]  # of each block
-    group: int = 1  # so many of the first blocks, which are `full` then, share a checkpoint
-    nested: bool = False  # each block of a group has one of its own, too, inside of that
-    offload: bool = False  # what the policies keep waits in CPU memory
+    policies: tuple[str, ...]  # one for each block
+    group: int = 1  # number of blocks in each shared checkpoint; only `full` blocks share one
+    nested: bool = False  # each block of a group has a checkpoint of its own inside the shared one
+    offload: bool = False  # CPU memory holds the tensors that the policies keep
 
     @property
     def cuts_mlp(self) -> bool:
-        """Is there a block whose MLP half can be replayed in chunks?"""
+        """Return whether some block can recompute its MLP half in chunks."""
         return any(POLICIES[policy].cuts_mlp for policy in self.policies)
 
     @property
     def calls(self) -> list[tuple[str, int]]:
-        """(policy, blocks) of each call in MiniGPT.forward: a group of blocks is called as one."""
+        """Return (policy, number of blocks) of each call in MiniGPT.forward.
+
+        One call runs one block, or a group of blocks that share a checkpoint.
+        """
         whole = takewhile(lambda policy: policy == "full" and self.group > 1, self.policies)
         n = len(list(whole))
         groups = [("full", min(self.group, n - i)) for i in range(0, n, self.group)]
@@ -323,16 +361,16 @@ class Recompute(NamedTuple):
 
 @cache
 def expand(text: str, n_layers: int) -> Recompute:
-    """What a policy string says of `n_layers` blocks.
+    """Parse a policy string for a model of `n_layers` blocks.
 
-    `full`       the policy of all blocks
-    `mlp:7`      of the first 7; the others have none
-    `mlp:7,full` and another one of the others
-    `full/2`     one checkpoint around every 2 of the `full` blocks that come first
-    `+nested`    inside of it one around each of them: see `one_by_one`
-    `+offload`   what the policies keep waits in CPU memory
+    `full`       this policy in all blocks
+    `mlp:7`      `mlp` in the first 7 blocks, `none` in the others
+    `mlp:7,full` `mlp` in the first 7 blocks, `full` in the others
+    `full/2`     `full`, with one checkpoint around every 2 blocks; `full:8/2`: in the first 8
+    `+nested`    inside that checkpoint one more around each block: see `one_by_one`
+    `+offload`   CPU memory holds the tensors that the policies keep
 
-    Raises ValueError, one line with the grammar, if it cannot be.
+    Raises ValueError if the string is invalid. The message is one line and has the grammar.
     """
     match = STRING.fullmatch(text)
     first, n, rest, group, nested, offload = match.groups() if match else [""] * 6
@@ -359,17 +397,17 @@ def expand(text: str, n_layers: int) -> Recompute:
 
 
 def expanded(config: Any) -> Recompute:
-    """What the policy string of a model.MiniGPTConfig says."""
+    """Parse the policy string of a model.MiniGPTConfig."""
     return expand(config.recompute, config.n_layers)
 
 
 def written(config: Any) -> str:
-    """Its policy string, the shortest that says the same."""
+    """Return the shortest policy string that means the same as the string of the config."""
     return write(expanded(config))
 
 
 def write(recompute: Recompute) -> str:
-    """The shortest policy string that says it. Raises ValueError if none does."""
+    """Return the shortest policy string for `recompute`. Raises ValueError if none exists."""
     policies, group, nested, offload = recompute
     first, rest = policies[0], policies[-1]
     n = policies.index(rest) if rest != first else len(policies)
@@ -381,13 +419,13 @@ def write(recompute: Recompute) -> str:
     return text + "+nested" * nested + "+offload" * offload
 
 
-# (x -> x after a block or a group of them; is the checkpoint of MiniGPT.forward around it?)
+# (function of x that runs a block or a group; whether MiniGPT.forward checkpoints that function)
 Call = tuple[Callable[..., Tensor], bool]
 
 
-@cache  # (compiled code is for one function, and for another one it would be made anew)
+@cache  # always the same object: torch.compile would compile a second, equal one again
 def inside(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
-    """What a block is told of its policy; None: its plain forward runs."""
+    """Return the function for `block(x, policy=...)`, or None for the block's plain forward."""
     found = POLICIES[policy]
     if not found.cuts_mlp or mlp_chunks == 1:
         return found.run
@@ -397,22 +435,26 @@ def inside(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | N
 
 
 class Schedule:
-    """What MiniGPT.forward calls, one after the other: each block, or group of them, as the policy
-    string of its config says. Evaluation recomputes nothing."""
+    """The calls of MiniGPT.forward, in order: each block or group, as `config.recompute` says.
+
+    Evaluation recomputes nothing.
+    """
 
     def __init__(self, plain: Callable[[Any], Iterable[Call]]):
-        """`plain`: model.py's own, which knows none and full."""
+        """Wrap `plain`, the `schedule` of model.py, which knows the policies `none` and `full`."""
         self.plain = plain
-        self.host = HostMemory()  # that offload copies to
+        self.host = HostMemory()  # offload copies to it
 
     def __call__(self, model: Any) -> Iterable[Call]:
+        """Return pairs (function, whether to checkpoint it) for the loop of MiniGPT.forward."""
         config = model.config
-        # Where torch's checkpoint draws other masks, ours has to be around a block.
+        # Where torch's checkpoint ignores the RNG, the function `checkpoint` above replaces it.
         redraws = config.dropout > 0 and forgets_numbers(next(model.parameters()).device)
         known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not redraws
         return self.plain(model) if known or not model.training else self.calls(model, redraws)
 
     def calls(self, model: Any, redraws: bool) -> Iterator[Call]:
+        """Yield the pairs for any policy string. `redraws`: torch's checkpoint ignores the RNG."""
         config, blocks, offload = model.config, iter(model.blocks), Offload(self.host)
         how = expanded(config)
         try:
@@ -421,10 +463,13 @@ class Schedule:
                 run = group[0] if size == 1 else partial(one_by_one, group, how.nested)
                 if its := inside(policy, config.d_ff, config.mlp_chunks):
                     run = partial(run, policy=its)
-                if is_full and (how.offload or redraws):  # (only hooks around it see its input)
+                # Checkpoint here, not in MiniGPT.forward, for the RNG (see `__call__`) and for
+                # offload: its hooks see a checkpoint's input only if they are around it.
+                if is_full and (how.offload or redraws):
                     run, is_full = partial(checkpoint, run, random=config.dropout > 0), False
                 if how.offload:
-                    # (The last one's backward comes first: it would have it all straight back.)
+                    # Move nothing of the last call: its backward comes first, so all of it would
+                    # come straight back.
                     moves = policy != "none" and i + 1 < len(how.calls)
                     run = offload.around(run, moves, group)
                 yield run, is_full
@@ -435,14 +480,15 @@ class Schedule:
 def one_by_one(
     blocks: list, nested: bool, x: Tensor, past: None = None, policy: Callable | None = None
 ) -> Tensor:
-    """Run several blocks, which MiniGPT.forward calls as if they were one.
+    """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it like one block.
 
-    Around them is a checkpoint, whose replay would make all that K blocks keep, at a time.
-    `nested`: each block is in a checkpoint of its own as well, so the group's replay keeps their
-    inputs only, and then backward replays block by block. L blocks so keep L / K inputs in forward
-    and K in backward, least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174), where `full`
-    keeps L. It costs (K - 1) / K of one more forward: the group's replay ends when it has the last
-    block's input.
+    A checkpoint is around the group. Its recomputation holds the tensors of all K blocks at once.
+    `nested`: each block also has a checkpoint of its own. Then recomputation of the group keeps the
+    inputs of its blocks only, and backward recomputes one block at a time.
+
+    With L blocks `full` keeps L inputs. Nested groups keep L / K inputs in forward and K more in
+    backward; that is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). They cost
+    (K - 1) / K of one more forward: a group's recomputation ends at the input of its last block.
     """
     for block in blocks:
         run = partial(block, policy=policy) if policy else block
