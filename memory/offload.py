@@ -1,27 +1,28 @@
-"""Offload: what the blocks keep for backward waits in CPU memory.
+"""Offload: CPU memory holds the tensors that blocks keep for backward.
 
-With `full` that is one tensor a block. DeepSpeed calls it cpu_checkpointing, Unsloth does it by
-default. It is exact: a copy out and a copy home.
+With `full` that is one tensor a block. DeepSpeed calls it cpu_checkpointing, and Unsloth does it by
+default. Offload is exact: it copies bytes to CPU memory and back.
 
-On a GPU the copies run beside the computation. Python only fills queues there, *streams*, and is
-far ahead. Each stream does its own work in order, and knows nothing of the others, unless it is
-told to wait for one. There are three here: one computes, one copies out, one copies home.
+On a GPU these copies run beside the computation. Python only fills queues of work, called
+*streams*, and runs far ahead of the GPU. A stream does its own work in order, and ignores the other
+streams unless it is told to wait for one. Offload uses three streams: *compute* runs the model,
+*out* copies tensors to the CPU, and *home* copies them back.
 
-    when                             what is queued
-    forward keeps a tensor           out:        wait until it is computed; copy it to the CPU
-    two tensors later                computing:  wait for that copy; then its memory is free
-    backward of the next block       home:       wait until its new memory is free; copy it home
-    backward of this block needs it  computing:  wait for that copy; go on
+    when                             queued work
+    forward keeps a tensor           out:      wait until it is computed; copy it to the CPU
+    forward has kept two more        compute:  wait for that copy; then free the tensor's memory
+    backward of the block after it   home:     wait until new memory is free; copy the tensor back
+    backward of its block needs it   compute:  wait for that copy; go on
 
-So the tensors of one block come home while another's backward is at work, and no more.
+So while backward of one block runs, the tensors for the next backward come back, and no others.
 
-Why does the stream that computes wait for the copy out? Freed memory goes to whoever asks next *on
-the same stream*, at once: the queue keeps the two apart. So the computing stream allocates and
-frees all memory here, and waits for what another one does to it. (With `record_stream` the
-allocator would wait instead: until it finds that a copy is done, which is late, other memory is
-taken, and nothing is saved.)
+Why does the compute stream wait for the copy out? The allocator gives freed memory at once to the
+next request *on the same stream*, because the queue keeps the old and the new use apart. So the
+compute stream allocates and frees all GPU memory here, and waits for each copy that uses it. (With
+`record_stream` the allocator would wait instead. But it would learn late that a copy is done, take
+other memory until then, and save nothing.)
 
-On a CPU, which the planner plans with too, the same lines make plain copies.
+On a CPU, where the planner simulates steps, the same code makes plain copies.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-SMALL = 2**20  # bytes; what is smaller stays: it is not worth a copy
-IN_FLIGHT = 2  # tensors that may be on their way out before the computing stream waits
+SMALL = 2**20  # bytes; a smaller tensor is not worth a copy and stays on the device
+IN_FLIGHT = 2  # tensors that may be on their way out before the compute stream waits
 
 
 class HostMemory:
-    """CPU memory in blocks of bytes: `take` lends some, `give_back` takes them again.
+    """A pool of host buffers in CPU memory: `take` lends buffers, `give_back` gets them back.
 
-    It outlives a step, because pinning takes milliseconds a block. torch pins blocks of 2^n bytes
-    only. So a tensor lives in several of them, 532 MiB in 512 + 16 + 4.
+    The pool outlives a step, because pinning takes milliseconds for each buffer. torch pins buffers
+    of 2^n bytes only. So a tensor is split over several buffers: 532 MiB over 512 + 16 + 4.
     """
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.made: list[Tensor] = []  # all blocks, of bytes
-        self.unused: dict[int, list[Tensor]] = {}  # size -> those that are not in use
+        self.made: list[Tensor] = []  # all host buffers, uint8
+        self.unused: dict[int, list[Tensor]] = {}  # bytes -> the free buffers of that size
 
     def take(self, like: Tensor) -> list[Tensor]:
-        """Blocks for the 1-D `like`. Raises MemoryError if there is none left to pin."""
-        pinned = like.device.type == "cuda"  # others cannot be copied beside the computation
+        """Return host buffers for the 1-D `like`. Raises MemoryError if no more can be pinned."""
+        pinned = like.device.type == "cuda"  # unpinned memory cannot be copied beside computation
         blocks: list[Tensor] = []
         try:
             for size in sizes_of_blocks(like.nbytes):
@@ -70,6 +71,7 @@ class HostMemory:
         return blocks
 
     def unused_or_new(self, size: int, pinned: bool) -> Tensor:
+        """Return a host buffer of `size` bytes."""
         if unused := self.unused.get(size):
             return unused.pop()
         block = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=pinned)
@@ -77,24 +79,29 @@ class HostMemory:
         return block
 
     def give_back(self, blocks: list[Tensor]) -> None:
+        """Return host buffers to the pool."""
         for block in blocks:
             self.unused.setdefault(block.nbytes, []).append(block)
 
 
 def sizes_of_blocks(n: int) -> list[int]:
-    """At most six powers of two, the largest first, that are `n` bytes in all, or up to 1 / 32 more
-    (of less than 1 KiB up to 15 bytes)."""
+    """Return the sizes in bytes of the host buffers for `n` bytes, the largest first.
+
+    The sizes are at most six powers of two. Their sum is at least n, and at most n * 33 / 32 (below
+    1 KiB: at most n + 15).
+    """
     unit = max(16, 2 ** n.bit_length() // 64)
     units = -(-n // unit)
     return [unit << i for i in reversed(range(units.bit_length())) if units >> i & 1]
 
 
 def bytes_of_blocks(n: int) -> int:
+    """Return the bytes of all host buffers for `n` bytes."""
     return sum(sizes_of_blocks(n))
 
 
 def dealt(flat: Tensor, blocks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts of a 1-D tensor, and the places in its blocks where they live."""
+    """Split a 1-D tensor over host buffers: yield (part of the tensor, its place in a buffer)."""
     begin = 0
     for block in blocks:
         room = block.view(flat.dtype)
@@ -104,20 +111,20 @@ def dealt(flat: Tensor, blocks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]
 
 
 class Offload:
-    """What the blocks of one forward keep: sent away as they run, fetched as backward comes."""
+    """Offload for one forward: copy out what each block keeps, and fetch it before its backward."""
 
     def __init__(self, host: HostMemory):
         self.host = host
         self.at_work: list[nn.Module] = []  # the blocks that run now
-        self.weights: set[ref[UntypedStorage]] | None = None  # theirs
-        # What is being copied out must not be freed yet: (tensor, its copy is done).
+        self.weights: set[ref[UntypedStorage]] | None = None  # of those blocks
+        # (tensor, event after its copy): this reference keeps the memory until the copy is done.
         self.in_flight: deque[tuple[Tensor, Any]] = deque()
-        self.newest = Tickets()  # of the block that ran last
+        self.newest = Tickets()  # of the block or group that ran last
 
     def around(
         self, run: Callable[[Tensor], Tensor], moves: bool, blocks: list[nn.Module]
     ) -> Callable[..., Tensor]:
-        """`run`, which runs these blocks; if it `moves`, what they keep goes away."""
+        """Wrap `run`, which runs `blocks` (one, or a group); if `moves`, offload what they keep."""
 
         def run_with_hooks(x: Tensor, past: None = None) -> Tensor:
             before, mine = self.newest, Tickets()
@@ -126,7 +133,8 @@ class Offload:
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
                 x = run(x)
             if before:
-                # The gradient of x is the first that backward brings to these blocks.
+                # Backward of these blocks begins with the gradient of x. Fetch now the tensors of
+                # the blocks before them: backward will need those next.
                 x.register_hook(lambda _: fetch_all(before))
             self.newest = mine
             return x
@@ -134,108 +142,125 @@ class Offload:
         return run_with_hooks
 
     def pack(self, tickets: Tickets, tensor: Tensor) -> Any:
-        """What autograd keeps instead of `tensor`: a ticket for its storage, and where in it it is.
-        (q, k and v are views of one storage, which travels once.)"""
+        """Return the object that autograd keeps instead of `tensor`; `unpack` reverses that.
+
+        The object is a ticket for the tensor's storage, with the tensor's size, strides and offset.
+        (q, k and v are views of one storage, which is copied once.) A weight or a small tensor
+        stays on the device.
+        """
         storage = tensor.untyped_storage()
         reference = ref(storage)
         if storage.nbytes() < SMALL or self.is_weight(reference):
-            return tensor.detach()  # (an operator that keeps its own result would keep itself)
-        key = reference, tensor._version, tensor.dtype  # (changed in place, it is another one)
+            # Without detach an operator that saves its own result would keep itself alive.
+            return tensor.detach()
+        key = reference, tensor._version, tensor.dtype  # a change in place makes another version
         ticket = tickets.get(key)
         if ticket is None:
             flat = (storage.nbytes() // tensor.itemsize,)
-            whole = tensor.detach().as_strided(flat, (1,), 0)  # (it must not hold the graph)
+            whole = tensor.detach().as_strided(flat, (1,), 0)  # detach: do not hold the graph
             ticket = tickets[key] = Ticket(whole, self.host, self.host.take(whole))
             self.in_flight.append((whole, ticket.sent))
             self.settle(IN_FLIGHT)
         return ticket, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def is_weight(self, storage: ref[UntypedStorage]) -> bool:
-        """Weights stay. They are told by their storage: what a linear layer saves is weight.t(),
-        which is no Parameter. (Autocast's copies of weights are tensors like others.)"""
-        if self.weights is None:  # only now, in a block: if they are sharded, its own are whole now
+        """Return whether a storage belongs to a weight of the running blocks: weights stay.
+
+        Compare storages, because a linear layer saves weight.t(), which is no Parameter. Autocast's
+        copies of weights do not count as weights.
+        """
+        # Collect the storages inside the block: sharded weights are gathered only while it runs.
+        if self.weights is None:
             weights = (weight for block in self.at_work for weight in block.parameters())
             self.weights = {ref(weight.untyped_storage()) for weight in weights}
         return storage in self.weights
 
     def settle(self, still: int = 0) -> None:
-        """Let go of what was sent, all but the last `still` tensors."""
+        """Release the tensors that were copied out, all but the last `still`.
+
+        The compute stream first waits for these copies. Python does not wait.
+        """
         while len(self.in_flight) > still:
             whole, sent = self.in_flight.popleft()
             streams(whole.device).computing().wait_event(sent)
-            del whole  # not before
+            del whole  # only after wait_event: else its memory may be reused during the copy
 
 
 def unpack(kept: Any) -> Tensor:
-    """What backward gets."""
+    """Return the tensor that backward needs for `kept`, the result of `pack`."""
     return kept if isinstance(kept, Tensor) else kept[0].take().as_strided(*kept[1:])
 
 
 class Ticket:
-    """One storage in CPU memory, and how it comes home. It lives as long as autograd keeps a tensor
-    of that storage."""
+    """One storage in CPU memory, and its way back to the device.
+
+    It lives as long as autograd keeps a tensor of that storage.
+    """
 
     def __init__(self, whole: Tensor, host: HostMemory, blocks: list[Tensor]):
         self.device, self.host, self.blocks = whole.device, host, blocks
         self.numel, self.dtype = whole.numel(), whole.dtype
-        self.back: Tensor | None = None  # on its device again, or on the way there
+        self.back: Tensor | None = None  # the copy on the device, complete or on its way
         self.streams = streams(self.device)
-        # The tensor must be computed; and who read the blocks last was waited for by `take`.
+        # Wait for the compute stream. It computes the tensor, and it has waited (in `take` or
+        # `__del__`) for the last copy that read these host buffers.
         self.streams.out.wait_stream(self.streams.computing())
         self.sent = self.streams.copy(self.streams.out, dealt(whole, blocks))
 
     def fetch(self) -> None:
-        """Start to bring it home, unless it is on its way."""
+        """Start the copy back to the device, unless it has started."""
         if self.back is not None:
             return
         self.computing = self.streams.computing()
         back = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        # Who had this memory before may still be at work. (That the tensor is in the blocks, the
-        # computing stream has waited for already: `settle`.)
+        # The compute stream may still use this memory for the tensor that had it before. This wait
+        # covers the copy out, too: the compute stream has waited for that copy in `settle`.
         self.streams.home.wait_stream(self.computing)
         homewards = ((block, part) for part, block in dealt(back, self.blocks))
         self.arrived = self.streams.copy(self.streams.home, homewards)
         self.back = back
 
     def take(self) -> Tensor:
-        """The storage on its device, as a 1-D tensor, for the computing stream to use."""
+        """Return the storage on its device, as a 1-D tensor that the compute stream may use."""
         self.fetch()
         assert self.back is not None
         self.streams.computing().wait_event(self.arrived)
         return self.back
 
     def __del__(self) -> None:
-        if self.back is not None:  # perhaps nobody took it: a backward that was given up
+        # The copy back may still run if backward failed before it took the storage.
+        if self.back is not None:
             self.computing.wait_event(self.arrived)
         self.host.give_back(self.blocks)
 
 
-# The tickets of one block, by what they are for; those that live.
+# Live tickets of one block or group, by (storage, version, dtype).
 Tickets = WeakValueDictionary[tuple[ref[UntypedStorage], int, torch.dtype], Ticket]
 
 
 def fetch_all(tickets: Tickets) -> None:
-    """Start to bring home all that a block has kept; what backward asks for first comes first."""
+    """Start the copies back of a block's tensors; backward needs the last one first."""
     for ticket in reversed(list(tickets.values())):
         ticket.fetch()
 
 
 class Streams:
-    """The three queues of a device. (torch.cpu's do at once what they are told.)"""
+    """The three streams of a device. On a CPU torch's streams do their work at once."""
 
     def __init__(self, device: torch.device):
         self.device, self.api = device, torch.cuda if device.type == "cuda" else torch.cpu
         self.out, self.home = self.api.Stream(device), self.api.Stream(device)
 
     def computing(self) -> Any:
+        """Return the compute stream, which is the current stream."""
         return self.api.current_stream(self.device)
 
     def copy(self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """Queue copies on `stream`, (from, to); the event that is returned tells: all are done."""
+        """Queue copies (source, destination) on `stream`; return the event after the last one."""
         with self.api.stream(stream):
             for source, to in pairs:
                 to.copy_(source, non_blocking=self.device.type == "cuda")
         return stream.record_event()
 
 
-streams = lru_cache(Streams)  # each device has its own
+streams = lru_cache(Streams)  # one for each device
