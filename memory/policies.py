@@ -306,7 +306,7 @@ POLICIES = {  # the comments: kept bytes of a block in units of B * T * C; other
         "every intermediate is kept; the head runs in chunks of tokens"),
     "cheap": Policy("x qkv attention c_proj mask x2 c_fc", "",  # 24
         "LayerNorms and GELU are done again in backward, no matrix product is", cheap),
-    "selective": Policy("x qkv attention c_fc results", "",  # 24; torchtitan, JAX: dots_saveable
+    "selective": Policy("x qkv attention c_fc results", "",  # 24; torchtune, JAX: dots_saveable
         "what matrix products and attention made is kept, the rest is done again",
         keep_results_of(ATTENTION_OPS + MATMUL_OPS), by_operator=True),
     "mlp": Policy(f"{OF_ATTENTION} x2", "c_fc",  # 18
