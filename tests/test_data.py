@@ -17,21 +17,21 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import regex
 import torch
 from cases.bad_input import llmc, npy
 from harness import oracle
 from harness.rows import row
 from harness.runs import Forks
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
 from data import (
-    DataError,
     Dataset,
     TokenFile,
     Tokenizer,
@@ -40,7 +40,7 @@ from data import (
     find_dataset,
 )
 from data import documents as documents_module
-from data.batches import hash_ids, slice_files
+from data.batches import hash_ids
 from data.documents import read_text
 from data.files import find_files
 from data.tokenizer import GPT2_PATTERN, ToyTokenizer, format_ranks, train_bpe
@@ -64,14 +64,9 @@ def ids(files: Iterable[TokenFile]) -> list[int]:
 
 def texts(files: Iterable[TokenFile]) -> list[bytes]:
     """The documents behind ids of the byte tokenizer."""
-    assert ids(files)[0] == EOT  # before each document, so also before the first
-    found: list[list[int]] = []
-    for i in ids(files):
-        if i == EOT:
-            found.append([])
-        else:
-            found[-1].append(i)
-    return [bytes(document) for document in found]
+    before, *documents = "".join(map(chr, ids(files))).split(chr(EOT))
+    assert not before  # <|endoftext|> stands before each document, so also before the first
+    return [document.encode("latin-1") for document in documents]
 
 
 # ---- Which files are meant
@@ -88,74 +83,37 @@ def write(*names: str) -> None:
         path.write_text(f"this is {path}")
 
 
-def find(*names: str) -> tuple[list[str], list[str]]:
-    """The files that are found, and what is said about the others."""
-    lines: list[str] = []
-    found = find_files(names, "--train-data", lines.append)
-    return [path.as_posix() for path in found], lines
-
-
 def test_folders_and_globs() -> None:
-    write("b.txt", "a.md", "sub/c.py", "sub/.hidden.txt", ".git/d.txt", "e.png", "[x].txt")
+    """What a folder leaves out is counted in one line for all names; but hidden and empty files,
+    and a run's own log, are no news."""
+    write("b.txt", "a.md", "sub/c.PY", "sub/.hidden.txt", ".git/d.txt", "e.png", "[x].txt", "1.pdf")
+    write("sub/2.PDF", "LICENSE", "__pycache__/a.pyc", "sub/run.metrics.jsonl")
     Path("empty.txt").touch()
+    os.symlink("nowhere", "broken.pdf")
     for names, found in {
-        (".",): ["[x].txt", "a.md", "b.txt", "sub/c.py"],
         ("b*.txt", "b.txt", "a.md"): ["b.txt", "a.md"],
-        ("**/*.py",): ["sub/c.py"],
+        ("**/*.PY",): ["sub/c.PY"],
         ("[x].txt",): ["[x].txt"],
         ("e.png",): ["e.png"],  # named on purpose: whether it is text, its bytes tell
+        ("su[b]",): ["sub/c.PY"],
     }.items():
-        assert find(*names)[0] == found
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", b'{"text": "some document"}\n' * 20),
-        ("a.bin", np.arange(200, dtype=np.uint16).tobytes()),
-        ("a.txt", b"word\n" * 20),
-    ],
-)
-def test_a_suffix_says_the_same_in_any_case(cache, name, content) -> None:
-    prints = set()
-    for path in (Path("lower", name), Path("upper", name.upper())):
-        path.parent.mkdir()
-        path.write_bytes(content)
-        prints |= {load(cache, path).fingerprint, load(cache, path.parent).fingerprint}
-    assert len(prints) == 1
-
-
-def test_what_a_folder_leaves_out_is_counted() -> None:
-    write("docs/a.txt", "docs/b.md", "docs/1.pdf", "docs/2.PDF", "docs/sub/3.pdf", "docs/x.docx")
-    write("docs/LICENSE", "plain/z.txt", *(f"many/x.kind{i}" for i in range(6)))
-    # One line for all names, in which a file that is named besides is not of the skipped.
-    (line,) = find("docs", "docs/x.docx", "plain/z.txt")[1]
-    assert "docs and 2 more: files taken: 4, skipped: 4 (.pdf 3, without suffix 1)" in line
-    # A pattern may match a folder without any beside others; five kinds are enough.
-    found, (line,) = find("[mp][al]*")
-    assert found == ["plain/z.txt"] and line.count(".kind") == 5
-    with pytest.raises(DataError, match=r"no text or token file in this folder \(.kind0 1, .kind1"):
-        find("many")
-    # What nobody would train on is no news; nor is a run's own log beside its text.
-    write("a/a.txt", "a/.DS_Store", "a/.git/config", "a/__pycache__/a.pyc", "a/run.metrics.jsonl")
-    Path("a/empty.pdf").touch()
-    os.symlink("nowhere", "a/broken.pdf")
-    assert find("a") == (["a/a.txt"], [])
+        assert find_files(names, "", lambda line: None) == [Path(name) for name in found]
+    lines: list[str] = []
+    assert len(find_files((".", "e.png"), "--train-data", lines.append)) == 5
+    (line,) = lines
+    assert (
+        "--train-data . and 1 more: files taken: 5, skipped: 3 (.pdf 2, without suffix 1)" in line
+    )
 
 
 def test_validation_that_is_trained_on_is_noticed(cache) -> None:
     """By its path, links followed."""
     write("docs/a.txt", "docs/b.txt", "other/c.txt")
     os.symlink("docs/a.txt", "link.txt")
-    for train, val, says in [
-        ("docs/a.txt", ["link.txt"], ["link.txt"]),
-        ("docs", ["docs"], ["docs/a.txt and 1 more"]),
-        ("docs", ["other"], []),
-    ]:
-        lines: list[str] = []
-        load(cache, train, val=val, say=lines.append)
-        said = "\n".join(lines)
-        assert re.findall("^warning  --val-data (.*): in --train-data, too: ", said, re.M) == says
+    lines: list[str] = []
+    load(cache, "docs", val=["link.txt", "other", "docs/b.txt"], say=lines.append)
+    (said,) = (line for line in lines if line.startswith("warning"))
+    assert said.startswith("warning  --val-data link.txt and 1 more: in --train-data, too: ")
 
 
 # ---- Reading in chunks
@@ -166,18 +124,11 @@ PIECES = WORDS.split("|") + MARKS.split("|")
 
 
 @pytest.fixture(scope="module")
-def tokenizers() -> list[Tokenizer]:
-    """Of every pattern; with tokens that only another split into words would use, so that shows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(openai_public, "load_tiktoken_bpe", lambda *args, **kwargs: {})
-        names = ("r50k_base", "cl100k_base", "o200k_base")
-        patterns = [getattr(openai_public, name)()["pat_str"] for name in names]
-    ranks = train_bpe([" ".join(PIECES) * 3, "".join(PIECES) * 3], 400)
-    others = ["\n\n\n", "\r\n\r\n", "\n ", "  ", " \n", ";\n", "\n/", "it's", "don't", "HE'S"]
-    for other in map(str.encode, others):
-        for end in range(2, len(other) + 1):
-            ranks.setdefault(other[:end], len(ranks))
-    return [Tokenizer("x", ranks, pattern) for pattern in (GPT2_PATTERN, *patterns)]
+def patterns() -> list[str]:
+    """By which GPT-2, GPT-4 and later models split text into words."""
+    with patch.object(openai_public, "load_tiktoken_bpe"):
+        makers = openai_public.r50k_base, openai_public.cl100k_base, openai_public.o200k_base
+        return [GPT2_PATTERN, *(make()["pat_str"] for make in makers)]
 
 
 @law
@@ -185,17 +136,17 @@ def tokenizers() -> list[Tokenizer]:
     st.lists(st.lists(st.sampled_from(PIECES), max_size=4), min_size=5, max_size=25),
     st.integers(60, 150),
 )
-def test_chunks_encode_as_the_whole(tokenizers, tmp_path_factory, groups, size) -> None:
+def test_chunks_have_the_words_of_the_whole(patterns, tmp_path_factory, groups, size) -> None:
+    """And so they have its ids."""
     text = "a,".join(map("".join, groups))  # so there is a place to cut in any 60 bytes
     path = tmp_path_factory.getbasetemp() / "chunks.txt"
     path.write_bytes(text.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents_module, "CHUNK", size)
+    with patch.object(documents_module, "CHUNK", size):
         parts = list(read_text(path, 0, path.stat().st_size))
     assert "".join(parts) == text and len(parts) >= len(text) / size
-    for tokenizer in tokenizers:
-        wanted = tokenizer.encode(text).tolist()
-        assert [i for part in parts for i in tokenizer.encode(part).tolist()] == wanted
+    for pattern in patterns:
+        words = [word for part in parts for word in regex.findall(pattern, part)]
+        assert words == regex.findall(pattern, text)
 
 
 # ---- Documents and splits
@@ -213,21 +164,17 @@ def test_chunks_encode_as_the_whole(tokenizers, tmp_path_factory, groups, size) 
 @example([f"line {i}\nü" for i in range(30)], 0.1, "lines")
 def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio, layout) -> None:
     """And no character is cut."""
+    n, wholes = len(documents), [document.encode() for document in documents]
+    assume(layout != "lines" or n * ratio >= 1)  # (What is said of fewer: cases/bad_input.py.)
     folder = tmp_path_factory.mktemp("texts")
     if layout == "lines":
         lines = [json.dumps({"id": 3, "text": document}) for document in documents]
-        (folder / "x.jsonl").write_text("\n\n".join(lines))
+        (folder / "x.JSONL").write_text("\n\n".join(lines))
     else:
-        for i, document in enumerate(documents):
+        for i, document in enumerate(wholes):
             mark = b"\xef\xbb\xbf" * ("mark" in layout)
-            (folder / f"{i:02}.txt").write_bytes(mark + document.encode())
-    n, wholes = len(documents), [document.encode() for document in documents]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents_module, "CHUNK", 50)
-        if layout == "lines" and n * ratio < 1:
-            with pytest.raises(DataError, match="validation tokens .* has 0: .* raise --val-ratio"):
-                load(folder / "cache", folder, val_ratio=ratio)
-            return
+            (folder / f"{i:02}.txt").write_bytes(mark + document)
+    with patch.object(documents_module, "CHUNK", 50):
         data = load(folder / "cache", folder, val_ratio=ratio)
     train, val = texts(data.train), texts(data.val)
     if n * ratio >= 1:  # every 1 / ratio-th
@@ -247,24 +194,13 @@ def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio,
             assert len(tail) > about - 4
 
 
-@pytest.mark.parametrize("left", [0, 15, 16, 17, 18, 24])
-def test_a_token_file_that_becomes_shorter_is_not_read_on(left, tmp_path) -> None:
-    """Nor if it has one token of a window: that is no window of it alone."""
-    path = tmp_path / "x.bin"
-    np.arange(100, dtype=np.uint16).tofile(path)
-    batches = TrainBatches((TokenFile.open(path),), 1, 8, 0, torch.device("cpu"))
-    os.truncate(path, 2 * left)
-    with pytest.raises(DataError, match="shorter than it was"):
-        batches.read(np.array([2]))  # tokens 16 to 24
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "content"),
     [
         ("nanoGPT.bin", "uint16", np.ndarray.tobytes),
         ("llm.c.bin", "uint16", partial(llmc, magic=20240520, version=1)),
         ("llm.c.bin", "uint32", partial(llmc, magic=20240801, version=7)),
-        ("x.npy", "uint16", npy),
+        ("x.NPY", "uint16", npy),
         ("x.npy", "uint32", npy),
     ],
 )
@@ -278,31 +214,24 @@ def test_token_files_are_read_in_place(cache, tmp_path, name, dtype, content) ->
     assert not cache.exists()
 
 
-def test_token_files_named_val_validate_and_a_tail_spans_files(cache, tmp_path) -> None:
+def test_token_files_named_val_validate_and_a_tail_spans_files(cache) -> None:
     for name, first in (("fineweb_train_1", 0), ("fineweb_train_2", 50), ("fineweb_val_0", 100)):
-        tokens = np.arange(first, first + 50, dtype=np.uint16)
-        (tmp_path / f"{name}.bin").write_bytes(tokens.tobytes())
-    for where in (tmp_path, tmp_path / "*.bin"):
-        data = load(cache, where)
-        assert ids(data.train) == list(range(100)) and ids(data.val) == list(range(100, 150))
-    # --val-data decides otherwise, and then every file of --train-data trains.
-    val = str(tmp_path / "fineweb_train_1.bin")
-    assert len(ids(load(cache, tmp_path, val=[val]).train)) == 150
-    (tmp_path / "fineweb_val_0.bin").rename(tmp_path / "fineweb_train_3.bin")
+        np.arange(first, first + 50, dtype=np.uint16).tofile(f"{name}.bin")
+    data = load(cache, ".")
+    assert ids(data.train) == list(range(100)) and ids(data.val) == list(range(100, 150))
+    os.rename("fineweb_val_0.bin", "fineweb_train_3.bin")
     for n in (75, 10):
-        data = load(cache, tmp_path, val_ratio=0.5, max_tokens=None if n == 75 else n)
+        data = load(cache, "*.bin", val_ratio=0.5, max_tokens=None if n == 75 else n)
         assert ids(data.train) == list(range(n)) and ids(data.val) == list(range(75, 75 + n))
 
 
-def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache, tmp_path) -> None:
-    (tmp_path / "a.txt").write_text("training words\n" * 50)
-    (tmp_path / "b.txt").write_text("quibble quibble\n" * 50)
-    where, val = tmp_path / "a.txt", [str(tmp_path / "b.txt")]
-    data = load(cache, where, val=val)
-    assert texts(data.train) == [b"training words\n" * 50]
-    assert texts(data.val) == [b"quibble quibble\n" * 50]
+def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache) -> None:
+    trains, validates = "training words\n" * 50, "quibble quibble\n" * 50
+    Path("a.txt").write_text(trains)
+    Path("b.txt").write_text(validates)
     lines: list[str] = []
-    data = load(cache, where, val=val, tokenizer_name="bpe", say=lines.append)
+    data = load(cache, "a.txt", val=["b.txt"], tokenizer_name="bpe", say=lines.append)
+    assert read(data) == [trains, validates]
     assert ": 2 documents, 1.55 kB; " in data.description  # 15 and 16 bytes, 50 times each
     assert b" words" in data.tokenizer.ranks and b"quibble" not in data.tokenizer.ranks
     size = data.tokenizer.vocab_size
@@ -310,15 +239,13 @@ def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache, 
     assert f"no pair of ids repeats any more: the BPE ends at {size}" in str(lines)
 
 
-def test_max_tokens_caps_each_split_and_stops_early(cache, tmp_path, monkeypatch) -> None:
+def test_max_tokens_caps_each_split_and_stops_early(cache, monkeypatch) -> None:
     monkeypatch.setattr(documents_module, "CHUNK", 1000)
-    (tmp_path / "x.txt").write_text("some words here\n" * 6_250)
-    encoded = []
-    real = Tokenizer.encode
-    monkeypatch.setattr(Tokenizer, "encode", lambda *a: encoded.append(len(a[1])) or real(*a))
-    data = load(cache, tmp_path / "x.txt", max_tokens=50)
+    Path("x.txt").write_text("some words here\n" * 6_250)
+    with patch.object(Tokenizer, "encode", autospec=True, side_effect=Tokenizer.encode) as encode:
+        data = load(cache, "x.txt", max_tokens=50)
     assert len(ids(data.train)) == len(ids(data.val)) == 50 and ", 0.10 MB;" in data.description
-    assert sum(encoded) < 0.4 * 100_000  # some chunks are in flight when the limit is reached
+    assert encode.call_count < 5  # of a hundred chunks
 
 
 # ---- Toy data and the built-in corpus
@@ -338,29 +265,24 @@ def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
         assert walk[:4].tolist() == [121, 232, 191, 231]  # as in every run before
 
 
-def test_the_built_in_corpus_is_python_source(cache, monkeypatch, tmp_path) -> None:
+def test_the_built_in_corpus_is_python_source(cache, monkeypatch) -> None:
     monkeypatch.setattr("data.corpus.BPE_TRAINING_CHARS", 500_000)  # of 9 million
-    options = {"tokenizer_name": None, "vocab_size": 260, "max_tokens": 100_000}
-    data = load(cache, **options)
+    data = load(cache, tokenizer_name=None, vocab_size=260, max_tokens=100_000)
     assert data.tokenizer.name == "bpe" and data.tokenizer.vocab_size == 260
     assert re.search(r"standard library: \d{3} documents, \d.\d\d MB; 100,000 ", data.description)
     assert "def " in data.tokenizer.decode(ids(data.train)[:50_000])
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(DataError, match="--train-data"):  # a Python without its library
-        load(cache, **options)
 
 
 # ---- The cache
 
 
-# A damaged cache is built anew, processes that race build it once, and a builder that is killed or
-# fails leaves nothing that could be read. A run that goes on brings its tokenizer, and its ids keep
+# A damaged cache is built anew, processes that race build it once, and a builder that is killed
+# leaves nothing that could be read. A run that goes on brings its tokenizer, and its ids keep
 # their meaning: a text that has changed since is encoded with the BPE that the run has.
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 MORE = TEXT + "zebras buzz, zealots zigzag in a zeppelin\n" * 50  # words that TEXT has not
 TAIL = TEXT[:-9] + "hazy dog\n"  # it validates: the BPE is the same
-FILES = ["train.bin", "val.bin", "meta.json", "tokenizer.tiktoken"]
 
 
 @pytest.fixture
@@ -382,26 +304,21 @@ def never(*args: Any) -> None:
     raise AssertionError(f"called with {args}")
 
 
-def check(data: Dataset, text: str) -> None:
-    """All of `text` lies there, as the ids of its tokenizer, behind that of a document's begin."""
-    parts = [data.tokenizer.decode(ids(part)[1:]) for part in (data.train, data.val)]
-    assert "".join(parts) == text
-    for part, written in zip((data.train, data.val), parts, strict=True):
-        assert ids(part) == [data.tokenizer.eot_id, *data.tokenizer.encode(written).tolist()]
+def read(data: Dataset) -> list[str]:
+    """The text of each part, which must be one document, as its tokenizer has it."""
+    found = []
+    for part in (data.train, data.val):
+        found.append(data.tokenizer.decode(ids(part)[1:]))
+        assert ids(part) == [data.tokenizer.eot_id, *data.tokenizer.encode(found[-1]).tolist()]
+    return found
 
 
 @settings(max_examples=25)
-@given(
-    st.lists(st.sampled_from(["start", "go on", "edit", "delete", *FILES]), max_size=7),
-    st.booleans(),
-)
-@example(["go on", "delete", "go on", "start"], False)
-@example(["edit", "start", "edit", "edit", "go on", "edit", "go on", "start"], False)
-@example(["delete", "start", "go on"], True)
-@example(["train.bin", "start", "meta.json", "go on", "tokenizer.tiktoken", "start"], False)
-def test_whatever_happens_ids_are_those_of_the_run(tmp_path_factory, happens, upgraded) -> None:
-    """A cache is deleted or damaged, the text is edited and edited back, other runs start on it.
-    `upgraded`: another version of the word splitter trains another BPE on the same text. The
+@given(st.lists(st.sampled_from(["start", "go on", "edit", "delete"]), max_size=7))
+@example(["go on", "delete", "go on", "start"])
+@example(["edit", "start", "edit", "edit", "go on", "edit", "go on", "start"])
+def test_whatever_happens_ids_are_those_of_the_run(tmp_path_factory, happens) -> None:
+    """A cache is deleted, the text is edited and edited back, other runs start on it. The
     fingerprint tells when the text is another one."""
     folder = tmp_path_factory.mktemp("run")
     cache, path, texts = folder / "cache", folder / "x.txt", [TEXT, MORE, TAIL]
@@ -414,91 +331,65 @@ def test_whatever_happens_ids_are_those_of_the_run(tmp_path_factory, happens, up
             path.write_text(texts[0])
         elif what == "delete":
             shutil.rmtree(cache, ignore_errors=True)
-        elif what in FILES:
-            for victim in cache.glob(f"*/{what}"):
-                content = victim.read_bytes()
-                damaged = [b"", content[:-9], content + b"1\n", None][len(happens) % 4]
-                victim.unlink() if damaged is None else victim.write_bytes(damaged)
         else:
-            begin = (
-                partial(start, cache, path) if what == "start" else partial(go_on, run, cache, path)
-            )
-            with pytest.MonkeyPatch.context() as patch:
-                if what == "go on":
-                    patch.setattr("data.corpus.train_bpe", never)
-                elif upgraded:
-                    patch.setattr("data.corpus.train_bpe", lambda some, n: train_bpe(some, n - 9))
+            is_new = what == "start"
+            begin = partial(start, cache, path) if is_new else partial(go_on, run, cache, path)
+            known = start(folder / "alone", path) if is_new else run
+            with patch("data.corpus.train_bpe", train_bpe if is_new else never):
                 data = begin()
-            check(data, texts[0])
-            known = run.tokenizer if what == "go on" else start(folder / "alone", path).tokenizer
-            is_another = data.tokenizer.fingerprint != known.fingerprint
-            assert not is_another or upgraded and what == "start"
+            assert "".join(read(data)) == texts[0]
+            assert data.tokenizer.fingerprint == known.tokenizer.fingerprint
             assert data.fingerprint == name_of.setdefault(texts[0], data.fingerprint)
             assert begin(say=never).description == data.description
     assert len(set(name_of.values())) == len(name_of)
 
 
-def flip(path: Path, position: int, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position % len(content)] ^= 1 << bit
-    path.write_bytes(content)
-
-
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory) -> tuple[Path, Path, Path, dict[Path, bytes]]:
-    """A text, its cache, the folder of its ids there, and all files when they were new."""
+def kept(tmp_path_factory) -> tuple[Path, Path, dict[Path, bytes]]:
+    """A text, its cache, and all files of that when they were new."""
     folder = tmp_path_factory.mktemp("kept")
     (folder / "x.txt").write_text(TEXT)
-    cache = folder / "cache"
-    data = start(cache, folder / "x.txt")
-    files = {path: path.read_bytes() for path in sorted(cache.glob("*/*"))}
-    assert len(files) == len(FILES) + 2  # the bpe's own folder: what it is, and its meta.json
-    return folder / "x.txt", cache, data.train[0].path.parent, files
+    start(folder / "cache", folder / "x.txt")
+    files = {path: path.read_bytes() for path in sorted(folder.glob("cache/*/*"))}
+    assert len(files) == 6  # of the ids, and of the bpe: what it is, and its meta.json
+    return folder / "x.txt", folder / "cache", files
 
 
-def check_kept(kept, times: int) -> None:
-    """A run on it makes a folder anew so often, with a line each time; then all is as it was."""
-    path, cache, _, files = kept
+def check_is_built_anew(kept) -> None:
+    """The folder that is not as it was, with a line for it; then all is as it was."""
+    path, cache, files = kept
     lines: list[str] = []
     start(cache, path, say=lines.append)
-    assert "".join(lines).count("is incomplete, damaged or of an older version: built an") == times
+    assert "".join(lines).count("is incomplete, damaged or of an older version: built an") == 1
     assert {path: path.read_bytes() for path in cache.glob("*/*")} == files
+    start(cache, path, say=never)
 
 
 @row("a bit of the token cache")
 @settings(max_examples=80)
 @given(st.integers(0, 5), st.integers(0, 10**6), st.integers(0, 7))
 def test_a_flipped_bit_in_the_cache_is_noticed(kept, number, position, bit) -> None:
-    flip(list(kept[3])[number], position, bit)
-    check_kept(kept, 1)
-    check_kept(kept, 0)
+    path = list(kept[2])[number]
+    content = bytearray(path.read_bytes())
+    content[position % len(content)] ^= 1 << bit
+    path.write_bytes(content)
+    check_is_built_anew(kept)
 
 
-def become_pipe(path: Path) -> None:
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"[" * 99_999, b'{"sha256": 1}'])
+def test_what_is_no_cache_is_built_anew(kept, number, content) -> None:
+    path = list(kept[2])[number]
     path.unlink()
-    os.mkfifo(path)
-
-
-NO_META = [b"", b"[]", b"3", b"{}", b"[" * 99_999, b"\xff", b'{"sha256": 1}']
-BROKEN = [(name, change) for name in FILES for change in (become_pipe, Path.unlink)]
-BROKEN += [("meta.json", partial(Path.write_bytes, data=content)) for content in NO_META]
-BROKEN += [("", lambda folder: shutil.rmtree(folder) or folder.symlink_to("nowhere"))]
-
-
-@pytest.mark.parametrize(("name", "change"), BROKEN)
-def test_what_is_no_cache_is_built_anew(kept, name, change) -> None:
-    """Without waiting for a pipe."""
-    change(kept[2] / name)
-    check_kept(kept, 1)
-    check_kept(kept, 0)
-    assert {path.name for path in kept[1].iterdir()} == {".lock", *(p.parent.name for p in kept[3])}
+    if content is not None:
+        path.write_bytes(content)
+    check_is_built_anew(kept)
 
 
 def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) -> None:
     moved = Path(shutil.copy(text, tmp_path / "elsewhere.txt"))
     run = start(cache, text)
-    copy = shutil.copytree(cache, tmp_path / "copy")
-    assert start(copy, moved, say=never).fingerprint == run.fingerprint
+    assert start(cache, moved, say=never).fingerprint == run.fingerprint
     other = go_on(run, cache, text, tokenizer_name="byte", vocab_size=None)
     assert other.tokenizer.name == "byte"  # that of the run is left aside
     names = {run.fingerprint, other.fingerprint, start(cache, text, vocab_size=280).fingerprint}
@@ -516,8 +407,6 @@ def test_a_tokenizer_is_not_looked_for_when_the_run_brings_it(cache, text, tmp_p
     run = start(cache, text, **options)
     saved.unlink()
     assert go_on(run, cache, text, say=never, **options).fingerprint == run.fingerprint
-    with pytest.raises(DataError, match="Mine.Tiktoken: No such file"):
-        start(cache, text, **options)
 
 
 CHILD = """
@@ -558,17 +447,6 @@ def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, t
     assert ids(fresh.train) == ids(there.train) and fresh.fingerprint == first[0]
 
 
-def test_what_cannot_be_read_or_written_is_one_line(cache, text, monkeypatch) -> None:
-    for function, error, says in [
-        ("data.store.hash_files", PermissionError(13, "Permission denied", "x"), "x: Permission"),
-        ("data.tokenizer.Tokenizer.encode", OSError(28, "No space left"), "cache: No space left"),
-    ]:
-        with monkeypatch.context() as patch, pytest.raises(DataError, match=says):
-            patch.setattr(function, Mock(side_effect=error))
-            load(cache, text)
-        assert not cache.exists() or os.listdir(cache) == [".lock"]
-
-
 # ---- Batches: every window once an epoch, a pure function of the index
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=5)
@@ -598,13 +476,8 @@ def test_batches_are_those_of_a_plain_sampler(numbered, lengths, B, T, seed, max
     evenly spread if it is limited, which B cuts into batches, and no more."""
     files = numbered(lengths)
     windows = oracle.windows([ids([file]) for file in files], T)
-    n, longest = len(windows), max(lengths)
-    if not windows:
-        for make, kind in ((TrainBatches, "training"), (ValBatches, "validation")):
-            says = f"--seq-len {T} needs {T + 1} {kind} tokens in a row, the longest file has "
-            with pytest.raises(DataError, match=f"{says}{longest}: lower --seq-len"):
-                make(files, B, T, 0, CPU)
-        return
+    n = len(windows)
+    assume(windows)  # (What is said without one: cases/bad_input.py.)
     train, found = TrainBatches(files, B, T, seed, CPU), []
     numbers = [*range(-(-3 * n // B)), 0]  # epochs end inside of batches; of its number alone
     for number in numbers:
@@ -628,14 +501,6 @@ def test_batches_are_those_of_a_plain_sampler(numbered, lengths, B, T, seed, max
         val[-1]
 
 
-@law
-@given(lengths, st.integers(0, 210), st.integers(0, 210))
-def test_slices_are_those_of_the_whole_row(numbered, lengths, start, size):
-    parts = slice_files(numbered(lengths), start, start + size)
-    assert all(part.count for part in parts)
-    assert (ids(parts) if parts else []) == list(range(sum(lengths)))[start : start + size]
-
-
 def test_the_fingerprint_is_of_the_tokens_and_of_where_files_end(numbered, monkeypatch) -> None:
     """Not of headers; by a rule that stays, as a run that goes on compares it."""
     monkeypatch.setattr("data.batches.SCAN", 3)  # so many tokens are read at a time
@@ -643,5 +508,3 @@ def test_the_fingerprint_is_of_the_tokens_and_of_where_files_end(numbered, monke
     parts = [(file.dtype, np.array(ids([file]), file.dtype)) for file in files]
     content = b"".join(f"{dtype} {len(i)} ".encode() + i.tobytes() for dtype, i in parts)
     assert hash_ids(files, ToyTokenizer(12)) == hashlib.sha256(content).hexdigest()
-    with pytest.raises(DataError, match="but the tokenizer .toy. ends at 10: another"):
-        hash_ids(files, ToyTokenizer(11))
