@@ -26,7 +26,7 @@ LIBRARY = sorted(Path(json.__file__).parent.parent.glob("*.py"))
 TEXT = "".join(path.read_text(encoding="utf-8", errors="replace") for path in LIBRARY[:40])
 HARD = (
     "naïve café 日本語 \U0001f600\U0001f468\u200d\U0001f469 \r\n\t  \u00a0x\x00\x1f a\r\nb\r\n\r\n"
-    " <|endoftext|> a\u0301 ' x'll I'VE \U0001f1e9\U0001f1ea \x85\u180e\u2028\x1c"
+    " <|endoftext|> a\u0301 ' x'll I'VE \U0001f1e9\U0001f1ea \x85\u180e\u2028\x1c xqzj\nxqzj"
 )
 # As tiktoken writes the words of GPT-2, and those of cl100k_base.
 OF_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -45,7 +45,8 @@ def bpe() -> Tokenizer:
 @pytest.fixture(scope="module")
 def kinds(bpe) -> dict[str, Tokenizer]:
     as_tiktoken, cl100k = (Tokenizer("bpe", bpe.ranks, words) for words in (OF_GPT2, CL100K))
-    return {"bpe": bpe, "byte": BYTE, "tiktoken's": as_tiktoken, "cl100k": cl100k}
+    odd = Tokenizer("bpe", bpe.ranks | {b"xqzj": 1023})  # a whole word, which no merging makes
+    return {"bpe": bpe, "byte": BYTE, "tiktoken's": as_tiktoken, "cl100k": cl100k, "odd": odd}
 
 
 @pytest.fixture(scope="module")
