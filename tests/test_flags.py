@@ -3,38 +3,27 @@ policies are spelled."""
 
 import argparse
 import re
-import shlex
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from cases.shapes import CONFIG
 from harness.runs import TINY_FREE, snapshot, train_here
-from hypothesis import example, given, reject, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import train_minimal
 from memory import RECOMPUTE_POLICIES, expanded
-from memory.policies import GRAMMAR, Recompute, expand, write
+from memory.policies import GRAMMAR, expand, write
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
-from scripts import generate, plan_memory
-from scripts.export_hf import command_to_go_on
 from trainer.flags import (
-    UsageError,
     as_argv,
     build_parser,
-    changed,
     fill_in,
     format_tokens,
     model_config,
     settle_length,
-    token_count,
 )
-from trainer.report import generate_command, resume_command
-from trainer.resume import restore_flags
-from trainer.snapshot import Resumed
 
 
 def parse(flags: str = ""):
@@ -84,45 +73,6 @@ def test_words_and_flags_are_the_same(typed, later):
     assert as_argv(args, **dict.fromkeys(args.typed)) == []
 
 
-@settings(max_examples=150)
-@given(TYPED, st.booleans())
-def test_all_flags_come_back(typed, older):
-    """From a snapshot; an older one does not tell which of them were typed."""
-    try:
-        before = fill_in(parse_all(typed))
-    except UsageError:
-        reject()
-    state = {"args": vars(before)} | ({} if older else {"typed": sorted(before.typed)})
-    after = parse("--resume")
-    own = {"resume": True, "checkpoint_path": after.checkpoint_path, "typed": None}
-    restore_flags(after, Resumed(state, after.checkpoint_path))
-    assert changed(fill_in(after), typed=None) == changed(before, **own)
-
-
-NAMES = st.text(st.sampled_from("-=.a 0*'\"$\\é\udcff\n"), min_size=1).filter(
-    # (argparse takes no value that is "--".)
-    lambda name: name.strip(".") and str(Path(name)) == name != "--"
-)
-
-
-@settings(max_examples=150)
-@given(NAMES)
-@example("-d.pt")
-@example("--resume")
-def test_a_printed_command_names_the_file_that_was_named(name):
-    """Whatever it is called."""
-    process = SimpleNamespace(command=("python", "train_minimal.py"))
-    args = argparse.Namespace(typed={"checkpoint_path"}, checkpoint_path=Path(name))
-    run = SimpleNamespace(process=process, args=args)
-    for command in (resume_command(run), resume_command(run, Path(name))):
-        _, _, *words = shlex.split(command)
-        assert build_parser("", "x.pt").parse_args(words).checkpoint_path == Path(name)
-    _, _, *words = shlex.split(command_to_go_on(name))
-    assert build_parser("", "x.pt").parse_args(words).init_from == Path(name)
-    _, _, _, *words = shlex.split(generate_command(run))
-    assert generate.build_parser().parse_args(words).checkpoint_path == Path(name)
-
-
 # ---- shapes by name
 
 
@@ -131,18 +81,15 @@ def test_a_printed_command_names_the_file_that_was_named(name):
     [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6)],
 )
 def test_a_name_stands_for_a_shape(name, millions):
+    """And a single flag overrides it."""
     args = fill_in(parse(f"--model {name}"))
     config = model_config(args, 50257)
     assert round(count_parameters(config) / 1e6, 1) == millions
     assert config.d_model // config.n_heads == 64 and config.d_ff == 4 * config.d_model
     assert args.seq_len == args.max_position_embeddings == 1024 and args.tokenizer_name == "gpt2"
-
-
-def test_a_single_flag_overrides_a_name():
-    args = parse("--seq-len 256 --n-layers 2 --model gpt2 --tokenizer-name byte --batch-size 3")
+    args = parse(f"--seq-len 256 --n-layers 2 --model {name} --tokenizer-name byte")
     assert (args.seq_len, args.n_layers, args.tokenizer_name) == (256, 2, "byte")
-    assert (args.d_model, args.n_heads, args.max_position_embeddings) == (768, 12, 1024)
-    assert parse("--model gpt2 --use-toy-data").tokenizer_name is None
+    assert (args.d_model, args.max_position_embeddings) == (config.d_model, 1024)
 
 
 # ---- how long a run is
@@ -164,12 +111,6 @@ def test_tokens_as_people_write_them(word, tokens, again):
     assert parse(f"--num-tokens {word}").num_tokens == tokens
     assert parse(f"--eval-tokens {word}").eval_tokens == tokens
     assert format_tokens(tokens) == again
-
-
-@pytest.mark.parametrize("word", [".5B", "0", "1.5", "1GB", "1e99"])
-def test_no_tokens(word):
-    with pytest.raises(argparse.ArgumentTypeError, match="must be a whole number of tokens"):
-        token_count(word)
 
 
 BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a process
@@ -210,13 +151,10 @@ def test_a_run_of_tokens_or_epochs_is_one_of_steps(flags, longer, end, path, cap
     assert train_here(path, flags, base=TINY_FREE) == 0 and train_minimal.main([*resume]) == 0
     out = capsys.readouterr().out
     assert "2 sequences of 16 tokens a step, 21 steps, 672 tokens, 3.50 " in out
-    assert "already at step 21" in out and snapshot(path)["args"]["warmup_steps"] == 1
+    assert "already at step 21; raise --num-steps to go on: " in out
     assert train_minimal.main([*resume, longer]) == 0
     assert f"changed, from here on: --num-steps 21 -> {end}\n" in capsys.readouterr().out
-    args = snapshot(path)["args"]
-    assert snapshot(path)["step"] == args["num_steps"] == end
-    given = [name for name in ("num_tokens", "num_epochs") if args[name]]
-    assert given == [name for name in given if name in longer.replace("-", "_")]
+    assert snapshot(path)["step"] == snapshot(path)["args"]["num_steps"] == end
 
 
 # ---- the policy string: what it says, how it is written
@@ -236,18 +174,10 @@ STRINGS = st.builds(
 @settings(max_examples=300)
 @given(STRINGS, st.integers(1, 7))
 def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
-    """Or it cannot be, and why is said in one line, with the grammar."""
     try:
         found = expand(text, n_layers)
-    except ValueError as error:
-        assert GRAMMAR in str(error) and text in str(error) and "\n" not in str(error)
-        first, *more = re.split(r"([:/+])", text)
-        layers = re.search(r":(\d+)", text)
-        wrong = first == "none" and more
-        wrong = wrong or layers and int(layers[1]) > n_layers or "/0" in text
-        wrong = wrong or "+nested" in text and ("/" not in text or "/1" in text)
-        assert wrong or "/" in text and "/1" not in text and first != "full"
-        return
+    except ValueError:
+        reject()
     written = write(found)
     assert expand(written, n_layers) == found and len(written) <= len(text)
     assert write(expand(written, n_layers)) == written
@@ -286,15 +216,3 @@ def test_a_string_that_cannot_be(text):
         expand(text, 4)
     with pytest.raises(ValueError):
         MiniGPTConfig(n_layers=4, recompute=text)
-
-
-@pytest.mark.parametrize("policies", [("mlp", "cheap", "full"), ("none", "cheap")])
-def test_what_no_string_says(policies):
-    with pytest.raises(ValueError):
-        write(Recompute(policies))
-
-
-def test_the_plan_is_about_all_policies_whatever_was_asked():
-    args = plan_memory.parse("--use-activation-checkpoint mlp:2,cheap --lr=1".split())
-    assert args.use_activation_checkpoint == "none"
-    assert plan_memory.command_line(args) == "python train_minimal.py --lr 1.0"
