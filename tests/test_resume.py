@@ -342,6 +342,7 @@ def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(text_run, capsys):
     """One more line forbids nothing. It is encoded as before, and what changed is said."""
     path, text = text_run
     tokenizer = snapshot(path)["tokenizer"]
+    assert 257 < snapshot(path)["config"]["vocab_size"] < 300  # so little text has no more pairs
     moved = text.rename(text.with_name("moved.txt"))
     assert resume_alone(path) == 2
     assert capsys.readouterr().err == f"error: --train-data {text}: no such file or folder\n"

@@ -12,14 +12,13 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer_json import to_json
 
 GOOD = gpt2_tensors()
-RANKS = load_tokenizer("byte").ranks
 BYTES = {text: i for text, i in TOKENIZER["model"]["vocab"].items() if i < 256}
 NAMES = {"config": "config.json", "tokenizer": "tokenizer.json", "model": "model.safetensors"}
 NAMES |= {"index": "model.safetensors.index.json"}
 
 
 def refused(write: Write, *says: str, flags: str = "--init-from=gpt2") -> Case:
-    return Case("built-in", flags, ("--init-from", *says), {} if write is None else {"gpt2": write})
+    return Case("built-in", flags, ("--init-from", *says), {"gpt2": write})
 
 
 def folder(*says: str, tensors: dict[str, np.ndarray] | None = None, **files: Any) -> Case:
@@ -38,11 +37,6 @@ def tensor(name: str, array: np.ndarray, *says: str) -> Case:
     return folder("gpt2", *says, tensors={name: array})
 
 
-def shards(weight_map: object, *says: str) -> Case:
-    """An index of shards, none of which is there."""
-    return folder(*says, index={"weight_map": weight_map}, model=None)
-
-
 def tokenizer(*says: str, **changes: Any) -> Case:
     model = TOKENIZER["model"] | changes.pop("model", {})
     return folder("tokenizer.json", *says, tokenizer=TOKENIZER | changes | {"model": model})
@@ -52,23 +46,19 @@ def merges(pairs: list, vocab: dict[str, int], *says: str) -> Case:
     return tokenizer(*says, model={"merges": pairs, "vocab": BYTES | vocab})
 
 
-def export(flags: str, *says: str) -> Case:
-    return Case("export_hf", flags, says, {"full": write_folder})
-
-
 def contradiction(flags: str, *says: str) -> Case:
     return refused(write_folder, *says, flags=f"--init-from=gpt2 {flags}")
 
 
-SPOILED = GOOD["h.1.mlp.c_fc.weight"].copy()
-SPOILED[3, 5] = np.nan
-DAMAGED = "is no .safetensors file, or is damaged"
 NO_BPE = "no byte-level BPE"
 
 FOLDERS = {
-    "not there": refused(None, "no folder gpt2.*hf download gpt2 --local-dir gpt2"),
-    "of the hub": refused(None, "download ab/cd --local-dir cd", flags="--init-from=ab/cd"),
-    "a very long name": refused(None, "no snapshot and no", flags="--init-from=" + "n" * 999),
+    "not there": Case(
+        "built-in",
+        "--init-from=ab/cd",
+        ("--init-from: .* no folder ab/cd; .*hf download ab/cd --local-dir cd",),
+    ),
+    "a very long name": Case("built-in", "--init-from=" + "n" * 999, ("no snapshot and no",)),
     "a text": refused(b"a few words", "gpt2 is no snapshot, or a damaged one"),
     "empty": refused(Path.mkdir, "cannot read gpt2/config.json: No such file"),
     "one file": refused(write_folder, "json is no snapshot", flags="--init-from=gpt2/config.json"),
@@ -88,13 +78,20 @@ FOLDERS = {
     "a million layers": config("n_layers is 1000000, not", n_layer=10**6),
     "more ids than the tokenizer": config("300 ids, but a tokenizer .* of 257", vocab_size=300),
     "no weights": folder("holds no model.safetensors; .*save_pretrained", model=None),
-    "header cut in the middle": folder(DAMAGED, model=save(GOOD)[:100]),
+    "header cut in the middle": folder(
+        "is no .safetensors file, or is damaged", model=save(GOOD)[:100]
+    ),
     "whole numbers": tensor("ln_f.bias", np.zeros(16, np.int32), "torch.int32 .* says floats"),
-    "NaN": tensor("h.1.mlp.c_fc.weight", SPOILED, "NaN or infinite .*blocks.1.mlp.c_fc"),
+    "NaN": tensor(
+        "h.1.ln_1.bias", np.full(16, np.nan, np.float32), "NaN or infinite .*blocks.1.ln_1.bias"
+    ),
     "another head": tensor("lm_head.weight", GOOD["wte.weight"] + 1, "lm_head is not wte"),
-    "no weight_map": shards(None, "index.json is no index of weights, or is damaged"),
-    "a shard is missing": shards(dict.fromkeys(GOOD, "b"), "b: No such file"),
-    "a shard that no file can be": shards({"x": "a\0b"}, r"a.b is no .safetensors file"),
+    "no weight_map": folder(
+        "index.json is no index of weights, or is damaged", index={"weight_map": None}, model=None
+    ),
+    "a shard is missing": folder(
+        "b: No such file", index={"weight_map": dict.fromkeys(GOOD, "b")}, model=None
+    ),
     "tokenizer is no JSON": folder("tokenizer.json is no tokenizer of trans", tokenizer=b"{"),
     "no tokenizer": folder("holds no tokenizer.json, .*257 ids", tokenizer=None),
     "word pieces": tokenizer(NO_BPE, model={"type": "WordPiece"}),
@@ -112,7 +109,10 @@ FOLDERS = {
         added_tokens=[*TOKENIZER["added_tokens"], {"content": "<user>", "id": 257}],
     ),
     "words by another pattern": tokenizer(
-        NO_BPE, pre_tokenizer=to_json(Tokenizer("x", RANKS, "[a-z]+"))["pre_tokenizer"]
+        NO_BPE,
+        pre_tokenizer=to_json(Tokenizer("x", load_tokenizer("byte").ranks, "[a-z]+"))[
+            "pre_tokenizer"
+        ],
     ),
     "an id twice": merges([], {"!!": 33}, "two tokens have the same id"),
     "an id twice, once of the end of text": tokenizer(
@@ -128,8 +128,11 @@ FOLDERS = {
     "a vocabulary": contradiction("--vocab-size=512", "--vocab-size 512: .* has 257"),
     "a sequence": contradiction("--seq-len=33", "--seq-len 33: .*32 positions"),
     "toy data": contradiction("--use-toy-data", "--use-toy-data True: .* has False"),
-    "export onto files": export("--out=full/none/..", "is there and not empty; name another"),
-    "export onto a file": export("--out=full/config.json", "is no folder that can be written"),
-    "export nothing": export("--out=new", "no snapshot and no folder run.pt"),
+    "export onto files": Case(
+        "export_hf", "--out=full", ("is there and not empty; name another",), {"full": write_folder}
+    ),
+    "export onto a file": Case(
+        "export_hf", "--out=x", ("x is no folder that can be written",), {"x": b""}
+    ),
     "to resume": contradiction("--resume", "starts a run and --resume goes on .*leave one out"),
 }

@@ -31,7 +31,7 @@ from scripts import (
 )
 from studies import tables
 
-Write = bytes | Callable[[Path], object] | None  # content, or what writes it; None: a folder
+Write = bytes | Callable[[Path], object]  # content, or what writes it
 Programs = dict[str, tuple[Callable[[list[str]], int], list[str]]]
 
 PROGRAMS: Programs = {
@@ -63,64 +63,60 @@ class Case(NamedTuple):
     flags: str  # words between blanks
     says: tuple[str, ...]
     files: dict[str, Write] = {}
-    env: dict[str, str | None] = {}  # None: not set
+    env: dict[str, str] = {}
 
 
-# ---- Flags of the trainers
+# ---- Flags
 
 
 AUTO = "--use-activation-checkpoint=auto"
-NO_SIZE = "--memory-budget: must be a number with a unit"
-REFUSED = {  # words: what the line must say
-    f"{AUTO} --memory-budget=8": NO_SIZE,
-    f"{AUTO} --memory-budget=0.1b": "or more, as in 8GiB, not '0.1b'",
-    f"{AUTO} --memory-budget={'9' * 400}b": f"8GiB, not '{'9' * 40}'",
-    "--memory-budget=8GiB": "--memory-budget is for .* auto",
-    "--batch-size=0": "--batch-size: must be a whole number of at least 1",
-    "--weight-decay=inf": "--weight-decay: must be a number",
-    "--weight-decay=1e308": r"--weight-decay 1e\+308 times --lr .*; lower --weight-decay",
-    "--lr=1e-400": "--lr: must be a number above 0",
-    "--seq-len=long": "--seq-len: must be a whole number",
-    "--num-tokens=1M": "--num-steps and --num-tokens: each says how long the run is",
-    "--num-tokens=1X": "--num-tokens: must be .* as in 300M, .* not '1X'",
-    "--seq-len": "--seq-len: expected one argument",
-    "--val-ratio=1": "--val-ratio: must be a number above 0 and below 1",
-    "--dropout=1": "--dropout: must be a number .* at most 0.99",
-    "--num-step=1": "unrecognized arguments: --num-step=1; did you mean --num-steps?",
-    "--eval-batches=20": "--eval-batches=20; --eval-tokens 16K says how many tokens validate",
-    "--eval-tokens=2.5": "--eval-tokens: must be a whole number of tokens",
-    "stray": "stray; .*--help lists all flags",
-    "--use-activation-checkpoint=some": "-checkpoint: must be auto or POLICY.*none, cheap, sel",
-    "--device=gpu": "--device: invalid choice: 'gpu'.*cuda",
-    "--n-heads=3": r"--d-model \(16\) must be divisible by --n-heads \(3\)",
-    "--max-position-embeddings=8": "--seq-len 16 is above --max-position-embeddings 8: raise",
-    "--use-activation-checkpoint=mlp:3": "--use-activation-checkpoint must be POLICY.* in 0..2",
-    "--use-activation-checkpoint=mlp/2": "must be auto or POLICY.* only blocks that are full can",
-    "--use-activation-checkpoint=mlp,cheap": "not 'mlp,cheap': N and K are whole numbers, and ,POL",
-    "--use-activation-checkpoint=auto:3": "must be auto or .* not 'auto:3': a POLICY is one of",
-    "--use-activation-checkpoint --card=H100": "--card is for --use-activation-checkpoint auto",
-    "--min-lr=1": "--min-lr 1 is above --lr",
-    "--mlp-chunks=2": "--mlp-chunks 2: .*-checkpoint none .* mlp, sdpa and full do, or",
-    "--mlp-chunks=0 --use-activation-checkpoint=attn:1,cheap": "--mlp-chunks 0: .*attn:1,cheap",
-    "--mlp-chunks=2 --use-activation-checkpoint --compile": "--mlp-chunks 2: .*; --no-compile or",
-    "--device=cuda": "--device cuda: .* try --device cpu",
-    "--seq-len=999 --checkpoint-path=new/run.pt": "--seq-len 999 needs 1000 .* lower --seq-len",
-    "--seed=1" + "0" * 400: "--seed: must be a whole number",
-    "--no\nsuch": "unrecognized arguments: --no such",
-    "--resume --recompute-layers=1": "ents: --recompute-layers=1; now --use-act.* POLICY:N$",
-    "--recompute-rest mlp": "ents: --recompute-rest mlp; now --use-activ.* POLICY:N,POLICY$",
-    "--recompute-group=2": "ents: --recompute-group=2; now --use-activation-checkpoint full/K$",
-    "--offload-activations": "--offload-activations; now --use-activ.* POLICY.offload$",
-    "--train-data=x.txt": "--use-toy-data .* drop --train-data",
-    "--tokenizer-name=byte": "--use-toy-data .* and --tokenizer-name",
-    "--vocab-size=7": "--vocab-size 7: must be 8 to",
-}
-FLAGS = {words[:80]: Case("toy", words, (says,)) for words, says in REFUSED.items()}
-
-# ---- Flags of runs of any length, and of what plans and measures
-
-
-REFUSED_BY = {
+REFUSED = {  # by whom; words: what the line must say
+    "toy": {
+        f"{AUTO} --memory-budget=8": "--memory-budget: must be a number with a unit",
+        f"{AUTO} --memory-budget=0.1b": "or more, as in 8GiB, not '0.1b'",
+        f"{AUTO} --memory-budget={'9' * 400}b": f"8GiB, not '{'9' * 40}'",
+        "--memory-budget=8GiB": "--memory-budget is for .* auto",
+        "--batch-size=0": "--batch-size: must be a whole number of at least 1",
+        "--weight-decay=inf": "--weight-decay: must be a number",
+        "--weight-decay=1e308": r"--weight-decay 1e\+308 times --lr .*; lower --weight-decay",
+        "--lr=1e-400": "--lr: must be a number above 0",
+        "--seq-len=long": "--seq-len: must be a whole number",
+        "--num-tokens=1M": "--num-steps and --num-tokens: each says how long the run is",
+        "--num-tokens=0": "--num-tokens: must be a whole number of tokens",
+        "--num-tokens=1e99": "--num-tokens: must be a whole number of tokens",
+        "--num-tokens=1X": "--num-tokens: must be .* as in 300M, .* not '1X'",
+        "--seq-len": "--seq-len: expected one argument",
+        "--val-ratio=1": "--val-ratio: must be a number above 0 and below 1",
+        "--dropout=1": "--dropout: must be a number .* at most 0.99",
+        "--num-step=1": "unrecognized arguments: --num-step=1; did you mean --num-steps?",
+        "--eval-batches=20": "--eval-batches=20; --eval-tokens 16K says how many tokens validate",
+        "--eval-tokens=2.5": "--eval-tokens: must be a whole number of tokens",
+        "stray": "stray; .*--help lists all flags",
+        "--use-activation-checkpoint=some": "-checkpoint: must be auto or POLICY.*none, cheap, sel",
+        "--device=gpu": "--device: invalid choice: 'gpu'.*cuda",
+        "--n-heads=3": r"--d-model \(16\) must be divisible by --n-heads \(3\)",
+        "--max-position-embeddings=8": "--seq-len 16 is above --max-position-embeddings 8: raise",
+        "--use-activation-checkpoint=mlp:3": "--use-activation-checkpoint must be POLICY.* in 0..2",
+        "--use-activation-checkpoint=mlp/2": "must be auto or POLICY.* only blocks that are full",
+        "--use-activation-checkpoint=mlp,cheap": "not 'mlp,cheap': N and K are whole numbers, and",
+        "--use-activation-checkpoint=auto:3": "must be auto or .* not 'auto:3': a POLICY is one of",
+        "--use-activation-checkpoint --card=H100": "--card is for --use-activation-checkpoint auto",
+        "--min-lr=1": "--min-lr 1 is above --lr",
+        "--mlp-chunks=2": "--mlp-chunks 2: .*-checkpoint none .* mlp, sdpa and full do, or",
+        "--mlp-chunks=0 --use-activation-checkpoint=attn:1,cheap": "--mlp-chunks 0: .*attn:1,cheap",
+        "--mlp-chunks=2 --use-activation-checkpoint --compile": "--mlp-chunks 2: .*; --no-compile",
+        "--device=cuda": "--device cuda: .* try --device cpu",
+        "--seq-len=999 --checkpoint-path=new/run.pt": "--seq-len 999 needs 1000 .* lower --seq-len",
+        "--seed=1" + "0" * 400: "--seed: must be a whole number",
+        "--no\nsuch": "unrecognized arguments: --no such",
+        "--resume --recompute-layers=1": "ents: --recompute-layers=1; now --use-act.* POLICY:N$",
+        "--recompute-rest mlp": "ents: --recompute-rest mlp; now --use-activ.* POLICY:N,POLICY$",
+        "--recompute-group=2": "ents: --recompute-group=2; now --use-activation-checkpoint full/K$",
+        "--offload-activations": "--offload-activations; now --use-activ.* POLICY.offload$",
+        "--train-data=x.txt": "--use-toy-data .* drop --train-data",
+        "--tokenizer-name=byte": "--use-toy-data .* and --tokenizer-name",
+        "--vocab-size=7": "--vocab-size 7: must be 8 to",
+    },
     "free": {
         "--num-epochs=1 --profile=4": "needs --num-steps 7 at least, not 6",
     },
@@ -174,20 +170,15 @@ REFUSED_BY = {
         "4 --mesure": "unrecognized arguments: --mesure; did you mean --measure",
     },
 }
-TOOLS = {
-    f"{tool}: {words}": Case(tool, words, (says,))
-    for tool, refused in REFUSED_BY.items()
+FLAGS = {
+    f"{tool}: {words[:80]}": Case(tool, words, (says,))
+    for tool, refused in REFUSED.items()
     for words, says in refused.items()
 }
 
 # ---- Text
 
 
-def text(name: str, content: bytes, *says: str) -> Case:
-    return Case("text", f"--tokenizer-name=byte --train-data={name}", says, {name: content})
-
-
-X_TXT = "--train-data x.txt"
 X: dict[str, Write] = {"x.txt": b"text"}
 
 
@@ -196,17 +187,27 @@ def data(words: str, says: str, files: dict[str, Write] = X) -> Case:
     return Case("text", words, (says,), files)
 
 
-NO_TEXT = {  # (what a file is called, its content): what it is, and the way out
-    ("-b.txt", b"caf\xe9"): "not UTF-8 at byte 3; .*`iconv -f CP1252 -t UTF-8 FILE > NEW`",
-    ("a.pdf", b"%PDF-1.5\n%\xd0\xd4\xc5\xd8\n"): "not UTF-8 at byte 10; name files of UTF-8 text",
-    ("a.gz", gzip.compress(b"{}")): "a binary file, or UTF-16 .NUL at byte 3.; name files of UTF-8",
-    ("b.txt", "h\xe9".encode("utf-16")): "or UTF-16 .NUL at byte 3.; .*-f UTF-16 of what",
-}
+def text(name: str, content: bytes, says: str) -> Case:
+    return data(f"--train-data={name}", says, {name: content})
+
+
 TEXTS = {
-    **{
-        f"{name} {says[:9]}": text(name, content, f"{name}: .*{says}")
-        for (name, content), says in NO_TEXT.items()
-    },
+    "CP1252": text(
+        "-b.txt",
+        b"caf\xe9",
+        "-b.txt: not UTF-8 at byte 3; .*`iconv -f CP1252 -t UTF-8 FILE > NEW`",
+    ),
+    "a PDF": text(
+        "a.pdf",
+        b"%PDF-1.5\n%\xd0\xd4\xc5\xd8\n",
+        "a.pdf: not UTF-8 at byte 10; name files of UTF-8",
+    ),
+    "a gzip": text(
+        "a.gz", gzip.compress(b"{}"), "a.gz: a binary file, or UTF-16 .NUL at byte 3.; "
+    ),
+    "UTF-16": text(
+        "b.txt", "h\xe9".encode("utf-16"), "or UTF-16 .NUL at byte 3.; .*-f UTF-16 of what"
+    ),
     "empty": text("x.txt", b"", "--seq-len 16 needs 17 training tokens in a row"),
     "half a character at the end": text("x.txt", "né".encode()[:-1], "x.txt: not UTF-8 at byte 1"),
     "far inside": text("x.txt", b"a b " * 2**19 + b"\xff", "x.txt: not UTF-8 at byte 2097152"),
@@ -226,11 +227,17 @@ TEXTS = {
     "a very long name": data("--train-data=" + "n" * 5000, "nnn: File name too long"),
     "a device": data("--train-data=/dev/zero", "--train-data /dev/zero: not a regular file"),
     "pictures": data("--train-data=.", "--train-data .: no text or token f", {"x.png": b"\x89PNG"}),
-    "validation": data(f"{X_TXT} --val-data=y.txt", "y.txt: not UTF-8 at", X | {"y.txt": b"a\xff"}),
-    "fixed ids": data(f"{X_TXT} --vocab-size=300", "--vocab-size 300: .* byte is fixed; drop the"),
-    "few ids": data(f"{X_TXT} --tokenizer-name=bpe --vocab-size=256", "-size 256: must be 257 to"),
+    "validation": data(
+        "--train-data x.txt --val-data=y.txt", "y.txt: not UTF-8 at", X | {"y.txt": b"a\xff"}
+    ),
+    "fixed ids": data(
+        "--train-data x.txt --vocab-size=300", "--vocab-size 300: .* byte is fixed; drop the"
+    ),
+    "few ids": data(
+        "--train-data x.txt --tokenizer-name=bpe --vocab-size=256", "-size 256: must be 257 to"
+    ),
     "both": data(
-        f"{X_TXT} y.bin", "-data: found both text and token files", X | {"y.bin": b"\1\0"}
+        "--train-data x.txt y.bin", "-data: found both text and token files", X | {"y.bin": b"\1\0"}
     ),
 }
 
@@ -275,76 +282,85 @@ TOKEN_FILES = {
 # ---- Tokenizers
 
 
-def tokenizer(change: Callable[[str], str] | None) -> Case:
-    ranks = format_ranks(load_tokenizer("byte").ranks)
-    content = b"\x00\xff\n" if change is None else change(ranks).encode()
-    words = "--train-data=x.txt --tokenizer-name=bad.tiktoken"
+RANKS = format_ranks(load_tokenizer("byte").ranks)
+
+
+def tokenizer(content: str) -> Case:
     return data(
-        words, "bad.tiktoken(:| is no .tiktoken file, or is damaged)", X | {"bad.tiktoken": content}
+        "--train-data=x.txt --tokenizer-name=bad.tiktoken",
+        "bad.tiktoken(:| is no .tiktoken file, or is damaged)",
+        X | {"bad.tiktoken": content.encode()},
     )
 
 
-def offline(name: str, *says: str) -> Case:
-    words = f"--train-data=x.txt --tokenizer-name={name}"
-    nowhere = {"TIKTOKEN_CACHE_DIR": "none", "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
-    return Case("text", words, says, X, {**nowhere, "https_proxy": None})
-
-
 TOKENIZERS = {
-    "no base64": tokenizer(lambda ranks: ranks + "!!!! 256\n"),
-    "negative rank": tokenizer(lambda ranks: ranks + "AAA= -1\n"),
-    "a rank twice": tokenizer(lambda ranks: ranks + "AAA= 7\n"),
-    "a token twice": tokenizer(lambda ranks: ranks + "AA== 256\n"),
-    "a byte missing": tokenizer(lambda ranks: ranks.split("\n", 1)[1]),
-    "nothing in it": tokenizer(lambda ranks: ""),
-    "a binary": tokenizer(None),
-    "unknown name": offline("gpt9", "--tokenizer-name gpt9: unknown; choose bpe, byte,"),
-    "toy for a text": offline("toy", "--tokenizer-name toy: unknown"),
-    "no network": offline("cl100k_base", "--tokenizer-name cl100k_base", "TIKTOKEN_CACHE_DIR"),
+    "no base64": tokenizer(RANKS + "!!!! 256\n"),
+    "negative rank": tokenizer(RANKS + "AAA= -1\n"),
+    "a rank twice": tokenizer(RANKS + "AAA= 7\n"),
+    "a token twice": tokenizer(RANKS + "AA== 256\n"),
+    "a byte missing": tokenizer(RANKS.split("\n", 1)[1]),
+    "nothing in it": tokenizer(""),
+    "a binary": tokenizer("\x00\xff\n"),
+    "unknown name": data(
+        "--train-data=x.txt --tokenizer-name=gpt9",
+        "--tokenizer-name gpt9: unknown; choose bpe, byte,",
+    ),
+    "toy for a text": data(
+        "--train-data=x.txt --tokenizer-name=toy", "--tokenizer-name toy: unknown"
+    ),
 }
 
 # ---- Environments
 
 
-ALONE: dict[str, str | None] = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29999",
+}
 
 
-def rank(*says: str, **variables: str | None) -> Case:
+def rank(*says: str, **variables: str) -> Case:
     return Case("ddp", "", says, {}, ALONE | variables)
 
 
-def sharded(words: str, *says: str, program: str = "fsdp") -> Case:
-    return Case(program, words, says, {}, ALONE | {"WORLD_SIZE": "2"})
+def together(trainer: str, words: str, *says: str) -> Case:
+    return Case(trainer, words, says, {}, ALONE | {"WORLD_SIZE": "2"})
 
 
-def shared(words: str, *says: str) -> Case:
-    return sharded(words, *says, program="sp")
-
-
-LEADS_NOWHERE = "cache is no folder, or a link to none: remove it, or make what it leads to"
 ENVIRONMENTS = {
-    "no torchrun": Case("ddp", "", ("torchrun .*=2 train_ddp.py",), {}, dict.fromkeys(ALONE)),
-    "groups of blocks in shards": sharded(
+    "no torchrun": Case("ddp", "", ("torchrun .*=2 train_ddp.py",)),
+    "groups of blocks in shards": together(
+        "fsdp",
         "--use-activation-checkpoint=full/2",
         "full/2: train_fsdp.py gathers .*; full/2\\+nested fits",
     ),
-    "chunks gathered in bfloat16": sharded(
+    "chunks gathered in bfloat16": together(
+        "fsdp",
         "--mlp-chunks=2 --use-activation-checkpoint --amp-dtype=bfloat16 --gather-dtype=bfloat16",
         "--mlp-chunks 2: --gather-dtype bfloat16 would add the chunks' gradients up in bfloat16; ",
     ),
-    "gathered in bfloat16, computed in another": sharded(
+    "gathered in bfloat16, computed in another": together(
+        "fsdp",
         "--no-amp --gather-dtype=bfloat16",
         "--gather-dtype bfloat16: .* in torch.float32 here; --amp-dtype bfloat16 goes with it, or",
     ),
-    "compressed": sharded("--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"),
-    "few heads": shared(
-        "--n-heads=1", "--n-heads 1: each of 2 .* --nproc-per-node=1, or train_fsdp"
+    "compressed": together(
+        "fsdp", "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"
     ),
-    "few tokens": shared("--seq-len=1 --n-heads=4", "--seq-len 1: each of 2 .* --nproc-per-node=1"),
-    "compiled, of a shared sequence": shared("--compile", "--compile: train_fsdp.py can; "),
-    "groups of blocks of a shared sequence": shared(
-        "--use-activation-checkpoint=full/2", "full/2: train_sp.py gathers .*; full/2\\+nested"
+    "few heads": together(
+        "sp", "--n-heads=1", "--n-heads 1: each of 2 .* --nproc-per-node=1, or train_fsdp"
+    ),
+    "few tokens": together(
+        "sp", "--seq-len=1 --n-heads=4", "--seq-len 1: each of 2 .* --nproc-per-node=1"
+    ),
+    "compiled, of a shared sequence": together("sp", "--compile", "--compile: train_fsdp.py can; "),
+    "groups of blocks of a shared sequence": together(
+        "sp",
+        "--use-activation-checkpoint=full/2",
+        "full/2: train_sp.py gathers .*; full/2\\+nested",
     ),
     "WORLD_SIZE of 5,000 digits": rank("WORLD_SIZE=9{40} is not", WORLD_SIZE="9" * 5000),
     "RANK=abc": rank("RANK.*abc.*torchrun", RANK="abc"),
@@ -357,8 +373,10 @@ ENVIRONMENTS = {
         {},
         {"WORLD_SIZE": "2"},
     ),
-    "no cache, but a file": Case("toy", "", (LEADS_NOWHERE,), {"cache": b"my own"}),
     "a cache that leads nowhere": Case(
-        "toy", "", (LEADS_NOWHERE,), {"cache": lambda path: path.symlink_to("nowhere")}
+        "toy",
+        "",
+        ("cache is no folder, or a link to none: remove it, or make what it leads to",),
+        {"cache": lambda path: path.symlink_to("nowhere")},
     ),
 }
