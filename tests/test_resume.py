@@ -12,7 +12,6 @@ import shlex
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +22,6 @@ from harness.runs import TINY, contents, metrics, parse, same, snapshot, train_h
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-import train_ddp
 import train_minimal
 from trainer.bootstrap import set_up_stdout
 from trainer.flags import build_parser, changed, fill_in
@@ -186,21 +184,6 @@ def test_another_run_s_best_is_gone_on_from_as_a_copy_would(path, tmp_path, caps
     assert snapshot(copy)["step"] == 20
 
 
-def test_the_optimizers_kernel_may_change(path):
-    """A snapshot from MPS, whose kernel was not the fused one, goes on with that.
-
-    Which kernel it was stands in the snapshot, and torch would go by that: the step count of
-    unfused AdamW stays on the CPU, where the fused kernel cannot read it.
-    """
-    assert train_here(path, "--num-steps=2") == 0
-    state = snapshot(path)
-    for group in state["optimizer"]["param_groups"]:
-        group["fused"] = False
-    torch.save(state, path)
-    assert resume_alone(path, "--num-steps=4") == 0
-    assert all(group["fused"] for group in snapshot(path)["optimizer"]["param_groups"])
-
-
 def test_all_processes_agree_on_the_lowest_loss(path):
     """Process 0 alone reads the log, which knows more than a snapshot of before its evaluation."""
     assert train_here(path, "--eval-interval=5") == 0
@@ -297,17 +280,6 @@ def test_a_jump_of_the_learning_rate_is_said(path, capsys):
     before, after = metrics(path)[19:21]
     said = f"was {before['lr']:.2e} at step 20 and is {after['lr']:.2e} at the next"
     assert said in capsys.readouterr().out and after["lr"] > 1.5 * before["lr"]
-
-
-def test_torchrun_as_it_was_typed(monkeypatch):
-    monkeypatch.setattr("trainer.torchrun.end_with_torchrun", lambda: None)
-    world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
-    world |= {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "MINIGPT_TIMEOUT_S": "9"}
-    for name, value in (world | {"GROUP_WORLD_SIZE": "3", "GROUP_RANK": "0"}).items():
-        monkeypatch.setenv(name, value)
-    process = train_ddp.DDPProcess(SimpleNamespace(device="cpu"))
-    where = "--nnodes=3 --node-rank=0 --master-addr=host --master-port=29500"
-    assert shlex.join(process.command) == f"torchrun --nproc-per-node=2 {where} train_ddp.py"
 
 
 # ---- The data

@@ -8,7 +8,6 @@ What is refused: cases/bad_folders.py, cases/bad_snapshots.py.
 import json
 import math
 import os
-import random
 import re
 import shutil
 import sys
@@ -29,8 +28,8 @@ from hypothesis import strategies as st
 
 import train_minimal
 from data import Tokenizer, find_dataset
-from data.tokenizer import ToyTokenizer, load_tokenizer
-from model import MiniGPT, MiniGPTConfig
+from data.tokenizer import load_tokenizer
+from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
 from trainer.flags import UsageError, build_parser
 from trainer.pretrained import (
@@ -51,7 +50,6 @@ FILES |= set("tokenizer.json tokenizer_config.json".split())
 
 SHAPE = TINY[N_TOY:N_MODEL]
 T = 16
-WORDS = "wörter und andere Wörter, one after the other; 1 2 3 \n".split(" ")
 BYTE = load_tokenizer("byte")
 
 
@@ -82,11 +80,15 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(text) -> Path:
-    """Of a run on that text; its BPE is trained on it, too."""
+    """Of a run on that text; its BPE is trained on it, too. Of 165 validation tokens it takes 161:
+    what fills windows of 16, and the first."""
     path = Path(text.partition("=")[2]).with_name("run.pt")
-    words = [*SHAPE, "--tokenizer-name=bpe", "--vocab-size=290", "--num-steps=3"]
-    words += "--seq-len=64 --eval-tokens=128 --eval-interval=1 --lr=0.03 --dropout=0.2".split()
-    assert train(path, *words, text) == 0
+    words = [
+        *SHAPE,
+        *"--tokenizer-name=bpe --vocab-size=290 --num-steps=3 --eval-interval=1".split(),
+    ]
+    words += "--max-tokens=165 --max-position-embeddings=64 --lr=0.03 --dropout=0.2".split()
+    assert train(path, *words, text, "--no-amp") == 0
     return path
 
 
@@ -102,17 +104,6 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> Path:
-    """Of 165 validation tokens the trainer takes 161: what fills windows of 16, and the first."""
-    path = tmp_path_factory.mktemp("run") / "x.txt"
-    path.write_text(" ".join(random.Random(0).choices(WORDS, k=3000)), encoding="utf-8")
-    words = [*SHAPE, f"--train-data={path}", *"--tokenizer-name=byte --lr=0.03 --no-amp".split()]
-    words += "--num-steps=8 --max-tokens=165 --max-position-embeddings=17".split()
-    assert train(path.with_name("run.pt"), *words) == 0
-    return path.with_name("run.pt")
-
-
-@pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("toy") / "run.pt"
     assert train_here(path, "--no-amp") == 0
@@ -120,8 +111,8 @@ def toy(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(measured):
-    return load_model(measured, CPU)[0]
+def model(run):
+    return load_model(run, CPU)[0]
 
 
 # ---- The folder that export_hf writes
@@ -181,14 +172,6 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
     for name, parameter in ours.named_parameters():
         error = (parameter.grad - wanted[name]).abs().max()
         assert error <= 1e-5 * wanted[name].abs().max(), name
-
-
-def test_toy_data_have_no_tokenizer_there_and_go_on_with_toy_data(toy, tmp_path):
-    assert export(toy, tmp_path / "hf") == 0
-    assert set(os.listdir(tmp_path / "hf")) == {name for name in FILES if "tokenizer" not in name}
-    words = [f"--init-from={toy}", "--num-steps=2", "--max-tokens=200"]
-    assert train(tmp_path / "run.pt", *words) == 0
-    assert snapshot(tmp_path / "run.pt")["args"]["use_toy_data"]
 
 
 def test_without_the_library_it_costs_one_line(exported, tmp_path, monkeypatch, capfd):
@@ -265,14 +248,14 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
 def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
     """It says how good the weights are. On other data the tokenizer stays what it was."""
     first, path = Path(shutil.copy(run, tmp_path / "first.pt")), tmp_path / "run.pt"
-    assert train(path, f"--init-from={first}", text, "--num-steps=1", "--eval-tokens=128") == 0
+    words = [f"--init-from={first}", "--num-steps=2", "--seq-len=16"]
+    assert train(path, *words, text, "--max-tokens=165", "--no-amp") == 0
     (loss,) = (record["val_loss"] for record in metrics(run) if record["step"] == 3)
     assert f"before   val {loss:.4f} ppl " in capsys.readouterr().out
 
     other = tmp_path / "y.txt"
     other.write_text("some other words, of which no pair has been merged before\n" * 100)
-    words = [f"--init-from={first}", f"--train-data={other}", "--num-steps=2", "--seq-len=16"]
-    assert train(path, *words) == 0
+    assert train(path, *words, f"--train-data={other}") == 0
     saved = snapshot(path)
     assert saved["tokenizer"] == snapshot(first)["tokenizer"] and saved["step"] == 2
 
@@ -313,14 +296,14 @@ def evaluated(path: Path, *flags: str) -> dict:
     return json.loads(file.read_text())
 
 
-def test_the_trainers_own_number(measured, toy):
+def test_the_trainers_own_number(run, toy):
     """By default: the validation part of the run's own data, in its windows."""
-    found, last = evaluated(measured, "--max-tokens=161"), metrics(measured)[-1]
-    assert (found["tokens"], found["seq_len"], found["stride"], found["step"]) == (160, T, T, 8)
+    found, last = evaluated(run, "--max-tokens=161"), metrics(run)[-1]
+    assert (found["tokens"], found["seq_len"], found["stride"], found["step"]) == (160, T, T, 3)
     for ours, trainers in (("loss", "loss"), ("perplexity", "ppl"), ("bits_per_byte",) * 2):
         assert found[ours] == pytest.approx(last[f"val_{trainers}"], rel=1e-6)
     assert found["precision"] == "float32 on cpu" and found["data"].startswith("validation part of")
-    assert evaluated(measured, "--stride=5")["tokens"] == 164  # with the tail
+    assert evaluated(run, "--stride=5")["tokens"] == 164  # with the tail
     found = evaluated(toy, "--max-tokens=193")
     assert found["bits_per_byte"] is None and found["bytes"] == 0  # its text is numbers
     assert found["loss"] == pytest.approx(metrics(toy)[-1]["val_loss"], rel=1e-6)
@@ -345,31 +328,27 @@ def test_every_token_once_with_as_much_context_as_fits(model, n, seq_len, stride
     assert evaluate.sum_loss(model, ids, args) == pytest.approx(nats, rel=1e-5)
 
 
-def test_whatever_the_files_are(measured, tmp_path):
+def test_whatever_the_files_are(run, exported, tmp_path, monkeypatch):
     """Texts, documents and ids give one row of ids, and bytes are those of the text; in a folder
     of transformers' the model is the same, whose windows are all the positions it was made for."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "a.txt").write_text("für Elise", encoding="utf-8")
-    (tmp_path / "a" / "b.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
-    ids = [256, *"für Elise".encode(), 256, *b"one", 256, 256, *b"two"]
-    np.array(ids, np.uint16).tofile(tmp_path / "all.bin")
-    with open(tmp_path / "PART.NPY", "wb") as file:
-        np.save(file, np.array(ids[5:], np.uint32))
-    (tmp_path / "start.txt").write_text("für", encoding="utf-8")  # 256 and 4 bytes
-    folder, whole, *parts = (str(tmp_path / it) for it in "a all.bin start.txt PART.NPY".split())
-    all_found = [evaluated(measured, "--val-data", *some) for some in ([folder], [whole], parts)]
-    assert len({found["loss"] for found in all_found}) == 1
-    found = all_found[-1]
-    assert (found["tokens"], found["bytes"], found["data"]) == (19, 16, ", ".join(parts))
-
-    assert export(measured, tmp_path / "hf") == 0
-    of_folder = evaluated(tmp_path / "hf", "--val-data", whole)
-    assert (of_folder["seq_len"], of_folder["step"]) == (17, None)
+    monkeypatch.chdir(tmp_path)
+    words, texts = Tokenizer.from_state(snapshot(run)["tokenizer"]), ["für Elise", "one", "", "two"]
+    first, *others = ([words.eot_id, *words.encode(text).tolist()] for text in texts)
+    Path("a").mkdir()
+    Path("a/a.txt").write_text("für Elise", encoding="utf-8")
+    Path("a/b.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
+    np.array(sum(others, []), np.uint16).tofile("others.bin")
+    np.save("all.npy", np.array(sum(others, first), np.uint32))
+    for names in (["a"], ["a/a.txt", "others.bin"], ["all.npy"]):
+        found = evaluated(run, "--val-data", *names)
+        assert found["data"] == ", ".join(names) and found["tokens"] == len(sum(others, first)) - 1
+        assert found["bytes"] == 16
+        of_folder = evaluated(exported, "--val-data", *names, "--seq-len=16")
+        assert of_folder["loss"] == found["loss"] and of_folder["step"] is None
 
 
-def test_data_that_changed_or_went(measured, tmp_path, capsys):
-    text, path = tmp_path / "x.txt", tmp_path / "run.pt"
-    state = snapshot(measured)
+def test_data_that_changed_or_went(run, tmp_path, capsys):
+    text, path, state = tmp_path / "x.txt", tmp_path / "run.pt", snapshot(run)
     state["args"]["train_data"] = [str(text)]
     torch.save(state, path)
     text.write_text("another text. " * 300)
@@ -393,40 +372,31 @@ FULL = OSError(28, "No space left on device")
         ("pathlib.Path.write_text", raising(FULL), 3, "--json found.json: No space left on device"),
     ],
 )
-def test_what_ends_it_costs_one_line(
-    measured, tmp_path, monkeypatch, capsys, place, act, code, says
-):
+def test_what_ends_it_costs_one_line(run, tmp_path, monkeypatch, capsys, place, act, code, says):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(place, act)
-    words = [str(measured), "--max-tokens=20", "--json=found.json", "--amp-dtype=bfloat16"]
+    words = [str(run), "--max-tokens=20", "--json=found.json", "--amp-dtype=bfloat16"]
     assert evaluate.main(words) == code
     assert re.fullmatch(f"error: {says}\n", capsys.readouterr().err)
     assert os.listdir() == []
-
-
-def test_ids_beyond_two_bytes_are_not_cut(tmp_path):
-    path, process = tmp_path / "x.npy", SimpleNamespace(say=print)
-    np.save(path, np.array([1, 65536 + 2, 3], np.uint32))
-    args = SimpleNamespace(val_data=[str(path)], max_tokens=None)
-    _, ids = evaluate.read_data(args, {}, ToyTokenizer(70000), process)
-    assert ids.tolist() == [1, 65538, 3]
 
 
 # ---- Generate
 
 
 def test_generate_needs_the_snapshot_only(toy, tmp_path, capsys, monkeypatch):
+    """What it writes is what `generate` of the model does; the same seed gives the same text."""
     shutil.copy(toy, tmp_path / "alone.pt")
     monkeypatch.chdir(tmp_path)
-    flags = "alone.pt --max-new-tokens=7 --num-samples=2 --seed".split()
-    outputs = []
-    for seed in ("1", "1", "2"):
-        assert generate.main([*flags, seed, "--prompt=3 1 2"]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1] != outputs[2]
-    first, second = outputs[0].removesuffix("\n").split(generate.SEPARATOR)
-    assert re.fullmatch(r"3 1 2( \d+){7}", first) and first != second
-    assert generate.main([*flags, "1", f"--prompt={'1 ' * 17}"]) == 0
+    flags = "alone.pt --max-new-tokens=7 --num-samples=2 --seed=7".split()
+    assert generate.main([*flags, "--prompt=3 1 2"]) == 0
+    model, tokenizer = load_model(toy, CPU)
+    torch.manual_seed(7)
+    rows = model.generate(torch.tensor([[0, 3, 1, 2]] * 2), 7, temperature=0.8, top_k=40).tolist()
+    samples = [tokenizer.decode(row[1:]) for row in rows]
+    assert capsys.readouterr().out == generate.SEPARATOR.join(samples) + "\n"
+    assert samples[0] != samples[1]
+    assert generate.main([*flags, f"--prompt={'1 ' * 17}"]) == 0
     out, err = capsys.readouterr()
     assert err.startswith("note: --prompt has 17 tokens; the model sees the last 16 of")
     assert out.startswith("1 " * 17)  # shown it is as a whole
@@ -475,38 +445,3 @@ def test_a_sample_ends_at_endoftext():
     model = Scripted(first)
     assert "".join(written(model, "--max-new-tokens", "5")) == "ab\n"
     assert len(list(model.columns)) == 2  # nothing is computed that nobody sees
-
-
-def test_the_samples_are_those_of_one_batch(model):
-    """The same seed has always given the same text, whether it is streamed or not."""
-    flags = ["--num-samples", "3", "--max-new-tokens", "30", "--prompt", "né", "--seed", "7"]
-    text = "".join(written(model, *flags, "--ignore-eot"))
-    start = torch.tensor([[256, *"né".encode()]] * 3)
-    torch.manual_seed(7)
-    rows = model.generate(start, 30, temperature=0.8, top_k=40)
-    samples = [BYTE.decode(row[1:].tolist()) for row in rows]
-    assert text == generate.SEPARATOR.join(samples) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "says"),
-    [
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 B"),
-            4,
-            "error: out of memory with --num-samples 2 and --max-new-tokens 200: lower them\n",
-        ),
-        (KeyboardInterrupt(), 130, "stopped\n"),
-    ],
-)
-def test_what_ends_generate_is_one_line(toy, capsys, monkeypatch, error, code, says):
-    """And what was written until then."""
-
-    def two_tokens(*args, **how):
-        yield from (torch.tensor([[3], [4]]), torch.tensor([[5], [6]]))
-        raise error
-
-    monkeypatch.setattr(MiniGPT, "stream", two_tokens)
-    assert generate.main([str(toy), "--prompt", "1 2", "--num-samples", "2"]) == code
-    out, err = capsys.readouterr()
-    assert out.startswith("1 2 3 5") and err == says
