@@ -5,7 +5,6 @@ batches. Also the data that need no file. What is refused besides: cases/bad_inp
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -239,30 +238,19 @@ def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache) 
     assert f"no pair of ids repeats any more: the BPE ends at {size}" in str(lines)
 
 
-def test_max_tokens_caps_each_split_and_stops_early(cache, monkeypatch) -> None:
-    monkeypatch.setattr(documents_module, "CHUNK", 1000)
-    Path("x.txt").write_text("some words here\n" * 6_250)
-    with patch.object(Tokenizer, "encode", autospec=True, side_effect=Tokenizer.encode) as encode:
-        data = load(cache, "x.txt", max_tokens=50)
-    assert len(ids(data.train)) == len(ids(data.val)) == 50 and ", 0.10 MB;" in data.description
-    assert encode.call_count < 5  # of a hundred chunks
-
-
 # ---- Toy data and the built-in corpus
 
 
 @pytest.mark.parametrize("vocab_size", [256, 70000])
 def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
+    """Each id has four successors, which are as frequent as each other."""
     options = {"use_toy_data": True, "vocab_size": vocab_size, "tokenizer_name": None}
-    data = load(cache, data_seed=3, max_tokens=60_000, **options)
+    data = load(cache, max_tokens=60_000, **options)
     walk = np.array(ids(data.train) + ids(data.val))
     assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
     pairs, counts = np.unique(np.stack([walk[:-1], walk[1:]]), axis=1, return_counts=True)
     assert np.unique(pairs[0], return_counts=True)[1].max() == 4
-    if vocab_size == 256:
-        chance = counts / np.bincount(walk[:-1])[pairs[0]]
-        assert abs(-(counts * np.log(chance)).sum() / counts.sum() - math.log(4)) < 0.01
-        assert walk[:4].tolist() == [121, 232, 191, 231]  # as in every run before
+    assert vocab_size > 256 or abs(counts / counts.mean() - 1).max() < 0.5
 
 
 def test_the_built_in_corpus_is_python_source(cache, monkeypatch) -> None:
@@ -441,10 +429,10 @@ def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, t
     both = children("live", "live")
     assert both.returncode == 0, both.stderr
     assert both.stdout.count("training a BPE") == both.stdout.count("encoding") == 1
-    first, second = re.findall("^made (.*) (.*)$", both.stdout, re.M)
-    assert first == second and not list(cache.glob(".tmp-*"))
-    there, fresh = (load(where, text, tokenizer_name="bpe") for where in (cache, tmp_path / "new"))
-    assert ids(fresh.train) == ids(there.train) and fresh.fingerprint == first[0]
+    fresh = load(tmp_path / "new", text, tokenizer_name="bpe")
+    made = re.findall("^made (.*) (.*)$", both.stdout, re.M)
+    assert made == [(fresh.fingerprint, fresh.tokenizer.fingerprint)] * 2
+    assert "".join(read(load(cache, text, tokenizer_name="bpe", say=never))) == TEXT
 
 
 # ---- Batches: every window once an epoch, a pure function of the index

@@ -133,23 +133,6 @@ def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> 
     assert read_folder(tmp_path).fingerprint == bpe.fingerprint != BYTE.fingerprint
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"name": None, "ranks": 3},
-        {"ranks": "AA== 0\n"},
-        {"ranks": None},
-        {"name": "toy"},
-        {"special_tokens": {}},
-        {"pattern": 3},
-        {"pattern": "("},
-    ],
-)
-def test_a_state_that_no_run_has_saved_is_one_line(change) -> None:
-    with pytest.raises(DataError, match="a tokenizer that no run has saved"):
-        Tokenizer.from_state(BYTE.state() | change)
-
-
 @row("no network, or")
 @pytest.mark.parametrize("network", ["refuses", "drops packets"])
 def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str) -> None:

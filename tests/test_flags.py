@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import pytest
 from cases.shapes import CONFIG
-from harness.runs import TINY_FREE, snapshot, train_here
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-import train_minimal
 from memory import RECOMPUTE_POLICIES, expanded
 from memory.policies import GRAMMAR, expand, write
-from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from trainer.flags import (
     as_argv,
@@ -137,26 +134,6 @@ def test_in_steps(flags, processes, steps, warm_up):
     assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
 
 
-@pytest.mark.parametrize(
-    ("flags", "longer", "end"),
-    [
-        ("--num-tokens=641", "--num-epochs=4", 24),
-        ("--num-epochs=3.5", "--num-steps=25", 25),
-    ],
-)
-def test_a_run_of_tokens_or_epochs_is_one_of_steps(flags, longer, end, path, capsys):
-    """Of 2 x 16 tokens each, 6 an epoch. It goes on to its own end; or to another one, however that
-    is said."""
-    resume = "--resume", f"--checkpoint-path={path}"
-    assert train_here(path, flags, base=TINY_FREE) == 0 and train_minimal.main([*resume]) == 0
-    out = capsys.readouterr().out
-    assert "2 sequences of 16 tokens a step, 21 steps, 672 tokens, 3.50 " in out
-    assert "already at step 21; raise --num-steps to go on: " in out
-    assert train_minimal.main([*resume, longer]) == 0
-    assert f"changed, from here on: --num-steps 21 -> {end}\n" in capsys.readouterr().out
-    assert snapshot(path)["step"] == snapshot(path)["args"]["num_steps"] == end
-
-
 # ---- the policy string: what it says, how it is written
 
 WORDS = st.sampled_from(RECOMPUTE_POLICIES)
@@ -214,5 +191,3 @@ CANNOT_BE = ["", "some", "FULL", "mlp:5", "mlp,cheap", "mlp:-1", "mlp: 1", "mlp:
 def test_a_string_that_cannot_be(text):
     with pytest.raises(ValueError, match=re.escape(f"recompute must be {GRAMMAR}, not {text!r}: ")):
         expand(text, 4)
-    with pytest.raises(ValueError):
-        MiniGPTConfig(n_layers=4, recompute=text)

@@ -62,14 +62,6 @@ def test_failed_save_harms_nothing(path, tmp_path, monkeypatch, where, error, sa
     assert read_snapshot(path)["step"] == 1
 
 
-def test_a_save_is_whole_when_it_is_written_to_the_disk(path, monkeypatch):
-    """(Which is before the file has its name: test_reliability.py kills a save at each call.)"""
-    sizes: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda number: sizes.append(os.fstat(number).st_size))
-    save_snapshot(path, state(1))
-    assert sizes[0] == path.stat().st_size
-
-
 def test_only_what_is_asked_for_stays(tmp_path):
     """No snapshot before, unless it is to be kept; nothing of a process that was killed in a save,
     but what another run is just writing, whose name differs after a point."""
