@@ -1,7 +1,6 @@
 """The command line: what was typed, and back to words; shapes by name; how long a run is; and how
 policies are spelled."""
 
-import argparse
 import re
 from dataclasses import replace
 
@@ -29,30 +28,35 @@ def parse(flags: str = ""):
 
 # ---- back to words
 
-LIKELY = "mlp:7,full+offload auto 7 12 0.03 1e-05 1.5B 8GiB -x".split()
-LIKELY += ["500 MB", "RTX 4090", "a b*.txt"]
-
-
-def ways_to_type(action: argparse.Action) -> list[list[str]]:
-    """What the command line takes for a flag: one of its choices, or of LIKELY."""
-
-    def is_taken(word: str) -> bool:
-        try:
-            return bool(action.type is None or [action.type(word)])
-        except (argparse.ArgumentTypeError, ValueError):
-            return False
-
-    name = action.option_strings[0]
-    if action.nargs == 0:
-        return [[word] for word in action.option_strings]
-    if action.nargs == "+":
-        return [[name, "x", "a b*.txt"], [name, "."], [f"{name}=-x.txt"]]
-    words = [word for word in action.choices or LIKELY if action.choices or is_taken(word)]
-    return [[f"{name}={word}"] for word in words]
-
-
-ACTIONS = [action for action in build_parser("", "")._actions if action.dest != "help"]
-TYPED = st.lists(st.sampled_from([way for a in ACTIONS for way in ways_to_type(a)]), max_size=6)
+# Of each type, and with what a shell or a parser might take for something else.
+WAYS = [
+    ["--train-data", "x", "a b*.txt"],
+    ["--val-data=-x.txt"],
+    ["--tokenizer-name=byte"],
+    ["--use-toy-data"],
+    ["--seed=7"],
+    ["--lr=0.03"],
+    ["--lr=1e-05"],
+    ["--model=gpt2"],
+    ["--n-layers=7"],
+    ["--init-from=-x"],
+    ["--use-activation-checkpoint"],
+    ["--use-activation-checkpoint=mlp:7,full+offload"],
+    ["--memory-budget=8GiB"],
+    ["--memory-budget=500 MB"],
+    ["--card=RTX 4090"],
+    ["--num-steps=12"],
+    ["--num-tokens=1.5B"],
+    ["--num-epochs=0.1"],
+    ["--eval-tokens=0"],
+    ["--no-amp"],
+    ["--amp-dtype=bfloat16"],
+    ["--compile"],
+    ["--no-compile"],
+    ["--checkpoint-path", "it's $a b.pt"],
+    ["--resume"],
+]
+TYPED = st.lists(st.sampled_from(WAYS), max_size=6)
 
 
 def parse_all(typed: list[list[str]]):

@@ -287,37 +287,27 @@ def test_a_jump_of_the_learning_rate_is_said(path, capsys):
 TEXT = "--tokenizer-name=bpe --vocab-size=300 --num-steps=4 --seq-len=8 --max-position-embeddings=8"
 
 
-@pytest.fixture
-def text_run(cache, tmp_path, monkeypatch, capsys):
-    """A finished run, from another folder, on a text: (its snapshot, the text)."""
-    text, path = tmp_path / "here" / "my text.txt", tmp_path / "run.pt"
+def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(cache, path, monkeypatch, capsys):
+    """One more line forbids nothing. It is encoded as before, and what changed is said. (A text of
+    the same name, which lies where one goes on, is another one.)"""
+    text = path.with_name("here") / "my text.txt"
     text.parent.mkdir()
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     monkeypatch.chdir(text.parent)
     flags = [*OWN_TEXT, *TEXT.split(), f"--checkpoint-path={path}", "--train-data", text.name]
     assert train_minimal.main(flags) == 0
-    monkeypatch.chdir(tmp_path)
-    return path, text
+    monkeypatch.chdir(path.parent)
+    before = snapshot(path)
+    assert 257 < before["config"]["vocab_size"] < 300  # so little text has no more pairs
 
-
-def test_other_data_is_refused(text_run, capsys):
-    """A text of the same name, which lies where one goes on, is not taken for it either."""
-    path, text = text_run
-    before = path.read_bytes()
     Path(text.name).write_text(text.read_text() + "another one\n")
     assert resume_alone(path, f"--train-data={text.name}") == 2
     says = r"error: --train-data: .* \(--train-data\); the data must stay the same"
-    assert re.match(says, capsys.readouterr().err) and path.read_bytes() == before
-
-
-def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(text_run, capsys):
-    """One more line forbids nothing. It is encoded as before, and what changed is said."""
-    path, text = text_run
-    tokenizer = snapshot(path)["tokenizer"]
-    assert 257 < snapshot(path)["config"]["vocab_size"] < 300  # so little text has no more pairs
+    assert re.match(says, capsys.readouterr().err) and same(snapshot(path), before)
     moved = text.rename(text.with_name("moved.txt"))
     assert resume_alone(path) == 2
     assert capsys.readouterr().err == f"error: --train-data {text}: no such file or folder\n"
+
     said = []
     for steps in (5, 6, 7):
         if steps == 6:
@@ -328,5 +318,5 @@ def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(text_run, capsys):
     assert re.search(r"resume   the data changed, it was .*moved.txt.* 1.76 kB; .*: .*", said[1])
     assert "resume   the validation windows are others" in said[1]
     assert ["data changed" in out for out in said] == [False, True, False]
-    assert snapshot(path)["step"] == 7 and snapshot(path)["tokenizer"] == tokenizer
+    assert snapshot(path)["step"] == 7 and snapshot(path)["tokenizer"] == before["tokenizer"]
     assert "training a BPE" not in str(said)
