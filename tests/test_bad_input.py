@@ -1,12 +1,10 @@
 """Bad input costs its user one line: what is wrong and the way out. No traceback, no file touched.
 
 Each case is some files, a command line that is run where they lie, and what the line must say: see
-bad_input.py and bad_snapshots.py. Most run inside this process, which is fast; a few need one of
-their own, as what libraries print on stderr by themselves shows only there.
+bad_input.py, bad_folders.py and bad_snapshots.py. All run inside this process, which is fast.
 """
 
 import re
-import sys
 
 import pytest
 import torch
@@ -19,11 +17,10 @@ from cases.bad_input import (
     TEXTS,
     TOKEN_FILES,
     TOKENIZERS,
-    Case,
 )
 from cases.bad_snapshots import PLACES, RESUMED, SCRIPTS, SNAPSHOTS
 from harness.rows import row
-from harness.runs import TINY, contents, run
+from harness.runs import TINY, contents
 
 import train_minimal
 from data import find_dataset
@@ -45,14 +42,6 @@ def trained(tmp_path_factory):
         monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
         argv = [*TINY, "--num-steps=2", f"--checkpoint-path={folder}/run.pt"]
         assert train_minimal.main(argv) == 0
-
-
-def check(code: object, stderr: str, case: Case) -> None:
-    assert code == 2, stderr
-    (line,) = stderr.splitlines()
-    assert line.startswith("error: ")
-    for words in case.says:
-        assert re.search(words, line), line
 
 
 @row("malformed input")
@@ -78,16 +67,11 @@ def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
         code = main([*always, *case.flags.split(" ")] if case.flags else always)
     except SystemExit as stop:  # argparse leaves that way
         code = stop.code
-    check(code, capfd.readouterr().err, case)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert code == 2 and line.startswith("error: ")
+    for words in case.says:
+        assert re.search(words, line), line
     assert contents(tmp_path) == before
-
-
-def test_bad_input_in_a_process_of_its_own(tmp_path):
-    """With the exit code and the stderr that a shell sees."""
-    words = *TINY, "--train-data=none.txt", f"--checkpoint-path={tmp_path}/run.pt"
-    result = run([sys.executable, "train_minimal.py", *words])
-    check(result.returncode, result.stderr, Case("", "", ("--use-toy-data",)))
-    assert contents(tmp_path) == {}
 
 
 # ---- before a text is encoded

@@ -42,7 +42,13 @@ from data import documents as documents_module
 from data.batches import hash_ids
 from data.documents import read_text
 from data.files import find_files
-from data.tokenizer import GPT2_PATTERN, ToyTokenizer, format_ranks, train_bpe
+from data.tokenizer import (
+    GPT2_PATTERN,
+    ToyTokenizer,
+    format_ranks,
+    load_tokenizer,
+    train_bpe,
+)
 
 CPU = torch.device("cpu")
 law = settings(max_examples=40)
@@ -386,10 +392,10 @@ def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) 
     assert len(names) == 7
 
 
-def test_a_tokenizer_is_not_looked_for_when_the_run_brings_it(cache, text, tmp_path) -> None:
+def test_a_tokenizer_is_not_looked_for_when_the_run_brings_it(cache, text) -> None:
     """A file that has gone, or a vocabulary that would be downloaded."""
-    saved = tmp_path / "Mine.Tiktoken"
-    saved.write_text(format_ranks(start(cache, text).tokenizer.ranks))
+    saved = text.with_name("Mine.Tiktoken")
+    saved.write_text(format_ranks(load_tokenizer("byte").ranks))
     options = {"tokenizer_name": str(saved), "vocab_size": None}
     run = start(cache, text, **options)
     saved.unlink()
