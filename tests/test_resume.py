@@ -62,6 +62,7 @@ stops = st.tuples(st.integers(1, 19), st.sampled_from(["error", "term", "evaluat
 # (To find the smallest case takes long.)
 @settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
 @example((FP32, *LEAN), [(9, "error", FULL)], FULL)
+@example(("--amp-dtype=float16",), [(9, "error", FULL)], FULL)
 @given(kinds, st.lists(stops, min_size=1, max_size=2, unique_by=lambda stop: stop[0]), memory)
 def test_resumed_equals_uninterrupted(kind, parts, last):
     """However often it is stopped, by a crash or a signal, and whatever memory is spent in between:

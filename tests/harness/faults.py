@@ -130,7 +130,7 @@ STEP_FAULTS: dict[str, Act] = {
     "error": raising(Injected()),
     "evaluation": lambda run: setattr(run.model, "eval", raising(Injected())),
     "kill": lambda run: die(),
-    **{name: send(f"SIG{name.upper()}") for name in ("term", "hup", "usr1")},
+    **{name: send(f"SIG{name.upper()}") for name in ("term", "int", "hup", "usr1")},
     "again": send("SIGTERM"),
     "hang": lambda run: time.sleep(1000),
     "silence": lambda run: setattr(run, "last_line", run.last_line - 60),
