@@ -20,14 +20,23 @@ from cases.bad_input import (
 )
 from cases.bad_snapshots import PLACES, RESUMED, SCRIPTS, SNAPSHOTS
 from harness.rows import row
-from harness.runs import TINY, contents
+from harness.runs import TINY, TINY_MODEL, contents, train_here
 
 import train_minimal
 from data import find_dataset
 
-TABLES = {"flags": FLAGS, "text": TEXTS, "tokens": TOKEN_FILES, "place": PLACES}
-TABLES |= {"tokenizer": TOKENIZERS, "snapshot": SNAPSHOTS, "resumed with another": RESUMED}
-TABLES |= {"folder": FOLDERS, "environment": ENVIRONMENTS, "script": SCRIPTS}
+TABLES = {
+    "flags": FLAGS,
+    "text": TEXTS,
+    "tokens": TOKEN_FILES,
+    "tokenizer": TOKENIZERS,
+    "environment": ENVIRONMENTS,
+    "folder": FOLDERS,
+    "snapshot": SNAPSHOTS,
+    "resumed with another": RESUMED,
+    "place": PLACES,
+    "script": SCRIPTS,
+}
 CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in table.items()}
 ROWS = {
     "snapshot: code": row("a snapshot that"),
@@ -74,45 +83,11 @@ def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     assert contents(tmp_path) == before
 
 
-# ---- before a text is encoded
-
-
-@pytest.fixture
-def folder(cache, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
-    return tmp_path
-
-
-def train_on_text(*flags: str) -> int:
-    own = [word for word in TINY if word != "--use-toy-data"]
-    words = ["--train-data=x.txt", "--tokenizer-name=bpe"] * ("--use-toy-data" not in flags)
-    words += ["--vocab-size=300", "--max-tokens=900"]
-    return train_minimal.main([*own, *words, "--checkpoint-path=new/run.pt", *flags])
-
-
 @pytest.mark.usefixtures("plans_memory")
-@pytest.mark.parametrize(
-    ("flags", "code", "says"),
-    [
-        ("--checkpoint-path=README.md", 2, "README.md is there and is no snapshot"),
-        ("--n-layers=900 --d-model=16000", 4, "weights, gradients and AdamW's state alone take"),
-        pytest.param(
-            "--batch-size=900000 --grad-accum-steps=3",
-            4,
-            "out of memory before the first step",
-            marks=pytest.mark.slow,  # a search for the flags that fit: see test_knobs.py
-        ),
-        ("--use-activation-checkpoint=auto --memory-budget=9KiB", 2, "the smallest peak is above"),
-        # Of a text that is too short for one sequence no ids stay.
-        ("--seq-len=999", 2, "--seq-len 999 needs 1000 training tokens in a row"),
-        ("--seq-len=99", 2, "--seq-len 99 needs 100 validation tokens in a row"),
-    ],
-)
-def test_what_needs_no_tokens_is_refused_before_a_text_is_read(folder, capsys, flags, code, says):
-    """Which may take long, and fills data/cache."""
-    (folder / "README.md").write_text("mine")
-    assert train_on_text(*flags.split()) == code
-    out, err = capsys.readouterr()
-    assert says in err and ("training a BPE" in out) == ("--seq-len" in flags)
-    assert not (folder / "new").exists() and not list(folder.rglob("*.bin"))
+def test_what_can_never_fit_ends_before_a_text_is_read(path, capsys):
+    text = path.with_name("x.txt")
+    text.write_bytes(b"\xff")
+    flags = "--tokenizer-name=bpe --n-layers=900 --d-model=16000".split()
+    assert train_here(path, f"--train-data={text}", *flags, base=TINY_MODEL) == 4
+    assert "weights, gradients and AdamW's state alone take" in capsys.readouterr().err
+    assert not path.exists()

@@ -208,6 +208,20 @@ TEXTS = {
     "UTF-16": text(
         "b.txt", "h\xe9".encode("utf-16"), "or UTF-16 .NUL at byte 3.; .*-f UTF-16 of what"
     ),
+    # What needs no tokens is told before a text is read, which may take long.
+    "a name, and no text": data(
+        "--train-data=x.txt --checkpoint-path=README.md",
+        "README.md is there and is no snapshot",
+        {"x.txt": b"\xff", "README.md": b"mine"},
+    ),
+    "a budget, and no text": data(
+        f"--train-data=x.txt {AUTO} --memory-budget=9KiB",
+        "the smallest peak is above",
+        {"x.txt": b"\xff"},
+    ),
+    "short": text(
+        "x.txt", b"a few words\n" * 5, "--seq-len 16 needs 17 validation tokens in a row"
+    ),
     "empty": text("x.txt", b"", "--seq-len 16 needs 17 training tokens in a row"),
     "half a character at the end": text("x.txt", "né".encode()[:-1], "x.txt: not UTF-8 at byte 1"),
     "far inside": text("x.txt", b"a b " * 2**19 + b"\xff", "x.txt: not UTF-8 at byte 2097152"),

@@ -45,7 +45,6 @@ GOOD = altered("step", to=lambda step: step)
 STRANGE = "run.pt .*(strange|damaged)"
 PLAIN = "run.pt holds more than plain data: refused"
 CODE = saved({"model": Bomb()})
-FIRST = ("optimizer", "state", 0)  # the first parameter's moments
 BIAS = ("model", "ln_f.bias")
 RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume says of it
     "a folder": (Path.mkdir, "run.pt is not a file"),
@@ -54,7 +53,10 @@ RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume s
     "step": (altered("step", to="5"), STRANGE),
     "model": (altered("model", to={}), STRANGE),
     "optimizer": (altered("optimizer", to={}), STRANGE),
-    "moments": (altered(*FIRST, "exp_avg", to=lambda whole: whole[:1]), STRANGE),
+    "moments": (
+        altered("optimizer", "state", 0, "exp_avg", to=lambda whole: whole[:1]),
+        STRANGE,
+    ),
     "one group": (altered("optimizer", "param_groups", to=lambda groups: groups[:1]), STRANGE),
 }
 SNAPSHOTS = {
