@@ -122,7 +122,6 @@ def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> 
         again = Tokenizer.from_state(torch.load(tmp_path / "state.pt", weights_only=True))
         sample = "7 42 3" if again.name == "toy" else TEXT[:9000] + HARD
         assert again.encode(sample).tolist() == tokenizer.encode(sample).tolist()
-        assert again.decode(again.encode(sample)) == sample
         assert again.fingerprint == tokenizer.fingerprint and again.name == tokenizer.name
     (tmp_path / "own.tiktoken").write_text(format_ranks(bpe.ranks))
     assert load_tokenizer(f"{tmp_path}/own.tiktoken").ranks == bpe.ranks

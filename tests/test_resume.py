@@ -18,7 +18,7 @@ import pytest
 import torch
 from harness.faults import broken, undisturbed
 from harness.rows import row
-from harness.runs import TINY, contents, metrics, parse, same, snapshot, train_here
+from harness.runs import TINY, TINY_MODEL, contents, metrics, parse, same, snapshot, train_here
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +38,6 @@ from trainer.snapshot import Resumed, SnapshotError, beside
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 CONSTANT = ("--lr-scheduler=constant", "--warmup-steps=1")
 LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
-OWN_TEXT = [word for word in TINY if word != "--use-toy-data"]
 
 
 def resume_alone(path, *flags: str) -> int:
@@ -281,8 +280,6 @@ def test_any_path_can_be_pasted(tmp_path, capsysbinary):
 
 # ---- The data
 
-TEXT = "--tokenizer-name=bpe --vocab-size=300 --num-steps=4 --seq-len=8 --max-position-embeddings=8"
-
 
 def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(cache, path, monkeypatch, capsys):
     """One more line forbids nothing. It is encoded as before, and what changed is said. (A text of
@@ -291,8 +288,9 @@ def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(cache, path, monkey
     text.parent.mkdir()
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     monkeypatch.chdir(text.parent)
-    flags = [*OWN_TEXT, *TEXT.split(), f"--checkpoint-path={path}", "--train-data", text.name]
-    assert train_minimal.main(flags) == 0
+    flags = "--tokenizer-name=bpe --vocab-size=300 --seq-len=8 --max-position-embeddings=8".split()
+    flags += ["--num-steps=4", f"--train-data={text.name}"]
+    assert train_here(path, *flags, base=TINY_MODEL) == 0
     monkeypatch.chdir(path.parent)
     before = snapshot(path)
     assert 257 < before["config"]["vocab_size"] < 300  # so little text has no more pairs

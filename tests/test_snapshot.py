@@ -42,14 +42,14 @@ def state(step: int) -> dict:
 # ---- To write one
 
 
-FULL = OSError(errno.ENOSPC, "No space left on device")
-NO_ROOM = r"disk full \(No space .*\); it needs 0.0 MB, .* MB are free; are its inodes used up"
-
-
 @pytest.mark.parametrize(
     ("where", "error", "says"),
     [
-        ("torch.save", FULL, NO_ROOM),
+        (
+            "torch.save",
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"disk full \(No space .*\); it needs 0.0 MB, .* MB are free; are its inodes used up",
+        ),
         ("os.fsync", OSError(errno.EIO, "Input/output error"), "Input/output error"),
     ],
 )

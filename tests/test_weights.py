@@ -360,16 +360,22 @@ def test_data_that_changed_or_went(run, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(line)
 
 
-FEWER = "lower --batch-size 8, or take fewer tokens with --max-tokens"
-FULL = OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize(
     ("place", "act", "code", "says"),
     [
-        ("scripts.evaluate.sum_loss", raising(MemoryError()), 4, f"out of memory: {FEWER}"),
+        (
+            "scripts.evaluate.sum_loss",
+            raising(MemoryError()),
+            4,
+            "out of memory: lower --batch-size 8, or .*",
+        ),
         ("scripts.evaluate.sum_loss", lambda *_: math.nan, 2, "the loss is nan: .* overflows"),
-        ("pathlib.Path.write_text", raising(FULL), 3, "--json found.json: No space left on device"),
+        (
+            "pathlib.Path.write_text",
+            raising(OSError(28, "No space")),
+            3,
+            "--json found.json: No space",
+        ),
     ],
 )
 def test_what_ends_it_costs_one_line(run, tmp_path, monkeypatch, capsys, place, act, code, says):
