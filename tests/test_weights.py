@@ -390,12 +390,12 @@ def test_generate_needs_the_snapshot_only(toy, tmp_path, capsys, monkeypatch):
     """What it writes is what `generate` of the model does; the same seed gives the same text."""
     shutil.copy(toy, tmp_path / "alone.pt")
     monkeypatch.chdir(tmp_path)
-    flags = "alone.pt --max-new-tokens=7 --num-samples=2 --seed=7".split()
+    flags = "alone.pt --max-new-tokens=7 --num-samples=2 --seed=7 --top-k=9 --top-p=0.5".split()
     assert generate.main([*flags, "--prompt=3 1 2"]) == 0
     model, tokenizer = load_model(toy, CPU)
     torch.manual_seed(7)
-    rows = model.generate(torch.tensor([[0, 3, 1, 2]] * 2), 7, temperature=0.8, top_k=40).tolist()
-    samples = [tokenizer.decode(row[1:]) for row in rows]
+    start, how = torch.tensor([[0, 3, 1, 2]] * 2), {"temperature": 0.8, "top_k": 9, "top_p": 0.5}
+    samples = [tokenizer.decode(row[1:].tolist()) for row in model.generate(start, 7, **how)]
     assert capsys.readouterr().out == generate.SEPARATOR.join(samples) + "\n"
     assert samples[0] != samples[1]
     assert generate.main([*flags, f"--prompt={'1 ' * 17}"]) == 0
