@@ -3,13 +3,12 @@
 Every policy on GPT-2 small:
     python -m scripts.benchmark --model gpt2 --batch-size 2
 
-It says first how long it will take. Ctrl-C ends it early: what has been measured stays.
+It takes minutes, on an idle machine. Ctrl-C ends it early: what has been measured stays.
 
-Each measurement is a process of its own, which runs the trainer's own steps (train_step) on random
-tokens. The processes take turns, so a machine that slows down slows all policies. The table has
-medians of all steps (of a GPU: of each process's mean step, because Python waits for a GPU only
-once, after the last step). Peak memory is that of tensors: on a GPU as PyTorch's caching allocator
-counts it, on a CPU as torch.profiler records its allocator.
+Each policy has a process of its own, which runs the trainer's own steps (train_step) on random
+tokens. The table has the median of its steps (of a GPU: their mean, because Python waits for a GPU
+only once, after the last step). Peak memory is that of tensors: on a GPU as PyTorch's caching
+allocator counts it, on a CPU as torch.profiler records its allocator.
 
 Beside each time stands the planner's (planner/clock.py). The clock is the data sheet of a GPU that
 planner.CARDS knows. Any other device is measured for three seconds before the first run.
@@ -62,7 +61,7 @@ from trainer.flags import (
     policy_string,
 )
 from trainer.flags import build_parser as trainers_parser
-from trainer.metrics import format_bytes, format_time
+from trainer.metrics import format_bytes
 from trainer.optimizer import make_optimizer
 from trainer.plan import Question, vocabulary
 from trainer.pretrained import open_init_from
@@ -87,15 +86,12 @@ def build_parser() -> argparse.ArgumentParser:
         "Measure what each recompute policy costs and saves. Takes the trainers' flags; those of "
         "running have no effect, those of data only set the size of the vocabulary."
     )
-    count = number(int, 1, 10**6)
     add = parser.add_argument_group("benchmark").add_argument
     # fmt: off
     add("--policies", nargs="+", type=policy_string, default=list(RECOMPUTE_POLICIES),
         metavar="POLICY", help=f"(default: {' '.join(RECOMPUTE_POLICIES)})")
-    add("--repeats", type=count, default=3, metavar="N",
-        help="processes for each policy, which take turns (default: %(default)s)")
-    add("--steps", type=count, default=5, metavar="N",
-        help="timed steps of each process (default: %(default)s)")
+    add("--steps", type=number(int, 1, 10**6), default=5, metavar="N",
+        help="timed steps of each policy (default: %(default)s)")
     add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
     add("--worker", help=argparse.SUPPRESS)  # the policy to measure in this process
     # fmt: on
@@ -224,52 +220,31 @@ def run_worker(argv: list[str], policy: str) -> Row | None:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def take_turns(
-    policies: list[str], repeats: int, run: Callable[[str], Row | None]
-) -> tuple[dict[str, list[Row | None]], int]:
-    """Run each policy once, then all of them again, until Ctrl-C ends it.
-
-    Returns the results by policy, and the number of turns taken. A policy that ran out of memory
-    has None as its last result, and is not run again.
-    """
-    results: dict[str, list[Row | None]] = {policy: [] for policy in policies}
-    n_done = 0
-    turns = tqdm(repeats * policies, unit="run", leave=False, disable=None)
-    with suppress(KeyboardInterrupt), turns:
-        for policy in turns:
-            if None not in results[policy]:
-                results[policy].append(run(policy))
-            n_done += 1
-    return results, n_done
-
-
 # ---- Results
 
 
-def make_row(question: Question, results: list[Row]) -> Row:
-    """One policy's measurements, as they go into the JSON file.
+def make_row(question: Question, found: Row) -> Row:
+    """What `measure` found of one policy, as it goes into the JSON file.
 
     `mfu`, `hfu`: the FLOP/s that a step needs, and those that it does, as shares of the card's
     peak (Chowdhery et al., 2022, section 4.1); None for a device without a data sheet.
     """
     args, step = question.args, question.step
-    seconds = list(chain(*(result["step_s_all"] for result in results)))
-    step_s = statistics.median(seconds)
+    step_s = statistics.median(found["step_s_all"])
     tokens_per_s = args.batch_size * args.grad_accum_steps * args.seq_len / step_s
     share, card = None, question.card
     if card and card.name in CARDS:  # (the FLOP/s measured of a machine are no peak)
         share = tokens_per_s / card.flops[PRECISIONS.index(question.precision)]
     needed, replayed = step_flops(step.config, args.seq_len, args.compile)
-    peaks = [result["peak_bytes"] for result in results]
     return {
         "policy": step.config.recompute,
         "step_s": step_s,
         "predicted_s": question.seconds(step),
-        "step_s_all": seconds,
+        "step_s_all": found["step_s_all"],
         "tokens_per_s": tokens_per_s,
         "mfu": share and share * needed,
         "hfu": share and share * (needed + replayed),
-        "peak_bytes": None if None in peaks else statistics.median_low(peaks),
+        "peak_bytes": found["peak_bytes"],
         "predicted_bytes": step.peak,
     }
 
@@ -333,35 +308,30 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure, print the table, write the JSON file."""
     question = ask(args)
     assert question.card
-    asked = {policy: question.about(with_policy(args, policy)) for policy in args.policies}
-    progress = tqdm(asked.values(), desc="predicting", leave=False, disable=None)
-    seconds = sum(one.seconds(one.step) for one in progress) * (WARM_UP + args.steps + 3)
-    # (3: a step with a profiler. And each process needs to start, as this one has done.)
-    seconds = args.repeats * (seconds + len(asked) * time.process_time())
-    n_runs = args.repeats * len(asked)
-    print(f"{n_runs} run{'s' * (n_runs > 1)}, about {format_time(seconds)} in all", file=sys.stderr)
-    results, n_done = take_turns([*asked], args.repeats, lambda policy: run_worker(argv, policy))
-    out_of_memory = [policy for policy, found in results.items() if None in found]
-    rows = [
-        make_row(asked[policy], [row for row in found if row])
-        for policy, found in results.items()
-        if found and policy not in out_of_memory
-    ]
+    rows, out_of_memory, code = list[Row](), list[str](), 130
+    policies = dict.fromkeys(args.policies)
+    with suppress(KeyboardInterrupt):
+        for policy in tqdm(policies, unit="policy", leave=False, disable=None):
+            if found := run_worker(argv, policy):
+                rows.append(make_row(question.about(with_policy(args, policy)), found))
+            else:
+                out_of_memory.append(policy)
+        code = 0
     told = about("scripts.benchmark", argv, question.device) | {
         "model": describe_model(question.config),
         **{name: getattr(args, name) for name in ("batch_size", "grad_accum_steps", "seq_len")},
         "precision": str(question.precision).removeprefix("torch."),
         "predicted for": question.card.name,
-        "runs": f"{n_done} of {n_runs}",
+        "runs": f"{len(rows) + len(out_of_memory)} of {len(policies)}",
         "out of memory": " ".join(out_of_memory) or "nothing",
     }
-    if interrupted := n_done < n_runs:
+    if code:
         say_stopped(f"after {told['runs']} runs")
-    if rows or not interrupted:
+    if rows or not code:
         print(policy_table(rows), describe(told), sep="\n\n")
         told |= {"config": asdict(question.config), "card": asdict(question.card), "rows": rows}
         write_json(args.json, told)
-    return 130 if interrupted else 0
+    return code
 
 
 @tool

@@ -159,7 +159,7 @@ def measure_step(bench: Bench, name: str, flags: str) -> Values:
     """As the benchmark does, but in this process. Nothing is predicted of a peer."""
     peer = bench.peers.get(name)
     args = bench.args(flags, "none" if peer else name)
-    row = benchmark.make_row(bench.ask(args), [benchmark.measure(args, peer or MiniGPT)])
+    row = benchmark.make_row(bench.ask(args), benchmark.measure(args, peer or MiniGPT))
     if peer:
         row |= dict.fromkeys(("predicted_s", "predicted_bytes", "hfu"))
     values = {name: row[key] and unit * row[key] for name, (key, unit) in COLUMNS.items()}

@@ -108,7 +108,7 @@ SMALL = {
     "scripts.plan_memory": SHAPE,
     "scripts.memory_timeline": f"{SHAPE} --vocab-size 61",
     "scripts.memory_page": f"{SHAPE} --vocab-size 61",
-    "scripts.benchmark": f"{SHAPE} --vocab-size 61 --policies full --repeats 1 --steps 1",
+    "scripts.benchmark": f"{SHAPE} --vocab-size 61 --policies full --steps 1",
     "scripts.generate": "--max-new-tokens 5",
     "scripts.kept_tensors": "--d-model 16 --n-heads 2 --seq-len 16",
 }
