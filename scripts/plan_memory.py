@@ -39,13 +39,11 @@ from planner.record import Record
 from planner.shards import share_of
 from scripts import plan_table, tool
 from scripts.plan_table import (
-    CHUNKED,
     STEP,
     Way,
     digits,
     format_time,
     if_memory_runs_out,
-    in_chunks,
     policy_table,
     recommend,
     search_settings,
@@ -92,8 +90,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "model as well; predicted is what the first of them takes")  # fmt: skip
     add("--longest-sequence", action="store_true",
         help="for each policy, the longest sequence that fits at this batch, in multiples of "
-        f"{STEP} tokens; positions grow with it, unless --max-position-embeddings is typed; "
-        "with --all-knobs: the longest that the tokens of a step can be cut into")  # fmt: skip
+        f"{STEP} tokens; positions grow with it, unless --max-position-embeddings is "
+        "typed")  # fmt: skip
     add("--all-knobs", action="store_true",
         help="with --card: the most tokens/s that fit, by micro-batch, accumulation, policy and "
         "mix; as many sequences a step as asked")  # fmt: skip
@@ -122,6 +120,8 @@ def check(args: argparse.Namespace) -> None:
     """Raises UsageError where flags do not go together."""
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
+    if args.all_knobs and args.longest_sequence:
+        raise UsageError("--all-knobs and --longest-sequence: ask one after the other")
     if args.fsdp and args.sp:
         raise UsageError("--fsdp and --sp: leave --fsdp out; train_sp.py deals the model out, too")
     if not (args.fsdp or args.sp):
@@ -230,7 +230,7 @@ def verdict(request: Question, taken: Way | None, table: list[Way]) -> list[str]
     if request.room.budget is None:
         return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]
     if any(way.longest for way in table):
-        return longest_verdict(request, table)
+        return [longest_command(request, table)]
     lines = [command_line(args, **taken.changes(args))] if taken else []
     if taken and not taken.offloaded:
         return lines
@@ -244,22 +244,12 @@ def verdict(request: Question, taken: Way | None, table: list[Way]) -> list[str]
     return [*lines, command_line(args, knob.trainer, **knob.flags)] if knob else lines
 
 
-def longest_verdict(request: Question, table: list[Way]) -> list[str]:
-    """The command for the longest sequence of all, below those that give up less for it."""
-
-    def run(way: Way) -> str:
-        longer = way_of(way.request.about(with_length(way.request.args, way.longest or 0)))
-        return command_line(request.args, **longer.changes(request.args))
-
-    # Of as long ones the cheapest, offloaded last.
+def longest_command(request: Question, table: list[Way]) -> str:
+    """The command for the longest sequence of all; of as long ones the cheapest, offloaded last."""
     fits = [way for way in table if way.longest]
-    fits.sort(key=lambda way: (-(way.longest or 0), way.offloaded, way.cost))
-    best, here, lines = fits[0], [way for way in fits if not way.offloaded][:1], []
-    if cut := in_chunks(best):
-        lines.append(f"or, with {CHUNKED}, {cut.longest:,} tokens: {run(cut)}")
-    if here and here[0] is not best:
-        lines.append(f"or, without offloading, {here[0].longest:,} tokens: {run(here[0])}")
-    return [*lines, run(best)]
+    best = min(fits, key=lambda way: (-(way.longest or 0), way.offloaded, way.cost))
+    longer = way_of(best.request.about(with_length(best.request.args, best.longest or 0)))
+    return command_line(request.args, **longer.changes(request.args))
 
 
 def deeper_words(taken: Way | None) -> list[str]:

@@ -9,14 +9,13 @@ planner/record.py), and the largest nine of them are nearly all of it.
 import argparse
 import math
 import re
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import mode
 from typing import Any
 
 from memory import expanded
-from memory.policies import sizes_of_chunks
 from planner import StepMemory
 from planner.choose import nested_groups, rungs
 from planner.formulas import recompute_cost
@@ -30,7 +29,6 @@ from trainer.plan import AFTER_RESTART, Knob, Question, next_policy
 OFFLOADED = "full+offload"
 STEP = 64  # tokens; lengths are multiples of it
 TRIES = 6  # lengths, found by lines; then by halves
-CHUNKED = "other rounding of six gradients a block"  # what --mlp-chunks costs
 SETTINGS = 5  # shown of --all-knobs
 LINES = 10  # of the list of what is alive
 
@@ -180,16 +178,11 @@ def estimates(way: Way, first: Way) -> dict[str, str]:
 
 def describe_host(way: Way) -> str:
     """CPU memory that an offloaded way takes beside the GPUs; "": none."""
-    processes, step, largest = way.request.processes, way.step, way.largest_batch
-    if way.request.device.type == "cpu" or not step.host:
+    processes, host = way.request.processes, way.step.host
+    if way.request.device.type == "cpu" or not host:
         return ""
-    words = f"offload  pins {format_bytes(processes * step.host)} of CPU memory"
-    if processes > 1:
-        words += f" in {processes} processes"
-    if largest and largest > step.batch_size:  # (it grows by the sequence, from some on)
-        most = format_bytes(processes * step.host * largest / step.batch_size)
-        words += f", about {most} at a batch of {largest:,}" + " in each" * (processes > 1)
-    return words
+    several = f" in {processes} processes" * (processes > 1)
+    return f"offload  pins {format_bytes(processes * host)} of CPU memory{several}"
 
 
 def if_memory_runs_out(way: Way | None) -> Iterator[Way]:
@@ -212,11 +205,6 @@ def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
     return then
 
 
-def longest_possible(args: argparse.Namespace) -> int:
-    typed = "max_position_embeddings" in args.typed
-    return args.max_position_embeddings if typed else MOST
-
-
 def longest_sequence(request: Question) -> int:
     """Tokens of the longest sequence that fits and leaves the margin; 0: none does."""
     args = request.args
@@ -228,7 +216,8 @@ def longest_sequence(request: Question) -> int:
         return 0
     # Where attention is fused, tokens take as much in one sequence as in another.
     guess = request.largest_batch * args.seq_len // (args.batch_size * STEP)
-    most = longest_possible(args) // STEP
+    typed = "max_position_embeddings" in args.typed
+    most = (args.max_position_embeddings if typed else MOST) // STEP
     return STEP * most_that_fit(peak, request.state, request.budget, guess, most)
 
 
@@ -249,22 +238,6 @@ def most_that_fit(
     return low
 
 
-def in_chunks(way: Way) -> Way | None:
-    """The way with its MLP halves in chunks, and its longest sequence; None: that is no longer."""
-    args = way.request.args
-    if not expanded(way.step.config).cuts_mlp or not cuts_mlp(with_length(args, way.longest or 1)):
-        return None
-    cut = way_of(way.request, mlp_chunks=0)
-    cut = replace(cut, longest=longest_sequence(cut.request))
-    return cut if (cut.longest or 0) > (way.longest or 0) else None
-
-
-def cuts_mlp(args: argparse.Namespace) -> bool:
-    """Would --mlp-chunks 0 cut what it does not cut yet?"""
-    fresh = args.mlp_chunks == 1 and not args.compile and args.gather_dtype == "float32"
-    return fresh and len(sizes_of_chunks(args.seq_len, args.d_ff, 0)) > 1
-
-
 # ---- all knobs
 
 
@@ -272,8 +245,6 @@ def search_settings(request: Question) -> list[Way]:
     """The fastest policy for each micro-batch into which the sequences of a step can be dealt out,
     the fastest first; none if none fits. (They are the same training: as many sequences a step, and
     policies change no result.)"""
-    if request.args.longest_sequence:
-        request = with_longest(request)
     asked = request.args.batch_size
     sequences = asked * request.args.grad_accum_steps
     found: list[Way] = []
@@ -289,22 +260,6 @@ def search_settings(request: Question) -> list[Way]:
         if size >= asked and found[-1].cost > min(way.cost for way in found):
             break
     return sorted(found, key=lambda way: way.cost)
-
-
-def with_longest(request: Question) -> Question:
-    """The request with the longest sequences that the tokens of a step can be cut into and that
-    fit, one at a time; unchanged if none of them does."""
-    args = request.args
-    tokens = args.batch_size * args.grad_accum_steps * args.seq_len
-    most = min(tokens, longest_possible(args))
-    lengths = [n for n in range(STEP, most + 1, STEP) if tokens % n == 0]
-
-    def cut(seq_len: int) -> Question:
-        parts = {"batch_size": 1, "grad_accum_steps": tokens // seq_len}
-        return request.about(changed(with_length(args, seq_len), **parts))
-
-    n = bisect_left(lengths, True, key=lambda n: cut(n).pick().peak > request.budget)
-    return cut(lengths[n - 1]) if n else request
 
 
 def format_settings(settings: list[Way]) -> str:
@@ -350,7 +305,7 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
     first, n = storages[0], len(storages)
     equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
     # The line where most of them were made; all weights, say, have none.
-    line = "" if n > 1 and first.kind in ALIKE else most(storage.line for storage in storages)
+    line = "" if n > 1 and first.kind in ALIKE else mode(storage.line for storage in storages)
     return {
         "name": first.name if n == 1 else name,
         "kind": first.kind,
@@ -360,13 +315,8 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
         "dtype": str(first.dtype).removeprefix("torch.") if equal else None,
         "line": line,
         "code": code_of(line) if line else "",
-        "why": most(re.sub(r"\bblocks\.\d+\.", "", storage.why) for storage in storages),
+        "why": mode(re.sub(r"\bblocks\.\d+\.", "", storage.why) for storage in storages),
     }
-
-
-def most(words: Iterable[str]) -> str:
-    """The most frequent one."""
-    return Counter(words).most_common(1)[0][0]
 
 
 def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -155,8 +155,4 @@ def test_plan_memory_says_what_offload_takes_of_a_cpu():
     answer = ask(f"{FLAGS} --device cuda --memory-budget 64MiB --nproc-per-node=2")
     row = answer.json["rows"][-1]
     assert row["host_bytes"] == 3 * X and row["fits"]
-    about = 2 * row["host_bytes"] * row["largest_batch"] / 8
-    assert (
-        f"\noffload  pins {format_bytes(6 * X)} of CPU memory in 2 processes, "
-        f"about {format_bytes(about)} at a batch of {row['largest_batch']:,} in each\n"
-    ) in answer.out
+    assert f"\noffload  pins {format_bytes(6 * X)} of CPU memory in 2 processes\n" in answer.out

@@ -15,7 +15,6 @@ from scripts.plan_memory import aim
 from scripts.plan_table import (
     STEP,
     digits,
-    longest_possible,
     most_that_fit,
     search_settings,
     way_of,
@@ -106,7 +105,6 @@ def test_the_flags_of_a_length(flags, length, words):
     assert found.seq_len == length <= found.max_position_embeddings
     for name in ("seq_len", "max_position_embeddings", "d_ff"):
         assert getattr(found, name) == getattr(wanted, name)
-    assert longest_possible(args) == (1000 if "1000" in flags else 10**9)
 
 
 # ---- all knobs
@@ -173,21 +171,6 @@ def test_where_nothing_fits_there_is_still_a_way_out(how, peaks):
     answer = answers.ask(f"{TYPED} {budget_for(peaks[0] - 9)} {how}")
     assert "full/2" in answer.out and "nothing fits" in answer.out  # the whole table
     assert "--seq-len" in answer.command
-
-
-def test_with_the_longest_sequence_the_tokens_of_a_step_stay(peaks):
-    one = asked(peaks[0] + (peaks[1] - peaks[0]) // 8, "--batch-size 2 --longest-sequence")
-    fits = []
-    for length in (64, 128, 192, 384):
-        parts = {"batch_size": 1, "grad_accum_steps": 2 * 3 * 64 // length}
-        there = changed(one.args, **parts, seq_len=length, max_position_embeddings=length)
-        step = one.about(there).pick()
-        fits += [length] * (step.peak <= one.budget)
-    best = search_settings(one)[0]
-    assert 64 < best.step.seq_len == max(fits) < 384
-    found = run(["python", "train_minimal.py", *words_of(best.changes(one.args))])
-    assert found.batch_size * found.grad_accum_steps * found.seq_len == 2 * 3 * 64
-    assert search_settings(replace(one, room=room_for(1000))) == []  # no length fits
 
 
 # ---- smaller micro-batches instead of recompute

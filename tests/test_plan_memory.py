@@ -130,9 +130,8 @@ def test_table_and_verdict_agree():
 
 
 # What a command loses, and what it keeps.
-OWN = ["--card H100 --all-knobs", "--card=H100", "--longest-sequence --memory-budget=1GiB",
-       "--json=x", "--use-activation-checkpoint", "--use-activation-checkpoint mlp:1,full",
-       "--at-peak",
+OWN = ["--card H100 --all-knobs", "--card=H100", "--json=x", "--use-activation-checkpoint",
+       "--use-activation-checkpoint mlp:1,full", "--at-peak",
        "--memory-budget 8GiB"]  # fmt: skip
 KEPT = ["--seq-len 32", "--lr=0.1", "--num-tokens 1.5B", "--train-data a.txt b.txt", "--compile",
         "--seed 1", "--no-tf32", "--model gpt2"]  # fmt: skip

@@ -155,6 +155,7 @@ REFUSED = {  # by whom; words: what the line must say
         "--card=this-machine --nproc-per-node=2": "--card this-machine .* leave out --nproc",
         "--all-knobs": "--all-knobs compares times: name a --card, or --card this-machine",
         "--longest-sequence --device=cuda": "--longest-sequence: within what",
+        "--longest-sequence --all-knobs --card=H100": "--all-knobs and --longest-sequence: ask one",
     },
     "benchmark": {
         "--policies none half": "--policies: must be .*'half'",
