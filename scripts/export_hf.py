@@ -20,13 +20,14 @@ if not __package__:  # python scripts/export_hf.py: the others lie one folder up
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from data import Tokenizer
 from data.tokenizer import EOT
@@ -46,6 +47,15 @@ from trainer.pretrained import (
 )
 from trainer.report import describe_model
 from trainer.snapshot import SaveError
+
+LAYER = {  # of torch's encoder -> of a block
+    "self_attn.in_proj_": "attn.c_attn",
+    "self_attn.out_proj.": "attn.c_proj",
+    "linear1.": "mlp.c_fc",
+    "linear2.": "mlp.c_proj",
+    "norm1.": "ln_1",
+    "norm2.": "ln_2",
+}
 
 
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
@@ -81,35 +91,39 @@ def command_to_go_on(folder: str) -> str:
 
 
 def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) -> Tensor:
-    """Compute what GPT2LMHeadModel makes of an exported folder: ids (B, T) -> logits (B, T, V).
-
-    `weights`: by its names. Raises KeyError or RuntimeError where they are not GPT-2's.
-    """
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return F.linear(x, weights[f"{name}.weight"].T, weights[f"{name}.bias"])
-
-    def norm(name: str, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
-
-    words, positions = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
-    x = words[ids] + positions[: ids.size(1)]  # (B, T, C)
+    """Compute what GPT-2 makes of a MiniGPT's weights, with torch's own layers: ids (B, T) ->
+    logits (B, T, V). Raises KeyError or RuntimeError where the weights are not GPT-2's."""
+    T, words = ids.size(1), weights["token_embedding.weight"]
+    x = words[ids] + weights["position_embedding.weight"][:T]  # (B, T, C)
+    layer = nn.TransformerEncoderLayer(
+        config.d_model,
+        config.n_heads,
+        config.d_ff,
+        dropout=0.0,
+        activation=partial(F.gelu, approximate="tanh"),
+        batch_first=True,
+        norm_first=True,
+    )
+    mask = nn.Transformer.generate_square_subsequent_mask(T)
     for i in range(config.n_layers):
-        block = f"transformer.h.{i}"
-        qkv = linear(f"{block}.attn.c_attn", norm(f"{block}.ln_1", x)).chunk(3, dim=-1)
-        q, k, v = (x.unflatten(-1, (config.n_heads, -1)).transpose(1, 2) for x in qkv)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
-        x = x + linear(f"{block}.attn.c_proj", y.transpose(1, 2).flatten(2))
-        wide = linear(f"{block}.mlp.c_fc", norm(f"{block}.ln_2", x))
-        x = x + linear(f"{block}.mlp.c_proj", F.gelu(wide, approximate="tanh"))
-    return F.linear(norm("transformer.ln_f", x), words)
+        layer.load_state_dict(
+            {
+                theirs + kind: weights[f"blocks.{i}.{ours}.{kind}"]
+                for theirs, ours in LAYER.items()
+                for kind in ("weight", "bias")
+            }
+        )
+        x = layer(x, mask, is_causal=True)
+    x = F.layer_norm(x, x.shape[-1:], weights["ln_f.weight"], weights["ln_f.bias"])
+    return F.linear(x, words)
 
 
 @torch.no_grad()
-def check_is_gpt2(source: Pretrained, weights: dict[str, Tensor]) -> None:
-    """Raise UsageError unless model.py, with these weights, is GPT-2, as transformers will take
-    them: the tensors are GPT-2's, and the logits of some tokens agree."""
+def check_is_gpt2(source: Pretrained) -> None:
+    """Raise UsageError unless model.py, with these weights, is GPT-2: the tensors are GPT-2's, and
+    the logits of some tokens agree."""
     config, model = source.config, source.make_model(torch.device("cpu"))
+    weights = {name: weight.float() for name, weight in source.weights.items()}
     ids = torch.arange(min(64, config.max_position_embeddings))[None] % config.vocab_size
     try:
         ours, theirs = model(ids), gpt2_logits(weights, config, ids)
@@ -131,9 +145,9 @@ def export(source: Pretrained, folder: Path) -> None:
     so this needs about as much memory again as the weights.
     """
     library = import_safetensors()
+    check_is_gpt2(source)
     theirs = renamed(source.weights, THEIRS)
     theirs = {f"transformer.{name}": weight.float() for name, weight in theirs.items()}
-    check_is_gpt2(source, theirs)
     weights = {name: weight.contiguous() for name, weight in theirs.items()}
     files = json_files(source.config, source.tokenizer)
     try:

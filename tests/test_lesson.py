@@ -80,8 +80,8 @@ def test_the_measurement_shows_the_answer(known, measured):
     assert all(f"{known[n]:.2f}" in seen[n] for n in (2, 3, 4, 5, 7))
     assert seen[1].count("kept") == known[1]
     assert re.search(r"equal to the bit, 0 of 28(?s:.)*False.* [1-9]\d* of 28", seen[6])
-    peaks = [float(peak) for peak in re.findall(r"([\d.]+) GiB", seen[8])]
-    assert len(peaks) == 6 and peaks == sorted(peaks)
+    peaks = re.findall(r"([\d.]+) MiB", seen[8].replace(",", ""))
+    assert len(peaks) == 6 and peaks == sorted(peaks, key=float)
     before, now = (float(n.replace(",", "")) for n in re.findall(r"^([\d,]+) MiB", seen[9], re.M))
     assert abs(now - before - known[9]) <= 1
     assert re.search(r"^attn .*no$", seen[10], re.M) and re.search(r"^mlp .*fits$", seen[10], re.M)
@@ -95,11 +95,11 @@ WRITTEN = {
     2: (("64", "64.08", "64 BTC"), ("36",)),
     3: (("36", "36 btc", "36.1"), ("18", "35", "37")),
     4: (("24", "24.06 BTC"), ("36",)),
-    5: (("1.22", "1.222", "11/9", "1.22x", "1.22 times"), ("4/3", "1.33", "1.25", "1")),
+    5: (("1.22", "1.222", "1.22x", "1.22 times"), ("1.33", "1.25", "1")),
     6: (("c", "C", "(c)"), ()),
-    7: (("6.9", "6.9 GiB", "7", "7067 MiB", "7,067MiB", "7.4 GB"), ("7.4", "6.9 MiB")),
+    7: (("6.9", "6.9 GiB", "7"), ("7.4", "7067")),
     8: (("1",), ("2", "3.5", "1.2")),
-    9: (("475", "474.7", "475 MiB", "498 MB"), ("1,899", "1.9 GiB", "475 GiB")),
+    9: (("475", "474.7", "475 MiB", "475mib"), ("1899", "1.9")),
     10: (("mlp", "MLP", "`mlp`"), ()),
     11: (("6", "6.0"), ("4", "9")),
     12: (("b", "(b)"), ()),
@@ -137,6 +137,3 @@ def test_answers_are_computed_when_asked(known, capsys, monkeypatch):
     assert [ask(capsys, "3", answer)[0] for answer in ("50", "36")] == [0, NOT_YET]
     monkeypatch.setattr(lesson, "BUDGET", 3 * 2**30)
     assert lesson.policy_for_a_card()[0] == "sdpa"
-    forgets_nothing = checkpoint_from_scratch.in_place_of_torchs
-    monkeypatch.setattr(lesson, "checkpoint", forgets_nothing)
-    assert lesson.other_dice()[0] == "d"
