@@ -23,8 +23,6 @@ if not __package__:  # python scripts/benchmark.py: the others lie one folder up
 
 import argparse
 import json
-import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -33,7 +31,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -47,6 +44,7 @@ from planner.cards import CARDS, THIS_MACHINE, clock_card
 from planner.formulas import step_flops
 from planner.operators import PRECISIONS
 from scripts import out_of_memory_as, say_stopped, tool
+from scripts.style import about, describe_about, write_json
 from train_minimal import train_step
 from trainer.clocks import StepClock
 from trainer.device import choose_device, choose_precision, compile_blocks, set_matmul_precision
@@ -106,12 +104,8 @@ def check(args: argparse.Namespace) -> None:
     open_init_from(args)
     fill_in(args, is_run=False)
     args.vocab_size = vocabulary(args)
-    try:
-        for policy in args.policies:
-            model_config(with_policy(args, policy), args.vocab_size)
-    except UsageError as error:
-        message = str(error).replace("--use-activation-checkpoint", "--policies")
-        raise UsageError(message) from None
+    for policy in args.policies:
+        model_config(with_policy(args, policy), args.vocab_size)
 
 
 def with_policy(args: argparse.Namespace, policy: str) -> argparse.Namespace:
@@ -278,32 +272,6 @@ def policy_table(rows: list[Row]) -> str:
     return table(header.split("|"), cells)
 
 
-def describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    linux = Path("/proc/cpuinfo")
-    found = re.search("model name.*: (.*)", linux.read_text() if linux.exists() else "")
-    name = found[1] if found else platform.processor() or platform.machine()
-    return f"{device.type}: {name}, {torch.get_num_threads()} thread(s)"
-
-
-def about(module: str, argv: list[str], device: torch.device | None = None) -> Row:
-    """What has to stand beside a figure; the device only where it matters."""
-    command = {"command": shlex.join(["python", "-m", module, *argv])}
-    hardware = {"device": describe_device(device)} if device else {}
-    return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-
-
-def describe(about: Row) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in about.items())
-
-
-def write_json(file: Path | None, numbers: Row) -> None:
-    """If a file was asked for."""
-    if file:
-        file.write_text(json.dumps(numbers, indent=1) + "\n")
-
-
 def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure, print the table, write the JSON file."""
     question = ask(args)
@@ -328,7 +296,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     if code:
         say_stopped(f"after {told['runs']} runs")
     if rows or not code:
-        print(policy_table(rows), describe(told), sep="\n\n")
+        print(policy_table(rows), describe_about(told), sep="\n\n")
         told |= {"config": asdict(question.config), "card": asdict(question.card), "rows": rows}
         write_json(args.json, told)
     return code

@@ -30,13 +30,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
 from data import DataError, TokenFile, Tokenizer
-from data.batches import SCAN
 from data.documents import TOKEN_SUFFIXES, read_documents, suffix_of
 from data.files import find_files
 from data.store import up_to
 from model import MiniGPT
 from scripts import add_snapshot, out_of_memory_as, tool
-from scripts.benchmark import about, write_json
+from scripts.style import about, write_json
 from trainer import flags
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
@@ -63,8 +62,7 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 def read_data(
     args: argparse.Namespace, state: State, tokenizer: Tokenizer, process: OneProcess
 ) -> tuple[str, np.ndarray]:
-    """Return a name for the data, and its ids (N,), uint16 if that holds the vocabulary. Raises
-    DataError or SnapshotError."""
+    """Return a name for the data, and its ids (N,). Raises DataError or SnapshotError."""
     if args.val_data:
         description = ", ".join(args.val_data)
         paths = find_files(args.val_data, "--val-data", process.say)
@@ -80,18 +78,8 @@ def read_data(
             process.say("note: the run's data changed; it may have trained on some of these")
         description = f"validation part of {data.description}"
         pieces = chain.from_iterable(file.blocks(tokenizer) for file in data.val)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    row = bytearray()  # it grows in place
-    for ids in up_to(args.max_tokens or sys.maxsize, pieces):
-        row += ids.astype(dtype).tobytes()
-    return description, np.frombuffer(row, dtype)
-
-
-def count_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Bytes of the text of `ids`. In pieces, as numpy takes 8 bytes an id to count them."""
-    lengths = tokenizer.byte_lengths()
-    pieces = (ids[first : first + SCAN] for first in range(0, len(ids), SCAN))
-    return sum(int(np.bincount(piece, minlength=len(lengths)) @ lengths) for piece in pieces)
+    none = np.empty(0, np.uint16)  # (a token file may be empty)
+    return description, np.concatenate([none, *up_to(args.max_tokens or sys.maxsize, pieces)])
 
 
 @torch.no_grad()
@@ -144,7 +132,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
         nats = sum_loss(model, tokens, args)
     if not math.isfinite(nats):  # the weights are finite
         raise flags.UsageError(f"the loss is {nats}: --amp-dtype {args.amp_dtype} overflows")
-    n_tokens, n_bytes = len(tokens) - 1, count_bytes(tokens[1:], tokenizer)
+    lengths, n_tokens = tokenizer.byte_lengths(), len(tokens) - 1
+    n_bytes = int(np.bincount(tokens[1:], minlength=len(lengths)) @ lengths)
     return {
         "checkpoint": str(path),
         "step": state.get("step"),

@@ -29,7 +29,6 @@ import math
 import re
 import shlex
 from collections import defaultdict
-from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ from planner.timeline import stretches
 from scripts import tool
 from scripts.style import COLORS, LEGEND, POLICIES, describe, relative_flops
 from trainer import flags
-from trainer.flags import AUTO, UsageError, output_file
+from trainer.flags import AUTO, output_file
 from trainer.metrics import format_bytes
 from trainer.plan import Question, ask
 from trainer.pretrained import open_init_from
@@ -186,9 +185,6 @@ def policies(request: Question) -> tuple[dict[str, dict[str, Any]], str]:
         del found["plain"]
     if config.n_layers == 1:  # no group of 2
         del found["full/2"]
-    for name, memory in found.items():
-        if replace(request.config, **memory) == config:
-            return found, name
     found[config.recompute] = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
     return found, config.recompute
 
@@ -247,11 +243,8 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     command = shlex.join(["python", "-m", "scripts.memory_page", *argv])
     page = write_page(page_data(args), command)
-    try:
-        args.out.parent.mkdir(exist_ok=True)  # (for the default)
-        args.out.write_text(page, encoding="utf-8")
-    except OSError as error:  # a full disk
-        raise UsageError(f"--out: {args.out}: {error.strerror}") from None
+    args.out.parent.mkdir(exist_ok=True)  # (for the default)
+    args.out.write_text(page, encoding="utf-8")
     print(f"wrote {args.out} ({format_bytes(args.out.stat().st_size)}): open it in a browser")
 
 

@@ -20,7 +20,6 @@ if not __package__:  # python scripts/plan_memory.py: the others lie one folder 
 
 import argparse
 import gc
-import json
 import math
 import shlex
 import time
@@ -50,6 +49,7 @@ from scripts.plan_table import (
     way_of,
     with_length,
 )
+from scripts.style import about, write_json
 from trainer import flags
 from trainer.flags import UsageError, as_argv, format_tokens, tokens_per_step
 from trainer.metrics import format_bytes
@@ -59,12 +59,6 @@ from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
-# The trainers' flags that change no plan.
-PASSED_ON = (
-    "val_data val_ratio max_tokens data_seed num_epochs lr min_lr lr_scheduler warmup_steps seed "
-    "weight_decay grad_clip_norm log_interval eval_interval save_interval save_minutes log_to "
-    "eval_tokens checkpoint_path resume sample_tokens profile detect_anomaly"
-).split()
 # Flags that are no part of the command that is recommended.
 ANSWERED = {"memory_budget", "card", "use_activation_checkpoint"}
 DEEPER = 2  # ways to go on when memory runs out that are named
@@ -75,10 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     which the table leaves out, and which --at-peak lists."""
     parser = flags.build_parser("python -m scripts.plan_memory", "unused.pt")
     does = "Predict the memory of a training run, for each recompute policy."
-    parser.description = f"{does} All other flags of the trainers may be there, too."
-    for action in parser._actions:
-        if action.dest in PASSED_ON:
-            action.help = argparse.SUPPRESS
+    parser.description = f"{does} Takes the trainers' flags; many change no plan."
     add = parser.add_argument_group("plan (all else as in train_minimal.py)").add_argument
     add("--nproc-per-node", type=flags.number(int, 1, 10**4), metavar="N",
         help="plan for train_ddp.py, with N processes on a machine")  # fmt: skip
@@ -151,9 +142,8 @@ def describe_target(request: Question, seconds: float) -> str:
     args, config, room, card = request.args, request.config, request.room, request.card
     kind = request.device.type
     precision = str(request.precision).removeprefix("torch.")
-    limit = f"no {kind} here and no --memory-budget: what fits cannot be told"
-    if room.budget is not None:
-        limit = f"tensors may take {room}"
+    unknown = f"no {kind} here and no --memory-budget: what fits cannot be told"
+    limit = unknown if room.budget is None else f"tensors may take {room}"
     lines = [
         f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
@@ -166,12 +156,8 @@ def describe_target(request: Question, seconds: float) -> str:
         lines.append(f"card     {card.name}: {speed}{how}; times are estimates")
     lines.append(f"budget   {limit}")
     lines.append(f"always   {format_bytes(request.state)}: {state_words(request)}")
-    if assumed := assumptions(request):
-        lines.append(f"note     assumed, as nothing else was asked: {', '.join(assumed)}")
     if args.compile:
         lines.append("note     eager code is simulated; the compiler may change time and memory")
-    if card and request.processes > 1:
-        lines.append("note     the times are without what processes send each other")
     return "\n".join(lines)
 
 
@@ -191,24 +177,6 @@ def state_words(request: Question) -> str:
         return state
     gathered = format_bytes(share_of(0, config, shards))
     return f"1/{shards} of {state}; and gathered token embeddings, {gathered}"
-
-
-def assumptions(request: Question) -> list[str]:
-    """The defaults of flags that were left out by someone who typed a part of a model's shape."""
-    args, typed = request.args, request.args.typed
-    if args.model or args.init_from:
-        return []
-    if typed.isdisjoint({"n_layers", "d_model", "n_heads", "d_ff", "seq_len", "vocab_size"}):
-        return []
-    larger = "" if args.use_toy_data else " (--tokenizer-name gpt2: 50,257)"
-    assumed = {  # unless one of these flags was typed
-        "n_layers": f"{args.n_layers} layers",
-        "d_model": f"{args.d_model} channels",
-        "n_heads": f"{args.n_heads} heads",
-        "tokenizer_name vocab_size train_data": f"a vocabulary of {request.vocab_size:,}{larger}",
-        "seq_len": f"{args.seq_len} tokens (--seq-len)",
-    }
-    return [words for names, words in assumed.items() if typed.isdisjoint(names.split())]
 
 
 # ---- what to run
@@ -265,20 +233,17 @@ def whole_run(request: Question, taken: Way | None) -> tuple[dict[str, Any], lis
     """The run that the flags ask for, with the step that is recommended: for the JSON file, and in
     words. A billion tokens, by which runs are compared, if the flags do not tell how long it is."""
     args, of_step = request.args, tokens_per_step(request.args, request.replicas)
-    tokens, lines, seconds = args.num_tokens or 10**9, [], None
-    if "num_steps" in args.typed:
-        tokens = args.num_steps * of_step
+    asked = args.num_steps * of_step if "num_steps" in args.typed else args.num_tokens
+    tokens = asked or 10**9
     steps = math.ceil(tokens / of_step)
-    if args.num_epochs is not None:
-        unknown = f"how many steps --num-epochs {args.num_epochs:g} are is up to the data"
-        lines.append(f"note     {unknown}, which are not read here")
+    run: dict[str, Any] = {"tokens": tokens, "steps": steps, "seconds": None}
     # (The command of --longest-sequence has other steps than the rows.)
-    if taken and taken.seconds and taken.longest is None:
-        seconds = taken.seconds * steps
-        time = f"{'more than' if taken.offloaded else 'about'} {format_time(seconds)}"
-        words = f"{format_tokens(tokens)} tokens, {steps:,} steps: {time}"
-        lines.append(f"run      {words}; without data, communication, evaluation")
-    return {"tokens": tokens, "steps": steps, "seconds": seconds}, lines
+    if taken is None or taken.seconds is None or taken.longest is not None:
+        return run, []
+    run["seconds"] = seconds = taken.seconds * steps
+    time = f"{'more than' if taken.offloaded else 'about'} {format_time(seconds)}"
+    words = f"{format_tokens(tokens)} tokens, {steps:,} steps: {time}"
+    return run, [f"run      {words}; without data, communication, evaluation"]
 
 
 # ---- all of it
@@ -355,10 +320,7 @@ def main(argv: list[str]) -> None:
     with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
         bar.write(describe_target(request, seconds) + "\n")
         result = plan(replace(request, watch=bar.update), bar)
-    if request.args.json:
-        command = shlex.join(["python", "-m", "scripts.plan_memory", *argv])
-        about = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "command": command}
-        request.args.json.write_text(json.dumps(about | result, indent=1) + "\n")
+    write_json(request.args.json, about("scripts.plan_memory", argv) | result)
 
 
 if __name__ == "__main__":

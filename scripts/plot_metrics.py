@@ -4,9 +4,8 @@ python -m scripts.plot_metrics checkpoints/*.metrics.jsonl                      
 python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --out curves.svg
 
 Single log lines are noisy: of a long run they are a thin line, and the thick one over it is their
-average over a twentieth of the run (--smooth 1: none). Vertical lines stand where a run was resumed
-(dotted), or where memory ran out and it went on with another recompute policy. The legend has each
-run's peak memory. Needs matplotlib: pip install matplotlib
+average over a twentieth of the run (--smooth 1: none). A dotted vertical line stands where a run
+was resumed. The legend has each run's peak memory. Needs matplotlib: pip install matplotlib
 """
 
 import os
@@ -18,7 +17,6 @@ if not __package__:  # python scripts/plot_metrics.py: the others lie one folder
 
 import argparse
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from scripts import tool
 from scripts.style import WIDTH, load_pyplot, save_picture
 from trainer.flags import OneLineParser, UsageError, number, output_file
 from trainer.metrics import format_bytes, read_metrics
-from trainer.snapshot import beside
 
 Records = list[dict[str, Any]]
 Runs = dict[str, Records]  # by name
@@ -47,17 +44,9 @@ def load(paths: list[Path]) -> Runs:
     """Raises UsageError for a file that holds no records."""
     runs: Runs = {}
     for path in paths:
-        try:
-            records = read_metrics(path)
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}") from None
-        records = [r for r in records if isinstance(r.get("step"), int)]
+        records = [r for r in read_metrics(path) if isinstance(r.get("step"), int)]
         if not records:
-            log = beside(path, ".metrics.jsonl")
-            hint = f"its run's log is {log}" if log.is_file() else "is it a metrics.jsonl?"
-            raise UsageError(f"{path} has no line with a step in it: {hint}")
-        if any(isinstance(v, int) and abs(v) >= 2**63 for r in records for v in r.values()):
-            raise UsageError(f"{path} holds a number too large to draw: is it a metrics.jsonl?")
+            raise UsageError(f"{path} has no line with a step in it: is it a metrics.jsonl?")
         name = path.name.removesuffix(".jsonl").removesuffix(".metrics")
         runs[name if name not in runs else str(path)] = records
     return runs
@@ -67,12 +56,6 @@ def points(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of the records in which that key is a number."""
     known = [r for r in records if isinstance(r.get(key), int | float) and math.isfinite(r[key])]
     return np.array([r["step"] for r in known]), np.array([r[key] for r in known], dtype=float)
-
-
-def changes_of_policy(records: Records) -> list[tuple[int, str]]:
-    """The steps whose records have another `recompute` than the one before, and that policy."""
-    known = [(r["step"], r["recompute"]) for r in records if isinstance(r.get("recompute"), str)]
-    return [after for before, after in pairwise(known) if before[1] != after[1]]
 
 
 def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
@@ -98,10 +81,9 @@ def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
 def label_of(name: str, records: Records) -> str:
     """ "minigpt_single: peak 3.2 GiB (cuda)" """
     peaks = points(records, "peak_memory_bytes")[1]
-    kinds = {str(r["peak_memory_kind"]) for r in records if r.get("peak_memory_kind")}
     if not len(peaks):
         return name
-    return f"{name}: peak {format_bytes(max(peaks))} ({', '.join(sorted(kinds))})"
+    return f"{name}: peak {format_bytes(max(peaks))} ({records[-1].get('peak_memory_kind')})"
 
 
 def draw_run(
@@ -126,9 +108,6 @@ def draw_run(
     axis.plot(*points(records, validation), **dashed, linewidth=1)
     for step in points(records, "resumed_from")[1]:
         axis.axvline(step, color=look["color"], linewidth=1, linestyle=":", zorder=1)
-    for step, policy in changes_of_policy(records):
-        words = f"{policy} by step {step:,}"
-        axis.axvline(step, color=look["color"], linewidth=0.8, zorder=1, label=words)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

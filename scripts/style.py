@@ -1,11 +1,19 @@
-"""The look of all pictures and of the page: colours, units, words; and what they all are of.
+"""The look of all pictures and of the page: colours, units, words; and what they all are of, which
+files of numbers tell as well (`about`).
 
 matplotlib is imported by load_pyplot alone: where it is missing, that is one line and no traceback.
 """
 
+import json
+import platform
+import re
+import shlex
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from model import MiniGPTConfig
 from planner.choose import RUNGS
@@ -42,12 +50,6 @@ LEGEND = {  # what a kind is called: and what it is
 # Pages show a picture some 830 pixels wide, whatever its own width. SMALL at this WIDTH is then
 # 16 pixels high, as the text around it is. Both in their usual units: inches, points.
 WIDTH, SMALL = 6.4, 9
-# Metadata that savefig leaves out: the date, and the program that made it.
-FORMATS: dict[str, dict[str, str | None]] = {
-    "png": {"Software": None},
-    "svg": {"Date": None, "Creator": None},
-    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
-}
 
 
 def describe(asked: Question, batch: str = "") -> str:
@@ -84,13 +86,40 @@ def load_pyplot(program: str) -> Any:
 
 
 def save_picture(figure: Any, file: Path, about: Mapping[str, str] | None = None) -> None:
-    """The same numbers make the same file. A PNG carries `about` in its metadata. Raises UsageError
-    that names --out."""
-    metadata = dict(FORMATS.get(file.suffix[1:], {}))
-    if file.suffix == ".png":
-        metadata.update(about or {})
+    """A PNG carries `about` in its metadata, and the same numbers make the same file (matplotlib's
+    own name is left out). Raises UsageError that names --out."""
+    metadata = {"Software": None, **(about or {})} if file.suffix == ".png" else None
     try:
         file.parent.mkdir(exist_ok=True)  # (for the default)
         figure.savefig(file, metadata=metadata)
     except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
         raise UsageError(f"--out {file}: {error}") from None
+
+
+# ---- what stands beside figures
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    linux = Path("/proc/cpuinfo")
+    found = re.search("model name.*: (.*)", linux.read_text() if linux.exists() else "")
+    name = found[1] if found else platform.processor() or platform.machine()
+    return f"{device.type}: {name}, {torch.get_num_threads()} thread(s)"
+
+
+def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:
+    """What has to stand beside a figure; the device only where it matters."""
+    command = {"command": shlex.join(["python", "-m", module, *argv])}
+    hardware = {"device": describe_device(device)} if device else {}
+    return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+
+
+def describe_about(about: dict[str, Any]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in about.items())
+
+
+def write_json(file: Path | None, numbers: dict[str, Any]) -> None:
+    """If a file was asked for."""
+    if file:
+        file.write_text(json.dumps(numbers, indent=1) + "\n")

@@ -40,8 +40,9 @@ from model import MiniGPT, MiniGPTConfig
 from model import head_loss as plain_loss
 from planner.formulas import head_bytes
 from scripts import benchmark, tool
-from scripts.benchmark import WARM_UP, ModelFactory, about, describe, make_run, table, timed_step
+from scripts.benchmark import WARM_UP, ModelFactory, make_run, table, timed_step
 from scripts.export_hf import their_sizes
+from scripts.style import about, describe_about
 from studies.common import study_parser
 from trainer.flags import UsageError, changed, model_config, output_folder
 from trainer.metrics import read_metrics
@@ -339,7 +340,7 @@ def merge_turns(turns: list[Values]) -> Values:
 
 def report(what: Values, records: Records) -> str:
     """In Markdown: a table for each section; of columns, those in which something stands."""
-    parts, sections = ["# On a GPU\n", describe(what)], dict[str, dict[str, list[Values]]]()
+    parts, sections = ["# On a GPU\n", describe_about(what)], dict[str, dict[str, list[Values]]]()
     for (section, name), record in records.items():
         turns = sections.setdefault(section, {}).setdefault(name.partition(", turn ")[0], [])
         turns.append(record.get("values") or {"error": record["error"]})

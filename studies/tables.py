@@ -21,7 +21,7 @@ from planner import CARDS
 from planner.cards import device_type
 from planner.choose import RUNGS
 from scripts import tool
-from scripts.benchmark import about, table, write_json
+from scripts.benchmark import table
 from scripts.plan_memory import aim
 from scripts.plan_table import (
     Way,
@@ -32,6 +32,7 @@ from scripts.plan_table import (
     way_of,
     with_length,
 )
+from scripts.style import about, write_json
 from studies.common import study_parser
 from trainer.flags import SHAPES, output_file
 from trainer.metrics import format_bytes

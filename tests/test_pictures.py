@@ -16,7 +16,7 @@ from memory import RECOMPUTE_POLICIES
 from planner.timeline import KINDS
 from scripts import memory_timeline, plot_metrics
 from scripts.memory_page import along_flops
-from scripts.style import COLORS, FORMATS, relative_flops, save_picture
+from scripts.style import COLORS, relative_flops, save_picture
 from studies import block_picture
 
 SHAPE = "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8".split()
@@ -83,15 +83,14 @@ def test_the_command_draws_any_policies(tmp_path, capsys, monkeypatch):
     assert "out/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
-@pytest.mark.parametrize("ending", FORMATS)
-def test_the_same_numbers_make_the_same_file(plt, tmp_path, ending):
-    files = tmp_path / f"one.{ending}", tmp_path / f"two.{ending}"
+def test_the_same_numbers_make_the_same_file(plt, tmp_path):
+    files = tmp_path / "one.png", tmp_path / "two.png"
     for file in files:
         figure, axis = plt.subplots()
         axis.plot([1, 2])
         save_picture(figure, file)
     one, two = (file.read_bytes() for file in files)
-    assert one == two and one.startswith((b"\x89PNG", b"<?xml", b"%PDF"))
+    assert one == two
 
 
 @pytest.mark.parametrize(
@@ -165,24 +164,10 @@ def test_what_is_noisy_is_averaged(plt):
     assert len(panels(plt, run(4), smooth=100)[0].lines[1].get_ydata()) == 1  # all of a short run
 
 
-def test_marks_of_a_run(plt):
-    """Where it was resumed, and where it took another policy; in its colour."""
-    policies = ["none", "none", "cheap:7", "cheap:7", "full", "full+offload"]
-    changed = [line(10 * i, recompute=policy) for i, policy in enumerate(policies, start=1)]
-    changed.insert(3, line(35, resumed_from=33))  # an older version knew nothing of policies
-    for runs, resumed, marked in (
-        ([changed], [33], [30, 50, 60]),
-        ([changed[:2]], [], []),
-        ([run(9), changed[:3]], [], [30]),
-    ):
-        loss, speed = panels(plt, *runs)
-        for axis in (loss, speed):
-            upright = [one for one in axis.lines if len({*one.get_xdata()}) < len(one.get_xdata())]
-            assert [one.get_xdata()[0] for one in upright] == [*resumed, *marked]
-            colors = {one.get_color() for one in upright}
-            assert colors <= {plot_metrics.COLORS[len(runs) - 1]}
-        named = zip(("cheap:7", "full", "full+offload"), marked, strict=False)
-        assert legend(loss)[len(runs) :] == [f"{name} by step {n}" for name, n in named]
+def test_a_line_stands_where_a_run_was_resumed(plt):
+    for axis in panels(plt, [*run(9), line(35, resumed_from=33)]):
+        (resumed,) = (one for one in axis.lines if one.get_linestyle() == ":")
+        assert {*resumed.get_xdata()} == {33}
 
 
 # ---- every picture can be read
@@ -229,12 +214,10 @@ def test_block_can_be_read(plt):
     assert faults(plt, block_picture.draw(plt, blocks)) == []
 
 
-@pytest.mark.parametrize(("runs", "deeper"), [(1, 0), (1, 3), (22, 3)])
-def test_curves_can_be_read(plt, runs, deeper):
+@pytest.mark.parametrize("runs", [1, 22])
+def test_curves_can_be_read(plt, runs):
     lines = [line(step, val_loss=3.2, tokens_per_s=123456.0) for step in range(1, 6001, 60)]
     lines[0]["train_loss"] = 10.8
-    for i, one in enumerate(lines):
-        one["recompute"] = f"selective:{20 + min(i, deeper)},cheap+offload"
     figure = plot_metrics.draw(plt, {f"minigpt_run_{i}": lines for i in range(runs)}, None)
     assert faults(plt, figure) == []
 

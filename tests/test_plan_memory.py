@@ -18,7 +18,6 @@ from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
 from trainer.device import Room, for_tensors
 from trainer.flags import build_parser, byte_count
-from trainer.metrics import format_bytes
 from trainer.plan import next_policy
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -155,22 +154,12 @@ def test_the_command_of_several_processes():
     assert plan_memory.command_line(args) == "torchrun --nproc-per-node=2 train_fsdp.py --lr 0.1"
 
 
-def test_help_lists_what_changes_a_plan(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert plan_memory.main(["--help"]) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and re.match("usage: ", out)
-    listed = set(re.findall(r"--[\w-]+", out))
-    flags = {flag for action in build_parser("", "")._actions for flag in action.option_strings[:1]}
-    others = sorted(flags - listed - {"-h"})
-    values = {"--lr-scheduler": " linear", "--log-to": " wandb", "--num-epochs": " 0.3"}
-    values |= dict.fromkeys(("--lr", "--min-lr", "--val-ratio"), " 0.03")
-    values |= dict.fromkeys(("--resume", "--detect-anomaly"), "")
-    words = " ".join(flag + values.get(flag, " 7") for flag in others)
+def test_what_changes_no_plan_is_passed_on():
+    words = "--lr 0.03 --min-lr 0.01 --val-ratio 0.3 --lr-scheduler linear --log-to wandb --seed 7"
+    words += " --num-epochs 0.3 --save-minutes 7 --resume --detect-anomaly"
     answer = ask(f"{words} --device cuda --memory-budget 1GiB")
     assert answer.json["rows"] == ask().json["rows"]
     assert {*words.split()} <= {*answer.command}
-    assert {"--loss-chunks", "--num-tokens", "--optimizer"} <= listed and "--seed" in others
 
 
 @pytest.mark.slow
@@ -247,24 +236,19 @@ def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("flags", "vocabulary", "assumed"),
+    ("flags", "vocabulary"),
     [
-        ("", 1024, None),
-        ("--vocab-size 300", 300, "3 layers, 128 channels, 4 heads, 64 tokens (--seq-len)"),
-        ("--train-data x.txt --tokenizer-name byte", 257, None),
-        ("--model gpt2 --n-layers 6", 50257, None),
-        ("--n-layers 12 --d-model 768", 1024, "4 heads, a vocabulary of 1,024 (--tokenizer-name "
-         "gpt2: 50,257), 64 tokens (--seq-len)"),
-        ("--n-layers 1 --n-heads 2 --d-model 32 --use-toy-data --seq-len 8", 256,
-         "a vocabulary of 256"),
-        ("--n-layers 1 --n-heads 2 --d-model 32 --train-data x.txt --seq-len 8", 50257, None),
+        ("", 1024),
+        ("--vocab-size 300", 300),
+        ("--train-data x.txt", 50257),
+        ("--train-data x.txt --tokenizer-name byte", 257),
+        ("--model gpt2 --n-layers 6", 50257),
+        ("--use-toy-data", 256),
     ],
-)  # fmt: skip
-def test_what_was_assumed_is_said(flags, vocabulary, assumed):
+)
+def test_the_vocabulary_is_known_without_data(flags, vocabulary):
     asked, _ = plan_memory.aim(flags.split())
-    said = plan_memory.describe_target(asked, 0.0)
-    said = re.findall("\nnote     assumed, as nothing else was asked: (.*)", said)
-    assert asked.vocab_size == vocabulary and said == ([assumed] if assumed else [])
+    assert asked.vocab_size == asked.config.vocab_size == vocabulary
     assert asked.config.recompute == "none"
 
 
@@ -304,11 +288,7 @@ def test_what_a_run_takes_when_memory_runs_out(flags):
     assert answer.json["if_out_of_memory"] == expected and len(expected) >= 2
     assert ("offload" in name) == (asked.device.type == "cuda")
     (line,) = re.findall(r"^deeper   if memory runs out: (.*)$", answer.out, re.M)
-    said = [f"{way['policy']} ({format_bytes(way['peak_bytes'])}" for way in expected[:2]]
-    if asked.card:
-        times = [f", ~{format_time(way['seconds'])}" for way in expected]
-        said = [f"{one}{time}" for one, time in zip(said, times, strict=False)]
-    assert line == ", then ".join(f"{one})" for one in said)
+    assert re.sub(r" \(.*?\)", "", line) == ", then ".join(way["policy"] for way in expected[:2])
 
 
 @pytest.mark.parametrize("flags", ["--card H100 --on-out-of-memory stop", "--device cuda"])
@@ -336,8 +316,6 @@ def test_the_whole_run(flags, tokens, steps, words):
     assert run == {"tokens": tokens, "steps": steps, "seconds": pytest.approx(seconds, rel=1e-9)}
     (said,) = re.findall(r"^run      (.*); without data, communication", answer.out, re.M)
     assert said == f"{words}: about {format_time(run['seconds'])}"
-    epochs = "note     how many steps --num-epochs 2 are is up to the data" in answer.out
-    assert epochs == ("epochs" in flags)
 
 
 @pytest.mark.parametrize(

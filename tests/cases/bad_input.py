@@ -176,7 +176,7 @@ REFUSED = {  # by whom; words: what the line must say
     },
     "lesson": {
         "13": "N: must be a whole number of at least 1 and at most 12, not '13'",
-        "4 many": r"the answer must be a number \(BTC\), not 'many'",
+        "4 many": "the answer must be a number, as 12.3 BTC, not 'many'",
         "4 24 12": "the answer must be a number",
         "9 3/0": "the answer must be a number",
         "6 e": "answer one of a, b, c, d, not 'e'",

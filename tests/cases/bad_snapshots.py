@@ -91,7 +91,6 @@ RESUMED = {
 
 # ---- Places
 
-LOG = "run.metrics.jsonl"
 TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, what lies there
     "in a file": ("--checkpoint-path=x/run.pt", "--checkpoint-path: .* x/run.pt", {"x": b""}),
     "a folder": (
@@ -167,8 +166,8 @@ EVALUATE: dict[str, tuple[str, str, dict[str, Write]]] = {  # ..., other files, 
 }
 LINE = b'{"step": 1, "train_loss": 2.5}\n'
 PLOT: dict[str, tuple[str, str, dict[str, Write]]] = {
-    "a snapshot": ("run.pt --out=x.png", f"log is {LOG}", {"run.pt": GOOD, LOG: LINE}),
-    "no such file": ("x.jsonl", "cannot read x.jsonl: No such file", {}),
+    "a snapshot": ("run.pt --out=x.png", NO_STEP, {"run.pt": GOOD}),
+    "no such file": ("x.jsonl", "x.jsonl: No such file", {}),
     "no picture format": ("x.jsonl --out=x.jsonl", "--out x.jsonl", {"x.jsonl": LINE}),
     "no folder": (
         "x.jsonl --out=no/x.png",
