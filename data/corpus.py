@@ -114,11 +114,8 @@ class TextCorpus:
         )
         text = chain.from_iterable(self.part("train"))
         ranks = train_bpe(up_to(BPE_TRAINING_CHARS, text), self.vocab_size)
-        size = len(ranks) + 1  # with <|endoftext|>
-        if size < self.vocab_size:
-            self.say(f"no pair of ids repeats any more: the BPE ends at {size} ids")
         (folder / RANKS).write_text(format_ranks(ranks))
-        return {"tokenizer": "bpe", "vocab_size": size}
+        return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # with <|endoftext|>
 
     def build(self, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
         """Write tokenizer and ids to a folder of the cache; return its meta.json."""

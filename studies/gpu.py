@@ -3,7 +3,7 @@
     python -m studies.gpu                              # an hour at most
     python -m studies.gpu --only head
     python -m studies.gpu --only rescue                # steps that run out of memory
-    python -m studies.gpu --peer --nanogpt ../nanoGPT  # beside transformers' GPT-2 and nanoGPT's
+    python -m studies.gpu --peer                       # beside transformers' GPT-2
     python -m studies.gpu --dry-run                    # all of it tiny, on the CPU: does it run?
 
 A machine with a GPU may go at any moment. So a result is on the disk (OUT/gpu.jsonl) before the
@@ -15,7 +15,7 @@ Whether what a GPU computes is right is asked by `python -m pytest -m gpu`.
 
 import argparse
 import gc
-import importlib.util
+import importlib
 import json
 import os
 import statistics
@@ -191,32 +191,6 @@ class Transformers(nn.Module):
         return self.gpt2(ids, labels=labels, shift_labels=labels).loss
 
 
-def nanogpt_of(folder: Path) -> ModelFactory:
-    """What makes nanoGPT's model, of our shape but for its vocabulary: a multiple of 64."""
-    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-    library: Any = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = library  # (its name is not `model`: that is ours)
-    spec.loader.exec_module(library)
-
-    class NanoGPT(library.GPT):
-        def __init__(self, config: MiniGPTConfig):
-            super().__init__(
-                library.GPTConfig(
-                    vocab_size=config.vocab_size + -config.vocab_size % 64,
-                    block_size=config.max_position_embeddings,
-                    n_layer=config.n_layers,
-                    n_head=config.n_heads,
-                    n_embd=config.d_model,
-                    dropout=config.dropout,
-                )
-            )
-
-        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            return super().forward(ids, labels)[1]
-
-    return NanoGPT
-
-
 # ---- A step that runs out of memory
 
 
@@ -365,14 +339,11 @@ def main(argv: list[str]) -> None:
         help=f"some of: {' '.join(SECTIONS)} (default: all)")  # fmt: skip
     add("--out", type=output_folder, metavar="FOLDER", help="(default: out/gpu, or out/gpu_dry)")
     add("--peer", action="store_true", help="also transformers' GPT-2 (pip install transformers)")
-    add("--nanogpt", type=Path, metavar="FOLDER", help="also the GPT of this nanoGPT checkout")
     add("--dry-run", action="store_true", help="all of it small, on the CPU")
     args = parser.parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
         raise UsageError(f"torch {torch.__version__} finds no GPU here; --dry-run needs none")
     peers: dict[str, ModelFactory] = {"transformers": Transformers} if args.peer else {}
-    if args.nanogpt:  # (raises OSError if there is no model.py in it)
-        peers["nanoGPT"] = nanogpt_of(args.nanogpt)
     bench = Bench(args.dry_run, peers)
     file = (args.out or Path("out", bench.pick("gpu", "gpu_dry"))) / "gpu.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)

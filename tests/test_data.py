@@ -237,6 +237,7 @@ def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache) 
     assert read(data) == [trains, validates]
     assert ": 2 documents, 1.55 kB; " in data.description  # 15 and 16 bytes, 50 times each
     assert b" words" in data.tokenizer.ranks and b"quibble" not in data.tokenizer.ranks
+    assert data.tokenizer.vocab_size < 1024  # so little text has no more pairs
 
 
 # ---- Toy data and the built-in corpus

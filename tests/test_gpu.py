@@ -286,38 +286,22 @@ def test_two_gpus_train_as_one_does(script, tmp_path):
 # ---- The study
 
 
-NANOGPT = """
-from types import SimpleNamespace as GPTConfig
-from torch import nn
-
-class GPT(nn.Embedding):
-    def __init__(self, config):
-        assert config.vocab_size % 64 == 0 and config.block_size == 16
-        super().__init__(config.vocab_size, config.n_embd)
-
-    def forward(self, ids, targets):
-        return None, super().forward(ids).square().mean()
-"""
-
-
 def start(folder: Path, *more: str) -> int:
     return gpu.main(["--dry-run", "--out", str(folder), *more])
 
 
 def test_a_dry_run_measures_everything(tmp_path):
-    """nanoGPT's model is not here, so one stands in for it."""
     pytest.importorskip("transformers")
-    (tmp_path / "model.py").write_text(NANOGPT)
-    assert start(tmp_path, "--peer", "--nanogpt", str(tmp_path)) == 0
+    assert start(tmp_path, "--peer") == 0
     found = gpu.read(tmp_path / "gpu.jsonl")[1]
-    bench = Bench(True, {"transformers": MiniGPT, "nanoGPT": MiniGPT})
+    bench = Bench(True, {"transformers": MiniGPT})
     assert [*found] == [(part, name) for part, of in gpu.SECTIONS.items() for name, _ in of(bench)]
     rows = [record["values"] for record in found.values()]
     ratios = [row["predicted MiB"] / row["MiB"] for row in rows if row.get("predicted ms")]
     assert len(ratios) == 6 and all(0.5 < ratio < 1.1 for ratio in ratios)
     assert [row["rescues"] for row in rows if "rescues" in row] == [1] * 4
     text = (tmp_path / "gpu.md").read_text()
-    assert text.count("\n## ") == 3 and "\n| nanoGPT --batch-size 2 --compile | " in text
+    assert text.count("\n## ") == 3 and "\n| transformers --batch-size 2 --compile | " in text
     assert start(tmp_path) == 0 and gpu.read(tmp_path / "gpu.jsonl")[1] == found  # once is enough
 
 
