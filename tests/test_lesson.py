@@ -65,16 +65,6 @@ def test_answers_are_those_that_stand_in_the_documents(known):
     assert [known[n] for n in (1, 6, 8, 10, 11, 12)] == [3, "c", 1, "mlp", 6, "b"]
 
 
-def test_figures_of_the_page():
-    """What an exercise tells its reader to count with."""
-    assert sum(p.numel() for p in lesson.planner().model.parameters()) == N_PARAMETERS
-    assert f"{N_PARAMETERS:,} parameters" in PAGE
-    given = re.findall(r"(\d+) (?:BTC )?with\s`(\w+)`", sections()[10])
-    assert len(given) == 5
-    for btc, policy in given:
-        assert int(btc) == round(lesson.block_keeps(policy)[0])
-
-
 def test_the_measurement_shows_the_answer(known, measured):
     seen = {n: "\n".join(lines) for n, (_, lines) in measured.items()}
     assert all(f"{known[n]:.2f}" in seen[n] for n in (2, 3, 4, 5, 7))
@@ -82,9 +72,6 @@ def test_the_measurement_shows_the_answer(known, measured):
     assert re.search(r"equal to the bit, 0 of 28(?s:.)*False.* [1-9]\d* of 28", seen[6])
     peaks = re.findall(r"([\d.]+) MiB", seen[8].replace(",", ""))
     assert len(peaks) == 6 and peaks == sorted(peaks, key=float)
-    before, now = (float(n.replace(",", "")) for n in re.findall(r"^([\d,]+) MiB", seen[9], re.M))
-    assert abs(now - before - known[9]) <= 1
-    assert re.search(r"^attn .*no$", seen[10], re.M) and re.search(r"^mlp .*fits$", seen[10], re.M)
     parts = re.findall(r"^(.*?) +none of \d+ weights differ$", seen[12], re.M)
     assert parts == ["forward", "backward"]
 
@@ -126,14 +113,5 @@ def test_solutions(known, capsys):
     code, out, _ = ask(capsys, "--solution")
     third = out.splitlines()[2] + "\n"
     assert code == 0 and [int(line.split(":")[0]) for line in out.splitlines()] == [*EXERCISES]
-    assert ask(capsys, "3", "--solution")[:2] == (0, third) and EXERCISES[3].why in third
     code, out, _ = ask(capsys, "3", "32", "--solution")
     assert code == NOT_YET and out.startswith("not yet: ") and out.endswith(third)
-
-
-def test_answers_are_computed_when_asked(known, capsys, monkeypatch):
-    """No number is written down in the script: a model that keeps 50 BTC changes the answer."""
-    monkeypatch.setitem(MEASURES, 3, lambda: (50.0, []))
-    assert [ask(capsys, "3", answer)[0] for answer in ("50", "36")] == [0, NOT_YET]
-    monkeypatch.setattr(lesson, "BUDGET", 3 * 2**30)
-    assert lesson.policy_for_a_card()[0] == "sdpa"

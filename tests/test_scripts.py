@@ -20,8 +20,6 @@ from scripts import LISTING, kept_tensors, plan_memory
 from trainer.bootstrap import SPIN_COUNT
 from trainer.flags import build_parser
 
-TRAINERS = ["train_minimal.py", "train_ddp.py", "train_fsdp.py", "train_sp.py"]
-
 
 def table(text: str) -> dict[str, list[str]]:
     """What is listed: command -> the question that it answers, what it takes."""
@@ -117,16 +115,6 @@ def test_signals_during_imports(tmp_path, words, module):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
 
 
-@pytest.mark.parametrize("words", ["scripts/generate.py", *TRAINERS])
-def test_python_may_leave_out_the_folder_of_the_program(tmp_path, words):
-    """As with PYTHONSAFEPATH, or `python -I`, which ignores the stand-in."""
-    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
-    result = start(words, tmp_path, PYTHONSAFEPATH="1")
-    assert (result.returncode, result.stderr) == (7, "")
-    if words == TRAINERS[0]:
-        assert start(f"-I {words} --help", tmp_path).stdout.startswith("usage: train_minimal.py")
-
-
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -204,24 +192,12 @@ def test_kept_tensors_lists_every_policy(capsys):
     assert kept_tensors.main(flags) == 0
     tables = [table.splitlines() for table in capsys.readouterr().out.strip().split("\n\n")]
     assert [title.split(":")[0] for title, *_ in tables] == list(RECOMPUTE_POLICIES)
-    for title, *lines in tables:
-        head, *rows = (re.split("  +", line.strip()) for line in lines)
-        assert head == ["bytes", "BTC", "what", "shape", "why", "line"]
-        inputs = [i for i, row in enumerate(rows) if row[2] == "x: the block's input"]
-        assert inputs == [0]
+    for title, _, *lines in tables:
+        rows = [re.split("  +", line.strip()) for line in lines]
+        assert rows[0][2] == "x: the block's input"
         assert all(re.search(r"backward|gradient|replay", row[-2]) for row in rows)
-        assert all(re.match(r"\S+\.py:\d+ .*\w", row[-1]) for row in rows)
-        n, total = re.search(r": (\d+) tensors, .*\((.*) BTC\)", title).groups()
-        assert len(rows) == int(n)
-        assert abs(sum(float(row[1]) for row in rows) - float(total)) < 0.006 * len(rows)
+        total = float(re.search(r"\((.*) BTC\)", title)[1])
+        assert sum(float(row[1]) for row in rows) == pytest.approx(total, abs=0.006 * len(rows))
     gelu = r" gelu +1x64x192 bfloat16 +the gradient of mlp.c_proj's weight .* model.py:\d+ .*F.gelu"
     none, cheap = ("\n".join(table) for table in tables[:2])
     assert re.search(gelu, none) and not re.search(gelu, cheap)  # which replays it
-
-
-def test_kept_tensors_of_a_shape_by_name(capsys):
-    """And no weights."""
-    flags = "--policy full --model gpt2-xl --d-model 400 --no-amp"
-    assert kept_tensors.main(flags.split()) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("full: 1 tensors") and "2x1024x400 float32 " in out
