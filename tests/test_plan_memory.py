@@ -77,9 +77,7 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
 
 
 def test_times_are_shown_as_estimates():
-    answer, compiled = ask("--card H100"), ask("--card H100 --compile")
-    columns = re.split(" {2,}", answer.table[0].strip())
-    assert columns == ["policy", "peak", "time", "tokens/s", "fits", "up to a batch of"]
+    answer = ask("--card H100")
     none, *_, offloaded = answer.json["rows"]
     for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
         more = row["seconds"] / none["seconds"] - 1
@@ -88,9 +86,6 @@ def test_times_are_shown_as_estimates():
         if row is offloaded:  # the clock does not know its copies
             time, speed = f"> {time}", f"<{speed[1:]}"
         assert f"  {time}  {speed}  yes  " in line
-    told = "\nnote     eager code is simulated; the compiler may change time and memory\n"
-    assert compiled.out.count(told) == compiled.out.count(" --compile ") == 1
-    assert compiled.out.replace(told, "\n").replace(" --compile ", " ") == answer.out
 
 
 def test_what_is_offloaded_is_recommended_last():
@@ -111,8 +106,7 @@ def test_table_and_verdict_agree():
     for part in (-0.1, 0.2, 0.5, 0.8, 1.01):
         tensors = min(peaks) + part * (max(peaks) - min(peaks))
         answer = ask(budget_for(tensors))
-        head, *_, verdict = answer.out.split("\n\n")
-        assert "tensors may take " in head and " less a margin of a quarter)" in head
+        *_, verdict = answer.out.split("\n\n")
         rows = answer.json["rows"]
         safe, tight = (any(row[key] for row in rows) for key in ("fits_safely", "fits"))
         assert (answer.json["takes"] is not None) == safe
@@ -194,7 +188,6 @@ def test_ddp_accumulation_and_compressed_gradients_are_planned():
     for more in ("", "--compress-gradients", several, f"{several} --compress-gradients"):
         wide = question(f"--device cuda --batch-size 1 --seq-len 8 --d-model 256 {more}")
         gradients.append(wide.planner.step(1, recompute="full").at_peak["gradients"])
-    assert ", DistributedDataParallel\n" in plan_memory.describe_target(wide, 0.0)
     one, alone, ddp, compressed = gradients
     assert one == alone < ddp == compressed / 1.5
     accumulated = question("--device cuda --grad-accum-steps 2").planner
@@ -206,7 +199,6 @@ def test_a_gpu_that_is_not_here_and_no_card():
     for row in answer.json["rows"]:
         assert row["fits"] is row["largest_batch"] is row["seconds"] is None
     assert answer.json["takes"] is answer.json["budget_bytes"] is answer.json["card"] is None
-    assert re.split(" {2,}", answer.table[0].strip())[4:6] == ["FLOPs twice", "fits"]
     assert "no cuda here and no --memory-budget" in answer.out
     assert "--memory-budget 8GiB, say, tells what fits" in answer.out and "\nrun " not in answer.out
     assert answer.json["run"] == {"tokens": 10**6, "steps": 489, "seconds": None}
