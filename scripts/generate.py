@@ -60,9 +60,6 @@ def write(
         prompt = tokenizer.encode(args.prompt).tolist()
     except ValueError as error:
         raise UsageError(f"--prompt: {error}") from None
-    if len(prompt) > (limit := model.config.max_position_embeddings):
-        note = f"note: --prompt has {len(prompt)} tokens; the model sees the last {limit} of them"
-        print(f"{note}, the longest that it was made for", file=sys.stderr)
     # Documents were trained with <|endoftext|> before them: that is how a text begins, and ends.
     # (Not one of the toy data's numbers.)
     ids = torch.tensor([[tokenizer.eot_id, *prompt]] * args.num_samples, device=device)

@@ -25,7 +25,7 @@ from planner.log import Storage
 from planner.record import code_of
 from scripts import tool
 from scripts.plan_table import align
-from trainer.flags import SHAPES, OneLineParser, UsageError, number
+from trainer.flags import SHAPES, OneLineParser, number
 from trainer.metrics import format_bytes
 
 RESULT = ": x + feed_forward"  # what a block hands on: the next one's input
@@ -33,7 +33,7 @@ RESULT = ": x + feed_forward"  # what a block hands on: the next one's input
 
 def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
     """What the second of two blocks keeps: its input, then the rest in the order in which it is
-    made. Raises ValueError if the sizes do not go together."""
+    made."""
     C, H, T = args.d_model, args.n_heads, args.seq_len
     planner = Planner(
         MiniGPTConfig(64, T, 2, H, C, d_ff=4 * C, dropout=0.0),
@@ -78,21 +78,14 @@ def main(argv: list[str]) -> None:
     add("--batch-size", type=size, default=2, metavar="N", help="(default: %(default)s)")
     add("--seq-len", type=size, default=1024, metavar="N", help="(default: %(default)s)")
     add("--model", choices=tuple(SHAPES), default="gpt2",
-        help="whose block (default: %(default)s); the next two override its shape")
-    add("--d-model", type=size, metavar="N", help="(default: the --model's)")
-    add("--n-heads", type=size, metavar="N", help="(default: the --model's)")
+        help="whose block (default: %(default)s)")
     add("--no-amp", action="store_true", help="float32 instead of bfloat16 autocast")
     # fmt: on
     args = parser.parse_args(argv)
-    for name in ("d_model", "n_heads"):
-        if getattr(args, name) is None:
-            setattr(args, name, SHAPES[args.model][name])
+    args.d_model, args.n_heads = (SHAPES[args.model][name] for name in ("d_model", "n_heads"))
     unit = args.batch_size * args.seq_len * args.d_model
     for policy in [args.policy] if args.policy else RECOMPUTE_POLICIES:
-        try:
-            print(table(policy, kept_by_one_block(policy, args), unit), end="\n\n", flush=True)
-        except ValueError as error:  # d_model and n_heads that do not go together
-            raise UsageError(f"--d-model, --n-heads: {error}") from None
+        print(table(policy, kept_by_one_block(policy, args), unit), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

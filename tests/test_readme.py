@@ -110,7 +110,7 @@ SMALL = {
     "scripts.memory_page": f"{SHAPE} --vocab-size 61",
     "scripts.benchmark": f"{SHAPE} --vocab-size 61 --policies full --steps 1",
     "scripts.generate": "--max-new-tokens 5",
-    "scripts.kept_tensors": "--d-model 16 --n-heads 2 --seq-len 16",
+    "scripts.kept_tensors": "--seq-len 16",
 }
 # They have tests of their own.
 ELSEWHERE = {"studies.block_picture", "studies.gpu", "studies.tables", "scripts.lesson", "pytest"}

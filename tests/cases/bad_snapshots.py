@@ -192,7 +192,6 @@ SCRIPTS = {
             ("export_hf", "--out=x other.pt"),
         )
     },
-    "kept_tensors: heads": Case("kept_tensors", "--d-model=50", ("--d-model, --n-heads: ",)),
     "tables: no folder": Case(
         "tables", "long --json=no/x.json", ("--json: no/x.json cannot be written",)
     ),
