@@ -81,20 +81,6 @@ def test_the_allocators_record_agrees_with_the_planner(policy, accumulate):
     assert measured == pytest.approx(benchmark.ask(args).step.peak, rel=0.02)
 
 
-def test_all_models_see_the_same_tokens_and_every_step_others():
-    def batches(policy):
-        args, seen = arguments("--batch-size 3", policy), []
-        run = benchmark.make_run(args, torch.device("cpu"))
-        run.wrapped.register_forward_pre_hook(lambda _, ids_and_labels: seen.append(ids_and_labels))
-        benchmark.timed_step(run, 2)
-        return seen
-
-    (ids, labels), (later, _) = batches("none")
-    assert ids.shape == (3, 32) and torch.equal(ids[:, 1:], labels[:, :-1])
-    assert not torch.equal(ids, later)
-    assert torch.equal(batches("full")[1][0], later)
-
-
 def test_medians_stand_beside_predictions(bench):
     order = []
 
@@ -137,18 +123,16 @@ def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):
         benchmark.run_worker([], "none")
 
 
-@pytest.mark.parametrize("kept", [[], ["none", "cheap"]])
-def test_ctrl_c_keeps_what_was_measured(bench, kept):
+def test_ctrl_c_keeps_what_was_measured(bench):
     def worker(argv, policy):
-        if policy not in kept:
+        if policy == "mlp":
             raise KeyboardInterrupt
         return fake_worker(argv, policy)
 
     done = bench("--policies none cheap mlp full", worker=worker, code=130)
-    assert done.err.splitlines()[-1] == f"stopped after {len(kept)} of 4 runs"
-    assert [row["policy"] for row in done.rows] == kept
-    assert ("runs: 2 of 4\n" in done.out and "| none |" in done.out) == bool(kept)
-    assert (done.out == "") == (not kept)
+    assert done.err.splitlines()[-1] == "stopped after 2 of 4 runs"
+    assert [row["policy"] for row in done.rows] == ["none", "cheap"]
+    assert "runs: 2 of 4\n" in done.out and "| none |" in done.out
 
 
 def test_shares_of_what_a_gpu_can_do(monkeypatch):

@@ -244,11 +244,7 @@ def test_the_vocabulary_is_known_without_data(flags, vocabulary):
     assert asked.config.recompute == "none"
 
 
-def test_this_machine_is_measured_and_tf32_makes_a_card_faster(monkeypatch):
-    for more, speed in (("", "67.0"), (" --tf32", "494")):
-        asked = plan_memory.aim(f"--card H100 --no-amp{more}".split())
-        assert f"card     H100: {speed} TFLOP/s in float32" in plan_memory.describe_target(*asked)
-
+def test_this_machine_is_measured(monkeypatch):
     mine = CARDS["H100"]
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: mine)
     asked, seconds = plan_memory.aim(["--card=This machine", "--device=cpu"])
