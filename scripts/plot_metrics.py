@@ -4,8 +4,9 @@ python -m scripts.plot_metrics checkpoints/*.metrics.jsonl                      
 python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --out curves.svg
 
 Single log lines are noisy: of a long run they are a thin line, and the thick one over it is their
-average over a twentieth of the run (--smooth 1: none). A dotted vertical line stands where a run
-was resumed. The legend has each run's peak memory. Needs matplotlib: pip install matplotlib
+average over a twentieth of the run (--smooth 1: none). Vertical lines mark where a run was resumed
+(dotted), or where memory ran out and it went on with another recompute policy. The legend has each
+run's peak memory. Needs matplotlib: pip install matplotlib
 """
 
 import os
@@ -17,6 +18,7 @@ if not __package__:  # python scripts/plot_metrics.py: the others lie one folder
 
 import argparse
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,11 @@ def draw_run(
     axis.plot(*points(records, validation), **dashed, linewidth=1)
     for step in points(records, "resumed_from")[1]:
         axis.axvline(step, color=look["color"], linewidth=1, linestyle=":", zorder=1)
+    for before, after in pairwise(records):
+        earlier, policy = before.get("recompute"), after.get("recompute")
+        if earlier and policy and earlier != policy:
+            label = f"{policy} by step {after['step']:,}"
+            axis.axvline(after["step"], color=look["color"], linewidth=0.8, zorder=1, label=label)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

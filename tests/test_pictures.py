@@ -152,10 +152,14 @@ def test_what_is_noisy_is_averaged(plt):
     assert len(panels(plt, run(4), smooth=100)[0].lines[1].get_ydata()) == 1  # all of a short run
 
 
-def test_a_line_stands_where_a_run_was_resumed(plt):
-    for axis in panels(plt, [*run(9), line(35, resumed_from=33)]):
-        (resumed,) = (one for one in axis.lines if one.get_linestyle() == ":")
-        assert {*resumed.get_xdata()} == {33}
+def test_marks_of_a_run(plt):
+    """Where it was resumed, and where it took another policy."""
+    policies = [None, "none", "none", "cheap:7", "full"]
+    records = [line(10 * i, recompute=policy) for i, policy in enumerate(policies)]
+    for axis in panels(plt, [*records, line(55, resumed_from=50)]):
+        upright = [one for one in axis.lines if len({*one.get_xdata()}) == 1 < len(one.get_xdata())]
+        assert [one.get_xdata()[0] for one in upright] == [50, 30, 40]
+    assert legend(panels(plt, records)[0])[1:] == ["cheap:7 by step 30", "full by step 40"]
 
 
 # ---- every picture can be read
@@ -201,5 +205,7 @@ def test_block_can_be_read(plt):
 def test_curves_can_be_read(plt, runs):
     lines = [line(step, val_loss=3.2, tokens_per_s=123456.0) for step in range(1, 6001, 60)]
     lines[0]["train_loss"] = 10.8
+    for i, one in enumerate(lines):
+        one["recompute"] = f"selective:{20 + min(i, 3)},cheap+offload"
     figure = plot_metrics.draw(plt, {f"minigpt_run_{i}": lines for i in range(runs)}, None)
     assert faults(plt, figure) == []
