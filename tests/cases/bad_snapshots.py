@@ -166,7 +166,7 @@ EVALUATE: dict[str, tuple[str, str, dict[str, Write]]] = {  # ..., other files, 
 }
 LINE = b'{"step": 1, "train_loss": 2.5}\n'
 PLOT: dict[str, tuple[str, str, dict[str, Write]]] = {
-    "a snapshot": ("run.pt --out=x.png", NO_STEP, {"run.pt": GOOD}),
+    "a snapshot": ("run.pt --out=x.png", "has no line with a step in it", {"run.pt": GOOD}),
     "no such file": ("x.jsonl", "x.jsonl: No such file", {}),
     "no picture format": ("x.jsonl --out=x.jsonl", "--out x.jsonl", {"x.jsonl": LINE}),
     "no folder": (
