@@ -89,54 +89,54 @@ def add_shards(
     blocks are gathered in bfloat16. `sums`: gradients of earlier micro-batches in float32, of
     weights that have others in bfloat16.
     """
-    times = times_of(log)
+    times, now = times_of(log), log.now
 
     def add(kind: str, name: str, size: int, born: int, died: int) -> None:
         if born <= died:
             log.add_bytes(size, name, GATHERED, born, died, kind)
 
-    def gather(size: int, born: int, used: int) -> None:
-        """Weights arrive in a buffer, which is there until they are `used`."""
-        add("parameters", "weights as they arrive", size, born, used)
-        add("temporaries", GLOO, size * gloo, born, born)
+    def gather(size: int, arrives: int, used: int, begin: int, end: int) -> None:
+        """Weights arrive in a buffer, which is there until they are `used`; they are whole from
+        `begin` to `end`."""
+        add("parameters", "weights as they arrive", size, arrives, used)
+        add("temporaries", GLOO, size * gloo, arrives, arrives)
+        add("parameters", "gathered weights", size, begin, end)
 
-    def size_of(shards: list[nn.Parameter]) -> int:
-        return n * sum(shard.nbytes for shard in shards)
+    def average(
+        whole: list[nn.Parameter], shards: list[nn.Parameter], end: int, at: int, then: int
+    ) -> None:
+        """Behind operator `end` whole gradients go. They were copied to a buffer, `at` which shares
+        of the sums come; it is there up to `then`."""
+        size = n * sum(shard.nbytes for shard in shards)
+        add("gradients", AVERAGED, size, at, then)
+        add("temporaries", GLOO, size * gloo, at, min(at, then))
+        share_gradients(log, whole, shards, sums, end)
 
     # The root, until backward is over; tables, until the blocks begin.
-    begin, first, now = times["forward", None][0], times["forward", 0][0], log.now
-    root = in_no_group(model, in_low), in_no_group(own, in_low)
-    groups: list[tuple[list[nn.Parameter], list[nn.Parameter], int, int, int]]
-    groups = [(*root, begin, begin + 1 if tables(model) else first, now)]
+    begin, first = times["forward", None][0], times["forward", 0][0]
+    root, shards = in_no_group(model, in_low), in_no_group(own, in_low)
+    size = n * sum(shard.nbytes for shard in shards)
+    gather(size, begin, begin + 1 if tables(model) else first, begin, now)
+    average(root, shards, now, now + 1, now)  # (the buffer takes the place of its weights)
+    # Before 2.15 torch's loop has the last one until it is reduced.
+    early = parse_release(torch.__version__) >= (2, 15)
     for table, its in zip(tables(model), tables(own), strict=True):
-        groups.append(([*table.parameters()], [*its.parameters()], begin + 1, first - 1, first - 1))
-    for whole, shards, born, used, gone in groups:
-        gather(size_of(shards), born, used)
-        add("parameters", "gathered weights", size_of(shards), born + (used == gone), gone)
-        if gone < now:  # a table's gradients do not take the place of its weights
-            add("gradients", AVERAGED, size_of(shards), now, now)
-            add("temporaries", GLOO, size_of(shards) * gloo, now, now)
-        # Before 2.15 torch's loop has the last one until it is reduced.
-        early = gone < now and parse_release(torch.__version__) >= (2, 15)
-        share_gradients(log, whole, shards, sums, now - early)
-    # Blocks, the last one first: while it is at work in backward, the one before arrives.
-    ahead, buffer, averaged, last_block = log.forward_end + 1, 0, 0, len(model.blocks) - 1
-    for i in reversed(range(len(model.blocks))):
-        whole, shards = (gathered_by_block(its.blocks[i], in_low) for its in (model, own))
-        size = size_of(shards) // (1 + in_low)
-        (begin, _, end), (again, last, done) = times["forward", i], times["backward", i]
-        gather(size, begin, end if i < last_block else log.forward_end)
-        gather(size, ahead, again - 1)
-        # (The buffer of the block before it is as large as the weights, and makes room for them.)
-        add("parameters", "gathered weights", size, begin + (gloo and i == 0), end)
-        add("parameters", "gathered weights", size, again, done)
-        add("gradients", AVERAGED, buffer, averaged, done)
-        at_once = size if i > 0 and averaged == last else 0  # what gloo takes for the one before
-        add("temporaries", GLOO, (buffer - at_once) * gloo, averaged, averaged)
-        share_gradients(log, whole, shards, sums, done)
-        ahead, buffer, averaged = last, size_of(shards), done + 1
-    add("gradients", AVERAGED, buffer, averaged, now - 1)
-    add("temporaries", GLOO, buffer * gloo, averaged, averaged)
+        gather(n * its.weight.nbytes, begin + 1, first - 1, begin + 2, first - 1)
+        average([table.weight], [its.weight], now - early, now, now)
+    last_block = len(model.blocks) - 1
+    for i, (block, its) in enumerate(zip(model.blocks, own.blocks, strict=False)):
+        whole, shards = gathered_by_block(block, in_low), gathered_by_block(its, in_low)
+        size = n * sum(shard.nbytes for shard in shards) // (1 + in_low)
+        (begin, _, end), (again, _, done) = times["forward", i], times["backward", i]
+        # In backward it arrives while the block behind it is at work.
+        if i < last_block:
+            used, ahead = end, times["backward", i + 1][1]
+        else:
+            used, ahead = log.forward_end, log.forward_end + 1
+        gather(size, begin, used, begin, end)
+        gather(size, ahead, again - 1, again, done)
+        then = times["backward", i - 1][2] if i > 0 else now - 1
+        average(whole, shards, done, done + 1, then)
 
 
 def share_gradients(

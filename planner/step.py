@@ -246,10 +246,8 @@ class Planner:
             patch.object(head, "starts_of_chunks", few_chunks(log, known)),
             ExitStack() as hooks,
         ):
-            host = WholeBlocks(log)
+            host = WholeBlocks(log, self.on_cpu)
             model.config, cast(Schedule, model.schedule).host = config, host
-            if not self.on_cpu:
-                host.device = torch.device("meta")  # anything but the fake GPU
             for handle in follow(blocks, model.ln_f, log):
                 hooks.enter_context(handle)
             for parameter in self.names.keys() - parameters:  # shards count, and what is gathered
@@ -342,9 +340,11 @@ def nothing_sent(sent: Tensor, send: list[int], take: list[int]) -> Tensor:
 class WholeBlocks(HostMemory):
     """A tensor's blocks as one: then steps do the same operators, however large a batch is."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, on_cpu: bool) -> None:
         super().__init__()
         self.log = log
+        if not on_cpu:
+            self.device = torch.device("meta")  # anything but the fake GPU
 
     def take(self, like: Tensor) -> list[Tensor]:
         self.log.moved.append((like.nbytes, self.log.places[-1]))
