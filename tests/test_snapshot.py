@@ -166,7 +166,7 @@ def test_whatever_runs_of_one_second_and_a_kill_have_left_is_kept(runs, survived
     [
         (".metrics.jsonl", ".metrics.jsonl", False),  # killed before its first save
         (".best.pt", ".best.pt", True),  # in its first save
-        (".prev.pt", ".pt", True),  # between the two renames of a save
+        (".prev.pt", ".prev.pt", True),  # between the two renames of a save
     ],
 )
 def test_what_a_kill_has_left_is_kept_and_gone_on_with(

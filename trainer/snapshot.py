@@ -72,11 +72,6 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name.removesuffix(ending) + suffix)
 
 
-def twins(path: Path) -> list[Path]:
-    """The names that differ from `path` in their ending alone."""
-    return [twin for ending in ENDINGS if (twin := beside(path, ending)) != path]
-
-
 def is_second(path: Path) -> bool:
     """Is it the name of a run's `.prev.pt` or `.best.pt`?"""
     return beside(path, "").suffix in (".prev", ".best")
@@ -259,7 +254,7 @@ def check_name(path: Path, resuming: bool) -> None:
         raise refuse(f"{path} is another run's second file; copy it to a name of its own")
     if not resuming and os.path.exists(path) and not peek(path):
         raise refuse(f"{path} is there and is no snapshot; name another file")
-    for twin in twins(path):
+    for twin in {beside(path, ending) for ending in ENDINGS} - {path}:
         if peek(twin):
             raise refuse(f"{path} would share its files with {twin}; name another file")
 
@@ -301,11 +296,9 @@ def step_aside(path: Path) -> None:
     Nothing is deleted and nothing is overwritten: perhaps somebody has merely forgotten --resume,
     or will want those weights tomorrow.
     """
-    aside, previous = name_aside(path), beside(path, ".prev.pt")
+    aside = name_aside(path)
     if aside is None:
         return
-    if not path.exists() and previous.exists():  # killed between the two renames of a save
-        os.replace(previous, path)
     # The snapshot comes last: should this process die now, the next one goes on from here.
     files = reversed(list(zip(files_of(path), files_of(aside), strict=True)))
     try:
