@@ -50,10 +50,9 @@ def inside(event: dict, other: dict) -> bool:
         (f"{FULL} full:1,cheap --grad-accum-steps=2", (1, 0)),  # cheap replays no whole block
     ],
 )
-def test_ranges_are_named_and_no_bit_changes(flags, replays, tmp_path, capsys):
+def test_ranges_are_named_and_no_bit_changes(flags, replays, tmp_path):
     plain, path = tmp_path / "plain.pt", tmp_path / "run.pt"
     assert train_here(path, *SHORT, *flags.split()) == 0 and "__call__" not in vars(Block)
-    assert ("steps, with evaluate and save" in capsys.readouterr().out) == ("eval" in flags)
     assert train_here(plain, "--num-steps=6", *flags.split()) == 0
     assert all(same(snapshot(plain)[key], snapshot(path)[key]) for key in ("model", "optimizer"))
     named, micro_batches = ranges(path), 2 * N if "accum" in flags else N
@@ -91,7 +90,7 @@ def test_the_table_and_a_disk_without_room_for_the_trace(path, capsys, monkeypat
     assert train_here(path, *SHORT) == 0
     said = capsys.readouterr().out
     _, table = re.split(rf"^profile  {N} of {N} steps, by .*$", said, flags=re.M)
-    assert f"\nwarning  no trace, {beside(path, '.trace.json')}: disk full\n" in table
+    assert f"\nwarning  no trace: cannot save {beside(path, '.trace.json')}: disk full\n" in table
     rows = re.findall(r"^ *(\S.*?)  +([\d.]+)%", table, re.M)
     shares = {name: float(share) for name, share in rows}
     assert len(shares) == TABLE_ROWS and [*shares.values()] == sorted(shares.values())[::-1]
@@ -112,16 +111,11 @@ def test_a_signal_before_the_end(step, path, monkeypatch, capsys):
         assert f"profile  1 of {N} steps" in said and len(ranges(path)["backward"]) == 1
 
 
-def test_it_needs_steps_and_is_of_this_start_alone(path, capsys, monkeypatch):
+def test_it_needs_steps_and_is_of_this_start_alone(path, capsys):
     assert train_here(path, "--num-steps=4", "--profile=1") == 0
     before = beside(path, ".trace.json").read_bytes()
-    # A resumed run counts what is left, and does not take the flag over.
-    assert train_here(path, "--resume", "--num-steps=7", "--profile=1") == 2
-    assert "--num-steps 8 at least, not 7" in capsys.readouterr().err
-    # One that torchrun has started again near its end has better things to do.
-    with monkeypatch.context() as here:
-        here.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        assert train_here(path, "--resume", "--num-steps=5", "--profile=1") == 0
+    # A resumed run may have too few steps left, and does not take the flag over.
+    assert train_here(path, "--resume", "--num-steps=5", "--profile=1") == 0
     assert "nothing was recorded" in capsys.readouterr().out
     assert train_here(path, "--resume", "--num-steps=9") == 0
     assert "profile  " not in capsys.readouterr().out

@@ -16,8 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -30,10 +28,9 @@ from torch.utils._pytree import tree_leaves
 from model import Block, MiniGPT
 
 from .device import is_compiled
-from .flags import UsageError
 from .metrics import format_bytes
 from .process import OneProcess
-from .snapshot import Resumed, beside
+from .snapshot import SaveError, beside, saving
 
 MEASURED_STEP = 3  # the first makes the optimizer's state, the second DDP's final buckets
 # Steps before those that are profiled. In the third the profiler is at work already.
@@ -50,8 +47,7 @@ class StepClock:
     reading the loss waits for the GPU.
     """
 
-    WORK = ("forward", "backward", "optimizer")
-    TRAINING = ("data", *WORK, "log")
+    TRAINING = ("data", "forward", "backward", "optimizer", "log")
 
     def __init__(self) -> None:
         self.total: dict[str, float] = defaultdict(float)  # seconds by phase since the run began
@@ -114,10 +110,6 @@ class StepClock:
 
     def steps_per_second(self) -> float:
         return self.steps / self.training_seconds()
-
-    def overhead(self) -> float:
-        """Share of the training time that is not forward, backward or optimizer."""
-        return 1 - sum(self.total[phase] for phase in self.WORK) / self.training_seconds()
 
 
 class LiveStorages(TorchDispatchMode):
@@ -273,24 +265,19 @@ class ProfilingClock(PeakMemoryClock):
         if self.steps <= WARM_UP:  # the run ended in the first of those steps
             return
         rows = profiler.key_averages()
-        ranges = {row.key for row in rows if row.is_user_annotation}
         operators = type(rows)(row for row in rows if not row.is_user_annotation)
         where = "device" if any(row.self_device_time_total for row in rows) else "cpu"
-        between = " and ".join(sorted(ranges & {"evaluate", "plan", "save"}))
-        among = f", with {between} between them" if between else ""
-        found = f"{self.steps - WARM_UP} of {self.asked} steps{among}, by operators' own time"
+        found = f"{self.steps - WARM_UP} of {self.asked} steps, by operators' own time"
         table = operators.table(sort_by=f"self_{where}_time_total", row_limit=TABLE_ROWS)
         self.process.say(f"profile  {found}:\n{table}")
         try:
-            with TemporaryDirectory(prefix=".trace-", dir=self.path.parent) as folder:
-                written = Path(folder, self.path.name)
-                profiler.export_chrome_trace(str(written))
+            with saving(self.path, 0) as temporary:
+                profiler.export_chrome_trace(str(temporary))
                 # The function that writes it says nothing of a full disk.
-                if not written.read_bytes().rstrip().endswith(b"}"):
+                if not temporary.read_bytes().rstrip().endswith(b"}"):
                     raise OSError("not all of it could be written (disk full?)")
-                os.replace(written, self.path)
-        except (OSError, RuntimeError) as error:
-            return self.process.say(f"warning  no trace, {self.path}: {error}")
+        except (SaveError, RuntimeError) as error:
+            return self.process.say(f"warning  no trace: {error}")
         hint = "open it in https://ui.perfetto.dev or chrome://tracing"
         self.process.say(f"profile  {self.path}: {hint}")
 
@@ -303,16 +290,3 @@ def make_clock(args: argparse.Namespace, process: OneProcess, *measured: Any) ->
     if args.profile is None:
         return PeakMemoryClock(process, *measured)
     return ProfilingClock(args, process, *measured)
-
-
-def check_profile(args: argparse.Namespace, resumed: Resumed | None) -> None:
-    """Raise UsageError if the run has too few steps left to profile --profile."""
-    done = resumed.state["step"] if resumed is not None else 0
-    if args.profile is None or done + WARM_UP + args.profile <= args.num_steps:
-        return
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # its last steps still count
-        return
-    raise UsageError(
-        f"--profile {args.profile}: after {WARM_UP} steps of warm-up that needs --num-steps "
-        f"{done + WARM_UP + args.profile} at least, not {args.num_steps}"
-    )

@@ -95,8 +95,6 @@ def describe_replaced(run: Run) -> list[str]:
         return []
     renamed = zip(files_of(path), files_of(aside), strict=True)
     old, new = next((old, new) for old, new in renamed if os.path.lexists(old))
-    if old == beside(path, ".prev.pt"):  # the newest is gone, and it takes its place
-        new = aside
     resumable = old in files_of(path)[:3]
     way_back = f"; to go on with that one: {resume_command(run, aside)}" if resumable else ""
     return [f"note     {old} is of another run and becomes {new}{way_back}"]
@@ -226,12 +224,10 @@ def describe_result(
     run: Run, record: dict[str, Any], sample: str, seconds_before: float, seconds: float
 ) -> str:
     """The last screen: what came out, what it cost, where it lies, what to try next."""
-    args, device = run.args, run.process.device
+    args = run.args
     tokens = tokens_per_step(args, run.process.replicas)
     speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
-    if device.type == "cpu":  # elsewhere the host's clock does not see what the device does
-        speed += f", {run.clock.overhead():.1%} of the time outside forward, backward, optimizer"
-    used = memory_used(device)
+    used = memory_used(run.process.device)
     peak = f"{format_bytes(used['peak_memory_bytes'] or 0)} ({used['peak_memory_kind']})"
     best = beside(args.checkpoint_path, ".best.pt")
     lines = [

@@ -14,7 +14,7 @@ from model import MiniGPT, MiniGPTConfig
 
 from . import resume
 from .check import check_techniques
-from .clocks import check_profile, make_clock
+from .clocks import make_clock
 from .device import choose_precision, compile_blocks, set_matmul_precision
 from .flags import UsageError, fill_in, flag, model_config, settle_length
 from .metrics import NEEDS, check_logger, logged_at, open_logger, open_metrics
@@ -89,8 +89,6 @@ def start_run(
     fill_in(args, process.replicas)
     if resumed is not None:
         resume.check_flags(args, resumed)
-    if args.num_epochs is None:  # else the data will tell how many steps there are
-        check_profile(args, resumed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     if process.rank == 0:  # it alone logs
         check_logger(args.log_to)
@@ -105,7 +103,6 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     data, plan = agree(args, process, precision, origin)
     train = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
     settle_length(args, process.replicas, train.n_windows)
-    check_profile(args, resumed)
     val = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_tokens, device)
     identity = identify(args, process, plan.config, data)
     with torch.device("meta"):

@@ -131,9 +131,6 @@ REFUSED = {  # by whom; words: what the line must say
         "--tokenizer-name=byte": "--use-toy-data .* and --tokenizer-name",
         "--vocab-size=7": "--vocab-size 7: must be 8 to",
     },
-    "free": {
-        "--num-epochs=1 --profile=4": "needs --num-steps 7 at least, not 6",
-    },
     "plan_memory": {
         "--fsdp --nproc-per-node=2 --no-amp --gather-dtype=bfloat16": "--gather-dtype bfloat16: ",
         "--json=nowhere/plan.json": "--json: nowhere/plan.json cannot be written",
