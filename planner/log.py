@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,6 @@ class Storage:
     born: int  # the operator that made it, counted from 1; 0 = was there before
     died: float = math.inf  # the last operator that saw it
     operator: str = ""  # "addmm"
-    module: str = ""  # where: "MiniGPT.blocks.0.attn.c_attn"
     line: str = ""  # "model.py:87", the line that asked for it
     phase: str = ""  # forward, head, backward or optimizer
     block: int | None = None  # that was at work
@@ -178,7 +177,7 @@ class Log(TorchDispatchMode):
         _, storage.phase, storage.block = self.places[-1]
         # In backward, nothing but a replay builds a graph.
         storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
-        storage.module, storage.line, _ = source
+        storage.line = source.line
         if storage.bytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
             self.storages.append(storage)
 
@@ -231,9 +230,8 @@ class Sources:
     are about to go.)
     """
 
-    def __init__(self, model: nn.Module, root: str = ""):
-        """`root`: the model's own name."""
-        self.names = {module: f"{root}.{name}".strip(".") for name, module in model.named_modules()}
+    def __init__(self, model: nn.Module):
+        self.names = {module: name for name, module in model.named_modules()}
         self.running = [""]  # modules, the innermost last: "blocks.0.mlp.c_fc"
         self.of_forward: dict[int, Source] = {}  # by autograd's number
 
@@ -267,12 +265,10 @@ class Sources:
 
 def line_of_the_model() -> str:
     """The innermost line of the model or of memory/ on the stack: "model.py:87"."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, number in walk_stack(sys._getframe()):
         name = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
         if name == "model.py" or name.startswith("memory/"):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{name}:{number}"
     return ""
 
 
@@ -284,7 +280,7 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     that was built fake needs no memory for it.
     """
     weight = next(model.parameters())
-    sources = Sources(model, type(model).__name__)
+    sources = Sources(model)
     log = Log(sources)
     for parameter in model.parameters():
         log.add(parameter)
