@@ -107,8 +107,10 @@ class Planner:
         config = replace(self.config, **memory)
         key, how = (batch_size, config), expanded(config)
         if key not in self.steps:
-            # What some blocks have sent away waits for others: it depends on which those are.
-            if how.offload and len(set(how.policies)) > 1:
+            # Some blocks leave to others what depends on which those are: what they have sent away,
+            # or the buffers of shards.
+            is_mix, in_groups = len(set(how.policies)) > 1, how.group > 1
+            if how.offload and is_mix or self.shards > 1 and in_groups:
                 _, self.steps[key] = self.simulate(batch_size, config)
             else:
                 self.steps[key] = self.compose(batch_size, config)

@@ -179,6 +179,7 @@ def test_what_is_replayed():
         ("cuda", {}, 2, 31),  # the last one is smaller
         ("cuda", {"recompute": "full+offload"}, 2, 23),
         ("cuda", {"recompute": "full/2"}, 11, 3),
+        ("shards", {"recompute": "full/2+nested"}, 9, 4),
         ("accumulate", mix("full", 12, "mlp/3+nested"), 17, 3),
         ("cpu", {"recompute": "full+offload"}, 9, 3),
         ("cuda", mix("cheap", 6, "selective+offload"), 12, 4),

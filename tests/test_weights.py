@@ -141,7 +141,7 @@ def test_transformers_and_ours_find_the_same_model(run, exported, capsys):
 
 
 def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
-    """Of a model that transformers has written, in shards, with an MLP of another width."""
+    """Of a model that transformers has written, with an MLP of another width."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     theirs = transformers.GPT2LMHeadModel(
@@ -155,7 +155,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
     with torch.no_grad():
         for parameter in theirs.parameters():  # no zero biases and unit gains, which hide mistakes
             parameter += 0.1 * torch.randn_like(parameter)
-    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    theirs.save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
 
     ours, _ = load_model(tmp_path / "hf", CPU)

@@ -117,23 +117,6 @@ def make_config(content: dict[str, Any]) -> MiniGPTConfig:
         raise DataError(error) from None
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read model.safetensors, or the shards that its index names. Raises DataError."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.exists():
-        return read_tensors(whole)
-    if not index.exists():  # but a pytorch_model.bin, as older folders have
-        raise DataError(
-            f"{folder} holds no {whole.name}; model.save_pretrained({str(folder)!r}) in "
-            "transformers writes it"
-        )
-    with errors_as_data_errors(index, "index of weights"):
-        files = json.loads(index.read_bytes())["weight_map"].values()
-        names = sorted({Path(name).name for name in files})
-    shards = [read_tensors(folder / name) for name in names]
-    return {name: tensor for shard in shards for name, tensor in shard.items()}
-
-
 def import_safetensors() -> ModuleType:
     """Import the library of the .safetensors format. Raises DataError with the way to get it."""
     try:
@@ -145,9 +128,15 @@ def import_safetensors() -> ModuleType:
     return safetensors
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a .safetensors file into memory: one that is not used is not read. They
-    must not be written to. Raises DataError."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Map the tensors of model.safetensors into memory: one that is not used is not read. They must
+    not be written to. Raises DataError."""
+    path = folder / "model.safetensors"
+    if not path.exists():  # but its shards, or a pytorch_model.bin, as older folders have
+        raise DataError(
+            f"{folder} holds no {path.name}; in transformers "
+            f"model.save_pretrained({str(folder)!r}, max_shard_size='99GB') writes it"
+        )
     library = import_safetensors()
     with errors_as_data_errors(path, ".safetensors file"):
         open(path, "rb").close()  # Python says more plainly than the library why that cannot be

@@ -14,7 +14,6 @@ from data.tokenizer_json import to_json
 GOOD = gpt2_tensors()
 BYTES = {text: i for text, i in TOKENIZER["model"]["vocab"].items() if i < 256}
 NAMES = {"config": "config.json", "tokenizer": "tokenizer.json", "model": "model.safetensors"}
-NAMES |= {"index": "model.safetensors.index.json"}
 
 
 def refused(write: Write, *says: str, flags: str = "--init-from=gpt2") -> Case:
@@ -86,12 +85,6 @@ FOLDERS = {
         "h.1.ln_1.bias", np.full(16, np.nan, np.float32), "NaN or infinite .*blocks.1.ln_1.bias"
     ),
     "another head": tensor("lm_head.weight", GOOD["wte.weight"] + 1, "lm_head is not wte"),
-    "no weight_map": folder(
-        "index.json is no index of weights, or is damaged", index={"weight_map": None}, model=None
-    ),
-    "a shard is missing": folder(
-        "b: No such file", index={"weight_map": dict.fromkeys(GOOD, "b")}, model=None
-    ),
     "tokenizer is no JSON": folder("tokenizer.json is no tokenizer of trans", tokenizer=b"{"),
     "no tokenizer": folder("holds no tokenizer.json, .*257 ids", tokenizer=None),
     "word pieces": tokenizer(NO_BPE, model={"type": "WordPiece"}),
