@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import permutations
 
 from memory import POLICIES, RECOMPUTE_POLICIES
@@ -16,11 +15,7 @@ RUNGS = (*RECOMPUTE_POLICIES, "full/2")  # all blocks alike
 
 
 def pick_recompute(
-    planner: Planner,
-    batch_size: int,
-    budget: int,
-    card: Card | None = None,
-    offload: bool = False,
+    planner: Planner, batch_size: int, budget: int, card: Card | None = None
 ) -> StepMemory:
     """The fastest way to recompute whose peak stays within `budget` bytes.
 
@@ -28,26 +23,23 @@ def pick_recompute(
     one in the rest, for every N. On a `card` the fastest takes the least seconds. Without one it
     does the fewest matrix products' FLOPs twice, then replays the least.
     Of equals it has the smallest peak. If nothing fits, the smallest peak of all is returned.
-    `offload`: whatever is taken, what it keeps waits in CPU memory. Nested groups, which are slower
-    than all of these, are tried where none of them fits.
+    Nested groups, which are slower than all of these, are tried where none of them fits.
 
-    Only the rungs are simulated (mixes are put together of their segments), and what is taken.
+    Only the rungs are simulated (mixes are put together of their segments).
     """
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    ways = all_ways(planner, batch_size, card, offload)
-    # (What is offloaded may take more than was thought.)
-    fits = (way for way in ways if way.peak <= budget)
-    taken = (planner.step(batch_size, recompute=way.config.recompute) for way in fits)
-    if step := next((step for step in taken if step.peak <= budget), None):
-        return step
-    least = min(ways, key=lambda way: way.peak).config.recompute
-    for nested in [] if offload else nested_groups(planner.config.n_layers):
-        least = min(least, nested, key=lambda way: planner.step(batch_size, recompute=way).peak)
-        if planner.step(batch_size, recompute=least).peak <= budget:
+    ways = all_ways(planner, batch_size, card)
+    for way in ways:
+        if way.peak <= budget:
+            return way
+    least = min(ways, key=lambda way: way.peak)
+    for nested in nested_groups(planner.config.n_layers):
+        least = min(least, planner.step(batch_size, recompute=nested), key=lambda way: way.peak)
+        if least.peak <= budget:
             break
-    return planner.step(batch_size, recompute=least)
+    return least
 
 
 def nested_groups(n_layers: int) -> list[str]:
@@ -58,21 +50,15 @@ def nested_groups(n_layers: int) -> list[str]:
     return [f"full/{K}+nested" for K in few]
 
 
-def all_ways(
-    planner: Planner, batch_size: int, card: Card | None = None, offload: bool = False
-) -> list[StepMemory]:
-    """Those of `pick_recompute`, the fastest first, and of equals the one with the smallest peak.
-
-    With offload mixes are estimates.
-    """
+def all_ways(planner: Planner, batch_size: int, card: Card | None = None) -> list[StepMemory]:
+    """Those of `pick_recompute`, the fastest first; of equals, the one with the smallest peak."""
 
     def cost(step: StepMemory) -> tuple:
         replayed = recompute_cost(step.config, step.seq_len)
         return (*((step.seconds(card),) if card else replayed), step.peak)
 
     names = all_names(planner.config.n_layers, rungs(planner))
-    names = [name + "+offload" * (offload and name != "none") for name in names]
-    steps = [planner.compose(batch_size, replace(planner.config, recompute=name)) for name in names]
+    steps = [planner.step(batch_size, recompute=name) for name in names]
     return sorted(steps, key=cost)
 
 

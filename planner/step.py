@@ -117,11 +117,7 @@ class Planner:
         return self.steps[key]
 
     def compose(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """Put a step together of segments from steps with a few calls, all alike.
-
-        With offload, where what a block has sent away waits for other blocks, a mix of policies is
-        an estimate.
-        """
+        """Put a step together of segments from steps with a few calls, all alike."""
         how, first = expanded(config), 0
         few_of = {
             call: self.few_calls(batch_size, config, *call) for call in {("none", 1), *how.calls}

@@ -43,7 +43,7 @@ LARGEST = {  # sizes of a model
     **dict.fromkeys(("n_heads", "d_model", "d_ff"), 10**6),
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), MOST),
 }
-AUTO = ("auto", "auto+offload")  # a run finds its policy by itself
+AUTO = ("auto",)  # a run finds its policy by itself
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # each says it alone
 TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # A flag that is gone -> its replacement.

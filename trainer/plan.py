@@ -300,8 +300,7 @@ class Question:
 
     def pick(self) -> StepMemory:
         """The fastest way to recompute that fits, else the smallest peak."""
-        args, offload = self.args, recompute_of(self.args).offload
-        return pick_recompute(self.planner, args.batch_size, self.budget, self.card, offload)
+        return pick_recompute(self.planner, self.args.batch_size, self.budget, self.card)
 
     def fitting(self) -> StepMemory | None:
         """The fastest way to recompute that fits, where one fits that takes little; with offload,
