@@ -153,14 +153,18 @@ class Log(TorchDispatchMode):
                     reads[view] = size
                 if parameter.is_written:
                     writes[view] = size
-        op = Op(its.name, place, source, tuple(given), tuple(made), times=self.times)
-        if its.name not in EMPTY and writes:
-            moved = [*reads.items(), *writes.items()]
-            op = op._replace(
-                bytes=sum(size for (storage, _), size in moved if storage.device.type == "cpu"),
-                flops=count_flops(its.name, arguments, results),
-                precision=precision_of(its.name, arguments),
-            )
+        touched = [*reads.items(), *writes.items()] if writes and its.name not in EMPTY else []
+        op = Op(
+            its.name,
+            place,
+            source,
+            tuple(given),
+            tuple(made),
+            bytes=sum(size for (storage, _), size in touched if storage.device.type == "cpu"),
+            flops=count_flops(its.name, arguments, results),
+            precision=precision_of(its.name, arguments),
+            times=self.times,
+        )
         self.ops.append(op)
 
     # ---- storages

@@ -122,10 +122,10 @@ def add_shards(
     early = parse_release(torch.__version__) >= (2, 15)
     for table, its in zip(tables(model), tables(own), strict=True):
         gather(n * its.weight.nbytes, begin + 1, first - 1, begin + 2, first - 1)
-        average([table.weight], [its.weight], now - early, now, now)
+        average([*table.parameters()], [*its.parameters()], now - early, now, now)
     last_block = len(model.blocks) - 1
-    for i, (block, its) in enumerate(zip(model.blocks, own.blocks, strict=False)):
-        whole, shards = gathered_by_block(block, in_low), gathered_by_block(its, in_low)
+    for i, (block, part) in enumerate(zip(model.blocks, own.blocks, strict=False)):
+        whole, shards = gathered_by_block(block, in_low), gathered_by_block(part, in_low)
         size = n * sum(shard.nbytes for shard in shards) // (1 + in_low)
         (begin, _, end), (again, _, done) = times["forward", i], times["backward", i]
         # In backward it arrives while the block behind it is at work.

@@ -258,8 +258,9 @@ class Planner:
             loss.backward()  # the head's gradients come first
             self.name_what_is_there(log)
             if self.shards > 1:
-                how = self.on_cpu, self.gather_in_low, self.sums
-                add_shards(log, model, self.own, self.shards, *how)
+                add_shards(
+                    log, model, self.own, self.shards, self.on_cpu, self.gather_in_low, self.sums
+                )
             if self.compress:  # they are gone when the average is there
                 copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
                 for copy in copies:
@@ -415,4 +416,4 @@ def fused_dropout(
     return torch.ops.aten.native_dropout(x, p, training)[0] if p and training else x
 
 
-FUSED = {"dropout": fused_dropout, "scaled_dot_product_attention": fused_attention}
+FUSED: dict[str, Any] = {"dropout": fused_dropout, "scaled_dot_product_attention": fused_attention}
