@@ -96,7 +96,7 @@ def add_shards(
             log.add_bytes(size, name, GATHERED, born, died, kind)
 
     def gather(size: int, arrives: int, used: int, begin: int, end: int) -> None:
-        """Weights arrive in a buffer, which is there until they are `used`; they are whole from
+        """Weights arrive in a buffer, which is there up to operator `used`. They are whole from
         `begin` to `end`."""
         add("parameters", "weights as they arrive", size, arrives, used)
         add("temporaries", GLOO, size * gloo, arrives, arrives)
@@ -105,8 +105,8 @@ def add_shards(
     def average(
         whole: list[nn.Parameter], shards: list[nn.Parameter], end: int, at: int, then: int
     ) -> None:
-        """Behind operator `end` whole gradients go. They were copied to a buffer, `at` which shares
-        of the sums come; it is there up to `then`."""
+        """Behind operator `end` whole gradients go. Their copies are in a buffer, which is there
+        from operator `at`, when shares of the sums come, up to `then`."""
         size = n * sum(shard.nbytes for shard in shards)
         add("gradients", AVERAGED, size, at, then)
         add("temporaries", GLOO, size * gloo, at, min(at, then))
