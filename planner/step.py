@@ -258,9 +258,8 @@ class Planner:
             loss.backward()  # the head's gradients come first
             self.name_what_is_there(log)
             if self.shards > 1:
-                add_shards(
-                    log, model, self.own, self.shards, self.on_cpu, self.gather_in_low, self.sums
-                )
+                how = self.on_cpu, self.gather_in_low, self.sums
+                add_shards(log, model, self.own, self.shards, *how)
             if self.compress:  # they are gone when the average is there
                 copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
                 for copy in copies:
