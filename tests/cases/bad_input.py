@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from harness.runs import TINY, TINY_FREE, TINY_MODEL
+from harness.runs import TINY, TINY_MODEL
 
 import train_ddp
 import train_fsdp
@@ -36,7 +36,6 @@ Programs = dict[str, tuple[Callable[[list[str]], int], list[str]]]
 
 PROGRAMS: Programs = {
     "toy": (train_minimal.main, [*TINY, "--checkpoint-path=run.pt"]),
-    "free": (train_minimal.main, [*TINY_FREE, "--checkpoint-path=run.pt"]),
     "text": (train_minimal.main, [*TINY_MODEL, "--checkpoint-path=run.pt"]),
     "built-in": (train_minimal.main, ["--checkpoint-path=run.pt", "--device=cpu"]),
     "ddp": (train_ddp.main, [*TINY, "--checkpoint-path=run.pt"]),
