@@ -1,6 +1,7 @@
 """A training step's memory and time, before it runs. It needs no GPU, and next to no memory.
 
 step.py       one step of the real model, simulated: start here
+any_model.py  one step of any other model: plan_step
 log.py        the one log of it: operators and storages. All else is made of that:
 timeline.py   the log, cut into segments; a step is a list of them: bytes after each operator, FLOPs
               and the bytes that move
@@ -14,6 +15,7 @@ choose.py     the fastest way to recompute that fits
 formulas.py   memory and FLOPs as formulas, to check by hand
 """
 
+from .any_model import plan_step
 from .cards import CARDS
 from .clock import Card, this_machine
 from .log import kept_for_backward

@@ -7,18 +7,18 @@ formulas.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memory import HostMemory, Recompute, Schedule, expanded, head, offload, write
@@ -96,11 +96,7 @@ class Planner:
             whole = [*self.model.named_parameters(), *self.own.named_parameters()]
             self.names = {parameter: name for name, parameter in whole}
             self.optimizer = self.make_optimizer(self.own)
-            # The first step makes the optimizer's state; all others find it there.
-            for parameter in self.own.parameters():
-                parameter.grad = torch.empty_like(parameter)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            make_state(self.optimizer, self.own.parameters())
 
     def step(self, batch_size: int, **memory: Any) -> StepMemory:
         """A step on `batch_size` sequences. `memory`: changes of the config (recompute="full")."""
@@ -237,9 +233,9 @@ class Planner:
             batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             ids, labels = batch[:, :, : self.tokens]
         with (
-            self.simulated(sources) as log,
-            patch.dict(cast(dict, model._modules), blocks=blocks),
-            patch.object(head, "starts_of_chunks", few_chunks(log, known)),
+            simulated_on(self.device_type, self.fake, sources) as log,
+            replaced(model, blocks=blocks),
+            replaced(head, starts_of_chunks=few_chunks(log, known)),
             ExitStack() as hooks,
         ):
             host = WholeBlocks(log, self.on_cpu)
@@ -248,15 +244,11 @@ class Planner:
                 hooks.enter_context(handle)
             for parameter in self.names.keys() - parameters:  # shards count, and what is gathered
                 log.add(parameter).bytes = 0
-            self.name_what_is_there(log)
+            name_what_is_there(log, self.names, self.optimizer, self.sums)
             log.name(batch, "activations", "token ids and labels")  # backward will want them
-            log.enter("forward")
-            enabled = self.precision != torch.float32
-            with torch.autocast("cpu", self.precision, enabled, cache_enabled=False):
-                loss = model(ids, labels)
-            log.forward_end = log.now
-            loss.backward()  # the head's gradients come first
-            self.name_what_is_there(log)
+            forward = partial(model, ids, labels)
+            loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
+            name_what_is_there(log, self.names, self.optimizer, self.sums)
             if self.shards > 1:
                 how = self.on_cpu, self.gather_in_low, self.sums
                 add_shards(log, model, self.own, self.shards, *how)
@@ -277,39 +269,6 @@ class Planner:
         for buffer in host.made:
             log.name(buffer, "activations", "buffer of offload", "copies wait in it for backward")
         return log
-
-    @contextmanager
-    def simulated(self, sources: Sources | None) -> Iterator[Log]:
-        """A log of what runs while this is entered, on fake tensors."""
-        on_cuda = self.device_type == "cuda"
-        with (
-            self.fake,
-            Log(sources, inside=inside if on_cuda else None) as log,
-            patch.multiple(F, **FUSED) if on_cuda else nullcontext(),
-            sources.listen() if sources else nullcontext(),
-            # (Attention that is not fused keeps its scores, (B, H, T, T).)
-            sdpa_kernel(SDPBackend.MATH) if self.device_type == "mps" else nullcontext(),
-            torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
-        ):
-            if on_cuda:
-                log.add_bytes(
-                    workspaces(), "workspaces of cuBLAS", "its kernels work in them", 0, math.inf
-                )
-            yield log
-
-    def name_what_is_there(self, log: Log) -> None:
-        """Name weights, the optimizer's state, and the gradients that are there."""
-        state = self.optimizer.state
-        for weight, name in self.names.items():
-            # (Whole, of shards: its bytes are those of what was gathered.)
-            log.find(weight).name = name
-            if weight in state:
-                log.name(weight, "parameters", name)
-            gradient = self.sums.get(weight, weight.grad)
-            if gradient is not None:
-                log.name(gradient, "gradients", f"gradient of {name}")
-            for its_name, its in state.get(weight, {}).items():
-                log.name(its, "optimizer", f"{its_name} of {name}")
 
     @property
     def note(self) -> str:
@@ -362,34 +321,133 @@ def few_chunks(log: Log, known: "Few | None") -> Callable[[int, int], Iterator[i
     return starts_of_few
 
 
-def follow(blocks: nn.ModuleList, last: nn.Module, log: Log) -> list[RemovableHandle]:
+@contextmanager
+def replaced(thing: Any, **attributes: Any) -> Iterator[None]:
+    """While it is entered, `thing` has these attributes."""
+    before = {name: getattr(thing, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(thing, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
+
+
+# ---- of any model
+
+
+@contextmanager
+def simulated_on(
+    device_type: str, fake: FakeTensorMode, sources: Sources | None = None
+) -> Iterator[Log]:
+    """A log of what runs while this is entered, on fake tensors.
+
+    They are the CPU's in any case. For "cuda" its fused dropout and attention are put in, and the
+    workspaces of its kernels; on "mps" neither is fused where it is trained.
+    """
+    on_cuda = device_type == "cuda"
+    with (
+        fake,
+        Log(sources, inside=inside if on_cuda else None) as log,
+        replaced(F, **(FUSED if on_cuda else {})),
+        sources.listen() if sources else nullcontext(),
+        # (Attention that is not fused keeps its scores, (B, H, T, T).)
+        sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),
+        torch.autograd.set_detect_anomaly(False),  # a fake step has none to report
+    ):
+        if on_cuda:
+            log.add_bytes(
+                workspaces(), "workspaces of cuBLAS", "its kernels work in them", 0, math.inf
+            )
+        yield log
+
+
+def make_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """The first step makes the optimizer's state; all others find it there."""
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def forward_and_backward(
+    log: Log, forward: Callable[[], Tensor], precision: torch.dtype, cache_enabled: bool
+) -> Tensor:
+    """Run `forward` under autocast (float32: without), and backward; return the loss.
+
+    `cache_enabled`: autocast keeps its copies of weights until forward ends.
+    """
+    enabled = precision != torch.float32
+    log.enter("forward")
+    with torch.autocast("cpu", precision, enabled, cache_enabled):
+        loss = forward()
+    log.forward_end = log.now
+    if log.phase == "forward":  # else the head's gradients come first
+        log.enter("backward")
+    loss.backward()
+    return loss
+
+
+def name_what_is_there(
+    log: Log,
+    names: Mapping[Any, str],
+    optimizer: torch.optim.Optimizer,
+    sums: Mapping[Any, Tensor],
+) -> None:
+    """Name weights (`names`), the optimizer's state, and the gradients that are there.
+
+    `sums`: weight -> the sum of its gradients, where it is not weight.grad.
+    """
+    for weight, name in names.items():
+        log.find(weight).name = name  # whole, of shards: its bytes are those of what was gathered
+        named = [
+            (weight if weight in optimizer.state else None, "parameters", name),
+            (sums.get(weight, weight.grad), "gradients", f"gradient of {name}"),
+            *(
+                (its, "optimizer", f"{state} of {name}")
+                for state, its in optimizer.state.get(weight, {}).items()
+            ),
+        ]
+        for tensor, kind, its_name in named:
+            if isinstance(tensor, Tensor):  # there is one
+                log.name(tensor, kind, its_name)
+
+
+def follow(
+    blocks: nn.ModuleList | list[nn.Module], last: nn.Module, log: Log
+) -> list[RemovableHandle]:
     """Hooks that tell the log which part of the model is at work: forward, backward, replays.
 
-    The head begins behind `last`, which comes after the blocks.
+    The head begins behind `last`: the last block, or what comes after it.
     """
+    behind = last not in blocks
 
-    def enter_block(i: int, block: nn.Module, args: tuple) -> None:
+    def enter_block(i: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         log.enter(log.phase, i)
         if log.phase == "forward":  # backward of block i ends with its input's gradient
-            when_gradient_is_there(args[0], i - 1 if i > 0 else None)
+            when_gradient_is_there((args, kwargs), i - 1 if i > 0 else None)
 
     def leave_blocks(last: nn.Module, args: tuple) -> None:
         log.enter("forward")
-        when_gradient_is_there(args[0], len(blocks) - 1)
+        when_gradient_is_there(args, len(blocks) - 1)
 
-    def enter_head(last: nn.Module, args: tuple, output: Tensor) -> None:
-        log.enter("head")
-        when_gradient_is_there(output, None)
+    def enter_head(last: nn.Module, args: tuple, output: Any) -> None:
+        if log.phase == "forward":  # no replay
+            log.enter("head")
+            when_gradient_is_there(output, None if behind else len(blocks) - 1)
 
-    def when_gradient_is_there(x: Tensor, i: int | None) -> None:
-        """Backward is in block i from then on."""
-        x.register_hook(lambda _: log.enter("backward", i))
+    def when_gradient_is_there(tensors: Any, i: int | None) -> None:
+        """That of the first tensor that has one: backward is in block i from then on."""
+        leaves = filter(torch.is_tensor, tree_leaves(tensors))
+        for tensor in [leaf for leaf in leaves if leaf.requires_grad][:1]:
+            tensor.register_hook(lambda _: log.enter("backward", i))
 
     return [
-        last.register_forward_pre_hook(leave_blocks),
+        *(module.register_forward_pre_hook(leave_blocks) for module in [last] * behind),
         last.register_forward_hook(enter_head),
         *(
-            block.register_forward_pre_hook(partial(enter_block, i))
+            block.register_forward_pre_hook(partial(enter_block, i), with_kwargs=True)
             for i, block in enumerate(blocks)
         ),
     ]

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import numpy as np
 
 from memory.offload import bytes_of_blocks
-from model import MiniGPTConfig
 
 from .clock import Card, seconds_of_each
 from .log import Log, Op, Place, Storage
@@ -90,16 +90,16 @@ def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
     return (came - went).cumsum(axis=0) + went
 
 
-def cut(log: Log, calls: Iterable[int]) -> list[Segment]:
+def cut(log: Log, calls: Iterable[int] = ()) -> list[Segment]:
     """Cut a log into segments, where another call begins or what lies between two of them.
 
-    `calls`: of how many blocks each call is.
+    `calls`: of how many blocks each call is; by default of one.
     """
     call_of = [i for i, size in enumerate(calls) for _ in range(size)]
 
     def part(place: Place) -> tuple[str, int | None]:
         _, phase, block = place
-        return phase, block if block is None else call_of[block]
+        return phase, call_of[block] if call_of and block is not None else block
 
     changes = np.zeros((log.now + 1, 2, len(KINDS)), dtype=np.int64)
     kept = np.zeros(log.now + 1, dtype=np.int64)
@@ -140,8 +140,8 @@ def kind_of(storage: Storage, is_kept: bool) -> str:
 class StepMemory:
     """The memory of one training step, in bytes, after each of its operators."""
 
-    config: MiniGPTConfig
-    batch_size: int
+    config: Any  # MiniGPTConfig, or None: another model (planner/any_model.py)
+    batch_size: int  # 0 of another model, whose batch may be anything
     seq_len: int
     segments: list[tuple[Segment, int]]  # in order; and what is to be added to its blocks' numbers
 

@@ -1,0 +1,180 @@
+"""Plan one training step of any model: an nn.Module whose forward returns a loss.
+
+A copy of the model takes the step on fake tensors: that needs no GPU and next to no memory, and
+leaves the model alone. `Planner` (planner/step.py) knows more of MiniGPT: each recompute policy,
+sharding, the largest batch that fits.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from .operators import EMPTY, PRECISIONS
+from .step import follow, forward_and_backward, make_state, name_what_is_there, simulated_on
+from .timeline import StepMemory, cut
+
+# What a model may raise on fake tensors -> in words.
+WHY_NOT: dict[type[Exception], str] = {
+    DataDependentOutputException: "it needs the value of a tensor, and fake tensors have none",
+    DynamicOutputShapeException: "it needs the values of a tensor, and fake tensors have none",
+    UnsupportedOperatorException: "an operator that fake tensors do not have",
+    CheckpointError: "a block does something else when it runs again (does it fill a cache?)",
+}
+
+
+def plan_step(
+    model: nn.Module,
+    batch: Mapping[str, Any] | Sequence[Any],
+    optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    *,
+    blocks: Iterable[nn.Module] | None = None,
+    recompute: str = "none",
+    precision: torch.dtype = torch.float32,
+    device_type: str = "cpu",
+) -> StepMemory:
+    """Plan the memory of one training step of `model`, in bytes: forward, backward, update.
+
+    The step is a later one, which finds the optimizer's state, of all trained weights. It drops all
+    that forward returns besides the loss, such as logits, before backward:
+    `model(**batch).loss.backward()`. Not counted are tensors that no module has registered; what
+    closures and globals hold is no copy. An nn.LSTM takes more on a CPU, by a kernel of its own.
+
+    Args:
+        model: on any device ("meta", too), in training mode. It is not changed. Its forward returns
+            the loss, an object with `.loss`, or a tuple that begins with the loss.
+        batch: forward's keyword arguments, or its positional ones.
+        optimizer: makes one for the parameters that are trained: `torch.optim.AdamW`.
+        blocks: modules of the model, in the order in which they run. The plan tells them apart.
+        recompute: "none", or "full": `torch.utils.checkpoint.checkpoint` around each block.
+        precision: of autocast, or float32. (Autocast is a CPU's. On CUDA it leaves more functions
+            in float32, such as `torch.pow`: a model that calls them takes more there.)
+        device_type: "cpu", "cuda" or "mps": the step's device, wherever the model is.
+
+    Raises ValueError: an argument is none of these, forward returns no loss, the model decides by
+    the values of floating-point tensors, or a block does something else when it runs again.
+    """
+    stack = list(dict.fromkeys(blocks)) if isinstance(blocks, Iterable) else []
+    for is_wrong, words in (
+        (not model.training, "model: call .train() first, this is about a training step"),
+        (not isinstance(batch, Mapping | tuple | list), "batch: a dict of arguments, or a tuple"),
+        (not callable(optimizer), "optimizer: a function that makes it, as torch.optim.AdamW"),
+        (blocks is not None and not stack, "blocks: a list of modules, as model.transformer.h"),
+        (not {*model.modules()}.issuperset(stack), "blocks: some are no modules of the model"),
+        (recompute not in ("none", "full"), f"recompute: none or full, not {recompute}"),
+        (recompute == "full" and not stack, "recompute: full needs blocks, as model.transformer.h"),
+        (precision not in PRECISIONS, f"precision: one of {PRECISIONS}, not {precision}"),
+        (device_type not in ("cpu", "cuda", "mps"), f"device_type: cpu, cuda, mps: {device_type}?"),
+    ):
+        if is_wrong:
+            raise ValueError(words)
+    fake = FakeFloats(allow_non_fake_inputs=True)  # (of tensors that no module has registered)
+    leaves = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
+    with fake:
+        copies = {id(leaf): copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    model, stack, batch = deepcopy((model, stack, batch), cast(Any, copies))
+    if recompute == "full":
+        for block in stack:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        # (Of transformers, as its own switch does: a replay would fill a cache once more.)
+        configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+        for config in [config for config in configs if hasattr(config, "use_cache")]:
+            config.use_cache = False
+    try:
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            return simulate(fake, model, batch, optimizer, stack, precision, device_type)
+    except tuple(WHY_NOT) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"model: {WHY_NOT[type(error)]}: {first_line}") from error
+
+
+def simulate(
+    fake: FakeTensorMode,
+    model: nn.Module,
+    batch: Mapping[str, Any] | Sequence[Any],
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    blocks: list[nn.Module],
+    precision: torch.dtype,
+    device_type: str,
+) -> StepMemory:
+    """The step of a model and a batch that are fake."""
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+    names = {tensor: name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("model: none of its weights is trained")
+    with fake:
+        optimizer = make_optimizer(trained)
+        updated = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not {*map(id, updated)} <= {*map(id, trained)}:
+            raise ValueError("optimizer: make it of the parameters that it is given")
+        for group in [its for its in optimizer.param_groups if its.get("foreach", 0) is None]:
+            # (torch's default there)
+            group["foreach"] = device_type == "cuda" and not group.get("fused")
+        make_state(optimizer, trained)
+    with simulated_on(device_type, fake) as log:
+        if blocks:
+            follow(blocks, blocks[-1], log)
+        for tensor, name in names.items():
+            log.name(tensor, "parameters", name)  # buffers and frozen weights, too
+        name_what_is_there(log, names, optimizer, {})
+        for tensor in filter(torch.is_tensor, tree_leaves(batch)):
+            log.name(tensor, "activations", "batch")
+        forward_and_backward(log, lambda: loss_in(model(*args, **kwargs)), precision, True)
+        name_what_is_there(log, names, optimizer, {})
+        log.enter("optimizer")
+        optimizer.step()
+    return StepMemory(None, 0, 0, [(segment, 0) for segment in cut(log)])
+
+
+def loss_in(result: Any) -> Tensor:
+    """The loss in what forward returned. Raises ValueError if there is none."""
+    loss = getattr(result, "loss", result[0] if isinstance(result, tuple) else result)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError(
+            "model: its forward returns no loss (a tensor, .loss, or first of a tuple)"
+        )
+    return loss
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Is it, or is it to become, a tensor without numbers?"""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_floating_point()
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy on the CPU; of what `is_fake`, in a fake mode, without its memory."""
+    if not is_fake(tensor):
+        return tensor.to("cpu", copy=True)
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+class FakeFloats(FakeTensorMode):
+    """Fake tensors, but for integers that depend on integers only: those are real.
+
+    They are small, and models decide by them: is there padding in this mask, do positions start
+    anew?
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        tensors = [*filter(torch.is_tensor, tree_leaves((args, kwargs)))]
+        dtype = torch.int64 if name == "arange" else kwargs.get("dtype") or torch.float32
+        makes_integers = tensors or not dtype.is_floating_point
+        if makes_integers and name not in EMPTY and not any(map(is_fake, tensors)):
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
