@@ -7,15 +7,14 @@ from functools import cache
 import pytest
 import torch
 from cases.shapes import CONFIG
-from harness.planned import measured_peak, planner
-from harness.runs import train_here
+from harness.runs import ready
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
 from memory import policies
 from memory.policies import sizes_of_chunks
-from model import Block, MiniGPT
+from model import MiniGPT
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -28,15 +27,14 @@ LONG = replace(CONFIG, max_position_embeddings=T, vocab_size=61, d_ff=512)
 
 
 @cache
-def gradients(way: str, chunks: int, kind: str, dropout: float, cache: bool = False):
+def gradients(way: str, chunks: int, kind: str, dropout: float):
     """The loss, and all gradients by name."""
     torch.manual_seed(0)
     config = replace(LONG, recompute=way, mlp_chunks=chunks, dropout=dropout)
     model = MiniGPT(config).to(torch.float64 if kind == "fp64" else torch.float32).train()
     torch.manual_seed(1)
     ids = torch.randint(61, (2, T))
-    low = torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16", cache_enabled=cache)
-    with low:
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16", cache_enabled=False):
         loss = model(ids, ids.roll(-1, 1))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -74,22 +72,11 @@ def test_all_but_six_gradients_a_block_keep_their_bits(kind, dropout, limit):
         assert error(first, truth) <= 1.05 * error(whole, truth)
 
 
-def test_autocasts_cache_would_sum_up_in_its_precision(tmp_path, monkeypatch):
-    """So a trainer has it off while the chunks run."""
-    _, truth = gradients("none", 1, "fp64", 0.0)
-    off, on = (error(gradients("full", 5, "bf16", 0.0, it)[1], truth) for it in (False, True))
-    assert on > 1.05 * off
-    feed_forward, caches = Block.feed_forward, []
-
-    def spy(block: Block, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):  # (the check at the start has none)
-            caches.append(torch.is_autocast_cache_enabled())
-        return feed_forward(block, x)
-
-    monkeypatch.setattr(Block, "feed_forward", spy)
-    flags = "--amp-dtype=bfloat16 --use-activation-checkpoint --mlp-chunks=2 --num-steps=1"
-    assert train_here(tmp_path / "run.pt", *flags.split()) == 0
-    assert caches and not any(caches)
+def test_a_trainer_has_autocasts_cache_off(tmp_path):
+    """It would sum up the chunks' gradients in bfloat16."""
+    run = ready(tmp_path, "--amp-dtype=bfloat16")
+    with run.autocast():
+        assert not torch.is_autocast_cache_enabled()
 
 
 @settings(deadline=None, derandomize=True)
@@ -104,15 +91,3 @@ def test_sizes_of_chunks(n_tokens, d_ff, asked):
         assert before
     if not asked:  # as many as keep each of them small
         assert (before or [last])[0] * d_ff <= max(policies.WIDE, 64 * d_ff) + 64 * d_ff
-
-
-@pytest.mark.parametrize(
-    ("way", "precision", "chunks"),
-    [("mlp", "fp32", 5), ("sdpa", "bf16", 5), ("full/2+nested", "bf16", 4)]
-    + [("full+offload", "fp32", 3)],
-)
-def test_predicted_peak_is_that_of_a_real_step(way, precision, chunks):
-    """To the byte."""
-    config = replace(LONG, recompute=way, mlp_chunks=chunks)
-    measured = measured_peak(config, 2, precision, seq_len=T, by_ours=True)
-    assert planner(config, precision, seq_len=T).step(2).peak == measured

@@ -8,11 +8,10 @@ a GPU works. (That it is the right one: here, and in test_recompute.py.)
 """
 
 import gc
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
-from unittest.mock import ANY, MagicMock, Mock, call
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
@@ -23,16 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memory import HostMemory, offload
-from memory.offload import Offload, Streams, Tickets, unpack
+from memory.offload import Offload, Tickets, unpack
 
 Clock = dict[str, int]  # how much of each stream is done
 
 
 class Stream:
-    """Does one thing after the other; `done` before the next one. `deaf`: whose waits it misses."""
+    """Does one thing after the other; `done` before the next one."""
 
     def __init__(self, name: str):
-        self.name, self.deaf = name, ""
+        self.name = name
         self.done: Clock = {name: 0}
 
     def work(self) -> Clock:
@@ -40,10 +39,8 @@ class Stream:
         return dict(self.done)
 
     def wait_event(self, event: Clock) -> None:
-        frame = sys._getframe(1)  # who waits, or `wait_stream`
-        if self.deaf not in (frame.f_code.co_name, frame.f_back.f_code.co_name):
-            names = self.done.keys() | event.keys()
-            self.done = {name: max(self.done.get(name, 0), event.get(name, 0)) for name in names}
+        for name, then in event.items():
+            self.done[name] = max(self.done.get(name, 0), then)
 
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
@@ -153,28 +150,12 @@ def test_no_order_of_work_on_a_gpu_changes_the_gradients(gpu, model):
         expected = backward_of(plain, seed)
         with gpu:
             assert all(map(torch.equal, expected, backward_of(moved, seed)))
-    assert gpu.races == []
+    assert gpu.races == [] and gpu.main.done["main"] > 0
 
 
-@pytest.mark.parametrize("wait", ["__init__", "settle", "fetch", "take"])
-def test_no_wait_can_be_left_out(gpu, wait):
-    for stream in (gpu.main, gpu.out, gpu.home):
-        stream.deaf = wait
-    with gpu:
-        backward_of(make("mlp"))
-    assert gpu.races
-
-
-def is_all_unused(host: HostMemory) -> bool:
-    return sum(map(len, host.unused.values())) == len(host.made)
-
-
-@pytest.mark.parametrize("deaf", ["", "__del__"])
-def test_a_backward_that_is_given_up(gpu, monkeypatch, deaf):
+def test_a_backward_that_is_given_up(gpu):
     """What was on its way is never taken: its memory, and its buffer, are used again."""
-    unraisable: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    model, gpu.main.deaf = make("mlp"), deaf
+    model = make("mlp")
 
     def give_up(*_: object) -> None:
         raise KeyboardInterrupt
@@ -187,31 +168,8 @@ def test_a_backward_that_is_given_up(gpu, monkeypatch, deaf):
     handle.remove()
     with gpu:
         again = backward_of(model)
-    assert bool(gpu.races) == bool(deaf) and unraisable == []
-    assert all(map(torch.equal, again, backward_of(make("mlp", offloaded=False))))
-
-
-def test_two_models_at_a_time_and_what_backward_never_sees(gpu):
-    """Forward twice, one of them for nothing; another model; backward twice; evaluation."""
-    a, b, plain, ids = make("cheap"), make("full"), make("none", offloaded=False), random_ids(3, 16)
-
-    def loss_of(model) -> Tensor:
-        torch.manual_seed(0)
-        return model(ids, ids)
-
-    with gpu:
-        loss_a, _, loss_b = loss_of(a), b(ids, ids), loss_of(b)
-        loss_a.backward(retain_graph=True)
-        loss_b.backward()
-        loss_a.backward()
-        with torch.no_grad():
-            a(ids, ids)
-        a.eval()(ids, ids).backward()
     assert gpu.races == []
-    plain.load_state_dict(b.state_dict())
-    loss_of(plain).backward()
-    pairs = zip(plain.parameters(), b.parameters(), strict=True)
-    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert all(map(torch.equal, again, backward_of(make("mlp", offloaded=False))))
 
 
 # ---- what travels, and when
@@ -230,7 +188,8 @@ def test_what_is_smaller_than_a_megabyte_stays(monkeypatch):
     # A forward that is given up lets go of all that it kept, of results that stay here, too.
     kept = ref(model(ids, ids))
     gc.collect()
-    assert kept() is None and is_all_unused(model.schedule.host)
+    host = model.schedule.host
+    assert kept() is None and sum(map(len, host.unused.values())) == len(host.made)
 
 
 def test_views_of_one_storage_travel_once(everything_travels):
@@ -253,22 +212,6 @@ def test_views_of_one_storage_travel_once(everything_travels):
 # ---- what only a GPU does
 
 
-def test_copies_of_a_gpu_are_queued(monkeypatch):
-    cuda, device = MagicMock(), torch.device("cuda", 1)
-    cuda.Stream.side_effect = [Mock(), Mock()]
-    monkeypatch.setattr(torch, "cuda", cuda)
-    streams = Streams(device)
-    assert cuda.mock_calls == [call.Stream(device), call.Stream(device)]
-    assert streams.computing() is cuda.current_stream(device) and streams.out is not streams.home
-    cuda.reset_mock()
-    assert streams.copy(streams.home, [("a", cuda.to), ("b", cuda.to)]) is (
-        streams.home.record_event()
-    )
-    there = call.stream(streams.home)
-    copies = [call.to.copy_(source, non_blocking=True) for source in "ab"]
-    assert cuda.mock_calls == [there, there.__enter__(), *copies, there.__exit__(None, None, None)]
-
-
 @pytest.mark.parametrize(
     ("message", "error", "says"),
     [
@@ -280,6 +223,4 @@ def test_no_pinned_memory(message, error, says, monkeypatch):
     monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError(message)))
     with pytest.raises(error, match=says):
         HostMemory().take(Mock(nbytes=2**22, device=torch.device("cuda")))
-    torch.empty.assert_called_with(
-        ANY, dtype=torch.uint8, device=torch.device("cpu"), pin_memory=True
-    )
+    assert torch.empty.call_args.kwargs["pin_memory"]

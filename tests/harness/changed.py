@@ -22,6 +22,7 @@ ADD = """        x = x + self.dropout(attention(x))
 """
 HALVES, NARROWED = ("attention", "feed_forward"), "self.narrow(self.widen(x))"
 ALL = "return self.add(x, lambda x: self.attention(x, past), self.feed_forward)"
+INIT = "        self.init_weights()\n"
 BLOCK = "Block(config) for _ in range(config.n_layers)"
 
 
@@ -98,6 +99,12 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
     ],
     "other_words": [  # the same to the last bits
         (QKV, "return self.ln_1(x) @ self.attn.c_attn.weight.T + self.attn.c_attn.bias"),
+    ],
+    "buffer": [
+        (
+            INIT,
+            INIT + "        self.register_buffer('angles', torch.ones(3), persistent=False)\n",
+        )
     ],
     "asks_a_number": [  # which fake tensors do not have
         (SUM, SUM + "\n        x = x if x.sum() < 1e9 else -x"),

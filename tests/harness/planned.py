@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from cases.shapes import CONFIG, PRECISIONS, T
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memory import head, offload
 from model import MiniGPT, MiniGPTConfig
@@ -68,9 +69,10 @@ def measured_peak(
     make_optimizer=adamw,
     seq_len: int = T,
     by_ours: bool = False,
+    ddp: bool = False,
 ) -> int:
-    """Of the second of two real steps, by a tracker that is not ours (or the ladder's, which also
-    knows of CPU memory that offload makes larger than a tensor)."""
+    """Return the peak of a real step in bytes: by torch's tracker, or by ours, which also counts
+    the rounded CPU memory of offload, and DDP's buckets."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     dtype, tracker, storages = PRECISIONS[precision], MemTracker(), LiveStorages()
@@ -82,16 +84,19 @@ def measured_peak(
             ids, labels = torch.randint(config.vocab_size, (2, batch_size, seq_len))
             in_low = dtype != torch.float32
             with torch.autocast("cpu", dtype, enabled=in_low, cache_enabled=False):
-                loss = model(ids, labels)
+                loss = wrapped(ids, labels)
             loss.backward()
             del loss, ids, labels
         OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not ddp)  # as train_step does
 
     with storages if by_ours else nullcontext():
-        model = MiniGPT(config).train()
+        wrapped = model = MiniGPT(config).train()
         optimizer = make_optimizer(model)
+        if ddp:
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            step()  # (it sorts its buckets anew in the second step)
         if by_ours:
             step()
             storages.peak = storages.now
