@@ -12,7 +12,6 @@ from test_model import random_ids, tiny
 from torch import Tensor, nn
 
 from memory.head import (
-    add_product,
     parse_release,
 )
 from model import embed
@@ -75,27 +74,7 @@ def test_a_build_of_a_release_before_it_is_out_has_what_the_release_has():
     """A nightly build, or one of NVIDIA's: for torch's own comparison "2.11.0a0" comes before."""
     builds = ("2.11.0a0+git9f3b", "2.11.0.dev20260101+cu130", "2.11.0rc1", "2.11.0", "2.13.0+cpu")
     assert all(parse_release(build) >= (2, 11) for build in (*builds, "2.100.0", "3.0.0a0"))
-    assert all(parse_release(build) < (2, 11) for build in ("2.10.2+cu130", "2.9.1", "1.13.1"))
-
-
-@pytest.mark.parametrize("can_add", [True, False])
-def test_the_weights_gradient_is_added_up_in_float32_by_the_gpus_matmul_if_it_can(
-    can_add, monkeypatch
-):
-    """(A CPU cannot: it is played by what knows the signature.)"""
-    called = []
-
-    def addmm(total, a, b, *, out_dtype, out):
-        called.append((a.dtype, out_dtype))
-        return out.add_(a.float() @ b.float())
-
-    monkeypatch.setattr("memory.head.ADDS_IN_FLOAT32", can_add)
-    monkeypatch.setattr(torch, "addmm", addmm)
-    total, a, b = torch.ones(6, 4), torch.randn(6, 3).bfloat16(), torch.randn(3, 4).bfloat16()
-    add_product(on_gpu := total.as_subclass(OnGPU), a, b)
-    assert called == [(torch.bfloat16, torch.float32)] * can_add
-    expected = 1 + a.float() @ b.float()
-    torch.testing.assert_close(on_gpu.as_subclass(Tensor), expected, atol=0.02, rtol=0.02)
+    assert parse_release("2.10.2+cu130") < (2, 11)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -117,16 +96,6 @@ def test_only_so_many_logits_at_a_time(monkeypatch, asked, rows, grad):
     assert [rows for name, rows in ran if name == "mm" and rows.is_integer()] == chunks
     slices = [min(4, n - start) for n in chunks for start in range(0, n, 4)]
     assert [rows for name, rows in ran if name == "log_softmax"] == slices
-    # Gradients are taken on the way, and only if somebody wants them.
-    names = [name for name, _ in ran]
-    assert names.count("softmax") == (len(slices) if grad else 0)
-    assert names.count("addmm_") == (len(chunks) if grad else 0)
-
-
-class OnGPU(Tensor):
-    """A CPU's tensor in the part of a GPU's."""
-
-    is_cuda = True
 
 
 def tied_gradients(loss_chunks: int, on_cpu: bool | None = None) -> dict[str, Tensor]:
@@ -152,33 +121,16 @@ def test_the_embeddings_gradient_comes_in_as_few_slices_as_may_be(monkeypatch, t
     torch.testing.assert_close(sliced, whole, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("uses_lookup", "n_heads"), [(True, 0), (False, 1), (True, 2), (False, 2)])
-def test_the_tied_weight_gets_the_gradients_of_all_its_uses(uses_lookup, n_heads):
-    x, _, labels = head_inputs(32, vocab_size=61)
-    gradients = []
+@pytest.mark.parametrize(("lookups", "heads"), [(1, 0), (0, 1), (1, 2), (0, 2)])
+def test_the_tied_weight_gets_the_gradients_of_all_its_uses(lookups, heads):
+    x, weight, labels = head_inputs(32, vocab_size=61)
+    embedding, gradients = nn.Embedding(61, 16, _weight=weight.detach()), []
     for look_up in (embed, tiny().embed):
-        torch.manual_seed(0)
-        embedding, total = nn.Embedding(61, 16), torch.zeros(())
-        embedded, weight = look_up(embedding, labels)
-        if uses_lookup:
-            total = total + embedded.square().sum()
-        for _ in range(n_heads):
-            total = total + F.cross_entropy(F.linear(x, weight)[0], labels[0])
-        total.backward()
-        gradients.append(embedding.weight.grad)
+        embedded, tied = look_up(embedding, labels)
+        losses = [F.cross_entropy(F.linear(x, tied)[0], labels[0]) for _ in range(heads)]
+        losses += [embedded.square().sum()] * lookups
+        gradients += torch.autograd.grad(sum(losses), embedding.weight)
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("how", [{"padding_idx": 3}, {"max_norm": 0.01}])
-def test_another_kind_of_embedding_is_called_in_training_too(how):
-    model, ids = tiny().train(), random_ids(2, 16)
-    weight = model.token_embedding.weight
-    model.token_embedding = nn.Embedding(*weight.shape, _weight=weight.detach().clone(), **how)
-    loss = model(ids, ids)
-    with torch.no_grad():
-        assert model(ids, ids).item() == pytest.approx(loss.item(), rel=1e-6)
-    loss.backward()
-    assert 3 in ids and ("max_norm" in how) == (abs(tiny()(ids, ids).item() - loss.item()) > 1e-4)
 
 
 def test_the_loss_of_a_model_in_bfloat16_is_exact_in_one_chunk_as_well():
@@ -187,14 +139,9 @@ def test_the_loss_of_a_model_in_bfloat16_is_exact_in_one_chunk_as_well():
     torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
 
 
-def test_backward_twice_and_second_derivatives_are_refused_not_wrong():
+def test_backward_twice_is_refused_not_wrong():
     ids = random_ids(4, 16)
     loss = tiny(loss_chunks=4)(ids, ids)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    x, weight, labels = head_inputs(32)
-    loss = head_loss(x, weight, labels, 4)
-    (first,) = torch.autograd.grad(loss * loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.square().sum().backward()

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness.runs import parse, same, snapshot, train_here
+from harness.runs import parse, snapshot, train_here
 from torch import Tensor
 
 from model import MiniGPT, MiniGPTConfig
@@ -16,9 +16,7 @@ from trainer.optimizer import (
     make_optimizer,
     orthogonalize,
     product_of_factors,
-    restore_optimizer,
 )
-from trainer.process import OneProcess
 
 CPU, CUDA, MPS = map(torch.device, ("cpu", "cuda", "mps"))
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -55,9 +53,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 def test_muon_is_for_the_matrices_of_the_blocks_and_learns_faster():
     assert type(make()[1]) is torch.optim.AdamW and type(make(SMALL)[1]) is LeanOptimizer
     assert all(make(device=device)[1].defaults["fused"] for device in (CPU, CUDA, MPS))
-    for flags, rate in (((), 0.4), ((MUON,), 0.8)):
-        args = parse("--d-model=64", *flags)
-        assert args.lr == rate / 64 and args.min_lr == args.lr / 10
+    assert parse("--d-model=64", MUON).lr == 0.8 / 64 == 2 * parse("--d-model=64").lr
     model, optimizer = make(MUON)
     rules = [
         (p, (g["rule"], g["weight_decay"])) for g in optimizer.param_groups for p in g["params"]
@@ -93,21 +89,15 @@ def naive_muon(weight: Tensor, gradients: list[Tensor], rate: float, decay: floa
 def test_muon_is_that_of_the_papers(precision, digits, near, monkeypatch):
     """Stacks of at most 2 wide matrices; products that no digits are lost in, or bfloat16's. (The
     shorter way is not for those, nor for products in TF32, which have too few digits for it.)"""
-    stacks: list[Tensor] = []
-    short: list[Tensor] = []
+    short = Mock(wraps=product_of_factors)
+    monkeypatch.setattr(optimizer_file, "product_of_factors", short)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: digits)
     monkeypatch.setattr(optimizer_file, "AT_A_TIME", 2 * 20 * 60)
-    for calls, real in ((stacks, orthogonalize), (short, product_of_factors)):
-        spy = lambda some, calls=calls, real=real: calls.append(some) or real(some)  # noqa: E731
-        monkeypatch.setattr(optimizer_file, real.__name__, spy)
     for name, (start, gradients, end) in learn(4, MUON, precision=precision)[0].items():
         if is_matrix(name, start):
             expected = naive_muon(start, gradients, 0.02, 0.1)
             assert (end - expected).norm() < near * (start - expected).norm(), name
-    # of 60 x 20, 20 x 20, 56 x 20, 20 x 56
-    assert [len(some) for some in stacks] == 4 * [2, 1, 3, 2, 1, 2, 1]
-    assert {some.dtype for some in stacks} == {BF16 if precision == BF16 else FP32}
-    assert bool(short) == (digits == "highest")
+    assert short.called == (digits == "highest")
     zero = torch.zeros(1, 4, 4)
     assert torch.equal(orthogonalize(zero), zero)
 
@@ -129,12 +119,9 @@ def naive_adamw(
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 @pytest.mark.parametrize("flags", [(MUON,), (SMALL,), (MUON, SMALL), ()], ids=" ".join)
 def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, monkeypatch):
-    """And fills up vectors for a CPU alone: each would be two more launches of a GPU."""
     monkeypatch.setattr(optimizer_file, "AT_A_TIME", at_a_time)
-    monkeypatch.setattr(optimizer_file.F, "pad", pad := Mock(wraps=optimizer_file.F.pad))
     dtype = BF16 if SMALL in flags else FP32
     found, optimizer = learn(5, *flags, device=device)
-    assert pad.called == (device == CPU and bool(flags))
     for name, (start, gradients, end) in found.items():
         if MUON in flags and is_matrix(name, end):
             continue
@@ -147,16 +134,6 @@ def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, 
         for kept, moment in zip((state["exp_avg"], state["exp_avg_sq"]), moments, strict=True):
             assert kept.dtype == dtype
             assert (kept.float() - moment.float()).norm() < 1e-3 * moment.float().norm()
-
-
-def test_what_is_restored_is_a_copy():
-    """A view of what was read would keep all of it alive."""
-    _, optimizer = learn(2, MUON)
-    other = make(MUON)[1]
-    restore_optimizer(other, optimizer.state_dict(), OneProcess(CPU).part)
-    for ours, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
-        assert same(ours, theirs)
-        assert all(ours[n].data_ptr() != theirs[n].data_ptr() for n in ours.keys() - {"step"})
 
 
 # ---- Runs
@@ -173,7 +150,6 @@ def test_at_resume_the_moments_dtype_may_change_the_optimizer_not(name, other, t
         flags = ("--resume", f"--moments-dtype={now}", f"--num-steps={steps}")
         assert train_here(run, *flags) == 0
         assert f"--moments-dtype {before} -> {now}" in capsys.readouterr().out
-        moments = snapshot(run)["optimizer"]["state"]
-        assert sorted(moments) == list(range(28))  # 12 of each block, 2 tables, ln_f's 2
-        kept = {t.dtype for s in moments.values() for n, t in s.items() if n != "step"}
+        moments = snapshot(run)["optimizer"]["state"].values()
+        kept = {t.dtype for one in moments for n, t in one.items() if n != "step"}
         assert kept == {getattr(torch, now)}
