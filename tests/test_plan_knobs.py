@@ -94,6 +94,7 @@ def test_the_flags_of_a_length(flags, length, words):
     assert " ".join(words_of(changes)).removesuffix(NONE).strip() == words
     found = parse(f"{flags} {words}")
     assert found.seq_len == length <= found.max_position_embeddings
+    assert found.max_position_embeddings == wanted.max_position_embeddings
 
 
 # ---- all knobs
