@@ -46,8 +46,7 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
     if config.getoption("-m") == "reliability":
         terminalreporter.section("the table of docs/reliability.md")
         reports = [report for some in terminalreporter.stats.values() for report in some]
-        for line in table(reports):
-            terminalreporter.write_line(line)
+        terminalreporter.write_line("\n".join(table(reports)))
 
 
 @pytest.fixture

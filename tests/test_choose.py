@@ -80,5 +80,3 @@ def test_all_names_are_all():
     n, found = len(RECOMPUTE_POLICIES), [expand(name, 4)[:2] for name in all_names(4)]
     one_or_two, in_groups = n + 3 * (n - 1) ** 2, n
     assert len(found) == len(set(found)) == one_or_two + in_groups
-
-

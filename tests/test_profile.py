@@ -1,17 +1,15 @@
 """--profile: the ranges and what is inside of them, the table, and that nothing else changes."""
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from harness.runs import older_runs, same, snapshot, torchrun, train_here
+from harness.faults import broken, raising
+from harness.runs import older_runs, same, snapshot, train_here
 from torch._dynamo.utils import counters
 
-import train_minimal
 from model import Block
 from trainer.clocks import TABLE_ROWS, WARM_UP
 from trainer.snapshot import beside
@@ -32,13 +30,9 @@ def ranges(path: Path) -> dict[str, list[dict]]:
     return named
 
 
-def end(event: dict) -> float:
-    return event["ts"] + event["dur"]
-
-
 def inside(event: dict, other: dict) -> bool:
-    within = other["ts"] <= event["ts"] and end(event) <= end(other)
-    return event["tid"] == other["tid"] and within
+    last, end = (its["ts"] + its["dur"] for its in (event, other))
+    return event["tid"] == other["tid"] and other["ts"] <= event["ts"] and last <= end
 
 
 @pytest.mark.parametrize(
@@ -69,41 +63,24 @@ def test_ranges_are_named_and_no_bit_changes(flags, replays, tmp_path):
         phase = "backward" if "recompute" in name else "forward"
         around = named[phase] + evaluations
         assert all(any(inside(e, other) for other in around) for e in named[name]), name
-    flat = sorted((e for events in named.values() for e in events), key=lambda e: e["ts"])
-    for event, later in zip(flat, flat[1:], strict=False):
-        nested = inside(later, event) and later["name"] not in PHASES
-        assert nested or later["ts"] >= end(event)
-
-
-def before_each_step(monkeypatch, act) -> None:
-    real = train_minimal.train_step
-    monkeypatch.setattr(train_minimal, "train_step", lambda run: act(run) or real(run))
 
 
 def test_the_table_and_a_disk_without_room_for_the_trace(path, capsys, monkeypatch):
     """torch's own: operators by their own time, without our ranges."""
-
-    def write(*_: object) -> None:
-        raise OSError("disk full")
-
+    write = raising(OSError("disk full"))
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write)
     assert train_here(path, *SHORT) == 0
-    said = capsys.readouterr().out
-    _, table = re.split(rf"^profile  {N} of {N} steps, by .*$", said, flags=re.M)
+    _, table = capsys.readouterr().out.split(f"profile  {N} of {N} steps, by ")
     assert f"\nwarning  no trace: cannot save {beside(path, '.trace.json')}: disk full\n" in table
     rows = re.findall(r"^ *(\S.*?)  +([\d.]+)%", table, re.M)
     shares = {name: float(share) for name, share in rows}
     assert len(shares) == TABLE_ROWS and [*shares.values()] == sorted(shares.values())[::-1]
-    assert "aten::addmm" in shares and 0 < sum(shares.values()) <= 100.1
-    assert not {*PHASES, "head", "block", "ProfilerStep*"} & shares.keys()
+    assert "aten::addmm" in shares and not {*PHASES, "head", "ProfilerStep*"} & shares.keys()
 
 
 @pytest.mark.parametrize("step", [WARM_UP - 1, WARM_UP + 1])
-def test_a_signal_before_the_end(step, path, monkeypatch, capsys):
-    before_each_step(
-        monkeypatch, lambda run: os.kill(os.getpid(), signal.SIGINT) if run.step == step else None
-    )
-    assert train_here(path, *SHORT) == 130
+def test_a_signal_before_the_end(step, path, capsys):
+    assert broken(path, f"term:0:{step}", *SHORT) == 143
     said = capsys.readouterr().out
     if step < WARM_UP:
         assert "nothing was recorded" in said and not beside(path, ".trace.json").exists()
@@ -126,25 +103,16 @@ def test_it_needs_steps_and_is_of_this_start_alone(path, capsys):
 
 
 @pytest.mark.slow
-def test_process_0_profiles(tmp_path):
-    path, plain = tmp_path / "run.pt", tmp_path / "plain.pt"
-    result = torchrun(path, *SHORT, FULL, script="train_fsdp.py")
-    assert result.stdout.count(f"profile  {N} of {N} steps") == 1
-    named = ranges(path)
-    assert len(named["recompute of block 0"]) == len(named["block 1"]) == len(named["head"]) == N
-    assert {file.name for file in tmp_path.glob("*.json")} == {"run.trace.json"}
-    torchrun(plain, "--num-steps=6", FULL, script="train_fsdp.py")
-    assert same(snapshot(plain)["model"], snapshot(path)["model"])
-
-
-@pytest.mark.slow
-def test_compiled_blocks_have_ranges_around_them(path, monkeypatch):
+def test_compiled_blocks_have_ranges_around_them(path):
     """And nothing is compiled anew for the recorded steps."""
     compiled: list[int] = []
-    before_each_step(monkeypatch, lambda run: compiled.append(counters["stats"]["unique_graphs"]))
+    watch = dict.fromkeys(
+        range(1, 7), lambda run: compiled.append(counters["stats"]["unique_graphs"])
+    )
     torch._dynamo.reset()
     counters.clear()
-    assert train_here(path, *SHORT, "--compile", f"{FULL}=full:1,cheap", "--dropout=0") == 0
+    flags = *SHORT, "--compile", f"{FULL}=full:1,cheap", "--dropout=0"
+    assert broken(path, watch, *flags) == 0
     named = ranges(path)
     assert compiled[WARM_UP] > 0 and len({*compiled[WARM_UP:]}) == 1, compiled
     assert len(named["block 0"]) == len(named["block 1"]) == N

@@ -6,21 +6,27 @@ about. `python -m pytest -m reliability` runs all of them and prints the table. 
 killed on progress, never on the wall clock, or by itself, at a chosen point (harness/faults.py).
 """
 
+import gc
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import faults
-from harness.faults import broken_together, history, undisturbed, weights_hash
+from harness.faults import (
+    SAVE_FAULTS,
+    broken,
+    broken_together,
+    history,
+    undisturbed,
+    undisturbed_together,
+    weights_hash,
+)
 from harness.rows import row
 from harness.runs import (
     DEADLINE,
@@ -44,6 +50,7 @@ from harness.runs import (
 )
 
 from trainer.resume import load_newest
+from trainer.run import Run
 from trainer.snapshot import beside
 
 slow = pytest.mark.slow
@@ -52,40 +59,24 @@ case = pytest.param
 SAVING = ("--no-amp", "--save-interval=5")
 
 
-def trainers(first: str, what: str, sharded: str, shared: str = ""):
-    """The cases of a test: one trainer; train_fsdp.py, which is slow, and perhaps train_sp.py; and
-    the row of each."""
-    cases = [case(first, marks=row(what)), case("train_fsdp", marks=[row(sharded), slow])]
-    if shared:
-        cases.append(case("train_sp", marks=[row(shared), slow]))
-    return pytest.mark.parametrize("trainer", cases)
-
-
 def batches(trainer: str, processes: int = 2) -> str:
     """Two micro-batches a step, whoever computes them."""
     return f"--grad-accum-steps={2 if trainer == 'train_sp' else 2 // processes}"
 
 
 def start(path: Path, trainer: str, *flags: str, processes: int = 2, **env: str) -> Forks:
+    n = 1 if trainer == "train_minimal" else processes
     words = [FAULTS, trainer, *TINY, *SAVING, f"--checkpoint-path={path}", *flags]
-    if trainer == "train_minimal":
-        return Forks([([*words, "--grad-accum-steps=2"], env)])
-    return start_together([*words, batches(trainer, processes)], processes, **env)
+    return start_together([*words, batches(trainer, n)], n, **env)
 
 
 def whole(steps: int = 20, trainer: str = "") -> Path:
     """The run of so many steps that nothing happened to. (Where sequences are shared, processes
     draw other masks, and add up otherwise.)"""
+    flags = *SAVING, "--grad-accum-steps=2", f"--num-steps={steps}"
     if trainer == "train_sp":
-        return whole_together(steps)
-    return undisturbed(*SAVING, "--grad-accum-steps=2", f"--num-steps={steps}")
-
-
-@cache
-def whole_together(steps: int) -> Path:
-    path = Path(tempfile.mkdtemp(dir=faults.WHOLE_RUNS.name), "run.pt")
-    assert start(path, "train_sp", f"--num-steps={steps}").end().returncode == 0
-    return path
+        return undisturbed_together(*flags, script=trainer)
+    return undisturbed(*flags)
 
 
 def ends_as_whole(path: Path) -> bool:
@@ -98,11 +89,13 @@ def ends_as_whole(path: Path) -> bool:
 
 
 @only_linux
-@trainers(
-    "train_minimal",
-    "`kill -9` at random",
-    "`train_fsdp.py`: `kill -9` of one",
-    "`train_sp.py`: `kill -9` of one",
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        case("train_minimal", marks=row("`kill -9` at random")),
+        case("train_fsdp", marks=[row("`train_fsdp.py`: `kill -9` of one"), slow]),
+        case("train_sp", marks=[row("`train_sp.py`: `kill -9` of one"), slow]),
+    ],
 )
 def test_killed_in_training(tmp_path, thorough, trainer):
     """A scheduler's or the kernel's kill leaves no time to save: what lies there must do."""
@@ -111,7 +104,7 @@ def test_killed_in_training(tmp_path, thorough, trainer):
     for number in range(kills):
         flags = [f"--num-steps={steps}", *["--resume"] * (kept > 0)]
         training = start(path, trainer, *flags, PAUSE="0.02")
-        training.wait_for_step(kept + rng.randint(1, 10))
+        training.wait_for_step(min(kept + rng.randint(1, 10), steps))
         time.sleep(rng.uniform(0, 0.05))  # so that it also hits a step or a save half-way
         os.kill(training.pids[number % len(training.pids)], signal.SIGKILL)
         result = training.end()
@@ -128,8 +121,7 @@ def test_killed_in_training(tmp_path, thorough, trainer):
 ALONE, SHARDED = row("`kill -9` at each"), row("`train_fsdp.py`: `kill -9` of process")
 FAST = ("half-written", "rename")
 SAVES = [
-    case("train_minimal", call, marks=[ALONE] + [slow] * (call not in FAST))
-    for call in faults.SAVE_FAULTS
+    case("train_minimal", call, marks=[ALONE] + [slow] * (call not in FAST)) for call in SAVE_FAULTS
 ]
 
 
@@ -189,7 +181,13 @@ def check_stopped(path: Path) -> None:
     assert ends_as_whole(path)
 
 
-stopped = trainers("train_ddp", "Ctrl-C, SIGTERM, a", "`train_fsdp.py`: SIGTERM and")
+stopped = pytest.mark.parametrize(
+    "trainer",
+    [
+        case("train_ddp", marks=row("Ctrl-C, SIGTERM, a")),
+        case("train_fsdp", marks=[row("`train_fsdp.py`: SIGTERM and"), slow]),
+    ],
+)
 
 
 @stopped
@@ -273,7 +271,7 @@ class Wait:
     def find_spec(name, path, target=None):
         if name == os.environ["WAITS_FOR"]:
             open(f"{waits}/{os.getpid()}", "w").close()
-            while not os.path.exists(f"{waits}/go on"):
+            while os.path.exists(waits) and not os.path.exists(f"{waits}/go on"):
                 time.sleep(0.01)
 
 if (waits := os.environ.get("WAITS")) and "RANK" in os.environ:
@@ -302,41 +300,26 @@ def test_orphans_do_not_take_the_place_of_the_next_run(tmp_path, thorough, at, w
     script = f"--no-python {wrapper} train_ddp.py" if wrapped else "train_ddp.py"
     for turn in range(20 if thorough else 1):
         path, waits = tmp_path / f"{turn}.pt", tmp_path / f"waits {turn}"
+        waits.mkdir()
         command = by_torchrun(path, script=script, launch=f"--master-port={free_port()}")
         command.remove("--standalone")
         env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHON": sys.executable, "WAITS_FOR": at}
-        orphans = kill_torchrun_early(command, waits, env)
+        waiting = env | {"WAITS": str(waits)}
+        first = subprocess.Popen(command, cwd=ROOT, env=waiting, start_new_session=True)
+        wait_until(lambda waits=waits: len(list(waits.iterdir())) == 2, "two that wait")
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+        orphans = [int(file.name) for file in waits.iterdir()]
+        gone = lambda orphans=orphans: not any(map(is_alive, orphans))  # noqa: E731
         if at == "torch" and not wrapped:  # the system ends them, whatever they are doing
-            check_gone(orphans)
+            wait_until(gone, "end of both", 5)
         second = subprocess.Popen(command, cwd=ROOT, env=env)
         try:
             (waits / "go on").touch()
-            check_gone(orphans, seconds=5 if at == "trainer" else DEADLINE)
+            wait_until(gone, "end of both", 5 if at == "trainer" else DEADLINE)
             assert second.wait(DEADLINE) == 0 and snapshot(path)["step"] == 20
         finally:
             second.kill()
-
-
-def kill_torchrun_early(command: list[str], waits: Path, env: dict[str, str]) -> list[int]:
-    """By `kill -9`, while its two processes wait; returns those."""
-    waits.mkdir()
-    env = env | {"WAITS": str(waits)}
-    launcher = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
-    try:
-        wait_until(lambda: len(list(waits.iterdir())) == 2, "two that wait")
-    finally:
-        os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.wait()
-    return [int(file.name) for file in waits.iterdir()]
-
-
-def check_gone(pids: list[int], seconds: float = 5) -> None:
-    """Soon, by themselves."""
-    try:
-        wait_until(lambda: not any(map(is_alive, pids)), "end of both", seconds)
-    finally:
-        for pid in filter(is_alive, pids):
-            os.kill(pid, signal.SIGKILL)
 
 
 # ---- Moved, to other processes and other trainers
@@ -381,19 +364,17 @@ def test_finished_runs_exit_0(tmp_path, thorough):
 @slow
 @only_linux
 @row("memory and file")
-def test_what_a_run_holds_stays_what_it_is(tmp_path, thorough):
+def test_what_a_run_holds_stays_what_it_is(path, thorough):
     """A little more at each step is nothing in a test, and the machine's memory in a week."""
-    steps, log, found = 2000 if thorough else 1000, tmp_path / "log", []
-    flags = [f"--num-steps={steps + 600}", f"--checkpoint-path={tmp_path}/run.pt"]
-    flags += [f"--{what}-interval=100" for what in ("log", "save", "eval")]
-    command = [sys.executable, "train_minimal.py", *TINY, *flags]
-    with open(log, "w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out) as training:
-        for step in (500, 500 + steps):
-            there = lambda step=step: last_step(log.read_text()) >= step  # noqa: E731
-            wait_until(there, f"step {step}", 500)
-            of_process = Path(f"/proc/{training.pid}")
-            pages = int((of_process / "statm").read_text().split()[1])
-            found.append((pages * os.sysconf("SC_PAGE_SIZE"), len(list(of_process.glob("fd/*")))))
-        assert training.wait() == 0
+    steps, found = 2000 if thorough else 1000, []
+
+    def look(run: Run) -> None:
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found.append((pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))))
+
+    flags = [f"--{what}-interval=100" for what in ("log", "save", "eval")]
+    watch = {500: look, 500 + steps: look}
+    assert broken(path, watch, *flags, f"--num-steps={steps + 600}") == 0
     (before, open_before), (after, open_after) = found
     assert after - before < 4 * 2**20 and open_after <= open_before

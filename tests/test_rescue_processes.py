@@ -8,13 +8,13 @@ Where a step runs out, and how: PLACES of tests/harness/shortage.py.
 import math
 import random
 import re
-import tempfile
 from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
-from harness.faults import WHOLE_RUNS, broken_together, history
+from harness.faults import broken_together, history, undisturbed_together
 from harness.rows import row
 from harness.runs import (
     FAULTS,
@@ -27,7 +27,6 @@ from harness.runs import (
     run,
     same,
     snapshot,
-    start_again,
     start_together,
     train_here,
 )
@@ -36,17 +35,9 @@ from planner.choose import all_ways, frontier
 from trainer.device import choose_precision
 from trainer.plan import Question
 
-slow, CPU = pytest.mark.slow, torch.device("cpu")
+slow, case, CPU = pytest.mark.slow, pytest.param, torch.device("cpu")
 SHAPE = "--n-layers=4 --batch-size=4 --num-steps=4"  # with more policies to choose from
 PARTS = "weights", "moments", "scale"  # of a record of `history`
-
-
-@cache
-def together(*flags: str, script: str = "train_ddp") -> Path:
-    """Two processes to which nothing happens."""
-    path = Path(tempfile.mkdtemp(dir=WHOLE_RUNS.name), "run.pt")
-    broken_together(path, "", *flags, script=script)
-    return path
 
 
 def bits(path: Path, rank: int = 0) -> dict[int, list]:
@@ -84,13 +75,13 @@ MORE = [
 @row("`train_ddp.py`: one process has")
 @pytest.mark.parametrize(
     ("steps", "flags"),
-    [(5, "--no-amp --eval-interval=2"), *(pytest.param(24, ways, marks=slow) for ways in MORE)],
+    [(5, "--no-amp --eval-interval=2"), *(case(24, ways, marks=slow) for ways in MORE)],
 )
 def test_one_process_goes_deeper_and_the_others_need_not_know(steps, flags, tmp_path):
     """In forward, in a backward before the last, before both; and anywhere in the rehearsal."""
     path, flags, faults = tmp_path / "run.pt", flags.split(), everywhere(steps)
     said = broken_together(path, faults, *flags, f"--num-steps={steps}").stdout
-    whole = together(*flags, f"--num-steps={steps}")
+    whole = undisturbed_together(*flags, f"--num-steps={steps}")
     assert bits(path, 0) == bits(path, 1) == bits(whole)
     for rank in (0, 1):
         assert history(path, rank)[steps]["rescues"] == faults.count(f":{rank}:")
@@ -107,52 +98,48 @@ def test_one_process_goes_deeper_and_the_others_need_not_know(steps, flags, tmp_
 
 # ---- Together
 
+FLOAT16 = "--amp-dtype=float16 --compress-gradients"
 LATER, SHARDED = row("`train_ddp.py`: one process runs"), row("`train_fsdp.py`, `train_sp.py`: one")
 
 
-def attempts(path: Path, faults: str, *flags: str, script: str, restarts: int) -> list[str]:
-    """What is said until the last one, which ends well; each of those before in one line."""
-    words = [FAULTS, script, *TINY, f"--checkpoint-path={path}", *flags]
-    *failed, last = start_again(words, restarts, FAULTS=faults)
-    for attempt in failed:
-        (line,) = errors(attempt)
-        assert attempt.returncode == 4 and line.startswith("error: out of memory with ")
-        assert "Traceback" not in attempt.stderr
-    assert last.returncode == 0 and len(failed) == restarts, last.stderr
-    return [attempt.stdout for attempt in (*failed, last)]
+def restarted(
+    path: Path, faults: str, *flags: str, script: str = "train_ddp", restarts: int = 1, **env: str
+) -> CompletedProcess:
+    """By torchrun, as often as that."""
+    how = {"script": f"{FAULTS} {script}", "launch": f"--max-restarts={restarts}"}
+    return run(by_torchrun(path, *flags, **how), timeout=400, FAULTS=faults, **env)
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "faults"),
+    ("script", "flags", "faults", "restarts"),
     [
-        pytest.param("train_ddp", "--no-amp", "last:0:3 rehearsed:1:3:1", marks=LATER),
-        pytest.param("train_fsdp", "--no-amp", "sharded:0:3", marks=SHARDED),
-        *(
-            pytest.param(script, flags, faults, marks=slow)
-            for script, flags, faults in (
-                ("train_ddp", "--no-amp --grad-accum-steps=2", "buckets:0:2"),
-                ("train_ddp", "--no-amp --grad-accum-steps=2", "last:1:2"),
-                ("train_ddp", "--amp-dtype=float16 --compress-gradients", "last:0:1 last:1:1"),
-                ("train_fsdp", f"{SHAPE} --no-amp", "sharded:1:1 sharded:0:2:1"),
-                ("train_sp", f"{SHAPE} --no-amp --dropout=0", "sharded:0:3 sharded:1:3:1"),
-            )
+        # (A shortage that is there from the start is rehearsed: no other restart.)
+        case("train_ddp", "--no-amp", "last:0:3 rehearsed:1:3:1", 1, marks=LATER),
+        case("train_fsdp", "--no-amp", "sharded:0:3", 1, marks=SHARDED),
+        case("train_ddp", "--no-amp --grad-accum-steps=2", "buckets:0:2", 1, marks=slow),
+        case("train_ddp", "--no-amp --grad-accum-steps=2", "last:1:2", 1, marks=slow),
+        case("train_ddp", FLOAT16, "last:0:1 last:1:1", 1, marks=slow),
+        case("train_fsdp", f"{SHAPE} --no-amp", "sharded:1:1 sharded:0:2:1", 2, marks=slow),
+        case(
+            "train_sp", f"{SHAPE} --no-amp --dropout=0", "sharded:0:3 sharded:1:3:1", 2, marks=slow
         ),
     ],
 )
 def test_where_all_have_to_know_torchrun_starts_them_again_and_deeper(
-    script, flags, faults, tmp_path
+    script, flags, faults, restarts, tmp_path
 ):
     """In the last backward, or while DDP makes its buckets; with shards anywhere."""
     path, flags = tmp_path / "run.pt", [*flags.split(), "--num-steps=4"]
-    restarts = 1 + max(fault.split(":")[3:] == ["1"] for fault in faults.split())
-    restarts -= script == "train_ddp" and restarts > 1  # (that one is rehearsed)
-    said = attempts(path, faults, *flags, "--save-interval=1", script=script, restarts=restarts)
-    whole = together(*flags, script=script)
+    how = {"script": script, "restarts": 3}
+    result = restarted(path, faults, *flags, "--save-interval=1", **how)
+    assert result.returncode == 0 and len(errors(result)) == restarts, result.stderr
+    assert all(line.startswith("error: out of memory with ") for line in errors(result))
+    whole = undisturbed_together(*flags, script=script)
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
     assert bits(path, 0) == bits(path, 1) == bits(whole)
-    ran_out = [re.findall("memory ran out with (.*); it goes on with (.*)", part) for part in said]
-    policies = ["none", *(taken for ((_, taken),) in ran_out[1:])]
-    assert [failed for ((failed, _),) in ran_out[1:]] == policies[:-1]
+    ran_out = re.findall("memory ran out with (.*); it goes on with (.*)", result.stdout)
+    policies = ["none", *(taken for _, taken in ran_out)]
+    assert len(ran_out) == restarts and [failed for failed, _ in ran_out] == policies[:-1]
     assert "none" not in policies[1:] and recompute(path)[-1] == policies[-1]
 
 
@@ -160,36 +147,23 @@ def test_where_all_have_to_know_torchrun_starts_them_again_and_deeper(
     ("faults", "flags"),
     [
         ("update:0:3", ""),  # some weights may have changed: it says nothing of the policy
-        pytest.param("sharded:0:3", "--on-out-of-memory=stop", marks=slow),
-        pytest.param("last:0:3", "--use-activation-checkpoint=qkv:1,attn", marks=slow),
-        pytest.param("early:1:3", "--use-activation-checkpoint=qkv:1,attn", marks=slow),
-        pytest.param("kill:0:3", "", marks=slow),
+        case("sharded:0:3", "--on-out-of-memory=stop", marks=slow),
+        case("last:0:3", "--use-activation-checkpoint=qkv:1,attn", marks=slow),
+        case("early:1:3", "--use-activation-checkpoint=qkv:1,attn", marks=slow),
+        case("kill:0:3", "", marks=slow),
     ],
 )
 def test_started_again_as_it_was(faults, flags, tmp_path):
     """After an update that ran out, and where no policy needs less (qkv:1,attn): as often as
     torchrun allows. The other process, which waits for that one, has nothing to add."""
     path, flags = tmp_path / "run.pt", ["--no-amp", "--save-interval=1", *flags.split()]
-    words = [FAULTS, "train_ddp", *TINY, f"--checkpoint-path={path}", *flags]
-    first, second = start_again(words, 1, FAULTS=f"{faults} {faults}:1")
-    for attempt in (first, second):
-        assert attempt.returncode == (-9 if "kill" in faults else 4)
-        is_told = "attn" in flags[-1]
-        assert ("memory ran out with" in attempt.stdout) == (is_told and attempt is second)
-        assert "Traceback" not in attempt.stderr and len(errors(attempt)) <= 1 + (not is_told)
-        assert "kill" in faults or "error: out of memory with " in errors(attempt)[0]
+    result = restarted(path, f"{faults} {faults}:1", *flags)
+    killed, is_told = "kill" in faults, "attn" in flags[-1]
+    assert re.search(f"exitcode +: {-9 if killed else 4} ", result.stderr)
+    assert result.stdout.count("memory ran out with") == is_told
+    found = [line for line in errors(result) if line.startswith("error: out of memory with ")]
+    assert len(found) == (0 if killed else 2) and len(errors(result)) <= 2 * (1 + (not is_told))
     assert snapshot(path)["step"] == 2 and len(set(recompute(path))) == 1
-
-
-@slow
-def test_by_torchrun_itself(tmp_path):
-    path, flags = tmp_path / "run.pt", ["--no-amp", "--dropout=0", "--save-interval=1"]
-    how = {"script": f"{FAULTS} train_fsdp", "launch": "--max-restarts=3"}
-    faults = "sharded:1:3 sharded:0:4:1"
-    result = run(by_torchrun(path, *flags, **how), timeout=400, FAULTS=faults)
-    assert result.returncode == 0 and result.stdout.count("memory ran out with") == 2
-    assert len(errors(result)) == 2, result.stderr
-    assert same(snapshot(path)["model"], snapshot(together(*flags, script="train_fsdp"))["model"])
 
 
 # ---- Each with a budget of its own
@@ -214,7 +188,7 @@ PAIRS += ["--amp-dtype=bfloat16 --compress-gradients"]
 
 @pytest.mark.parametrize(
     ("draw", "flags"),
-    [(0, PAIRS[2]), *(pytest.param(1, way, marks=slow) for way in PAIRS)],
+    [(0, PAIRS[2]), *(case(1, way, marks=slow) for way in PAIRS)],
 )
 def test_ranks_may_have_policies_of_their_own(draw, flags, tmp_path):
     """Each by its own budget. What is written is of process 0."""
@@ -225,7 +199,7 @@ def test_ranks_may_have_policies_of_their_own(draw, flags, tmp_path):
     said = broken_together(path, "", *SHAPE.split(), *flags, AUTO, **own).stdout
     assert f"memory   auto takes {ways[0]}: " in said
     assert f"memory   each process has a policy of its own, by rank: {', '.join(ways)}\n" in said
-    assert bits(path, 0) == bits(path, 1) == bits(together(*SHAPE.split(), *flags))
+    assert bits(path, 0) == bits(path, 1) == bits(undisturbed_together(*SHAPE.split(), *flags))
     state = snapshot(path)
     assert set(recompute(path)) == {state["config"]["recompute"]} == {ways[0]}
     assert state["args"]["memory_budget"] == 1024 * known[ways[0]]
@@ -237,19 +211,14 @@ def test_a_rank_that_needs_less_already_keeps_its_policy(tmp_path):
     path, flags = tmp_path / "run.pt", [*SHAPE.split(), "--no-amp"]
     known = budgets("--no-amp")
     deepest = min(known, key=known.__getitem__)
-    words = [FAULTS, "train_ddp", *TINY, *flags, AUTO, f"--checkpoint-path={path}"]
     own = {"FLAGS_0": "--memory-budget=1GiB", "FLAGS_1": f"--memory-budget={known[deepest]}KiB"}
-    _, last = start_again(words, 1, FAULTS="last:0:3", **own)
-    taken = re.findall("memory ran out with none; it goes on with (.*)", last.stdout)
-    assert (
-        len(taken) == 1
-        and taken[0] != deepest
-        and f"by rank: {taken[0]}, {deepest}\n" in last.stdout
-    )
-    assert same(snapshot(path)["model"], snapshot(together(*flags))["model"])
+    said = restarted(path, "last:0:3", *flags, AUTO, **own).stdout
+    (taken,) = re.findall("memory ran out with none; it goes on with (.*)", said)
+    assert taken != deepest and f"by rank: {taken}, {deepest}\n" in said
+    assert same(snapshot(path)["model"], snapshot(undisturbed_together(*flags))["model"])
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("rank", [0, case(1, marks=slow)])
 def test_one_that_has_too_little_ends_all(rank, tmp_path):
     """With the same line, before the tokenizer is trained; none waits for the others."""
     text = tmp_path / "text.txt"

@@ -5,29 +5,26 @@ hears of the run; time is booked where it belongs; the step that is measured tak
 predicted. How a run goes on: test_resume.py.
 """
 
-import importlib
-import itertools
 import math
 import re
 import sys
-import warnings
 from dataclasses import replace
-from functools import partial
+from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.faults import raising
 from harness.runs import TINY, metrics, parse, ready, run, same, snapshot, train_here
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import train_minimal
 from memory.head import softmax_in_place
 from trainer import clocks
-from trainer.bootstrap import ALLOCATOR
-from trainer.clocks import MEASURED_STEP, PeakMemoryClock, StepClock
-from trainer.device import choose_precision, cpu_has_bfloat16, set_matmul_precision
+from trainer.clocks import MEASURED_STEP, StepClock
+from trainer.device import choose_precision, set_matmul_precision
 from trainer.metrics import format_line, memory_used
-from trainer.process import OneProcess
 from trainer.report import describe_run, sample_text
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
@@ -46,7 +43,6 @@ def test_clipping_sees_true_gradients(tmp_path):
 
 def test_precision_follows_the_hardware(monkeypatch):
     cpu = torch.device("cpu")
-    assert isinstance(cpu_has_bfloat16(), bool)
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr("trainer.device.cpu_has_bfloat16", lambda has=has: has)
         assert choose_precision(parse(), cpu) == dtype
@@ -64,13 +60,11 @@ LINE = re.compile(
 LAST = re.compile(r"train +loss (\S+) ppl (\S+), mean of the last (\d+) steps")
 
 
-def test_lines_and_metrics_say_the_same(tmp_path, capsys):
-    path, each = tmp_path / "run.pt", tmp_path / "each.pt"
-    assert train_here(path, "--log-interval=5", "--eval-interval=10") == 0
-    said = capsys.readouterr().out
+def test_lines_and_metrics_say_the_same(path, capsys):
+    assert train_here(path, "--eval-interval=10") == 0
+    said, records = capsys.readouterr().out, metrics(path)
     lines = [m for m in map(LINE.fullmatch, said.splitlines()) if m]
-    records = metrics(path)
-    assert [r["step"] for r in records] == [5, 10, 15, 20] == [int(m[1]) for m in lines]
+    assert [r["step"] for r in records] == [*range(1, 21)] == [int(m[1]) for m in lines]
     for match, record in zip(lines, records, strict=True):
         assert float(match[4]) == pytest.approx(record["train_loss"], abs=1e-4)
         assert record["train_ppl"] == pytest.approx(math.exp(record["train_loss"]))
@@ -80,13 +74,10 @@ def test_lines_and_metrics_say_the_same(tmp_path, capsys):
         assert ("val_loss" in record) == (match[6] is not None) == (record["step"] % 10 == 0)
         assert record["peak_memory_kind"] == "rss" and record["peak_memory_bytes"] > 50e6
     # One loss says little: the last line has their mean.
-    assert train_here(each, "--eval-interval=10") == 0
-    losses = [record["train_loss"] for record in metrics(each)]
     loss, perplexity, steps = LAST.search(said).groups()
-    mean = sum(losses) / len(losses)
+    mean = sum(record["train_loss"] for record in records) / 20
     assert float(loss) == pytest.approx(mean, abs=1e-4) and steps == "20"
     assert float(perplexity) == pytest.approx(math.exp(mean), abs=1e-2)
-    assert abs(mean - losses[-1]) > 1e-2
 
 
 # (The first step's line is not a record.)
@@ -121,12 +112,9 @@ def test_a_line_comes_at_least_every_half_minute(seconds, flags, logged, tmp_pat
 
 
 @predicted
-def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, capsys, monkeypatch):
-    def fail(*args):
-        raise NotImplementedError("no such device")
-
-    monkeypatch.setattr("trainer.plan.describe_plan", fail)
-    assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
+def test_a_prediction_that_fails_does_not_cost_the_run(path, capsys, monkeypatch):
+    monkeypatch.setattr("trainer.plan.describe_plan", raising(NotImplementedError()))
+    assert train_here(path, "--num-steps=1") == 0
     assert "could not be predicted (NotImplementedError at tests/" in capsys.readouterr().out
 
 
@@ -143,9 +131,18 @@ PLAN = rf"^memory .*?peak {SIZE}, .*?(?:recompute: peak {SIZE}|$)"
 def test_a_step_takes_what_was_predicted_and_measuring_changes_no_bit(
     flags, tmp_path, monkeypatch, capsys
 ):
-    measured_run, plain_run = tmp_path / "measured.pt", tmp_path / "not.pt"
+    """One step is looked at, no other."""
+    measured_run, plain_run, looking = tmp_path / "measured.pt", tmp_path / "not.pt", []
     flags = (*LARGER, "--seq-len=64", "--num-steps=6", "--dropout=0.1", *flags.split())
+
+    def count(losses: torch.Tensor) -> torch.Tensor:
+        looking.append(_get_current_dispatch_mode() is not None)
+        return losses
+
+    monkeypatch.setattr(train_minimal, "nan_if_infinite", count)
     assert train_here(measured_run, *flags) == 0
+    n = len(looking) // 6  # micro-batches
+    assert looking == [i // n + 1 == MEASURED_STEP for i in range(6 * n)]
     out = capsys.readouterr().out
     ((measured, expected, plain),) = re.findall(MEASURED, out, re.M)
     assert measured == expected
@@ -157,53 +154,27 @@ def test_a_step_takes_what_was_predicted_and_measuring_changes_no_bit(
         assert same(snapshot(measured_run)[part], snapshot(plain_run)[part])
 
 
-@predicted
-def test_one_step_is_looked_at_and_it_ends_with_the_step_or_the_run(tmp_path, monkeypatch):
-    looking = []
-
-    def count(losses: torch.Tensor) -> torch.Tensor:
-        looking.append(_get_current_dispatch_mode() is not None)
-        if len(looking) == fails_in:
-            raise FloatingPointError
-        return losses
-
-    monkeypatch.setattr(train_minimal, "nan_if_infinite", count)
-    fails_in = 0
-    assert train_here(tmp_path / "run.pt", *LARGER, "--num-steps=5") == 0
-    assert looking == [step == MEASURED_STEP for step in range(1, 6)]
-    looking.clear()
-    fails_in = MEASURED_STEP
-    with pytest.raises(FloatingPointError):
-        train_here(tmp_path / "other.pt", *LARGER)
-    assert looking[-1] and _get_current_dispatch_mode() is None
-
-
 # ---- What is compiled
 
 
-def test_the_sample_compiles_nothing(tmp_path, monkeypatch):
+def test_the_sample_compiles_nothing(path, monkeypatch):
     """Each of its lengths would be compiled anew; training compiles."""
-    compiled: list[int] = []
-
-    def backend(graph, inputs):
-        compiled.append(1)
-        return graph.forward
 
     def sample(run):
-        before = len(compiled)
+        before = counters["stats"]["unique_graphs"]
         text = sample_text(run)
-        assert len(compiled) == before > 0
+        assert counters["stats"]["unique_graphs"] == before > 0
         return text
 
     torch._dynamo.reset()
-    real = torch.nn.Module.compile
-    compile_module = lambda module: real(module, backend=backend, dynamic=False)  # noqa: E731
+    counters.clear()
+    compile_module = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
     monkeypatch.setattr("memory.head.compiled_softmax", lambda: softmax_in_place)  # without g++
     monkeypatch.setattr("trainer.endings.sample_text", sample)
     flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
-    assert train_here(tmp_path / "run.pt", *flags) == 0
-    assert not any("_orig_mod" in name for name in snapshot(tmp_path / "run.pt")["model"])
+    assert train_here(path, *flags) == 0
+    assert not any("_orig_mod" in name for name in snapshot(path)["model"])
     torch._dynamo.reset()
 
 
@@ -211,127 +182,69 @@ def test_the_sample_compiles_nothing(tmp_path, monkeypatch):
 
 
 def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
-    """Tensors, and more: in the record, as a share of the card in the line, and what was asked for
-    beside the prediction (an allocator's blocks are some percent larger)."""
+    """Tensors in the record, and as a share of the card in the line."""
     stats = {"allocated_bytes.all.peak": 2**30, "active_bytes.all.peak": 2**31}
-    stats |= {"requested_bytes.all.peak": 100 * 2**20, "active_bytes.all.current": 7}
     card = SimpleNamespace(total_memory=2**32)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    process, said = OneProcess(CUDA), []
-    monkeypatch.setattr(process, "say", said.append)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    found = memory_used(CUDA)
+    assert (found["peak_memory_bytes"], found["peak_active_bytes"]) == (2**30, 2**31)
     record = dict(step=1, epoch=0, lr=1, train_loss=1, step_ms=1, tokens_per_s=1, eta_s=3700)
-    for told in (stats, {}):  # {}: nothing ran there yet, or another allocator counts nothing
-        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, told=told: told)
-        clock = PeakMemoryClock(process, None, None, (100 * 2**20, 200 * 2**20))
-        for _ in range(MEASURED_STEP + 1):
-            clock.begin("forward")
-            clock.end_step()
-        found = memory_used(CUDA)
-        peaks = [found[f"peak_{name}_bytes"] for name in ("memory", "active", "reserved")]
-        assert peaks == ([2**30, 2**31, 0] if told else [0, 0, 0])
-        if told:
-            line = format_line(record | found, 20)
-            assert line.endswith("eta 1:01:40 | peak 1.0 GiB cuda (25.0% of the card)")
-    tail = "predicted 100.0 MiB, without recompute 200.0 MiB"
-    assert said == [f"measured peak 100.0 MiB of tensors; {tail}"]
+    line = format_line(record | found, 20)
+    assert line.endswith("eta 1:01:40 | peak 1.0 GiB cuda (25.0% of the card)")
 
 
 # ---- Time
 
 
-@pytest.fixture
-def now(monkeypatch):
-    """The time is what the test says it is: `now.s` seconds."""
+def test_a_clock_books_to_the_phase_that_began(monkeypatch):
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr("trainer.clocks.time.perf_counter", lambda: now.s)
-    return now
-
-
-def test_a_clock_books_to_the_phase_that_began(now):
     clock = StepClock()
-    assert clock.steps_per_second() == 0  # without a step
     now.s = 100  # setting up does not count
     with clock:
         for phase, seconds in [("data", 1), ("forward", 2), ("backward", 4), ("optimizer", 8)]:
             clock.begin(phase)
             now.s += seconds
+        with clock.paused("save"):  # does not count
+            now.s += 50
         clock.end_step()
         now.s += 1
         assert clock.end_interval() == 16 == 1 / clock.steps_per_second()
-        now.s += 4  # of the same log
-        for _ in range(2):
-            clock.begin("data")
-            now.s += 1
-            with clock.paused("save"):  # does not count
-                now.s += 50
-            now.s += 1
-            clock.end_step()
-    now.s += 7  # nor does what comes after training
-    assert clock.phase == "end" and clock.total["save"] == 100
-    assert clock.end_interval() == 4  # a step, of two
+    assert clock.total["save"] == 50
 
 
 # ---- How matmuls round, and how fast they can be then
 
 
-def test_tf32_is_a_setting_of_a_gpu_that_the_trainer_asks_for(tmp_path, monkeypatch, capsys):
-    cublas, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
-    sums = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
-    asked: list[tuple] = []
-    try:
-        for tf32 in (False, True, False):  # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have set it
-            set_matmul_precision(CUDA, tf32)
-            for device in (CPU, MPS):
-                set_matmul_precision(device, tf32=not tf32)
-            assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
-            assert cublas.allow_tf32 == tf32 and not any(getattr(cublas, name) for name in sums)
-    finally:
-        torch.set_float32_matmul_precision(before)
-        for name in sums:
-            setattr(cublas, name, True)
+def test_tf32_is_a_setting_of_a_gpu_that_the_trainer_asks_for(path, monkeypatch):
+    before, asked = torch.get_float32_matmul_precision(), []
+    for tf32 in (False, True, False):  # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have set it
+        set_matmul_precision(CUDA, tf32)
+        set_matmul_precision(CPU, tf32=not tf32)
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    torch.set_float32_matmul_precision(before)
     monkeypatch.setattr("trainer.setup.set_matmul_precision", lambda *how: asked.append(how))
-    assert train_here(tmp_path / "run.pt", "--no-amp", "--num-steps=1", "--tf32") == 0
-    assert asked == [(CPU, True)] and "TF32" not in capsys.readouterr().out
+    assert train_here(path, "--no-amp", "--num-steps=1", "--tf32") == 0
+    assert asked == [(CPU, True)]
 
 
-def test_what_torch_says_of_the_setting_is_no_users_business(monkeypatch):
-    """Neither when it is set, nor when the compiler would rather have TF32."""
-    compile_fx = importlib.import_module("torch._inductor.compile_fx")
-    of_torch_2_9 = partial(warnings.warn, "Please use the new API settings to ...", stacklevel=1)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: of_torch_2_9())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        set_matmul_precision(CUDA, tf32=False)
-        compile_fx._warn_tf32_disabled.__wrapped__()  # (once a process)
-        with pytest.raises(UserWarning, match="TensorFloat32"):
-            warnings.warn("TensorFloat32 tensor cores for float32 are another matter", stacklevel=1)
-
-
-def test_the_first_lines_say_what_a_gpu_rounds_and_note(tmp_path, monkeypatch):
-    """A GPU that is not found, to whoever asked for none in particular and has a PyTorch that is
-    for one; GPT-2's vocabulary on a CPU, to whoever did not name it."""
+@pytest.mark.parametrize(
+    ("flags", "n_ids", "says"),
+    [
+        ("--device=auto", 31, "note     PyTorch, built for CUDA 13.0, finds no GPU"),
+        ("--device=cpu", 50257, "note     GPT-2's vocabulary makes"),
+        ("--device=cpu --tokenizer-name=gpt2", 50257, ""),  # who asks for it knows
+    ],
+)
+def test_the_first_lines_note_what_was_not_asked_for(flags, n_ids, says, tmp_path, monkeypatch):
     run = ready(tmp_path)
     run.held_lock.close()
-    for run.args.device, cuda in itertools.product(("auto", "cpu"), ("13.0", None)):
-        monkeypatch.setattr("torch.version.cuda", cuda)
-        noted = "note     PyTorch, built for CUDA 13.0, finds no GPU" in describe_run(run, "", None)
-        assert noted == (run.args.device == "auto" and cuda is not None)
-    for size, run.args.tokenizer_name in ((50257, None), (50257, "gpt2"), (31, None)):
-        run.model.config = replace(run.model.config, vocab_size=size)
-        noted = "note     GPT-2's vocabulary makes" in describe_run(run, "", None)
-        assert noted == (size == 50257 and run.args.tokenizer_name is None)
-    run.process.device = CUDA
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    for name in ALLOCATOR:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    rounds = {(torch.float32, False): "float32", (torch.bfloat16, True): "bfloat16"}
-    rounds[torch.float32, True] = "float32, matmuls in TF32"
-    for (run.precision, run.args.tf32), words in rounds.items():
-        line = f"device   1 x cuda (a card; PYTORCH_ALLOC_CONF=expandable_segments:True), {words}\n"
-        assert line in describe_run(run, "", None)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    run.args = parse(*TINY, flags)
+    run.model.config = replace(run.model.config, vocab_size=n_ids)
+    said = describe_run(run, "", None)
+    assert says in said and said.count("note     ") == bool(says)
 
 
 # ---- A torch that is made for one process

@@ -14,7 +14,6 @@ it stands here, none of it in the trainers.
 """
 
 import importlib
-import io
 import json
 import math
 import os
@@ -70,22 +69,13 @@ Act = Callable[[Run], Any]  # it may return what undoes it
 
 
 def bad_gradient(value: float) -> Act:
-    """In one weight's gradient, of this process alone, on its way into the average."""
+    """In what one layer has made, of this process alone, on its way into the average."""
+
+    def spoil(layer: Any, args: Any, result: torch.Tensor) -> None:
+        result.register_hook(lambda gradient: gradient * value)
 
     def strike(run: Run) -> Callable[[], None]:
-        layer = run.model.get_submodule("blocks.0.mlp.c_fc")
-        handles: list[Any] = []
-
-        def spoil(layer: Any, args: Any) -> None:  # only in forward is a sharded weight whole
-            handles.append(layer.weight.register_hook(lambda g: g * value))
-
-        handles.append(layer.register_forward_pre_hook(spoil))
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return undo
+        return run.model.blocks[0].mlp.c_fc.register_forward_hook(spoil).remove
 
     return strike
 
@@ -224,14 +214,20 @@ def broken_together(
     return torchrun(path, *flags, script=f"{FAULTS} {script}", FAULTS=faults, **options)
 
 
+@cache
+def undisturbed_together(*flags: str, script: str = "train_ddp") -> Path:
+    """The same of two processes."""
+    path = Path(tempfile.mkdtemp(dir=WHOLE_RUNS.name), "run.pt")
+    broken_together(path, "", *flags, script=script)
+    return path
+
+
 # ---- Faults in a save
 
 
 def save_half(state: Any, file: BinaryIO) -> None:
-    whole = io.BytesIO()
-    real_save(state, whole)
-    file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
-    file.flush()
+    real_save(state, file)
+    file.truncate(file.tell() // 2)
     die()
 
 

@@ -1,7 +1,7 @@
 """A step that runs out of memory at a chosen operator of its forward or backward."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -133,32 +133,24 @@ def operators_of_each(run: Run, steps: int) -> list[int]:
     return counts
 
 
-def again_and_again(run: Run, shortages: Iterable[list[Place]]) -> Iterator[tuple[list, list]]:
-    """The step that the run has come to, done again and again from the same state, each time with
-    some attempts that fail. Yields all tensors that it ends with: of a step that nothing happened
-    to, and of this one; none if no policy needed less."""
+def repeated(run: Run) -> Callable[[list[Place]], list[torch.Tensor]]:
+    """Return a function that does the step to which the run has come, from the same state each
+    time, with some attempts that fail. It returns all tensors that the step ends with; none if no
+    policy needed less."""
     run.step += 1
-    weights, state, config = [*run.model.parameters()], run.optimizer.state, run.model.config
-    known = [*state]
-    before, moments = deepcopy(weights), deepcopy([*state.values()])
-    scaler = deepcopy(run.scaler.state_dict())
+    config, parts = run.model.config, (run.model, run.optimizer, run.scaler)
+    before = [deepcopy(part.state_dict()) for part in parts]
 
     def step(places: list[Place]) -> list[torch.Tensor]:
-        with torch.no_grad():
-            for weight, as_before in zip(weights, before, strict=True):
-                weight.copy_(as_before)
-        state.clear()
-        state.update(zip(known, deepcopy(moments), strict=True))
-        run.scaler.load_state_dict(scaler)
+        for part, state in zip(parts, before, strict=True):
+            part.load_state_dict(deepcopy(state))
         run.model.config = config
         with running_out(run.step, *places):
             try:
                 found = train_minimal.train_step(run)
             except MemoryError:
                 return []
-        ends = found, weights, [*state.values()], run.scaler.state_dict()
-        return deepcopy(tree_leaves(ends))
+        weights, moments, scale = (part.state_dict() for part in parts)
+        return deepcopy(tree_leaves([found, weights, moments["state"], scale]))
 
-    whole = step([])
-    for places in shortages:
-        yield whole, step(places)
+    return step
