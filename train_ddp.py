@@ -85,13 +85,8 @@ class DDPProcess(Torchrun):
             zero_without_memory(self.wrapper)
             self.buckets_are_final = True
 
-    def sum(self, values: list[float]) -> list[float]:
-        total = torch.tensor(values, dtype=torch.float64)  # on the CPU: see Torchrun.start
-        dist.all_reduce(total)  # the default operation is the sum
-        return total.tolist()
-
     def largest(self, values: list[int]) -> list[int]:
-        most = torch.tensor(values)
+        most = torch.tensor(values)  # on the CPU: see Torchrun.start
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return most.tolist()
 

@@ -43,7 +43,7 @@ from trainer.flags import build_parser
 from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
-from trainer.report import is_silent, log, measure, show
+from trainer.report import is_silent, log, measure
 from trainer.run import Run, save, save_is_asked, with_less_memory
 from trainer.setup import start_log
 from trainer.snapshot import beside
@@ -166,7 +166,7 @@ def train(run: Run) -> dict[str, Any]:
     """All steps after `run.step` to the last, or to a signal. Returns the last log record."""
     args, process, clock = run.args, run.process, run.clock
     with clock.paused("set up"):
-        start_log(run, next_rate=learning_rate(run.step + 1, args))
+        start_log(run)
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
         if run.step == 0 and args.init_from is not None:  # is there something to gain?
@@ -175,7 +175,6 @@ def train(run: Run) -> dict[str, Any]:
     record = run.unreported
     if record:  # of the step that is resumed from: its run died between the save and the log
         evaluate_and_log(run, record, due(run.step, args.eval_interval, args.num_steps))
-    first = run.step + 1
     skipped = SkippedUpdates(run)
     with bar, clock, Signals(run) as signals:
         while run.step < args.num_steps and not run.stopped_by:
@@ -202,9 +201,6 @@ def train(run: Run) -> dict[str, Any]:
                     with clock.paused("save"):
                         save(run, args.checkpoint_path, record)
                 evaluate_and_log(run, record, evaluate_now)
-            elif run.step == first:  # a sign of life: the first interval may last an hour
-                # (The time that this step took says little of the next ones.)
-                show(run, measure(run, losses, grad_norm) | {"eta_s": None}, label="first    ")
     return record
 
 

@@ -102,7 +102,7 @@ def check(args: argparse.Namespace) -> None:
     for name in sorted(args.typed & REFUSED.keys()):
         raise UsageError(f"{flag(name)}: {REFUSED[name]}")
     open_init_from(args)
-    fill_in(args, is_run=False)
+    fill_in(args)
     args.vocab_size = vocabulary(args)
     for policy in args.policies:
         model_config(with_policy(args, policy), args.vocab_size)

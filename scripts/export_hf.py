@@ -35,7 +35,7 @@ from data.tokenizer_json import to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import add_snapshot, tool
-from trainer.flags import OneLineParser, UsageError, output_folder, words_of
+from trainer.flags import OneLineParser, UsageError, words_of
 from trainer.pretrained import (
     GPT2_ALONE,
     SIZES,
@@ -174,7 +174,7 @@ def main(argv: list[str]) -> None:
     add_snapshot(parser, "snapshot to export")
     parser.add_argument(
         "--out",
-        type=output_folder,
+        type=Path,
         required=True,
         metavar="FOLDER",
         help="is made; if it is there, it must be empty",

@@ -78,7 +78,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="the page (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     open_init_from(args)
-    return flags.fill_in(args, is_run=False)
+    return flags.fill_in(args)
 
 
 class Labels:

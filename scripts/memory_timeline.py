@@ -73,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     # fmt: on
     args = parser.parse_args(argv)
     open_init_from(args)
-    return flags.fill_in(args, is_run=False)
+    return flags.fill_in(args)
 
 
 def policy_or_plain(text: str) -> str:

@@ -51,7 +51,7 @@ from scripts.plan_table import (
 )
 from scripts.style import about, write_json
 from trainer import flags
-from trainer.flags import UsageError, as_argv, format_tokens, tokens_per_step
+from trainer.flags import UsageError, as_argv, tokens_per_step
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
 from trainer.plan import Question, ask
@@ -100,7 +100,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.at_peak and is_typed and args.use_activation_checkpoint not in flags.AUTO:
         args.typed_policy = write(flags.recompute_of(args))
     args.use_activation_checkpoint = "none"  # the rows are changes of a run without recompute
-    flags.fill_in(args, 1 if args.sp else args.nproc_per_node or 1, is_run=False)
+    flags.fill_in(args, 1 if args.sp else args.nproc_per_node or 1)
     if args.sp:
         flags.check_shared(args, args.nproc_per_node)
     args.typed -= ANSWERED | ({"compress_gradients"} if args.fsdp or args.sp else set())
@@ -182,12 +182,12 @@ def state_words(request: Question) -> str:
 # ---- what to run
 
 
-def command_line(args: argparse.Namespace, trainer: str = "", **found: Any) -> str:
+def command_line(args: argparse.Namespace, **found: Any) -> str:
     """The trainer's command: what was asked, with what was found."""
     start = ["python", "train_minimal.py"]
     if args.nproc_per_node:
         ours = "train_sp.py" if args.sp else "train_fsdp.py" if args.fsdp else "train_ddp.py"
-        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", trainer or ours]
+        start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", ours]
     found = {name: None if value is False else value for name, value in found.items()}
     return shlex.join([*start, *as_argv(args, **args.implied | found)])
 
@@ -202,14 +202,14 @@ def verdict(request: Question, taken: Way | None, table: list[Way]) -> list[str]
     lines = [command_line(args, **taken.changes(args))] if taken else []
     if taken and not taken.offloaded:
         return lines
-    knob = request.way_out()[1]
+    change, knob = request.way_out()
     if taken:  # there may be something cheaper than to offload
         if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
-            lines.insert(0, f"or, instead of offloading, {knob.command(args)} ({knob.words})")
+            lines.insert(0, f"or, instead of offloading, {knob.command} ({knob.words})")
         return lines
     tight = " with a margin" * any(way.fits for way in table)
-    lines = [f"nothing fits{tight}; {request.advice()}"]
-    return [*lines, command_line(args, knob.trainer, **knob.flags)] if knob else lines
+    lines = [f"nothing fits{tight}; {change}"]
+    return [*lines, command_line(args, **knob.flags)] if knob else lines
 
 
 def longest_command(request: Question, table: list[Way]) -> str:
@@ -242,7 +242,7 @@ def whole_run(request: Question, taken: Way | None) -> tuple[dict[str, Any], lis
         return run, []
     run["seconds"] = seconds = taken.seconds * steps
     time = f"{'more than' if taken.offloaded else 'about'} {format_time(seconds)}"
-    words = f"{format_tokens(tokens)} tokens, {steps:,} steps: {time}"
+    words = f"{tokens:,} tokens, {steps:,} steps: {time}"
     return run, [f"run      {words}; without data, communication, evaluation"]
 
 

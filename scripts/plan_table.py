@@ -22,9 +22,9 @@ from planner.formulas import recompute_cost
 from planner.log import Storage
 from planner.record import ALIKE, Record, code_of, group_of
 from scripts.style import relative_flops
-from trainer.flags import MOST, changed, moot_chunks, words_of
+from trainer.flags import MOST, changed, words_of
 from trainer.metrics import format_bytes
-from trainer.plan import AFTER_RESTART, Knob, Question, next_policy
+from trainer.plan import AFTER_RESTART, Question, next_policy
 
 OFFLOADED = "full+offload"
 STEP = 64  # tokens; lengths are multiples of it
@@ -79,7 +79,7 @@ class Way:
         names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
         names += ["max_position_embeddings"] * bool(args.model)
         found = {name: own[name] for name in names if own[name] != getattr(args, name)}
-        return found | {"use_activation_checkpoint": self.name} | moot_chunks(args, self.name)
+        return found | {"use_activation_checkpoint": self.name}
 
     def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
         """A row of the JSON file; `flags` are to be typed instead of those in `args`."""
@@ -200,9 +200,9 @@ def if_memory_runs_out(way: Way | None) -> Iterator[Way]:
 
 def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
     """Flags for sequences of that length; positions grow with it, unless they were typed."""
-    then = Knob({"seq_len": seq_len}).change(args)
-    then.max_position_embeddings = max(seq_len, then.max_position_embeddings)
-    return then
+    follows = "max_position_embeddings" not in args.typed and args.model is None
+    positions = 0 if follows else args.max_position_embeddings
+    return changed(args, seq_len=seq_len, max_position_embeddings=max(seq_len, positions))
 
 
 def longest_sequence(request: Question) -> int:

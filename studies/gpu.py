@@ -44,7 +44,7 @@ from scripts.benchmark import WARM_UP, ModelFactory, make_run, table, timed_step
 from scripts.export_hf import their_sizes
 from scripts.style import about, describe_about
 from studies.common import study_parser
-from trainer.flags import UsageError, changed, model_config, output_folder
+from trainer.flags import UsageError, changed, model_config
 from trainer.metrics import read_metrics
 from trainer.plan import Question, next_policy
 from trainer.run import Run, is_out_of_memory
@@ -337,7 +337,7 @@ def main(argv: list[str]) -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION",
         help=f"some of: {' '.join(SECTIONS)} (default: all)")  # fmt: skip
-    add("--out", type=output_folder, metavar="FOLDER", help="(default: out/gpu, or out/gpu_dry)")
+    add("--out", type=Path, metavar="FOLDER", help="(default: out/gpu, or out/gpu_dry)")
     add("--peer", action="store_true", help="also transformers' GPT-2 (pip install transformers)")
     add("--dry-run", action="store_true", help="all of it small, on the CPU")
     args = parser.parse_args(argv)

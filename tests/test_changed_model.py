@@ -26,10 +26,10 @@ import train_minimal
 from memory import RECOMPUTE_POLICIES
 from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate, plan_memory
-from trainer.check import check_techniques
 from trainer.flags import UsageError
 from trainer.plan import ask, predict
 from trainer.process import OneProcess
+from trainer.setup import check_techniques
 
 CPU = torch.device("cpu")
 EQUAL = ["other_words", "asks_a_number"]  # computes the same
@@ -259,6 +259,6 @@ def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
     words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 --device=cuda"
     assert plan_memory.main(words.split()) == 0
     asked = ask(parse(words))
-    words, _ = predict(asked, OneProcess(torch.device("cpu")), asked.config, 0)
+    words, _ = predict(asked, OneProcess(torch.device("cpu")), asked.config)
     for said in (capsys.readouterr().out, words):
         assert len(re.findall("^note     rms_norm .* on cuda ", said, re.M)) == 1

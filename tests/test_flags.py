@@ -15,7 +15,6 @@ from trainer.flags import (
     as_argv,
     build_parser,
     fill_in,
-    format_tokens,
     model_config,
     settle_length,
 )
@@ -96,21 +95,20 @@ def test_a_name_stands_for_a_shape(name, millions):
 
 
 @pytest.mark.parametrize(
-    ("word", "tokens", "again"),
+    ("word", "tokens"),
     [
-        ("1B", 10**9, "1B"),
-        ("1.5b", 1_500_000_000, "1.5B"),
-        ("2T", 2 * 10**12, "2T"),
-        ("10k", 10_000, "10K"),
-        ("768", 768, "768"),
-        ("1e9", 10**9, "1B"),
-        ("1.234567M", 1_234_567, "1,234,567"),
+        ("1B", 10**9),
+        ("1.5b", 1_500_000_000),
+        ("2T", 2 * 10**12),
+        ("10k", 10_000),
+        ("768", 768),
+        ("1e9", 10**9),
+        ("1.234567M", 1_234_567),
     ],
 )
-def test_tokens_as_people_write_them(word, tokens, again):
+def test_tokens_as_people_write_them(word, tokens):
     assert parse(f"--num-tokens {word}").num_tokens == tokens
     assert parse(f"--eval-tokens {word}").eval_tokens == tokens
-    assert format_tokens(tokens) == again
 
 
 BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a process

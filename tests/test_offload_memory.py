@@ -1,8 +1,6 @@
 """What offload takes: of a CPU's memory as the planner predicts it, at sizes as they are."""
 
-import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from memory import RECOMPUTE_POLICIES, offload
 from trainer.flags import model_config
 from trainer.metrics import format_bytes
-from trainer.plan import TooLarge, plan_memory
+from trainer.plan import plan_memory
 from trainer.process import OneProcess
 
 
@@ -49,26 +47,19 @@ FLAGS = "--n-layers 4 --batch-size 8 --use-activation-checkpoint full+offload"
 X = 8 * 32 * 16 * 4  # bytes of the residual stream: of four blocks, three are moved
 
 
-@pytest.mark.parametrize("has_enough", [True, False])  # ... in all; just now it has too little
-def test_the_memory_of_a_cpu_is_part_of_the_room(has_enough, monkeypatch, everything_travels):
+def test_the_memory_of_a_cpu_is_part_of_the_room(monkeypatch, everything_travels):
     process, args = OneProcess(torch.device("cuda")), parse(f"{SHAPE} {FLAGS}")
     process.processes_here = 3
     monkeypatch.setattr("trainer.device.for_tensors", lambda room, device_type: int(room))
-    monkeypatch.setattr("trainer.plan.own_memory", lambda: 0)
     monkeypatch.setattr("trainer.plan.clock_card", lambda args, device: None)
-    for room, there in (("plan.total_memory", 9 * X), ("device.free_memory", 9 * X - 3)):
-        there -= not has_enough
-        monkeypatch.setattr(f"trainer.{room}", lambda d, n=there: n if d.type == "cpu" else 2**26)
-    said = f"3 processes, each {3 * X / 1024:.1f} KiB of CPU memory for +offload, "
-    fits = "; --batch-size 4 --grad-accum-steps 2 fits (the same sequences)"
-    planned = partial(plan_memory, args, process, model_config(args, 61), torch.float32)
-    if has_enough:
-        (line,) = planned().words.splitlines()[1:]
-        assert line.startswith(f"warning  {said}but tensors may take ") and line.endswith(fits)
-    else:
-        with pytest.raises(TooLarge, match=re.escape(said + "the machine has ")) as raised:
-            planned()
-        assert str(raised.value).endswith(fits)
+    for name in ("plan.total_memory", "device.free_memory"):
+        monkeypatch.setattr(f"trainer.{name}", lambda d: 9 * X - 3 if d.type == "cpu" else 2**26)
+    (line,) = plan_memory(args, process, model_config(args, 61), torch.float32).words.splitlines()[
+        1:
+    ]
+    said = f"warning  each process needs {3 * X / 1024:.1f} KiB of CPU memory for +offload and may"
+    assert line.startswith(said)
+    assert line.endswith("; --batch-size 4 --grad-accum-steps 2 fits (the same sequences)")
 
 
 def test_plan_memory_says_what_offload_takes_of_a_cpu():

@@ -271,10 +271,10 @@ def test_nothing_is_said_of_what_it_does_not_take(flags):
 @pytest.mark.parametrize(
     ("flags", "tokens", "steps", "words"),
     [
-        ("--num-tokens=2.5M", 2_500_000, 1221, "2.5M tokens, 1,221 steps"),
-        (f"--num-steps=70 {SEVERAL}", 6 * 70 * 2048, 70, "860.16K tokens, 70 steps"),
-        (f"--num-tokens=1M {SEVERAL}", 10**6, 82, "1M tokens, 82 steps"),
-        ("--num-epochs=2", 10**9, 488_282, "1B tokens, 488,282 steps"),  # to compare by
+        ("--num-tokens=2.5M", 2_500_000, 1221, "2,500,000 tokens, 1,221 steps"),
+        (f"--num-steps=70 {SEVERAL}", 6 * 70 * 2048, 70, "860,160 tokens, 70 steps"),
+        (f"--num-tokens=1M {SEVERAL}", 10**6, 82, "1,000,000 tokens, 82 steps"),
+        ("--num-epochs=2", 10**9, 488_282, "1,000,000,000 tokens, 488,282 steps"),  # to compare by
     ],
 )
 def test_the_whole_run(flags, tokens, steps, words):

@@ -1,5 +1,5 @@
 """Several processes, one of which runs out of memory. Where the others need not know, it goes
-deeper alone; else all begin again, and deeper. Ranks may have policies of their own from the start.
+deeper alone; else all begin again, and deeper.
 Nothing else changes.
 
 Where a step runs out, and how: PLACES of tests/harness/shortage.py.

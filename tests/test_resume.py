@@ -228,13 +228,13 @@ MLP, AUTO = f"{FULL} mlp", f"{FULL} auto"
         ("--compile --tf32", "--no-compile", "--tf32"),
         ("--lr 0.01 --min-lr 0.0005", "--lr 0.001", "--lr 0.001 --min-lr 0.0005"),
         ("--no-amp", "--amp-dtype bfloat16", "--amp-dtype bfloat16"),
-        (f"{AUTO} --memory-budget 1GiB", MLP, MLP),
+        (f"{AUTO} --memory-budget 1GiB", MLP, f"{MLP} --memory-budget 1GiB"),
         (f"{AUTO} --memory-budget 1.5GiB", "", f"{AUTO} --memory-budget 1.5GiB"),
         (f"{AUTO} --card h100", "", f"{AUTO} --card H100"),
         (f"{FULL} full:2,mlp+offload", MLP, MLP),
         ("--vocab-size 300", "--vocab-size 289", "--vocab-size 289"),  # as many as its text gave
         # What the run cannot change; the flag that was typed is blamed.
-        ("", "--model gpt2", "error: --model gpt2, --n-layers: x.pt was trained with 3, this run"),
+        ("", "--model gpt2", "error: --n-layers: x.pt was trained with 3, this run"),
         ("--vocab-size 300", "--vocab-size 290", "error: --vocab-size: .* with 289, this run has"),
         ("", "--tokenizer-name byte", "error: --tokenizer-name: x.pt was trained with bpe, this"),
         ("", "--use-toy-data", "error: --use-toy-data: x.pt was trained with False, this run has"),

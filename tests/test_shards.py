@@ -16,10 +16,8 @@ from memory import expanded
 from planner.choose import pick_recompute
 from planner.formulas import state_bytes
 from planner.shards import share_of
-from trainer.device import Room
-from trainer.flags import UsageError
 from trainer.optimizer import make_optimizer
-from trainer.plan import Question, choose_recompute
+from trainer.plan import Question
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 CPU = torch.device("cpu")
@@ -103,17 +101,9 @@ def test_plan_memory_plans_shards(flag, trainer, way, said):
     assert flag not in command
 
 
-def test_the_way_to_shards_is_the_shortest():
-    """With what else it takes, no more; and not at all where shards do not help."""
+def test_the_way_to_shards_is_named_where_the_state_does_not_fit():
     args = parse(f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint full/2 {DEEP}")
     ddp = Question(args, 64, CPU, torch.float32, ddp=True, processes=4)
-    state = ddp.state
-    at_state = replace(ddp, room=room_for(state))
-    _, knob = at_state.way_out()
-    none = "--use-activation-checkpoint none"  # there is so much room then
-    assert knob.command(args) == f"train_fsdp.py {none}"
-    auto = parse(f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint auto {DEEP}")
-    with pytest.raises(UsageError, match=r": train_fsdp.py fits \(the proc"):  # auto stays auto
-        choose_recompute(replace(ddp, args=auto, room=Room(state, "cpu")))
-    _, knob = replace(at_state, processes=1).way_out()
-    assert knob is None or not knob.trainer
+    at_state = replace(ddp, room=room_for(ddp.state))
+    for asked, named in ((at_state, True), (replace(at_state, processes=1), False)):
+        assert ("(train_fsdp.py deals them out)" in asked.way_out()[0]) == named

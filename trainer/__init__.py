@@ -3,8 +3,7 @@
 run.py         a run: what it consists of; a step done again when memory runs out
 bootstrap.py   what comes before `import torch`
 flags.py       the command line
-setup.py       how a run is set up, the same in all processes
-check.py       whether policies and model.py agree
+setup.py       how a run is set up, the same in all processes; whether policies and model.py agree
 resume.py      how it goes on from a snapshot
 snapshot.py    the snapshot: one file, and whose it is
 pretrained.py  trained weights to start from, GPT-2's of transformers too

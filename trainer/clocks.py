@@ -234,7 +234,7 @@ class ProfilingClock(PeakMemoryClock):
                 return call(block, *inputs, **policy)
 
         head = cast(partial, self.model.head_loss)
-        # (With its keywords: check.py looks at them when a policy is tried.)
+        # (With its keywords: setup.py looks at them when a policy is tried.)
         head_in_range = partial(record_function("head")(head.func), **head.keywords)
         self.model_ranges.enter_context(patch.object(Block, "__call__", call_in_range))
         self.model_ranges.enter_context(patch.object(self.model, "head_loss", head_in_range))

@@ -3,7 +3,6 @@
 import argparse
 import os
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,17 +125,15 @@ def is_compiled(model: MiniGPT) -> bool:
 # ---- memory
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that tensors can still take on the device. Raises UsageError if nobody knows."""
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that tensors can still take on the device; None if nobody knows."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = in_kib("MemAvailable:") or built_in_memory()  # (not Linux: an upper limit)
-    if free is None:
-        raise UsageError("--memory-budget: this system does not tell what is free")
     limit, used = number_in(f"{CGROUP}max"), number_in(f"{CGROUP}current")
-    if limit is not None and used is not None:  # cached files give way
+    if free and limit is not None and used is not None:  # cached files give way
         free = min(free, limit - used + (number_in(f"{CGROUP}stat", "inactive_file") or 0))
     return free
 
@@ -150,11 +147,6 @@ def total_memory(device: torch.device) -> int | None:
     # (Swap is slow, but no reason to refuse a run.)
     built_in = in_kib("MemTotal:", "SwapTotal:") or built_in_memory()
     return min(filter(None, (built_in, number_in(f"{CGROUP}max"))), default=None)
-
-
-def own_memory() -> int:
-    """Bytes of CPU memory that this process holds now: Python, PyTorch, data. 0: unknown."""
-    return 1024 * (number_in("/proc/self/status", "VmRSS:") or 0)  # (not Linux: 0)
 
 
 @dataclass(frozen=True)
@@ -207,15 +199,14 @@ def room_on(
 ) -> Room:
     """Memory of one process: `budget` bytes, else free memory / `processes`, plus the `held` bytes
     of CPU memory that it will free. For a GPU also its part of the CPU memory, which the processes
-    `here` share. Raises UsageError if nobody knows."""
+    `here` share."""
     host = None
     if device.type != "cpu":
-        with suppress(UsageError):
-            host = room_on(torch.device("cpu"), None, here, held).safe
-    if budget is not None:
-        return Room(budget, device.type, host=host)
-    free = free_memory(device) / processes + held * (device.type == "cpu")
-    return Room(int(free), device.type, is_free=True, host=host)
+        host = room_on(torch.device("cpu"), None, here, held).safe
+    free = free_memory(device) if budget is None else None
+    if free is not None:
+        budget = free // processes + held * (device.type == "cpu")
+    return Room(budget, device.type, is_free=free is not None, host=host)
 
 
 def built_in_memory() -> int | None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from data import DataError, DiskFull
 
 from .bootstrap import PROCESS_START
-from .flags import UsageError, print_error
+from .flags import UsageError, changed, print_error
 from .metrics import finish_logs
-from .plan import TooLarge, next_knob
+from .plan import TooLarge, next_knob, settings
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
 from .run import Run, is_out_of_memory, save
@@ -67,18 +67,11 @@ def run_safely(
         return 130
     except Exception as error:
         if is_out_of_memory(error):
-            device = run.process.device if run else None
-            way = way_back(run) if run and run.saved_step else None
-            policy, is_least = run.model.config.recompute if run else "", False
-            with suppress(Exception):  # there may be no memory to plan with
-                is_least = run is not None and run.next_policy(policy) is None
-            complain(f"out of memory with {next_knob(args, device, way, policy, is_least)}")
+            complain(f"out of memory with {what_to_try(args, run)}")
             return 4
         line = lost_others(error)
         if line is None:
             raise
-        if run and run.process.ran_out():
-            return 4  # (The other process says why.)
         # (Without a run it may be done.) Each at once: torchrun ends those that live.
         print_error(f"{line}; {way_back(run)}" if run else line)
         return 3
@@ -134,7 +127,7 @@ class Signals:
         return self
 
     def take_note(self, number: int, frame: object) -> None:
-        name, clock = signal.Signals(number).name, self.run.clock
+        name = signal.Signals(number).name
         if name == "SIGUSR1":
             self.run.save_asked = True
             line = "saving   after this step, and going on"
@@ -142,10 +135,8 @@ class Signals:
             self.number = number
             is_hangup = name == "SIGHUP"  # shell and system may both send it
             signal.signal(number, signal.SIG_IGN if is_hangup else signal.SIG_DFL)
-            seconds = 1 / clock.steps_per_second() if clock.steps else 0
-            about = f" (about {seconds:.0f} s)" if seconds > 2 else ""
             again = "" if is_hangup else "; again to stop at once"
-            line = f"stopping finishing this step{about} and saving{again}"
+            line = f"stopping finishing this step and saving{again}"
         if self.run.process.rank == 0:
             with suppress(OSError):  # not print: the signal may have come in the middle of one
                 os.write(2, f"\n{line}\n".encode())
@@ -218,6 +209,19 @@ class SkippedUpdates:
                 what += f" (float16: the loss scale is now {run.scaler.get_scale():g})"
             run.process.say(f"warning  step {step}: {what}")
         return self.in_a_row
+
+
+def what_to_try(args: argparse.Namespace, run: Run | None) -> str:
+    """Return the settings that memory ran out with, and the first change that could help."""
+    if run is None:
+        return f"{settings(args)}; try a smaller model (--n-layers), or less data (--max-tokens)"
+    less = None
+    policy = run.model.config.recompute
+    with suppress(Exception):  # there may be no memory to plan with
+        less = run.next_policy(policy)
+    now = settings(changed(args, use_activation_checkpoint=policy))
+    back = f"; {way_back(run)}" if run.saved_step else ""
+    return f"{now}; try {next_knob(args, run.process.device.type, less)}{back}"
 
 
 def way_back(run: Run | None) -> str:

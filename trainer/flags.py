@@ -45,7 +45,6 @@ LARGEST = {  # sizes of a model
 }
 AUTO = ("auto",)  # a run finds its policy by itself
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # each says it alone
-TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # A flag that is gone -> its replacement.
 GONE = {
     "--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size",
@@ -56,7 +55,9 @@ GONE = {
     "--recompute-rest": "now --use-activation-checkpoint POLICY:N,POLICY",
     "--recompute-group": "now --use-activation-checkpoint full/K",
     "--offload-activations": "now --use-activation-checkpoint POLICY+offload",
+    "--repeats": "--steps says how many are measured",
 }
+TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -223,19 +224,8 @@ def token_count(text: str, least: int = 1) -> int:
     return int(count)
 
 
-def format_tokens(count: int) -> str:
-    """1,500,000,000 -> "1.5B"; in full, if it is not that round."""
-    for letter, unit in reversed(TOKENS.items()):
-        if unit > 1 and count >= unit and count * 100 % unit == 0:
-            return f"{count / unit:,.10g}{letter.upper()}"
-    return f"{count:,}"
-
-
 # How a number is written that has a unit.
-UNITS: dict[Any, Callable[[int], str]] = {
-    byte_count: "{}b".format,
-    token_count: lambda count: format_tokens(count).replace(",", ""),
-}
+UNITS: dict[Any, Callable[[int], str]] = {byte_count: "{}b".format}
 
 
 def snapshot_file(text: str) -> Path:
@@ -248,20 +238,9 @@ def snapshot_file(text: str) -> Path:
 def output_file(text: str) -> Path:
     """An argparse type: a file that can be written, before hours are spent on what goes into it."""
     path = Path(text)
-    if os.path.isdir(path):
-        raise argparse.ArgumentTypeError(f"{path} is a folder")
     there = path if os.path.exists(path) else path.parent
-    if not (os.path.isdir(path.parent) and os.access(there, os.W_OK)):
+    if os.path.isdir(path) or not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path} cannot be written: is there such a folder?")
-    return path
-
-
-def output_folder(text: str) -> Path:
-    """An argparse type: a folder that can be written to, or made by the command."""
-    path = Path(text)
-    there = next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
-    if not (os.path.isdir(there) and os.access(there, os.W_OK)):
-        raise argparse.ArgumentTypeError(f"{there} is no folder that can be written to")
     return path
 
 
@@ -322,12 +301,13 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         "waits in CPU memory (of selective and sdpa, without --compile, each block's input only); "
         "auto = the least recompute that fits in memory (default: none; the bare flag means full)")
     add("--memory-budget", type=byte_count, metavar="SIZE",
-        help="for auto: how much memory there is, 8GiB (default: what is free); of it stays free a "
-        "tenth, on a GPU at least 1 GiB (of less than 4 GiB a quarter)")
+        help="how much memory there is, 8GiB (default: what is free): auto takes no more, other "
+        "policies warn of it; of it stays free a tenth, on a GPU at least 1 GiB (of less than "
+        "4 GiB a quarter)")
     add("--card", type=card_name, metavar="NAME",
-        help="for auto: take what is predicted to be fastest on it: H100, \"RTX 4090\", ..., or "
-        "this-machine, measured (default: a CUDA GPU by its own name; if that is unknown, and "
-        "elsewhere, auto takes the fewest FLOPs)")
+        help="for auto, and when memory runs out: take what is predicted to be fastest on it: "
+        "H100, \"RTX 4090\", ..., or this-machine, measured (default: a CUDA GPU by its own name; "
+        "if that is unknown, and elsewhere, the fewest FLOPs)")
     add("--loss-chunks", type=count_or_zero, default=0, metavar="N",
         help="compute head and loss in N chunks of tokens; 1 = at once, 0 = choose (default: 0)")
     add("--mlp-chunks", type=count_or_zero, default=1, metavar="N",
@@ -424,13 +404,8 @@ def tokens_per_step(args: argparse.Namespace, processes: int) -> int:
     return int(args.batch_size * args.seq_len * args.grad_accum_steps * processes)
 
 
-def fill_in(
-    args: argparse.Namespace, processes: int = 1, is_run: bool = True
-) -> argparse.Namespace:
-    """The defaults that depend on other flags. Raises UsageError for contradictions.
-
-    `is_run`: not a tool, which may be asked about a budget and a card whatever the policy is.
-    """
+def fill_in(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
+    """The defaults that depend on other flags. Raises UsageError for contradictions."""
     lengths = [flag(name) for name in LENGTHS if name in args.typed]
     if len(lengths) > 1:
         raise UsageError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
@@ -449,19 +424,14 @@ def fill_in(
         args.min_lr = args.lr / 10
     if args.min_lr > args.lr:
         raise UsageError(f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}")
-    if args.lr * args.weight_decay > 1:
-        raise UsageError(
-            f"--weight-decay {args.weight_decay:g} times --lr {args.lr:g} is above 1: a step would "
-            "take more than all of a weight; lower --weight-decay"
-        )
     if args.no_amp and args.amp_dtype != "auto":
         raise UsageError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
-    if is_run and args.use_activation_checkpoint not in AUTO:
-        for name in ("memory_budget", "card"):
-            if getattr(args, name) is not None:
-                raise UsageError(f"{flag(name)} is for --use-activation-checkpoint auto")
+    if args.mlp_chunks != 1 and args.compile:
+        raise UsageError(
+            f"--mlp-chunks {args.mlp_chunks}: compiled blocks are not cut; --no-compile or "
+            "--mlp-chunks 1"
+        )
     model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
-    check_chunks(args, is_run)
     return args
 
 
@@ -490,25 +460,6 @@ def check_shared(args: argparse.Namespace, processes: int) -> None:
             )
     if args.compile:
         raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
-
-
-def check_chunks(args: argparse.Namespace, is_run: bool) -> None:
-    """Raise UsageError if --mlp-chunks would do nothing, or is not known to do it right."""
-    asked, policy = f"--mlp-chunks {args.mlp_chunks}", args.use_activation_checkpoint
-    if args.mlp_chunks != 1 and args.compile:
-        raise UsageError(f"{asked}: compiled blocks are not cut; --no-compile or --mlp-chunks 1")
-    if is_run and moot_chunks(args, policy):
-        raise UsageError(
-            f"{asked}: --use-activation-checkpoint {policy} replays no MLP half by itself; mlp, "
-            "sdpa and full do, or --mlp-chunks 1"
-        )
-
-
-def moot_chunks(args: argparse.Namespace, policy: str) -> dict[str, int]:
-    """The flag that has to change where chunks were asked for and `policy` has none to make."""
-    if args.mlp_chunks == 1 or policy in AUTO or expand(policy, args.n_layers).cuts_mlp:
-        return {}
-    return {"mlp_chunks": 1}
 
 
 def settle_length(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from .device import (
     choose_device,
     choose_precision,
     is_here,
-    own_memory,
     room_on,
     set_matmul_precision,
     total_memory,
@@ -41,9 +39,7 @@ from .flags import (
     AUTO,
     UsageError,
     changed,
-    flag,
     model_config,
-    moot_chunks,
     recompute_of,
     words_of,
 )
@@ -54,86 +50,47 @@ from .process import OneProcess
 
 Flags = argparse.Namespace
 OFFLOADED = "full+offload"
-POLICY, FOR_AUTO = "use_activation_checkpoint", ("memory_budget", "card")
-SMALLER = "a smaller --d-model, --n-layers or vocabulary"
+POLICY = "use_activation_checkpoint"
+OTHER_TRAINING = (
+    "what changes the training: a smaller --batch-size, a shorter --seq-len, --moments-dtype "
+    "bfloat16, --optimizer muon, a smaller model (--d-model, --n-layers, --vocab-size)"
+)
 AFTER_RESTART = 0.75  # of the peak that was too much; a restart is dear: take much less at once
 
 # What a change costs.
 SLOWER = "same results, some more time"
 UNCHUNKED = "never holds all logits, at about the same speed"
 SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
-FEWER = "fewer sequences a step: to accumulate them, gradients would have to wait"
-
 
 # ---- what to change, in the order of docs/planning.md ("which knob first")
 
 
-@dataclass(frozen=True)
-class Knob:
+class Knob(NamedTuple):
     """Flags to change, all at a time."""
 
     flags: dict[str, Any]  # by their names in args
-    words: str = ""  # what it costs
-    trainer: str = ""  # another one to start, if it takes that
+    words: str  # what it costs
 
-    def command(self, args: Flags) -> str:
+    @property
+    def command(self) -> str:
         """ "--batch-size 3 --grad-accum-steps 4" """
-        words = [self.trainer] * bool(self.trainer) + words_of(self.flags)
-        # What is for `auto` goes with it.
-        chosen = POLICY in self.flags and args.use_activation_checkpoint in AUTO
-        moot = [flag(name) for name in FOR_AUTO if chosen and getattr(args, name) is not None]
-        return " ".join(words + ["without"] * bool(moot) + moot)
-
-    def change(self, args: Flags) -> Flags:
-        """The flags with this change, and with the defaults that follow from it."""
-        then = changed(args, **self.flags)
-        if "max_position_embeddings" not in args.typed and args.model is None:
-            then.max_position_embeddings = then.seq_len
-        return then
+        return " ".join(words_of(self.flags))
 
 
-def next_knob(
-    args: Flags,
-    device: torch.device | None,
-    way_back: str | None,
-    policy: str = "",
-    is_least: bool = False,
-) -> str:
-    """The settings that memory ran out with, and the first change that could help.
-
-    `device`: None if the run was not even set up. `way_back`: how to go on from what was saved.
-    `policy`: the one in use, if not as typed; `is_least`: no other is predicted to need less.
-    """
-    used = changed(args, use_activation_checkpoint=policy or args.use_activation_checkpoint)
-    now, asked = settings(used), recompute_of(used)
-    if device is None:
-        return f"{now}; try a smaller model (--n-layers, --d-model), or less data (--max-tokens)"
-    own = policy_flags(args, used.use_activation_checkpoint)
-    is_full = {*asked.policies} == {"full"} and used.use_activation_checkpoint not in AUTO
-    if args.loss_chunks == 1:
-        knob = Knob(own | {"loss_chunks": 0}, UNCHUNKED)
-    elif not is_least and not is_full:
-        knob = Knob({POLICY: "full"}, SLOWER)
-    elif batches := smaller_batches(args):
-        knob = Knob(own | batches[0], SAME)
-    elif device.type == "cuda" and not asked.offload:
-        knob = Knob({POLICY: OFFLOADED}, MOVED)
-    else:
-        return f"{now}; try a shorter --seq-len or a smaller model"
-    return f"{now}; try {knob.command(args)} ({knob.words}){f'; {way_back}' if way_back else ''}"
+def next_knob(args: Flags, device_type: str, less: StepMemory | None) -> str:
+    """The first change that could help a run that has run out of memory. `less`: a step with the
+    next policy that is predicted to need less, if one is."""
+    first, *others = same_training(args, device_type)
+    if less is not None and not first.flags:
+        first = Knob({POLICY: less.config.recompute}, SLOWER)
+    knob = next((knob for knob in (first, *others) if knob.flags), None)
+    return f"{knob.command} ({knob.words})" if knob else OTHER_TRAINING
 
 
 def settings(args: Flags) -> str:
     """Of the flags, those that a step's memory depends on most."""
     policy = args.use_activation_checkpoint
     return f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}"
-
-
-def policy_flags(args: Flags, policy: str) -> dict[str, Any]:
-    """What to type for that policy; nothing, if it was typed."""
-    if policy == args.use_activation_checkpoint:
-        return {}
-    return {POLICY: policy} | moot_chunks(args, policy)
 
 
 def smaller_batches(args: Flags) -> list[dict[str, int]]:
@@ -150,42 +107,10 @@ def same_training(args: Flags, device_type: str) -> Iterator[Knob]:
     batches = smaller_batches(args)
     for batch in batches:
         yield Knob(kept | batch, SAME)
-    if device_type == "cuda":
+    if device_type == "cuda" and not recompute_of(args).offload:
         for batch in [{}, *batches]:
             words = f"{SAME}, {MOVED}" if batch else MOVED
             yield Knob(kept | {POLICY: OFFLOADED} | batch, words)
-
-
-def other_training(question: "Question") -> Iterator[Knob]:
-    """Yield what makes it another training, or another trainer; the least change first."""
-    args = question.args
-    full = changed(args, loss_chunks=0, use_activation_checkpoint="full")
-    most = question.about(full).largest_batch
-    if args.grad_accum_steps == 1 and 0 < most < args.batch_size:
-        yield Knob({"batch_size": most}, FEWER)
-    for n in range(1, args.seq_len.bit_length() - 3):  # down to 8 tokens
-        yield Knob({"seq_len": args.seq_len >> n}, "the model sees less at a time")
-    moments = list(less_moments(args))
-    if question.ddp and question.processes > 1:
-        own = {"compress_gradients": False, "gather_dtype": "float32"}
-        refused = {name: value for name, value in own.items() if getattr(args, name) != value}
-        dealt = Knob(refused, "the processes hold the model between them", "train_fsdp.py")
-        yield dealt
-        for knob in moments:
-            words = f"{dealt.words}; {knob.words}"
-            yield Knob(refused | knob.flags, words, dealt.trainer)
-    yield from moments
-
-
-def less_moments(args: Flags) -> Iterator[Knob]:
-    """Yield with which moments take less; the least change to the training first."""
-    half, muon = {"moments_dtype": "bfloat16"}, {"optimizer": "muon"}
-    rounded, other = "moments rounded to bfloat16", "another optimizer"
-    if args.moments_dtype == "float32":
-        yield Knob(half, rounded)
-    if args.optimizer == "adamw" and not args.resume:
-        yield Knob(muon, other)
-        yield Knob(muon | half, f"{other}, {rounded}")
 
 
 # ---- the question
@@ -240,11 +165,6 @@ class Question:
     def about(self, args: argparse.Namespace) -> "Question":
         """The same of other flags."""
         return replace(self, args=args)
-
-    def turned(self, knob: Knob) -> "Question":
-        """The same after this change."""
-        then = self.about(knob.change(self.args))
-        return replace(then, ddp=False, shards=self.processes) if knob.trainer else then
 
     @property
     def config(self) -> MiniGPTConfig:
@@ -318,47 +238,37 @@ class Question:
         replays_products = recompute_cost(step.config, step.seq_len)[0] > 0
         if step.config.recompute == "none" or not (self.card or replays_products):
             return ""  # (without a clock: smaller matrix products may cost more than that saves)
-        args = changed(self.args, use_activation_checkpoint="none")
-        parts = (self.about(changed(args, **batch)) for batch in smaller_batches(args))
-        part = next((part for part in parts if part.fits), None)
-        if part is None:
-            return ""
-        batch = {name: getattr(part.args, name) for name in ("batch_size", "grad_accum_steps")}
-        words = "{grad_accum_steps} x {batch_size} sequences with none".format_map(batch)
-        flags = Knob({POLICY: "none"} | moot_chunks(args, "none") | batch).command(self.args)
-        if self.card is None:
-            return f"{words} fit as well ({flags})"
-        faster = self.seconds(step) / part.seconds(part.step) - 1
-        return f"{words}: {100 * faster:.0f} % faster ({flags})" * (faster > 0.005)
+        for batch in smaller_batches(self.args):
+            flags = {POLICY: "none"} | batch
+            part = self.about(changed(self.args, **flags))
+            if part.fits:
+                words = f"{batch['grad_accum_steps']} x {batch['batch_size']} sequences with none"
+                faster = self.seconds(step) / part.seconds(part.step) - 1 if self.card else 0
+                speed = f": {100 * faster:.0f} % faster" if self.card else " fit as well"
+                is_worth_it = faster > 0.005 or not self.card
+                return f"{words}{speed} ({Knob(flags, SAME).command})" * is_worth_it
+        return ""
 
-    def way_out(self, is_auto: bool = False) -> tuple[str, Knob | None]:
-        """The least change that makes a step fit, with the fastest policy then; first why, if that
-        is plain. `is_auto`: the run will choose its policy by itself."""
+    def way_out(self) -> tuple[str, Knob | None]:
+        """The least change that makes a step fit and the training stay what it is, with the fastest
+        policy then: in words, and its flags. If there is none, the words say what is left."""
         why = ""
         if self.state >= self.budget:
             each = f" in each of {self.shards} processes" if self.shards > 1 else ""
+            dealt = " (train_fsdp.py deals them out)" * (self.ddp and self.processes > 1)
             why = (
                 f"weights, gradients and {optimizer_name(self.args)}'s state alone take "
                 f"{format_bytes(self.state)}{each}, more than the {format_bytes(self.budget)} "
-                "that tensors may take: "
+                f"that tensors may take{dealt}: "
             )
-        for base in chain([Knob({})], other_training(self)):
-            there = self.turned(base)
-            for knob in same_training(there.args, self.device.type):
-                step = there.turned(knob).fitting()
-                if step is None:
-                    continue
-                # (`auto` finds by itself what does not offload.)
-                found = not is_auto or POLICY in knob.flags
-                policy = policy_flags(self.args, step.config.recompute) if found else {}
-                others = {k: v for k, v in (base.flags | knob.flags).items() if k != POLICY}
-                return why, Knob(policy | others, base.words or knob.words, base.trainer)
-        return why, None
-
-    def advice(self, is_auto: bool = False) -> str:
-        """`way_out`, in words."""
-        why, knob = self.way_out(is_auto)
-        return why + (f"{knob.command(self.args)} fits ({knob.words})" if knob else SMALLER)
+        for knob in [] if why else same_training(self.args, self.device.type):
+            step = self.about(changed(self.args, **knob.flags)).fitting()
+            if step is None:
+                continue
+            flags = {POLICY: step.config.recompute} | knob.flags
+            found = Knob(flags, knob.words)
+            return f"{found.command} fits ({found.words})", found
+        return f"{why}try {OTHER_TRAINING}", None
 
     @property
     def replicas(self) -> int:
@@ -399,8 +309,9 @@ def ask(
     native: bool | None = None  # has it bfloat16?
     if args.card not in (None, THIS_MACHINE):
         known = CARDS[args.card]
-        check_card(args, known)
         kind, budget = device_type(known), budget or known.memory
+        if args.device not in ("auto", kind):
+            raise UsageError(f"--device {args.device}: {args.card} is {kind}; leave --device out")
         native = known.flops[1] >= known.flops[2]  # (not before Ampere)
     elif not is_here(kind) and args.card is None:
         native = True
@@ -421,18 +332,6 @@ def ask(
     ddp, shards = processes is not None and not sharded, n if sharded else 1
     sharing = n if shared else 1
     return Question(args, vocabulary(args), device, precision, room, card, ddp, n, shards, sharing)
-
-
-def check_card(args: argparse.Namespace, card: Card) -> None:
-    """Raises UsageError where --device or --memory-budget contradict a card of the table."""
-    kind, budget = device_type(card), args.memory_budget or 0
-    if args.device not in ("auto", kind):
-        raise UsageError(f"--device {args.device}: {card.name} is {kind}; leave --device out")
-    if budget > card.memory and kind == "cuda":  # (Apple sells each chip with more memory, too)
-        raise UsageError(
-            f"--memory-budget {format_bytes(budget)} is more than the {format_bytes(card.memory)} "
-            f"of {card.name}: leave it out, or name another --card"
-        )
 
 
 def vocabulary(args: argparse.Namespace) -> int:
@@ -459,7 +358,7 @@ class Plan(NamedTuple):
     config: MiniGPTConfig  # with what `auto` takes
     words: str
     peaks: tuple[int, int] | None  # of a step, and without recompute; None: nobody could tell
-    next_policy: Callable[..., StepMemory | None] = lambda *_: None  # the function of that name
+    next_policy: Callable[..., StepMemory | None]  # the function of that name
 
 
 class TooLarge(MemoryError):
@@ -482,40 +381,43 @@ def plan_memory(
     Raises UsageError if `auto` finds nothing that fits, TooLarge if the device can never hold it.
     """
     # All go by one clock, that of process 0. Where all need the same policy, they go by the memory
-    # of the process that has least.
+    # of the process that has least, too.
     card = process.exchange(process.by_first(lambda: clock_card(args, process.device)))[0]
-    processes = process.processes_on_device, held, process.processes_here
-    free = Room(None, process.device.type)
-    with suppress(UsageError):  # (nobody knows)
-        free = room_on(process.device, None, *processes)
+    n, here = process.processes_on_device, process.processes_here
+    room = room_on(process.device, args.memory_budget, n, held, here)
+    if not process.own_policy:
+        room = min(process.exchange(room), key=lambda room: room.budget or 0)
     n, shards, ddp = process.world_size, process.shards, process.keeps_gradients
-    what = args, config.vocab_size, process.device, precision, free, card
+    what = args, config.vocab_size, process.device, precision, room, card
     question = Question(*what, ddp, n, shards, process.sharing)
-    words = ""
-    if args.use_activation_checkpoint in AUTO:
-        room = process.by_all(lambda: room_on(process.device, args.memory_budget, *processes))
-        if not process.own_policy:
-            room = replace(room, budget=min(process.exchange(room.budget or 0)))
-        asked = replace(question, room=room)
-        chosen = process.by_all(lambda: choose_recompute(asked))
+    chooses = args.use_activation_checkpoint in AUTO and process.own_policy
+    alone = partial(plan_alone, question, process, config)
+    plan = process.by_all(alone) if chooses else process.exchange(process.by_first(alone))[0]
+    assert plan
+    config, words, peaks = plan
+    of_each = process.exchange(config.recompute)
+    if len(set(of_each)) > 1:
+        words += f"\nmemory   each process has a policy of its own, by rank: {', '.join(of_each)}"
+    return Plan(config, words, peaks, partial(next_policy, question))
+
+
+def plan_alone(
+    question: Question, process: OneProcess, config: MiniGPTConfig
+) -> tuple[MiniGPTConfig, str, tuple[int, int] | None]:
+    """Of `plan_memory`, what one process finds out for all."""
+    words, card = "", question.card
+    if question.args.use_activation_checkpoint in AUTO:
+        chosen = choose_recompute(question)
         config = chosen.config
         least = f"the least time (predicted for {card.name})" if card else "the least recompute"
-        words = f"auto takes {config.recompute}: {least} that fits in {room}\nmemory   "
-        if instead := process.by_first(lambda: asked.instead_of(chosen)):
+        words = f"auto takes {config.recompute}: {least} that fits in {question.room}\nmemory   "
+        if instead := question.instead_of(chosen):
             words += f"{instead}\nmemory   "
-    failed = process.last_shortage()
-    if failed:
+    if failed := process.last_shortage():
         config = after_restart(question, config, failed)
-    of_each = process.exchange(config.recompute)
-    if not process.own_policy:
-        config = replace(config, recompute=of_each[0])
-    if failed:
         words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
-    if process.own_policy and len(set(of_each)) > 1:
-        words += f"each process has a policy of its own, by rank: {', '.join(of_each)}\nmemory   "
-    told = process.by_first(lambda: predict(question, process, config, held))
-    said, peaks = told or ("", None)
-    return Plan(config, words + said, peaks, partial(next_policy, question))
+    said, peaks = predict(question, process, config)
+    return config, words + said, peaks
 
 
 def after_restart(question: Question, config: MiniGPTConfig, failed: str) -> MiniGPTConfig:
@@ -551,6 +453,8 @@ def next_policy(
 
 def choose_recompute(question: Question) -> StepMemory:
     """What `auto` takes. Raises UsageError, with what would fit, if nothing does."""
+    if question.room.budget is None:
+        raise UsageError("--memory-budget: this system does not tell what is free")
     room, smallest = question.room, f"above {format_bytes(question.state)}"
     if question.state < question.budget:
         step = question.pick()
@@ -560,27 +464,28 @@ def choose_recompute(question: Question) -> StepMemory:
     typed = f"--use-activation-checkpoint {question.args.use_activation_checkpoint}"
     raise UsageError(
         f"{typed if room.is_free else '--memory-budget'}: tensors may take {room}, but the "
-        f"smallest peak is {smallest}; {question.advice(is_auto=True)}"
+        f"smallest peak is {smallest}; {question.way_out()[0]}"
     )
 
 
 def predict(
-    question: Question, process: OneProcess, config: MiniGPTConfig, held: int
+    question: Question, process: OneProcess, config: MiniGPTConfig
 ) -> tuple[str, tuple[int, int] | None]:
     """What a step will need; a warning if that is more than is free. Raises TooLarge."""
     try:
-        check_room(
-            question, process, process.device, question.state, held
-        )  # before anything is simulated
+        check_room(question, process, question.state)  # before anything is simulated
         step, plain = (
             question.planner.step(question.args.batch_size, recompute=policy)
             for policy in (config.recompute, "none")
         )
         note = question.planner.note
         words = describe_plan(step, plain) + (note and f"\nnote     {note}")
-        words += check_room(question, process, process.device, step.peak, held)
-        if question.room.host is not None:
-            words += check_room(question, process, torch.device("cpu"), step.host, held)
+        words += check_room(question, process, step.peak)
+        if question.room.host is not None and step.host > question.room.host:
+            words += (
+                f"\nwarning  each process needs {format_bytes(step.host)} of CPU memory for "
+                f"+offload, and may take {format_bytes(question.room.host)}; {question.way_out()[0]}"
+            )
         return words, (step.peak, plain.peak)
     except TooLarge:
         raise
@@ -613,29 +518,22 @@ def describe_plan(step: StepMemory, plain: StepMemory) -> str:
     return "; ".join(words) + " (predicted)"
 
 
-def check_room(
-    question: Question, process: OneProcess, device: torch.device, needed: int, held: int
-) -> str:
-    """A line of warning if `needed` bytes are more than tensors may take of what is free now; else
-    nothing. `device`: the run's, or the CPU, for what +offload has beside a GPU.
-
-    Raises TooLarge if they are more than there are in all.
-    """
-    processes = process.processes_here if device.type == "cpu" else 1
-    room, what = question.room, "predicted"
-    if device != process.device:
-        room, what = room_on(device, None, processes, held), "of CPU memory for +offload"
+def check_room(question: Question, process: OneProcess, needed: int) -> str:
+    """A line of warning if `needed` bytes are more than tensors may take; else nothing. Raises
+    TooLarge if they are more than the device has in all."""
+    room, processes = question.room, process.processes_on_device
     if room.safe is None:
         return ""
-    total, own = total_memory(device), own_memory() - held if device.type == "cpu" else 0
-    need = f"{processes} processes, each " * (processes > 1) + f"{format_bytes(needed)} {what}"
-    has = f"the {'GPU' if device.type == 'cuda' else 'machine'} has {format_bytes(total or 0)}"
-    if total is not None and processes * (needed + own) > total:
-        beside = f" beside the {format_bytes(own)} that Python, PyTorch and data take" * bool(own)
+    total = total_memory(process.device)
+    need = f"{processes} processes, each " * (processes > 1) + f"{format_bytes(needed)} predicted"
+    on_gpu = process.device.type == "cuda"
+    has = f"the {'GPU' if on_gpu else 'machine'} has {format_bytes(total or 0)}"
+    if total is not None and processes * needed > total:
+        most = replace(room, budget=min(question.budget, total))
         raise TooLarge(
-            f"out of memory before the first step: {need}{beside}, {has}; with "
-            f"{settings(question.args)}; {question.advice()}"
+            f"out of memory before the first step: {need}, {has}; with "
+            f"{settings(question.args)}; {replace(question, room=most).way_out()[0]}"
         )
     if needed <= room.safe:
         return ""
-    return f"\nwarning  {need}, but tensors may take {room}; {has} in all; {question.advice()}"
+    return f"\nwarning  {need}, but tensors may take {room}; {has} in all; {question.way_out()[0]}"

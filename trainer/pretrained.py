@@ -22,9 +22,8 @@ from data.tokenizer import errors_as_data_errors, load_tokenizer
 from data.tokenizer_json import read_folder
 from model import MiniGPT, MiniGPTConfig
 
-from .flags import LARGEST, UsageError, is_size
+from .flags import LARGEST, UsageError, flag, is_size
 from .optimizer import Part
-from .resume import blamed
 from .snapshot import Resumed, SnapshotError, check_shapes, peek, read_snapshot
 
 # The flags that follow from the weights.
@@ -240,7 +239,7 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
         typed = getattr(args, name)
         if name in args.typed and typed != value:
             raise UsageError(
-                f"{blamed(args, name)} {typed}: --init-from {source.path} has {value}; leave it out"
+                f"{flag(name)} {typed}: --init-from {source.path} has {value}; leave it out"
             )
         setattr(args, name, value)
     if "seq_len" not in args.typed:

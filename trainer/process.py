@@ -125,13 +125,9 @@ class OneProcess:
         """The policy that was remembered; "" if none."""
         return ""
 
-    def ran_out(self) -> bool:
-        """Has one of these processes remembered a shortage of its own?"""
-        return False
-
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over all processes."""
-        return values
+        return [sum(of_each) for of_each in zip(*self.exchange(values), strict=True)]
 
     def largest(self, values: list[int]) -> list[int]:
         """Each the largest of all processes' values."""

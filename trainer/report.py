@@ -168,9 +168,9 @@ def log(run: Run, record: dict[str, Any]) -> None:
     show(run, record)
 
 
-def show(run: Run, record: dict[str, Any], label: str = "") -> None:
+def show(run: Run, record: dict[str, Any]) -> None:
     """Print the line for the person."""
-    run.process.say(label + format_line(record, run.args.num_steps))
+    run.process.say(format_line(record, run.args.num_steps))
     run.last_line = time.perf_counter()
 
 

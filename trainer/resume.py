@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from .flags import LENGTHS, SHAPES, as_argv, build_parser, flag, words_of
+from .flags import LENGTHS, as_argv, build_parser, flag, words_of
 from .optimizer import restore_optimizer
 from .run import Run
-from .snapshot import Resumed, SnapshotError, State, beside, is_second, peek, read_snapshot
+from .snapshot import Resumed, SnapshotError, State, beside, peek, read_snapshot
 
 # Besides its data and its batch, these decide every weight of the run: they must stay.
 FIXED = (
@@ -20,53 +20,28 @@ FIXED = (
 DATA = "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
 # A typed flag replaces these flags of the snapshot, too.
 REPLACES = {
-    "use_activation_checkpoint": ["memory_budget", "card"],
     "amp_dtype": ["no_amp"],
     "no_amp": ["amp_dtype"],
     **dict.fromkeys(LENGTHS, LENGTHS),
 }
 
 
-def own_name(path: Path) -> Path:
-    """Where a run saves that goes on from `path`: there; but the run beside `run.best.pt` writes
-    that file, so a run that goes on from it saves to `run-best.pt`, as if from a copy."""
-    name = beside(path, "")
-    return name.with_name(f"{name.stem}-best.pt") if name.suffix == ".best" else path
-
-
-def load_newest(path: Path, named: Path | None = None) -> Resumed:
+def load_newest(path: Path) -> Resumed:
     """Load the snapshot at `path`; if it is gone or damaged, the one before it; else the one with
-    the lowest validation loss.
-
-    `named`: the file whose `own_name` is `path`. It counts while there is no snapshot at `path`;
-    a later snapshot there has to be of the same run. Raises SnapshotError if none can be read.
-    """
-    problems, note = [], ""
-    if named is not None and named != path:
-        note = f"{named} is another run's best: this one saves to {path}"
-        if not any(map(os.path.lexists, newest_first(path))):
-            return Resumed(read_snapshot(named), named, note)
-        if not has_saved(peek(named).get("run"), path):
-            raise SnapshotError(
-                f"--resume: {path} is there and does not go on from {named}; copy that to a name "
-                "of its own, and resume the copy"
-            )
+    the lowest validation loss. Raises SnapshotError if none can be read."""
+    problems: list[str] = []
     for file in newest_first(path):
         try:
             state = read_snapshot(file)
         except SnapshotError as error:
             problems.append(str(error))
             continue
-        notes = [note] * bool(note) + problems
-        return Resumed(state, file, f"{'; '.join(notes)}; taking {file}" if notes else "")
-    others = [file for file in path.parent.glob("[!.]*.pt") if not is_second(file) and file != path]
-    newest = max(others, key=lambda file: file.lstat().st_mtime, default=None)
-    hint = f" (the newest there: {newest})" if newest else ""
-    start = (
-        " under another name" if os.path.exists(path) else ""
-    )  # a file that is no snapshot stays
+        why = f"{'; '.join(problems)}; taking {file}" if problems else ""
+        return Resumed(state, file, why)
+    # A file that is no snapshot stays.
+    start = " under another name" if os.path.exists(path) else ""
     raise SnapshotError(
-        f"--resume: {problems[0]}; start without --resume{start}, or name the file{hint} with "
+        f"--resume: {problems[0]}; start without --resume{start}, or name the file with "
         "--checkpoint-path"
     )
 
@@ -76,18 +51,14 @@ def newest_first(path: Path) -> tuple[Path, Path, Path]:
     return path, beside(path, ".prev.pt"), beside(path, ".best.pt")
 
 
-def has_saved(run_id: str | None, path: Path) -> bool:
-    """Is a snapshot of that run there?"""
-    return any(state.get("run") == run_id for state in map(peek, newest_first(path)) if state)
-
-
 def load_own(path: Path, run_id: str) -> Resumed | None:
     """The newest snapshot if it is of the run `run_id`; None if that run has saved nothing yet.
 
     After a restart by torchrun the file is this run's own, or an older run's, which it was to
     replace and must not resume. Raises SnapshotError as `load_newest` does.
     """
-    return load_newest(path) if has_saved(run_id, path) else None
+    of_run = (state.get("run") == run_id for state in map(peek, newest_first(path)) if state)
+    return load_newest(path) if any(of_run) else None
 
 
 def typed_flags(state: State) -> dict[str, Any]:
@@ -129,21 +100,10 @@ def check_flags(args: argparse.Namespace, resumed: Resumed) -> None:
         before, after = state["args"].get(name), getattr(args, name)
         if name in state["args"] and after not in (before, found.get(name, before)):
             raise SnapshotError(
-                f"{blamed(args, name)}: {resumed.path} was trained with "
+                f"{flag(name)}: {resumed.path} was trained with "
                 f"{found.get(name, before)}, this run has {after}; pass the old value to resume, "
                 "or another --checkpoint-path to start a new run"
             )
-
-
-def blamed(args: argparse.Namespace, name: str) -> str:
-    """The flag that gave args.`name` its value: its own, or --model."""
-    shape = args.model is not None and name in SHAPES[args.model]
-    return f"--model {args.model}, {flag(name)}" if shape else flag(name)
-
-
-def fresh_start(path: Path) -> str:
-    """What to do if the run cannot be resumed."""
-    return f"--init-from {path} in place of --resume to start a new run from its weights"
 
 
 def check_resumable(saved: State, now: State, path: Path) -> None:
@@ -159,7 +119,8 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
             f"has {now['data']['description']} ({', '.join(map(flag, other))}); the data must stay "
-            f"the same to resume; {fresh_start(path)} on it"
+            f"the same to resume; --init-from {path} in place of "
+            "--resume starts a new run from its weights"
         )
     before, after = saved["data"]["sequences_per_step"], now["data"]["sequences_per_step"]
     if before != after:
@@ -167,7 +128,8 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
         fits = f"--grad-accum-steps {steps}" if not rest else "another --batch-size"
         raise SnapshotError(
             f"--batch-size: {path} was trained with {before} sequences a step over all processes, "
-            f"this run has {after}; {fits} fits; or {fresh_start(path)}"
+            f"this run has {after}; {fits} fits; or --init-from {path} in "
+            "place of --resume starts a new run from its weights"
         )
 
 

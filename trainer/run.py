@@ -4,6 +4,7 @@ out of memory is done again, with a policy that needs less."""
 import argparse
 import math
 import re
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,6 @@ from data import Dataset, TrainBatches, ValBatches
 from model import MiniGPT
 from planner import StepMemory
 
-from .check import check_techniques
 from .clocks import StepClock
 from .flags import UsageError
 from .metrics import Write, format_bytes
@@ -54,13 +54,14 @@ class Run:
     best_val_loss: float = math.inf
     # Losses of the last steps' micro-batches, each (A,) on the device: one alone says little.
     recent_losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=50))
-    last_line: float = math.inf  # when one of the log was said; before the first none is missed
-    rate_before: float | None = None  # the last learning rate, if another schedule goes on from it
+    # When a line of the log was said; before the first, when the run was set up.
+    last_line: float = field(default_factory=lambda: time.perf_counter())
     # The log record of the step that was resumed from, if it has not been logged yet.
     unreported: dict[str, Any] = field(default_factory=dict)
     # Of a policy, and of the bytes that it was seen to take, the next one that needs less; None:
     # none does, or nobody can tell.
     next_policy: Callable[..., StepMemory | None] = lambda *_: None
+    check: Callable[[], None] = lambda: None  # is model.py exact with the model's policy?
     # The policies with which memory ran out, and a step began again with a deeper one.
     rescues: list[str] = field(default_factory=list)
 
@@ -202,7 +203,7 @@ def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
             policy, seen = step.config.recompute, None
             run.model.config = replace(config, recompute=policy)
             with suppress(UsageError):  # a changed model.py may be exact under some policies only
-                check_techniques(run.model, run.process.device, run.precision)
+                run.check()
                 return step
     run.model.config = config
     return None

@@ -1,22 +1,30 @@
 """How a run is set up: data, model and optimizer, or the last snapshot of them."""
 
 import argparse
+import copy
 import math
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, find_dataset
+from memory import POLICIES, expanded
+from memory.policies import checkpoint, generator_of
 from model import MiniGPT, MiniGPTConfig
 
 from . import resume
-from .check import check_techniques
 from .clocks import make_clock
 from .device import choose_precision, compile_blocks, set_matmul_precision
-from .flags import UsageError, fill_in, flag, model_config, settle_length
+from .flags import UsageError, fill_in, flag, model_config, recompute_of, settle_length
 from .metrics import NEEDS, check_logger, logged_at, open_logger, open_metrics
 from .optimizer import make_optimizer
 from .plan import Plan, plan_memory, vocabulary
@@ -60,8 +68,6 @@ FOLLOW = "--data-seed --max-position-embeddings --num-steps --warmup-steps --lr 
 # What must be the same in all processes, under the name by which the user can change it.
 Facts = dict[str, Any]
 
-SCHEDULE = "num_steps lr min_lr lr_scheduler warmup_steps".split()
-
 
 def start_run(
     args: argparse.Namespace, make_process: Callable[[argparse.Namespace], OneProcess]
@@ -75,8 +81,7 @@ def start_run(
         raise UsageError("--init-from starts a run and --resume goes on with one: leave one out")
     resumed = None
     if args.resume:
-        named, args.checkpoint_path = args.checkpoint_path, resume.own_name(args.checkpoint_path)
-        resumed = resume.load_newest(args.checkpoint_path, named)
+        resumed = resume.load_newest(args.checkpoint_path)
         resume.restore_flags(args, resumed)
     process = make_process(args)
     if resumed is None:
@@ -87,6 +92,11 @@ def start_run(
             resume.restore_flags(args, resumed)
     origin = resumed or open_init_from(args)
     fill_in(args, process.replicas)
+    if args.mlp_chunks != 1 and not recompute_of(args).cuts_mlp:
+        raise UsageError(
+            f"--mlp-chunks {args.mlp_chunks}: --use-activation-checkpoint "
+            f"{args.use_activation_checkpoint} replays no MLP half; mlp, sdpa and full do"
+        )
     if resumed is not None:
         resume.check_flags(args, resumed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
@@ -116,8 +126,8 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
-    # (By all: each may have a policy of its own, under which it alone finds something wrong.)
-    process.by_all(lambda: check_techniques(model, device, precision, process.sharing > 1))
+    check = partial(check_techniques, model, device, precision, process.sharing > 1)
+    process.by_all(check)  # (each may have a policy of its own)
     held_lock = process.by_first(lambda: claim(args.checkpoint_path, resumed))
     process.place(model)
     if isinstance(origin, Pretrained):
@@ -128,7 +138,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     optimizer = make_optimizer(model, args, device, precision)
     clock = make_clock(args, process, model, optimizer, plan.peaks)
     run = Run(args, process, data, identity, model, optimizer, precision, train, val, clock)
-    run.held_lock, run.next_policy = held_lock, plan.next_policy
+    run.held_lock, run.next_policy, run.check = held_lock, plan.next_policy, check
     if resumed is not None:
         go_on_from(resumed, run)
     if process.rank == 0:  # it looks at files
@@ -201,13 +211,8 @@ def check_alike(of_each: list[Facts]) -> None:
         for rank, facts in enumerate(of_each):
             if facts[name] != first[name]:
                 way_out = WAYS_OUT.get(name, "start all with the same flags")
-                has = f"rank 0 has {show(first[name])}, rank {rank} has {show(facts[name])}"
+                has = f"rank 0 has {first[name]}, rank {rank} has {facts[name]}"
                 raise UsageError(f"{name}: {has}: {way_out}")
-
-
-def show(value: object) -> str:
-    words = {True: "on", False: "off", None: "none"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 # ---- Parts of a run
@@ -231,17 +236,9 @@ def tokenizer_of(origin: Origin) -> Tokenizer | None:
         raise SnapshotError(f"{origin.path} holds {error}") from None
 
 
-def start_log(run: Run, next_rate: float) -> None:
-    """The first that is written: an older run's files are renamed, metrics.jsonl is opened.
-
-    `next_rate`: the learning rate of the next step, which may come as a surprise after --resume.
-    """
+def start_log(run: Run) -> None:
+    """The first that is written: an older run's files are renamed, metrics.jsonl is opened."""
     path = run.args.checkpoint_path
-    if run.rate_before is not None and f"{run.rate_before:.2e}" != f"{next_rate:.2e}":
-        run.process.say(
-            f"resume   the learning rate was {run.rate_before:.2e} at step {run.step:,} and is "
-            f"{next_rate:.2e} at the next: the schedule is another one now"
-        )
     if run.process.rank == 0:
         if run.step == 0:
             step_aside(path)
@@ -301,6 +298,144 @@ def go_on_from(resumed: Resumed, run: Run) -> None:
     run.unreported = {} if logged else dict(record)
     if resume.validation_of(resumed.state) == resume.validation_of(run.identity):
         run.best_val_loss = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
-    saved = resumed.state["args"]
-    if any(saved.get(name) != getattr(args, name) for name in SCHEDULE):
-        run.rate_before = record.get("lr")
+
+
+# ---- Do policies and model.py agree?
+#
+# A policy calls the parts of a block, and spells none of their arithmetic. So a changed part is
+# followed. But a replay has to give what forward gave, and some lines prevent that: a random number
+# that config.dropout does not know of, a count of calls. And the chunked loss stands in
+# memory/head.py. So for those who change model.py each is compared with what it does plainly.
+
+TOKENS = 8
+
+
+def check_techniques(
+    model: MiniGPT, device: torch.device, precision: torch.dtype, shared: bool = False
+) -> None:
+    """Compare the techniques that a model's config asks for with what model.py does plainly.
+
+    One block of each kind runs forward and backward on a few tokens, under its policy and without.
+    What it returns, and all gradients, have to be equal to the bit; the loss and its gradients up
+    to rounding. The model may have no memory yet (device "meta"), and is not changed. `precision`:
+    of autocast, or float32. `shared`: processes share each sequence, so a block may look at other
+    tokens in Attention.attend only.
+
+    Raises UsageError, which says what differs, and the way out.
+    """
+    checked = set[Any]()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        check_ends(model)
+        for i, policy in enumerate(expanded(model.config).policies):
+            kind = policy, *map(settings, model.blocks[i].modules())
+            if kind in checked:
+                continue
+            checked.add(kind)
+            if shared and sees_others(model, i, device):
+                raise UsageError(
+                    f"block {i} of model.py looks at other tokens, or at positions, outside of "
+                    "Attention.attend: sequences cannot be shared; train_fsdp.py can train it"
+                )
+            if policy != "none" and (wrong := compare_block(model, i, policy, device, precision)):
+                raise UsageError(
+                    f"--use-activation-checkpoint: block {i} under {policy} is not the block of "
+                    f"model.py: {wrong}; see docs/change.md, or take none"
+                )
+
+
+def check_ends(model: MiniGPT) -> None:
+    """Compare the order of blocks, the lookup and the loss; see `check_techniques`."""
+    ours, config, policy = cast(Any, model), model.config, model.config.recompute
+    known = policy in ("none", "full") and config.mlp_chunks == 1
+    if not known and [run for run, _ in ours.schedule.plain(model)] != [*model.blocks]:
+        raise UsageError(
+            f"--use-activation-checkpoint {policy}: only none and full (with --mlp-chunks 1) run "
+            "blocks in another order, as `schedule` of model.py does now"
+        )
+    ids, embedding = torch.arange(2 * TOKENS).view(2, -1), nn.Embedding(config.vocab_size, 16)
+    ids, labels = ids % config.vocab_size, (ids % config.vocab_size).where(ids > 0, -100)
+    lookup, loss, of_each = ours.embed, ours.head_loss, []
+    for embed, head_loss in (lookup, loss), (lookup.keywords["plain"], loss.keywords["plain"]):
+        torch.manual_seed(0)
+        x, weight = embed(embedding, ids)
+        mean = head_loss(x, weight, labels, config.loss_chunks)
+        of_each.append([x, weight, mean, *torch.autograd.grad(mean, embedding.weight)])
+    if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(*of_each, strict=True)):
+        raise UsageError(
+            "embed or head_loss of model.py is not memory/head.py's: --loss-chunks 1 takes "
+            "model.py's head_loss; what embed does now can stand in MiniGPT.forward"
+        )
+
+
+def settings(module: nn.Module) -> tuple:
+    """What tells one kind of module from another."""
+    shapes = [(name, weight.shape) for name, weight in module.named_parameters(recurse=False)]
+    values = [(name, repr(its)) for name, its in vars(module).items() if not name.startswith("_")]
+    return type(module), *shapes, *values
+
+
+def new_block(model: MiniGPT, i: int, device: torch.device) -> Any:
+    """A copy of block `i` with random weights."""
+    block = copy.deepcopy(model.blocks[i]).to_empty(device=device)
+    torch.manual_seed(0)
+    for weight in block.parameters():
+        nn.init.normal_(weight, std=0.1)
+    return block
+
+
+def compare_block(
+    model: MiniGPT, i: int, policy: str, device: torch.device, precision: torch.dtype
+) -> str:
+    """What differs between block `i` under a policy and without; "" if nothing does."""
+    config, block = replace(model.config, n_layers=1, recompute=policy), new_block(model, i, device)
+    alone = SimpleNamespace(
+        config=config, blocks=[block.train()], training=True, parameters=block.parameters
+    )
+    n_tokens = min(TOKENS, config.max_position_embeddings)
+    x, grad = torch.randn(2, 1, n_tokens, config.d_model, device=device).unbind()
+    inputs = {"x": x.requires_grad_()} | dict(block.named_parameters())
+    inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
+    before = random.getstate()
+
+    def run(calls: Iterable) -> list[Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        y, has_dropout = x * 1, config.dropout > 0
+        low = precision != torch.float32
+        with torch.autocast(device.type, precision, enabled=low, cache_enabled=False):
+            for call, recompute in calls:
+                y = checkpoint(call, y, random=has_dropout) if recompute else call(y)
+        found = [y, *torch.autograd.grad(y, [*inputs.values()], grad, materialize_grads=True)]
+        return [*found, generator_of(x.device).get_state(), torch.tensor(random.random())]
+
+    try:
+        # (On a GPU fused attention adds in any order.)
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
+            plain, found = run([(block, False)]), run(model.schedule(alone))
+        if POLICIES[policy].cuts_mlp and config.mlp_chunks != 1 and differs(block.feed_forward, x):
+            return "its MLP half looks at other tokens, and --mlp-chunks is not 1"
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    finally:
+        random.setstate(before)
+    # A replay that draws numbers of which config.dropout does not know leaves others for the next.
+    drawn = "what torch draws next", "what Python draws next"
+    names = "its result", *(f"the gradient of {name}" for name in inputs), *drawn
+    pairs = zip(names, plain, found, strict=True)
+    return next((f"{name} differs" for name, a, b in pairs if not torch.equal(a, b)), "")
+
+
+def sees_others(model: MiniGPT, i: int, device: torch.device) -> bool:
+    """Does block `i`, but for attention, look at other tokens, or at positions?"""
+    block = new_block(model, i, device).eval()
+    x = torch.randn(1, TOKENS, model.config.d_model, device=device)
+    block.attn.attend = lambda qkv, past=None: qkv[..., : x.size(2)]
+    return differs(block, x)
+
+
+def differs(run: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Is the result (1, T, C) of the last tokens another one without those before them?"""
+    last = slice(TOKENS // 2, None)
+    return not torch.allclose(run(x)[:, last], run(x[:, last]), rtol=1e-3, atol=1e-4)

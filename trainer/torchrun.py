@@ -10,7 +10,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NoReturn
@@ -34,18 +33,19 @@ class Torchrun(OneProcess):
     def __init__(self, args: argparse.Namespace):
         """Raises UsageError if it was not torchrun that started it."""
         self.args = args
-        self.way_out = f"start it with torchrun: torchrun --nproc-per-node=2 {self.script}"
-        if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
-            alone = "(for one device: python train_minimal.py)"
-            raise UsageError(f"{self.script}: {self.way_out} {alone}")
-        self.world_size = self.number("WORLD_SIZE", 1, 10**6)
-        self.rank = self.number("RANK", 0, self.world_size - 1)
-        self.local_rank = self.number("LOCAL_RANK", 0, self.rank)
-        self.processes_here = self.number("LOCAL_WORLD_SIZE", 1, self.world_size, default="1")
-        self.port = self.number("MASTER_PORT", 1, 2**16 - 1)
-        if not os.environ.get("MASTER_ADDR"):
-            raise UsageError(f"MASTER_ADDR is not set; {self.way_out}")
-        seconds = self.number("MINIGPT_TIMEOUT_S", 1, 10**6, default=TIMEOUT_S)
+        try:
+            self.rank = int(os.environ["RANK"])
+            self.local_rank = int(os.environ["LOCAL_RANK"])
+            self.world_size = int(os.environ["WORLD_SIZE"])
+            self.port = int(os.environ["MASTER_PORT"])
+            self.processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            self.address = os.environ["MASTER_ADDR"]
+            seconds = float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S))
+        except (KeyError, ValueError) as error:  # a variable is not there, or is no number
+            raise UsageError(
+                f"{self.script} ({str(error)[:80]}): start it with torchrun: torchrun "
+                f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"
+            ) from None
         self.timeout = timedelta(seconds=seconds)
         super().__init__(self.own_device(args.device))
         # The store remembers the name of the run for `torchrun --max-restarts`: it is one of all
@@ -54,9 +54,12 @@ class Torchrun(OneProcess):
             self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
         words = ["torchrun", f"--nproc-per-node={self.processes_here}"]
         if self.world_size > self.processes_here:  # several machines: this one's part
-            nodes, node = os.environ.get("GROUP_WORLD_SIZE", "?"), os.environ.get("GROUP_RANK", "?")
-            words += [f"--nnodes={nodes}", f"--node-rank={node}"]
-            words += [f"--master-addr={os.environ['MASTER_ADDR']}", f"--master-port={self.port}"]
+            words += [
+                f"--nnodes={os.environ.get('GROUP_WORLD_SIZE', '?')}",
+                f"--node-rank={os.environ.get('GROUP_RANK', '?')}",
+                f"--master-addr={self.address}",
+                f"--master-port={self.port}",
+            ]
         self.command = (*words, *self.command[1:])
 
     @cached_property
@@ -67,8 +70,7 @@ class Torchrun(OneProcess):
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return None
-        address = os.environ["MASTER_ADDR"]
-        store = dist.TCPStore(address, self.port, is_master=False, timeout=self.timeout)
+        store = dist.TCPStore(self.address, self.port, is_master=False, timeout=self.timeout)
         # Whose store is it? On the first machine that of this process's own torchrun, if that lives
         # even now: then it has held the port since before it started this process.
         end_with_torchrun()
@@ -77,26 +79,11 @@ class Torchrun(OneProcess):
     def remember_shortage(self, policy: str) -> None:
         if self.store is not None:
             self.store.set("minigpt/shortage", policy)
-            self.store.set(f"minigpt/ran out/{self.name}", "")
 
     def last_shortage(self) -> str:
         if self.store is None or not self.store.check(["minigpt/shortage"]):
             return ""
         return self.store.get("minigpt/shortage").decode()
-
-    def ran_out(self) -> bool:
-        with suppress(RuntimeError):  # (the store may be gone, too)
-            return self.store is not None and self.store.check([f"minigpt/ran out/{self.name}"])
-        return False
-
-    def number(self, name: str, low: int, high: int, default: str = "") -> int:
-        """A variable that torchrun sets. Raises UsageError if it cannot have been torchrun."""
-        text = os.environ.get(name, default)
-        if not (text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
-            raise UsageError(
-                f"{name}={text[:40]} is not a number from {low} to {high}; {self.way_out}"
-            )
-        return int(text)
 
     def own_device(self, name: str) -> torch.device:
         """By --device. Raises UsageError."""
@@ -124,16 +111,12 @@ class Torchrun(OneProcess):
         if self.store is not None:
             # The store also remembers the addresses of processes that died (pytorch#135712): those
             # that are alive meet under a name of their own.
-            self.name = common_name(self.store, self.rank, self.world_size, self.timeout)
-            where |= {"store": dist.PrefixStore(self.name, self.store)}
+            name = common_name(self.store, self.rank, self.world_size, self.timeout)
+            where |= {"store": dist.PrefixStore(name, self.store)}
             where |= {"rank": self.rank, "world_size": self.world_size}
         try:
             dist.init_process_group("gloo", **where)
         except RuntimeError as error:
-            if "EADDRINUSE" in str(error):
-                raise UsageError(
-                    f"MASTER_PORT={self.port}: another program has this port; choose another"
-                ) from None
             if not NO_WAY.search(str(error)):
                 raise
             raise UsageError(
@@ -210,10 +193,10 @@ def lost_others(error: Exception) -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """What it says first, without the places in C++; NCCL has the reason in its last line."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    line = re.sub(r"\[?\S+\.(cc|cpp|h):\d+[],]? ?", "", lines[-1 if "Last error:" in lines else 0])
-    return textwrap.shorten(line.split(". ")[0], 120, placeholder=" ...")
+    """What it says, in short, without the place in C++; NCCL has the reason in its last line."""
+    says = str(error).partition("Last error:")[2] or str(error) or type(error).__name__
+    says = re.sub(r"\[?\S+\.(cc|cpp|h):\d+[],]? ?", "", says)
+    return textwrap.shorten(says, 120, placeholder=" ...")
 
 
 def main_and_exit(main: Callable[[], int]) -> NoReturn:

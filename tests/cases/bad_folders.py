@@ -116,7 +116,7 @@ FOLDERS = {
     "a negative id": merges([], {"a": -1}),
     "a giant id": merges([], {"a": 2**30}, "an id is below 0 or above a million"),
     "layers": contradiction("--n-layers=3", "--n-layers 3: --init-from gpt2 has 2; leave it out"),
-    "a shape by name": contradiction("--model=gpt2", "--model gpt2, --n-layers 12: .* has 2"),
+    "a shape by name": contradiction("--model=gpt2", "--n-layers 12: .* has 2"),
     "a tokenizer": contradiction("--tokenizer-name=gpt2", "--tokenizer-name gpt2: .* has byte"),
     "a vocabulary": contradiction("--vocab-size=512", "--vocab-size 512: .* has 257"),
     "a sequence": contradiction("--seq-len=33", "--seq-len 33: .*32 positions"),

@@ -64,7 +64,7 @@ SNAPSHOTS = {
     "another trainer's": Case(
         "toy",
         "--resume --checkpoint-path=minigpt_fsdp.pt",
-        ("no snapshot minigpt_fsdp.pt; .* .the newest there: minigpt_ddp.pt. with",),
+        ("no snapshot minigpt_fsdp.pt; .* name the file with",),
         {"minigpt_ddp.pt": GOOD, "minigpt_ddp.best.pt": GOOD},
     ),
     **{
