@@ -482,10 +482,9 @@ def predict(
         words = describe_plan(step, plain) + (note and f"\nnote     {note}")
         words += check_room(question, process, step.peak)
         if question.room.host is not None and step.host > question.room.host:
-            words += (
-                f"\nwarning  each process needs {format_bytes(step.host)} of CPU memory for "
-                f"+offload, and may take {format_bytes(question.room.host)}; {question.way_out()[0]}"
-            )
+            has = f"may take {format_bytes(question.room.host)}; {question.way_out()[0]}"
+            need = f"each process needs {format_bytes(step.host)} of CPU memory for +offload"
+            words += f"\nwarning  {need}, and {has}"
         return words, (step.peak, plain.peak)
     except TooLarge:
         raise
