@@ -198,7 +198,8 @@ class StepMemory:
     def kept_per_block(self) -> float:
         """On average."""
         of_blocks = [segment for segment, _ in self.segments if segment.places[0][2] is not None]
-        return sum(segment.kept for segment in of_blocks) / self.config.n_layers
+        n_blocks = len({block for *_, block in self.places} - {None})
+        return sum(segment.kept for segment in of_blocks) / max(1, n_blocks)
 
     @property
     def moved(self) -> list[int]:
