@@ -9,7 +9,7 @@ from harness.answers import parse, room_for
 
 from planner import CARDS
 from planner.cards import clock_card
-from trainer.flags import model_config, words_of
+from trainer.flags import changed, model_config
 from trainer.plan import POLICY, Question, TooLarge, next_knob, plan_memory
 from trainer.process import OneProcess
 
@@ -54,34 +54,22 @@ STATE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("flags", "room", "wanted"),
-    [
-        (f"{FULL} --loss-chunks 1", "--loss-chunks 0", "--loss-chunks 0"),
-        # accumulating takes more, as gradients have to wait: so as many sequences as fit
-        (f"{FULL} --d-model 64 --batch-size 3", "--batch-size 2", "--batch-size 2"),
-        (f"{FULL} --d-model 64 --batch-size 1", "--seq-len 8", "--seq-len 8"),
-        # a smaller state, by how much it changes the training: half a run keeps its optimizer
-        (STATE, HALF, HALF),
-        (f"{STATE} --resume", HALF, HALF),
-        (STATE, f"{MUON} {HALF}", f"{MUON} {HALF}"),
-        (f"{STATE} {HALF}", f"{MUON} {HALF}", MUON),
-        (f"{STATE} {MUON}", f"{MUON} {HALF}", HALF),
-        (f"{STATE} --resume", f"{MUON} {HALF}", None),
-        (f"{STATE} {MUON} {HALF}", f"{MUON} {HALF} --d-model 16", None),
-    ],
-)
-def test_the_first_change_that_fits(flags, room, wanted):
-    """`room`: flags whose peak fits exactly. (The policy is left out.)"""
-    asked, there = (
-        Question(parse(f"{SHAPE} {typed}"), 61, CPU, torch.float32)
-        for typed in (flags, f"{flags} {room}")
-    )
-    asked = replace(asked, room=room_for(there.step.peak))
-    _, knob = asked.way_out()
-    assert knob is None or asked.turned(knob).step.peak <= asked.budget
-    changes = knob and {name: knob.flags[name] for name in knob.flags if name != POLICY}
-    assert (changes and " ".join(words_of(changes))) == wanted
+def test_what_it_says_fits_and_nothing_cheaper_does():
+    """By the planner itself; the less room, the more has to change."""
+    args = parse(f"{SHAPE} --n-layers 6 --d-model 32 --grad-accum-steps 2")
+    plain, known = Question(args, 61, CPU, torch.float32), []
+    for share in (0.9, 0.3, 0.1, 0.01):
+        budget = plain.state + share * (plain.step.peak - plain.state)
+        asked = replace(plain, room=room_for(budget))
+        said, knob = asked.way_out()
+        if knob is None:
+            assert asked.pick().peak > budget and "; " not in said and "--seq-len" in said
+            continue
+        step = asked.about(changed(args, **knob.flags)).step
+        assert step.peak <= asked.budget and said.startswith(f"{knob.command} fits (")
+        assert (asked.fitting() is None) == (knob.flags.keys() != {POLICY})
+        known.append(sorted(knob.flags.keys() - {POLICY, "grad_accum_steps"}))
+    assert known == [[], [], ["batch_size"]]
 
 
 # ---- before a run starts

@@ -132,8 +132,9 @@ def test_where_all_have_to_know_torchrun_starts_them_again_and_deeper(
     path, flags = tmp_path / "run.pt", [*flags.split(), "--num-steps=4"]
     how = {"script": script, "restarts": 3}
     result = restarted(path, faults, *flags, "--save-interval=1", **how)
-    assert result.returncode == 0 and len(errors(result)) == restarts, result.stderr
-    assert all(line.startswith("error: out of memory with ") for line in errors(result))
+    lines = errors(result)  # (a process that ran out second may only see that the first is gone)
+    assert result.returncode == 0 and restarts <= len(lines) <= 2 * restarts, result.stderr
+    assert sum(line.startswith("error: out of memory with ") for line in lines) >= restarts
     whole = undisturbed_together(*flags, script=script)
     assert same(snapshot(path)["model"], snapshot(whole)["model"])
     assert bits(path, 0) == bits(path, 1) == bits(whole)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from harness.faults import broken, undisturbed
 from harness.rows import row
-from harness.runs import TINY, TINY_MODEL, contents, metrics, parse, same, snapshot, train_here
+from harness.runs import TINY, TINY_MODEL, metrics, parse, same, snapshot, train_here
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -103,9 +103,6 @@ def test_other_flags_may_be_typed_and_are_said(path, tmp_path, capsys):
     other = ("--num-steps=25", "--lr=3", "--weight-decay=0.3", "--eval-interval=2")
     assert train_here(path, "--resume", *other, "--amp-dtype=float16", FULL) == 0
     said = capsys.readouterr().out
-    before_and_after = [f"{record['lr']:.2e}" for record in metrics(path)[19:21]]
-    rates = "learning rate was {} at step 20 and is {} at the next".format(*before_and_after)
-    assert rates in said and metrics(path)[20]["lr"] > 1.5 * metrics(path)[19]["lr"]
     (line,) = re.findall("resume   changed.*: (.*)", said)
     assert set(line.split(", ")) >= {
         "--use-activation-checkpoint none -> full",
@@ -176,18 +173,6 @@ def test_damaged_snapshots_are_replaced_by_the_next_best(tmp_path, capsys, lost)
         assert lost == 2 or snapshot(names[1])["step"] == 15
 
 
-def test_another_run_s_best_is_gone_on_from_as_a_copy_would(path, tmp_path, capsys):
-    best, copy = (tmp_path / f"run{ending}.pt" for ending in (".best", "-best"))
-    assert train_here(path, "--eval-interval=4", "--num-steps=4", *CONSTANT) == 0
-    before = contents(tmp_path)
-    for steps in (10, 20):  # a second time it goes on with what it has
-        assert resume_alone(best, f"--num-steps={steps}") == 0
-        assert f"{best} is another run's best: this one saves to {copy}" in capsys.readouterr().out
-    assert before.items() <= contents(tmp_path).items()
-    assert [record["step"] for record in metrics(copy)] == list(range(4, 21))
-    assert snapshot(copy)["step"] == 20
-
-
 def test_all_processes_agree_on_the_lowest_loss(path):
     """Process 0 alone reads the log, which knows more than a snapshot of before its evaluation."""
     assert train_here(path, "--eval-interval=5") == 0
@@ -203,11 +188,13 @@ def test_all_processes_agree_on_the_lowest_loss(path):
 # ---- The flags
 
 
-def taken(before: str, typed: str) -> argparse.Namespace:
+def taken(before: str, typed: str, *unknown: str) -> argparse.Namespace:
     """The flags of a run of `before` that is resumed with `typed`."""
     saved, args = parse(before), build_parser("", "x.pt").parse_args(["--resume", *typed.split()])
     state = {"args": vars(saved), "tokenizer": {"name": saved.tokenizer_name or "bpe"}}
     state |= {"config": {"vocab_size": 289}, "typed": sorted(saved.typed)}
+    for name in unknown:
+        del state[name]
     resumed = Resumed(state, args.checkpoint_path)
     restore_flags(args, resumed)
     check_flags(fill_in(args), resumed)
@@ -248,6 +235,13 @@ def test_what_is_typed_wins_or_is_refused(before, typed, as_if):
         return
     wanted = changed(parse("--resume", as_if), typed=None)
     assert changed(taken(before, typed), typed=None) == wanted
+
+
+@pytest.mark.parametrize("before", ["--num-steps 77", "--num-tokens 7680", "--lr 0.01"])
+def test_an_older_snapshot_does_not_tell_which_flags_were_typed(before):
+    """All of them count then."""
+    now = changed(taken(before, "", "typed"), typed=None, warmup_steps=None)
+    assert now == changed(parse("--resume", before), typed=None, warmup_steps=None)
 
 
 # ---- What is said, and can be pasted

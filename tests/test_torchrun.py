@@ -26,6 +26,7 @@ from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from train_sp import SPProcess
 from trainer import bootstrap
+from trainer.device import Room
 from trainer.flags import UsageError, model_config
 from trainer.plan import plan_memory
 from trainer.process import OneProcess
@@ -332,7 +333,7 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
     args = parse(*TINY, "--use-activation-checkpoint=auto --batch-size=8 --no-amp")
     process = OneProcess(CPU)
     process.own_policy = False  # as with shards
-    process.exchange = lambda mine: [{int: theirs, str: mine}.get(type(mine)), mine]
+    process.exchange = lambda mine: [{Room: Room(theirs, "cpu")}.get(type(mine), mine), mine]
     config, *_ = plan_memory(args, process, model_config(args, 31), torch.float32)
     assert (config.recompute == "none") == (chosen == "none")
 

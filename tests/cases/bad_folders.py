@@ -124,8 +124,6 @@ FOLDERS = {
     "export onto files": Case(
         "export_hf", "--out=full", ("is there and not empty; name another",), {"full": write_folder}
     ),
-    "export onto a file": Case(
-        "export_hf", "--out=x", ("x is no folder that can be written",), {"x": b""}
-    ),
+    "export onto a file": Case("export_hf", "--out=x", ("x: Not a directory",), {"x": b""}),
     "to resume": contradiction("--resume", "starts a run and --resume goes on .*leave one out"),
 }

@@ -115,10 +115,9 @@ TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, 
         )
         for name in ("..pt", ".ckpt", "...", "new/", "new/.", "")
     },
-    "a best one whose copy is another's": (
-        "--resume --checkpoint-path=run.best.pt",
-        "--resume: run-best.pt is there and does not go on from run.best.pt; copy that",
-        {"run.best.pt": GOOD, "run-best.pt": altered("run", to="other")},
+    "the best one, to resume": (
+        *("--resume --checkpoint-path=run.best.pt", "is another run's second file; copy it"),
+        {"run.best.pt": GOOD},
     ),
     "one log for two": (
         "--checkpoint-path=run.ckpt",
