@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 # KV cache: for each Attention the keys and the values of all tokens so far, each (B, H, tokens, D).
 # {} is an empty cache, None is no cache.
-Past = dict[nn.Module, tuple[Tensor, Tensor]] | None
+KVCache = dict[nn.Module, tuple[Tensor, Tensor]] | None
 # The package memory/, or None. (Another package may have that name: hence `hasattr` below.)
 TECHNIQUES: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
@@ -61,10 +61,10 @@ class MiniGPTConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
         if self.recompute not in ("none", "full") or self.loss_chunks > 1 or self.mlp_chunks != 1:
-            if not hasattr(TECHNIQUES, "written"):
+            if not hasattr(TECHNIQUES, "normalized_recompute"):
                 raise ImportError(f"this needs the folder memory/ beside model.py: {self}")
             # Normalise equal policy strings: with 12 blocks "mlp:12,cheap" becomes "mlp".
-            object.__setattr__(self, "recompute", TECHNIQUES.written(self))
+            object.__setattr__(self, "recompute", TECHNIQUES.normalized_recompute(self))
 
 
 class Attention(nn.Module):
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.d_model, config.d_model)
         self.dropout = config.dropout  # a number, no module: the attention kernel draws the mask
 
-    def attend(self, qkv: Tensor, past: Past = None) -> Tensor:
+    def attend(self, qkv: Tensor, kv_cache: KVCache = None) -> Tensor:
         """Return the heads' results side by side, (B, T, C), for q, k and v in `qkv` (B, T, 3C).
 
         `past`: KV cache. Append the new keys and values, and attend to all in the cache. In
@@ -85,10 +85,13 @@ class Attention(nn.Module):
         """
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
-        if past is not None:
-            if self in past:
-                k, v = torch.cat([past[self][0], k], dim=2), torch.cat([past[self][1], v], dim=2)
-            past[self] = k, v
+        if kv_cache is not None:
+            if self in kv_cache:
+                k, v = (
+                    torch.cat([kv_cache[self][0], k], dim=2),
+                    torch.cat([kv_cache[self][1], v], dim=2),
+                )
+            kv_cache[self] = k, v
         # A single token needs no mask: it attends to all keys. (With `is_causal` it would see only
         # the first one.) The fused kernel never stores the (B, H, T, T) scores: its backward
         # computes them again.
@@ -122,34 +125,34 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, past: Past = None, policy: Any = None) -> Tensor:
+    def forward(self, x: Tensor, kv_cache: KVCache = None, policy: Any = None) -> Tensor:
         """Run the block. `past`: KV cache. `policy`: call `policy(block, x)` instead."""
         if policy is not None:
             return policy(self, x)
-        return self.add(x, lambda x: self.attention(x, past), self.feed_forward)
+        return self.add_residuals(x, lambda x: self.attention(x, kv_cache), self.feed_forward)
 
-    def add(self, x: Tensor, attention: Callable, feed_forward: Callable) -> Tensor:
+    def add_residuals(self, x: Tensor, attention: Callable, feed_forward: Callable) -> Tensor:
         """Add both halves to the residual stream x. A half maps (B, T, C) -> (B, T, C)."""
         x = x + self.dropout(attention(x))
         return x + self.dropout(feed_forward(x))
 
-    def attention(self, x: Tensor, past: Past = None) -> Tensor:
-        return self.attn.c_proj(self.attn.attend(self.qkv(x), past))
+    def attention(self, x: Tensor, kv_cache: KVCache = None) -> Tensor:
+        return self.attn.c_proj(self.attn.attend(self.qkv(x), kv_cache))
 
     def qkv(self, x: Tensor) -> Tensor:
         return self.attn.c_attn(self.ln_1(x))  # (B, T, 3C)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        return self.narrow(self.widen(x))
+        return self.down_project(self.up_project(x))
 
-    def widen(self, x: Tensor) -> Tensor:
+    def up_project(self, x: Tensor) -> Tensor:
         return self.mlp.c_fc(self.ln_2(x))  # (B, T, d_ff), the widest tensor of a block
 
-    def narrow(self, wide: Tensor) -> Tensor:
+    def down_project(self, wide: Tensor) -> Tensor:
         return self.mlp.c_proj(F.gelu(wide, approximate="tanh"))
 
 
-def schedule(model: Any) -> Iterable[tuple[Callable[..., Tensor], bool]]:
+def blocks_with_recompute(model: Any) -> Iterable[tuple[Callable[..., Tensor], bool]]:
     """Return pairs (block, recompute), in the order of the blocks. `recompute`: checkpoint it."""
     recompute = model.training and model.config.recompute == "full"
     return [(block, recompute) for block in model.blocks]
@@ -190,18 +193,26 @@ class MiniGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
         # forward calls these three functions. memory/ puts wrappers around them.
-        self.schedule, self.embed, self.head_loss = schedule, embed, head_loss
+        self.blocks_with_recompute, self.embed, self.head_loss = (
+            blocks_with_recompute,
+            embed,
+            head_loss,
+        )
         if hasattr(TECHNIQUES, "compose"):
             TECHNIQUES.compose(self)
         self.init_weights()
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, past: Past = None, start: int = 0
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        kv_cache: KVCache = None,
+        start: int = 0,
     ) -> Tensor:
         T, limit = input_ids.size(1), self.config.max_position_embeddings
-        if past:
-            start = next(iter(past.values()))[0].size(2)
-        if past is not None and (self.training or past and T > 1):
+        if kv_cache:
+            start = next(iter(kv_cache.values()))[0].size(2)
+        if kv_cache is not None and (self.training or kv_cache and T > 1):
             raise ValueError("a KV cache takes one token a call, behind its first ones, in eval()")
         if start + T > limit:
             raise ValueError(f"{start + T} tokens, but max_position_embeddings is {limit}")
@@ -209,21 +220,23 @@ class MiniGPT(nn.Module):
         x, head_weight = self.embed(self.token_embedding, input_ids)
         x = self.dropout(x + self.position_embedding(positions))  # (B, T, C)
         has_dropout = self.config.dropout > 0
-        for block, recompute in self.schedule(self):
+        for block, recompute in self.blocks_with_recompute(self):
             if recompute:
                 # The activation checkpoint keeps only x, and with dropout the RNG's state, so that
                 # the masks are the same again. Backward runs the block a second time, up to the
                 # last tensor that it needs: mlp.c_proj's input or, with dropout, the last mask.
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
-                x = block(x, past)  # autograd keeps every intermediate that backward needs
+                x = block(x, kv_cache)  # autograd keeps every intermediate that backward needs
         x = self.ln_f(x)
         if labels is None:
-            return F.linear(x if past is None else x[:, -1:], head_weight)
+            return F.linear(x if kv_cache is None else x[:, -1:], head_weight)
         return self.head_loss(x, head_weight, labels, self.config.loss_chunks)
 
     @torch.no_grad()
-    def init_weights(self, part: Callable[[Tensor, Tensor], Tensor] = lambda new, _: new) -> None:
+    def init_weights(
+        self, local_shard: Callable[[Tensor, Tensor], Tensor] = lambda new, _: new
+    ) -> None:
         """Draw the weights as GPT-2 does: normal, with mean 0 and standard deviation 0.02.
 
         For projections to the residual stream divide 0.02 by sqrt(2 n_layers): else the variance of
@@ -234,7 +247,9 @@ class MiniGPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 std = residual_std if name.endswith("c_proj.weight") else 0.02
-                parameter.copy_(part(torch.empty(parameter.shape).normal_(std=std), parameter))
+                parameter.copy_(
+                    local_shard(torch.empty(parameter.shape).normal_(std=std), parameter)
+                )
             else:  # a LayerNorm's gain, or a bias
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
@@ -243,16 +258,16 @@ class MiniGPT(nn.Module):
         """Continue `input_ids` (B, T >= 1): yield ids (B, 1) one by one. `how`: see `sample`."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
-        text, new, past = input_ids, input_ids, dict[nn.Module, Any]()
+        ids, next_ids, kv_cache = input_ids, input_ids, dict[nn.Module, Any]()
         try:
             for _ in range(max_new_tokens):
-                if text.size(1) > limit:
+                if ids.size(1) > limit:
                     # The window slides and changes all positions: run all of it each time.
-                    new, past = text[:, -limit:], {}
-                logits = self(new, past=past)[:, -1].float()  # (B, V)
-                new = sample(logits, **how)  # the only token that the cache does not have
-                text = torch.cat([text, new], dim=1)
-                yield new
+                    next_ids, kv_cache = ids[:, -limit:], {}
+                logits = self(next_ids, past=kv_cache)[:, -1].float()  # (B, V)
+                next_ids = sample(logits, **how)  # the only token that the cache does not have
+                ids = torch.cat([ids, next_ids], dim=1)
+                yield next_ids
         finally:
             self.train(was_training)
 

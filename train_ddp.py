@@ -36,26 +36,26 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import MiniGPT
 from train_minimal import train
-from trainer.endings import run_safely
 from trainer.flags import build_parser
 from trainer.process import T
-from trainer.torchrun import Torchrun, complain_once, main_and_exit
+from trainer.shutdown import run_safely
+from trainer.torchrun import Torchrun, main_and_exit, print_error_once
 
 
 class DDPProcess(Torchrun):
     """A process with the whole model. Raises UsageError if torchrun did not start it."""
 
-    script, newest = "train_ddp.py", "checkpoints/minigpt_ddp.pt"
-    keeps_gradients = True  # they live in DDP's communication buckets, which stay
+    script, default_checkpoint_path = "train_ddp.py", "checkpoints/minigpt_ddp.pt"
+    gradients_persist = True  # they live in DDP's communication buckets, which stay
     buckets_are_final = False  # they are after the first step
-    sends_early = True
+    reduces_in_backward = True
     averages = is_armed = False  # this micro-batch's gradients; from the end of its forward on
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
         # DDP takes in those that are there; so even the first step's are not made beside them.
-        zero_without_memory(model)
-        group = self.connect()
+        set_expanded_zero_grads(model)
+        group = self.new_device_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
         # Called before DDP's own forward ends, in which it arms its hooks to send gradients.
         model.register_forward_hook(lambda *_: setattr(self, "is_armed", self.averages))
@@ -64,12 +64,12 @@ class DDPProcess(Torchrun):
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
         return self.wrapper
 
-    def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
         # DDP decides in *forward* whether the coming backward will average gradients.
         self.averages, self.is_armed = now, False
         return nullcontext() if now else self.wrapper.no_sync()
 
-    def can_repeat(self) -> bool:
+    def can_retry(self) -> bool:
         # The others wait for my gradients, however often I try, and with which policy. But DDP,
         # once armed, sends what backward brings. And buckets that failed to be made stay half made.
         gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
@@ -80,24 +80,24 @@ class DDPProcess(Torchrun):
         # forward makes new buckets. The old ones are freed here, with the gradients in them.
         self.averages = self.is_armed = False  # (an evaluation calls the model, too)
         if self.buckets_are_final:
-            self.drop_gradients(optimizer)
+            self.discard_gradients(optimizer)
         else:
-            zero_without_memory(self.wrapper)
+            set_expanded_zero_grads(self.wrapper)
             self.buckets_are_final = True
 
-    def largest(self, values: list[int]) -> list[int]:
+    def all_reduce_max(self, values: list[int]) -> list[int]:
         most = torch.tensor(values)  # on the CPU: see Torchrun.start
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return most.tolist()
 
-    def exchange(self, mine: T) -> list[T]:
+    def all_gather_object(self, mine: T) -> list[T]:
         of_each = [mine] * self.world_size
         dist.all_gather_object(of_each, mine)
         return of_each
 
-    def say(self, line: str) -> None:
+    def print0(self, line: str) -> None:
         if self.rank == 0:
-            super().say(line)
+            super().print0(line)
 
     def close(self) -> None:
         # The wrapper's threads must be gone before the connections that they use: the other way
@@ -109,11 +109,11 @@ class DDPProcess(Torchrun):
     @classmethod
     def main(cls, argv: list[str] | None = None) -> int:
         """Train as one of torchrun's processes; returns the exit code of this one."""
-        args = build_parser(cls.script, cls.newest).parse_args(argv)
-        return run_safely(args, cls, train, complain_once)
+        args = build_parser(cls.script, cls.default_checkpoint_path).parse_args(argv)
+        return run_safely(args, cls, train, print_error_once)
 
 
-def zero_without_memory(model: nn.Module) -> None:
+def set_expanded_zero_grads(model: nn.Module) -> None:
     """Gradients that are zero, each of one element only, for DDP to copy into its buckets."""
     for parameter in model.parameters():
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from model import MiniGPT
-from planner.shards import gathered_by_block, tables
+from planner.shards import params_gathered_by_block, position_tables
 from train_ddp import DDPProcess
 from trainer.device import check_gather_dtype, choose_precision
 from trainer.flags import UsageError, check_sharded
@@ -53,43 +53,43 @@ class FSDPProcess(DDPProcess):
     Raises UsageError if torchrun did not start it, or if a flag does not go with shards.
     """
 
-    script, newest = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
-    keeps_gradients = own_policy = sends_early = False
+    script, default_checkpoint_path = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
+    gradients_persist = has_own_policy = reduces_in_backward = False
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
-        self.shards = self.world_size
+        self.shard_degree = self.world_size
         check_sharded(args, self.world_size, self.script)
         check_gather_dtype(args, choose_precision(args, self.device))
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise UsageError(f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py")
 
-    def place(self, model: MiniGPT) -> None:
+    def materialize(self, model: MiniGPT) -> None:
         # What is gathered together: a block; a table, as of the positions, which grows with T, for
         # its lookup alone (whose gradient does not need it); and the rest (token embedding, ln_f),
         # which is whole from the beginning of forward to the end of backward, for lookup and head.
         # --gather-dtype bfloat16: autocast would round a block's linear layers anyway, so they are
         # rounded before they travel. LayerNorms compute in float32: they belong to the rest then.
-        self.group = cast(dist.ProcessGroup, self.connect() or dist.group.WORLD)
+        self.group = cast(dist.ProcessGroup, self.new_device_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         in_low = self.args.gather_dtype == "bfloat16"
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         policy = low if in_low else MixedPrecisionPolicy()
-        in_tables = nn.ModuleList(tables(model)).parameters()
-        own = {*in_tables, *gathered_by_block(model.blocks, in_low)}
+        in_tables = nn.ModuleList(position_tables(model)).parameters()
+        own = {*in_tables, *params_gathered_by_block(model.blocks, in_low)}
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=own)
-        for table in tables(model):
+        for table in position_tables(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
         for block in model.blocks:
             fully_shard(
                 block, mesh=mesh, mp_policy=policy, ignored_params={*block.parameters()} - own
             )
-        for module in (model, *tables(model), *model.blocks):  # gloo: pytorch#162338
+        for module in (model, *position_tables(model), *model.blocks):  # gloo: pytorch#162338
             cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
         # Only now memory, and for shards only: no process ever holds the whole model.
-        super().place(model)
+        super().materialize(model)
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+    def local_shard(self, whole: Tensor, like: Tensor) -> Tensor:
         mesh, rows = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
         # (None: each process has the whole tensor, nobody has to send parts of it.)
         return distribute_tensor(whole.to(self.device), mesh, rows, src_data_rank=None)
@@ -98,26 +98,28 @@ class FSDPProcess(DDPProcess):
         self.wrapper = model  # FSDP is in hooks of its own, around each forward
         return model
 
-    def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
         # Until the last micro-batch whole gradients wait, as with DDP.
         self.wrapper.set_requires_gradient_sync(now)
         return nullcontext()
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        square = super().norm([cast(DTensor, g).to_local() for g in gradients]) ** 2
+    def grad_norm(self, gradients: list[Tensor]) -> Tensor:
+        square = super().grad_norm([cast(DTensor, g).to_local() for g in gradients]) ** 2
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
     clear_gradients = OneProcess.clear_gradients  # (DDP's are in buckets)
 
-    def can_repeat(self) -> bool:
+    def can_retry(self) -> bool:
         return False  # forward gathers: the others have gone on
 
-    def gather(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def full_state_dict(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # One tensor at a time: together they would not fit on the device.
-        return tree_map_only(DTensor, self.whole, super().gather(model, optimizer))
+        return tree_map_only(
+            DTensor, self.full_tensor_on_rank0, super().full_state_dict(model, optimizer)
+        )
 
-    def whole(self, shard: DTensor) -> Tensor | None:
+    def full_tensor_on_rank0(self, shard: DTensor) -> Tensor | None:
         tensor = shard.full_tensor()  # all take part, process 0 keeps it
         return tensor.cpu() if self.rank == 0 else None
 

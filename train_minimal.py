@@ -38,15 +38,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trainer.endings import Signals, SkippedUpdates, nan_if_infinite, run_safely
 from trainer.flags import build_parser
 from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
-from trainer.report import is_silent, log, measure
-from trainer.run import Run, save, save_is_asked, with_less_memory
+from trainer.report import log_overdue, log_record, make_record
+from trainer.run import Run, retry_with_less_memory, save, save_is_asked
 from trainer.setup import start_log
-from trainer.snapshot import beside
+from trainer.shutdown import Signals, SkippedUpdates, nan_if_infinite, run_safely
+from trainer.snapshot import sibling_path
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -61,10 +61,10 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
         return args.lr
     progress = (step - args.warmup_steps) / max(args.num_steps - args.warmup_steps, 1)
     if args.lr_scheduler == "linear":
-        height = 1 - progress
+        decay = 1 - progress
     else:
-        height = 0.5 * (1 + math.cos(math.pi * progress))
-    return args.min_lr + (args.lr - args.min_lr) * height
+        decay = 0.5 * (1 + math.cos(math.pi * progress))
+    return args.min_lr + (args.lr - args.min_lr) * decay
 
 
 def train_step(run: Run) -> tuple[Tensor, Tensor]:
@@ -76,9 +76,9 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     args, process, clock = run.args, run.process, run.clock
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.step, args)
-    losses = with_less_memory(run, accumulate)
+    losses = retry_with_less_memory(run, accumulate)
 
-    clock.begin("optimizer")
+    clock.begin_phase("optimizer")
     run.scaler.unscale_(run.optimizer)  # before clipping: the limit is meant for true gradients
     grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
     # One NaN among the gradients would be in every weight after one update; clipping does not
@@ -98,22 +98,22 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
     args, process, clock = run.args, run.process, run.clock
     losses = []
     for micro_batch in range(args.grad_accum_steps):
-        clock.begin("data")
+        clock.begin_phase("data")
         # Every micro-batch that any process ever computes has a number of its own. Its data and
         # its dropout masks are functions of (seed, number): a resumed run needs no saved random
         # state, and two processes compute what one process with two micro-batches would.
-        number = (run.step - 1) * args.grad_accum_steps + micro_batch
-        number = number * process.world_size + process.rank
-        torch.manual_seed(seed_of(args.seed, number))
-        input_ids, labels = run.train_batches[number // process.sharing]  # (B, T), (B, T)
+        micro_batch_id = (run.step - 1) * args.grad_accum_steps + micro_batch
+        micro_batch_id = micro_batch_id * process.world_size + process.rank
+        torch.manual_seed(derive_seed(args.seed, micro_batch_id))
+        input_ids, labels = run.train_batches[micro_batch_id // process.sp_degree]  # (B, T), (B, T)
 
-        clock.begin("forward")
+        clock.begin_phase("forward")
         last_of_step = micro_batch == args.grad_accum_steps - 1
-        with process.sync_gradients(now=last_of_step and average):
+        with process.gradient_sync(now=last_of_step and average):
             with run.autocast():
                 loss = run.wrapped(input_ids, labels)
             losses.append(loss.detach())
-            clock.begin("backward")
+            clock.begin_phase("backward")
             # backward adds to the gradients that are there; divided by A, the sum is the mean.
             # (The scaler does nothing unless the precision is float16.)
             loss = nan_if_infinite(loss) / args.grad_accum_steps
@@ -121,7 +121,7 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
     return losses
 
 
-def seed_of(seed: int, number: int) -> int:
+def derive_seed(seed: int, number: int) -> int:
     """One 63-bit seed from two numbers; a mere sum would give (1, 2) and (2, 1) the same one."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)
 
@@ -140,7 +140,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
     for first in range(0, len(run.val_batches), run.process.replicas):
         # In the last round there may be none left for this process. It takes one again, which does
         # not count: if the model is sharded, each forward needs all processes.
-        i = first + run.process.rank // run.process.sharing
+        i = first + run.process.rank // run.process.sp_degree
         input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
             loss = run.model(input_ids, labels)
@@ -152,7 +152,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
         nats += loss.item() * n_tokens
         tokens += n_tokens
         byte_count += n_bytes.item()
-    nats, tokens, byte_count = run.process.sum([nats, tokens, byte_count])
+    nats, tokens, byte_count = run.process.all_reduce_sum([nats, tokens, byte_count])
     mean = nats / tokens
     return {
         "val_loss": mean,
@@ -170,11 +170,11 @@ def train(run: Run) -> dict[str, Any]:
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
         if run.step == 0 and args.init_from is not None:  # is there something to gain?
-            process.say(f"before   val {format_validation(evaluate(run))}")
+            process.print0(f"before   val {format_validation(evaluate(run))}")
         run.model.train()
-    record = run.unreported
+    record = run.pending_record
     if record:  # of the step that is resumed from: its run died between the save and the log
-        evaluate_and_log(run, record, due(run.step, args.eval_interval, args.num_steps))
+        evaluate_and_log(run, record, is_due(run.step, args.eval_interval, args.num_steps))
     skipped = SkippedUpdates(run)
     with bar, clock, Signals(run) as signals:
         while run.step < args.num_steps and not run.stopped_by:
@@ -185,18 +185,18 @@ def train(run: Run) -> dict[str, Any]:
             # ---- The learning ends here. What follows looks at it, saves it and prints it.
             clock.end_step()
             bar.update()
-            skipped.take(grad_norm)  # raises NotFinite after several in a row
+            skipped.add(grad_norm)  # raises NotFinite after several in a row
             # All processes must do the same after the same step: stop or save, whichever of them is
             # asked to; log, when process 0 has been silent for long.
-            run.stopped_by, save_asked, silent = process.largest(
-                [signals.number, save_is_asked(run), is_silent(run)]
+            run.stopped_by, save_asked, silent = process.all_reduce_max(
+                [signals.received, save_is_asked(run), log_overdue(run)]
             )
-            log_now = due(run.step, args.log_interval, args.num_steps) or silent
-            evaluate_now = due(run.step, args.eval_interval, args.num_steps)
+            log_now = is_due(run.step, args.log_interval, args.num_steps) or silent
+            evaluate_now = is_due(run.step, args.eval_interval, args.num_steps)
             save_now = save_is_due(run, skipped, save_asked > 0)
             if log_now or evaluate_now or save_now:
                 skipped.read_last()  # one too many ends the run before it is logged or saved
-                record = measure(run, losses, grad_norm)
+                record = make_record(run, losses, grad_norm)
                 if save_now:  # before the evaluation: that may take long, or die
                     with clock.paused("save"):
                         save(run, args.checkpoint_path, record)
@@ -204,7 +204,7 @@ def train(run: Run) -> dict[str, Any]:
     return record
 
 
-def due(step: int, interval: int, num_steps: int) -> bool:
+def is_due(step: int, interval: int, num_steps: int) -> bool:
     """Every `interval` steps (0 = never), and always at the last one."""
     return step >= num_steps or (interval > 0 and step % interval == 0)
 
@@ -232,14 +232,14 @@ def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> No
             record |= evaluate(run)
             if record["val_loss"] < run.best_val_loss:
                 run.best_val_loss = record["val_loss"]
-                save(run, beside(run.args.checkpoint_path, ".best.pt"), record)
-    log(run, record)
+                save(run, sibling_path(run.args.checkpoint_path, ".best.pt"), record)
+    log_record(run, record)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train on one device; returns the exit code."""
     args = build_parser("train_minimal.py", "checkpoints/minigpt_single.pt").parse_args(argv)
-    return run_safely(args, OneProcess.alone, train)
+    return run_safely(args, OneProcess.from_args, train)
 
 
 if __name__ == "__main__":

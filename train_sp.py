@@ -30,7 +30,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from memory.sequence import Moved, SharedSequence
+from memory.sequence import SequenceShard, WithBackward
 from model import MiniGPT
 from train_fsdp import FSDPProcess
 from trainer.flags import check_shared
@@ -44,38 +44,38 @@ class SPProcess(FSDPProcess):
     Raises UsageError if torchrun did not start it, or if a flag does not go with that.
     """
 
-    script, newest = "train_sp.py", "checkpoints/minigpt_sp.pt"
+    script, default_checkpoint_path = "train_sp.py", "checkpoints/minigpt_sp.pt"
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
-        self.sharing = self.world_size
+        self.sp_degree = self.world_size
 
-    def start(self) -> None:
+    def init_process_group(self) -> None:
         check_shared(self.args, self.world_size)  # each needs some tokens, and a head
         # Two communicators share each GPU: weights are gathered by one while attention exchanges
         # tokens by the other. This has NCCL (2.26 and later) run them in the order of the calls,
         # which is the same in all processes; in any order they could wait for each other for ever.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-        super().start()
+        super().init_process_group()
 
-    def place(self, model: MiniGPT) -> None:
-        super().place(model)
+    def materialize(self, model: MiniGPT) -> None:
+        super().materialize(model)
         if self.world_size == 1:
             return
         # Not the group that gathers weights: it would wait behind those that are gathered ahead.
-        group = self.connect() or dist.new_group(timeout=self.timeout)
+        group = self.new_device_group() or dist.new_group(timeout=self.timeout)
         self.peers, n_heads = group, model.config.n_heads
-        self.sequence = SharedSequence(self.rank, self.world_size, n_heads, self.swap)
-        self.sequence.surround(model)
-        model.forward = partial(self.compute, model.forward)  # type: ignore[method-assign]
+        self.sequence = SequenceShard(self.rank, self.world_size, n_heads, self.all_to_all)
+        self.sequence.wrap_attention(model)
+        model.forward = partial(self.forward_shard, model.forward)  # type: ignore[method-assign]
 
-    def swap(self, sent: Tensor, send: list[int], take: list[int]) -> Tensor:
+    def all_to_all(self, sent: Tensor, send: list[int], take: list[int]) -> Tensor:
         """Numbers, `send[i]` of which go to process i; what came, `take[i]` from process i."""
         came = sent.new_empty(sum(take))
         dist.all_to_all_single(came, sent, take, send, group=self.peers)
         return came
 
-    def compute(
+    def forward_shard(
         self, forward: Callable[..., Tensor], ids: Tensor, labels: Tensor | None = None, **how: int
     ) -> Tensor:
         """MiniGPT.forward of my tokens; the mean loss that it returns is that of all tokens.
@@ -83,10 +83,10 @@ class SPProcess(FSDPProcess):
         Who wants no loss is about to write a text, token by token: that each does by itself.
         """
         if labels is None:
-            self.sequence.join()
+            self.sequence.stop_sharding()
             return forward(ids, **how)
         # They are cut only now that they are shifted: my last label is another's first token.
-        mine, kept = self.sequence.cut(ids.size(1)), labels != -100
+        mine, kept = self.sequence.shard(ids.size(1)), labels != -100
         # My first token is not the sequence's first: its position is `start`. (Attention sees whole
         # sequences, so positions that are rotated into q and k, in `attend`, begin with 0.)
         loss = forward(ids[:, mine], labels[:, mine], start=mine.start)
@@ -94,14 +94,16 @@ class SPProcess(FSDPProcess):
         n_mine, n_all = kept[:, mine].sum(), kept.sum()
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
         # FSDP takes the mean of the processes' gradients, of which they are to be the sum.
-        return Moved.apply(share, self.sum_of_all, lambda gradient: gradient * self.world_size)
+        return WithBackward.apply(
+            share, self.all_reduce_loss, lambda gradient: gradient * self.world_size
+        )
 
-    def sum_of_all(self, share: Tensor) -> Tensor:
+    def all_reduce_loss(self, share: Tensor) -> Tensor:
         total = share.clone()
         dist.all_reduce(total, group=self.peers)
         return total
 
-    def sum(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         return values  # all have computed the same sequences, and know the same losses
 
 

@@ -37,7 +37,7 @@ class TokenFile:
     offset: int
     count: int
 
-    def part(self, start: int, stop: int) -> "TokenFile":
+    def slice(self, start: int, stop: int) -> "TokenFile":
         """Its tokens start to stop, as far as it has them."""
         start, stop = max(0, start), min(self.count, stop)
         offset = self.offset + start * self.dtype.itemsize
@@ -48,11 +48,11 @@ class TokenFile:
         resident memory. No file stays open: a thousand shards are more than one may hold.)"""
         return np.fromfile(self.path, self.dtype, self.count, offset=self.offset)
 
-    def blocks(self, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    def id_chunks(self, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         """All its ids, in pieces that fit in memory. Raises DataError on an id that the tokenizer
         does not have."""
         for first in range(0, self.count, SCAN):
-            ids = self.part(first, first + SCAN).read()
+            ids = self.slice(first, first + SCAN).read()
             if (worst := int(ids.max())) >= tokenizer.vocab_size:
                 raise DataError(
                     f"{self.path}: holds id {worst}, but the tokenizer ({tokenizer.name}) ends at "
@@ -101,7 +101,7 @@ def slice_files(files: Files, start: int, stop: int) -> list[TokenFile]:
     """Tokens start to stop of the files taken as one row."""
     firsts = accumulate((file.count for file in files), initial=0)
     parts = [
-        file.part(start - first, stop - first) for file, first in zip(files, firsts, strict=False)
+        file.slice(start - first, stop - first) for file, first in zip(files, firsts, strict=False)
     ]
     return [part for part in parts if part.count]
 
@@ -111,7 +111,7 @@ def hash_ids(files: Files, tokenizer: Tokenizer) -> str:
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.dtype} {file.count} ".encode())
-        for ids in file.blocks(tokenizer):
+        for ids in file.id_chunks(tokenizer):
             digest.update(ids.tobytes())
     return digest.hexdigest()
 

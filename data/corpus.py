@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from .batches import TokenFile, hash_ids, slice_files
 from .documents import CHUNK, TOKEN_SUFFIXES, read_documents, read_text, suffix_of
-from .files import CACHE_DIR, find_files, find_stdlib, label
+from .files import CACHE_DIR, describe_paths, find_files, find_stdlib
 from .store import (
     Dataset,
     Say,
+    cache_key,
     hash_files,
-    key,
     load_folder,
     os_errors_as_data_errors,
     up_to,
@@ -63,7 +63,7 @@ class TextCorpus:
             n += 1
         return n
 
-    def part(self, split: str) -> Iterator[Iterator[str]]:
+    def documents_of(self, split: str) -> Iterator[Iterator[str]]:
         """The documents of "train" or "val", as chunks of text; data/README.md states the rule."""
         if self.val:
             yield from _documents(self.train if split == "train" else self.val)
@@ -86,7 +86,7 @@ class TextCorpus:
     def folder(self, tokenizer: str) -> Path:
         """The folder of the cache for what `tokenizer` (a fingerprint) makes of this text."""
         split = "given" if self.val else self.ratio
-        return self.cache_dir / key(self.content_hashes, tokenizer, split, self.max_tokens)
+        return self.cache_dir / cache_key(self.content_hashes, tokenizer, split, self.max_tokens)
 
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
         """Load the ids, from the cache or into it; without a tokenizer a bpe is trained, or loaded
@@ -112,7 +112,7 @@ class TextCorpus:
             f"training a BPE of {self.vocab_size} ids on the training text (its first 10 MB at "
             "most)"
         )
-        text = chain.from_iterable(self.part("train"))
+        text = chain.from_iterable(self.documents_of("train"))
         ranks = train_bpe(up_to(BPE_TRAINING_CHARS, text), self.vocab_size)
         (folder / RANKS).write_text(format_ranks(ranks))
         return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # with <|endoftext|>
@@ -126,7 +126,7 @@ class TextCorpus:
         with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
             def encode(split: str) -> Iterator[np.ndarray]:
-                for document in self.part(split):
+                for document in self.documents_of(split):
                     yield np.array([tokenizer.eot_id])
                     for chunk in document:
                         yield tokenizer.encode(chunk)
@@ -201,7 +201,7 @@ def find_dataset(
         if is_tokens and tokenizer:
             return _read_tokens(train, val, val_ratio, max_tokens, tokenizer)
         built_in = f"Python {platform.python_version()} standard library"
-        name = label(train_data) if train_data else built_in
+        name = describe_paths(train_data) if train_data else built_in
         sizes = max_tokens, vocab_size or 1024, seq_len
         return TextCorpus(name, train, val, val_ratio, *sizes, cache_dir, say).load(tokenizer)
 
@@ -233,7 +233,8 @@ def _find(
     trained = {path.resolve() for path in train}
     if shared := [str(path) for path in val if path.resolve() in trained]:
         say(
-            f"warning  --val-data {label(shared)}: in --train-data, too: the validation loss will "
+            f"warning  --val-data {describe_paths(shared)}: in --train-data, too: the validation "
+            "loss will "
             "not see overfitting"
         )
     return train, val
@@ -243,7 +244,7 @@ def _read_tokens(
     train: list[Path], val: list[Path], ratio: float, max_tokens: int | None, tokenizer: Tokenizer
 ) -> Dataset:
     """Token files as they are. Validation: `val`, else the files named so, else the tail."""
-    about = label([path.name for path in train])
+    about = describe_paths([path.name for path in train])
     # nanoGPT writes train.bin and val.bin, llm.c fineweb_train_000001.bin and fineweb_val_...
     named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
     if not val and 0 < len(named_val) < len(train):
@@ -255,5 +256,5 @@ def _read_tokens(
         val_files = slice_files(train_files, n_train, total)
         train_files = slice_files(train_files, 0, n_train)
     parts = [slice_files(files, 0, max_tokens or sys.maxsize) for files in (train_files, val_files)]
-    fingerprint = key([hash_ids(files, tokenizer) for files in parts], tokenizer.fingerprint)
+    fingerprint = cache_key([hash_ids(files, tokenizer) for files in parts], tokenizer.fingerprint)
     return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, about, fingerprint)

@@ -59,7 +59,7 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
         file.seek(start)
         while block := file.read(min(CHUNK, stop - start)):
             if text:
-                cut = safe_cut(text)
+                cut = last_safe_split(text)
                 yield text[:cut]
                 text = text[cut:]
             if (nul := block.find(0)) >= 0:
@@ -75,7 +75,7 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
     yield text
 
 
-def safe_cut(text: str) -> int:
+def last_safe_split(text: str) -> int:
     """The last place where both pieces encode as the whole does: where a run of letters or digits
     meets white space or punctuation.
 

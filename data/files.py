@@ -43,7 +43,8 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
     found = list(dict.fromkeys(found))
     if left := set(skipped) - set(found):
         say(
-            f"note     {flag} {label(names)}: files taken: {len(found):,}, skipped: {len(left):,} "
+            f"note     {flag} {describe_paths(names)}: files taken: {len(found):,}, "
+            f"skipped: {len(left):,} "
             f"({count_suffixes(left)}); {AS_TEXT}"
         )
     return found
@@ -62,7 +63,7 @@ def _expand(name: str, flag: str) -> list[Path]:
     return paths
 
 
-def label(names: Sequence[str]) -> str:
+def describe_paths(names: Sequence[str]) -> str:
     """Files or folders in as few words as a line has room for."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 

@@ -169,7 +169,7 @@ def hash_folder(folder: Path, meta: dict[str, Any]) -> str:
     """sha256 of meta.json's content, and of the other files that a cache has."""
     files = (folder / name for name in ("tokenizer.tiktoken", "train.bin", "val.bin"))
     content = hash_files([file for file in files if file.is_file()])
-    return key({name: meta[name] for name in meta if name != "sha256"}, content)
+    return cache_key({name: meta[name] for name in meta if name != "sha256"}, content)
 
 
 def hash_files(paths: Sequence[Path]) -> str:
@@ -183,6 +183,6 @@ def hash_files(paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def key(*parts: object) -> str:
+def cache_key(*parts: object) -> str:
     """The name of a cache folder: a hash of all that decides its bytes."""
     return hashlib.sha256(json.dumps([CACHE_VERSION, *parts]).encode()).hexdigest()[:32]

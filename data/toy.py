@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .store import Dataset, Say, key, load_folder, write_ids
+from .store import Dataset, Say, cache_key, load_folder, write_ids
 from .tokenizer import ToyTokenizer
 
 TOY_SUCCESSORS = 4
@@ -22,7 +22,10 @@ def load_toy(
     common, so a model that learned nothing stays at ln(vocab_size).
     """
     counts = [min(count, max_tokens or count) for count in (TOY_TRAIN, TOY_VAL)]
-    folder, tokenizer = cache_dir / key("toy", vocab_size, counts, seed), ToyTokenizer(vocab_size)
+    folder, tokenizer = (
+        cache_dir / cache_key("toy", vocab_size, counts, seed),
+        ToyTokenizer(vocab_size),
+    )
 
     def build(new: Path) -> dict[str, Any]:
         rng = random.Random(seed)

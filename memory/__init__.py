@@ -10,21 +10,22 @@ from functools import partial
 from typing import Any
 
 from .head import embed_tied, head_loss
-from .offload import HostMemory
+from .offload import PinnedPool
 from .policies import (
     POLICIES,
     RECOMPUTE_POLICIES,
-    Recompute,
-    Schedule,
-    expand,
-    expanded,
-    write,
-    written,
+    RecomputePlan,
+    RecomputeSchedule,
+    format_recompute,
+    normalized_recompute,
+    parse_recompute,
+    recompute_plan,
 )
 
 
 def compose(model: Any) -> None:
-    """Wrap the functions `schedule`, `embed` and `head_loss` of a model.MiniGPT in techniques."""
-    model.schedule = Schedule(model.schedule)
+    """Wrap three functions of a model.MiniGPT in techniques: `blocks_with_recompute`, `embed` and
+    `head_loss`."""
+    model.blocks_with_recompute = RecomputeSchedule(model.blocks_with_recompute)
     model.embed = partial(embed_tied, plain=model.embed)
     model.head_loss = partial(head_loss, plain=model.head_loss)

@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Bytes of a chunk of logits, at most: small beside a step, enough tokens for fast matmuls.
-CHUNK = 5 * 2**24
+LOGITS_CHUNK_BYTES = 5 * 2**24
 # Elements of a slice of logits in float32. These 16 MiB stay in the cache of an A100, an H100 or an
 # RTX 4090 (40 to 72 MB).
-SLICE = 2**22
-PAD = 64  # tensor cores are faster if the length of a row of logits is a multiple of it
+SOFTMAX_SLICE_ELEMENTS = 2**22
+VOCAB_MULTIPLE = 64  # tensor cores are faster if the length of a row of logits is a multiple of it
 # The number of rows of a slice is a multiple of this. So each float32 slice begins at a multiple of
 # 16 bytes. Compiled code expects that, and would copy a slice that begins elsewhere.
-ROWS = 4
+SLICE_ROWS_MULTIPLE = 4
 
 
 def parse_release(version: str) -> tuple[int, ...]:
@@ -43,14 +43,14 @@ def parse_release(version: str) -> tuple[int, ...]:
 
 # Whether a low-precision matmul can add to a float32 matrix: torch.addmm can with out_dtype, from
 # 2.11 on (pytorch#167931), but not on AMD's GPUs.
-ADDS_IN_FLOAT32 = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
-Embed = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
-Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-Softmax = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, plain or compiled
+HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
+EmbedFunction = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
+LossFunction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+SoftmaxFunction = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, plain or compiled
 
 
 def embed_tied(
-    embedding: nn.Embedding, ids: Tensor, plain: Embed, on_cpu: bool | None = None
+    embedding: nn.Embedding, ids: Tensor, plain: EmbedFunction, row_by_row: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
 
@@ -64,12 +64,12 @@ def embed_tied(
     special = embedding.padding_idx is not None or embedding.max_norm is not None
     if not torch.is_grad_enabled() or special or type(embedding) is not nn.Embedding:
         return plain(embedding, ids)
-    if on_cpu is None:
-        on_cpu = embedding.weight.device.type == "cpu"
-    return TiedLookup.apply(embedding.weight, ids, on_cpu)
+    if row_by_row is None:
+        row_by_row = embedding.weight.device.type == "cpu"
+    return TiedEmbeddingFunction.apply(embedding.weight, ids, row_by_row)
 
 
-class TiedLookup(torch.autograd.Function):
+class TiedEmbeddingFunction(torch.autograd.Function):
     """Return F.embedding(ids, weight) (B, T, C), and the weight (V, C) again for the head.
 
     So autograd sees one use of the weight, and `backward` gets two gradients: the head's (V, C),
@@ -94,7 +94,7 @@ class TiedLookup(torch.autograd.Function):
             grad_weight.index_add_(0, ids.flatten(), grad_embedded.flatten(0, -2))
             return grad_weight, None, None
         # Take some channels at a time: all at once would need a second (V, C).
-        n_slices = math.ceil(weight.numel() / (2 * SLICE))
+        n_slices = math.ceil(weight.numel() / (2 * SOFTMAX_SLICE_ELEMENTS))
         for total, part in zip(
             grad_weight.chunk(n_slices, dim=1), grad_embedded.chunk(n_slices, dim=-1), strict=True
         ):
@@ -102,7 +102,7 @@ class TiedLookup(torch.autograd.Function):
         return grad_weight, None, None
 
 
-def softmax_in_place(logits: Tensor, target: Tensor, wants_gradient: bool) -> Tensor:
+def target_log_prob_(logits: Tensor, target: Tensor, wants_gradient: bool) -> Tensor:
     """Return the log-likelihood (r, 1) of the `target` ids (r, 1) for `logits` (r, V).
 
     If `wants_gradient`, `logits` afterwards contain the softmax, else undefined values.
@@ -124,12 +124,17 @@ def softmax_in_place(logits: Tensor, target: Tensor, wants_gradient: bool) -> Te
 
 
 @cache
-def compiled_softmax() -> Softmax:
-    return torch.compile(softmax_in_place)
+def compiled_target_log_prob() -> SoftmaxFunction:
+    return torch.compile(target_log_prob_)
 
 
 def head_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, plain: Loss, compiled: bool = False
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    n_chunks: int,
+    plain: LossFunction,
+    compiled: bool = False,
 ) -> Tensor:
     """Return the mean cross-entropy of the head's logits, in nats, a scalar.
 
@@ -144,7 +149,7 @@ def head_loss(
     """
     if n_chunks == 1:
         return plain(x, weight, labels, n_chunks)
-    softmax = compiled_softmax() if compiled else softmax_in_place
+    softmax = compiled_target_log_prob() if compiled else target_log_prob_
     x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
     if torch.is_grad_enabled():
         return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, softmax)
@@ -152,26 +157,31 @@ def head_loss(
     return total / count
 
 
-def count_chunks(n_tokens: int, vocab_size: int, asked: int, itemsize: int) -> int:
+def count_chunks(n_tokens: int, vocab_size: int, n_chunks: int, itemsize: int) -> int:
     """Return the number of chunks of the head, at most one for each token.
 
     `asked`: this number; 0: as few chunks of at most `CHUNK` bytes as possible. `itemsize`: bytes
     of a logit.
     """
-    return max(1, min(asked or math.ceil(n_tokens * vocab_size * itemsize / CHUNK), n_tokens))
+    return max(
+        1,
+        min(n_chunks or math.ceil(n_tokens * vocab_size * itemsize / LOGITS_CHUNK_BYTES), n_tokens),
+    )
 
 
-def rows_of_slice(n_tokens: int, vocab_size: int) -> int:
+def softmax_slice_rows(n_tokens: int, vocab_size: int) -> int:
     """Return the number of tokens of a slice, in a chunk of `n_tokens`.
 
     Softmax runs slice by slice. A slice has about `SLICE` logits. But even a very large chunk has
     only about 32 slices, because each kernel launch costs time, too.
     """
-    rows = max(SLICE // vocab_size, n_tokens // 32)
-    return min(n_tokens, max(ROWS, rows // ROWS * ROWS))
+    rows = max(SOFTMAX_SLICE_ELEMENTS // vocab_size, n_tokens // 32)
+    return min(
+        n_tokens, max(SLICE_ROWS_MULTIPLE, rows // SLICE_ROWS_MULTIPLE * SLICE_ROWS_MULTIPLE)
+    )
 
 
-def starts_of_chunks(n_tokens: int, n: int) -> Iterable[int]:
+def chunk_starts(n_tokens: int, n: int) -> Iterable[int]:
     """Return the first token of each chunk; a chunk has `n` tokens, the last one maybe fewer.
 
     (Chunks are alike, so planner/step.py replaces this function by one that returns only a few.)
@@ -193,7 +203,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: Softmax
+        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: SoftmaxFunction
     ) -> Tensor:
         gradients = torch.empty_like(x), torch.zeros_like(weight)
         total, count = loss_by_chunks(x, weight, labels, n_chunks, softmax, gradients)
@@ -213,7 +223,7 @@ def loss_by_chunks(
     weight: Tensor,
     labels: Tensor,
     n_chunks: int,
-    softmax: Softmax,
+    softmax: SoftmaxFunction,
     gradients: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses in nats, and the number of tokens that count, both scalars.
@@ -226,16 +236,16 @@ def loss_by_chunks(
     logits, and all chunks use the same buffer.
     """
     N, V = len(x), len(weight)
-    cast_weight = cast_by_autocast(weight)  # (V + padding, C)
+    cast_weight = cast_like_autocast(weight)  # (V + padding, C)
     dtype = cast_weight.dtype
     n = math.ceil(N / count_chunks(N, V, n_chunks, dtype.itemsize))
-    r = rows_of_slice(n, V)
+    r = softmax_slice_rows(n, V)
     buffer = x.new_empty(n, len(cast_weight), dtype=dtype)
 
     sums = torch.promote_types(dtype, torch.float32)
     count = (labels != -100).sum().to(sums)  # a tensor: to read it would stall a GPU
     total = torch.zeros_like(count)
-    for start in starts_of_chunks(N, n):
+    for start in chunk_starts(N, n):
         chunk = slice(start, start + n)
         x_chunk, label = x[chunk].to(dtype), labels[chunk].unsqueeze(1)
         kept = label != -100
@@ -252,11 +262,11 @@ def loss_by_chunks(
             logits.scatter_(1, target, found.expm1().to(dtype))
             gradients[0][chunk] = (padded @ cast_weight).mul_(kept)
             x_chunk = x_chunk * kept
-            add_product(gradients[1], logits.T, x_chunk)
+            addmm_into(gradients[1], logits.T, x_chunk)
     return total, count
 
 
-def cast_by_autocast(weight: Tensor) -> Tensor:
+def cast_like_autocast(weight: Tensor) -> Tensor:
     """Return `weight` (V, C), or under autocast its low-precision copy (V + padding, C).
 
     Autocast would make such a copy for each matmul; here one copy serves all. It ends in rows of
@@ -266,29 +276,31 @@ def cast_by_autocast(weight: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     if dtype == weight.dtype:
         return weight
-    copy = weight.new_zeros(len(weight) + -len(weight) % PAD, weight.size(1), dtype=dtype)
+    copy = weight.new_zeros(
+        len(weight) + -len(weight) % VOCAB_MULTIPLE, weight.size(1), dtype=dtype
+    )
     copy[: len(weight)] = weight
     return copy
 
 
-def rows_of_product(width: int) -> int:
+def addmm_rows(width: int) -> int:
     """Return the number of rows that `add_product` adds at a time, for rows of `width` elements.
 
     It is a multiple of `PAD`, because matmuls are faster if they begin at such a row.
     """
-    return max(PAD, SLICE // width // PAD * PAD)
+    return max(VOCAB_MULTIPLE, SOFTMAX_SLICE_ELEMENTS // width // VOCAB_MULTIPLE * VOCAB_MULTIPLE)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def addmm_into(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a` (V, n) @ `b` (n, C) to `total` (V, C) in place, in the precision of `total`.
 
     No second tensor of the size of `total` is made.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif total.is_cuda and total.dtype == torch.float32 and ADDS_IN_FLOAT32:
+    elif total.is_cuda and total.dtype == torch.float32 and HAS_ADDMM_OUT_DTYPE:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        rows = rows_of_product(total.size(1))
+        rows = addmm_rows(total.size(1))
         for part, a_part in zip(total.split(rows), a.split(rows), strict=True):
             part += a_part @ b

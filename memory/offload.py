@@ -38,11 +38,11 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-SMALL = 2**20  # bytes; a smaller tensor is not worth a copy and stays on the device
-IN_FLIGHT = 2  # tensors that may be on their way out before the compute stream waits
+MIN_OFFLOAD_BYTES = 2**20  # bytes; a smaller tensor is not worth a copy and stays on the device
+MAX_COPIES_IN_FLIGHT = 2  # tensors that may be on their way out before the compute stream waits
 
 
-class HostMemory:
+class PinnedPool:
     """A pool of host buffers in CPU memory: `take` lends buffers, `give_back` gets them back.
 
     The pool outlives a step, because pinning takes milliseconds for each buffer. torch pins buffers
@@ -51,18 +51,18 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.made: list[Tensor] = []  # all host buffers, uint8
-        self.unused: dict[int, list[Tensor]] = {}  # bytes -> the free buffers of that size
+        self.buffers: list[Tensor] = []  # all host buffers, uint8
+        self.free_buffers: dict[int, list[Tensor]] = {}  # bytes -> the free buffers of that size
 
-    def take(self, like: Tensor) -> list[Tensor]:
+    def acquire(self, like: Tensor) -> list[Tensor]:
         """Return host buffers for the 1-D `like`. Raises MemoryError if no more can be pinned."""
         pinned = like.device.type == "cuda"  # unpinned memory cannot be copied beside computation
         blocks: list[Tensor] = []
         try:
-            for size in sizes_of_blocks(like.nbytes):
-                blocks.append(self.unused_or_new(size, pinned))
+            for size in buffer_sizes(like.nbytes):
+                blocks.append(self.reuse_or_allocate(size, pinned))
         except RuntimeError as error:
-            self.give_back(blocks)
+            self.release(blocks)
             if not pinned or "out of memory" not in str(error):
                 raise
             more = f"{like.nbytes / 2**20:,.0f} MiB more of pinned CPU memory"
@@ -70,21 +70,21 @@ class HostMemory:
             raise MemoryError(f"offload found no {more}: {way_out}") from error
         return blocks
 
-    def unused_or_new(self, size: int, pinned: bool) -> Tensor:
+    def reuse_or_allocate(self, size: int, pinned: bool) -> Tensor:
         """Return a host buffer of `size` bytes."""
-        if unused := self.unused.get(size):
+        if unused := self.free_buffers.get(size):
             return unused.pop()
         block = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=pinned)
-        self.made.append(block)
+        self.buffers.append(block)
         return block
 
-    def give_back(self, blocks: list[Tensor]) -> None:
+    def release(self, buffers: list[Tensor]) -> None:
         """Return host buffers to the pool."""
-        for block in blocks:
-            self.unused.setdefault(block.nbytes, []).append(block)
+        for block in buffers:
+            self.free_buffers.setdefault(block.nbytes, []).append(block)
 
 
-def sizes_of_blocks(n: int) -> list[int]:
+def buffer_sizes(n: int) -> list[int]:
     """Return the sizes in bytes of the host buffers for `n` bytes, the largest first.
 
     The sizes are at most six powers of two. Their sum is at least n, and at most n * 33 / 32 (below
@@ -95,15 +95,15 @@ def sizes_of_blocks(n: int) -> list[int]:
     return [unit << i for i in reversed(range(units.bit_length())) if units >> i & 1]
 
 
-def bytes_of_blocks(n: int) -> int:
+def padded_nbytes(n: int) -> int:
     """Return the bytes of all host buffers for `n` bytes."""
-    return sum(sizes_of_blocks(n))
+    return sum(buffer_sizes(n))
 
 
-def dealt(flat: Tensor, blocks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def split_over_buffers(flat: Tensor, buffers: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Split a 1-D tensor over host buffers: yield (part of the tensor, its place in a buffer)."""
     begin = 0
-    for block in blocks:
+    for block in buffers:
         room = block.view(flat.dtype)
         part = flat[begin : begin + len(room)]
         yield part, room[: len(part)]
@@ -113,21 +113,21 @@ def dealt(flat: Tensor, blocks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]
 class Offload:
     """Offload for one forward: copy out what each block keeps, and fetch it before its backward."""
 
-    def __init__(self, host: HostMemory):
-        self.host = host
+    def __init__(self, pool: PinnedPool):
+        self.pool = pool
         self.at_work: list[nn.Module] = []  # the blocks that run now
         self.weights: set[ref[UntypedStorage]] | None = None  # of those blocks
         # (tensor, event after its copy): this reference keeps the memory until the copy is done.
         self.in_flight: deque[tuple[Tensor, Any]] = deque()
-        self.newest = Tickets()  # of the block or group that ran last
+        self.newest = OffloadedStorages()  # of the block or group that ran last
 
-    def around(
+    def wrap(
         self, run: Callable[[Tensor], Tensor], moves: bool, blocks: list[nn.Module]
     ) -> Callable[..., Tensor]:
         """Wrap `run`, which runs `blocks` (one, or a group); if `moves`, offload what they keep."""
 
         def run_with_hooks(x: Tensor, past: None = None) -> Tensor:
-            before, mine = self.newest, Tickets()
+            before, mine = self.newest, OffloadedStorages()
             self.at_work = blocks
             self.weights, pack = None, partial(self.pack, mine)
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
@@ -135,13 +135,13 @@ class Offload:
             if before:
                 # Backward of these blocks begins with the gradient of x. Fetch now the tensors of
                 # the blocks before them: backward will need those next.
-                x.register_hook(lambda _: fetch_all(before))
+                x.register_hook(lambda _: prefetch_all(before))
             self.newest = mine
             return x
 
         return run_with_hooks
 
-    def pack(self, tickets: Tickets, tensor: Tensor) -> Any:
+    def pack(self, tickets: OffloadedStorages, tensor: Tensor) -> Any:
         """Return the object that autograd keeps instead of `tensor`; `unpack` reverses that.
 
         The object is a ticket for the tensor's storage, with the tensor's size, strides and offset.
@@ -150,7 +150,7 @@ class Offload:
         """
         storage = tensor.untyped_storage()
         reference = ref(storage)
-        if storage.nbytes() < SMALL or self.is_weight(reference):
+        if storage.nbytes() < MIN_OFFLOAD_BYTES or self.is_weight(reference):
             # Without detach an operator that saves its own result would keep itself alive.
             return tensor.detach()
         key = reference, tensor._version, tensor.dtype  # a change in place makes another version
@@ -158,9 +158,9 @@ class Offload:
         if ticket is None:
             flat = (storage.nbytes() // tensor.itemsize,)
             whole = tensor.detach().as_strided(flat, (1,), 0)  # detach: do not hold the graph
-            ticket = tickets[key] = Ticket(whole, self.host, self.host.take(whole))
+            ticket = tickets[key] = OffloadedStorage(whole, self.pool, self.pool.acquire(whole))
             self.in_flight.append((whole, ticket.sent))
-            self.settle(IN_FLIGHT)
+            self.wait_for_copies(MAX_COPIES_IN_FLIGHT)
         return ticket, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def is_weight(self, storage: ref[UntypedStorage]) -> bool:
@@ -175,14 +175,14 @@ class Offload:
             self.weights = {ref(weight.untyped_storage()) for weight in weights}
         return storage in self.weights
 
-    def settle(self, still: int = 0) -> None:
+    def wait_for_copies(self, still: int = 0) -> None:
         """Release the tensors that were copied out, all but the last `still`.
 
         The compute stream first waits for these copies. Python does not wait.
         """
         while len(self.in_flight) > still:
             whole, sent = self.in_flight.popleft()
-            streams(whole.device).computing().wait_event(sent)
+            copy_streams(whole.device).compute_stream().wait_event(sent)
             del whole  # only after wait_event: else its memory may be reused during the copy
 
 
@@ -191,67 +191,69 @@ def unpack(kept: Any) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept[0].take().as_strided(*kept[1:])
 
 
-class Ticket:
+class OffloadedStorage:
     """One storage in CPU memory, and its way back to the device.
 
     It lives as long as autograd keeps a tensor of that storage.
     """
 
-    def __init__(self, whole: Tensor, host: HostMemory, blocks: list[Tensor]):
-        self.device, self.host, self.blocks = whole.device, host, blocks
+    def __init__(self, whole: Tensor, pool: PinnedPool, buffers: list[Tensor]):
+        self.device, self.pool, self.buffers = whole.device, pool, buffers
         self.numel, self.dtype = whole.numel(), whole.dtype
         self.back: Tensor | None = None  # the copy on the device, complete or on its way
-        self.streams = streams(self.device)
+        self.streams = copy_streams(self.device)
         # Wait for the compute stream. It computes the tensor, and it has waited (in `take` or
         # `__del__`) for the last copy that read these host buffers.
-        self.streams.out.wait_stream(self.streams.computing())
-        self.sent = self.streams.copy(self.streams.out, dealt(whole, blocks))
+        self.streams.out.wait_stream(self.streams.compute_stream())
+        self.sent = self.streams.copy(self.streams.out, split_over_buffers(whole, buffers))
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Start the copy back to the device, unless it has started."""
         if self.back is not None:
             return
-        self.computing = self.streams.computing()
+        self.computing = self.streams.compute_stream()
         back = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         # The compute stream may still use this memory for the tensor that had it before. This wait
         # covers the copy out, too: the compute stream has waited for that copy in `settle`.
         self.streams.home.wait_stream(self.computing)
-        homewards = ((block, part) for part, block in dealt(back, self.blocks))
+        homewards = ((block, part) for part, block in split_over_buffers(back, self.buffers))
         self.arrived = self.streams.copy(self.streams.home, homewards)
         self.back = back
 
-    def take(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Return the storage on its device, as a 1-D tensor that the compute stream may use."""
-        self.fetch()
+        self.prefetch()
         assert self.back is not None
-        self.streams.computing().wait_event(self.arrived)
+        self.streams.compute_stream().wait_event(self.arrived)
         return self.back
 
     def __del__(self) -> None:
         # The copy back may still run if backward failed before it took the storage.
         if self.back is not None:
             self.computing.wait_event(self.arrived)
-        self.host.give_back(self.blocks)
+        self.pool.release(self.buffers)
 
 
 # Live tickets of one block or group, by (storage, version, dtype).
-Tickets = WeakValueDictionary[tuple[ref[UntypedStorage], int, torch.dtype], Ticket]
+OffloadedStorages = WeakValueDictionary[
+    tuple[ref[UntypedStorage], int, torch.dtype], OffloadedStorage
+]
 
 
-def fetch_all(tickets: Tickets) -> None:
+def prefetch_all(tickets: OffloadedStorages) -> None:
     """Start the copies back of a block's tensors; backward needs the last one first."""
     for ticket in reversed(list(tickets.values())):
-        ticket.fetch()
+        ticket.prefetch()
 
 
-class Streams:
+class CopyStreams:
     """The three streams of a device. On a CPU torch's streams do their work at once."""
 
     def __init__(self, device: torch.device):
         self.device, self.api = device, torch.cuda if device.type == "cuda" else torch.cpu
         self.out, self.home = self.api.Stream(device), self.api.Stream(device)
 
-    def computing(self) -> Any:
+    def compute_stream(self) -> Any:
         """Return the compute stream, which is the current stream."""
         return self.api.current_stream(self.device)
 
@@ -263,4 +265,4 @@ class Streams:
         return stream.record_event()
 
 
-streams = lru_cache(Streams)  # one for each device
+copy_streams = lru_cache(CopyStreams)  # one for each device

@@ -11,7 +11,7 @@ parts of a block that go into checkpoints. Two facts decide what a checkpoint co
   repeated: `checkpoint(lambda wide: c_proj(gelu(wide)), wide)` recomputes a GELU and no matmul.
 - Dropout draws a mask after the matmul before it, and backward needs the mask. So if f ends in
   dropout, that matmul is repeated. Therefore a checkpoint around a half of a block ends before the
-  dropout of that half, which `block.add` applies. A checkpoint around a whole block (`full`,
+  dropout of that half; `block.add_residuals` applies it. A checkpoint around a whole block (`full`,
   `sdpa`), or around everything after attention (`qkv`), contains the last dropout: it repeats the
   last c_proj if dropout is on, and stops before it if dropout is off.
 
@@ -41,27 +41,29 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from .offload import HostMemory, Offload
+from .offload import Offload, PinnedPool
 
 
-def checkpoint(run: Callable, *inputs: Tensor, random: bool, **options: Any) -> Any:
+def activation_checkpoint(run: Callable, *inputs: Tensor, has_dropout: bool, **options: Any) -> Any:
     """Return `run(*inputs)`, computed in a non-reentrant activation checkpoint.
 
     The reentrant variant has no early stop, and fails in some DDP settings. `random`: `run` has
     dropout, so keep the RNG's state. Without it recomputation would draw other masks, and gradients
     would be wrong without an error. `options`: more arguments of torch's checkpoint.
     """
-    if random and forgets_numbers(inputs[0].device) and not torch.compiler.is_compiling():
-        run = drawing_alike(run)
-    return torch_checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
+    if has_dropout and checkpoint_loses_rng(inputs[0].device) and not torch.compiler.is_compiling():
+        run = with_replayed_rng(run)
+    return torch_checkpoint(
+        run, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **options
+    )
 
 
-def forgets_numbers(device: torch.device) -> bool:
+def checkpoint_loses_rng(device: torch.device) -> bool:
     """Return whether torch's checkpoint ignores this device's RNG, as on MPS (pytorch#127676)."""
     return device.type == "mps"
 
 
-def generator_of(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
     """Return the default random generator of a device, to save and restore its state.
 
     Do not use torch.cuda.set_rng_state: in some releases it copies the state with an operator. A
@@ -74,42 +76,42 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-class Bookmark:
+class SavedRNGState:
     """A state of a device's RNG: the first call saves it, later calls restore it."""
 
     state: Tensor | None = None
 
     def __call__(self, device: torch.device) -> None:
         if self.state is None:
-            self.state = generator_of(device).get_state()
+            self.state = default_generator(device).get_state()
         else:
-            generator_of(device).set_state(self.state)
+            default_generator(device).set_state(self.state)
 
 
-def drawing_alike(run: Callable) -> Callable:
+def with_replayed_rng(run: Callable) -> Callable:
     """Wrap `run` so that later calls draw the same random numbers as the first call.
 
     At its end a later call restores the state that the RNG had before that call.
     """
-    begin = Bookmark()
+    start = SavedRNGState()
 
-    def alike(x: Tensor, *more: Any) -> Any:
-        is_replay, here = begin.state is not None, Bookmark()
-        here(x.device)
-        begin(x.device)
+    def replayable(x: Tensor, *more: Any) -> Any:
+        is_replay, current = start.state is not None, SavedRNGState()
+        current(x.device)
+        start(x.device)
         try:
             return run(x, *more)
         finally:
             if is_replay:
-                here(x.device)
+                current(x.device)
 
-    return alike
+    return replayable
 
 
 # Default size of a chunk of the MLP half, in elements of its (tokens, d_ff) tensor: small beside a
 # long sequence, large enough for fast matmuls.
-WIDE = 2**25
-ROWS_ALIKE = 64  # tokens: the length of a chunk is a multiple of it
+MLP_CHUNK_ELEMENTS = 2**25
+CHUNK_MULTIPLE = 64  # tokens: the length of a chunk is a multiple of it
 
 # A policy maps a block's input x (B, T, C) to the block's result (B, T, C). It calls the parts of
 # `block`, a model.Block, and has no arithmetic of its own. The block itself calls its policy, in
@@ -118,7 +120,7 @@ ROWS_ALIKE = 64  # tokens: the length of a chunk is a multiple of it
 #
 # `cut` maps the number of tokens of a sequence to the numbers of tokens of its chunks. Backward
 # recomputes the MLP half chunk by chunk. None: the sequence is one chunk.
-Cut = Callable[[int], list[int]] | None
+ChunkSizes = Callable[[int], list[int]] | None
 
 
 def cheap(block: Any, x: Tensor) -> Tensor:
@@ -128,20 +130,22 @@ def cheap(block: Any, x: Tensor) -> Tensor:
     """
 
     def attention(before: Tensor) -> Tensor:
-        return block.attn.c_proj(block.attn.attend(up_to_matmul(block.qkv, before)))
+        return block.attn.c_proj(block.attn.attend(checkpoint_to_matmul(block.qkv, before)))
 
     def feed_forward(before: Tensor) -> Tensor:
-        return up_to_matmul(block.narrow, up_to_matmul(block.widen, before))
+        return checkpoint_to_matmul(
+            block.down_project, checkpoint_to_matmul(block.up_project, before)
+        )
 
-    return block.add(x, attention, feed_forward)
+    return block.add_residuals(x, attention, feed_forward)
 
 
-def replay_mlp(block: Any, x: Tensor, cut: Cut = None) -> Tensor:
+def recompute_mlp(block: Any, x: Tensor, chunk_sizes: ChunkSizes = None) -> Tensor:
     """Recompute the MLP half. Megatron-LM: --recompute-modules mlp."""
-    return block.add(x, block.attention, in_chunks(block, cut))
+    return block.add_residuals(x, block.attention, checkpointed_mlp(block, chunk_sizes))
 
 
-def in_chunks(block: Any, cut: Cut) -> Callable[[Tensor], Tensor]:
+def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizes) -> Callable[[Tensor], Tensor]:
     """Return a function (B, T, C) -> (B, T, C): the MLP half in an activation checkpoint.
 
     With `cut` each chunk of tokens has its own checkpoint. Backward then recomputes one chunk at a
@@ -155,11 +159,11 @@ def in_chunks(block: Any, cut: Cut) -> Callable[[Tensor], Tensor]:
     Autocast's cache of weights must be off. Otherwise all chunks would share one low-precision copy
     of a weight, and autograd would sum their gradients in that precision.
     """
-    chunk = partial(checkpoint, block.feed_forward, random=False)
-    return lambda x: by_chunks(chunk, x, cut(x.size(1)) if cut else [x.size(1)])
+    chunk = partial(activation_checkpoint, block.feed_forward, has_dropout=False)
+    return lambda x: map_chunks(chunk, x, chunk_sizes(x.size(1)) if chunk_sizes else [x.size(1)])
 
 
-def by_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
+def map_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
     """Apply `run` to chunks of x (B, T, C) along T; return the results as one (B, T, C).
 
     `sizes`: tokens of each chunk.
@@ -169,7 +173,7 @@ def by_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> T
     return torch.cat([run(part) for part in x.split(sizes, dim=1)], dim=1)
 
 
-def sizes_of_chunks(n_tokens: int, d_ff: int, asked: int) -> list[int]:
+def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
     """Return the number of tokens of each chunk of a sequence of `n_tokens`.
 
     `asked`: the maximal number of chunks; 0: chunks of about `WIDE` elements. All chunks except the
@@ -177,35 +181,37 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, asked: int) -> list[int]:
     (unless the sequence is shorter). Some kernels round differently for a few rows, or for the last
     rows of a matmul.
     """
-    units = max(1, n_tokens // ROWS_ALIKE)
-    each = math.ceil(units / (asked or math.ceil(n_tokens * d_ff / WIDE)))
-    size, before_last = each * ROWS_ALIKE, math.ceil(units / each) - 1
+    units = max(1, n_tokens // CHUNK_MULTIPLE)
+    each = math.ceil(units / (n_chunks or math.ceil(n_tokens * d_ff / MLP_CHUNK_ELEMENTS)))
+    size, before_last = each * CHUNK_MULTIPLE, math.ceil(units / each) - 1
     return [size] * before_last + [n_tokens - size * before_last]
 
 
-def replay_attention(block: Any, x: Tensor) -> Tensor:
+def recompute_attention(block: Any, x: Tensor) -> Tensor:
     """Recompute the attention half. Megatron-LM: --recompute-modules core_attn, and its linears."""
-    random = has_dropout(block)
+    has_dropout = block_has_dropout(block)
 
     def attention(before: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            return checkpoint(block.attention, before, random=random)
+            return activation_checkpoint(block.attention, before, has_dropout=has_dropout)
         # A compiler has no early stop: with c_proj in the checkpoint, it would repeat c_proj to
         # recompute x2.
-        attended = checkpoint(lambda x: block.attn.attend(block.qkv(x)), before, random=random)
+        attended = activation_checkpoint(
+            lambda x: block.attn.attend(block.qkv(x)), before, has_dropout=has_dropout
+        )
         return block.attn.c_proj(attended)
 
-    return block.add(x, attention, block.feed_forward)
+    return block.add_residuals(x, attention, block.feed_forward)
 
 
 def keep_qkv(block: Any, x: Tensor) -> Tensor:
     """Keep x, qkv and attention's result. Recompute LayerNorms, attn.c_proj and the MLP half."""
-    attended = block.attn.attend(up_to_matmul(block.qkv, x))
+    attended = block.attn.attend(checkpoint_to_matmul(block.qkv, x))
 
     def rest(x: Tensor, attended: Tensor) -> Tensor:
-        return block.add(x, lambda _: block.attn.c_proj(attended), block.feed_forward)
+        return block.add_residuals(x, lambda _: block.attn.c_proj(attended), block.feed_forward)
 
-    return checkpoint(rest, x, attended, random=has_dropout(block))
+    return activation_checkpoint(rest, x, attended, has_dropout=block_has_dropout(block))
 
 
 # Operators whose results a policy can keep. Its checkpoint is around the whole block, but it also
@@ -238,26 +244,28 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
     """Return a policy that keeps x and the results of `operators`, and recomputes the rest."""
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
-    def run(block: Any, x: Tensor, cut: Cut = None) -> Tensor:
-        random, attention = has_dropout(block), block.attention
+    def run(block: Any, x: Tensor, chunk_sizes: ChunkSizes = None) -> Tensor:
+        has_dropout, attention = block_has_dropout(block), block.attention
         # In compiled code each operator that draws numbers has an RNG state of its own.
-        if random and not torch.compiler.is_compiling():
-            attention = with_same_masks(block.attention)
-        feed_forward = in_chunks(block, cut) if cut else block.feed_forward
-        forward = partial(block.add, attention=attention, feed_forward=feed_forward)
-        return checkpoint(forward, x, random=random, context_fn=contexts, **HIDDEN_FROM_HOOKS)
+        if has_dropout and not torch.compiler.is_compiling():
+            attention = with_rng_restored_after(block.attention)
+        feed_forward = checkpointed_mlp(block, chunk_sizes) if chunk_sizes else block.feed_forward
+        forward = partial(block.add_residuals, attention=attention, feed_forward=feed_forward)
+        return activation_checkpoint(
+            forward, x, has_dropout=has_dropout, context_fn=contexts, **HIDDEN_FROM_HOOKS
+        )
 
     return run
 
 
-def with_same_masks(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def with_rng_restored_after(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Wrap a block's attention half, (B, T, C) -> (B, T, C), and keep the RNG's state after it.
 
     Recomputation restores that state. On a GPU attention draws its mask inside one operator. A
     recomputation that reuses the operator's result skips this draw, so the next dropout would get
     attention's random numbers.
     """
-    behind_attention = Bookmark()
+    behind_attention = SavedRNGState()
 
     def marked(x: Tensor) -> Tensor:
         attended = attention(x)
@@ -267,7 +275,7 @@ def with_same_masks(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
     return marked
 
 
-def up_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def checkpoint_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Checkpoint `run`, which ends in a linear layer; the next operator may keep its result.
 
     Early stop leaves that layer out of the recomputation. A compiler has no early stop. It would
@@ -275,10 +283,12 @@ def up_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     compiled = torch.compiler.is_compiling()
     contexts = partial(create_selective_checkpoint_contexts, MATMUL_OPS)
-    return checkpoint(run, x, random=False, **({"context_fn": contexts} if compiled else {}))
+    return activation_checkpoint(
+        run, x, has_dropout=False, **({"context_fn": contexts} if compiled else {})
+    )
 
 
-def has_dropout(block: Any) -> bool:
+def block_has_dropout(block: Any) -> bool:
     return block.dropout.p > 0
 
 
@@ -293,34 +303,36 @@ class Policy(NamedTuple):
     keeps: str  # tensors of a block
     # Matmuls, and attention, that backward repeats. With dropout a policy that repeats c_fc and
     # keeps no mask also repeats the last matmul.
-    twice: str
-    words: str  # the description for users
-    run: Callable[..., Tensor] | None = None  # (block, x) -> x; None: model.py does it
+    recomputed_matmuls: str
+    description: str  # the description for users
+    forward: Callable[..., Tensor] | None = None  # (block, x) -> x; None: model.py does it
     by_operator: bool = False  # keeps attention's result only if one operator makes it
-    cuts_mlp: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
+    supports_mlp_chunks: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
 
 
-OF_ATTENTION, OF_MLP = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
+ATTENTION_TENSORS, MLP_TENSORS = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
 POLICIES = {  # the comments: kept bytes of a block in units of B * T * C; other names of the policy
-    "none": Policy(f"{OF_ATTENTION} {OF_MLP}", "",  # 36
+    "none": Policy(f"{ATTENTION_TENSORS} {MLP_TENSORS}", "",  # 36
         "every intermediate is kept; the head runs in chunks of tokens"),
     "cheap": Policy("x qkv attention c_proj mask x2 c_fc", "",  # 24
         "LayerNorms and GELU are done again in backward, no matrix product is", cheap),
     "selective": Policy("x qkv attention c_fc results", "",  # 24; torchtune, JAX: dots_saveable
         "what matrix products and attention made is kept, the rest is done again",
         keep_results_of(ATTENTION_OPS + MATMUL_OPS), by_operator=True),
-    "mlp": Policy(f"{OF_ATTENTION} x2", "c_fc",  # 18
-        "the MLP half of each block is done again in backward", replay_mlp, cuts_mlp=True),
-    "attn": Policy(f"x mask {OF_MLP}", "c_attn attention",  # 26
-        "the attention half of each block is done again in backward", replay_attention),
+    "mlp": Policy(f"{ATTENTION_TENSORS} x2", "c_fc",  # 18
+        "the MLP half of each block is done again in backward", recompute_mlp,
+        supports_mlp_chunks=True),
+    "attn": Policy(f"x mask {MLP_TENSORS}", "c_attn attention",  # 26
+        "the attention half of each block is done again in backward", recompute_attention),
     "qkv": Policy("x qkv attention", "c_proj c_fc",  # 12
         "LayerNorms, attention's output layer and the MLP half are done again in backward",
         keep_qkv),
     "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl; long T: attention costs most
         "of each block only its input and attention's result are kept",
-        keep_results_of(ATTENTION_OPS), by_operator=True, cuts_mlp=True),
+        keep_results_of(ATTENTION_OPS), by_operator=True, supports_mlp_chunks=True),
     "full": Policy("x", "c_attn attention c_proj c_fc",  # 4; `checkpoint` in MiniGPT.forward
-        "an activation checkpoint around each block: only its input is kept", cuts_mlp=True),
+        "an activation checkpoint around each block: only its input is kept",
+        supports_mlp_chunks=True),
 }  # fmt: skip
 RECOMPUTE_POLICIES = tuple(POLICIES)
 
@@ -334,33 +346,33 @@ STRING = re.compile(
 )
 
 
-class Recompute(NamedTuple):
+class RecomputePlan(NamedTuple):
     """The meaning of a policy string for a model. `expand` parses a string, `write` formats one."""
 
     policies: tuple[str, ...]  # one for each block
-    group: int = 1  # number of blocks in each shared checkpoint; only `full` blocks share one
+    group_size: int = 1  # number of blocks in each shared checkpoint; only `full` blocks share one
     nested: bool = False  # each block of a group has a checkpoint of its own inside the shared one
     offload: bool = False  # CPU memory holds the tensors that the policies keep
 
     @property
-    def cuts_mlp(self) -> bool:
+    def supports_mlp_chunks(self) -> bool:
         """Return whether some block can recompute its MLP half in chunks."""
-        return any(POLICIES[policy].cuts_mlp for policy in self.policies)
+        return any(POLICIES[policy].supports_mlp_chunks for policy in self.policies)
 
     @property
-    def calls(self) -> list[tuple[str, int]]:
+    def block_groups(self) -> list[tuple[str, int]]:
         """Return (policy, number of blocks) of each call in MiniGPT.forward.
 
         One call runs one block, or a group of blocks that share a checkpoint.
         """
-        whole = takewhile(lambda policy: policy == "full" and self.group > 1, self.policies)
+        whole = takewhile(lambda policy: policy == "full" and self.group_size > 1, self.policies)
         n = len(list(whole))
-        groups = [("full", min(self.group, n - i)) for i in range(0, n, self.group)]
+        groups = [("full", min(self.group_size, n - i)) for i in range(0, n, self.group_size)]
         return groups + [(policy, 1) for policy in self.policies[n:]]
 
 
 @cache
-def expand(text: str, n_layers: int) -> Recompute:
+def parse_recompute(text: str, n_layers: int) -> RecomputePlan:
     """Parse a policy string for a model of `n_layers` blocks.
 
     `full`       this policy in all blocks
@@ -393,20 +405,20 @@ def expand(text: str, n_layers: int) -> Recompute:
     policies = (first,) * n + (rest,) * (n_layers - n)
     nothing = set(policies) == {"none"}
     group = group if n else 1
-    return Recompute(policies, group, bool(nested) and group > 1, bool(offload) and not nothing)
+    return RecomputePlan(policies, group, bool(nested) and group > 1, bool(offload) and not nothing)
 
 
-def expanded(config: Any) -> Recompute:
+def recompute_plan(config: Any) -> RecomputePlan:
     """Parse the policy string of a model.MiniGPTConfig."""
-    return expand(config.recompute, config.n_layers)
+    return parse_recompute(config.recompute, config.n_layers)
 
 
-def written(config: Any) -> str:
+def normalized_recompute(config: Any) -> str:
     """Return the shortest policy string that means the same as the string of the config."""
-    return write(expanded(config))
+    return format_recompute(recompute_plan(config))
 
 
-def write(recompute: Recompute) -> str:
+def format_recompute(recompute: RecomputePlan) -> str:
     """Return the shortest policy string for `recompute`. Raises ValueError if none exists."""
     policies, group, nested, offload = recompute
     first, rest = policies[0], policies[-1]
@@ -420,65 +432,69 @@ def write(recompute: Recompute) -> str:
 
 
 # (function of x that runs a block or a group; whether MiniGPT.forward checkpoints that function)
-Call = tuple[Callable[..., Tensor], bool]
+ScheduledCall = tuple[Callable[..., Tensor], bool]
 
 
 @cache  # always the same object: torch.compile would compile a second, equal one again
-def inside(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
+def block_policy(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
     """Return the function for `block(x, policy=...)`, or None for the block's plain forward."""
-    found = POLICIES[policy]
-    if not found.cuts_mlp or mlp_chunks == 1:
-        return found.run
+    entry = POLICIES[policy]
+    if not entry.supports_mlp_chunks or mlp_chunks == 1:
+        return entry.forward
     return partial(
-        found.run or replay_mlp, cut=partial(sizes_of_chunks, d_ff=d_ff, asked=mlp_chunks)
+        entry.forward or recompute_mlp,
+        chunk_sizes=partial(sizes_of_chunks, d_ff=d_ff, n_chunks=mlp_chunks),
     )
 
 
-class Schedule:
+class RecomputeSchedule:
     """The calls of MiniGPT.forward, in order: each block or group, as `config.recompute` says.
 
     Evaluation recomputes nothing.
     """
 
-    def __init__(self, plain: Callable[[Any], Iterable[Call]]):
+    def __init__(self, plain: Callable[[Any], Iterable[ScheduledCall]]):
         """Wrap `plain`, the `schedule` of model.py, which knows the policies `none` and `full`."""
         self.plain = plain
-        self.host = HostMemory()  # offload copies to it
+        self.offload_pool = PinnedPool()  # offload copies to it
 
-    def __call__(self, model: Any) -> Iterable[Call]:
+    def __call__(self, model: Any) -> Iterable[ScheduledCall]:
         """Return pairs (function, whether to checkpoint it) for the loop of MiniGPT.forward."""
         config = model.config
         # Where torch's checkpoint ignores the RNG, the function `checkpoint` above replaces it.
-        redraws = config.dropout > 0 and forgets_numbers(next(model.parameters()).device)
+        redraws = config.dropout > 0 and checkpoint_loses_rng(next(model.parameters()).device)
         known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not redraws
         return self.plain(model) if known or not model.training else self.calls(model, redraws)
 
-    def calls(self, model: Any, redraws: bool) -> Iterator[Call]:
+    def calls(self, model: Any, redraws: bool) -> Iterator[ScheduledCall]:
         """Yield the pairs for any policy string. `redraws`: torch's checkpoint ignores the RNG."""
-        config, blocks, offload = model.config, iter(model.blocks), Offload(self.host)
-        how = expanded(config)
+        config, blocks, offload = model.config, iter(model.blocks), Offload(self.offload_pool)
+        plan = recompute_plan(config)
         try:
-            for i, (policy, size) in enumerate(how.calls):
+            for i, (policy, size) in enumerate(plan.block_groups):
                 group, is_full = list(islice(blocks, size)), policy == "full"
-                run = group[0] if size == 1 else partial(one_by_one, group, how.nested)
-                if its := inside(policy, config.d_ff, config.mlp_chunks):
-                    run = partial(run, policy=its)
+                run = group[0] if size == 1 else partial(as_one_block, group, plan.nested)
+                if policy_function := block_policy(policy, config.d_ff, config.mlp_chunks):
+                    run = partial(run, policy=policy_function)
                 # Checkpoint here, not in MiniGPT.forward, for the RNG (see `__call__`) and for
                 # offload: its hooks see a checkpoint's input only if they are around it.
-                if is_full and (how.offload or redraws):
-                    run, is_full = partial(checkpoint, run, random=config.dropout > 0), False
-                if how.offload:
+                if is_full and (plan.offload or redraws):
+                    run, is_full = (
+                        partial(activation_checkpoint, run, has_dropout=config.dropout > 0),
+                        False,
+                    )
+                if plan.offload:
                     # Move nothing of the last call: its backward comes first, so all of it would
                     # come straight back.
-                    moves = policy != "none" and i + 1 < len(how.calls)
-                    run = offload.around(run, moves, group)
+                    moves = policy != "none" and i + 1 < len(plan.block_groups)
+                    run = offload.wrap(run, moves, group)
                 yield run, is_full
         finally:
-            offload.settle()
+            offload.wait_for_copies()
 
 
-def one_by_one(
-    blocks: list, nested: bool, x: Tensor, past: None = None, policy: Callable | None = None
+def as_one_block(
+    blocks: list, nested: bool, x: Tensor, kv_cache: None = None, policy: Callable | None = None
 ) -> Tensor:
     """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it like one block.
 
@@ -492,5 +508,9 @@ def one_by_one(
     """
     for block in blocks:
         run = partial(block, policy=policy) if policy else block
-        x = checkpoint(run, x, random=has_dropout(block)) if nested else run(x)
+        x = (
+            activation_checkpoint(run, x, has_dropout=block_has_dropout(block))
+            if nested
+            else run(x)
+        )
     return x

@@ -24,83 +24,83 @@ from torch import Tensor
 
 # An all-to-all: (1-D tensor to send, elements for each rank, elements from each rank) -> the 1-D
 # tensor of the received elements, in the order of the ranks.
-Exchange = Callable[[Tensor, list[int], list[int]], Tensor]
+AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
-def deal(n: int, processes: int) -> list[int]:
+def split_evenly(n: int, world_size: int) -> list[int]:
     """Split `n` things over ranks; return the number of each. The first may have one more."""
-    return [n // processes + (i < n % processes) for i in range(processes)]
+    return [n // world_size + (i < n % world_size) for i in range(world_size)]
 
 
-class SharedSequence:
+class SequenceShard:
     """This rank's part of each sequence: its tokens, and its heads in attention."""
 
-    def __init__(self, process: int, processes: int, n_heads: int, exchange: Exchange):
+    def __init__(self, rank: int, world_size: int, n_heads: int, all_to_all: AllToAll):
         """Take part as rank `process` of `processes` ranks. `exchange`: their all-to-all."""
-        self.process, self.exchange = process, exchange
-        self.heads = deal(n_heads, processes)  # the number of each rank
+        self.rank, self.all_to_all = rank, all_to_all
+        self.heads = split_evenly(n_heads, world_size)  # the number of each rank
         self.tokens: list[int] = []  # the number of each rank; empty: each has whole sequences
 
-    def cut(self, T: int) -> slice:
+    def shard(self, T: int) -> slice:
         """Share sequences of `T` tokens from now on; return the slice of this rank's tokens."""
-        self.tokens = deal(T, len(self.heads))
-        return slice(self.before, self.before + self.tokens[self.process])
+        self.tokens = split_evenly(T, len(self.heads))
+        return slice(self.token_offset, self.token_offset + self.tokens[self.rank])
 
-    def join(self) -> None:
+    def stop_sharding(self) -> None:
         """Stop sharing: from now on each rank has whole sequences of its own."""
         self.tokens = []
 
     @property
-    def before(self) -> int:
+    def token_offset(self) -> int:
         """Number of tokens before this rank's first token."""
-        return sum(self.tokens[: self.process])
+        return sum(self.tokens[: self.rank])
 
-    def surround(self, model: Any) -> None:
+    def wrap_attention(self, model: Any) -> None:
         """Put all-to-alls around each attention of a model.MiniGPT."""
         for block in model.blocks:
             block.attn.attend = partial(self.attend, block.attn.attend)
 
-    def attend(self, attend: Callable[..., Tensor], qkv: Tensor, past: Any = None) -> Tensor:
+    def attend(self, attend: Callable[..., Tensor], qkv: Tensor, kv_cache: Any = None) -> Tensor:
         """Run `attend` on all T tokens of this rank's heads: (B, t, 3C) -> (B, t, C)."""
         if not self.tokens:
-            return attend(qkv, past)
-        y = attend(Moved.apply(qkv, partial(self.to_heads, 3), partial(self.to_tokens, 3)))
-        return Moved.apply(y, partial(self.to_tokens, 1), partial(self.to_heads, 1))
+            return attend(qkv, kv_cache)
+        y = attend(WithBackward.apply(qkv, partial(self.to_heads, 3), partial(self.to_tokens, 3)))
+        return WithBackward.apply(y, partial(self.to_tokens, 1), partial(self.to_heads, 1))
 
     def to_heads(self, n: int, x: Tensor) -> Tensor:
         """Exchange tokens for heads: (B, t, nC), `n` tensors side by side, -> (B, T, nhD)."""
         rows = x.unflatten(2, (n, sum(self.heads), -1)).transpose(0, 1)  # (t, B, n, H, D)
         B, D = rows.size(1), rows.size(4)
-        send, take = self.sizes(B * n * D)
+        send, take = self.split_sizes(B * n * D)
         sent = x.new_empty(x.numel())
         # Tokens are the first dimension: the received parts are then in order, without a copy.
         for part, place in zip(rows.split(self.heads, dim=3), sent.split(send), strict=True):
             place.view(part.shape).copy_(part)
-        return self.exchange(sent, send, take).view(sum(self.tokens), B, -1).transpose(0, 1)
+        return self.all_to_all(sent, send, take).view(sum(self.tokens), B, -1).transpose(0, 1)
 
     def to_tokens(self, n: int, x: Tensor) -> Tensor:
         """Exchange heads for tokens: (B, T, nhD), `n` tensors side by side, -> (B, t, nC)."""
-        B, D = x.size(0), x.size(2) // (n * self.heads[self.process])
-        take, send = self.sizes(B * n * D)
-        came = self.exchange(x.transpose(0, 1).reshape(-1), send, take)
-        y = x.new_empty(B, self.tokens[self.process], n, sum(self.heads), D)
+        B, D = x.size(0), x.size(2) // (n * self.heads[self.rank])
+        take, send = self.split_sizes(B * n * D)
+        came = self.all_to_all(x.transpose(0, 1).reshape(-1), send, take)
+        y = x.new_empty(B, self.tokens[self.rank], n, sum(self.heads), D)
         places = y.transpose(0, 1).split(self.heads, dim=3)
         for part, place in zip(came.split(take), places, strict=True):
             place.copy_(part.view(place.shape))
         return y.flatten(2)
 
-    def sizes(self, numbers: int) -> tuple[list[int], list[int]]:
+    def split_sizes(self, numbers: int) -> tuple[list[int], list[int]]:
         """Return two lists with a number of elements for each rank.
 
         The first list is for this rank's tokens with each rank's heads. The second list is for each
         rank's tokens with this rank's heads. `numbers`: elements for one token and one head.
         """
-        t, h = self.tokens[self.process], self.heads[self.process]
+        t, h = self.tokens[self.rank], self.heads[self.rank]
         of_heads = [t * heads * numbers for heads in self.heads]
         return of_heads, [tokens * h * numbers for tokens in self.tokens]
 
 
-class Moved(torch.autograd.Function):
+class WithBackward(torch.autograd.Function):
     """Return `there(x)`; in backward return `back(gradient)`.
 
     `there` maps a tensor shaped like x to a tensor of any shape, and `back` does the reverse.
@@ -113,4 +113,4 @@ class Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return Moved.apply(gradient, ctx.back, ctx.there), None, None
+        return WithBackward.apply(gradient, ctx.back, ctx.there), None, None

@@ -17,7 +17,7 @@ formulas.py   memory and FLOPs as formulas, to check by hand
 
 from .any_model import plan_step
 from .cards import CARDS
-from .clock import Card, this_machine
-from .log import kept_for_backward
+from .op_recorder import kept_for_backward
+from .roofline import Card, this_machine
 from .step import Planner
 from .timeline import KINDS, StepMemory

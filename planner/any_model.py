@@ -24,8 +24,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from .operators import EMPTY, PRECISIONS
-from .step import follow, forward_and_backward, make_state, name_what_is_there, simulated_on
-from .timeline import StepMemory, cut
+from .step import (
+    forward_and_backward,
+    make_state,
+    name_what_is_there,
+    register_phase_hooks,
+    simulated_on,
+)
+from .timeline import StepMemory, split_into_segments
 
 # What a model may raise on fake tensors -> in words.
 WHY_NOT: dict[type[Exception], str] = {
@@ -127,17 +133,17 @@ def simulate(
         make_state(optimizer, trained)
     with simulated_on(device_type, fake) as log:
         if blocks:
-            follow(blocks, blocks[-1], log)
+            register_phase_hooks(blocks, blocks[-1], log)
         for tensor, name in names.items():
-            log.name(tensor, "parameters", name)  # buffers and frozen weights, too
+            log.label(tensor, "parameters", name)  # buffers and frozen weights, too
         name_what_is_there(log, names, optimizer, {})
         for tensor in filter(torch.is_tensor, tree_leaves(batch)):
-            log.name(tensor, "activations", "batch")
+            log.label(tensor, "activations", "batch")
         forward_and_backward(log, lambda: loss_in(model(*args, **kwargs)), precision, True)
         name_what_is_there(log, names, optimizer, {})
-        log.enter("optimizer")
+        log.enter_phase("optimizer")
         optimizer.step()
-    return StepMemory(None, 0, 0, [(segment, 0) for segment in cut(log)])
+    return StepMemory(None, 0, 0, [(segment, 0) for segment in split_into_segments(log)])
 
 
 def loss_in(result: Any) -> Tensor:

@@ -11,10 +11,10 @@ import numpy as np
 
 from .timeline import StepMemory
 
-MOST = 10**6  # sequences
+MAX_BATCH = 10**6  # sequences
 
 
-def largest(
+def largest_batch(
     one: StepMemory, two: StepMemory, budget: int, head: Callable[[int], int], on_cpu: bool
 ) -> int:
     """Return the most sequences whose peak stays within `budget` bytes; MOST if the two steps do
@@ -26,11 +26,11 @@ def largest(
     outside, heads = [], []
     for step in (one, two):
         inside = step.phase("head")
-        padding = (step.host - sum(step.moved)) * on_cpu
+        padding = (step.host_bytes - sum(step.offloaded_sizes)) * on_cpu
         heads.append(step.total[inside].max() - padding - head(step.batch_size))
-        outside.append(np.append(outside_of_head(step) - padding, heads[-1]))
+        outside.append(np.append(ops_outside_head(step) - padding, heads[-1]))
     if len(outside[0]) != len(outside[1]):
-        return MOST
+        return MAX_BATCH
 
     def at(sequences: int, known: Sequence) -> np.ndarray:
         """Something that grows with the batch, by what is `known` of the two."""
@@ -39,12 +39,12 @@ def largest(
 
     # Chunks are whole: the head's bytes do not grow evenly, all others do. So look for the last
     # batch that could fit, and from there down.
-    most = bisect_right(range(1, MOST), budget, key=lambda n: int(at(n, outside).max()))
+    most = bisect_right(range(1, MAX_BATCH), budget, key=lambda n: int(at(n, outside).max()))
     while most > 0 and int(at(most, heads)) + head(most) > budget:
         most -= 1
     return most
 
 
-def outside_of_head(step: StepMemory) -> np.ndarray:
+def ops_outside_head(step: StepMemory) -> np.ndarray:
     """(operators,) Bytes after each operator that is not the head's."""
     return np.delete(step.total, step.phase("head"))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from .clock import Card, this_machine
+from .roofline import Card, this_machine
 
 GIB = 2**30
 
@@ -96,7 +96,7 @@ CARDS = {card.name: card for card in (*GEFORCE, *DATA_CENTRE, *APPLE)}
 
 # Other names of the same cards, those that CUDA reports among them. It does not tell sizes of which
 # there are several: such a name is that of the one size above.
-SAME = {
+ALIASES = {
     "RTX 3060": "RTX 3060 12GB",
     "RTX 3080": "RTX 3080 10GB",
     "RTX 4060 Ti": "RTX 4060 Ti 16GB",
@@ -112,13 +112,13 @@ SAME = {
 }
 
 
-def plain(name: str) -> str:
+def normalize_name(name: str) -> str:
     """In small letters, without blanks, hyphens, and brands."""
     return re.sub("^(nvidia|apple)?(geforce|tesla)?(rtx)?", "", re.sub("[-_ ]", "", name.lower()))
 
 
 THIS_MACHINE = "this-machine"  # --card measures it
-NAMED = {plain(name): SAME.get(name, name) for name in (*CARDS, *SAME, THIS_MACHINE)}
+NAMED = {normalize_name(name): ALIASES.get(name, name) for name in (*CARDS, *ALIASES, THIS_MACHINE)}
 
 
 def card_name(text: str) -> str:
@@ -128,14 +128,18 @@ def card_name(text: str) -> str:
     says. Raises ArgumentTypeError, one line with all names, if there is none or the text leaves
     open which.
     """
-    if plain(text) not in NAMED:
-        near = [known for known in CARDS if plain(text) and plain(known).startswith(plain(text))]
+    if normalize_name(text) not in NAMED:
+        near = [
+            known
+            for known in CARDS
+            if normalize_name(text) and normalize_name(known).startswith(normalize_name(text))
+        ]
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise argparse.ArgumentTypeError(
             f"unknown card {text!r}; {hint}known: {', '.join(CARDS)}; or {THIS_MACHINE}, measured; "
             "of any other, --device cuda --memory-budget 16GiB tells what fits"
         )
-    return NAMED[plain(text)]
+    return NAMED[normalize_name(text)]
 
 
 def find_card(device_name: str, memory: int) -> Card | None:
@@ -143,7 +147,7 @@ def find_card(device_name: str, memory: int) -> Card | None:
 
     Laptops' GPUs, parts of one (MIG) and other forms are other cards; so is an RTX 3060 of 8 GB.
     """
-    card = CARDS.get(NAMED.get(plain(device_name), ""))
+    card = CARDS.get(NAMED.get(normalize_name(device_name), ""))
     return card if card and 0.85 < memory / card.memory < 1.15 else None
 
 

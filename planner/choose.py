@@ -6,12 +6,12 @@ from itertools import permutations
 
 from memory import POLICIES, RECOMPUTE_POLICIES
 
-from .clock import Card
 from .formulas import recompute_cost
+from .roofline import Card
 from .step import Planner
 from .timeline import StepMemory
 
-RUNGS = (*RECOMPUTE_POLICIES, "full/2")  # all blocks alike
+UNIFORM_POLICIES = (*RECOMPUTE_POLICIES, "full/2")  # all blocks alike
 
 
 def pick_recompute(
@@ -30,19 +30,19 @@ def pick_recompute(
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    ways = all_ways(planner, batch_size, card)
+    ways = candidates(planner, batch_size, card)
     for way in ways:
         if way.peak <= budget:
             return way
     least = min(ways, key=lambda way: way.peak)
-    for nested in nested_groups(planner.config.n_layers):
+    for nested in nested_policies(planner.config.n_layers):
         least = min(least, planner.step(batch_size, recompute=nested), key=lambda way: way.peak)
         if least.peak <= budget:
             break
     return least
 
 
-def nested_groups(n_layers: int) -> list[str]:
+def nested_policies(n_layers: int) -> list[str]:
     """The nested groups whose inputs take the least, n_layers / K + K of them; the fastest first;
     none where `full` has no more."""
     sizes = {math.isqrt(n_layers), math.isqrt(n_layers - 1) + 1}
@@ -50,19 +50,19 @@ def nested_groups(n_layers: int) -> list[str]:
     return [f"full/{K}+nested" for K in few]
 
 
-def all_ways(planner: Planner, batch_size: int, card: Card | None = None) -> list[StepMemory]:
+def candidates(planner: Planner, batch_size: int, card: Card | None = None) -> list[StepMemory]:
     """Those of `pick_recompute`, the fastest first; of equals, the one with the smallest peak."""
 
     def cost(step: StepMemory) -> tuple:
         replayed = recompute_cost(step.config, step.seq_len)
         return (*((step.seconds(card),) if card else replayed), step.peak)
 
-    names = all_names(planner.config.n_layers, rungs(planner))
+    names = policy_strings(planner.config.n_layers, uniform_steps(planner))
     steps = [planner.step(batch_size, recompute=name) for name in names]
     return sorted(steps, key=cost)
 
 
-def frontier(ways: list[StepMemory]) -> list[StepMemory]:
+def pareto_frontier(ways: list[StepMemory]) -> list[StepMemory]:
     """Of any budget, what is taken: the first of these that fits. Without recompute, if that fits;
     and each that takes less than all that are faster."""
     found = [way for way in ways if way.config.recompute == "none"]
@@ -72,16 +72,16 @@ def frontier(ways: list[StepMemory]) -> list[StepMemory]:
     return found
 
 
-def rungs(planner: Planner) -> list[str]:
+def uniform_steps(planner: Planner) -> list[str]:
     """RUNGS; under shards, which are gathered block by block, no group of blocks; without fused
     attention, nothing that keeps the result of its operator."""
-    left_out = {"full/2"} if planner.shards > 1 else set()
+    left_out = {"full/2"} if planner.shard_degree > 1 else set()
     if planner.device_type == "mps":
         left_out |= {name for name, policy in POLICIES.items() if policy.by_operator}
-    return [rung for rung in RUNGS if rung not in left_out]
+    return [rung for rung in UNIFORM_POLICIES if rung not in left_out]
 
 
-def all_names(n_layers: int, rungs: Sequence[str] = RUNGS) -> list[str]:
+def policy_strings(n_layers: int, rungs: Sequence[str] = UNIFORM_POLICIES) -> list[str]:
     """One rung for all blocks, or one for the first N and another one for the rest. (A group is for
     the first ones, and whole.)"""
     names = list(rungs)

@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from memory import POLICIES, RECOMPUTE_POLICIES, expanded
-from memory.head import PAD, count_chunks, rows_of_product, rows_of_slice
+from memory import POLICIES, RECOMPUTE_POLICIES, recompute_plan
+from memory.head import VOCAB_MULTIPLE, addmm_rows, count_chunks, softmax_slice_rows
 from memory.policies import sizes_of_chunks
 from model import MiniGPTConfig
 
@@ -68,7 +68,7 @@ def closed_form(
         "results": 2 * a * N * C,
     }
     kept = 0
-    for policy, _ in expanded(config).calls:
+    for policy, _ in recompute_plan(config).block_groups:
         kept += sum(sizes[name] for name in POLICIES[policy].keeps.split())
     return {
         "parameters": 4 * P,
@@ -109,16 +109,18 @@ def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> 
         return 12 * V * n_tokens + 2 * amp * (V * C + n_tokens * C)
     a = 2 if amp else 4
     n = math.ceil(n_tokens / count_chunks(n_tokens, V, config.loss_chunks, a))
-    r = rows_of_slice(n, V)
-    padded = V + (-V % PAD if amp else 0)
+    r = softmax_slice_rows(n, V)
+    padded = V + (-V % VOCAB_MULTIPLE if amp else 0)
     softmax = 4 * r + 4 * V * r * amp
-    some_rows = 2 * C * min(rows_of_product(C), V) * amp
+    some_rows = 2 * C * min(addmm_rows(C), V) * amp
     passing = max(softmax, a * n * C, some_rows)
     copies = 2 * (padded + n) * C * amp
     return 4 * (V + n_tokens) * C + 13 * n + copies + a * padded * n + passing
 
 
-def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> tuple[float, float]:
+def flops_per_token(
+    config: MiniGPTConfig, seq_len: int, compiled: bool = False
+) -> tuple[float, float]:
     """FLOPs of the matrix products of one training step, per token: (needed, replayed).
 
     Needed: forward is 2 for each weight, the head included, and 2 T C a block for the two products
@@ -137,11 +139,11 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
     flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
     before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
     replayed: float = 0
-    for policy, blocks in expanded(config).calls:
+    for policy, blocks in recompute_plan(config).block_groups:
         keeps, twice = (names.split() for names in POLICIES[policy][:2])
         # In a nested group each block has a replay of its own, and all but the last one are in the
         # group's. Compiled, a block runs to its end; and in a group's replay all do but the last.
-        nested = expanded(config).nested and blocks > 1
+        nested = recompute_plan(config).nested and blocks > 1
         runs = 2 * blocks - 1 if nested else blocks
         # A replay of the block's end makes the second mask, behind the last matmul. (Compiled in
         # one piece with its policy, a mask needs no matmul; but there a whole block is not cut.)
@@ -149,7 +151,7 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
         stopped = 0 if to_the_end else blocks if nested else 1
         last_matmuls = linear * (runs - stopped) * ("c_fc" in twice and "mask" not in keeps)
         replayed += runs * sum(flops[name] for name in twice) + last_matmuls
-        if config.mlp_chunks != 1 and POLICIES[policy].cuts_mlp and policy != "mlp":
+        if config.mlp_chunks != 1 and POLICIES[policy].supports_mlp_chunks and policy != "mlp":
             # A chunk is in a checkpoint inside of another one, whose replay does both layers of all
             # but the last, and stops there.
             replayed += linear * (blocks - stopped) + 2 * linear * before_last * stopped
@@ -159,5 +161,5 @@ def step_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> t
 
 def recompute_cost(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
     """Orders ways to recompute: by FLOPs replayed, then by blocks that replay and how much."""
-    replays = sum(map(RECOMPUTE_POLICIES.index, expanded(config).policies))
-    return step_flops(config, seq_len)[1], replays
+    replays = sum(map(RECOMPUTE_POLICIES.index, recompute_plan(config).policies))
+    return flops_per_token(config, seq_len)[1], replays

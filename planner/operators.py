@@ -29,7 +29,7 @@ TABLES = {
 ATTENTION = ("attention", "attention_backward")  # whatever a device calls them
 
 
-class Parameter(NamedTuple):
+class SchemaArgument(NamedTuple):
     name: str
     is_read: bool
     is_written: bool
@@ -38,7 +38,7 @@ class Parameter(NamedTuple):
 
 class Signature(NamedTuple):
     name: str  # "addmm"
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[SchemaArgument, ...]
     is_view: bool  # does it return its arguments, and change nothing?
 
 
@@ -50,7 +50,7 @@ def signature(operator: Any) -> Signature:
     of_arguments = any(result.alias_info is not None for result in schema.returns)
     of_arguments |= operator.overloadpacket is torch.ops.aten._unsafe_view
     parameters = tuple(
-        Parameter(
+        SchemaArgument(
             a.name,
             is_read=not (is_written and (a.is_out or name in OVERWRITTEN)),
             is_written=is_written and (name, a.name) not in ONLY_READ,
@@ -58,10 +58,10 @@ def signature(operator: Any) -> Signature:
         )
         for a, is_written in zip(schema.arguments, written, strict=True)
     )
-    return Signature(short(name), parameters, of_arguments and not any(written))
+    return Signature(canonical_name(name), parameters, of_arguments and not any(written))
 
 
-def short(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Attention has another name on each device. (And a profiler's marks are no operators.)"""
     if name.startswith("_scaled_dot_product_"):
         return ATTENTION["backward" in name]
@@ -74,21 +74,21 @@ def tensors_in(argument: Any) -> list[Tensor]:
     return [argument] if isinstance(argument, Tensor) else []
 
 
-def precision_of(name: str, given: dict[str, Any]) -> int:
+def precision_of(name: str, inputs: dict[str, Any]) -> int:
     """Of its products: an index into PRECISIONS. `given`: its arguments, by name."""
-    left = given.get("query", given.get(LEFT_FACTOR.get(name, "")))
+    left = inputs.get("query", inputs.get(LEFT_FACTOR.get(name, "")))
     precision = left.dtype if isinstance(left, Tensor) else torch.float32
     return PRECISIONS.index(precision) if precision in PRECISIONS else 0
 
 
-def count_flops(name: str, given: dict[str, Any], results: list[Tensor]) -> float:
+def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> float:
     if name in LEFT_FACTOR:
-        return 2 * results[0].numel() * given[LEFT_FACTOR[name]].size(-1)
+        return 2 * results[0].numel() * inputs[LEFT_FACTOR[name]].size(-1)
     if name in ATTENTION:
-        B, H, T, D = given["query"].shape
+        B, H, T, D = inputs["query"].shape
         products = 5 if "backward" in name else 2
-        of_all = 0.5 if given.get("is_causal") else 1  # (torch leaves defaults out)
-        return of_all * products * 2 * B * H * T * given["key"].size(2) * D
+        of_all = 0.5 if inputs.get("is_causal") else 1  # (torch leaves defaults out)
+        return of_all * products * 2 * B * H * T * inputs["key"].size(2) * D
     return 0
 
 
@@ -96,7 +96,7 @@ def count_flops(name: str, given: dict[str, Any], results: list[Tensor]) -> floa
 # it, so it is from the sources of the kernels. (Left out: docs/evidence.md, "Not counted".)
 
 
-def workspaces() -> int:
+def cublas_workspace_bytes() -> int:
     """Bytes that cuBLAS works in, from the first matmul on: one workspace for the thread that runs
     forward, one for autograd's.
 
@@ -111,7 +111,7 @@ def workspaces() -> int:
     return 2 * (2**25 if here and here.major in (9, 10, 12) else 8320 * 1024)
 
 
-def inside(operator: Any, args: tuple) -> int:
+def kernel_workspace_bytes(operator: Any, args: tuple) -> int:
     """Bytes that a GPU's kernel for this operator (of a CPU) takes while it runs.
 
     The backward of fused attention adds the gradient of q up in float32, and keeps a number a row

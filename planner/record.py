@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .log import ROOT, Log, Op, Place, Storage
+from .op_recorder import ROOT, Op, OpRecorder, PhaseMark, Storage
 from .timeline import StepMemory
 
 # What an operator makes of the first tensor that it reads
@@ -82,7 +82,7 @@ ALIKE = {"parameters": "weight", "gradients": "gradient", "optimizer": "optimize
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """One step, storage by storage."""
 
     step: StepMemory
@@ -99,16 +99,16 @@ class Record:
         return self.alive(int(self.step.total.argmax()))
 
 
-def record_of(log: Log, step: StepMemory) -> Record:
+def record_of(log: OpRecorder, step: StepMemory) -> StepRecord:
     """Of a log that knows who asked for each operator."""
     reads: dict[Storage, list[tuple[Op, str]]] = defaultdict(list)  # by whom, as which argument
     gradients: set[Storage] = set()  # what backward makes
-    times = Counter[tuple[str, Place]]()  # that a name was given while the same block runs
+    times = Counter[tuple[str, PhaseMark]]()  # that a name was given while the same block runs
     for op in log.ops:
-        for argument, storage in op.given:
+        for argument, storage in op.inputs:
             reads[storage].append((op, argument))
-        for i, storage in op.made:
-            if op.source.is_backward:
+        for i, storage in op.outputs:
+            if op.site.is_backward:
                 gradients.add(storage)
             if not storage.name:
                 storage.name = name = describe(op, i, storage.dtype)
@@ -117,14 +117,16 @@ def record_of(log: Log, step: StepMemory) -> Record:
                     storage.name += f" ({n})"
     storages = []
     for seen in log.storages:
-        if seen.device.type != "cpu" or not seen.bytes:
+        if seen.device.type != "cpu" or not seen.nbytes:
             continue  # offloaded, or nothing (a weight that shards leave)
         storage = replace(seen)  # (the log's are noted when they die, weights with their planner)
         storages.append(storage)
-        storage.why = storage.why or why(storage, reads[seen], seen in gradients)
+        storage.reason_alive = storage.reason_alive or reason_alive(
+            storage, reads[seen], seen in gradients
+        )
         if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\b", storage.name)):
             storage.block = int(found[1])  # its weights and their gradients
-    return Record(
+    return StepRecord(
         step,
         sorted(storages, key=lambda storage: storage.born),
         operators=[op.name for op in log.ops],
@@ -134,7 +136,7 @@ def record_of(log: Log, step: StepMemory) -> Record:
 
 def is_replay(op: Op) -> bool:
     """Forward, in backward."""
-    return op.place[1] == "backward" and not op.source.is_backward
+    return op.place[1] == "backward" and not op.site.is_backward
 
 
 def group_of(storage: Storage) -> tuple[str, str]:
@@ -147,8 +149,8 @@ def group_of(storage: Storage) -> tuple[str, str]:
 
 def describe(op: Op, i: int, dtype: torch.dtype) -> str:
     """What result `i` of an operator is: "blocks.0.mlp.c_fc: output"."""
-    name, (module, line, is_backward) = op.name, op.source
-    read = [storage.name for _, storage in op.given]
+    name, (module, line, is_backward) = op.name, op.site
+    read = [storage.name for _, storage in op.inputs]
     if name in OF_READ and read:
         return OF_READ[name].format(dtype=str(dtype).removeprefix("torch."), read=read[0])
     results = (GRADIENTS if is_backward else MADE).get(name, ())
@@ -164,11 +166,11 @@ def describe(op: Op, i: int, dtype: torch.dtype) -> str:
         what = "gradient of position_embedding's rows"
     elif not is_backward and not results:
         of_block = f"x + {half[1]}" if half and name == "add" else name
-        what = said(name, code) if module in ("", "head") else of_block
+        what = name_from_code(name, code) if module in ("", "head") else of_block
     return f"{module}: {what}".removeprefix(": ")
 
 
-def said(operator: str, code: str) -> str:
+def name_from_code(operator: str, code: str) -> str:
     """What a line of code makes with an operator."""
     found = [what for (part, by), what in LINES.items() if by == operator and part in code]
     variable = re.match(r"(\w+) = ", code)
@@ -181,25 +183,25 @@ def code_of(line: str) -> str:
     return linecache.getline(str(ROOT / file), int(number or 0)).split("#")[0].strip()
 
 
-def why(storage: Storage, reads: list[tuple[Op, str]], is_gradient: bool) -> str:
+def reason_alive(storage: Storage, reads: list[tuple[Op, str]], is_gradient: bool) -> str:
     """A storage is there. `is_gradient`: backward made it (a replay is forward)."""
     if storage.kind in ALWAYS:
         return ALWAYS[storage.kind]
     in_backward = [
         (op, argument)
         for op, argument in reads
-        if (op.place[1] == "backward" or op.source.is_backward)
+        if (op.place[1] == "backward" or op.site.is_backward)
         and not is_gradient
         and not (storage.replayed and is_replay(op))
     ]
     if in_backward:
-        first, module = in_backward[0][0], in_backward[0][0].source.module
+        first, module = in_backward[0][0], in_backward[0][0].site.module
         if is_replay(first):
             of_module = f" of {module}" if module else ""
             return f"a replay begins with it: {first.name}{of_module}"
         for op, argument in in_backward:
             if (op.name, argument) in NEEDED:
-                return NEEDED[op.name, argument].format(op.source.module)
+                return NEEDED[op.name, argument].format(op.site.module)
         if module.endswith("dropout"):
             return "dropout's backward needs its mask"
         if first.name == "mm":

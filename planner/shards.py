@@ -39,13 +39,13 @@ from torch import Tensor, nn
 from memory.head import parse_release
 from model import MiniGPT, MiniGPTConfig
 
-from .log import Log
+from .op_recorder import OpRecorder
 
 AVERAGED, GLOO = "gradients to be averaged", "gloo's own buffer"
 GATHERED = "gathered from all processes, for as long as the group of layers runs"
 
 
-def shard_of(config: MiniGPTConfig, n: int) -> MiniGPT:
+def make_local_model(config: MiniGPTConfig, n: int) -> MiniGPT:
     """What the first of n processes holds: the same parameters, with an n-th of the rows each.
 
     Rounded up: no process has more rows, and those with fewer have room for as many.
@@ -58,14 +58,14 @@ def shard_of(config: MiniGPTConfig, n: int) -> MiniGPT:
     return shard
 
 
-def tables(model: MiniGPT) -> list[nn.Embedding]:
+def position_tables(model: MiniGPT) -> list[nn.Embedding]:
     """The embeddings beside that of the tokens: of the positions, and what a changed model.py has;
     none where positions are rotated."""
     found = [module for module in model.children() if isinstance(module, nn.Embedding)]
     return [table for table in found if table is not model.token_embedding]
 
 
-def share_of(state: int, config: MiniGPTConfig, n: int) -> int:
+def state_bytes_per_rank(state: int, config: MiniGPTConfig, n: int) -> int:
     """Of `state` bytes of weights, gradients and moments, what one of n processes has at least.
 
     An n-th, and the root's whole weights, which are there from forward to the end of backward.
@@ -75,7 +75,7 @@ def share_of(state: int, config: MiniGPTConfig, n: int) -> int:
 
 
 def add_shards(
-    log: Log,
+    log: OpRecorder,
     model: MiniGPT,
     own: MiniGPT,
     n: int,
@@ -89,7 +89,7 @@ def add_shards(
     blocks are gathered in bfloat16. `sums`: gradients of earlier micro-batches in float32, of
     weights that have others in bfloat16.
     """
-    times, now = times_of(log), log.now
+    times, now = times_of(log), log.n_ops
 
     def add(kind: str, name: str, size: int, born: int, died: int) -> None:
         if born <= died:
@@ -114,18 +114,21 @@ def add_shards(
 
     # The root, until backward is over; tables, until the blocks begin.
     begin, first = times["forward", None][0], times["forward", 0][0]
-    root, shards = in_no_group(model, in_low), in_no_group(own, in_low)
+    root, shards = params_in_root_group(model, in_low), params_in_root_group(own, in_low)
     size = n * sum(shard.nbytes for shard in shards)
-    gather(size, begin, begin + 1 if tables(model) else first, begin, now)
+    gather(size, begin, begin + 1 if position_tables(model) else first, begin, now)
     average(root, shards, now, now + 1, now)  # (the buffer takes the place of its weights)
     # Before 2.15 torch's loop has the last one until it is reduced.
     early = parse_release(torch.__version__) >= (2, 15)
-    for table, its in zip(tables(model), tables(own), strict=True):
+    for table, its in zip(position_tables(model), position_tables(own), strict=True):
         gather(n * its.weight.nbytes, begin + 1, first - 1, begin + 2, first - 1)
         average([*table.parameters()], [*its.parameters()], now - early, now, now)
     last_block = len(model.blocks) - 1
     for i, (block, part) in enumerate(zip(model.blocks, own.blocks, strict=False)):
-        whole, shards = gathered_by_block(block, in_low), gathered_by_block(part, in_low)
+        whole, shards = (
+            params_gathered_by_block(block, in_low),
+            params_gathered_by_block(part, in_low),
+        )
         size = n * sum(shard.nbytes for shard in shards) // (1 + in_low)
         (begin, _, end), (again, _, done) = times["forward", i], times["backward", i]
         # In backward it arrives while the block behind it is at work.
@@ -140,7 +143,7 @@ def add_shards(
 
 
 def share_gradients(
-    log: Log,
+    log: OpRecorder,
     whole: list[nn.Parameter],
     shards: list[nn.Parameter],
     sums: dict[nn.Parameter, Tensor],
@@ -149,33 +152,33 @@ def share_gradients(
     """Behind operator `end` whole gradients go, and shares of them come."""
     gradients: list[Tensor] = [cast(Tensor, parameter.grad) for parameter in whole]
     gradients += [sums.pop(parameter) for parameter in {*whole} & {*sums}]
-    gone = [log.find(gradient) for gradient in gradients]
+    gone = [log.storage_of(gradient) for gradient in gradients]
     gradients.clear()
     for parameter in whole:
         parameter.grad = None
     for storage in gone:
         storage.kind, storage.name, storage.died = "gradients", "whole gradient", end
     for shard in shards:
-        log.find(cast(Tensor, shard.grad)).born = min(end + 1, log.now)
+        log.storage_of(cast(Tensor, shard.grad)).born = min(end + 1, log.n_ops)
 
 
-def times_of(log: Log) -> dict[tuple[str, int | None], tuple[int, int, int]]:
+def times_of(log: OpRecorder) -> dict[tuple[str, int | None], tuple[int, int, int]]:
     """(phase, block) -> the operators with which it begins, begins for the last time, and ends."""
     times: dict[tuple[str, int | None], tuple[int, int, int]] = {}
-    for (at, phase, block), (then, *_) in pairwise([*log.places, (log.now + 1, "", None)]):
+    for (at, phase, block), (then, *_) in pairwise([*log.places, (log.n_ops + 1, "", None)]):
         begin, _, _ = times.get((phase, block), (at, 0, 0))
         times[phase, block] = begin, at, then - 1
     return times
 
 
-def gathered_by_block(blocks: nn.Module, in_low: bool) -> list[nn.Parameter]:
+def params_gathered_by_block(blocks: nn.Module, in_low: bool) -> list[nn.Parameter]:
     """The weights that are gathered when a block runs: all of them or, in bfloat16, those that
     autocast rounds to it."""
     layers = [layer for layer in blocks.modules() if not in_low or isinstance(layer, nn.Linear)]
     return [weight for layer in layers for weight in layer.parameters(recurse=False)]
 
 
-def in_no_group(model: MiniGPT, in_low: bool) -> list[nn.Parameter]:
-    in_tables = nn.ModuleList(tables(model)).parameters()
-    inside = {*gathered_by_block(model.blocks, in_low), *in_tables}
+def params_in_root_group(model: MiniGPT, in_low: bool) -> list[nn.Parameter]:
+    in_tables = nn.ModuleList(position_tables(model)).parameters()
+    inside = {*params_gathered_by_block(model.blocks, in_low), *in_tables}
     return [parameter for parameter in model.parameters() if parameter not in inside]

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from memory.offload import bytes_of_blocks
+from memory.offload import padded_nbytes
 
-from .clock import Card, seconds_of_each
-from .log import Log, Op, Place, Storage
+from .op_recorder import Op, OpRecorder, PhaseMark, Storage
 from .operators import ATTENTION
+from .roofline import Card, op_seconds
 
 KINDS = (
     "parameters",
@@ -31,8 +31,8 @@ KINDS = (
 )
 
 
-# What an operator does: planner/clock.py turns it into seconds.
-WORK = np.dtype(
+# What an operator does: planner/roofline.py turns it into seconds.
+WORK_DTYPE = np.dtype(
     [
         ("at", np.int64),  # its number
         ("flops", np.float64),  # of products
@@ -52,7 +52,7 @@ def work_of(ops: Sequence[Op]) -> np.recarray:
         for at, op in enumerate(ops)
         if op.bytes
     ]
-    return np.array(rows, WORK).view(np.recarray)
+    return np.array(rows, WORK_DTYPE).view(np.recarray)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +60,11 @@ class Segment:
     """A part of a step: forward or backward of one call in MiniGPT.forward, which is of a block or
     of a group of blocks; or what lies between two calls."""
 
-    places: list[Place]  # (operators of the segment before it, phase, block)
+    places: list[PhaseMark]  # (operators of the segment before it, phase, block)
     changes: np.ndarray  # (operators, 2, kinds) int64: bytes that come, and that go, with each
     work: np.recarray  # of `WORK`, numbered from the segment's begin
     kept: int  # bytes for backward
-    moved: list[int]  # bytes of each tensor that offload sends away
+    offloaded_sizes: list[int]  # bytes of each tensor that offload sends away
 
     @cached_property
     def added(self) -> int:
@@ -79,9 +79,9 @@ class Segment:
 
 
 @lru_cache(2**12)
-def seconds(segment: Segment, card: Card) -> float:
+def segment_seconds(segment: Segment, card: Card) -> float:
     # (Not `@`, a BLAS's product: what a CPU is decides in which order that adds up.)
-    return float((seconds_of_each(segment.work, card) * segment.work.times).sum())
+    return float((op_seconds(segment.work, card) * segment.work.times).sum())
 
 
 def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
@@ -90,19 +90,19 @@ def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
     return (came - went).cumsum(axis=0) + went
 
 
-def cut(log: Log, calls: Iterable[int] = ()) -> list[Segment]:
+def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segment]:
     """Cut a log into segments, where another call begins or what lies between two of them.
 
     `calls`: of how many blocks each call is; by default of one.
     """
     call_of = [i for i, size in enumerate(calls) for _ in range(size)]
 
-    def part(place: Place) -> tuple[str, int | None]:
+    def part(place: PhaseMark) -> tuple[str, int | None]:
         _, phase, block = place
         return phase, call_of[block] if call_of and block is not None else block
 
-    changes = np.zeros((log.now + 1, 2, len(KINDS)), dtype=np.int64)
-    kept = np.zeros(log.now + 1, dtype=np.int64)
+    changes = np.zeros((log.n_ops + 1, 2, len(KINDS)), dtype=np.int64)
+    kept = np.zeros(log.n_ops + 1, dtype=np.int64)
     for storage in log.storages:
         if storage.device.type != "cpu":
             continue  # offloaded
@@ -110,19 +110,19 @@ def cut(log: Log, calls: Iterable[int] = ()) -> list[Segment]:
         is_kept &= storage.kind != "parameters"
         storage.kind = storage.kind or kind_of(storage, is_kept)
         kind = KINDS.index(storage.kind)
-        changes[storage.born, 0, kind] += storage.bytes
+        changes[storage.born, 0, kind] += storage.nbytes
         if storage.died != math.inf:
-            changes[int(storage.died), 1, kind] += storage.bytes
-        kept[storage.born] += storage.bytes * is_kept
+            changes[int(storage.died), 1, kind] += storage.nbytes
+        kept[storage.born] += storage.nbytes * is_kept
     parts = [list(places) for _, places in groupby(log.places, part)]
-    begins = [places[0][0] for places in parts] + [log.now + 1]
+    begins = [places[0][0] for places in parts] + [log.n_ops + 1]
     return [
         Segment(
             places=[(at - begin, phase, block) for at, phase, block in places],
             changes=changes[begin:end],
             work=work_of(log.ops[begin:end]),
             kept=int(kept[begin:end].sum()),
-            moved=[size for size, place in log.moved if place in places],
+            offloaded_sizes=[size for size, place in log.moved if place in places],
         )
         for places, (begin, end) in zip(parts, pairwise(begins), strict=True)
     ]
@@ -146,9 +146,11 @@ class StepMemory:
     segments: list[tuple[Segment, int]]  # in order; and what is to be added to its blocks' numbers
 
     def seconds(self, card: Card) -> float:
-        """How long the step, of one micro-batch, takes on a card: an estimate (planner/clock.py).
-        It is of eager code, with --compile as well."""
-        return math.fsum(seconds(segment, card) for segment, _ in self.segments)
+        """Return the estimated seconds of one micro-batch's step on a card (planner/roofline.py).
+
+        The estimate is for eager code, also with --compile.
+        """
+        return math.fsum(segment_seconds(segment, card) for segment, _ in self.segments)
 
     @cached_property
     def begins(self) -> list[int]:
@@ -164,7 +166,7 @@ class StepMemory:
         return work
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[PhaseMark]:
         """(from this operator on, phase, block)"""
         return [
             (begin + at, phase, block if block is None else block + more)
@@ -202,14 +204,14 @@ class StepMemory:
         return sum(segment.kept for segment in of_blocks) / max(1, n_blocks)
 
     @property
-    def moved(self) -> list[int]:
+    def offloaded_sizes(self) -> list[int]:
         """Bytes of each tensor that offload sends away."""
-        return [size for segment, _ in self.segments for size in segment.moved]
+        return [size for segment, _ in self.segments for size in segment.offloaded_sizes]
 
     @property
-    def host(self) -> int:
+    def host_bytes(self) -> int:
         """CPU memory that offload asks for. (On a CPU it is in the peak, too.)"""
-        return sum(map(bytes_of_blocks, self.moved))
+        return sum(map(padded_nbytes, self.offloaded_sizes))
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -217,7 +219,7 @@ class StepMemory:
         return dict(zip(KINDS, self.timeline[self.total.argmax()].tolist(), strict=True))
 
     @property
-    def where(self) -> str:
+    def peak_location(self) -> str:
         """The place of the peak: "head", or "backward, block 11"."""
         at = self.total.argmax()
         _, phase, block = [place for place in self.places if place[0] <= at][-1]
@@ -225,14 +227,14 @@ class StepMemory:
 
     def phase(self, name: str) -> slice:
         """The operators of "forward", "head", "backward" or "optimizer"."""
-        inside = [stretch for stretch in stretches(self) if stretch[0] == name]
+        inside = [stretch for stretch in phase_intervals(self) if stretch[0] == name]
         return slice(inside[0][2][0], inside[-1][3])
 
 
-Stretch = tuple[str, int | None, list[int], int]
+PhaseInterval = tuple[str, int | None, list[int], int]
 
 
-def stretches(step: StepMemory) -> list[Stretch]:
+def phase_intervals(step: StepMemory) -> list[PhaseInterval]:
     """What a step does, in order: (phase, block, operators at which it begins or begins anew, the
     operator at which the next one begins)."""
     found = [

@@ -53,7 +53,7 @@ checkpoint_from_scratch                   how does an activation checkpoint work
 """
 
 
-def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
+def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
     """Make a command's `main` of a function of its words: `main` returns the exit code, and turns a
     mistake of the user, a full disk, Ctrl-C and a closed pipe into one line."""
 
@@ -61,14 +61,14 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
     def main(argv: list[str] | None = None) -> int:
         from data import DataError  # (and torch, which takes seconds)
         from trainer.flags import UsageError, print_error
-        from trainer.plan import TooLarge
+        from trainer.plan import PredictedOutOfMemory
         from trainer.snapshot import SaveError, SnapshotError
 
         try:
             return do(sys.argv[1:] if argv is None else argv) or 0
-        except (UsageError, DataError, SnapshotError, SaveError, TooLarge) as error:
+        except (UsageError, DataError, SnapshotError, SaveError, PredictedOutOfMemory) as error:
             print_error(error)
-            return {SaveError: 3, TooLarge: 4}.get(type(error), 2)
+            return {SaveError: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
         except BrokenPipeError:  # `| head`
             return 141  # 128 + SIGPIPE, as shells count
         except OSError as error:
@@ -89,7 +89,7 @@ def tool(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
 @contextmanager
 def out_of_memory_as(hint: str) -> Iterator[None]:
     """Turn memory that runs out into one line, "out of memory" and `hint`, and exit code 4."""
-    from trainer.plan import TooLarge
+    from trainer.plan import PredictedOutOfMemory
     from trainer.run import is_out_of_memory
 
     try:
@@ -97,7 +97,7 @@ def out_of_memory_as(hint: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise TooLarge(f"out of memory{hint}") from None
+        raise PredictedOutOfMemory(f"out of memory{hint}") from None
 
 
 def add_snapshot(parser: ArgumentParser, what: str) -> None:

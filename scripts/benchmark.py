@@ -10,8 +10,8 @@ tokens. The table has the median of its steps (of a GPU: their mean, because Pyt
 only once, after the last step). Peak memory is that of tensors: on a GPU as PyTorch's caching
 allocator counts it, on a CPU as torch.profiler records its allocator.
 
-Beside each time stands the planner's (planner/clock.py). The clock is the data sheet of a GPU that
-planner.CARDS knows. Any other device is measured for three seconds before the first run.
+Beside each time stands the planner's (planner/roofline.py). Its clock is the data sheet of a GPU
+that planner.CARDS knows. Any other device is measured for three seconds before the first run.
 """
 
 import os
@@ -38,30 +38,30 @@ from torch import Tensor, nn
 from torch.profiler import profile
 from tqdm import tqdm
 
-from memory import RECOMPUTE_POLICIES, Schedule
+from memory import RECOMPUTE_POLICIES, RecomputeSchedule
 from model import MiniGPT, MiniGPTConfig
 from planner.cards import CARDS, THIS_MACHINE, clock_card
-from planner.formulas import step_flops
+from planner.formulas import flops_per_token
 from planner.operators import PRECISIONS
-from scripts import out_of_memory_as, say_stopped, tool
+from scripts import cli_main, out_of_memory_as, say_stopped
 from scripts.style import about, describe_about, write_json
 from train_minimal import train_step
 from trainer.clocks import StepClock
 from trainer.device import choose_device, choose_precision, compile_blocks, set_matmul_precision
 from trainer.flags import (
     UsageError,
-    changed,
-    fill_in,
     flag,
     model_config,
-    number,
+    number_in_range,
     output_file,
     policy_string,
+    resolve_defaults,
+    with_flags,
 )
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes
 from trainer.optimizer import make_optimizer
-from trainer.plan import Question, vocabulary
+from trainer.plan import PlanRequest, vocab_size_of
 from trainer.pretrained import open_init_from
 from trainer.process import OneProcess
 from trainer.report import describe_model
@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     # fmt: off
     add("--policies", nargs="+", type=policy_string, default=list(RECOMPUTE_POLICIES),
         metavar="POLICY", help=f"(default: {' '.join(RECOMPUTE_POLICIES)})")
-    add("--steps", type=number(int, 1, 10**6), default=5, metavar="N",
+    add("--steps", type=number_in_range(int, 1, 10**6), default=5, metavar="N",
         help="timed steps of each policy (default: %(default)s)")
     add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
     add("--worker", help=argparse.SUPPRESS)  # the policy to measure in this process
@@ -102,22 +102,22 @@ def check(args: argparse.Namespace) -> None:
     for name in sorted(args.typed & REFUSED.keys()):
         raise UsageError(f"{flag(name)}: {REFUSED[name]}")
     open_init_from(args)
-    fill_in(args)
-    args.vocab_size = vocabulary(args)
+    resolve_defaults(args)
+    args.vocab_size = vocab_size_of(args)
     for policy in args.policies:
         model_config(with_policy(args, policy), args.vocab_size)
 
 
 def with_policy(args: argparse.Namespace, policy: str) -> argparse.Namespace:
-    return changed(args, use_activation_checkpoint=policy)
+    return with_flags(args, use_activation_checkpoint=policy)
 
 
-def ask(args: argparse.Namespace) -> Question:
+def ask(args: argparse.Namespace) -> PlanRequest:
     """What the planner says of the device that is here; one that it does not know is measured."""
     device = choose_device(args.device)
     set_matmul_precision(device, args.tf32)
-    card = clock_card(args, device) or clock_card(changed(args, card=THIS_MACHINE), device)
-    return Question(args, args.vocab_size, device, choose_precision(args, device), card=card)
+    card = clock_card(args, device) or clock_card(with_flags(args, card=THIS_MACHINE), device)
+    return PlanRequest(args, args.vocab_size, device, choose_precision(args, device), card=card)
 
 
 # ---- One process
@@ -170,7 +170,7 @@ def recorded_peak(run: Run) -> int:
     there: list[Tensor] = list(run.model.parameters())
     there += chain(*(state.values() for state in run.optimizer.state.values()))
     if isinstance(run.model, MiniGPT):  # the blocks of +offload
-        there += cast(Schedule, run.model.schedule).host.made
+        there += cast(RecomputeSchedule, run.model.blocks_with_recompute).offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
     result: Any = profiler.profiler  # (tables that it makes itself have sums only)
@@ -217,7 +217,7 @@ def run_worker(argv: list[str], policy: str) -> Row | None:
 # ---- Results
 
 
-def make_row(question: Question, found: Row) -> Row:
+def make_row(question: PlanRequest, found: Row) -> Row:
     """What `measure` found of one policy, as it goes into the JSON file.
 
     `mfu`, `hfu`: the FLOP/s that a step needs, and those that it does, as shares of the card's
@@ -229,7 +229,7 @@ def make_row(question: Question, found: Row) -> Row:
     share, card = None, question.card
     if card and card.name in CARDS:  # (the FLOP/s measured of a machine are no peak)
         share = tokens_per_s / card.flops[PRECISIONS.index(question.precision)]
-    needed, replayed = step_flops(step.config, args.seq_len, args.compile)
+    needed, replayed = flops_per_token(step.config, args.seq_len, args.compile)
     return {
         "policy": step.config.recompute,
         "step_s": step_s,
@@ -281,7 +281,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     with suppress(KeyboardInterrupt):
         for policy in tqdm(policies, unit="policy", leave=False, disable=None):
             if found := run_worker(argv, policy):
-                rows.append(make_row(question.about(with_policy(args, policy)), found))
+                rows.append(make_row(question.with_args(with_policy(args, policy)), found))
             else:
                 out_of_memory.append(policy)
         code = 0
@@ -302,7 +302,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     return code
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     check(args)

@@ -38,9 +38,9 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import Block, MiniGPT, MiniGPTConfig
-from planner.log import kept_for_backward
-from scripts import tool
-from trainer.flags import OneLineParser, number
+from planner.op_recorder import kept_for_backward
+from scripts import cli_main
+from trainer.flags import OneLineParser, number_in_range
 
 # ---------------------------------------------------------------------------------------------
 # Part 1: the checkpoint.
@@ -293,7 +293,7 @@ def run_step(
     with context():
         # Not what the graph holds (our x hides in a closure, where no hook can see it), but all
         # storages that forward made and that are still alive, whoever holds them.
-        kept = sum(tensor.bytes for tensor in kept_for_backward(model, forward))
+        kept = sum(tensor.nbytes for tensor in kept_for_backward(model, forward))
         torch.manual_seed(1)
         with FlopCounterMode(display=False) as counter:
             loss = forward()
@@ -327,13 +327,13 @@ def print_table(steps: dict[str, Step]) -> None:
         )
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> int:
     parser = OneLineParser(
         prog="python -m scripts.checkpoint_from_scratch",
         description="Activation checkpointing, rebuilt from scratch and compared with torch's.",
     )
-    parser.add_argument("--dropout", type=number(float, 0, 0.99), default=0.1, metavar="P",
+    parser.add_argument("--dropout", type=number_in_range(float, 0, 0.99), default=0.1, metavar="P",
                         help="of block and model, 0 = off (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     tell_the_story(args.dropout)

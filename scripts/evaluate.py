@@ -34,7 +34,7 @@ from data.documents import TOKEN_SUFFIXES, read_documents, suffix_of
 from data.files import find_files
 from data.store import up_to
 from model import MiniGPT
-from scripts import add_snapshot, out_of_memory_as, tool
+from scripts import add_snapshot, cli_main, out_of_memory_as
 from scripts.style import about, write_json
 from trainer import flags
 from trainer.device import choose_device, choose_precision, set_matmul_precision
@@ -43,14 +43,14 @@ from trainer.pretrained import load_model
 from trainer.process import OneProcess
 from trainer.resume import data_changed
 from trainer.setup import find_data
-from trainer.snapshot import Resumed, SaveError, State, peek
+from trainer.snapshot import LoadedSnapshot, SaveError, State, peek
 
 
 def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """All ids of a file, in pieces; in a text, <|endoftext|> before each document. Raises
     DataError."""
     if suffix_of(path) in TOKEN_SUFFIXES:
-        yield from TokenFile.open(path).blocks(tokenizer)
+        yield from TokenFile.open(path).id_chunks(tokenizer)
         return
     if tokenizer.name == "toy":
         raise DataError(f"--val-data {path}: this model learned numbers, not text")
@@ -65,19 +65,19 @@ def read_data(
     """Return a name for the data, and its ids (N,). Raises DataError or SnapshotError."""
     if args.val_data:
         description = ", ".join(args.val_data)
-        paths = find_files(args.val_data, "--val-data", process.say)
+        paths = find_files(args.val_data, "--val-data", process.print0)
         pieces = chain.from_iterable(read_ids(path, tokenizer) for path in paths)
     else:
         path = args.checkpoint_path
         try:
-            saved = flags.changed(flags.build_parser("", "").parse_args([]), **state["args"])
-            data = find_data(saved, process, Resumed(state, path))
+            saved = flags.with_flags(flags.build_parser("", "").parse_args([]), **state["args"])
+            data = find_data(saved, process, LoadedSnapshot(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names others") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
-            process.say("note: the run's data changed; it may have trained on some of these")
+            process.print0("note: the run's data changed; it may have trained on some of these")
         description = f"validation part of {data.description}"
-        pieces = chain.from_iterable(file.blocks(tokenizer) for file in data.val)
+        pieces = chain.from_iterable(file.id_chunks(tokenizer) for file in data.val)
     none = np.empty(0, np.uint16)  # (a token file may be empty)
     return description, np.concatenate([none, *up_to(args.max_tokens or sys.maxsize, pieces)])
 
@@ -112,7 +112,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     device = choose_device(args.device)
     precision, process = choose_precision(args, device), OneProcess(device)
     set_matmul_precision(device, tf32=False)
-    with process.waiting(f"reading {path}"):
+    with process.progress_message(f"reading {path}"):
         model, tokenizer = load_model(path, device)
     state, limit = peek(path), model.config.max_position_embeddings  # ({} of a folder)
     trained = state["args"]["seq_len"] if state else limit
@@ -122,7 +122,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
         raise flags.UsageError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
     if args.stride > args.seq_len:
         raise flags.UsageError(f"--stride {args.stride}: a window has {args.seq_len} tokens only")
-    with process.waiting("reading its data"):
+    with process.progress_message("reading its data"):
         data, tokens = read_data(args, state, tokenizer, process)
     if len(tokens) < 2:
         raise DataError(f"{data}: {len(tokens)} token(s), and the first one is not predicted")
@@ -150,10 +150,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     parser = flags.OneLineParser(prog="python -m scripts.evaluate", description="Loss over a text.")
-    add, count = parser.add_argument, flags.number(int, 1, 10**9)
+    add, count = parser.add_argument, flags.number_in_range(int, 1, 10**9)
     add_snapshot(parser, "snapshot, or transformers folder")
     # fmt: off
     add("--val-data", nargs="+", metavar="PATH", help="files, folders or globs, as the trainers "

@@ -34,8 +34,8 @@ from data.tokenizer import EOT
 from data.tokenizer_json import to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
-from scripts import add_snapshot, tool
-from trainer.flags import OneLineParser, UsageError, words_of
+from scripts import add_snapshot, cli_main
+from trainer.flags import OneLineParser, UsageError, to_argv
 from trainer.pretrained import (
     GPT2_ALONE,
     SIZES,
@@ -87,7 +87,7 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def command_to_go_on(folder: str) -> str:
-    return shlex.join(["python", "train_minimal.py", *words_of({"init_from": folder})])
+    return shlex.join(["python", "train_minimal.py", *to_argv({"init_from": folder})])
 
 
 def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def export(source: Pretrained, folder: Path) -> None:
         raise SaveError(f"cannot save {folder}: {error}") from None
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     parser = OneLineParser(
         prog="python -m scripts.export_hf", description="Export a snapshot for transformers."

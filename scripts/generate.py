@@ -19,9 +19,9 @@ import torch
 
 from data import Tokenizer
 from model import MiniGPT
-from scripts import add_snapshot, out_of_memory_as, tool
+from scripts import add_snapshot, cli_main, out_of_memory_as
 from trainer.device import choose_device
-from trainer.flags import OneLineParser, UsageError, number
+from trainer.flags import OneLineParser, UsageError, number_in_range
 from trainer.pretrained import load_model
 
 SEPARATOR = "\n----------------\n"
@@ -33,14 +33,16 @@ def build_parser() -> argparse.ArgumentParser:
     add_snapshot(parser, "snapshot to sample from")
     # fmt: off
     add("--prompt", default="", metavar="TEXT", help="(default: empty, a document from its start)")
-    add("--max-new-tokens", type=number(int, 1, 10**6), default=200, metavar="N", help=shown)
-    add("--num-samples", type=number(int, 1, 10**4), default=1, metavar="N", help=shown)
-    add("--temperature", type=number(float, 0, 100), default=0.8, metavar="X",
+    add("--max-new-tokens", type=number_in_range(int, 1, 10**6), default=200, metavar="N",
+        help=shown)
+    add("--num-samples", type=number_in_range(int, 1, 10**4), default=1, metavar="N", help=shown)
+    add("--temperature", type=number_in_range(float, 0, 100), default=0.8, metavar="X",
         help="0 = always the likeliest token (default: %(default)s)")
-    add("--top-k", type=number(int, 0), default=40, metavar="K", help="0 = off (default: 40)")
-    add("--top-p", type=number(float, 0, 1), default=1.0, metavar="P",
+    add("--top-k", type=number_in_range(int, 0), default=40, metavar="K",
+        help="0 = off (default: 40)")
+    add("--top-p", type=number_in_range(float, 0, 1), default=1.0, metavar="P",
         help="1 = off (default: %(default)s)")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=1337, metavar="N", help=shown)
+    add("--seed", type=number_in_range(int, 0, 2**63 - 1), default=1337, metavar="N", help=shown)
     add("--ignore-eot", action="store_true",
         help="write on after <|endoftext|>, up to --max-new-tokens")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
@@ -48,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def write(
+def generate_text(
     args: argparse.Namespace, model: MiniGPT, tokenizer: Tokenizer, device: torch.device
 ) -> Iterator[str]:
     """All that is to be printed, samples with their prompt, piece by piece as it comes.
@@ -102,7 +104,7 @@ def write(
         yield SEPARATOR if turn < args.num_samples - 1 else "\n"
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     asked = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
@@ -110,7 +112,7 @@ def main(argv: list[str]) -> None:
         device = choose_device(args.device)
         model, tokenizer = load_model(args.checkpoint_path, device)
         try:
-            for piece in write(args, model, tokenizer, device):
+            for piece in generate_text(args, model, tokenizer, device):
                 print(piece, end="", flush=True)
         except (RuntimeError, MemoryError):
             print()  # the text may stop within a line

@@ -21,11 +21,11 @@ import torch
 from memory import RECOMPUTE_POLICIES
 from model import MiniGPTConfig
 from planner import Planner
-from planner.log import Storage
+from planner.op_recorder import Storage
 from planner.record import code_of
-from scripts import tool
+from scripts import cli_main
 from scripts.plan_table import align
-from trainer.flags import SHAPES, OneLineParser, number
+from trainer.flags import SHAPES, OneLineParser, number_in_range
 from trainer.metrics import format_bytes
 
 RESULT = ": x + feed_forward"  # what a block hands on: the next one's input
@@ -49,14 +49,16 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
 
 def table(policy: str, tensors: list[Storage], unit: int) -> str:
     """One line a tensor; `unit`: bytes of one (B, T, C) tensor with one byte an element."""
-    total, lines = sum(tensor.bytes for tensor in tensors), []
+    total, lines = sum(tensor.nbytes for tensor in tensors), []
     for tensor in tensors:
         name = "x: the block's input" if tensor.name.endswith(RESULT) else tensor.name
-        what, why = (re.sub(r"\bblocks\.1(\.|: )", "", text) for text in (name, tensor.why))
+        what, why = (
+            re.sub(r"\bblocks\.1(\.|: )", "", text) for text in (name, tensor.reason_alive)
+        )
         shape = "x".join(map(str, tensor.shape))
         line = {
-            "bytes>": format_bytes(tensor.bytes),
-            "BTC>": f"{tensor.bytes / unit:.2f}",
+            "bytes>": format_bytes(tensor.nbytes),
+            "BTC>": f"{tensor.nbytes / unit:.2f}",
             "what<": what,
             "shape<": f"{shape} {str(tensor.dtype).removeprefix('torch.')}",
             "why<": why,
@@ -67,12 +69,12 @@ def table(policy: str, tensors: list[Storage], unit: int) -> str:
     return f"{title}\n{align(lines)}"
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     parser = OneLineParser(
         prog="python -m scripts.kept_tensors", description="List what one block keeps for backward."
     )
-    add, size = parser.add_argument, number(int, 1, 10**6)
+    add, size = parser.add_argument, number_in_range(int, 1, 10**6)
     # fmt: off
     add("--policy", choices=RECOMPUTE_POLICIES, help="(default: all, one after the other)")
     add("--batch-size", type=size, default=2, metavar="N", help="(default: %(default)s)")

@@ -40,11 +40,11 @@ from memory import RECOMPUTE_POLICIES
 from model import MLP, MiniGPT, MiniGPTConfig
 from planner import KINDS, Planner, StepMemory
 from planner.formulas import head_bytes, recompute_cost
-from scripts import tool
+from scripts import cli_main
 from scripts.checkpoint_from_scratch import run_step
 from scripts.kept_tensors import kept_by_one_block, table
 from scripts.style import relative_flops
-from trainer.flags import OneLineParser, UsageError, number
+from trainer.flags import OneLineParser, UsageError, number_in_range
 
 PAGE = Path(__file__).parent.parent / "docs" / "lesson.md"
 NOT_YET = 3
@@ -264,7 +264,9 @@ def needed_by_backward() -> Measured:
         saved.add(tensor.untyped_storage().data_ptr())  # views of one tensor share it
         return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):  # as Block.widen and narrow do it
+    with saved_tensors_hooks(
+        pack, lambda tensor: tensor
+    ):  # as Block.up_project and down_project do it
         wide = mlp.c_fc(x)
         g = F.gelu(wide, approximate="tanh")
         y = mlp.c_proj(g)
@@ -281,7 +283,7 @@ def block_keeps(policy: str, no_amp: bool = False) -> Measured:
     tensors = kept_by_one_block(policy, argparse.Namespace(**size, no_amp=no_amp))
     tensors = [tensor for tensor in tensors if tensor.shape[0] in (2, 2 * SEQ_LEN)]
     btc = 2 * SEQ_LEN * 768
-    return sum(tensor.bytes for tensor in tensors) / btc, [table(policy, tensors, btc)]
+    return sum(tensor.nbytes for tensor in tensors) / btc, [table(policy, tensors, btc)]
 
 
 def cost_of_full() -> Measured:
@@ -494,7 +496,7 @@ def check(n: int, text: str) -> int:
     return NOT_YET
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> int:
     parser = OneLineParser(
         prog="python -m scripts.lesson",
@@ -502,7 +504,7 @@ def main(argv: list[str]) -> int:
         epilog="exit codes: 0 right (or nothing to check), 3 not yet right, 2 no answer at all",
     )
     add = parser.add_argument
-    add("exercise", nargs="?", type=number(int, 1, len(EXERCISES)), metavar="N",
+    add("exercise", nargs="?", type=number_in_range(int, 1, len(EXERCISES)), metavar="N",
         help=f"an exercise, 1 to {len(EXERCISES)}; alone: show it")  # fmt: skip
     add("answer", nargs="*", metavar="ANSWER", help="is it right?")
     add("--measure", action="store_true", help="see for yourself, in a few seconds")

@@ -37,21 +37,21 @@ import numpy as np
 from tqdm import tqdm
 
 from memory import POLICIES as RECOMPUTE
-from memory import expanded
+from memory import recompute_plan
 from model import MiniGPTConfig
 from planner import Card, StepMemory
-from planner.choose import all_ways, frontier
-from planner.clock import seconds_of_each
-from planner.formulas import step_flops
-from planner.log import Storage
-from planner.record import Record, code_of, group_of
-from planner.timeline import stretches
-from scripts import tool
+from planner.choose import candidates, pareto_frontier
+from planner.formulas import flops_per_token
+from planner.op_recorder import Storage
+from planner.record import StepRecord, code_of, group_of
+from planner.roofline import op_seconds
+from planner.timeline import phase_intervals
+from scripts import cli_main
 from scripts.style import COLORS, LEGEND, POLICIES, describe, relative_flops
 from trainer import flags
 from trainer.flags import AUTO, output_file
 from trainer.metrics import format_bytes
-from trainer.plan import Question, ask
+from trainer.plan import PlanRequest, make_request
 from trainer.pretrained import open_init_from
 
 SOURCE = Path(__file__).parent / "page"
@@ -61,7 +61,7 @@ SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
 NARROW, UPDATE = 1 / 400, 1 / 50
 WORDS = {
     "plain": "every intermediate is kept, and all logits at once, as in most tutorials",
-    **{name: policy.words for name, policy in RECOMPUTE.items()},
+    **{name: policy.description for name, policy in RECOMPUTE.items()},
     "full/2": "an activation checkpoint around every two blocks",
 }
 
@@ -78,7 +78,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="the page (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     open_init_from(args)
-    return flags.fill_in(args)
+    return flags.resolve_defaults(args)
 
 
 class Labels:
@@ -91,11 +91,11 @@ class Labels:
 
     def of(self, storage: Storage) -> int:
         """A number for all that it has in common with its likes in other blocks."""
-        texts = (relative(text, storage.block) for text in (storage.name, storage.why))
+        texts = (relative(text, storage.block) for text in (storage.name, storage.reason_alive))
         shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
         dtype, line = str(storage.dtype).removeprefix("torch."), self.lines[storage.line]
         kind, (group, _) = [*COLORS].index(storage.kind), group_of(storage)
-        label = *texts, kind, shape, dtype, storage.bytes, line, group
+        label = *texts, kind, shape, dtype, storage.nbytes, line, group
         return self.storages[label]
 
 
@@ -111,38 +111,40 @@ def relative(text: str, block: int | None) -> str:
     return re.sub(r"\bblocks\.(\d+)", lambda n: f"blocks.<{int(n[1]) - block:+d}>", text)
 
 
-def along_flops(record: Record) -> tuple[list[int], list[float]]:
+def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
     """Operators and where they stand on the axis, from 0 on, in FLOPs of a step without recompute:
     a block's forward is as wide as its matrix products, and its operators share that evenly."""
     step = record.step
-    needed, _ = step_flops(step.config, step.seq_len)
+    needed, _ = flops_per_token(step.config, step.seq_len)
     flops = np.zeros(len(step.timeline) + 1)
     np.add.at(flops, step.work.at, step.work.flops * step.work.times)
     whole = needed * step.batch_size * step.seq_len
     starts, x = [0], [0.0]
-    for phase, _, begins, end in stretches(step):
+    for phase, _, begins, end in phase_intervals(step):
         least = UPDATE if phase == "optimizer" else NARROW * bool(phase)
         starts.append(end)
         x.append(x[-1] + max(flops[begins[0] : end].sum() / whole, least))
     return starts, x
 
 
-def along_seconds(record: Record, card: Card) -> tuple[list[int], list[float]]:
+def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
     """The same in predicted seconds on a card."""
     work = record.step.work
-    each = seconds_of_each(work, card) * work.times
+    each = op_seconds(work, card) * work.times
     return [*work.at.tolist(), len(record.step.timeline)], [0.0, *each.cumsum()]
 
 
 def trainer_flags(config: MiniGPTConfig) -> str:
     """What a trainer is told to get such a step."""
     chunks = f" --loss-chunks {config.loss_chunks}" if config.loss_chunks else ""
-    if config.mlp_chunks != 1 and expanded(config).cuts_mlp:
+    if config.mlp_chunks != 1 and recompute_plan(config).supports_mlp_chunks:
         chunks += f" --mlp-chunks {config.mlp_chunks}"
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
 
-def step_data(record: Record, name: str, labels: Labels, request: Question) -> dict[str, Any]:
+def step_data(
+    record: StepRecord, name: str, labels: Labels, request: PlanRequest
+) -> dict[str, Any]:
     """One policy, as page.js has it."""
     step, card = record.step, request.card
     starts, x = along_seconds(record, card) if card else along_flops(record)
@@ -156,7 +158,7 @@ def step_data(record: Record, name: str, labels: Labels, request: Question) -> d
         "flops": relative_flops(step.config, step.seq_len, request.args.compile),
         "seconds": step.seconds(card) if card else None,
         "peak": step.peak,
-        "where": step.where,
+        "where": step.peak_location,
         "operators": [labels.operators[operator] for operator in record.operators],
         "starts": starts,
         "x": [float(f"{at:.7g}") for at in x],
@@ -169,18 +171,18 @@ def step_data(record: Record, name: str, labels: Labels, request: Question) -> d
     }
 
 
-def way_data(way: StepMemory, request: Question) -> list:
+def way_data(way: StepMemory, request: PlanRequest) -> list:
     """One of those that `auto` would take, as page.js has it: peak, cost, name, flags."""
     flops = relative_flops(way.config, request.args.seq_len, request.args.compile)
     cost = way.seconds(request.card) if request.card else flops
     return [way.peak, cost, way.config.recompute, trainer_flags(way.config)]
 
 
-def policies(request: Question) -> tuple[dict[str, dict[str, Any]], str]:
+def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
     """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
     config, found = request.config, dict(POLICIES)
     if request.args.use_activation_checkpoint in AUTO:
-        config = request.pick().config
+        config = request.pick_recompute().config
     if config.loss_chunks:  # all have the head that was asked for
         del found["plain"]
     if config.n_layers == 1:  # no group of 2
@@ -191,8 +193,8 @@ def policies(request: Question) -> tuple[dict[str, dict[str, Any]], str]:
 
 def page_data(args: argparse.Namespace) -> dict[str, Any]:
     """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
-    request, labels = ask(args), Labels()
-    room, card, n = request.room, request.card, args.grad_accum_steps
+    request, labels = make_request(args), Labels()
+    room, card, n = request.memory_budget, request.card, args.grad_accum_steps
     found, first = policies(request)
     steps = []
     for name, memory in tqdm(found.items(), unit="policy", disable=None, leave=False):
@@ -208,11 +210,11 @@ def page_data(args: argparse.Namespace) -> dict[str, Any]:
     ]
     if (times := int(record.step.work.times.max())) > 1:
         about.append(f"three of the head's {times + 2:,} chunks")
-    ways = frontier(all_ways(request.planner, args.batch_size, card))
+    ways = pareto_frontier(candidates(request.planner, args.batch_size, card))
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
-        "budget": room.safe if is_asked else None,
+        "budget": room.usable_bytes if is_asked else None,
         "ways": [way_data(way, request) for way in ways],
         "first": [*found].index(first),
         "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
@@ -238,7 +240,7 @@ def write_page(data: dict[str, Any], command: str) -> str:
     return re.sub(r"/\* ([\w.]+) \*/", lambda mark: parts[mark[1]], page)
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     args = parse(argv)
     command = shlex.join(["python", "-m", "scripts.memory_page", *argv])

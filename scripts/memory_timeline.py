@@ -26,9 +26,9 @@ import numpy as np
 from tqdm import tqdm
 
 from planner import StepMemory
-from planner.record import Record
+from planner.record import StepRecord
 from planner.timeline import KINDS
-from scripts import tool
+from scripts import cli_main
 from scripts.memory_page import along_flops
 from scripts.style import (
     COLORS,
@@ -43,7 +43,7 @@ from scripts.style import (
 from trainer import flags
 from trainer.flags import UsageError, output_file, policy_string
 from trainer.metrics import format_bytes
-from trainer.plan import Question, ask
+from trainer.plan import PlanRequest, make_request
 from trainer.pretrained import open_init_from
 
 PHASES = ("forward", "head", "backward")  # (the optimizer has hardly any FLOPs)
@@ -73,16 +73,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     # fmt: on
     args = parser.parse_args(argv)
     open_init_from(args)
-    return flags.fill_in(args)
+    return flags.resolve_defaults(args)
 
 
 def policy_or_plain(text: str) -> str:
     return text if text in POLICIES else policy_string(text)
 
 
-def record_all(args: argparse.Namespace) -> tuple[Question, dict[str, Record]]:
+def record_all(args: argparse.Namespace) -> tuple[PlanRequest, dict[str, StepRecord]]:
     """What is asked, and a simulated step of each policy. Raises UsageError or DataError."""
-    request = ask(args)
+    request = make_request(args)
     each = tqdm(dict.fromkeys(args.policies), unit="policy", disable=None, leave=False)
     record = partial(request.planner.record, args.batch_size)
     try:
@@ -98,7 +98,7 @@ def title(name: str, step: StepMemory) -> str:
     return f"{words}. Peak {format_bytes(step.peak)}{cost}"
 
 
-def draw(plt: Any, request: Question, records: dict[str, Record]) -> Any:
+def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
     """One below the other, all on one scale."""
     most = max(record.step.peak for record in records.values())
     right = max(along_flops(record)[1][-1] for record in records.values())
@@ -130,7 +130,7 @@ def name_phases(axis: Any, x: np.ndarray, step: StepMemory) -> None:
     axis.tick_params(axis="x", length=0)
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     args = parse(argv)
     plt = load_pyplot("memory_timeline")

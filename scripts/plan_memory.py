@@ -30,23 +30,23 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from memory import write
+from memory import format_recompute
 from planner.cards import THIS_MACHINE
 from planner.formulas import closed_form, count_parameters
 from planner.operators import PRECISIONS
-from planner.record import Record
-from planner.shards import share_of
-from scripts import plan_table, tool
+from planner.record import StepRecord
+from planner.shards import state_bytes_per_rank
+from scripts import cli_main, plan_table
 from scripts.plan_table import (
     STEP,
-    Way,
+    Candidate,
+    candidate_of,
     digits,
     format_time,
     if_memory_runs_out,
     policy_table,
     recommend,
     search_settings,
-    way_of,
     with_length,
 )
 from scripts.style import about, write_json
@@ -54,7 +54,7 @@ from trainer import flags
 from trainer.flags import UsageError, as_argv, tokens_per_step
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
-from trainer.plan import Question, ask
+from trainer.plan import PlanRequest, make_request
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     does = "Predict the memory of a training run, for each recompute policy."
     parser.description = f"{does} Takes the trainers' flags; many change no plan."
     add = parser.add_argument_group("plan (all else as in train_minimal.py)").add_argument
-    add("--nproc-per-node", type=flags.number(int, 1, 10**4), metavar="N",
+    add("--nproc-per-node", type=flags.number_in_range(int, 1, 10**4), metavar="N",
         help="plan for train_ddp.py, with N processes on a machine")  # fmt: skip
     add("--fsdp", action="store_true",
         help="with --nproc-per-node: for train_fsdp.py, whose processes hold one model between "
@@ -98,9 +98,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.typed_policy = None
     is_typed = "use_activation_checkpoint" in typed
     if args.at_peak and is_typed and args.use_activation_checkpoint not in flags.AUTO:
-        args.typed_policy = write(flags.recompute_of(args))
+        args.typed_policy = format_recompute(flags.recompute_plan_of(args))
     args.use_activation_checkpoint = "none"  # the rows are changes of a run without recompute
-    flags.fill_in(args, 1 if args.sp else args.nproc_per_node or 1)
+    flags.resolve_defaults(args, 1 if args.sp else args.nproc_per_node or 1)
     if args.sp:
         flags.check_shared(args, args.nproc_per_node)
     args.typed -= ANSWERED | ({"compress_gradients"} if args.fsdp or args.sp else set())
@@ -124,12 +124,12 @@ def check(args: argparse.Namespace) -> None:
     flags.check_sharded(args, args.nproc_per_node, trainer)
 
 
-def aim(argv: list[str]) -> tuple[Question, float]:
+def parse_request(argv: list[str]) -> tuple[PlanRequest, float]:
     """The request, and the seconds in which the machine was measured. Raises UsageError or
     DataError."""
     args, start = parse(argv), time.perf_counter()
-    request = ask(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
-    if args.longest_sequence and request.room.budget is None:
+    request = make_request(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
+    if args.longest_sequence and request.memory_budget.total_bytes is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
     return request, time.perf_counter() - start
 
@@ -137,13 +137,13 @@ def aim(argv: list[str]) -> tuple[Question, float]:
 # ---- what is planned for
 
 
-def describe_target(request: Question, seconds: float) -> str:
+def describe_target(request: PlanRequest, seconds: float) -> str:
     """Lines on the model, the device and the budget of the table below."""
-    args, config, room, card = request.args, request.config, request.room, request.card
+    args, config, room, card = request.args, request.config, request.memory_budget, request.card
     kind = request.device.type
     precision = str(request.precision).removeprefix("torch.")
     unknown = f"no {kind} here and no --memory-budget: what fits cannot be told"
-    limit = unknown if room.budget is None else f"tensors may take {room}"
+    limit = unknown if room.total_bytes is None else f"tensors may take {room}"
     lines = [
         f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
@@ -155,27 +155,27 @@ def describe_target(request: Question, seconds: float) -> str:
         how = f", measured in {seconds:.1f} s" if args.card == THIS_MACHINE else " at most"
         lines.append(f"card     {card.name}: {speed}{how}; times are estimates")
     lines.append(f"budget   {limit}")
-    lines.append(f"always   {format_bytes(request.state)}: {state_words(request)}")
+    lines.append(f"always   {format_bytes(request.state_bytes)}: {state_words(request)}")
     if args.compile:
         lines.append("note     eager code is simulated; the compiler may change time and memory")
     return "\n".join(lines)
 
 
-def parallel_words(request: Question) -> str:
-    if request.shards > 1:
-        held = f", fully_shard: {request.shards} processes hold the model between them"
-        return held + ", and share each sequence" * (request.sharing > 1)
+def parallel_words(request: PlanRequest) -> str:
+    if request.shard_degree > 1:
+        held = f", fully_shard: {request.shard_degree} processes hold the model between them"
+        return held + ", and share each sequence" * (request.sp_degree > 1)
     return ", DistributedDataParallel" * request.ddp
 
 
-def state_words(request: Question) -> str:
-    args, config, shards = request.args, request.config, request.shards
-    size = replace(request, shards=1).state / count_parameters(config)
+def state_words(request: PlanRequest) -> str:
+    args, config, shards = request.args, request.config, request.shard_degree
+    size = replace(request, shard_degree=1).state_bytes / count_parameters(config)
     dtype = f" in {args.moments_dtype}" * (args.moments_dtype != "float32")
     state = f"weights, gradients, {optimizer_name(args)}{dtype} ({size:.3g} bytes a parameter)"
     if shards == 1:
         return state
-    gathered = format_bytes(share_of(0, config, shards))
+    gathered = format_bytes(state_bytes_per_rank(0, config, shards))
     return f"1/{shards} of {state}; and gathered token embeddings, {gathered}"
 
 
@@ -192,35 +192,35 @@ def command_line(args: argparse.Namespace, **found: Any) -> str:
     return shlex.join([*start, *as_argv(args, **args.implied | found)])
 
 
-def verdict(request: Question, taken: Way | None, table: list[Way]) -> list[str]:
+def verdict(request: PlanRequest, taken: Candidate | None, table: list[Candidate]) -> list[str]:
     """The command to run; or why nothing fits, and a change with which it does."""
     args = request.args
-    if request.room.budget is None:
+    if request.memory_budget.total_bytes is None:
         return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]
     if any(way.longest for way in table):
         return [longest_command(request, table)]
     lines = [command_line(args, **taken.changes(args))] if taken else []
     if taken and not taken.offloaded:
         return lines
-    change, knob = request.way_out()
+    change, knob = request.fitting_change()
     if taken:  # there may be something cheaper than to offload
         if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
-            lines.insert(0, f"or, instead of offloading, {knob.command} ({knob.words})")
+            lines.insert(0, f"or, instead of offloading, {knob.command} ({knob.cost})")
         return lines
     tight = " with a margin" * any(way.fits for way in table)
     lines = [f"nothing fits{tight}; {change}"]
     return [*lines, command_line(args, **knob.flags)] if knob else lines
 
 
-def longest_command(request: Question, table: list[Way]) -> str:
+def longest_command(request: PlanRequest, table: list[Candidate]) -> str:
     """The command for the longest sequence of all; of as long ones the cheapest, offloaded last."""
     fits = [way for way in table if way.longest]
     best = min(fits, key=lambda way: (-(way.longest or 0), way.offloaded, way.cost))
-    longer = way_of(best.request.about(with_length(best.request.args, best.longest or 0)))
+    longer = candidate_of(best.request.with_args(with_length(best.request.args, best.longest or 0)))
     return command_line(request.args, **longer.changes(request.args))
 
 
-def deeper_words(taken: Way | None) -> list[str]:
+def deeper_words(taken: Candidate | None) -> list[str]:
     """The first ways that a run takes when memory runs out, each with its peak and its time."""
     words = []
     for way in islice(if_memory_runs_out(taken), DEEPER):
@@ -229,7 +229,7 @@ def deeper_words(taken: Way | None) -> list[str]:
     return [f"deeper   if memory runs out: {', then '.join(words)}"] * bool(words)
 
 
-def whole_run(request: Question, taken: Way | None) -> tuple[dict[str, Any], list[str]]:
+def whole_run(request: PlanRequest, taken: Candidate | None) -> tuple[dict[str, Any], list[str]]:
     """The run that the flags ask for, with the step that is recommended: for the JSON file, and in
     words. A billion tokens, by which runs are compared, if the flags do not tell how long it is."""
     args, of_step = request.args, tokens_per_step(request.args, request.replicas)
@@ -249,10 +249,13 @@ def whole_run(request: Question, taken: Way | None) -> tuple[dict[str, Any], lis
 # ---- all of it
 
 
-def plan(request: Question, bar: tqdm) -> dict[str, Any]:
+def plan(request: PlanRequest, bar: tqdm) -> dict[str, Any]:
     """Print the plan; returns what goes into the JSON file. Raises UsageError or DataError."""
-    args, settings, table, record = request.args, list[Way](), list[Way](), None
-    if request.room.budget is None or request.state < request.room.budget:
+    args, settings, table, record = request.args, list[Candidate](), list[Candidate](), None
+    if (
+        request.memory_budget.total_bytes is None
+        or request.state_bytes < request.memory_budget.total_bytes
+    ):
         settings = search_settings(request) if args.all_knobs else []
         table = [] if settings else policy_table(request)
     taken = settings[0] if settings else recommend(table)
@@ -262,7 +265,11 @@ def plan(request: Question, bar: tqdm) -> dict[str, Any]:
         bar.write(plan_table.format_table(table, taken) + "\n")
         if host := plan_table.describe_host(table[-1]):
             bar.write(host + "\n")
-        if taken and taken.longest is None and (instead := request.instead_of(taken.step)):
+        if (
+            taken
+            and taken.longest is None
+            and (instead := request.describe_smaller_batches(taken.step))
+        ):
             bar.write(f"note     {instead}\n")
     if (settings or table) and (note := request.planner.note):
         bar.write(f"note     {note}\n")
@@ -275,11 +282,11 @@ def plan(request: Question, bar: tqdm) -> dict[str, Any]:
 
 
 def as_json(
-    request: Question,
-    table: list[Way],
-    settings: list[Way],
+    request: PlanRequest,
+    table: list[Candidate],
+    settings: list[Candidate],
     run: dict[str, Any],
-    record: Record | None,
+    record: StepRecord | None,
 ) -> dict[str, Any]:
     """The JSON file, but for its first lines; all sizes in bytes."""
     args, table = request.args, table or policy_table(request)
@@ -293,11 +300,11 @@ def as_json(
         "seq_len": args.seq_len,
         "device": request.device.type,
         "precision": str(request.precision).removeprefix("torch."),
-        "shards": request.shards,
-        "state_bytes": request.state,
+        "shards": request.shard_degree,
+        "state_bytes": request.state_bytes,
         "card": request.card and request.card.name,
-        "budget_bytes": request.room.budget,
-        "safe_bytes": request.room.safe,
+        "budget_bytes": request.memory_budget.total_bytes,
+        "safe_bytes": request.memory_budget.usable_bytes,
         "takes": taken and taken.name,
         "run": run,
         "optimizer": args.optimizer,
@@ -314,12 +321,12 @@ def as_json(
     }
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
-    request, seconds = aim(argv)  # --help and errors want no bar yet
+    request, seconds = parse_request(argv)  # --help and errors want no bar yet
     with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
         bar.write(describe_target(request, seconds) + "\n")
-        result = plan(replace(request, watch=bar.update), bar)
+        result = plan(replace(request, on_simulate=bar.update), bar)
     write_json(request.args.json, about("scripts.plan_memory", argv) | result)
 
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from statistics import mode
 from typing import Any
 
-from memory import expanded
+from memory import recompute_plan
 from planner import StepMemory
-from planner.choose import nested_groups, rungs
+from planner.choose import nested_policies, uniform_steps
 from planner.formulas import recompute_cost
-from planner.log import Storage
-from planner.record import ALIKE, Record, code_of, group_of
+from planner.op_recorder import Storage
+from planner.record import ALIKE, StepRecord, code_of, group_of
 from scripts.style import relative_flops
-from trainer.flags import MOST, changed, words_of
+from trainer.flags import MAX_COUNT, to_argv, with_flags
 from trainer.metrics import format_bytes
-from trainer.plan import AFTER_RESTART, Question, next_policy
+from trainer.plan import AFTER_RESTART, PlanRequest, next_policy
 
 OFFLOADED = "full+offload"
 STEP = 64  # tokens; lengths are multiples of it
@@ -34,10 +34,10 @@ LINES = 10  # of the list of what is alive
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """One way to run what was asked for, with the step that is simulated for it."""
 
-    request: Question  # its flags ask for this way
+    request: PlanRequest  # its flags ask for this way
     step: StepMemory
     seconds: float | None  # of a training step, all its micro-batches; None: no card
     tokens_per_s: float | None  # of all processes
@@ -52,12 +52,14 @@ class Way:
 
     @property
     def offloaded(self) -> bool:
-        return expanded(self.step.config).offload
+        return recompute_plan(self.step.config).offload
 
     @property
     def largest_batch(self) -> int | None:
         """Sequences that fit with the margin; None: unknown. (It takes some more simulations.)"""
-        return None if self.request.room.budget is None else self.request.largest_batch
+        return (
+            None if self.request.memory_budget.total_bytes is None else self.request.largest_batch
+        )
 
     @property
     def replayed(self) -> float:
@@ -87,14 +89,14 @@ class Way:
         return {
             "name": self.name,
             "policy": self.name,
-            "flags": words_of(self.changes(args)),
+            "flags": to_argv(self.changes(args)),
             "batch_size": step.batch_size,
             "grad_accum_steps": self.request.args.grad_accum_steps,
             "seq_len": step.seq_len,
             "peak_bytes": step.peak,
             "at_peak": step.at_peak,
-            "where": step.where,
-            "host_bytes": step.host,
+            "where": step.peak_location,
+            "host_bytes": step.host_bytes,
             "kept_bytes": step.kept,
             "kept_bytes_per_block": step.kept_per_block,
             "replayed": self.replayed,
@@ -107,43 +109,47 @@ class Way:
         }
 
 
-def way_of(request: Question, **flags: Any) -> Way:
+def candidate_of(request: PlanRequest, **flags: Any) -> Candidate:
     """Simulate the step that the request's flags ask for, with these changes."""
-    request = request.about(changed(request.args, **flags))
-    step, room, seconds, speed, fits = request.step, request.room, None, None, None
+    request = request.with_args(with_flags(request.args, **flags))
+    step, room, seconds, speed, fits = request.step, request.memory_budget, None, None, None
     if request.card:
         seconds, speed = request.seconds(step), request.tokens_per_s(step)
-    if room.budget is not None:
-        fits = step.peak <= room.budget and step.host <= (room.host or math.inf)
-    return Way(request, step, seconds, speed, fits, bool(fits) and step.peak <= request.budget)
+    if room.total_bytes is not None:
+        fits = step.peak <= room.total_bytes and step.host_bytes <= (
+            room.host_usable_bytes or math.inf
+        )
+    return Candidate(
+        request, step, seconds, speed, fits, bool(fits) and step.peak <= request.usable_bytes
+    )
 
 
 # ---- the table
 
 
-def policy_table(request: Question) -> list[Way]:
+def policy_table(request: PlanRequest) -> list[Candidate]:
     """Every policy, and the cheapest that fits (a row of its own if it is a mix); for long
     sequences nested groups and lengths as well."""
-    names, taken = [*rungs(request.planner), OFFLOADED], request.pick().config
+    names, taken = [*uniform_steps(request.planner), OFFLOADED], request.pick_recompute().config
     if request.args.longest_sequence:
-        names[-1:-1] = nested_groups(request.args.n_layers)
+        names[-1:-1] = nested_policies(request.args.n_layers)
     if taken.recompute not in names:
-        plan = expanded(taken)
+        plan = recompute_plan(taken)
         before = OFFLOADED if plan.nested else plan.policies[0]
         names.insert(names.index(before), taken.recompute)
-    ways = [way_of(request, use_activation_checkpoint=name) for name in names]
+    ways = [candidate_of(request, use_activation_checkpoint=name) for name in names]
     if request.args.longest_sequence:
         ways = [replace(way, longest=longest_sequence(way.request)) for way in ways]
     return ways
 
 
-def recommend(ways: list[Way]) -> Way | None:
+def recommend(ways: list[Candidate]) -> Candidate | None:
     """The cheapest that fits and leaves a margin. Offload, whose copies no clock tells, is last."""
     safe = [way for way in ways if way.fits_safely]
     return min(safe, key=lambda way: (way.offloaded, way.cost), default=None)
 
 
-def format_table(ways: list[Way], taken: Way | None) -> str:
+def format_table(ways: list[Candidate], taken: Candidate | None) -> str:
     """Aligned columns; `taken` is marked."""
     fits = {True: "tight", False: "no", None: "?"}
     lines = []
@@ -154,7 +160,7 @@ def format_table(ways: list[Way], taken: Way | None) -> str:
             line |= estimates(way, ways[0])
         else:
             line |= {
-                "where<": step.where,
+                "where<": step.peak_location,
                 "kept a block>": format_bytes(step.kept_per_block),
                 "FLOPs twice>": f"{way.replayed:.1%}",
             }
@@ -166,7 +172,7 @@ def format_table(ways: list[Way], taken: Way | None) -> str:
     return align(lines)
 
 
-def estimates(way: Way, first: Way) -> dict[str, str]:
+def estimates(way: Candidate, first: Candidate) -> dict[str, str]:
     """Cells of a table with times, shown as estimates: that of the first row, and what the others
     are more. Of offloaded ways the clock knows all but the copies."""
     time, speed = way.seconds or 0, digits(3, way.tokens_per_s or 0)
@@ -176,22 +182,22 @@ def estimates(way: Way, first: Way) -> dict[str, str]:
     return {"time>": f"~{format_time(time)}" if way is first else more, "tokens/s>": f"~{speed}"}
 
 
-def describe_host(way: Way) -> str:
+def describe_host(way: Candidate) -> str:
     """CPU memory that an offloaded way takes beside the GPUs; "": none."""
-    processes, host = way.request.processes, way.step.host
+    processes, host = way.request.processes, way.step.host_bytes
     if way.request.device.type == "cpu" or not host:
         return ""
     several = f" in {processes} processes" * (processes > 1)
     return f"offload  pins {format_bytes(processes * host)} of CPU memory{several}"
 
 
-def if_memory_runs_out(way: Way | None) -> Iterator[Way]:
+def if_memory_runs_out(way: Candidate | None) -> Iterator[Candidate]:
     """Yield the ways that a run takes after `way`: each when memory has run out with the one before
     it. (With shards torchrun starts it again: --max-restarts.)"""
     if way and way.longest is None and way.request.args.on_out_of_memory == "deeper":
-        request, share = way.request, AFTER_RESTART if way.request.shards > 1 else 1
+        request, share = way.request, AFTER_RESTART if way.request.shard_degree > 1 else 1
         while step := next_policy(request, way.name, share=share):
-            way = way_of(request, use_activation_checkpoint=step.config.recompute)
+            way = candidate_of(request, use_activation_checkpoint=step.config.recompute)
             yield way
 
 
@@ -202,23 +208,23 @@ def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
     """Flags for sequences of that length; positions grow with it, unless they were typed."""
     follows = "max_position_embeddings" not in args.typed and args.model is None
     positions = 0 if follows else args.max_position_embeddings
-    return changed(args, seq_len=seq_len, max_position_embeddings=max(seq_len, positions))
+    return with_flags(args, seq_len=seq_len, max_position_embeddings=max(seq_len, positions))
 
 
-def longest_sequence(request: Question) -> int:
+def longest_sequence(request: PlanRequest) -> int:
     """Tokens of the longest sequence that fits and leaves the margin; 0: none does."""
     args = request.args
 
     def peak(n: int) -> int:
-        return request.about(with_length(args, n * STEP)).step.peak
+        return request.with_args(with_length(args, n * STEP)).step.peak
 
-    if request.state > request.budget:
+    if request.state_bytes > request.usable_bytes:
         return 0
     # Where attention is fused, tokens take as much in one sequence as in another.
     guess = request.largest_batch * args.seq_len // (args.batch_size * STEP)
     typed = "max_position_embeddings" in args.typed
-    most = (args.max_position_embeddings if typed else MOST) // STEP
-    return STEP * most_that_fit(peak, request.state, request.budget, guess, most)
+    most = (args.max_position_embeddings if typed else MAX_COUNT) // STEP
+    return STEP * most_that_fit(peak, request.state_bytes, request.usable_bytes, guess, most)
 
 
 def most_that_fit(
@@ -241,28 +247,30 @@ def most_that_fit(
 # ---- all knobs
 
 
-def search_settings(request: Question) -> list[Way]:
+def search_settings(request: PlanRequest) -> list[Candidate]:
     """The fastest policy for each micro-batch into which the sequences of a step can be dealt out,
     the fastest first; none if none fits. (They are the same training: as many sequences a step, and
     policies change no result.)"""
     asked = request.args.batch_size
     sequences = asked * request.args.grad_accum_steps
-    found: list[Way] = []
+    found: list[Candidate] = []
     for size in range(1, sequences + 1):
         if sequences % size:
             continue
         parts = {"batch_size": size, "grad_accum_steps": sequences // size}
-        step = request.about(changed(request.args, **parts)).pick()
-        if step.peak > request.budget:
+        step = request.with_args(with_flags(request.args, **parts)).pick_recompute()
+        if step.peak > request.usable_bytes:
             break
-        found.append(way_of(request, **parts, use_activation_checkpoint=step.config.recompute))
+        found.append(
+            candidate_of(request, **parts, use_activation_checkpoint=step.config.recompute)
+        )
         # From some size on all are slower: they replay more.
         if size >= asked and found[-1].cost > min(way.cost for way in found):
             break
     return sorted(found, key=lambda way: way.cost)
 
 
-def format_settings(settings: list[Way]) -> str:
+def format_settings(settings: list[Candidate]) -> str:
     """The best few, the first one marked."""
     lines = [
         {
@@ -283,7 +291,7 @@ def format_settings(settings: list[Way]) -> str:
 # ---- what is alive at the peak
 
 
-def record_step(request: Question, taken: Way | None) -> Record:
+def record_step(request: PlanRequest, taken: Candidate | None) -> StepRecord:
     """The step with the policy that was typed, else the recommended one, else without recompute."""
     policy = request.args.typed_policy
     if policy is None and taken:
@@ -291,7 +299,7 @@ def record_step(request: Question, taken: Way | None) -> Record:
     return request.planner.record(request.args.batch_size, recompute=policy or "none")
 
 
-def at_peak(record: Record) -> list[dict[str, Any]]:
+def at_peak(record: StepRecord) -> list[dict[str, Any]]:
     """Groups, as the JSON file has them, the largest first. Their bytes are the peak, exactly."""
     found = defaultdict[tuple[str, str], list[Storage]](list)
     for storage in record.at_peak:
@@ -310,12 +318,12 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
         "name": first.name if n == 1 else name,
         "kind": first.kind,
         "count": n,
-        "bytes": sum(storage.bytes for storage in storages),
+        "bytes": sum(storage.nbytes for storage in storages),
         "shape": list(first.shape) if equal else None,
         "dtype": str(first.dtype).removeprefix("torch.") if equal else None,
         "line": line,
         "code": code_of(line) if line else "",
-        "why": mode(re.sub(r"\bblocks\.\d+\.", "", storage.why) for storage in storages),
+        "why": mode(re.sub(r"\bblocks\.\d+\.", "", storage.reason_alive) for storage in storages),
     }
 
 
@@ -329,7 +337,7 @@ def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
     return times + group["name"], shape, group["line"], group["why"]
 
 
-def format_peak(record: Record) -> str:
+def format_peak(record: StepRecord) -> str:
     """Groups of storages alive at the peak, in ten lines under one that says where it is."""
     groups, peak = at_peak(record), record.step.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
@@ -341,7 +349,7 @@ def format_peak(record: Record) -> str:
     lines = [(format_bytes(size), f"{size / peak:.1%}", *words) for size, *words in rows]
     title = f"alive at the peak of {record.step.config.recompute}: {format_bytes(peak)}"
     table = align([dict(zip(names, line, strict=True)) for line in lines])
-    return f"{title}, {record.step.where}\n\n{table}"
+    return f"{title}, {record.step.peak_location}\n\n{table}"
 
 
 # ---- words

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from scripts import tool
+from scripts import cli_main
 from scripts.style import WIDTH, load_pyplot, save_picture
-from trainer.flags import OneLineParser, UsageError, number, output_file
+from trainer.flags import OneLineParser, UsageError, number_in_range, output_file
 from trainer.metrics import format_bytes, read_metrics
 
 Records = list[dict[str, Any]]
@@ -125,13 +125,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("metrics", nargs="+", type=Path, metavar="FILE.metrics.jsonl")
     add("--out", type=output_file, default=Path("out/metrics.png"), metavar="FILE",
         help="the picture; its ending says which format (default: %(default)s)")  # fmt: skip
-    add("--smooth", type=number(int, 1, 10**9), metavar="N",
+    add("--smooth", type=number_in_range(int, 1, 10**9), metavar="N",
         help="log lines that the thick line averages, 1 = no such line (default: a twentieth of "
         f"the run if it has {LONG} or more)")  # fmt: skip
     return parser.parse_args(argv)
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     args = parse(argv)
     runs = load(args.metrics)

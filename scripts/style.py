@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from model import MiniGPTConfig
-from planner.choose import RUNGS
-from planner.formulas import count_parameters, step_flops
+from planner.choose import UNIFORM_POLICIES
+from planner.formulas import count_parameters, flops_per_token
 from trainer.flags import UsageError
-from trainer.plan import Question
+from trainer.plan import PlanRequest
 
 # As pictures and the page name them -> what `Planner.step` is told.
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {"recompute": "none", "loss_chunks": 1},  # what every tutorial does
-    **{rung: {"recompute": rung} for rung in RUNGS},
+    **{rung: {"recompute": rung} for rung in UNIFORM_POLICIES},
 }
 # Bottom up, what is always there first: the same order everywhere. Okabe and Ito's hues, cold ones
 # for the training state; some lighter or darker, for as they are a colour-blind reader takes the
@@ -52,7 +52,7 @@ LEGEND = {  # what a kind is called: and what it is
 WIDTH, SMALL = 6.4, 9
 
 
-def describe(asked: Question, batch: str = "") -> str:
+def describe(asked: PlanRequest, batch: str = "") -> str:
     """ "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU" """
     millions = count_parameters(asked.config) / 1e6
     batch = batch or f"batch of {asked.args.batch_size} x "
@@ -64,7 +64,7 @@ def describe(asked: Question, batch: str = "") -> str:
 
 def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> float:
     """Of a step's matrix products, in units of those without recompute."""
-    needed, replayed = step_flops(config, seq_len, compiled)
+    needed, replayed = flops_per_token(config, seq_len, compiled)
     return (needed + replayed) / needed
 
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from memory import RECOMPUTE_POLICIES
-from planner.log import Storage
-from scripts import tool
+from planner.op_recorder import Storage
+from scripts import cli_main
 from scripts.benchmark import table
 from scripts.style import COLORS, WIDTH, load_pyplot, relative_flops, save_picture
 from studies.common import study_parser
@@ -83,7 +83,7 @@ def look(policy: str) -> list[BlockTensor]:
     states = {name_of(storage): state for state, some in found.items() for storage in some}
     sizes = Counter[str | None]()
     for storage in made:
-        sizes[name_of(storage)] += storage.bytes
+        sizes[name_of(storage)] += storage.nbytes
     return [BlockTensor(str(name), sizes[name], state) for name, state in states.items()]
 
 
@@ -160,7 +160,7 @@ def draw(plt: Any, blocks: Blocks) -> Any:
     return figure
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     parser = study_parser("studies.block_picture", __doc__)
     parser.add_argument("--out", type=output_file, metavar="FILE", help="draw the picture there")

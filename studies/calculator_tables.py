@@ -27,7 +27,9 @@ def tables() -> str:
         for card in CARDS.values()
         if device_type(card) == "cuda"
     }
-    recompute = {name: [p.keeps, p.twice, p.by_operator] for name, p in POLICIES.items()}
+    recompute = {
+        name: [p.keeps, p.recomputed_matmuls, p.by_operator] for name, p in POLICIES.items()
+    }
     return f"""{BEGIN}, written by `python -m studies.calculator_tables`
 const {", ".join(f"{name} = {value}" for name, value in constants.items())};
 const RECOMPUTE = {{ // policy: what it keeps beside a mask, multiplies twice; by operator?

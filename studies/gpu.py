@@ -39,14 +39,14 @@ from memory.head import head_loss
 from model import MiniGPT, MiniGPTConfig
 from model import head_loss as plain_loss
 from planner.formulas import head_bytes
-from scripts import benchmark, tool
+from scripts import benchmark, cli_main
 from scripts.benchmark import WARM_UP, ModelFactory, make_run, table, timed_step
 from scripts.export_hf import their_sizes
 from scripts.style import about, describe_about
 from studies.common import study_parser
-from trainer.flags import UsageError, changed, model_config
+from trainer.flags import UsageError, model_config, with_flags
 from trainer.metrics import read_metrics
-from trainer.plan import Question, next_policy
+from trainer.plan import PlanRequest, next_policy
 from trainer.run import Run, is_out_of_memory
 
 Values = dict[str, Any]
@@ -92,9 +92,9 @@ class Bench:
         benchmark.check(args)
         return benchmark.with_policy(args, policy)
 
-    def ask(self, args: argparse.Namespace) -> Question:
+    def ask(self, args: argparse.Namespace) -> PlanRequest:
         """The planner's question. A dry run takes any card's clock: it compares no times."""
-        return benchmark.ask(changed(args, card=self.pick(None, "H100 PCIe")))
+        return benchmark.ask(with_flags(args, card=self.pick(None, "H100 PCIe")))
 
 
 # ---- The head alone
@@ -241,7 +241,7 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
     question = bench.ask(args)
     peaks = [question.planner.step(args.batch_size, recompute=way).peak for way in (policy, "full")]
     run = make_run(args, bench.device)
-    run.identity, run.next_policy = {"config": {}}, partial(next_policy, question)
+    run.run_info, run.next_policy = {"config": {}}, partial(next_policy, question)
     timed_step(run, WARM_UP)
     before = 1000 * timed_step(run, args.steps)
     with shortage(bench, run.step + 1, sum(peaks) // 2, in_holes) as begun:
@@ -331,7 +331,7 @@ def digits(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:,.3f}"
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     parser = study_parser("studies.gpu", __doc__)
     add = parser.add_argument

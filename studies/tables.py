@@ -19,17 +19,17 @@ from tqdm import tqdm
 
 from planner import CARDS
 from planner.cards import device_type
-from planner.choose import RUNGS
-from scripts import tool
+from planner.choose import UNIFORM_POLICIES
+from scripts import cli_main
 from scripts.benchmark import table
-from scripts.plan_memory import aim
+from scripts.plan_memory import parse_request
 from scripts.plan_table import (
-    Way,
+    Candidate,
+    candidate_of,
     digits,
     format_time,
     longest_sequence,
     search_settings,
-    way_of,
     with_length,
 )
 from scripts.style import about, write_json
@@ -41,11 +41,11 @@ Rows = list[dict[str, Any]]
 MADE = defaultdict[tuple, dict](dict)  # tables of one device and precision share what is simulated
 
 
-def plan(flags: str, policy: str = "none", clock: str = "") -> Way:
+def plan(flags: str, policy: str = "none", clock: str = "") -> Candidate:
     """One row of plan_memory, its time by the clock of a card that --card need not name."""
-    request, _ = aim(flags.split())
+    request, _ = parse_request(flags.split())
     card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.precision]
-    return way_of(replace(request, card=card, made=made), use_activation_checkpoint=policy)
+    return candidate_of(replace(request, card=card, cache=made), use_activation_checkpoint=policy)
 
 
 # ---- What each policy costs
@@ -59,7 +59,7 @@ CLOCKS = "H100", "RTX 4090"  # of the second column
 WAYS = {  # as a row is called -> policy, --loss-chunks
     "plain": ("none", 1),
     "full, head at once": ("full", 1),
-    **{rung: (rung, 0) for rung in RUNGS},
+    **{rung: (rung, 0) for rung in UNIFORM_POLICIES},
 }
 
 
@@ -176,7 +176,7 @@ def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
     flags += f" --nproc-per-node {processes} --sp" * (processes > 1)
     row = plan(flags, policy.replace("K", str(group)), clock)
     tokens = longest_sequence(row.request)
-    then = way_of(row.request.about(with_length(row.request.args, tokens)))
+    then = candidate_of(row.request.with_args(with_length(row.request.args, tokens)))
     return {
         "model": model,
         "policy": policy,
@@ -185,7 +185,7 @@ def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
         "tokens": tokens,
         "replayed": then.replayed,
         "seconds": then.seconds,
-        "host_bytes": processes * then.step.host,
+        "host_bytes": processes * then.step.host_bytes,
     }
 
 
@@ -211,7 +211,7 @@ TABLES: dict[str, tuple[Callable, Callable[[Rows], str], list]] = {  # what make
 }
 
 
-@tool
+@cli_main
 def main(argv: list[str]) -> None:
     parser = study_parser("studies.tables", __doc__)
     parser.add_argument("table", choices=TABLES, metavar="NAME", help=" or ".join(TABLES))

@@ -64,7 +64,7 @@ def one_thread():
 @pytest.fixture
 def everything_travels(monkeypatch) -> None:
     """Offload has no tensor that is too small for it."""
-    monkeypatch.setattr("memory.offload.SMALL", 1)
+    monkeypatch.setattr("memory.offload.MIN_OFFLOAD_BYTES", 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ import torch
 
 from planner import CARDS, Card, cards
 from planner.cards import clock_card
-from planner.formulas import step_flops
+from planner.formulas import flops_per_token
 from scripts import benchmark
 from trainer.flags import model_config
 
@@ -143,6 +143,6 @@ def test_shares_of_what_a_gpu_can_do(monkeypatch):
     card = clock_card(asked.args, cuda)
     question = replace(asked, device=cuda, precision=torch.float32, card=card)
     row = benchmark.make_row(question, fake_worker([], "full"))
-    needed, replayed = step_flops(model_config(asked.args, 211), 32)
+    needed, replayed = flops_per_token(model_config(asked.args, 211), 32)
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * needed / 156e12)
     assert row["hfu"] == pytest.approx(row["mfu"] * (1 + replayed / needed))

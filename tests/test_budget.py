@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.device import Room, free_memory, room_on, total_memory
+from trainer.device import MemoryBudget, budget_on, free_memory, total_memory
 
 CPU = torch.device("cpu")
 
@@ -56,22 +56,24 @@ def test_elsewhere_it_is_what_is_built_in_or_nobody_knows(machine, monkeypatch):
     assert free_memory(CPU) == 4_096_000
     machine({"/proc/meminfo": ""})
     monkeypatch.delattr(os, "sysconf")
-    assert free_memory(CPU) is None and room_on(CPU).safe is None
+    assert free_memory(CPU) is None and budget_on(CPU).usable_bytes is None
 
 
 def test_a_tenth_stays_free(machine):
     machine({"/proc/meminfo": MEMINFO})
-    assert room_on(CPU).safe == 1_843_200
-    assert room_on(CPU, processes=2, held=1000).safe == 922_500  # they share
-    assert room_on(CPU, 5000, processes=2, held=1000) == Room(5000, "cpu")  # as somebody says
+    assert budget_on(CPU).usable_bytes == 1_843_200
+    assert budget_on(CPU, processes=2, held=1000).usable_bytes == 922_500  # they share
+    assert budget_on(CPU, 5000, processes=2, held=1000) == MemoryBudget(
+        5000, "cpu"
+    )  # as somebody says
 
 
 def test_both_numbers_are_said():
     """On a GPU 1 GiB stays free: a tenth of a small card is little; of a tiny one, a quarter."""
     for room, words in {
-        Room(60 << 20, "cpu"): "54.0 MiB (60.0 MiB less a margin of a tenth)",
-        Room(2 << 30, "cuda"): "1.5 GiB (2.0 GiB less a margin of a quarter)",
-        Room(8 << 30, "cuda"): "7.0 GiB (8.0 GiB less a margin of 1 GiB)",
-        Room(20 << 30, "cuda", True): "18.0 GiB (20.0 GiB free, less a margin of a tenth)",
+        MemoryBudget(60 << 20, "cpu"): "54.0 MiB (60.0 MiB less a margin of a tenth)",
+        MemoryBudget(2 << 30, "cuda"): "1.5 GiB (2.0 GiB less a margin of a quarter)",
+        MemoryBudget(8 << 30, "cuda"): "7.0 GiB (8.0 GiB less a margin of 1 GiB)",
+        MemoryBudget(20 << 30, "cuda", True): "18.0 GiB (20.0 GiB free, less a margin of a tenth)",
     }.items():
         assert str(room) == words

@@ -9,13 +9,13 @@ from harness.runs import parse
 
 from model import MiniGPTConfig
 from planner import CARDS, Planner, StepMemory
-from planner.formulas import count_parameters, step_flops
+from planner.formulas import count_parameters, flops_per_token
 from scripts import memory_page, plan_memory
 from studies.calculator_tables import tables
 from trainer.device import for_tensors
 from trainer.flags import SHAPES, model_config
 from trainer.optimizer import make_optimizer
-from trainer.plan import vocabulary
+from trainer.plan import vocab_size_of
 from trainer.process import OneProcess
 
 ALL = random_shapes(60)
@@ -78,9 +78,9 @@ def test_a_peak_is_the_planners(part, request):
     for shape, (peak, parameters, *flops) in zip(shapes, found, strict=True):
         config, step = shape["config"], planned(shape)
         assert parameters == count_parameters(config)
-        assert tuple(flops) == step_flops(config, shape["seq_len"])
+        assert tuple(flops) == flops_per_token(config, shape["seq_len"])
         assert peak["bytes"] == sum(peak["parts"].values())
-        assert peak["where"] == step.where, shape
+        assert peak["where"] == step.peak_location, shape
         assert peak["bytes"] == pytest.approx(step.peak, rel=0.002), shape
         parts = merged(step.at_peak)
         assert merged(peak["parts"]) == pytest.approx(parts, abs=0.002 * step.peak), shape
@@ -126,7 +126,7 @@ def check_means(args, shape: dict) -> None:
     """Flags mean what the page has computed."""
     precision = "float32" if args.no_amp else args.amp_dtype.replace("auto", "bfloat16")
     asked = vars(args) | {"moments": args.moments_dtype, "precision": precision}
-    its = as_page(asked | {"config": model_config(args, vocabulary(args))})
+    its = as_page(asked | {"config": model_config(args, vocab_size_of(args))})
     alone = {"ddp": shape["ddp"], "shards": shape["shards"]}  # (what starts processes is no flag)
     assert (its | alone).items() <= shape.items()
 

@@ -27,7 +27,7 @@ from memory import RECOMPUTE_POLICIES
 from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate, plan_memory
 from trainer.flags import UsageError
-from trainer.plan import ask, predict
+from trainer.plan import make_request, predict_peak
 from trainer.process import OneProcess
 from trainer.setup import check_techniques
 
@@ -69,7 +69,7 @@ def compare(everything_travels, monkeypatch):
 
     Losses and gradients are equal to the bit. (But the MLP's, in chunks: they round otherwise.)
     """
-    monkeypatch.setattr("memory.policies.ROWS_ALIKE", 8)
+    monkeypatch.setattr("memory.policies.CHUNK_MULTIPLE", 8)
 
     def compare(name: str, dropout: float, precision: str) -> set[str]:
         none, refused = replace(SHAPE, dropout=dropout), set()
@@ -258,7 +258,7 @@ def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
 
     words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 --device=cuda"
     assert plan_memory.main(words.split()) == 0
-    asked = ask(parse(words))
-    words, _ = predict(asked, OneProcess(torch.device("cpu")), asked.config)
+    asked = make_request(parse(words))
+    words, _ = predict_peak(asked, OneProcess(torch.device("cpu")), asked.config)
     for said in (capsys.readouterr().out, words):
         assert len(re.findall("^note     rms_norm .* on cuda ", said, re.M)) == 1

@@ -8,15 +8,15 @@ import pytest
 from cases.shapes import WIDE, T
 from harness.planned import CARD, measured_peak, planner
 
-from memory import expanded
-from memory.policies import RECOMPUTE_POLICIES, expand
+from memory import recompute_plan
+from memory.policies import RECOMPUTE_POLICIES, parse_recompute
 from planner.choose import (
-    RUNGS,
-    all_names,
-    all_ways,
-    nested_groups,
+    UNIFORM_POLICIES,
+    candidates,
+    nested_policies,
     pick_recompute,
-    rungs,
+    policy_strings,
+    uniform_steps,
 )
 from planner.formulas import recompute_cost
 
@@ -28,7 +28,7 @@ def test_auto_takes_the_cheapest_that_fits():
     policies at all layer counts."""
     config, batch_size = replace(WIDE, n_layers=3), 24
     plan = planner(config)
-    ways = all_ways(plan, batch_size)
+    ways = candidates(plan, batch_size)
     peaks = [way.peak for way in ways]
     costs = [recompute_cost(way.config, T) for way in ways]
     for budget in np.linspace(min(peaks), max(peaks), 4).astype(int).tolist():
@@ -45,8 +45,8 @@ def test_auto_nests_groups_where_nothing_else_fits():
     """The faster of two sizes if both do; never over, by an independent tracker."""
     config, batch_size = replace(WIDE, n_layers=11), 24
     plan = planner(config)
-    least = min(way.peak for way in all_ways(plan, batch_size))
-    faster, slower = (plan.step(batch_size, recompute=way) for way in nested_groups(11))
+    least = min(way.peak for way in candidates(plan, batch_size))
+    faster, slower = (plan.step(batch_size, recompute=way) for way in nested_policies(11))
     assert faster.peak < least and slower.peak < least
     assert faster.seconds(CARD) < slower.seconds(CARD)
     assert "nested" not in pick_recompute(plan, batch_size, least).config.recompute
@@ -61,7 +61,7 @@ def test_nested_groups_are_those_with_the_fewest_inputs():
     """Of all sizes; and none where each block's input is as few."""
     for n_layers in range(1, 200):
         inputs = {K: K + math.ceil(n_layers / K) for K in range(1, n_layers + 1)}
-        sizes = [expand(way, n_layers).group for way in nested_groups(n_layers)]
+        sizes = [parse_recompute(way, n_layers).group_size for way in nested_policies(n_layers)]
         assert sizes == sorted(sizes) and bool(sizes) == (min(inputs.values()) < n_layers)
         assert all(inputs[K] == min(inputs.values()) for K in sizes)
 
@@ -70,13 +70,13 @@ def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():
     """On MPS `sdpa` keeps what `full` does, and `selective` the scores."""
     plan = planner(WIDE, device_type="mps")
     assert plan.step(24, recompute="full").kept == plan.step(24, recompute="sdpa").kept
-    assert {*RUNGS} - {*rungs(plan)} == {"sdpa", "selective"}
-    names = {name for way in all_ways(plan, 24) for name in expanded(way.config).policies}
+    assert {*UNIFORM_POLICIES} - {*uniform_steps(plan)} == {"sdpa", "selective"}
+    names = {name for way in candidates(plan, 24) for name in recompute_plan(way.config).policies}
     assert not names & {"sdpa", "selective"}
 
 
 def test_all_names_are_all():
     """By what they say of each block."""
-    n, found = len(RECOMPUTE_POLICIES), [expand(name, 4)[:2] for name in all_names(4)]
+    n, found = len(RECOMPUTE_POLICIES), [parse_recompute(name, 4)[:2] for name in policy_strings(4)]
     one_or_two, in_groups = n + 3 * (n - 1) ** 2, n
     assert len(found) == len(set(found)) == one_or_two + in_groups

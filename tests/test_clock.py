@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner import CARDS, Card, clock, this_machine, timeline
-from planner.clock import seconds_of_each
-from planner.log import Log
+from planner import CARDS, Card, roofline, this_machine, timeline
+from planner.op_recorder import OpRecorder
+from planner.roofline import op_seconds
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def work_of(run, *shapes, dtype=torch.float32) -> np.recarray:
     """What `run` of fake tensors of these shapes does."""
     with FakeTensorMode():
         tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
-        with Log() as log:
+        with OpRecorder() as log:
             for tensor in tensors:
                 log.add(tensor)
             run(*tensors)
@@ -37,7 +37,7 @@ def totals(work: np.recarray) -> tuple[float, float]:
 
 
 def seconds(work: np.recarray, card: Card) -> float:
-    return float(seconds_of_each(work, card).sum())
+    return float(op_seconds(work, card).sum())
 
 
 def attend(q, k, v):
@@ -99,7 +99,7 @@ def test_adamw_reads_four_tensors_and_writes_three():
 
 
 def test_a_roofline_by_hand():
-    slow = replace(SIMPLE, flops=(1e10, 1e9, 1), reached_flops=0.5, reached_bytes=0.5)
+    slow = replace(SIMPLE, flops=(1e10, 1e9, 1), flops_efficiency=0.5, bandwidth_efficiency=0.5)
     square = [(1000, 1000)] * 2
     thousand = work_of(torch.mm, *square)
     in_bfloat16 = work_of(torch.mm, *square, dtype=torch.bfloat16)
@@ -129,12 +129,12 @@ def test_a_roofline_by_hand():
 
 def test_this_machine_is_measured_and_what_that_took_is_given_back(monkeypatch):
     """Else it would be missing in what is free, and be the peak of the run."""
-    monkeypatch.setattr(clock, "time_of", lambda run: run() is None or 1e-3)
+    monkeypatch.setattr(roofline, "time_of", lambda run: run() is None or 1e-3)
     card = this_machine(seq_len=16, head_size=8)
     assert card.flops[0] == 2 * 1024**3 / 1e-3
     assert card.bytes_per_s == 2 * 2**26 / 1e-3 and card.launch_s == 1e-3
     gpu, asked = torch.device("cuda", 1), Mock()
-    monkeypatch.setattr(clock, "measure_card", Mock())
+    monkeypatch.setattr(roofline, "measure_card", Mock())
     monkeypatch.setattr(torch, "cuda", asked)
     this_machine(gpu, 16, 8)
     assert asked.mock_calls == [call.empty_cache(), call.reset_peak_memory_stats(gpu)]

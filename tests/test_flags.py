@@ -8,15 +8,15 @@ from cases.shapes import CONFIG
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from memory import RECOMPUTE_POLICIES, expanded
-from memory.policies import expand, write
+from memory import RECOMPUTE_POLICIES, recompute_plan
+from memory.policies import format_recompute, parse_recompute
 from planner.formulas import count_parameters
 from trainer.flags import (
     as_argv,
     build_parser,
-    fill_in,
     model_config,
-    settle_length,
+    resolve_defaults,
+    resolve_num_steps,
 )
 
 
@@ -81,7 +81,7 @@ def test_words_and_flags_are_the_same(typed, later):
 )
 def test_a_name_stands_for_a_shape(name, millions):
     """And a single flag overrides it."""
-    args = fill_in(parse(f"--model {name}"))
+    args = resolve_defaults(parse(f"--model {name}"))
     config = model_config(args, 50257)
     assert round(count_parameters(config) / 1e6, 1) == millions
     assert config.d_model // config.n_heads == 64 and config.d_ff == 4 * config.d_model
@@ -128,10 +128,10 @@ BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a proce
     ],
 )
 def test_in_steps(flags, processes, steps, warm_up):
-    args = fill_in(parse(f"{BATCH} {flags}"), processes)
+    args = resolve_defaults(parse(f"{BATCH} {flags}"), processes)
     if args.num_epochs is None:  # then nothing has to wait for the data
         assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
-    settle_length(args, processes, windows=110)
+    resolve_num_steps(args, processes, windows=110)
     assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
 
 
@@ -153,16 +153,16 @@ STRINGS = st.builds(
 @given(STRINGS, st.integers(1, 7))
 def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     try:
-        found = expand(text, n_layers)
+        found = parse_recompute(text, n_layers)
     except ValueError:
         reject()
-    written = write(found)
-    assert expand(written, n_layers) == found and len(written) <= len(text)
-    assert write(expand(written, n_layers)) == written
+    written = format_recompute(found)
+    assert parse_recompute(written, n_layers) == found and len(written) <= len(text)
+    assert format_recompute(parse_recompute(written, n_layers)) == written
     config = replace(CONFIG, n_layers=n_layers, recompute=text)
-    assert config.recompute == written and expanded(config) == found
-    assert sum(blocks for _, blocks in found.calls) == n_layers
-    typed = fill_in(parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}"))
+    assert config.recompute == written and recompute_plan(config) == found
+    assert sum(blocks for _, blocks in found.block_groups) == n_layers
+    typed = resolve_defaults(parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}"))
     assert model_config(typed, 97).recompute == written
 
 
@@ -178,5 +178,5 @@ def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     ],
 )
 def test_a_policy_string(text, policies, group, nested, offload, written):
-    found = expand(text, 4)
-    assert found == (tuple(policies), group, nested, offload) and write(found) == written
+    found = parse_recompute(text, 4)
+    assert found == (tuple(policies), group, nested, offload) and format_recompute(found) == written

@@ -27,7 +27,7 @@ from scripts.benchmark import make_run, timed_step
 from studies import gpu
 from studies.gpu import Bench, shortage
 from trainer.device import choose_precision, for_tensors
-from trainer.plan import Question, next_policy
+from trainer.plan import PlanRequest, next_policy
 from trainer.run import Run
 
 ON_GPU = torch.cuda.is_available()
@@ -59,7 +59,7 @@ def train_on_it(path: Path, *flags: str) -> int:
 
 def plan_of(flags: str) -> Planner:
     args = BENCH.args(flags)
-    return Question(args, args.vocab_size, DEVICE, choose_precision(args, DEVICE)).planner
+    return PlanRequest(args, args.vocab_size, DEVICE, choose_precision(args, DEVICE)).planner
 
 
 def after(steps: int, flags: str = "", policy: str = "full") -> Run:
@@ -189,7 +189,7 @@ def test_a_run_that_finds_less_memory_ends_with_the_same_bits(in_holes, tmp_path
 def test_offload_is_the_last_way_out():
     """Of a GPU, which need not be there to be planned for."""
     args, ways = Bench(dry=True).args("--n-layers 4 --seq-len 256 --batch-size 8"), ["none"]
-    question = Question(args, args.vocab_size, torch.device("cuda"), torch.bfloat16)
+    question = PlanRequest(args, args.vocab_size, torch.device("cuda"), torch.bfloat16)
     while step := next_policy(question, ways[-1]):
         ways.append(step.config.recompute)
     assert len(ways) > 2 and [way for way in ways if "offload" in way] == ways[-1:]
@@ -217,8 +217,8 @@ def test_python_does_not_wait_in_a_step(flags, tmp_path):
 @pytest.mark.usefixtures("everything_travels")
 def test_offload_pins_what_was_planned():
     run = after(2, "", "full+offload")
-    made, config = run.model.schedule.host.made, run.model.config
-    assert sum(b.nbytes for b in made) == plan_of("").step(2, **asdict(config)).host > 0
+    made, config = run.model.blocks_with_recompute.offload_pool.buffers, run.model.config
+    assert sum(b.nbytes for b in made) == plan_of("").step(2, **asdict(config)).host_bytes > 0
     assert all(block.is_pinned() == ON_GPU for block in made)
 
 

@@ -15,7 +15,7 @@ from memory.head import (
     parse_release,
 )
 from model import embed
-from planner.log import Log
+from planner.op_recorder import OpRecorder
 
 head_loss = tiny().head_loss  # as a model has it
 
@@ -81,16 +81,16 @@ def test_a_build_of_a_release_before_it_is_out_has_what_the_release_has():
 @pytest.mark.parametrize(("asked", "rows"), [(0, 7), (2, 32), (3, 22)])
 def test_only_so_many_logits_at_a_time(monkeypatch, asked, rows, grad):
     """With and without gradients; 64 tokens, and room for the logits of 7 if it may choose."""
-    monkeypatch.setattr("memory.head.CHUNK", 7 * 97 * 4)
-    monkeypatch.setattr("memory.head.SLICE", 5 * 97)
+    monkeypatch.setattr("memory.head.LOGITS_CHUNK_BYTES", 7 * 97 * 4)
+    monkeypatch.setattr("memory.head.SOFTMAX_SLICE_ELEMENTS", 5 * 97)
     x, weight, labels = head_inputs(64)
     ran: list[tuple[str, float]] = []
     monkeypatch.setattr(
-        Log, "note", lambda _, operator, given, results: ran.extend(
+        OpRecorder, "note", lambda _, operator, given, results: ran.extend(
             (operator.overloadpacket.__name__, result.numel() / 97) for result in results
         ),
     )  # fmt: skip
-    with torch.set_grad_enabled(grad), Log():
+    with torch.set_grad_enabled(grad), OpRecorder():
         head_loss(x, weight, labels, asked)
     chunks = [min(rows, 64 - start) for start in range(0, 64, rows)]
     assert [rows for name, rows in ran if name == "mm" and rows.is_integer()] == chunks
@@ -112,8 +112,8 @@ def test_the_embeddings_gradient_comes_in_as_few_slices_as_may_be(monkeypatch, t
     """And on a CPU row by row."""
     on_cpu = slices == "on a CPU"
     whole = tied_gradients(4, on_cpu=False)  # as a GPU does it
-    monkeypatch.setattr("memory.head.SLICE", two // 2)
-    with Log() as log:
+    monkeypatch.setattr("memory.head.SOFTMAX_SLICE_ELEMENTS", two // 2)
+    with OpRecorder() as log:
         sliced = tied_gradients(1, on_cpu=on_cpu)  # (chunks of the head would be in slices, too)
     names = [op.name for op in log.ops]
     assert names.count("embedding_dense_backward") == (0 if on_cpu else slices) + 1

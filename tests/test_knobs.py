@@ -9,8 +9,8 @@ from harness.answers import parse, room_for
 
 from planner import CARDS
 from planner.cards import clock_card
-from trainer.flags import changed, model_config
-from trainer.plan import POLICY, Question, TooLarge, next_knob, plan_memory
+from trainer.flags import model_config, with_flags
+from trainer.plan import POLICY, PlanRequest, PredictedOutOfMemory, plan_memory, suggest_change
 from trainer.process import OneProcess
 
 SHAPE = (
@@ -41,7 +41,7 @@ OFFLOAD = "--use-activation-checkpoint full+offload"
 def test_it_is_told_what_costs_least(flags, device, less, wanted):
     """Of what is not so yet. `less`: the policy that is predicted to need less."""
     step = SimpleNamespace(config=SimpleNamespace(recompute=less)) if less else None
-    said = next_knob(parse(flags), device, step)
+    said = suggest_change(parse(flags), device, step)
     assert said.startswith(f"{wanted} (" if wanted else "what changes the training: ")
 
 
@@ -57,17 +57,17 @@ STATE = (
 def test_what_it_says_fits_and_nothing_cheaper_does():
     """By the planner itself; the less room, the more has to change."""
     args = parse(f"{SHAPE} --n-layers 6 --d-model 32 --grad-accum-steps 2")
-    plain, known = Question(args, 61, CPU, torch.float32), []
+    plain, known = PlanRequest(args, 61, CPU, torch.float32), []
     for share in (0.9, 0.3, 0.1, 0.01):
-        budget = plain.state + share * (plain.step.peak - plain.state)
+        budget = plain.state_bytes + share * (plain.step.peak - plain.state_bytes)
         asked = replace(plain, room=room_for(budget))
-        said, knob = asked.way_out()
+        said, knob = asked.fitting_change()
         if knob is None:
-            assert asked.pick().peak > budget and "; " not in said and "--seq-len" in said
+            assert asked.pick_recompute().peak > budget and "; " not in said and "--seq-len" in said
             continue
-        step = asked.about(changed(args, **knob.flags)).step
-        assert step.peak <= asked.budget and said.startswith(f"{knob.command} fits (")
-        assert (asked.fitting() is None) == (knob.flags.keys() != {POLICY})
+        step = asked.with_args(with_flags(args, **knob.flags)).step
+        assert step.peak <= asked.usable_bytes and said.startswith(f"{knob.command} fits (")
+        assert (asked.pick_fitting() is None) == (knob.flags.keys() != {POLICY})
         known.append(sorted(knob.flags.keys() - {POLICY, "grad_accum_steps"}))
     assert known == [[], [], ["batch_size"]]
 
@@ -81,19 +81,19 @@ def machine(monkeypatch):
 
     def make(total: int, free: int) -> None:
         monkeypatch.setattr("trainer.plan.total_memory", lambda device: total)
-        monkeypatch.setattr("trainer.device.free_memory", lambda device: room_for(free).budget)
+        monkeypatch.setattr("trainer.device.free_memory", lambda device: room_for(free).total_bytes)
 
     return make
 
 
 def words(flags: str = "", processes: int = 1, snapshot: int = 0) -> str:
     args, process = parse(f"{SHAPE} {flags}"), OneProcess(CPU)
-    process.processes_here = processes
+    process.local_world_size = processes
     return plan_memory(args, process, model_config(args, 61), torch.float32, snapshot)[1]
 
 
 def peak(flags: str = "") -> int:
-    return Question(parse(f"{SHAPE} {flags}"), 61, CPU, torch.float32).step.peak
+    return PlanRequest(parse(f"{SHAPE} {flags}"), 61, CPU, torch.float32).step.peak
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_all_processes_count(machine, processes, snapshot, total, free, says):
     peaks = processes * peak()
     machine(peaks + total, peaks + free)
     if says:
-        with pytest.raises(TooLarge, match=says):
+        with pytest.raises(PredictedOutOfMemory, match=says):
             words(processes=processes, snapshot=snapshot)
     else:
         assert "\n" not in words(processes=processes, snapshot=snapshot)  # no warning
@@ -126,7 +126,7 @@ def test_too_little_is_one_line_with_the_knob(machine):
     assert line.endswith(fits)
     machine(peak() - 1, peak() - 1)
     says = "^out of memory before the first step: .* the machine has .* recompute none"
-    with pytest.raises(TooLarge, match=says) as stop:
+    with pytest.raises(PredictedOutOfMemory, match=says) as stop:
         words()
     assert str(stop.value).endswith(fits)
 
@@ -147,8 +147,10 @@ def test_auto_goes_by_the_clock_of_a_card(machine):
 def test_all_processes_go_by_the_clock_of_the_first(machine, monkeypatch):
     machine(GIB, GIB)
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: pytest.fail("measured"))
-    monkeypatch.setattr(OneProcess, "by_first", lambda self, act: None)  # not for this one to do
-    monkeypatch.setattr(OneProcess, "by_all", lambda self, act: act())
+    monkeypatch.setattr(
+        OneProcess, "run_on_rank0", lambda self, act: None
+    )  # not for this one to do
+    monkeypatch.setattr(OneProcess, "run_on_all_ranks", lambda self, act: act())
     monkeypatch.setattr(
         OneProcess, "exchange", lambda self, mine: [H100 if mine is None else mine, mine]
     )

@@ -10,7 +10,7 @@ from harness.faults import broken
 from harness.runs import FAULTS, metrics, older_runs, snapshot, torchrun, train, train_here
 
 from trainer.metrics import LOGGERS, NEEDS
-from trainer.snapshot import beside
+from trainer.snapshot import sibling_path
 
 TENSORBOARD = "--log-to=tensorboard"
 
@@ -22,7 +22,7 @@ def scalars(path: Path) -> Curves:
     """What TensorBoard would show."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = str(beside(path, ".tensorboard"))
+    folder = str(sibling_path(path, ".tensorboard"))
     events = EventAccumulator(folder, size_guidance={"scalars": 0}).Reload()
     return {
         name: [(event.step, event.value) for event in events.Scalars(name)]

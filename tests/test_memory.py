@@ -13,10 +13,10 @@ from test_model import random_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from memory import POLICIES, expanded
+from memory import POLICIES, recompute_plan
 from model import MiniGPT, MiniGPTConfig
-from planner.formulas import closed_form, state_bytes, step_flops
-from planner.operators import workspaces
+from planner.formulas import closed_form, flops_per_token, state_bytes
+from planner.operators import cublas_workspace_bytes
 from planner.timeline import KINDS
 from trainer.optimizer import make_optimizer
 
@@ -104,10 +104,10 @@ def test_mps_keeps_attentions_scores(policy, dropout):
 @pytest.mark.parametrize(("precision", "each"), [("bf16", 5 * 2 * 128 * (32 + 1) * 4), ("fp32", 0)])
 def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
     """While attention's backward runs: dq_accum and softmax_d; T = 32 and D = 16 are rounded up."""
-    monkeypatch.setattr("planner.step.workspaces", lambda: 1000)
+    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 1000)
     with_kernels = planner(CONFIG, precision, device_type="cuda").step(5, **FULL).total
     monkeypatch.setattr("planner.step.inside", lambda operator, args: 0)
-    monkeypatch.setattr("planner.step.workspaces", lambda: 0)
+    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 0)
     without = planner(CONFIG, precision, device_type="cuda").step(5, **FULL)
     more = with_kernels - without.total - 1000
     assert sorted(more)[-CONFIG.n_layers - 1 :] == [0] + [each] * CONFIG.n_layers
@@ -134,7 +134,7 @@ def test_what_a_gpus_matmuls_work_in(major, arch, mib, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: there)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    assert workspaces() == mib * 2**20
+    assert cublas_workspace_bytes() == mib * 2**20
 
 
 # ---- offload on a GPU
@@ -153,10 +153,10 @@ def test_what_is_on_its_way_counts(monkeypatch):
     x, backward, forward = 24 * T * WIDE.d_model * 4, on_the_gpu("backward"), []
     assert backward == on_the_gpu("backward", n_layers=5)
     for n in (1, 3):  # tensors may be on their way out
-        monkeypatch.setattr("memory.offload.IN_FLIGHT", n)
+        monkeypatch.setattr("memory.offload.MAX_COPIES_IN_FLIGHT", n)
         forward.append(on_the_gpu("forward"))
     assert forward[1] - forward[0] == 2 * x
-    monkeypatch.setattr("memory.offload.fetch_all", lambda tickets: None)  # not ahead of its use
+    monkeypatch.setattr("memory.offload.prefetch_all", lambda tickets: None)  # not ahead of its use
     assert backward - on_the_gpu("backward") == x
 
 
@@ -202,11 +202,11 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
     model, ids = MiniGPT(config).train(), random_ids(2, T)
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
-    needed, replayed = (2 * T * flops for flops in step_flops(config, T))
+    needed, replayed = (2 * T * flops for flops in flops_per_token(config, T))
     attention = 2 * T * 2 * T * config.d_model  # of one block: needed thrice, replayed once
-    policies, calls = expanded(config).policies, expanded(config).calls
-    again = sum("attention" in POLICIES[policy].twice.split() for policy in policies)
-    again += sum(size - 1 for _, size in calls if expanded(config).nested)
+    policies, calls = recompute_plan(config).policies, recompute_plan(config).block_groups
+    again = sum("attention" in POLICIES[policy].recomputed_matmuls.split() for policy in policies)
+    again += sum(size - 1 for _, size in calls if recompute_plan(config).nested)
     expected = needed + replayed - attention * (3 * config.n_layers + again)
     # Nor a product that adds in place to what is there: the head's weight gradient.
     expected -= 2 * 2 * T * config.vocab_size * config.d_model
@@ -246,14 +246,14 @@ OFFLOAD, GPU = {"recompute": "mlp+offload"}, {"device_type": "cuda"}
     ],
 )
 def test_largest_batch_is_the_largest(chunks, memory, settings, asked, budget, host, monkeypatch):
-    monkeypatch.setattr("memory.head.CHUNK", 2**15)
+    monkeypatch.setattr("memory.head.LOGITS_CHUNK_BYTES", 2**15)
     for room in ("memory.offload", "planner.step"):
         monkeypatch.setattr(f"{room}.SMALL", 2**14)
     plan = planner(replace(CONFIG, loss_chunks=chunks), **settings)
 
     def fits(sequences: int) -> bool:
         step = plan.step(sequences, **memory)
-        return step.peak <= budget and step.host <= (host or step.host)
+        return step.peak <= budget and step.host_bytes <= (host or step.host_bytes)
 
     most = plan.largest_batch(budget, asked, host, **memory)
     assert most > 3 and fits(most) and not fits(most + 1)

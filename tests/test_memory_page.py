@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from planner.choose import pick_recompute
-from planner.record import Record, code_of, group_of
+from planner.record import StepRecord, code_of, group_of
 from scripts import memory_page
 from scripts.style import COLORS, LEGEND, POLICIES
 
@@ -28,14 +28,14 @@ class Made:
         self.file, self.records = folder / "page.html", {}
         step_data = memory_page.step_data
 
-        def note(record: Record, name: str, *more):
+        def note(record: StepRecord, name: str, *more):
             self.records[name] = record
             return step_data(record, name, *more)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(memory_page, "step_data", note)
             assert memory_page.main([*flags, "--out", str(self.file)]) == 0
-        self.asked = memory_page.ask(memory_page.parse(flags))
+        self.asked = memory_page.make_request(memory_page.parse(flags))
 
     def verdict(self, budget: float) -> str:
         """How the page's verdict begins: with what `auto` takes."""
@@ -97,16 +97,16 @@ def frame(page) -> dict[str, float]:
     return inside | {"x": box["x"] + inside["left"], "y": box["y"] + inside["top"]}
 
 
-def begins(record: Record) -> np.ndarray:
+def begins(record: StepRecord) -> np.ndarray:
     """(operators + 1,) where each stands on the axis."""
     return np.interp(np.arange(len(record.operators) + 1), *memory_page.along_flops(record))
 
 
-def grouped(record: Record, at: int) -> dict[tuple[str, str], list[int]]:
+def grouped(record: StepRecord, at: int) -> dict[tuple[str, str], list[int]]:
     """(kind, name but for the block) -> the bytes of each that is alive, the largest first."""
     found = defaultdict(list)
     for storage in record.alive(at):
-        found[LEGEND[storage.kind], group_of(storage)[0]].append(storage.bytes)
+        found[LEGEND[storage.kind], group_of(storage)[0]].append(storage.nbytes)
     return {name: sorted(sizes, reverse=True) for name, sizes in found.items()}
 
 
@@ -319,7 +319,9 @@ def test_along_flops(made):
     ],
 )
 def test_what_was_asked_is_shown_first(flags, first, more):
-    found, name = memory_page.policies(memory_page.ask(memory_page.parse([*FLAGS, *flags.split()])))
+    found, name = memory_page.policies(
+        memory_page.make_request(memory_page.parse([*FLAGS, *flags.split()]))
+    )
     assert (name, len(found)) == (first, len(POLICIES) + more)
 
 

@@ -90,4 +90,6 @@ def test_sizes_of_chunks(n_tokens, d_ff, asked):
     if n_tokens >= 128 and asked > 1:
         assert before
     if not asked:  # as many as keep each of them small
-        assert (before or [last])[0] * d_ff <= max(policies.WIDE, 64 * d_ff) + 64 * d_ff
+        assert (before or [last])[0] * d_ff <= max(
+            policies.MLP_CHUNK_ELEMENTS, 64 * d_ff
+        ) + 64 * d_ff

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memory import HostMemory, offload
-from memory.offload import Offload, Tickets, unpack
+from memory import PinnedPool, offload
+from memory.offload import Offload, OffloadedStorages, unpack
 
 Clock = dict[str, int]  # how much of each stream is done
 
@@ -115,7 +115,7 @@ class Gpu(TorchDispatchMode):
 @pytest.fixture
 def gpu(monkeypatch, everything_travels) -> Gpu:
     toy = Gpu()
-    monkeypatch.setattr(offload, "streams", lambda device: toy)
+    monkeypatch.setattr(offload, "copy_streams", lambda device: toy)
     return toy
 
 
@@ -178,22 +178,25 @@ def test_a_backward_that_is_given_up(gpu):
 def test_what_is_smaller_than_a_megabyte_stays(monkeypatch):
     model, ids = make("mlp", dropout=0.0), random_ids(3, 16)
     backward_of(model)
-    assert not model.schedule.host.made
-    monkeypatch.setattr(offload, "SMALL", 3 * 16 * 32 * 4)  # x is not below it
+    assert not model.blocks_with_recompute.offload_pool.buffers
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 3 * 16 * 32 * 4)  # x is not below it
     backward_of(model)
     x, qkv = (4096, 2048), (16384, 2048)
     of_each = Counter(4 * x + qkv)  # (x, ln_1, attention's output and x2 are of a size)
-    of_all = {size: len(blocks) for size, blocks in model.schedule.host.unused.items()}
+    of_all = {
+        size: len(blocks)
+        for size, blocks in model.blocks_with_recompute.offload_pool.free_buffers.items()
+    }
     assert of_all == {size: 3 * n for size, n in of_each.items()}  # of 4 blocks
     # A forward that is given up lets go of all that it kept, of results that stay here, too.
     kept = ref(model(ids, ids))
     gc.collect()
-    host = model.schedule.host
-    assert kept() is None and sum(map(len, host.unused.values())) == len(host.made)
+    pool = model.blocks_with_recompute.offload_pool
+    assert kept() is None and sum(map(len, pool.free_buffers.values())) == len(pool.buffers)
 
 
 def test_views_of_one_storage_travel_once(everything_travels):
-    sender, tickets, whole = Offload(HostMemory()), Tickets(), torch.randn(3, 4, 6)
+    sender, tickets, whole = Offload(PinnedPool()), OffloadedStorages(), torch.randn(3, 4, 6)
     views = [whole, whole[1], whole.permute(2, 0, 1)[::2], whole[:, :1].expand(3, 4, 6)]
     kept = [sender.pack(tickets, view) for view in views]
     assert len({id(ticket) for ticket, *_ in kept}) == 1
@@ -222,5 +225,5 @@ def test_views_of_one_storage_travel_once(everything_travels):
 def test_no_pinned_memory(message, error, says, monkeypatch):
     monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError(message)))
     with pytest.raises(error, match=says):
-        HostMemory().take(Mock(nbytes=2**22, device=torch.device("cuda")))
+        PinnedPool().acquire(Mock(nbytes=2**22, device=torch.device("cuda")))
     assert torch.empty.call_args.kwargs["pin_memory"]

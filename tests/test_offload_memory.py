@@ -25,8 +25,11 @@ def test_predicted_peak_is_that_of_a_real_offloaded_step(policy, precision):
     step, gpu = (planner(config, precision, device_type=kind).step(48) for kind in ("cpu", "cuda"))
     measured = measured_peak(config, 48, precision, by_ours=True)
     assert step.peak == pytest.approx(measured, rel=1e-3)
-    assert step.moved and (gpu.moved, gpu.host) == (step.moved, step.host)
-    assert sum(step.moved) <= step.host <= 1.05 * sum(step.moved)
+    assert step.offloaded_sizes and (gpu.offloaded_sizes, gpu.host_bytes) == (
+        step.offloaded_sizes,
+        step.host_bytes,
+    )
+    assert sum(step.offloaded_sizes) <= step.host_bytes <= 1.05 * sum(step.offloaded_sizes)
 
 
 # ---- pinned memory
@@ -35,7 +38,7 @@ def test_predicted_peak_is_that_of_a_real_offloaded_step(policy, precision):
 @given(st.integers(2**10, 2**40))
 def test_blocks_are_few_powers_of_two_and_hardly_larger_in_all(size):
     """torch rounds up to powers of two: c10's CachingHostAllocator."""
-    blocks = offload.sizes_of_blocks(size)
+    blocks = offload.buffer_sizes(size)
     assert all(block.bit_count() == 1 for block in blocks) and len(blocks) <= 6
     assert size <= sum(blocks) <= size * 33 / 32
 
@@ -49,7 +52,7 @@ X = 8 * 32 * 16 * 4  # bytes of the residual stream: of four blocks, three are m
 
 def test_the_memory_of_a_cpu_is_part_of_the_room(monkeypatch, everything_travels):
     process, args = OneProcess(torch.device("cuda")), parse(f"{SHAPE} {FLAGS}")
-    process.processes_here = 3
+    process.local_world_size = 3
     monkeypatch.setattr("trainer.device.for_tensors", lambda room, device_type: int(room))
     monkeypatch.setattr("trainer.plan.clock_card", lambda args, device: None)
     for name in ("plan.total_memory", "device.free_memory"):

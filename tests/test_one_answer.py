@@ -11,11 +11,11 @@ from harness.answers import parse
 from harness.calculator import evaluate
 
 from planner import CARDS, Planner
-from planner.choose import rungs
+from planner.choose import uniform_steps
 from scripts import memory_page, plan_memory
-from trainer.device import Room
-from trainer.flags import UsageError, changed, model_config, words_of
-from trainer.plan import Question
+from trainer.device import MemoryBudget
+from trainer.flags import UsageError, model_config, to_argv, with_flags
+from trainer.plan import PlanRequest
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
 
@@ -35,17 +35,17 @@ def flags_of(model: str, share: float | None = None) -> str:
     return f"{shape} --memory-budget {budget_of(model, share)}b --card {card.replace(' ', '-')}"
 
 
-def of_card(model: str, args) -> Question:
+def of_card(model: str, args) -> PlanRequest:
     """To the planner itself."""
     card, gpu = CARDS[MODELS[model][0]], torch.device("cuda")
-    return Question(args, 4096, gpu, torch.bfloat16, card=card)
+    return PlanRequest(args, 4096, gpu, torch.bfloat16, card=card)
 
 
 @cache
 def budget_of(model: str, share: float) -> int:
     args = parse(flags_of(model))
     plan = of_card(model, args).planner
-    peaks = [plan.step(args.batch_size, recompute=rung).peak for rung in rungs(plan)]
+    peaks = [plan.step(args.batch_size, recompute=rung).peak for rung in uniform_steps(plan)]
     safe = min(peaks) + share * (peaks[0] - min(peaks))
     return int(safe / 0.75) + 2
 
@@ -84,8 +84,8 @@ def ways_on_the_page(model: str) -> list:
 
 
 def of_the_page(model: str, flags: str) -> str | None:
-    room = memory_page.ask(memory_page.parse(flags.split())).room
-    fitting = (name for peak, _, name, _ in ways_on_the_page(model) if peak <= room.safe)
+    room = memory_page.make_request(memory_page.parse(flags.split())).memory_budget
+    fitting = (name for peak, _, name, _ in ways_on_the_page(model) if peak <= room.usable_bytes)
     return next(fitting, None)
 
 
@@ -120,7 +120,7 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
         assert run.use_activation_checkpoint == advice
 
     if answer not in ("none", None):
-        _, knob = replace(of_card(model, args), room=Room(budget, "cuda")).way_out()
-        told = model_config(changed(args, **knob.flags), 4096).recompute
-        assert told == of_plan_memory(f"{flags} {' '.join(words_of(knob.flags))}", tmp_path)
+        _, knob = replace(of_card(model, args), room=MemoryBudget(budget, "cuda")).fitting_change()
+        told = model_config(with_flags(args, **knob.flags), 4096).recompute
+        assert told == of_plan_memory(f"{flags} {' '.join(to_argv(knob.flags))}", tmp_path)
         assert told == answer

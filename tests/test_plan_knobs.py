@@ -10,16 +10,16 @@ from harness.answers import SHAPE, budget_for, parse, question, room_for, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.plan_memory import aim
+from scripts.plan_memory import parse_request
 from scripts.plan_table import (
     STEP,
+    candidate_of,
     most_that_fit,
     search_settings,
-    way_of,
     with_length,
 )
-from trainer.flags import changed, model_config, words_of
-from trainer.plan import Question
+from trainer.flags import model_config, to_argv, with_flags
+from trainer.plan import PlanRequest
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
 
@@ -28,7 +28,7 @@ TYPED = "--seq-len 64 --batch-size 4 --grad-accum-steps 3 --card H100"
 pytestmark = pytest.mark.usefixtures("everything_travels")  # as in answers
 
 
-def asked(tensors: float, more: str = "") -> Question:
+def asked(tensors: float, more: str = "") -> PlanRequest:
     """With so many bytes for tensors."""
     return replace(question(f"{TYPED} {more}"), room=room_for(tensors))
 
@@ -67,13 +67,13 @@ def test_the_longest_sequence_of_each_row():
     limit, lengths = answer.json["safe_bytes"], []
     for row in answer.json["rows"]:
         longest, args = row["longest_sequence_safely"], plain.args
-        args = changed(args, use_activation_checkpoint=row["name"])
-        fits, more = (plain.about(with_length(args, longest + n)).step for n in (0, STEP))
+        args = with_flags(args, use_activation_checkpoint=row["name"])
+        fits, more = (plain.with_args(with_length(args, longest + n)).step for n in (0, STEP))
         assert fits.peak <= limit < more.peak and longest % STEP == 0 and longest > 0
         lengths.append(longest)
     found = run(answer.command)
     assert found.seq_len == found.max_position_embeddings == max(lengths)
-    assert plain.about(found).step.peak <= limit
+    assert plain.with_args(found).step.peak <= limit
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_the_longest_sequence_of_each_row():
     ],
 )
 def test_the_flags_of_a_length(flags, length, words):
-    asked, _ = aim([*flags.split(), "--use-toy-data"])
+    asked, _ = parse_request([*flags.split(), "--use-toy-data"])
     wanted = with_length(asked.args, length)
-    changes = way_of(asked.about(wanted)).changes(asked.args)
-    assert " ".join(words_of(changes)).removesuffix(NONE).strip() == words
+    changes = candidate_of(asked.with_args(wanted)).changes(asked.args)
+    assert " ".join(to_argv(changes)).removesuffix(NONE).strip() == words
     found = parse(f"{flags} {words}")
     assert found.seq_len == length <= found.max_position_embeddings
     assert found.max_position_embeddings == wanted.max_position_embeddings
@@ -100,18 +100,18 @@ def test_the_flags_of_a_length(flags, length, words):
 # ---- all knobs
 
 
-def dealt(one: Question, size: int) -> Question:
+def dealt(one: PlanRequest, size: int) -> PlanRequest:
     """Its sequences of a step in micro-batches of that size."""
     sequences = one.args.batch_size * one.args.grad_accum_steps
     parts = {"batch_size": size, "grad_accum_steps": sequences // size}
-    return one.about(changed(one.args, **parts))
+    return one.with_args(with_flags(one.args, **parts))
 
 
 @pytest.fixture(scope="module")
 def peaks() -> tuple[int, int]:
     """The smallest of one sequence, and that of all of them without recompute."""
     plain = question(TYPED)
-    least = replace(dealt(plain, 1), room=room_for(1)).pick().peak
+    least = replace(dealt(plain, 1), room=room_for(1)).pick_recompute().peak
     return least, dealt(plain, 12).step.peak
 
 
@@ -125,15 +125,15 @@ def test_the_fastest_of_all_is_found(peaks, share):
     found, every, sizes = search_settings(one), {}, (1, 2, 3, 4, 6, 12)
     for size in sizes:
         there = dealt(one, size)
-        step = there.pick()
-        if step.peak <= one.budget:
+        step = there.pick_recompute()
+        if step.peak <= one.usable_bytes:
             every[size] = there.seconds(step)
     times = [way.seconds for way in found]
     assert times == sorted(times) and set(times) <= set(every.values())
     assert min(times, default=None) == min(every.values(), default=None)
     for way in found:
         args = way.request.args
-        assert way.step.peak <= one.budget and args.batch_size * args.grad_accum_steps == 12
+        assert way.step.peak <= one.usable_bytes and args.batch_size * args.grad_accum_steps == 12
 
 
 def test_one_command_that_does_it(peaks):
@@ -142,7 +142,7 @@ def test_one_command_that_does_it(peaks):
     first, *_ = found = answer.json["all_knobs"]
     args = run(answer.command)
     assert args.batch_size * args.grad_accum_steps == 12 and args.seq_len == 64
-    again = question(TYPED).about(args).step
+    again = question(TYPED).with_args(args).step
     assert again.batch_size == first["batch_size"]
     assert again.peak == first["peak_bytes"] <= answer.json["safe_bytes"]
     assert first["tokens_per_s"] == max(row["tokens_per_s"] for row in found)
@@ -169,7 +169,7 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
     """One line below the table, and in the first lines of a run, whose batch stays what it is: the
     largest parts that fit without recompute, if that is faster."""
     plain = question(f"{WIDE} {CARD}")
-    least = replace(plain, room=room_for(1)).pick().peak
+    least = replace(plain, room=room_for(1)).pick_recompute().peak
     budget = budget_for(least + (plain.step.peak - least) / 4)
     answer = answers.ask(f"{WIDE} {CARD} {budget}")
     (line,) = re.findall(r"\n\nnote     (2 x 12 .* % faster .*)\n\n", answer.out)

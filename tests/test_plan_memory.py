@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import CARDS, Planner
-from planner.choose import RUNGS
+from planner.choose import UNIFORM_POLICIES
 from planner.formulas import count_parameters
 from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
-from trainer.device import Room, for_tensors
+from trainer.device import MemoryBudget, for_tensors
 from trainer.flags import build_parser, byte_count
 from trainer.plan import next_policy
 
@@ -48,22 +48,24 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
     """Of one batch; only the last column is about another one."""
     flags = tight() if flags == "tight" else flags
     answer, asked = ask(flags), question(flags)
-    room, card = asked.room, asked.card
-    policies = [name for name in RUNGS if asked.shards == 1 or "/" not in name]
+    room, card = asked.memory_budget, asked.card
+    policies = [name for name in UNIFORM_POLICIES if asked.shard_degree == 1 or "/" not in name]
     mix = [name for name in answer.rows if ":" in name]
     assert bool(mix) == (takes is None)
     assert [n for n in answer.rows if n not in mix] == [*policies, "full+offload"]
     for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
         step = asked.planner.step(64, recompute=row["name"])
         sizes = [row[f"{name}_bytes"] for name in ("peak", "kept", "host")]
-        assert sizes == [step.peak, step.kept, step.host] and row["at_peak"] == step.at_peak
-        assert row["fits"] == (step.peak <= room.budget)
-        assert row["fits_safely"] == (step.peak <= room.safe) == (row["largest_batch"] >= 64)
+        assert sizes == [step.peak, step.kept, step.host_bytes] and row["at_peak"] == step.at_peak
+        assert row["fits"] == (step.peak <= room.total_bytes)
+        assert (
+            row["fits_safely"] == (step.peak <= room.usable_bytes) == (row["largest_batch"] >= 64)
+        )
         word = "yes" if row["fits_safely"] else "tight" if row["fits"] else "no"
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
         if card:  # micro-batches share one update, which moves 40 bytes of each parameter
             n, moved = asked.args.grad_accum_steps, 40 * count_parameters(asked.config)
-            update = moved / asked.shards / (card.bytes_per_s * card.reached_bytes)
+            update = moved / asked.shard_degree / (card.bytes_per_s * card.bandwidth_efficiency)
             seconds = n * step.seconds(card) - (n - 1) * update
             assert row["seconds"] == pytest.approx(seconds, rel=1e-9)
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / seconds)
@@ -200,11 +202,13 @@ def test_a_gpu_that_is_not_here_and_no_card():
 )
 def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    asked, _ = plan_memory.aim(f"{SHAPE} {flags}".split())
+    asked, _ = plan_memory.parse_request(f"{SHAPE} {flags}".split())
     budget = gib * GIB if gib else asked.card and asked.card.memory
     assert (asked.device.type, asked.precision) == (kind, precision)
-    assert asked.room == Room(budget, kind) and (asked.card is None) == ("card" not in flags)
-    assert asked.step.peak > asked.state  # ours, the optimizers of an Apple, too
+    assert asked.memory_budget == MemoryBudget(budget, kind) and (asked.card is None) == (
+        "card" not in flags
+    )
+    assert asked.step.peak > asked.state_bytes  # ours, the optimizers of an Apple, too
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypa
     ],
 )
 def test_the_vocabulary_is_known_without_data(flags, vocabulary):
-    asked, _ = plan_memory.aim(flags.split())
+    asked, _ = plan_memory.parse_request(flags.split())
     assert asked.vocab_size == asked.config.vocab_size == vocabulary
     assert asked.config.recompute == "none"
 
@@ -227,9 +231,9 @@ def test_the_vocabulary_is_known_without_data(flags, vocabulary):
 def test_this_machine_is_measured(monkeypatch):
     mine = CARDS["H100"]
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: mine)
-    asked, seconds = plan_memory.aim(["--card=This machine", "--device=cpu"])
-    assert asked.card is mine and asked.device.type == "cpu" and asked.room.is_free
-    assert asked.room.safe == for_tensors(asked.room.budget, "cpu")
+    asked, seconds = plan_memory.parse_request(["--card=This machine", "--device=cpu"])
+    assert asked.card is mine and asked.device.type == "cpu" and asked.memory_budget.is_free
+    assert asked.memory_budget.usable_bytes == for_tensors(asked.memory_budget.total_bytes, "cpu")
     said = plan_memory.describe_target(asked, seconds)
     assert re.search(r"^card     H100: .*, measured in [\d.]+ s; times are", said, re.M)
 
@@ -248,7 +252,7 @@ def test_this_machine_is_measured(monkeypatch):
 def test_what_a_run_takes_when_memory_runs_out(flags):
     """Each is what trainer/run.py, or a restart, takes after the one before it."""
     answer, asked = ask(flags), question(flags)
-    name, expected, share = answer.json["takes"], [], 0.75 if asked.shards > 1 else 1
+    name, expected, share = answer.json["takes"], [], 0.75 if asked.shard_degree > 1 else 1
     while step := next_policy(asked, name, share=share):
         name = step.config.recompute
         seconds = asked.seconds(step) if asked.card else None

@@ -37,7 +37,7 @@ def test_groups_are_the_peak_to_the_byte(way, setting):
 def test_the_document_shows_what_is_listed():
     page = (ROOT / "docs" / "seeing.md").read_text()
     flags = re.search(r"scripts\.plan_memory (.*) --at-peak\n", page)
-    asked, _ = plan_memory.aim(flags[1].split())
+    asked, _ = plan_memory.parse_request(flags[1].split())
     assert format_peak(record_step(asked, None)) in page
 
 

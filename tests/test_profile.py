@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from model import Block
 from trainer.clocks import TABLE_ROWS, WARM_UP
-from trainer.snapshot import beside
+from trainer.snapshot import sibling_path
 
 N = 2  # recorded steps
 SHORT = ("--num-steps=6", f"--profile={N}")
@@ -23,7 +23,7 @@ FULL = "--use-activation-checkpoint"
 def ranges(path: Path) -> dict[str, list[dict]]:
     """The trace's events of ours, by name."""
     named: dict[str, list[dict]] = {}
-    for event in json.loads(beside(path, ".trace.json").read_text())["traceEvents"]:
+    for event in json.loads(sibling_path(path, ".trace.json").read_text())["traceEvents"]:
         ours = event["name"] in (*PHASES, "head") or re.search(r"\bblock \d+$", event["name"])
         if event["ph"] == "X" and event["cat"] == "user_annotation" and ours:
             named.setdefault(event["name"], []).append(event)
@@ -71,7 +71,10 @@ def test_the_table_and_a_disk_without_room_for_the_trace(path, capsys, monkeypat
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write)
     assert train_here(path, *SHORT) == 0
     _, table = capsys.readouterr().out.split(f"profile  {N} of {N} steps, by ")
-    assert f"\nwarning  no trace: cannot save {beside(path, '.trace.json')}: disk full\n" in table
+    assert (
+        f"\nwarning  no trace: cannot save {sibling_path(path, '.trace.json')}: disk full\n"
+        in table
+    )
     rows = re.findall(r"^ *(\S.*?)  +([\d.]+)%", table, re.M)
     shares = {name: float(share) for name, share in rows}
     assert len(shares) == TABLE_ROWS and [*shares.values()] == sorted(shares.values())[::-1]
@@ -83,23 +86,23 @@ def test_a_signal_before_the_end(step, path, capsys):
     assert broken(path, f"term:0:{step}", *SHORT) == 143
     said = capsys.readouterr().out
     if step < WARM_UP:
-        assert "nothing was recorded" in said and not beside(path, ".trace.json").exists()
+        assert "nothing was recorded" in said and not sibling_path(path, ".trace.json").exists()
     else:
         assert f"profile  1 of {N} steps" in said and len(ranges(path)["backward"]) == 1
 
 
 def test_it_needs_steps_and_is_of_this_start_alone(path, capsys):
     assert train_here(path, "--num-steps=4", "--profile=1") == 0
-    before = beside(path, ".trace.json").read_bytes()
+    before = sibling_path(path, ".trace.json").read_bytes()
     # A resumed run may have too few steps left, and does not take the flag over.
     assert train_here(path, "--resume", "--num-steps=5", "--profile=1") == 0
     assert "nothing was recorded" in capsys.readouterr().out
     assert train_here(path, "--resume", "--num-steps=9") == 0
     assert "profile  " not in capsys.readouterr().out
     # Of an older run the trace is renamed, too.
-    assert train_here(path, "--num-steps=2") == 0 and not beside(path, ".trace.json").exists()
+    assert train_here(path, "--num-steps=2") == 0 and not sibling_path(path, ".trace.json").exists()
     (old,) = older_runs(path)
-    assert beside(old, ".trace.json").read_bytes() == before
+    assert sibling_path(old, ".trace.json").read_bytes() == before
 
 
 @pytest.mark.slow

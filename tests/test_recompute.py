@@ -20,7 +20,7 @@ from torch import Generator, Tensor
 
 from memory import RECOMPUTE_POLICIES
 from model import MiniGPT
-from planner.formulas import step_flops
+from planner.formulas import flops_per_token
 from trainer.device import compile_blocks
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -79,8 +79,13 @@ def test_a_copy_of_a_model_learns_the_same_and_shares_no_tensor(way):
     addresses = set()
     for one in models:
         assert same(step(one), expected)
-        addresses |= {t.data_ptr() for t in (*one.parameters(), *one.schedule.host.made)}
-    assert len(addresses) == 3 * (len([*model.parameters()]) + len(model.schedule.host.made))
+        addresses |= {
+            t.data_ptr()
+            for t in (*one.parameters(), *one.blocks_with_recompute.offload_pool.buffers)
+        }
+    assert len(addresses) == 3 * (
+        len([*model.parameters()]) + len(model.blocks_with_recompute.offload_pool.buffers)
+    )
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -93,7 +98,7 @@ def test_a_model_is_freed_without_the_garbage_collector(way, steps):
         model, ids = tiny(recompute=way, n_layers=3, dropout=0.1).train(), random_ids(2, 16)
         for _ in range(steps):
             model(ids, ids).backward()
-        held = [ref(it) for it in (*model.parameters(), model.schedule.host)]
+        held = [ref(it) for it in (*model.parameters(), model.blocks_with_recompute.offload_pool)]
         del model
         assert {it() for it in held} == {None}
     finally:
@@ -155,7 +160,7 @@ def test_compiled_blocks_multiply_no_more_than_they_say(policy):
 
     config = tiny(recompute=policy, n_layers=3).config
     runs = 5 if "nested" in policy else 3 if policy[:4] in ("full", "attn") else 0
-    replayed = step_flops(config, 16, compiled=True)[1] - runs * 2 * 16 * config.d_model
+    replayed = flops_per_token(config, 16, compiled=True)[1] - runs * 2 * 16 * config.d_model
     assert multiplied(policy) - multiplied("none") == 2 * 16 * replayed
 
 

@@ -12,7 +12,7 @@ from harness.planned import CARD, planner
 from harness.records import KINDS_OF_STEPS, WAYS, B, plan, record
 
 from memory import POLICIES
-from memory.head import starts_of_chunks
+from memory.head import chunk_starts
 from planner import CARDS
 from planner.record import code_of
 from planner.shards import GATHERED
@@ -37,11 +37,11 @@ def test_storages_are_the_step(way, setting, dropout):
     added_up = np.zeros_like(step.timeline)
     for storage in found.storages:  # each from its birth to its death
         last = int(min(storage.died, len(added_up)))
-        added_up[storage.born : last + 1, KINDS.index(storage.kind)] += storage.bytes
+        added_up[storage.born : last + 1, KINDS.index(storage.kind)] += storage.nbytes
     np.testing.assert_array_equal(added_up, step.timeline)
     assert len(found.operators) == len(found.replays) == len(step.timeline)
-    assert sum(storage.bytes for storage in found.at_peak) == step.peak
-    assert all(storage.name and storage.why for storage in found.storages)
+    assert sum(storage.nbytes for storage in found.at_peak) == step.peak
+    assert all(storage.name and storage.reason_alive for storage in found.storages)
     assert found.step.work.times.sum() == step.work.times.sum()
 
 
@@ -89,7 +89,7 @@ def test_names_and_reasons(way, of, name, code, why, until):
     step = record(way, setting, **more)
     found = [s for s in step.storages if s.name == name]
     assert found and all(code in code_of(s.line) for s in found)
-    assert {s.why for s in found} == {why}
+    assert {s.reason_alive for s in found} == {why}
     if until:
         assert {step.operators[int(s.died)] for s in found} == {until}
     if name.startswith("blocks.1"):
@@ -143,11 +143,11 @@ def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
     plan = planner(config, **settings)
     plan.step(8, recompute="sdpa")
     few = plan.step(8, **memory)
-    monkeypatch.setattr("planner.step.few_chunks", lambda log, known: starts_of_chunks)
+    monkeypatch.setattr("planner.step.representative_chunks", lambda log, known: chunk_starts)
     _, every = planner(config, **settings).simulate(8, few.config)
-    assert (few.peak, few.where, few.kept) == (every.peak, every.where, every.kept)
+    assert (few.peak, few.peak_location, few.kept) == (every.peak, every.peak_location, every.kept)
     assert few.at_peak == every.at_peak
-    assert sorted(few.moved) == sorted(every.moved)
+    assert sorted(few.offloaded_sizes) == sorted(every.offloaded_sizes)
     assert few.kept_per_block == pytest.approx(every.kept_per_block, rel=1e-12)
     if chunks <= 3:
         np.testing.assert_array_equal(few.timeline, every.timeline)

@@ -51,7 +51,7 @@ from harness.runs import (
 
 from trainer.resume import load_newest
 from trainer.run import Run
-from trainer.snapshot import beside
+from trainer.snapshot import sibling_path
 
 slow = pytest.mark.slow
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="kills, and looks into /proc")
@@ -109,7 +109,7 @@ def test_killed_in_training(tmp_path, thorough, trainer):
         os.kill(training.pids[number % len(training.pids)], signal.SIGKILL)
         result = training.end()
         assert result.returncode != 0
-        if path.exists() or beside(path, ".prev.pt").exists():
+        if path.exists() or sibling_path(path, ".prev.pt").exists():
             state = load_newest(path).state
             kept = state["step"]
             assert weights_hash(state["model"]) == history(whole(steps, trainer))[kept]["weights"]
@@ -198,7 +198,7 @@ def test_all_log_save_and_stop_after_the_same_step(path, trainer):
     flags = ("--no-amp", "--log-interval=50")
     broken_together(path, asked, *flags, script=trainer, expect=143, MINIGPT_TIMEOUT_S="60")
     assert [record["step"] for record in metrics(path)] == [3, 5, 8]
-    assert (snapshot(path)["step"], snapshot(beside(path, ".prev.pt"))["step"]) == (8, 5)
+    assert (snapshot(path)["step"], snapshot(sibling_path(path, ".prev.pt"))["step"]) == (8, 5)
     check_stopped(path)
 
 
@@ -212,7 +212,7 @@ def test_signal_to_torchrun(path, trainer):
     assert any(line.startswith("step  3/") for line in launcher.stdout)
     launcher.send_signal(signal.SIGINT if trainer == "train_ddp" else signal.SIGTERM)
     launcher.communicate(timeout=DEADLINE)
-    assert launcher.returncode == 1 and not beside(path, ".prev.pt").exists()
+    assert launcher.returncode == 1 and not sibling_path(path, ".prev.pt").exists()
     check_stopped(path)
 
 

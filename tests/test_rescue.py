@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import train_minimal
 from planner import Planner
 from trainer import setup
-from trainer.plan import ask
+from trainer.plan import make_request
 
 slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
@@ -250,7 +250,7 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
     """A real failure of the CPU's allocator. The planner has no more than the rest, either. It may
     have, beyond what it has before that step, a `share` of the way from what `full` needs to what
     `none` does."""
-    planner = ask(parse(*LARGE)).planner
+    planner = make_request(parse(*LARGE)).planner
     least, most = (planner.step(8, recompute=policy).peak for policy in ("full", "none"))
     weights = sum(weight.nbytes for weight in planner.model.parameters())
     room = str(int(least + share * (most - least) - weights))

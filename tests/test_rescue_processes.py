@@ -31,9 +31,9 @@ from harness.runs import (
     train_here,
 )
 
-from planner.choose import all_ways, frontier
+from planner.choose import candidates, pareto_frontier
 from trainer.device import choose_precision
-from trainer.plan import Question
+from trainer.plan import PlanRequest
 
 slow, case, CPU = pytest.mark.slow, pytest.param, torch.device("cpu")
 SHAPE = "--n-layers=4 --batch-size=4 --num-steps=4"  # with more policies to choose from
@@ -178,8 +178,8 @@ def budgets(*flags: str) -> dict[str, float]:
     """The policies that `auto` takes, each by a budget for it, in KiB."""
     args = parse(*TINY, *SHAPE.split(), *flags)
     precision = choose_precision(args, CPU)
-    question = Question(args, 31, CPU, precision, ddp=True, processes=2)
-    ways = frontier(all_ways(question.planner, args.batch_size))
+    question = PlanRequest(args, 31, CPU, precision, ddp=True, processes=2)
+    ways = pareto_frontier(candidates(question.planner, args.batch_size))
     return {way.config.recompute: math.ceil(way.peak / 0.9 + 1) / 1024 for way in ways}
 
 

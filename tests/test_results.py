@@ -142,7 +142,7 @@ def test_a_block_is_drawn_as_it_is(policy, blocks):
     copies of weights)."""
     flags = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "d_model": 768, "n_heads": 12}
     listed = kept_by_one_block(policy, argparse.Namespace(**flags, no_amp=False))
-    kept = [s.bytes for s in listed if s.shape[0] in (BATCH_SIZE, BATCH_SIZE * SEQ_LEN)]
+    kept = [s.nbytes for s in listed if s.shape[0] in (BATCH_SIZE, BATCH_SIZE * SEQ_LEN)]
     assert sum(t.bytes for t in blocks[policy] if t.state == "#") == sum(kept)
 
 

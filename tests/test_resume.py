@@ -24,16 +24,16 @@ from hypothesis import strategies as st
 
 import train_minimal
 from trainer.bootstrap import set_up_stdout
-from trainer.flags import build_parser, changed, fill_in
+from trainer.flags import build_parser, resolve_defaults, with_flags
 from trainer.process import OneProcess
 from trainer.resume import (
+    candidate_paths,
     check_flags,
     load_newest,
-    newest_first,
     restore_flags,
 )
 from trainer.setup import set_up
-from trainer.snapshot import Resumed, SnapshotError, beside
+from trainer.snapshot import LoadedSnapshot, SnapshotError, sibling_path
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
 CONSTANT = ("--lr-scheduler=constant", "--warmup-steps=1")
@@ -68,7 +68,7 @@ def test_resumed_equals_uninterrupted(kind, parts, last):
     that changes no weight. What is done twice is logged once; a step that was saved when its
     evaluation died is evaluated then. Nothing but that memory is typed again."""
     kind = (*kind, "--eval-interval=4", "--save-interval=3")
-    with tempfile.TemporaryDirectory() as folder, patch("memory.offload.SMALL", 1):
+    with tempfile.TemporaryDirectory() as folder, patch("memory.offload.MIN_OFFLOAD_BYTES", 1):
         path = Path(folder, "run.pt")
         for step, fault, words in sorted(parts):
             if path.exists() and snapshot(path)["step"] >= step:  # it has come further
@@ -157,18 +157,18 @@ def test_damaged_snapshots_are_replaced_by_the_next_best(tmp_path, capsys, lost)
     weights = snapshot(whole)["model"]["token_embedding.weight"].numpy().tobytes()
     for how, bad in damaged(whole.read_bytes(), weights).items():
         path = tmp_path / f"{how}.pt"
-        names = newest_first(path)
-        for name, good in zip(names, newest_first(whole), strict=True):
+        names = candidate_paths(path)
+        for name, good in zip(names, candidate_paths(whole), strict=True):
             name.write_bytes(bad if name in names[:lost] else good.read_bytes())
         capsys.readouterr()
         code, (said, error) = train_here(path, "--resume", *flags), capsys.readouterr()
         if lost == 3:
             assert code == 2 and re.fullmatch(f"error: --resume: {path} is .*\n", error)
             continue
-        step = snapshot(newest_first(whole)[lost])["step"]
+        step = snapshot(candidate_paths(whole)[lost])["step"]
         resumed = f"taking {names[lost]}\nresume   {names[lost]}, step {step}\n"
         assert code == 0 and re.search(f"resume   {path} is .*; {resumed}", said)
-        assert beside(path, ".damaged.pt").read_bytes() == bad  # it might be the disk's fault
+        assert sibling_path(path, ".damaged.pt").read_bytes() == bad  # it might be the disk's fault
         assert same(snapshot(path)["model"], snapshot(whole)["model"])
         assert lost == 2 or snapshot(names[1])["step"] == 15
 
@@ -178,8 +178,12 @@ def test_all_processes_agree_on_the_lowest_loss(path):
     assert train_here(path, "--eval-interval=5") == 0
     lowest, last = min(r["val_loss"] for r in metrics(path) if "val_loss" in r), metrics(path)[-1]
     process = OneProcess(torch.device("cpu"))
-    process.rank, process.by_all, process.by_first = 1, lambda act: act(), lambda act: None
-    process.exchange = lambda mine: [last if mine is None else mine]
+    process.rank, process.run_on_all_ranks, process.run_on_rank0 = (
+        1,
+        lambda act: act(),
+        lambda act: None,
+    )
+    process.all_gather_object = lambda mine: [last if mine is None else mine]
     args = parse(*TINY, "--resume --num-steps=30")
     args.checkpoint_path = path
     assert set_up(args, process, load_newest(path)).best_val_loss == lowest
@@ -195,9 +199,9 @@ def taken(before: str, typed: str, *unknown: str) -> argparse.Namespace:
     state |= {"config": {"vocab_size": 289}, "typed": sorted(saved.typed)}
     for name in unknown:
         del state[name]
-    resumed = Resumed(state, args.checkpoint_path)
+    resumed = LoadedSnapshot(state, args.checkpoint_path)
     restore_flags(args, resumed)
-    check_flags(fill_in(args), resumed)
+    check_flags(resolve_defaults(args), resumed)
     return args
 
 
@@ -233,15 +237,15 @@ def test_what_is_typed_wins_or_is_refused(before, typed, as_if):
         with pytest.raises(SnapshotError, match=as_if.removeprefix("error: ")):
             taken(before, typed)
         return
-    wanted = changed(parse("--resume", as_if), typed=None)
-    assert changed(taken(before, typed), typed=None) == wanted
+    wanted = with_flags(parse("--resume", as_if), typed=None)
+    assert with_flags(taken(before, typed), typed=None) == wanted
 
 
 @pytest.mark.parametrize("before", ["--num-steps 77", "--num-tokens 7680", "--lr 0.01"])
 def test_an_older_snapshot_does_not_tell_which_flags_were_typed(before):
     """All of them count then."""
-    now = changed(taken(before, "", "typed"), typed=None, warmup_steps=None)
-    assert now == changed(parse("--resume", before), typed=None, warmup_steps=None)
+    now = with_flags(taken(before, "", "typed"), typed=None, warmup_steps=None)
+    assert now == with_flags(parse("--resume", before), typed=None, warmup_steps=None)
 
 
 # ---- What is said, and can be pasted

@@ -12,12 +12,12 @@ from harness.planned import planner
 from harness.runs import start_together
 from harness.sharded import CASES, LONG_CASES
 
-from memory import expanded
+from memory import recompute_plan
 from planner.choose import pick_recompute
 from planner.formulas import state_bytes
-from planner.shards import share_of
+from planner.shards import state_bytes_per_rank
 from trainer.optimizer import make_optimizer
-from trainer.plan import Question
+from trainer.plan import PlanRequest
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 CPU = torch.device("cpu")
@@ -59,17 +59,17 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
 def test_rows_that_do_not_divide_are_rounded_up(n):
     """Also where there are more processes than rows. No step takes less than its share."""
     plan = planner(WIDE, shards=n)
-    assert [len(p) for p in plan.own.parameters()] == [
+    assert [len(p) for p in plan.local_model.parameters()] == [
         -(-len(p) // n) for p in plan.model.parameters()
     ]
-    least = share_of(state_bytes(WIDE), WIDE, n)
+    least = state_bytes_per_rank(state_bytes(WIDE), WIDE, n)
     assert least < plan.step(1, recompute="full").peak
-    assert share_of(100, WIDE, 1) == 100
+    assert state_bytes_per_rank(100, WIDE, 1) == 100
 
 
 def test_shards_never_take_a_group():
     plan = planner(WIDE, shards=2)
-    assert expanded(pick_recompute(plan, 16, 1).config).group == 1  # nothing fits
+    assert recompute_plan(pick_recompute(plan, 16, 1).config).group_size == 1  # nothing fits
 
 
 # ---- asked by flags
@@ -91,7 +91,9 @@ def test_plan_memory_plans_shards(flag, trainer, way, said):
         f"{way['shards']} --num-steps 3"
     )
     precision = getattr(torch, answer.json["precision"])
-    planner_of = [Question(parse(SHAPE), 64, CPU, precision, **more).planner for more in (way, {})]
+    planner_of = [
+        PlanRequest(parse(SHAPE), 64, CPU, precision, **more).planner for more in (way, {})
+    ]
     peak, alone = (plan.step(BATCH, recompute="full").peak for plan in planner_of)
     assert answer.peaks["full"] == peak < alone
     assert said in answer.out
@@ -103,7 +105,7 @@ def test_plan_memory_plans_shards(flag, trainer, way, said):
 
 def test_the_way_to_shards_is_named_where_the_state_does_not_fit():
     args = parse(f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint full/2 {DEEP}")
-    ddp = Question(args, 64, CPU, torch.float32, ddp=True, processes=4)
-    at_state = replace(ddp, room=room_for(ddp.state))
+    ddp = PlanRequest(args, 64, CPU, torch.float32, ddp=True, processes=4)
+    at_state = replace(ddp, room=room_for(ddp.state_bytes))
     for asked, named in ((at_state, True), (replace(at_state, processes=1), False)):
-        assert ("(train_fsdp.py deals them out)" in asked.way_out()[0]) == named
+        assert ("(train_fsdp.py deals them out)" in asked.fitting_change()[0]) == named

@@ -25,12 +25,12 @@ from trainer.snapshot import (
     KEYS,
     SaveError,
     SnapshotError,
-    beside,
     claim,
     files_of,
     read_snapshot,
+    rename_older_run,
     save_snapshot,
-    step_aside,
+    sibling_path,
 )
 
 
@@ -70,7 +70,7 @@ def test_only_what_is_asked_for_stays(tmp_path):
     for step in (1, 2):
         save_snapshot(tmp_path / "lr0", state(step))
     assert {p.name for p in tmp_path.iterdir()} == {"lr0", ".lr0.01.123.tmp"}
-    assert beside(Path("lr0.01"), ".prev.pt") == Path("lr0.01.prev.pt")
+    assert sibling_path(Path("lr0.01"), ".prev.pt") == Path("lr0.01.prev.pt")
 
 
 # ---- To read one
@@ -153,8 +153,8 @@ def test_whatever_runs_of_one_second_and_a_kill_have_left_is_kept(runs, survived
             calls = iter(renames)
             killed = patch.object(os, "replace", lambda *names, calls=calls: next(calls)(*names))
             with killed, suppress(Injected):
-                step_aside(path)
-            step_aside(path)
+                rename_older_run(path)
+            rename_older_run(path)
             assert not any(file.exists() for file in files_of(path))
         there = [*Path(folder).iterdir()]
         assert all(file.name.startswith("run.2001-09-09-014640") for file in there)  # -2, -3
@@ -173,7 +173,7 @@ def test_what_a_kill_has_left_is_kept_and_gone_on_with(
     path, tmp_path, capsys, left, becomes, goes_on
 ):
     """No command is promised that could not."""
-    file = beside(path, left)
+    file = sibling_path(path, left)
     assert train_here(path, "--num-steps=2", "--save-interval=1") == 0
     for other in set(files_of(path)) - {file}:
         other.unlink(missing_ok=True)

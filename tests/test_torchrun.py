@@ -26,22 +26,22 @@ from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from train_sp import SPProcess
 from trainer import bootstrap
-from trainer.device import Room
+from trainer.device import MemoryBudget
 from trainer.flags import UsageError, model_config
 from trainer.plan import plan_memory
 from trainer.process import OneProcess
 from trainer.setup import (
-    FOLLOW,
-    OWN,
-    WAYS_OUT,
+    DERIVED_FLAGS,
+    HINTS,
+    MAY_DIFFER,
     Facts,
-    check_alike,
+    check_same_on_all_ranks,
     data_facts,
-    facts,
     find_data,
+    run_facts,
 )
-from trainer.snapshot import Resumed
-from trainer.torchrun import Torchrun, common_name, lost_others
+from trainer.snapshot import LoadedSnapshot
+from trainer.torchrun import Torchrun, peer_failure_message, rendezvous_key
 
 slow = pytest.mark.slow
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -198,9 +198,9 @@ def test_each_attempt_meets_under_a_name_of_its_own():
     store, names, how = dist.HashStore(), set(), (2, timedelta(seconds=30))
     for attempt in range(1, 4):
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(common_name, store, attempt % 2, *how)
+            first = pool.submit(rendezvous_key, store, attempt % 2, *how)
             time.sleep(0.2)
-            assert common_name(store, 1 - attempt % 2, *how) == first.result()
+            assert rendezvous_key(store, 1 - attempt % 2, *how) == first.result()
         names.add(first.result())
         assert len(names) == attempt
 
@@ -251,7 +251,7 @@ def test_nccl_keeps_the_order_of_calls_of_two_groups(monkeypatch):
     monkeypatch.delenv(name)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ[name]))
     of_two(monkeypatch)
-    SPProcess(parse("--device=cpu")).start()
+    SPProcess(parse("--device=cpu")).init_process_group()
     assert seen == ["1"]
 
 
@@ -260,11 +260,11 @@ def test_gpus_meet_by_nccl_where_there_is_one(monkeypatch):
     asked: list[dict] = []
     monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
     process = of_two(monkeypatch)
-    monkeypatch.setattr(Torchrun, "own_device", lambda *_: GPU)
+    monkeypatch.setattr(Torchrun, "local_device", lambda *_: GPU)
     for device, nccl in ((CPU, True), (GPU, True), (GPU, False)):
         monkeypatch.setattr(dist, "is_nccl_available", lambda nccl=nccl: nccl)
         process.device = device
-        assert process.connect() is None
+        assert process.new_device_group() is None
     assert asked == [{"backend": "nccl", "timeout": process.timeout, "device_id": GPU}]
     with pytest.raises(UsageError, match="needs NCCL on GPUs.*: train_ddp.py"):
         FSDPProcess(parse())
@@ -298,9 +298,9 @@ OF_NCCL, IN_VAIN, ENDED = dist.DistBackendError, "waited 5 s for the others in v
 )
 def test_what_is_said_of_the_others(error, says, monkeypatch):
     monkeypatch.setenv("MINIGPT_TIMEOUT_S", "5")
-    assert lost_others(error) is None  # without torchrun
+    assert peer_failure_message(error) is None  # without torchrun
     monkeypatch.setenv("RANK", "0")
-    assert (says or "None") in str(lost_others(error))
+    assert (says or "None") in str(peer_failure_message(error))
 
 
 def test_a_network_interface_that_is_not_there(tmp_path):
@@ -320,7 +320,7 @@ def test_other_data(tmp_path, monkeypatch, capsys):
         is_data = isinstance(mine, dict) and "--train-data" in mine
         return [{**mine, "--train-data": "a book"}, mine] if is_data else [mine]
 
-    monkeypatch.setattr(OneProcess, "exchange", exchange)
+    monkeypatch.setattr(OneProcess, "all_gather_object", exchange)
     assert runs.train_here(tmp_path / "run.pt") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --train-data: rank 0 has a book, rank 1 has toy data")
@@ -332,15 +332,18 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
     monkeypatch.setattr("trainer.device.free_memory", lambda device: 1 << 30)
     args = parse(*TINY, "--use-activation-checkpoint=auto --batch-size=8 --no-amp")
     process = OneProcess(CPU)
-    process.own_policy = False  # as with shards
-    process.exchange = lambda mine: [{Room: Room(theirs, "cpu")}.get(type(mine), mine), mine]
+    process.has_own_policy = False  # as with shards
+    process.all_gather_object = lambda mine: [
+        {MemoryBudget: MemoryBudget(theirs, "cpu")}.get(type(mine), mine),
+        mine,
+    ]
     config, *_ = plan_memory(args, process, model_config(args, 31), torch.float32)
     assert (config.recompute == "none") == (chosen == "none")
 
 
 def of(*flags: str, precision=torch.float32, device=CPU, step=None) -> Facts:
-    resumed = Resumed({"step": step, "run": "0123456789"}, Path("run.pt")) if step else None
-    return facts(parse(*TINY, *flags), OneProcess(device), precision, resumed)
+    resumed = LoadedSnapshot({"step": step, "run": "0123456789"}, Path("run.pt")) if step else None
+    return run_facts(parse(*TINY, *flags), OneProcess(device), precision, resumed)
 
 
 SAME = "start all with the same flags"
@@ -370,15 +373,15 @@ SAME = "start all with the same flags"
 )
 def test_what_differs_is_named(of_each, says):
     if says is None:
-        return check_alike(of_each)
+        return check_same_on_all_ranks(of_each)
     with pytest.raises(UsageError) as error:
-        check_alike(of_each)
+        check_same_on_all_ranks(of_each)
     assert str(error.value).startswith(says)
 
 
 def test_every_flag_is_compared_or_has_a_reason():
     args = parse(*TINY)
-    names = {"--" + name.replace("_", "-") for name in vars(args).keys() - OWN}
+    names = {"--" + name.replace("_", "-") for name in vars(args).keys() - MAY_DIFFER}
     known = of() | data_facts(find_data(args, OneProcess(CPU)))
-    assert names <= known.keys() and OWN <= vars(args).keys()
-    assert known.keys() >= {*WAYS_OUT, *FOLLOW}
+    assert names <= known.keys() and MAY_DIFFER <= vars(args).keys()
+    assert known.keys() >= {*HINTS, *DERIVED_FLAGS}

@@ -20,11 +20,11 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import train_minimal
-from memory.head import softmax_in_place
+from memory.head import target_log_prob_
 from trainer import clocks
 from trainer.clocks import MEASURED_STEP, StepClock
 from trainer.device import choose_precision, set_matmul_precision
-from trainer.metrics import format_line, memory_used
+from trainer.metrics import format_line, peak_memory
 from trainer.report import describe_run, sample_text
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
@@ -169,8 +169,10 @@ def test_the_sample_compiles_nothing(path, monkeypatch):
     counters.clear()
     compile_module = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
-    monkeypatch.setattr("memory.head.compiled_softmax", lambda: softmax_in_place)  # without g++
-    monkeypatch.setattr("trainer.endings.sample_text", sample)
+    monkeypatch.setattr(
+        "memory.head.compiled_target_log_prob", lambda: target_log_prob_
+    )  # without g++
+    monkeypatch.setattr("trainer.shutdown.sample_text", sample)
     flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
     assert train_here(path, *flags) == 0
     assert not any("_orig_mod" in name for name in snapshot(path)["model"])
@@ -186,7 +188,7 @@ def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
     card = SimpleNamespace(total_memory=2**32)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    found = memory_used(CUDA)
+    found = peak_memory(CUDA)
     assert (found["peak_memory_bytes"], found["peak_active_bytes"]) == (2**30, 2**31)
     record = dict(step=1, epoch=0, lr=1, train_loss=1, step_ms=1, tokens_per_s=1, eta_s=3700)
     line = format_line(record | found, 20)
@@ -203,7 +205,7 @@ def test_a_clock_books_to_the_phase_that_began(monkeypatch):
     now.s = 100  # setting up does not count
     with clock:
         for phase, seconds in [("data", 1), ("forward", 2), ("backward", 4), ("optimizer", 8)]:
-            clock.begin(phase)
+            clock.begin_phase(phase)
             now.s += seconds
         with clock.paused("save"):  # does not count
             now.s += 50

@@ -40,7 +40,7 @@ from trainer.pretrained import (
     renamed,
 )
 from trainer.process import OneProcess
-from trainer.setup import check_alike, facts, start_run
+from trainer.setup import check_same_on_all_ranks, run_facts, start_run
 
 CPU = torch.device("cpu")
 N_TOY, N_MODEL = TINY.index("--n-layers"), TINY.index("--batch-size")
@@ -229,7 +229,7 @@ def test_what_older_folders_hold_besides(tmp_path):
 def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     """And does not, if another process has other weights."""
     argv = [*TINY[N_MODEL:], f"--checkpoint-path={tmp_path}/run.pt", f"--init-from={folder}", text]
-    run = start_run(build_parser("test", "x.pt").parse_args(argv), OneProcess.alone)
+    run = start_run(build_parser("test", "x.pt").parse_args(argv), OneProcess.from_args)
     assert same(run.model.state_dict(), load_model(folder, CPU)[0].state_dict())
     assert (run.step, run.args.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
     assert run.model.config.dropout == 0.1 and not run.optimizer.state  # the run's own
@@ -241,7 +241,7 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
     common = (run.args, run.process, run.precision)
     with pytest.raises(UsageError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
-        check_alike([facts(*common, open_pretrained(path)) for path in paths])
+        check_same_on_all_ranks([run_facts(*common, open_pretrained(path)) for path in paths])
 
 
 def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
@@ -416,7 +416,7 @@ class Scripted:
 
 def written(model, *flags: str, tokenizer=BYTE) -> list[str]:
     args = generate.build_parser().parse_args([*flags])
-    pieces = generate.write(args, model, tokenizer, CPU)
+    pieces = generate.generate_text(args, model, tokenizer, CPU)
     return [piece for piece in pieces if piece]
 
 

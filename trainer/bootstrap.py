@@ -90,14 +90,14 @@ def torchrun_lives() -> bool:
     if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: it is outside of this container)
         return pid != 1
     while pid:
-        name, _, numbers = read(f"/proc/{pid}/stat").rpartition(")")
-        if name.endswith("(pt_elastic") or "libtorch" in read(f"/proc/{pid}/maps"):
+        name, _, numbers = read_or_none(f"/proc/{pid}/stat").rpartition(")")
+        if name.endswith("(pt_elastic") or "libtorch" in read_or_none(f"/proc/{pid}/maps"):
             return True
         pid = int(numbers.split()[1]) if numbers else 0
     return False
 
 
-def read(path: str) -> str:
+def read_or_none(path: str) -> str:
     """Read a file of /proc; "" if its process has ended, or is another user's."""
     try:
         with open(path, errors="replace") as file:

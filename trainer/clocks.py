@@ -30,7 +30,7 @@ from model import Block, MiniGPT
 from .device import is_compiled
 from .metrics import format_bytes
 from .process import OneProcess
-from .snapshot import SaveError, beside, saving
+from .snapshot import SaveError, atomic_write, sibling_path
 
 MEASURED_STEP = 3  # the first makes the optimizer's state, the second DDP's final buckets
 # Steps before those that are profiled. In the third the profiler is at work already.
@@ -60,13 +60,13 @@ class StepClock:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.begin("end")
+        self.begin_phase("end")
 
-    def begin(self, phase: str) -> None:
-        self.book()
+    def begin_phase(self, phase: str) -> None:
+        self.close_phase()
         self.phase = phase
 
-    def book(self) -> None:
+    def close_phase(self) -> None:
         """Add the time until now to the present phase."""
         now = time.perf_counter()
         self.total[self.phase] += now - self.since
@@ -75,21 +75,21 @@ class StepClock:
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
         before = self.phase
-        self.begin(phase)
+        self.begin_phase(phase)
         try:
             yield
         finally:
-            self.begin(before)
+            self.begin_phase(before)
 
-    def give_up(self) -> None:
+    def discard_step(self) -> None:
         """Forget the step that has begun: it will begin again."""
 
-    def expect(self, peak: int) -> None:
+    def expect_peak(self, peak: int) -> None:
         """From now on a step is predicted to take `peak` bytes."""
 
     def end_step(self) -> None:
         """What follows, until the next step's data, looks at the step and prints it."""
-        self.begin("log")
+        self.begin_phase("log")
         self.steps += 1
 
     def end_interval(self) -> float:
@@ -100,7 +100,7 @@ class StepClock:
 
     def seconds_per_step(self) -> float:
         """On average since the last `end_interval`."""
-        self.book()
+        self.close_phase()
         steps, seconds = self.last_interval
         return max(self.training_seconds() - seconds, 1e-9) / (self.steps - steps)
 
@@ -165,22 +165,22 @@ class PeakMemoryClock(StepClock):
         self.predicted, self.storages = predicted, LiveStorages()
         self.looking = ExitStack()
 
-    def begin(self, phase: str) -> None:
-        super().begin(phase)
+    def begin_phase(self, phase: str) -> None:
+        super().begin_phase(phase)
         first = phase == "forward" and self.steps == MEASURED_STEP - 1 and not self.storages.peak
         # Compiled blocks do not run as such under a mode, and shards are gathered unseen by it.
-        on_cpu, whole = self.process.device.type == "cpu", self.process.shards == 1
+        on_cpu, whole = self.process.device.type == "cpu", self.process.shard_degree == 1
         if first and self.predicted and on_cpu and whole and not is_compiled(self.model):
             weights = [*self.model.parameters()]
             gradients = [weight.grad for weight in weights]
             self.storages.look_at(weights, gradients, [*self.optimizer.state.values()])
             self.looking.enter_context(self.storages)
 
-    def give_up(self) -> None:
+    def discard_step(self) -> None:
         self.looking.close()
         self.storages = LiveStorages()
 
-    def expect(self, peak: int) -> None:
+    def expect_peak(self, peak: int) -> None:
         self.predicted = self.predicted and (peak, self.predicted[1])
 
     def end_step(self) -> None:
@@ -195,7 +195,7 @@ class PeakMemoryClock(StepClock):
         if peak:
             step, plain = map(format_bytes, self.predicted)
             without = f", without recompute {plain}" if step != plain else ""
-            self.process.say(
+            self.process.print0(
                 f"measured peak {format_bytes(peak)} of tensors; predicted {step}{without}"
             )
 
@@ -214,7 +214,7 @@ class ProfilingClock(PeakMemoryClock):
 
     def __init__(self, args: argparse.Namespace, process: OneProcess, *measured: Any):
         super().__init__(process, *measured)
-        self.asked, self.path = args.profile, beside(args.checkpoint_path, ".trace.json")
+        self.asked, self.path = args.profile, sibling_path(args.checkpoint_path, ".trace.json")
         self.phase_range, self.model_ranges = ExitStack(), ExitStack()
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines of its own
         # (acc_events: without it some versions warn of several cycles, though there is one.)
@@ -241,9 +241,9 @@ class ProfilingClock(PeakMemoryClock):
         self.profiler.start()
         return super().__enter__()
 
-    def begin(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         self.phase_range.close()
-        super().begin(phase)
+        super().begin_phase(phase)
         self.phase_range.enter_context(record_function(phase))
 
     def end_step(self) -> None:
@@ -257,7 +257,7 @@ class ProfilingClock(PeakMemoryClock):
         self.model_ranges.close()
         self.profiler.stop()  # reports, if it is recording
         if self.steps <= WARM_UP:
-            self.process.say("profile  nothing was recorded: the run ended before")
+            self.process.print0("profile  nothing was recorded: the run ended before")
 
     def report(self, profiler: profile) -> None:
         """Print the operators that took the most time themselves (on a GPU: there, kernels among
@@ -269,17 +269,17 @@ class ProfilingClock(PeakMemoryClock):
         where = "device" if any(row.self_device_time_total for row in rows) else "cpu"
         found = f"{self.steps - WARM_UP} of {self.asked} steps, by operators' own time"
         table = operators.table(sort_by=f"self_{where}_time_total", row_limit=TABLE_ROWS)
-        self.process.say(f"profile  {found}:\n{table}")
+        self.process.print0(f"profile  {found}:\n{table}")
         try:
-            with saving(self.path, 0) as temporary:
+            with atomic_write(self.path, 0) as temporary:
                 profiler.export_chrome_trace(str(temporary))
                 # The function that writes it says nothing of a full disk.
                 if not temporary.read_bytes().rstrip().endswith(b"}"):
                     raise OSError("not all of it could be written (disk full?)")
         except (SaveError, RuntimeError) as error:
-            return self.process.say(f"warning  no trace: {error}")
+            return self.process.print0(f"warning  no trace: {error}")
         hint = "open it in https://ui.perfetto.dev or chrome://tracing"
-        self.process.say(f"profile  {self.path}: {hint}")
+        self.process.print0(f"profile  {self.path}: {hint}")
 
 
 def make_clock(args: argparse.Namespace, process: OneProcess, *measured: Any) -> StepClock:

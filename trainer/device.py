@@ -150,28 +150,30 @@ def total_memory(device: torch.device) -> int | None:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """The memory that there is for a process, in bytes: its tensors, and all that is beside them.
 
     --memory-budget says it, or it is a card's, or what is free.
     """
 
-    budget: int | None  # None: nobody knows
+    total_bytes: int | None  # None: nobody knows
     device_type: str
     is_free: bool = False
-    host: int | None = None  # bytes of CPU memory that offload may have beside it; None: who knows
+    host_usable_bytes: int | None = (
+        None  # bytes of CPU memory that offload may have beside it; None: who knows
+    )
 
     @property
-    def safe(self) -> int | None:
+    def usable_bytes(self) -> int | None:
         """What tensors may take of it."""
-        return None if self.budget is None else for_tensors(self.budget, self.device_type)
+        return None if self.total_bytes is None else for_tensors(self.total_bytes, self.device_type)
 
     def __str__(self) -> str:
         """ "54.0 MiB (60.0 MiB less a margin of a tenth)" """
-        assert self.budget is not None and self.safe is not None
-        _, words = margin(self.budget, self.device_type)
-        whole = format_bytes(self.budget) + " free," * self.is_free
-        return f"{format_bytes(self.safe)} ({whole} less a margin of {words})"
+        assert self.total_bytes is not None and self.usable_bytes is not None
+        _, words = margin(self.total_bytes, self.device_type)
+        whole = format_bytes(self.total_bytes) + " free," * self.is_free
+        return f"{format_bytes(self.usable_bytes)} ({whole} less a margin of {words})"
 
 
 def margin(room: float, device_type: str) -> tuple[float, str]:
@@ -190,23 +192,23 @@ def for_tensors(room: float, device_type: str) -> int:
     return int(room - margin(room, device_type)[0])
 
 
-def room_on(
+def budget_on(
     device: torch.device,
     budget: int | None = None,
     processes: int = 1,
     held: int = 0,
     here: int = 1,
-) -> Room:
+) -> MemoryBudget:
     """Memory of one process: `budget` bytes, else free memory / `processes`, plus the `held` bytes
     of CPU memory that it will free. For a GPU also its part of the CPU memory, which the processes
     `here` share."""
     host = None
     if device.type != "cpu":
-        host = room_on(torch.device("cpu"), None, here, held).safe
+        host = budget_on(torch.device("cpu"), None, here, held).usable_bytes
     free = free_memory(device) if budget is None else None
     if free is not None:
         budget = free // processes + held * (device.type == "cpu")
-    return Room(budget, device.type, is_free=free is not None, host=host)
+    return MemoryBudget(budget, device.type, is_free=free is not None, host_usable_bytes=host)
 
 
 def built_in_memory() -> int | None:

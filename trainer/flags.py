@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memory import RECOMPUTE_POLICIES, Recompute, expand, write
+from memory import RECOMPUTE_POLICIES, RecomputePlan, format_recompute, parse_recompute
 from model import MiniGPTConfig
 from planner.cards import card_name
 
@@ -36,17 +36,17 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 # The upper ends are far above sense: they catch a slipped finger before it fills the machine.
-MOST = 10**9
-MOST_LAYERS = 10**4
-LARGEST = {  # sizes of a model
-    "n_layers": MOST_LAYERS,
+MAX_COUNT = 10**9
+MAX_LAYERS = 10**4
+MAX_SIZES = {  # sizes of a model
+    "n_layers": MAX_LAYERS,
     **dict.fromkeys(("n_heads", "d_model", "d_ff"), 10**6),
-    **dict.fromkeys(("max_position_embeddings", "vocab_size"), MOST),
+    **dict.fromkeys(("max_position_embeddings", "vocab_size"), MAX_COUNT),
 }
 AUTO = ("auto",)  # a run finds its policy by itself
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # each says it alone
 # A flag that is gone -> its replacement.
-GONE = {
+REPLACED_FLAGS = {
     "--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size",
     "--largest-batch": "scripts.plan_memory names it; --batch-size measures it",
     "--memory-viz": "python -m scripts.memory_page shows it",
@@ -76,7 +76,9 @@ class OneLineParser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(name, self._option_string_actions, n=1)
             hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}; {GONE.get(name, hint)}")
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}; {REPLACED_FLAGS.get(name, hint)}"
+            )
         return parsed
 
 
@@ -99,7 +101,7 @@ class TrainerParser(OneLineParser):
         return argparse.Namespace(**typed, **others, typed=typed.keys() | shape.keys())
 
 
-def changed(args: argparse.Namespace, **flags: Any) -> argparse.Namespace:
+def with_flags(args: argparse.Namespace, **flags: Any) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | flags)
 
 
@@ -117,10 +119,10 @@ def as_argv(args: argparse.Namespace, **changes: Any) -> list[str]:
         for name, value in vars(args).items()
         if name in args.typed and name not in changes and value != shape.get(name)
     }
-    return words_of(kept | changes)
+    return to_argv(kept | changes)
 
 
-def words_of(flags: dict[str, Any]) -> list[str]:
+def to_argv(flags: dict[str, Any]) -> list[str]:
     """Flags by their names in `args`, as they are typed; no word for None, nor for what is another
     tool's."""
     actions, words = {action.dest: action for action in build_parser("", "")._actions}, []
@@ -140,7 +142,7 @@ def words_of(flags: dict[str, Any]) -> list[str]:
 
 def is_size(name: str, value: object) -> bool:
     """Is `value` a size that a flag of that name takes? A file may say anything."""
-    return type(value) is int and 0 < value <= LARGEST[name]
+    return type(value) is int and 0 < value <= MAX_SIZES[name]
 
 
 def print_error(message: object) -> None:
@@ -148,7 +150,9 @@ def print_error(message: object) -> None:
     print(f"error: {' '.join(str(message).splitlines())}", file=sys.stderr)
 
 
-def number(kind: type, low: float, high: float = math.inf, *, open: bool = False) -> Callable:
+def number_in_range(
+    kind: type, low: float, high: float = math.inf, *, open: bool = False
+) -> Callable:
     """An argparse type: a finite number in [low, high]; with `open`, not the ends themselves."""
     noun = "a whole number" if kind is int else "a number"
     limits = f"above {low:g}" if open else f"of at least {low:g}"
@@ -172,7 +176,7 @@ def policy_string(text: str) -> str:
     """An argparse type: as `memory.expand` says, or auto; of how many layers is not known yet."""
     if text not in AUTO:
         try:
-            expand(text, MOST_LAYERS)
+            parse_recompute(text, MAX_LAYERS)
         except ValueError as error:
             message = str(error).removeprefix("recompute must be ")
             raise argparse.ArgumentTypeError(f"must be auto or {message}") from None
@@ -184,15 +188,15 @@ def without_auto(policy: str) -> str:
     return policy.replace("auto", "full") if policy in AUTO else policy
 
 
-def recompute_of(args: argparse.Namespace) -> Recompute:
+def recompute_plan_of(args: argparse.Namespace) -> RecomputePlan:
     """What the flags say of each block; for `auto`, as if it were `full`. Raises UsageError."""
     try:
-        return expand(without_auto(args.use_activation_checkpoint), args.n_layers)
+        return parse_recompute(without_auto(args.use_activation_checkpoint), args.n_layers)
     except ValueError as error:
-        raise UsageError(flags_for_fields(str(error))) from None
+        raise UsageError(fields_to_flags(str(error))) from None
 
 
-def flags_for_fields(message: str) -> str:
+def fields_to_flags(message: str) -> str:
     """The config names a field, d_model; the user knows a flag, --d-model."""
     names = "|".join(field.name for field in fields(MiniGPTConfig))
     message = re.sub(rf"\b({names})\b", lambda name: flag(name[0]), message)
@@ -251,10 +255,13 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         description="Train a MiniGPT and see what activation memory costs.",
         allow_abbrev=False,
     )
-    count, count_or_zero = number(int, 1, MOST), number(int, 0, MOST)
-    layers, size = number(int, 1, LARGEST["n_layers"]), number(int, 1, LARGEST["d_model"])
-    seed = number(int, 0, 2**63 - 1)
-    positive, positive_or_zero = number(float, 0, open=True), number(float, 0)
+    count, count_or_zero = number_in_range(int, 1, MAX_COUNT), number_in_range(int, 0, MAX_COUNT)
+    layers, size = (
+        number_in_range(int, 1, MAX_SIZES["n_layers"]),
+        number_in_range(int, 1, MAX_SIZES["d_model"]),
+    )
+    seed = number_in_range(int, 0, 2**63 - 1)
+    positive, positive_or_zero = number_in_range(float, 0, open=True), number_in_range(float, 0)
 
     # fmt: off
     # A table: one flag, its type and default, then its help.
@@ -263,7 +270,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="files, folders or globs: text, .jsonl with \"text\", token files .bin or .npy "
         "(default: Python's own standard library)")
     add("--val-data", nargs="+", metavar="PATH", help="(default: split off by --val-ratio)")
-    add("--val-ratio", type=number(float, 0, 1, open=True), default=0.1, metavar="SHARE",
+    add("--val-ratio", type=number_in_range(float, 0, 1, open=True), default=0.1, metavar="SHARE",
         help="share of the data that validates (default: %(default)s)")
     add("--tokenizer-name", metavar="NAME",
         help="bpe (trained on your data), byte, gpt2, any other tiktoken name, FILE.tiktoken "
@@ -286,7 +293,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--n-heads", type=size, default=4, metavar="N", help="(default: %(default)s)")
     add("--d-model", type=size, default=128, metavar="N", help="channels (default: %(default)s)")
     add("--d-ff", type=size, metavar="N", help="channels inside the MLP (default: 4 x --d-model)")
-    add("--dropout", type=number(float, 0, 0.99), default=0.0, metavar="P",
+    add("--dropout", type=number_in_range(float, 0, 0.99), default=0.0, metavar="P",
         help="0 = off (default: %(default)s)")
     add("--max-position-embeddings", type=count, metavar="N",
         help="longest sequence that the model can ever see, in tokens (default: --seq-len)")
@@ -329,7 +336,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--num-tokens", type=token_count, metavar="N",
         help="instead of --num-steps: as many steps as see so many tokens, of all processes; 1B, "
         "300M, 1e9")
-    add("--num-epochs", type=number(float, 0, 10**6, open=True), metavar="X",
+    add("--num-epochs", type=number_in_range(float, 0, 10**6, open=True), metavar="X",
         help="instead of --num-steps: as many as see the training data X times")
     add("--lr", type=positive, metavar="RATE",
         help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table; for muon 0.8; "
@@ -404,7 +411,7 @@ def tokens_per_step(args: argparse.Namespace, processes: int) -> int:
     return int(args.batch_size * args.seq_len * args.grad_accum_steps * processes)
 
 
-def fill_in(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
+def resolve_defaults(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
     """The defaults that depend on other flags. Raises UsageError for contradictions."""
     lengths = [flag(name) for name in LENGTHS if name in args.typed]
     if len(lengths) > 1:
@@ -419,7 +426,7 @@ def fill_in(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    settle_length(args, processes)
+    resolve_num_steps(args, processes)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.min_lr > args.lr:
@@ -437,11 +444,11 @@ def fill_in(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
 
 def check_sharded(args: argparse.Namespace, processes: int, trainer: str) -> None:
     """Raise UsageError for flags that do not go with a model in shards; `trainer`: which one."""
-    policy = recompute_of(args)
-    if policy.group > 1 and not policy.nested and processes > 1:  # alone: nothing is gathered
+    policy = recompute_plan_of(args)
+    if policy.group_size > 1 and not policy.nested and processes > 1:  # alone: nothing is gathered
         raise UsageError(
             f"--use-activation-checkpoint {args.use_activation_checkpoint}: {trainer} gathers "
-            f"block by block; {write(policy._replace(nested=True))} fits"
+            f"block by block; {format_recompute(policy._replace(nested=True))} fits"
         )
     if args.compress_gradients:
         raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
@@ -462,7 +469,7 @@ def check_shared(args: argparse.Namespace, processes: int) -> None:
         raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
 
 
-def settle_length(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:
+def resolve_num_steps(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:
     """Set --num-steps to what --num-tokens or --num-epochs mean, in whole steps, rounded up; and
     the warm-up that follows from it.
 
@@ -495,4 +502,4 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
     try:
         return MiniGPTConfig(**{field.name: own[field.name] for field in fields(MiniGPTConfig)})
     except ValueError as error:
-        raise UsageError(flags_for_fields(str(error))) from None
+        raise UsageError(fields_to_flags(str(error))) from None

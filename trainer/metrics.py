@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .flags import UsageError
-from .snapshot import SaveError, State, beside, cannot_save, saving
+from .snapshot import SaveError, State, atomic_write, cannot_save, sibling_path
 
 
 def perplexity(loss: float) -> float:
@@ -26,7 +26,7 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def memory_used(device: torch.device) -> dict[str, Any]:
+def peak_memory(device: torch.device) -> dict[str, Any]:
     """Return the most memory that this process has held at a time, as the log has it.
 
     kind "cuda": bytes of tensors, as PyTorch's allocator counts them. Beside them, active: with
@@ -56,8 +56,8 @@ def memory_used(device: torch.device) -> dict[str, Any]:
 
 # ---- Where records go: each writer is a function that takes one
 
-Record = dict[str, Any]
-Write = Callable[[Record], object]
+LogRecord = dict[str, Any]
+Write = Callable[[LogRecord], object]
 
 
 def open_metrics(path: Path, resumed_step: int) -> Write:
@@ -71,11 +71,11 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
     records = read_metrics(path) if resumed_step and path.exists() else []
     kept = [r for r in records if r.get("step", math.inf) <= resumed_step]
     text = "".join(json.dumps(r) + "\n" for r in kept)
-    with saving(path, len(text)) as temporary:
+    with atomic_write(path, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")
     file = open(path, "a", encoding="utf-8", buffering=1)
 
-    def write(record: Record) -> None:
+    def write(record: LogRecord) -> None:
         # JSON has no NaN: null says "not a number" in a way that every reader takes.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -91,7 +91,7 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
     return write
 
 
-def read_metrics(path: Path) -> list[Record]:
+def read_metrics(path: Path) -> list[LogRecord]:
     """Return the records of a metrics.jsonl, without a line that a crash cut short. Raises
     OSError."""
     records = []
@@ -101,7 +101,7 @@ def read_metrics(path: Path) -> list[Record]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def logged_at(step: int, path: Path) -> Record | None:
+def logged_at(step: int, path: Path) -> LogRecord | None:
     """Return the record of that step; None if it was not logged."""
     records = read_metrics(path) if path.is_file() else []
     return next((r for r in records if r.get("step") == step), None)
@@ -129,7 +129,7 @@ def to_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbe
     """Log into the folder `RUN.tensorboard` beside the snapshot."""
     from torch.utils.tensorboard import SummaryWriter
 
-    folder = beside(path, ".tensorboard")
+    folder = sibling_path(path, ".tensorboard")
     # An earlier process may have written later steps: they are done again.
     writer = SummaryWriter(str(folder), purge_step=step + 1)
     flags = (f"    {name} = {value}" for name, value in identity["args"].items())
@@ -155,7 +155,7 @@ def to_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
 
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "minigpt"),
-        name=beside(path, "").name,
+        name=sibling_path(path, "").name,
         id=identity["run"],
         resume="allow",
         dir=path.parent,
@@ -195,7 +195,7 @@ def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) 
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             say(f"warning  --log-to {args.log_to} ended ({reason}); metrics.jsonl goes on")
 
-    def write(record: Record) -> None:
+    def write(record: LogRecord) -> None:
         numbers = {
             name: value
             for name, value in record.items()
@@ -211,7 +211,7 @@ def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) 
 # ---- In words
 
 
-def format_line(record: Record, num_steps: int) -> str:
+def format_line(record: LogRecord, num_steps: int) -> str:
     """Return the log line that a person reads: the same record, in a fixed order."""
     parts = [
         f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
@@ -236,7 +236,7 @@ def format_loss(loss: float) -> str:
     return f"{loss:.4f} ppl {perplexity(loss):.2f}"
 
 
-def format_validation(record: Record) -> str:
+def format_validation(record: LogRecord) -> str:
     """ "2.1000 ppl 8.17 (2.200 bits/byte)" """
     bits = record["val_bits_per_byte"]
     in_bytes = "" if bits is None else f" ({bits:.3f} bits/byte)"

@@ -20,12 +20,12 @@ BETAS, EPS = (0.9, 0.95), 1e-8  # of AdamW; the second beta is GPT-3's
 MOMENTUM = 0.95  # of Muon
 # Muon's polynomial a x + b x^3 + c x^5: five in a row take all singular values from 0.003 to 1 to
 # somewhere between 0.68 and 1.2, which is as good as 1 (Jordan, 2024).
-QUINTIC, QUINTICS = (3.4445, -4.7750, 2.0315), 5
+NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # torch's names
 # Elements that are copied at a time, at least one matrix: the step shall need little beside what
 # it is there to save.
 AT_A_TIME = 2**22
-Part = Callable[[Tensor, Tensor], Tensor]  # OneProcess.part
+LocalShard = Callable[[Tensor, Tensor], Tensor]  # OneProcess.part
 Groups = list[dict[str, Any]]
 LANES = 64  # a multiple of the floats in a CPU's vector
 
@@ -116,7 +116,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         """Update one parameter, AT_A_TIME elements at a time."""
         state = self.state[parameter]
         every = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        columns = [local(t).reshape(-1).split(AT_A_TIME) for t in every if t is not None]
+        columns = [local_tensor(t).reshape(-1).split(AT_A_TIME) for t in every if t is not None]
         step = state["step"].clone()
         for pieces in zip(*columns, strict=True):
             self.adamw_piece(pieces, state["step"].copy_(step), group)  # the kernel adds 1
@@ -124,7 +124,7 @@ class LeanOptimizer(torch.optim.Optimizer):
     def adamw_piece(self, pieces: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> None:
         """torch's own kernel, on float32 copies of the moments. They are free when this returns,
         before those of the next piece are made."""
-        wide = [widen(piece, self.lanes) for piece in pieces]
+        wide = [to_padded_float32(piece, self.lanes) for piece in pieces]
         weights, gradients, first, second = ([copy] for copy in wide)
         adamw(
             weights, gradients, first, second, [], [step],
@@ -141,16 +141,16 @@ class LeanOptimizer(torch.optim.Optimizer):
         The update has a root mean square of 0.2, about as AdamW's has: so one learning rate and
         one weight decay serve both (Liu et al., 2025, arXiv 2502.16982, section 2.2).
         """
-        update = orthogonalize_rows(self.look_ahead(matrices), matrices[0])
+        update = orthogonalize_rows(self.nesterov_momentum(matrices), matrices[0])
         update = update.float() * (0.2 * math.sqrt(max(matrices[0].shape)))
-        for weight, change in zip(map(local, matrices), update, strict=True):
+        for weight, change in zip(map(local_tensor, matrices), update, strict=True):
             change = (weight * group["weight_decay"]).add_(change).mul_(group["lr"])
             weight.sub_(self.unless_skipped(change))
 
-    def look_ahead(self, matrices: list[Tensor]) -> Tensor:
+    def nesterov_momentum(self, matrices: list[Tensor]) -> Tensor:
         """Take the gradients into the momenta; returns Nesterov's mean of both, (n, A, B)."""
-        stored = [local(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
-        gradients = torch.stack([local(m.grad) for m in matrices if m.grad is not None])
+        stored = [local_tensor(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        gradients = torch.stack([local_tensor(m.grad) for m in matrices if m.grad is not None])
         momenta = torch.stack(stored).float()
         # Each operation rounds once. (lerp may round once or twice, by an element's place in a
         # vector; of a shard that is another place.)
@@ -186,14 +186,14 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     (n, A, B) -> (n, A, B). Newton-Schulz iterations, products only (Jordan, 2024).
     torch.optim.Muon has them for one matrix at a time, in bfloat16, which some devices emulate.
     """
-    a, b, c = QUINTIC
+    a, b, c = NS_COEFFICIENTS
     x = matrices if matrices.size(1) <= matrices.size(2) else matrices.mT  # the smaller products
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     if exact and x.size(1) < x.size(2):
         x = torch.bmm(product_of_factors(torch.bmm(x, x.mT)), x)
     else:
-        for _ in range(QUINTICS):
+        for _ in range(NS_STEPS):
             square = torch.bmm(x, x.mT)
             factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
             x = torch.baddbmm(x, factor, x, beta=a)
@@ -206,19 +206,19 @@ def product_of_factors(square: Tensor) -> Tensor:
     Fewer FLOPs than one iteration after the other where B > A. But the eigenvalues of x x' are
     squares, for whose range bfloat16 has too few digits, and so has TF32.
     """
-    a, b, c = QUINTIC
+    a, b, c = NS_COEFFICIENTS
     total = None
-    for i in range(QUINTICS):
+    for i in range(NS_STEPS):
         factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
         total = factor if total is None else torch.bmm(factor, total)
-        if i < QUINTICS - 1:  # of the next x
+        if i < NS_STEPS - 1:  # of the next x
             square = torch.bmm(factor, torch.bmm(square, factor))
     assert total is not None
     return total
 
 
-def widen(piece: Tensor, lanes: int) -> Tensor:
+def to_padded_float32(piece: Tensor, lanes: int) -> Tensor:
     """A float32 copy of `piece`, with zeros up to a multiple of `lanes` elements; or `piece`.
 
     A CPU's kernel computes what does not fill a vector by other instructions, which round
@@ -234,7 +234,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this process has of it: all, unless it is sharded."""
     return getattr(tensor, "to_local", lambda: tensor)()
 
@@ -273,7 +273,9 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Ten
 
 
 @torch.no_grad()
-def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], part: Part) -> None:
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], part: LocalShard
+) -> None:
     """Put the moments of a `state_dict` back, in this optimizer's dtype.
 
     They are the snapshot's; the settings (weight decay, fused or not) are this run's. So this is

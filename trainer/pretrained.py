@@ -22,9 +22,9 @@ from data.tokenizer import errors_as_data_errors, load_tokenizer
 from data.tokenizer_json import read_folder
 from model import MiniGPT, MiniGPTConfig
 
-from .flags import LARGEST, UsageError, flag, is_size
-from .optimizer import Part
-from .snapshot import Resumed, SnapshotError, check_shapes, peek, read_snapshot
+from .flags import MAX_SIZES, UsageError, flag, is_size
+from .optimizer import LocalShard
+from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
 # The flags that follow from the weights.
 SHAPE = "n_layers n_heads d_model d_ff max_position_embeddings".split()
@@ -104,7 +104,7 @@ def read_config(folder: Path) -> MiniGPTConfig:
 
 def make_config(content: dict[str, Any]) -> MiniGPTConfig:
     """Make a config of what a file says. Raises DataError on a size that no flag would take."""
-    for name, largest in LARGEST.items():
+    for name, largest in MAX_SIZES.items():
         if not is_size(name, content[name]):
             raise DataError(
                 f"{name} is {content[name]!r}, not a whole number of at least 1 and at most "
@@ -157,7 +157,7 @@ class Pretrained:
     checksum: int  # the same for the same weights
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, part: Part) -> None:
+    def fill(self, model: nn.Module, part: LocalShard) -> None:
         """Copy them into a model of that shape; `part` as in `MiniGPT.init_weights`."""
         for name, weight in model.state_dict().items():
             weight.copy_(part(self.weights[name].float(), weight))
@@ -170,7 +170,7 @@ class Pretrained:
         return model.eval()
 
 
-Origin = Resumed | Pretrained | None  # what a run begins with; None: weights that are drawn
+Origin = LoadedSnapshot | Pretrained | None  # what a run begins with; None: weights that are drawn
 
 
 def open_pretrained(path: Path) -> Pretrained:

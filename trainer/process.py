@@ -29,13 +29,15 @@ class OneProcess:
 
     script = "train_minimal.py"
     rank, world_size = 0, 1
-    keeps_gradients = False  # are they in memory that stays? (The planner asks.)
-    own_policy = True  # may each process recompute in its own way?
-    sends_early = False  # do gradients travel during backward, which then cannot be repeated?
-    processes_here = 1  # on this machine
+    gradients_persist = False  # are they in memory that stays? (The planner asks.)
+    has_own_policy = True  # may each process recompute in its own way?
+    reduces_in_backward = (
+        False  # do gradients travel during backward, which then cannot be repeated?
+    )
+    local_world_size = 1  # on this machine
     # Over how many are weights, gradients and moments dealt out? (The planner asks that, too.)
-    shards = 1
-    sharing = 1  # processes that compute the same sequences, each some tokens of them
+    shard_degree = 1
+    sp_degree = 1  # processes that compute the same sequences, each some tokens of them
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -45,7 +47,7 @@ class OneProcess:
         self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
 
     @classmethod
-    def alone(cls, args: argparse.Namespace) -> "OneProcess":
+    def from_args(cls, args: argparse.Namespace) -> "OneProcess":
         """As the flags ask for. Raises UsageError, also if torchrun has started several."""
         if os.environ.get("WORLD_SIZE", "1") != "1":
             world = f"WORLD_SIZE is {os.environ['WORLD_SIZE'][:40]}"
@@ -56,22 +58,22 @@ class OneProcess:
     @property
     def replicas(self) -> int:
         """Micro-batches that are computed at the same time."""
-        return self.world_size // self.sharing
+        return self.world_size // self.sp_degree
 
     @property
     def processes_on_device(self) -> int:
         """Those that share its memory."""
-        return self.processes_here if self.device.type == "cpu" else 1
+        return self.local_world_size if self.device.type == "cpu" else 1
 
-    def start(self) -> None:
+    def init_process_group(self) -> None:
         """Meet the other processes. Called when this one's data and flags are known to be good."""
 
-    def place(self, model: MiniGPT) -> None:
+    def materialize(self, model: MiniGPT) -> None:
         """Give a model of shapes only (device "meta") its memory; the numbers in it are yet to
         come."""
         model.to_empty(device=self.device)
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+    def local_shard(self, whole: Tensor, like: Tensor) -> Tensor:
         """The rows of a `whole` tensor that belong to this process: those that `like` has."""
         return whole
 
@@ -79,7 +81,7 @@ class OneProcess:
         """The model that the loop calls."""
         return model
 
-    def sync_gradients(self, now: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
         """A context for forward *and* backward: average gradients over processes, or not yet."""
         return nullcontext()
 
@@ -92,11 +94,11 @@ class OneProcess:
         """
         parameters = list(parameters)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = self.norm(gradients).to(gradients[0].dtype)
+        norm = self.grad_norm(gradients).to(gradients[0].dtype)
         nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=foreach)
         return norm
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
+    def grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """Of all numbers in them, ().
 
         Rows in float32, what they add up to in float64: then float32's last bit does not depend on
@@ -110,38 +112,38 @@ class OneProcess:
         """After the update: freed, they leave room for the next forward."""
         optimizer.zero_grad()
 
-    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Those of a step that is given up, and done again. Memory that stays holds zeros then."""
-        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        optimizer.zero_grad(set_to_none=not self.gradients_persist)
 
-    def can_repeat(self) -> bool:
+    def can_retry(self) -> bool:
         """Can this process do forward and backward again, without the others?"""
         return True
 
-    def remember_shortage(self, policy: str) -> None:
+    def remember_out_of_memory(self, policy: str) -> None:
         """Tell those that are started in place of these processes: with it memory ran out."""
 
-    def last_shortage(self) -> str:
+    def last_out_of_memory(self) -> str:
         """The policy that was remembered; "" if none."""
         return ""
 
-    def sum(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Each value summed over all processes."""
-        return [sum(of_each) for of_each in zip(*self.exchange(values), strict=True)]
+        return [sum(of_each) for of_each in zip(*self.all_gather_object(values), strict=True)]
 
-    def largest(self, values: list[int]) -> list[int]:
+    def all_reduce_max(self, values: list[int]) -> list[int]:
         """Each the largest of all processes' values."""
         return values
 
-    def exchange(self, mine: T) -> list[T]:
+    def all_gather_object(self, mine: T) -> list[T]:
         """What each of the processes has, by rank."""
         return [mine]
 
-    def by_first(self, act: Callable[[], T]) -> T | None:
+    def run_on_rank0(self, act: Callable[[], T]) -> T | None:
         """`act`, by process 0 alone: what it returns there, None elsewhere. Raises as `by_all`."""
-        return self.by_all(act if self.rank == 0 else lambda: None)
+        return self.run_on_all_ranks(act if self.rank == 0 else lambda: None)
 
-    def by_all(self, act: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, act: Callable[[], T]) -> T:
         """`act`, by each process for itself: what it returns here.
 
         If it raises a mistake of the user's or a lack of memory in one of them, all raise the same:
@@ -152,16 +154,16 @@ class OneProcess:
             result = act()
         except (ValueError, MemoryError) as error:
             mine = error
-        told = next(filter(None, self.exchange(mine)), None)
+        told = next(filter(None, self.all_gather_object(mine)), None)
         if told is not None:
             raise mine or told
         return result
 
-    def gather(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def full_state_dict(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Weights and moments, whole, for a snapshot. All processes call it, process 0 writes."""
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
-    def say(self, line: str) -> None:
+    def print0(self, line: str) -> None:
         """Print a line once, however many processes there are, beside the progress bar."""
         # The reader may be gone (`| head -3`), or the disk with the log full. That ends many
         # programs, and rightly; hours of training it should not. The run goes on in silence:
@@ -170,11 +172,11 @@ class OneProcess:
             tqdm.write(line)
             sys.stdout.flush()
 
-    def say_own(self, line: str) -> None:
+    def print_rank(self, line: str) -> None:
         """Print what concerns this process alone."""
-        OneProcess.say(self, f"{line} (rank {self.rank})" if self.world_size > 1 else line)
+        OneProcess.print0(self, f"{line} (rank {self.rank})" if self.world_size > 1 else line)
 
-    def waiting(self, words: str) -> AbstractContextManager[Any]:
+    def progress_message(self, words: str) -> AbstractContextManager[Any]:
         """On a terminal, say meanwhile what the silence is about."""
         hide = None if self.rank == 0 else True  # None: unless it is a terminal
         return tqdm(desc=words, bar_format="{desc} ...", leave=False, disable=hide)

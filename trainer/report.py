@@ -14,20 +14,20 @@ from torch import Tensor
 from model import MiniGPTConfig
 
 from .bootstrap import ALLOCATOR
-from .flags import tokens_per_step, words_of
+from .flags import to_argv, tokens_per_step
 from .metrics import (
     format_bytes,
     format_line,
     format_loss,
     format_time,
     format_validation,
-    memory_used,
+    peak_memory,
     perplexity,
 )
 from .pretrained import Origin, Pretrained
 from .resume import changes, data_changed, validation_of
 from .run import Run
-from .snapshot import Resumed, beside, files_of, name_aside
+from .snapshot import LoadedSnapshot, archived_path, files_of, sibling_path
 
 SILENCE = 30  # seconds that pass without a line of the log, where no bar moves
 
@@ -69,7 +69,11 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
         )
     if args.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
-    more = describe_resumed(run, origin) if isinstance(origin, Resumed) else describe_replaced(run)
+    more = (
+        describe_resumed(run, origin)
+        if isinstance(origin, LoadedSnapshot)
+        else describe_replaced(run)
+    )
     return "\n".join(lines + more)
 
 
@@ -80,7 +84,7 @@ def describe_device(run: Run) -> str:
         settings = [f"; {name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
         hardware = f" ({torch.cuda.get_device_name(device)}{''.join(settings)})"
     elif device.type == "cpu":
-        threads = run.identity["threads"]
+        threads = run.run_info["threads"]
         hardware = f" ({threads} thread{'s' * (threads > 1)}; another number rounds sums otherwise)"
     in_tf32 = run.args.tf32 and device.type == "cuda" and run.precision == torch.float32
     precision = str(run.precision).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
@@ -90,7 +94,7 @@ def describe_device(run: Run) -> str:
 def describe_replaced(run: Run) -> list[str]:
     """What becomes of an older run of that name, if there is one."""
     path = run.args.checkpoint_path
-    aside = name_aside(path)
+    aside = archived_path(path)
     if aside is None:
         return []
     renamed = zip(files_of(path), files_of(aside), strict=True)
@@ -100,11 +104,11 @@ def describe_replaced(run: Run) -> list[str]:
     return [f"note     {old} is of another run and becomes {new}{way_back}"]
 
 
-def describe_resumed(run: Run, origin: Resumed) -> list[str]:
+def describe_resumed(run: Run, origin: LoadedSnapshot) -> list[str]:
     """Return the lines that say from where a run goes on, and how it differs from before."""
     lines = [f"resume   {origin.why}"] if origin.why else []
     lines.append(f"resume   {origin.path}, step {run.step:,}")
-    saved, now = origin.state, run.identity
+    saved, now = origin.state, run.run_info
     if run.step < run.args.num_steps:  # else there is no "from here on"
         if changed := changes(saved, now):
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
@@ -114,7 +118,7 @@ def describe_resumed(run: Run, origin: Resumed) -> list[str]:
                 "and their order may be others from here on"
             )
     if validation_of(saved) != validation_of(now):
-        best = beside(run.args.checkpoint_path, ".best.pt")
+        best = sibling_path(run.args.checkpoint_path, ".best.pt")
         lines.append(
             "resume   the validation windows are others than before: the next validation loss "
             f"counts as the lowest so far and replaces {best}"
@@ -126,7 +130,7 @@ def resume_command(run: Run, path: Path | None = None) -> str:
     """What to type to go on from `path`, by default the run's own: it needs no other flag."""
     if path is None and "checkpoint_path" in run.args.typed:
         path = run.args.checkpoint_path
-    return shlex.join([*run.process.command, "--resume", *words_of({"checkpoint_path": path})])
+    return shlex.join([*run.process.command, "--resume", *to_argv({"checkpoint_path": path})])
 
 
 def generate_command(run: Run) -> str:
@@ -135,16 +139,16 @@ def generate_command(run: Run) -> str:
     tool = (
         [os.path.join(folder, "scripts", "generate.py")] if folder else ["-m", "scripts.generate"]
     )
-    named = words_of({"checkpoint_path": run.args.checkpoint_path})
+    named = to_argv({"checkpoint_path": run.args.checkpoint_path})
     return shlex.join(["python", *tool, *named])
 
 
-def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
+def make_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     """The log record of the step that was just done, and of the time since the last record."""
     args, process, clock = run.args, run.process, run.clock
     # Over all micro-batches of all processes: the loss that this step descended. Reading it waits
     # for the GPU, which makes the times below true.
-    loss = process.sum([sum(losses.tolist())])[0] / run.micro_batches
+    loss = process.all_reduce_sum([sum(losses.tolist())])[0] / run.micro_batches
     seconds = clock.end_interval()
     return {
         "step": run.step,
@@ -156,25 +160,25 @@ def measure(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
         "step_ms": 1000 * seconds,
         "tokens_per_s": run.micro_batches * args.batch_size * args.seq_len / seconds,
         "eta_s": (args.num_steps - run.step) * seconds,
-        **memory_used(process.device),
+        **peak_memory(process.device),
         "recompute": run.model.config.recompute,
     }
 
 
-def log(run: Run, record: dict[str, Any]) -> None:
+def log_record(run: Run, record: dict[str, Any]) -> None:
     """One line for the person, the same in metrics.jsonl."""
     for write in run.metric_writers:
         write(record)
-    show(run, record)
+    print_record(run, record)
 
 
-def show(run: Run, record: dict[str, Any]) -> None:
+def print_record(run: Run, record: dict[str, Any]) -> None:
     """Print the line for the person."""
-    run.process.say(format_line(record, run.args.num_steps))
-    run.last_line = time.perf_counter()
+    run.process.print0(format_line(record, run.args.num_steps))
+    run.last_log_time = time.perf_counter()
 
 
-def is_silent(run: Run) -> bool:
+def log_overdue(run: Run) -> bool:
     """Will the next step end after SILENCE seconds without a line, and no bar to watch?
 
     (--log-interval 0 asks for silence. Only process 0 has a say.)
@@ -182,7 +186,7 @@ def is_silent(run: Run) -> bool:
     if run.process.rank > 0 or sys.stderr.isatty() or run.args.log_interval == 0:
         return False
     next_line = time.perf_counter() + run.clock.seconds_per_step()
-    return next_line - run.last_line > SILENCE
+    return next_line - run.last_log_time > SILENCE
 
 
 def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
@@ -190,7 +194,7 @@ def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
     evaluation was left. All processes call it."""
     values = [loss for losses in run.recent_losses for loss in losses.tolist()]
     finite = [loss for loss in values if math.isfinite(loss)]  # (the others were skipped)
-    total, count = run.process.sum([sum(finite), len(finite)])
+    total, count = run.process.all_reduce_sum([sum(finite), len(finite)])
     if not count:
         return f"loss {format_loss(record['train_loss'])}"
     return f"loss {format_loss(total / count)}, mean of the last {len(run.recent_losses):,} steps"
@@ -211,8 +215,8 @@ def sample_text(run: Run) -> str:
 def describe_rescues(run: Run) -> str:
     """Return "; ran out 2 times: none -> cheap -> full" for each sequence of policies that some
     process took; "" if memory never ran out. All processes call it."""
-    before = [*filter(None, [run.process.last_shortage()])]  # a restart
-    of_each = run.process.exchange((*before, *run.rescues, run.model.config.recompute))
+    before = [*filter(None, [run.process.last_out_of_memory()])]  # a restart
+    of_each = run.process.all_gather_object((*before, *run.rescues, run.model.config.recompute))
     return "".join(
         f"; ran out {(times := len(policies) - 1)} time{'s' * (times > 1)}: {' -> '.join(policies)}"
         for policies in dict.fromkeys(of_each)
@@ -227,9 +231,9 @@ def describe_result(
     args = run.args
     tokens = tokens_per_step(args, run.process.replicas)
     speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
-    used = memory_used(run.process.device)
+    used = peak_memory(run.process.device)
     peak = f"{format_bytes(used['peak_memory_bytes'] or 0)} ({used['peak_memory_kind']})"
-    best = beside(args.checkpoint_path, ".best.pt")
+    best = sibling_path(args.checkpoint_path, ".best.pt")
     lines = [
         "",
         f"train    {mean_of_recent(run, record)}",

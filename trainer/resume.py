@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from .flags import LENGTHS, as_argv, build_parser, flag, words_of
+from .flags import LENGTHS, as_argv, build_parser, flag, to_argv
 from .optimizer import restore_optimizer
 from .run import Run
-from .snapshot import Resumed, SnapshotError, State, beside, peek, read_snapshot
+from .snapshot import LoadedSnapshot, SnapshotError, State, peek, read_snapshot, sibling_path
 
 # Besides its data and its batch, these decide every weight of the run: they must stay.
 FIXED = (
@@ -26,18 +26,18 @@ REPLACES = {
 }
 
 
-def load_newest(path: Path) -> Resumed:
+def load_newest(path: Path) -> LoadedSnapshot:
     """Load the snapshot at `path`; if it is gone or damaged, the one before it; else the one with
     the lowest validation loss. Raises SnapshotError if none can be read."""
     problems: list[str] = []
-    for file in newest_first(path):
+    for file in candidate_paths(path):
         try:
             state = read_snapshot(file)
         except SnapshotError as error:
             problems.append(str(error))
             continue
         why = f"{'; '.join(problems)}; taking {file}" if problems else ""
-        return Resumed(state, file, why)
+        return LoadedSnapshot(state, file, why)
     # A file that is no snapshot stays.
     start = " under another name" if os.path.exists(path) else ""
     raise SnapshotError(
@@ -46,18 +46,18 @@ def load_newest(path: Path) -> Resumed:
     )
 
 
-def newest_first(path: Path) -> tuple[Path, Path, Path]:
+def candidate_paths(path: Path) -> tuple[Path, Path, Path]:
     """The snapshots that a run of that name leaves."""
-    return path, beside(path, ".prev.pt"), beside(path, ".best.pt")
+    return path, sibling_path(path, ".prev.pt"), sibling_path(path, ".best.pt")
 
 
-def load_own(path: Path, run_id: str) -> Resumed | None:
+def load_own_run(path: Path, run_id: str) -> LoadedSnapshot | None:
     """The newest snapshot if it is of the run `run_id`; None if that run has saved nothing yet.
 
     After a restart by torchrun the file is this run's own, or an older run's, which it was to
     replace and must not resume. Raises SnapshotError as `load_newest` does.
     """
-    of_run = (state.get("run") == run_id for state in map(peek, newest_first(path)) if state)
+    of_run = (state.get("run") == run_id for state in map(peek, candidate_paths(path)) if state)
     return load_newest(path) if any(of_run) else None
 
 
@@ -71,7 +71,7 @@ def typed_flags(state: State) -> dict[str, Any]:
     return {name: saved[name] for name in saved if name != "num_steps" or not others}
 
 
-def restore_flags(args: argparse.Namespace, resumed: Resumed) -> None:
+def restore_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
     """Give `args` the flags that the resumed run was started with, and over them those that are
     typed now. Raises SnapshotError if a flag of the snapshot is none."""
 
@@ -85,10 +85,10 @@ def restore_flags(args: argparse.Namespace, resumed: Resumed) -> None:
             kept.pop(replaced, None)
     parser = build_parser("", str(args.checkpoint_path))
     parser.error = refuse  # type: ignore[method-assign]
-    vars(args).update(vars(parser.parse_args(words_of(kept) + as_argv(args))))
+    vars(args).update(vars(parser.parse_args(to_argv(kept) + as_argv(args))))
 
 
-def check_flags(args: argparse.Namespace, resumed: Resumed) -> None:
+def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
     """Raise SnapshotError if a flag is another one that decides the run's weights."""
     state = resumed.state
     # These two may be typed as they were, or as they were found.
@@ -167,9 +167,9 @@ def short(value: object) -> str:
 
 
 @torch.no_grad()
-def restore(resumed: Resumed, run: Run) -> None:
+def restore(resumed: LoadedSnapshot, run: Run) -> None:
     """Put weights, optimizer and loss scale back. Raises SnapshotError if they do not fit."""
-    state, part = resumed.state, run.process.part
+    state, part = resumed.state, run.process.local_shard
     try:
         for name, weight in run.model.state_dict().items():
             weight.copy_(part(state["model"][name], weight))

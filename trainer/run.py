@@ -37,7 +37,7 @@ class Run:
     args: argparse.Namespace
     process: OneProcess
     data: Dataset
-    identity: State  # what a snapshot says about the run: config, flags, tokenizer, data
+    run_info: State  # what a snapshot says about the run: config, flags, tokenizer, data
     model: MiniGPT
     optimizer: torch.optim.Optimizer
     precision: torch.dtype
@@ -55,9 +55,9 @@ class Run:
     # Losses of the last steps' micro-batches, each (A,) on the device: one alone says little.
     recent_losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=50))
     # When a line of the log was said; before the first, when the run was set up.
-    last_line: float = field(default_factory=lambda: time.perf_counter())
+    last_log_time: float = field(default_factory=lambda: time.perf_counter())
     # The log record of the step that was resumed from, if it has not been logged yet.
-    unreported: dict[str, Any] = field(default_factory=dict)
+    pending_record: dict[str, Any] = field(default_factory=dict)
     # Of a policy, and of the bytes that it was seen to take, the next one that needs less; None:
     # none does, or nobody can tell.
     next_policy: Callable[..., StepMemory | None] = lambda *_: None
@@ -97,10 +97,10 @@ class Run:
 def save(run: Run, path: Path, record: dict[str, Any]) -> None:
     """Write a snapshot of the run. All processes call it, process 0 writes."""
     newest = path == run.args.checkpoint_path
-    whole = run.process.gather(run.model, run.optimizer)
+    whole = run.process.full_state_dict(run.model, run.optimizer)
     if run.process.rank == 0:
         state = {
-            **run.identity,
+            **run.run_info,
             **whole,
             "scaler": run.scaler.state_dict(),
             "step": run.step,
@@ -126,7 +126,7 @@ def save_is_asked(run: Run) -> bool:
 # from the start.
 
 
-def with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) -> list[Tensor]:
+def retry_with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) -> list[Tensor]:
     """Return `accumulate(run)`: a step's losses, after its forward and backward.
 
     When memory runs out, do it again with a deeper policy, as often as it takes. Where gradients
@@ -136,9 +136,9 @@ def with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) -> list[
     """
     if run.args.on_out_of_memory == "stop":
         return accumulate(run)
-    if run.process.sends_early and run.clock.steps < REHEARSED:
+    if run.process.reduces_in_backward and run.clock.steps < REHEARSED:
         attempt(run, lambda run: accumulate(run, average=False))
-        run.process.drop_gradients(run.optimizer)
+        run.process.discard_gradients(run.optimizer)
     return attempt(run, accumulate)
 
 
@@ -150,8 +150,8 @@ def attempt(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if not run.process.can_repeat():
-                run.process.remember_shortage(run.model.config.recompute)
+            if not run.process.can_retry():
+                run.process.remember_out_of_memory(run.model.config.recompute)
                 raise
             message = str(error)
         # Only behind the `except` block: in it the traceback holds the frames, and those hold all
@@ -163,8 +163,8 @@ def go_deeper(run: Run, message: str) -> None:
     """Free what the failed attempt has made, and take the next policy. Raises MemoryError if there
     is none."""
     process, device, policy = run.process, run.process.device, run.model.config.recompute
-    run.clock.give_up()
-    process.drop_gradients(run.optimizer)
+    run.clock.discard_step()
+    process.discard_gradients(run.optimizer)
     # A backward that failed leaves its tasks in autograd's queue, and they hold the graph
     # (pytorch#82218). The next backward clears the queue: this one.
     torch.zeros((), device=device, requires_grad=True).backward()
@@ -179,13 +179,13 @@ def go_deeper(run: Run, message: str) -> None:
     with run.clock.paused("plan"):
         step = take_next_policy(run, seen)
     if step is None:
-        process.remember_shortage(policy)  # this run ends: with it all others do
+        process.remember_out_of_memory(policy)  # this run ends: with it all others do
         raise MemoryError(message)
-    run.clock.expect(step.peak)
-    taken = run.identity["config"]["recompute"] = step.config.recompute
+    run.clock.expect_peak(step.peak)
+    taken = run.run_info["config"]["recompute"] = step.config.recompute
     run.rescues.append(policy)
     same = "" if run.args.compile or run.args.mlp_chunks != 1 else ": same results"
-    process.say_own(
+    process.print_rank(
         f"warning  step {run.step}: out of memory with recompute {policy}; again, and from now on, "
         f"with {taken} ({format_bytes(step.peak)} predicted){same}"
     )

@@ -17,32 +17,39 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, find_dataset
-from memory import POLICIES, expanded
-from memory.policies import checkpoint, generator_of
+from memory import POLICIES, recompute_plan
+from memory.policies import activation_checkpoint, default_generator
 from model import MiniGPT, MiniGPTConfig
 
 from . import resume
 from .clocks import make_clock
 from .device import choose_precision, compile_blocks, set_matmul_precision
-from .flags import UsageError, fill_in, flag, model_config, recompute_of, settle_length
+from .flags import (
+    UsageError,
+    flag,
+    model_config,
+    recompute_plan_of,
+    resolve_defaults,
+    resolve_num_steps,
+)
 from .metrics import NEEDS, check_logger, logged_at, open_logger, open_metrics
 from .optimizer import make_optimizer
-from .plan import Plan, plan_memory, vocabulary
+from .plan import MemoryPlan, plan_memory, vocab_size_of
 from .pretrained import Origin, Pretrained, open_init_from
 from .process import OneProcess
 from .report import describe_run
 from .run import Run
 from .snapshot import (
-    Resumed,
+    LoadedSnapshot,
     SnapshotError,
     State,
-    beside,
     bytes_of,
-    check_name,
+    check_path,
     check_shapes,
     claim,
-    step_aside,
-    take_place,
+    promote_snapshot,
+    rename_older_run,
+    sibling_path,
 )
 
 # Of these flags each process may have its own; all others decide what is trained, or when processes
@@ -50,11 +57,11 @@ from .snapshot import (
 # what was found there and what was chosen is compared. By its budget each process may take a policy
 # of its own; if all need the same, the smallest decides. What is logged and profiled is for process
 # 0 alone.
-OWN = set(
+MAY_DIFFER = set(
     "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
     "memory_budget log_to profile typed".split()
 )
-WAYS_OUT = {
+HINTS = {
     "--checkpoint-path": "all must see the same snapshot, on a disk that they share",
     "--init-from": "all must start from the same weights",
     "--device": "choose one that all have",
@@ -64,7 +71,9 @@ WAYS_OUT = {
     "the trainer": "start the same on all machines",
 }
 # These may only follow from other flags, as the warm-up from --num-tokens: those are named first.
-FOLLOW = "--data-seed --max-position-embeddings --num-steps --warmup-steps --lr --min-lr".split()
+DERIVED_FLAGS = (
+    "--data-seed --max-position-embeddings --num-steps --warmup-steps --lr --min-lr".split()
+)
 # What must be the same in all processes, under the name by which the user can change it.
 Facts = dict[str, Any]
 
@@ -87,12 +96,12 @@ def start_run(
     if resumed is None:
         # What this very run has saved, before torchrun started it again. The weights that it began
         # with are not needed then, and need not be there any more.
-        resumed = resume.load_own(args.checkpoint_path, process.run_id)
+        resumed = resume.load_own_run(args.checkpoint_path, process.run_id)
         if resumed is not None and args.init_from is not None:
             resume.restore_flags(args, resumed)
     origin = resumed or open_init_from(args)
-    fill_in(args, process.replicas)
-    if args.mlp_chunks != 1 and not recompute_of(args).cuts_mlp:
+    resolve_defaults(args, process.replicas)
+    if args.mlp_chunks != 1 and not recompute_plan_of(args).supports_mlp_chunks:
         raise UsageError(
             f"--mlp-chunks {args.mlp_chunks}: --use-activation-checkpoint "
             f"{args.use_activation_checkpoint} replays no MLP half; mlp, sdpa and full do"
@@ -107,14 +116,14 @@ def start_run(
 
 def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Run:
     """Data, model, optimizer; or the last snapshot of them. Raises what `start_run` does."""
-    resumed = origin if isinstance(origin, Resumed) else None
+    resumed = origin if isinstance(origin, LoadedSnapshot) else None
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
-    data, plan = agree(args, process, precision, origin)
+    data, plan = load_data_and_plan(args, process, precision, origin)
     train = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
-    settle_length(args, process.replicas, train.n_windows)
+    resolve_num_steps(args, process.replicas, train.n_windows)
     val = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_tokens, device)
-    identity = identify(args, process, plan.config, data)
+    identity = run_info(args, process, plan.config, data)
     with torch.device("meta"):
         model = MiniGPT(plan.config)
     if buffers := [name for name, _ in model.named_buffers()]:
@@ -126,48 +135,48 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
-    check = partial(check_techniques, model, device, precision, process.sharing > 1)
-    process.by_all(check)  # (each may have a policy of its own)
-    held_lock = process.by_first(lambda: claim(args.checkpoint_path, resumed))
-    process.place(model)
+    check = partial(check_techniques, model, device, precision, process.sp_degree > 1)
+    process.run_on_all_ranks(check)  # (each may have a policy of its own)
+    held_lock = process.run_on_rank0(lambda: claim(args.checkpoint_path, resumed))
+    process.materialize(model)
     if isinstance(origin, Pretrained):
-        origin.fill(model, process.part)
+        origin.fill(model, process.local_shard)
     elif origin is None:
         torch.manual_seed(args.seed)
-        model.init_weights(process.part)
+        model.init_weights(process.local_shard)
     optimizer = make_optimizer(model, args, device, precision)
     clock = make_clock(args, process, model, optimizer, plan.peaks)
     run = Run(args, process, data, identity, model, optimizer, precision, train, val, clock)
     run.held_lock, run.next_policy, run.check = held_lock, plan.next_policy, check
     if resumed is not None:
-        go_on_from(resumed, run)
+        continue_from(resumed, run)
     if process.rank == 0:  # it looks at files
-        process.say(describe_run(run, plan.words, origin))
+        process.print0(describe_run(run, plan.words, origin))
     if args.compile:
         compile_blocks(model)
     run.wrapped = process.wrap(model)
     return run
 
 
-def agree(
+def load_data_and_plan(
     args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
-) -> tuple[Dataset, Plan]:
+) -> tuple[Dataset, MemoryPlan]:
     """Data, model's shape and the memory of a step: the same in all processes.
 
     A long text takes long to be encoded, into data/cache. So the step is planned before, with the
     largest vocabulary that the text can have; and what is wrong with anything else is told.
     """
-    process.start()  # so far each process by itself; from here on together
-    check_alike(process.exchange(facts(args, process, precision, origin)))
-    resuming = isinstance(origin, Resumed)
-    process.by_first(lambda: check_name(args.checkpoint_path, resuming))
+    process.init_process_group()  # so far each process by itself; from here on together
+    check_same_on_all_ranks(process.all_gather_object(run_facts(args, process, precision, origin)))
+    resuming = isinstance(origin, LoadedSnapshot)
+    process.run_on_rank0(lambda: check_path(args.checkpoint_path, resuming))
     # Until they are restored: a step does not need them twice.
-    held = bytes_of(origin.state) if isinstance(origin, Resumed) else 0
-    config = model_config(args, process.by_all(lambda: most_ids(args, origin)))
-    with process.waiting("predicting the memory of a step"):
+    held = bytes_of(origin.state) if isinstance(origin, LoadedSnapshot) else 0
+    config = model_config(args, process.run_on_all_ranks(lambda: max_vocab_size(args, origin)))
+    with process.progress_message("predicting the memory of a step"):
         plan = plan_memory(args, process, config, precision, held)
-    data = process.by_all(lambda: find_data(args, process, origin))
-    check_alike(process.exchange(data_facts(data)))
+    data = process.run_on_all_ranks(lambda: find_data(args, process, origin))
+    check_same_on_all_ranks(process.all_gather_object(data_facts(data)))
     # (A bpe has fewer ids if its text has no more pairs.)
     config = replace(plan.config, vocab_size=data.tokenizer.vocab_size)
     return data, plan._replace(config=config)
@@ -179,12 +188,12 @@ def agree(
 # --lr on one of them the weights would drift apart without a word.
 
 
-def facts(
+def run_facts(
     args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
 ) -> Facts:
     """All but the data."""
     snapshot = "no snapshot to go on from"
-    if isinstance(origin, Resumed):
+    if isinstance(origin, LoadedSnapshot):
         snapshot = f"step {origin.state['step']} of run {str(origin.state.get('run'))[:8]}"
     checksum = origin.checksum if isinstance(origin, Pretrained) else None
     return {
@@ -194,7 +203,7 @@ def facts(
         "the trainer": process.script,
         "--device": process.device.type,
         "--amp-dtype": str(precision).removeprefix("torch."),
-        **{flag(name): value for name, value in vars(args).items() if name not in OWN},
+        **{flag(name): value for name, value in vars(args).items() if name not in MAY_DIFFER},
     }
 
 
@@ -204,13 +213,13 @@ def data_facts(data: Dataset) -> Facts:
     return {"--train-data": f"{data.description}, fingerprint {prints}"}
 
 
-def check_alike(of_each: list[Facts]) -> None:
+def check_same_on_all_ranks(of_each: list[Facts]) -> None:
     """Raise UsageError for the first thing in which the processes differ; `of_each`: by rank."""
     first = of_each[0]
-    for name in sorted(first, key=FOLLOW.__contains__):
+    for name in sorted(first, key=DERIVED_FLAGS.__contains__):
         for rank, facts in enumerate(of_each):
             if facts[name] != first[name]:
-                way_out = WAYS_OUT.get(name, "start all with the same flags")
+                way_out = HINTS.get(name, "start all with the same flags")
                 has = f"rank 0 has {first[name]}, rank {rank} has {facts[name]}"
                 raise UsageError(f"{name}: {has}: {way_out}")
 
@@ -218,17 +227,17 @@ def check_alike(of_each: list[Facts]) -> None:
 # ---- Parts of a run
 
 
-def most_ids(args: argparse.Namespace, origin: Origin) -> int:
+def max_vocab_size(args: argparse.Namespace, origin: Origin) -> int:
     """The largest vocabulary that the run can have, known without its data. Raises DataError, or
     SnapshotError as `tokenizer_of` does."""
     tokenizer = tokenizer_of(origin)
-    return tokenizer.vocab_size if tokenizer else vocabulary(args)
+    return tokenizer.vocab_size if tokenizer else vocab_size_of(args)
 
 
 def tokenizer_of(origin: Origin) -> Tokenizer | None:
     """The tokenizer of the run that goes on, or of the weights that it starts from; None: of
     neither. Raises SnapshotError if what a snapshot holds is none."""
-    if not isinstance(origin, Resumed):
+    if not isinstance(origin, LoadedSnapshot):
         return origin.tokenizer if origin else None
     try:
         return Tokenizer.from_state(origin.state["tokenizer"])
@@ -241,10 +250,10 @@ def start_log(run: Run) -> None:
     path = run.args.checkpoint_path
     if run.process.rank == 0:
         if run.step == 0:
-            step_aside(path)
-        run.metric_writers.append(open_metrics(beside(path, ".metrics.jsonl"), run.step))
+            rename_older_run(path)
+        run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
         if run.args.log_to in NEEDS:
-            log = open_logger(run.args, run.identity, run.step, run.process.say)
+            log = open_logger(run.args, run.run_info, run.step, run.process.print0)
             run.metric_writers.append(log)
 
 
@@ -254,10 +263,10 @@ def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = No
     Raises DataError, or SnapshotError if that is none.
     """
     flags = {name: getattr(args, name) for name in [*resume.DATA, "data_seed", "seq_len"]}
-    return find_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.say)
+    return find_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
 
 
-def identify(
+def run_info(
     args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, data: Dataset
 ) -> State:
     """The part of a snapshot that says which run it is of (plain types, no tensors)."""
@@ -283,20 +292,22 @@ def identify(
     }
 
 
-def go_on_from(resumed: Resumed, run: Run) -> None:
+def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
     """Put the run where the snapshot left it."""
     args, process = run.args, run.process
     resume.restore(resumed, run)
     run.step = run.saved_step = resumed.state["step"]
     record = resumed.state.get("record", {})
     if resumed.path != args.checkpoint_path and process.rank == 0:
-        take_place(resumed.path, args.checkpoint_path)
+        promote_snapshot(resumed.path, args.checkpoint_path)
     # The snapshot was written before its step was evaluated and logged. Was that still done?
     # Process 0 alone has the log.
-    log = beside(args.checkpoint_path, ".metrics.jsonl")
-    logged = process.exchange(process.by_first(lambda: logged_at(run.step, log)))[0] or {}
-    run.unreported = {} if logged else dict(record)
-    if resume.validation_of(resumed.state) == resume.validation_of(run.identity):
+    log = sibling_path(args.checkpoint_path, ".metrics.jsonl")
+    logged = (
+        process.all_gather_object(process.run_on_rank0(lambda: logged_at(run.step, log)))[0] or {}
+    )
+    run.pending_record = {} if logged else dict(record)
+    if resume.validation_of(resumed.state) == resume.validation_of(run.run_info):
         run.best_val_loss = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
 
 
@@ -326,8 +337,8 @@ def check_techniques(
     checked = set[Any]()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         check_ends(model)
-        for i, policy in enumerate(expanded(model.config).policies):
-            kind = policy, *map(settings, model.blocks[i].modules())
+        for i, policy in enumerate(recompute_plan(model.config).policies):
+            kind = policy, *map(module_settings, model.blocks[i].modules())
             if kind in checked:
                 continue
             checked.add(kind)
@@ -347,10 +358,10 @@ def check_ends(model: MiniGPT) -> None:
     """Compare the order of blocks, the lookup and the loss; see `check_techniques`."""
     ours, config, policy = cast(Any, model), model.config, model.config.recompute
     known = policy in ("none", "full") and config.mlp_chunks == 1
-    if not known and [run for run, _ in ours.schedule.plain(model)] != [*model.blocks]:
+    if not known and [run for run, _ in ours.blocks_with_recompute.plain(model)] != [*model.blocks]:
         raise UsageError(
             f"--use-activation-checkpoint {policy}: only none and full (with --mlp-chunks 1) run "
-            "blocks in another order, as `schedule` of model.py does now"
+            "blocks in another order, as `blocks_with_recompute` of model.py does now"
         )
     ids, embedding = torch.arange(2 * TOKENS).view(2, -1), nn.Embedding(config.vocab_size, 16)
     ids, labels = ids % config.vocab_size, (ids % config.vocab_size).where(ids > 0, -100)
@@ -367,7 +378,7 @@ def check_ends(model: MiniGPT) -> None:
         )
 
 
-def settings(module: nn.Module) -> tuple:
+def module_settings(module: nn.Module) -> tuple:
     """What tells one kind of module from another."""
     shapes = [(name, weight.shape) for name, weight in module.named_parameters(recurse=False)]
     values = [(name, repr(its)) for name, its in vars(module).items() if not name.startswith("_")]
@@ -404,15 +415,23 @@ def compare_block(
         low = precision != torch.float32
         with torch.autocast(device.type, precision, enabled=low, cache_enabled=False):
             for call, recompute in calls:
-                y = checkpoint(call, y, random=has_dropout) if recompute else call(y)
+                y = (
+                    activation_checkpoint(call, y, has_dropout=has_dropout)
+                    if recompute
+                    else call(y)
+                )
         found = [y, *torch.autograd.grad(y, [*inputs.values()], grad, materialize_grads=True)]
-        return [*found, generator_of(x.device).get_state(), torch.tensor(random.random())]
+        return [*found, default_generator(x.device).get_state(), torch.tensor(random.random())]
 
     try:
         # (On a GPU fused attention adds in any order.)
         with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
-            plain, found = run([(block, False)]), run(model.schedule(alone))
-        if POLICIES[policy].cuts_mlp and config.mlp_chunks != 1 and differs(block.feed_forward, x):
+            plain, found = run([(block, False)]), run(model.blocks_with_recompute(alone))
+        if (
+            POLICIES[policy].supports_mlp_chunks
+            and config.mlp_chunks != 1
+            and differs(block.feed_forward, x)
+        ):
             return "its MLP half looks at other tokens, and --mlp-chunks is not 1"
     except torch.OutOfMemoryError:
         raise

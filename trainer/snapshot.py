@@ -65,16 +65,16 @@ class SaveError(Exception):
     """The disk is full, or gone. What was saved before is untouched."""
 
 
-def beside(path: Path, suffix: str) -> Path:
+def sibling_path(path: Path, suffix: str) -> Path:
     """`checkpoints/run.pt`, `.prev.pt` -> `checkpoints/run.prev.pt`."""
     # `lr0.01` and `lr0.02` are two runs: what follows the last point is not always an ending.
     ending = next(ending for ending in reversed(ENDINGS) if path.name.endswith(ending))
     return path.with_name(path.name.removesuffix(ending) + suffix)
 
 
-def is_second(path: Path) -> bool:
+def is_sibling(path: Path) -> bool:
     """Is it the name of a run's `.prev.pt` or `.best.pt`?"""
-    return beside(path, "").suffix in (".prev", ".best")
+    return sibling_path(path, "").suffix in (".prev", ".best")
 
 
 def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
@@ -86,7 +86,7 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
 
     Raises SaveError if the disk does not take it.
     """
-    with saving(path, bytes_of(state)) as temporary:
+    with atomic_write(path, bytes_of(state)) as temporary:
         stale = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
         for name in filter(stale.fullmatch, os.listdir(path.parent)):
             path.with_name(name).unlink()  # of a process that was killed while it saved
@@ -95,7 +95,7 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
             file.flush()
             os.fsync(file.fileno())
         if keep_previous and path.exists():
-            os.replace(path, beside(path, ".prev.pt"))
+            os.replace(path, sibling_path(path, ".prev.pt"))
 
 
 def bytes_of(state: State) -> int:
@@ -108,7 +108,7 @@ def temporary_name(path: Path) -> Path:
 
 
 @contextmanager
-def saving(path: Path, n_bytes: int) -> Iterator[Path]:
+def atomic_write(path: Path, n_bytes: int) -> Iterator[Path]:
     """A name to write to, then the rename to `path`: nothing is left of it if that fails. Raises
     SaveError with what the operating system says, and how much room is needed."""
     # Of this process alone: where there are no locks, two runs may save under one name.
@@ -171,7 +171,7 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception:  # zipfile and torch raise many kinds for a file that is not what it was
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
-    if strange := strange_key(state):
+    if strange := find_defect(state):
         raise SnapshotError(f"{path} is no MiniGPT snapshot (no {strange}, or a strange one)")
     return state
 
@@ -183,7 +183,7 @@ def load(file: Path | BinaryIO, device: str) -> Any:
         return torch.load(file, map_location=device, weights_only=True)
 
 
-def strange_key(state: Any) -> str | None:
+def find_defect(state: Any) -> str | None:
     """The first key that a snapshot of ours would have otherwise; None if all are as they were."""
     for key, kind in KEYS.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
@@ -195,7 +195,7 @@ def check_shapes(path: Path, weights: State, model: State) -> None:
     """Raise SnapshotError unless the weights in a snapshot, or in a folder of GPT-2, have the names
     and shapes of `model`, the state dict that model.py makes of the file's configuration."""
     for name in model | weights:
-        wants, has = describe(model.get(name)), describe(weights.get(name))
+        wants, has = describe_weight(model.get(name)), describe_weight(weights.get(name))
         if has != wants:
             raise SnapshotError(
                 f"{path} holds {has} as {name}, model.py says {wants}: is it damaged, or has "
@@ -203,7 +203,7 @@ def check_shapes(path: Path, weights: State, model: State) -> None:
             )
 
 
-def describe(weight: object) -> str:
+def describe_weight(weight: object) -> str:
     """What a weight is, in words that can be compared: any float is as good as another."""
     if weight is None:
         return "nothing"
@@ -219,14 +219,14 @@ def peek(path: Path) -> State:
         if path.is_file():
             with open(path, "rb") as file, skip_data():
                 state: State = load(file, "meta")
-            return {} if strange_key(state) else state
+            return {} if find_defect(state) else state
     except Exception:  # as in `read_snapshot`
         pass
     return {}
 
 
 @dataclass(frozen=True)
-class Resumed:
+class LoadedSnapshot:
     """A snapshot to go on from: its contents, its file, and why that is not the one that was
     named."""
 
@@ -238,28 +238,28 @@ class Resumed:
 # ---- The name of a run
 
 
-def refuse(reason: str) -> SnapshotError:
+def path_error(reason: str) -> SnapshotError:
     return SnapshotError(f"--checkpoint-path: {reason}")
 
 
 def files_of(path: Path) -> list[Path]:
     """What a run writes, but for its lock."""
-    return [path, *(beside(path, suffix) for suffix in SUFFIXES)]
+    return [path, *(sibling_path(path, suffix) for suffix in SUFFIXES)]
 
 
-def check_name(path: Path, resuming: bool) -> None:
+def check_path(path: Path, resuming: bool) -> None:
     """Raise SnapshotError if what is at `path`, or would share its files, is not this run's. Writes
     nothing. A name that was typed wrongly must not cost anybody a file that is no snapshot."""
-    if is_second(path):
-        raise refuse(f"{path} is another run's second file; copy it to a name of its own")
+    if is_sibling(path):
+        raise path_error(f"{path} is another run's second file; copy it to a name of its own")
     if not resuming and os.path.exists(path) and not peek(path):
-        raise refuse(f"{path} is there and is no snapshot; name another file")
-    for twin in {beside(path, ending) for ending in ENDINGS} - {path}:
+        raise path_error(f"{path} is there and is no snapshot; name another file")
+    for twin in {sibling_path(path, ending) for ending in ENDINGS} - {path}:
         if peek(twin):
-            raise refuse(f"{path} would share its files with {twin}; name another file")
+            raise path_error(f"{path} would share its files with {twin}; name another file")
 
 
-def claim(path: Path, resumed: Resumed | None) -> IO[str]:
+def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
     """Make the folder of `path` and lock the files of a run that is about to start.
 
     Returns the open lock file, to be held while the run lives; the kernel opens the lock when this
@@ -269,18 +269,18 @@ def claim(path: Path, resumed: Resumed | None) -> IO[str]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        longest = temporary_name(beside(path, ".2026-11-22-101500-99.metrics.jsonl"))
+        longest = temporary_name(sibling_path(path, ".2026-11-22-101500-99.metrics.jsonl"))
         longest.touch()  # a name may be too long, too
         longest.unlink()
-        file = open(beside(path, ".lock"), "a")
+        file = open(sibling_path(path, ".lock"), "a")
     except OSError as error:
-        raise refuse(f"cannot write {path}: {error.strerror or error}") from None
+        raise path_error(f"cannot write {path}: {error.strerror or error}") from None
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise refuse(f"another run is writing to {path}; name another file") from None
+        raise path_error(f"another run is writing to {path}; name another file") from None
     except (ImportError, OSError):  # Windows; a file system that has no locks
         pass
     if resumed is not None:
@@ -290,13 +290,13 @@ def claim(path: Path, resumed: Resumed | None) -> IO[str]:
     return file
 
 
-def step_aside(path: Path) -> None:
+def rename_older_run(path: Path) -> None:
     """Rename what an older run has saved, for a new run of that name: see `name_aside`.
 
     Nothing is deleted and nothing is overwritten: perhaps somebody has merely forgotten --resume,
     or will want those weights tomorrow.
     """
-    aside = name_aside(path)
+    aside = archived_path(path)
     if aside is None:
         return
     # The snapshot comes last: should this process die now, the next one goes on from here.
@@ -307,10 +307,10 @@ def step_aside(path: Path) -> None:
                 os.replace(file, renamed)
     except OSError as error:
         reason = f"cannot rename {file}, of another run: {error.strerror or error}"
-        raise refuse(f"{reason}; name another file") from None
+        raise path_error(f"{reason}; name another file") from None
 
 
-def name_aside(path: Path) -> Path | None:
+def archived_path(path: Path) -> Path | None:
     """What the older run at `path` is going to be called: `run.2026-11-22-101500.pt`, by the time
     at which it last saved, or logged if it saved nothing. None if there is none (what a run wrote
     that was killed before its first line is empty).
@@ -319,22 +319,22 @@ def name_aside(path: Path) -> Path | None:
     if not any(file.lstat().st_size for file in there):
         return None
     date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(there[0].lstat().st_mtime))
-    return free_name(path, f".{date}")
+    return unused_path(path, f".{date}")
 
 
-def free_name(path: Path, suffix: str) -> Path:
+def unused_path(path: Path, suffix: str) -> Path:
     """`run.SUFFIX.pt`, or else `run.SUFFIX-2.pt`, and so on: the first that no run has."""
     numbered = (f"-{number}" * (number > 1) for number in count(1))
-    names = (beside(path, f"{suffix}{number}.pt") for number in numbered)
+    names = (sibling_path(path, f"{suffix}{number}.pt") for number in numbered)
     return next(name for name in names if not any(map(os.path.lexists, files_of(name))))
 
 
-def take_place(source: Path, path: Path) -> None:
+def promote_snapshot(source: Path, path: Path) -> None:
     """Make the snapshot `source`, that a run goes on from, the newest one of the run at `path`.
 
     What is there, and could not be read, gets another name: it might be the disk's fault.
     """
     if os.path.lexists(path):
-        os.replace(path, free_name(path, ".damaged"))
-    with saving(path, source.stat().st_size) as temporary:
+        os.replace(path, unused_path(path, ".damaged"))
+    with atomic_write(path, source.stat().st_size) as temporary:
         shutil.copyfile(source, temporary)

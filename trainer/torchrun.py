@@ -38,7 +38,7 @@ class Torchrun(OneProcess):
             self.local_rank = int(os.environ["LOCAL_RANK"])
             self.world_size = int(os.environ["WORLD_SIZE"])
             self.port = int(os.environ["MASTER_PORT"])
-            self.processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.address = os.environ["MASTER_ADDR"]
             seconds = float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S))
         except (KeyError, ValueError) as error:  # a variable is not there, or is no number
@@ -47,13 +47,13 @@ class Torchrun(OneProcess):
                 f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"
             ) from None
         self.timeout = timedelta(seconds=seconds)
-        super().__init__(self.own_device(args.device))
+        super().__init__(self.local_device(args.device))
         # The store remembers the name of the run for `torchrun --max-restarts`: it is one of all
         # processes, and of those that are started again. (See resume.load_own.)
         if self.store is not None:
             self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
-        words = ["torchrun", f"--nproc-per-node={self.processes_here}"]
-        if self.world_size > self.processes_here:  # several machines: this one's part
+        words = ["torchrun", f"--nproc-per-node={self.local_world_size}"]
+        if self.world_size > self.local_world_size:  # several machines: this one's part
             words += [
                 f"--nnodes={os.environ.get('GROUP_WORLD_SIZE', '?')}",
                 f"--node-rank={os.environ.get('GROUP_RANK', '?')}",
@@ -76,16 +76,16 @@ class Torchrun(OneProcess):
         end_with_torchrun()
         return store
 
-    def remember_shortage(self, policy: str) -> None:
+    def remember_out_of_memory(self, policy: str) -> None:
         if self.store is not None:
             self.store.set("minigpt/shortage", policy)
 
-    def last_shortage(self) -> str:
+    def last_out_of_memory(self) -> str:
         if self.store is None or not self.store.check(["minigpt/shortage"]):
             return ""
         return self.store.get("minigpt/shortage").decode()
 
-    def own_device(self, name: str) -> torch.device:
+    def local_device(self, name: str) -> torch.device:
         """By --device. Raises UsageError."""
         device = choose_device(name)
         if device.type == "cuda":
@@ -100,7 +100,7 @@ class Torchrun(OneProcess):
             device = torch.device("cpu")
         return device
 
-    def start(self) -> None:
+    def init_process_group(self) -> None:
         """Connect the CPUs of all processes, by gloo. Raises UsageError if that cannot work here.
 
         What they tell each other goes that way; it need not wait for the GPUs. Those are connected
@@ -111,7 +111,7 @@ class Torchrun(OneProcess):
         if self.store is not None:
             # The store also remembers the addresses of processes that died (pytorch#135712): those
             # that are alive meet under a name of their own.
-            name = common_name(self.store, self.rank, self.world_size, self.timeout)
+            name = rendezvous_key(self.store, self.rank, self.world_size, self.timeout)
             where |= {"store": dist.PrefixStore(name, self.store)}
             where |= {"rank": self.rank, "world_size": self.world_size}
         try:
@@ -125,14 +125,14 @@ class Torchrun(OneProcess):
                 "others (one name, as `ip addr` lists them)"
             ) from None
 
-    def connect(self) -> "dist.ProcessGroup | None":
+    def new_device_group(self) -> "dist.ProcessGroup | None":
         """Connect the devices of all processes, for gradients; None: as the CPUs have met."""
         if self.device.type == "cpu" or not dist.is_nccl_available():  # (Windows; gloo can do both)
             return None
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=self.device)
 
 
-def common_name(store: "dist.Store", rank: int, world_size: int, timeout: timedelta) -> str:
+def rendezvous_key(store: "dist.Store", rank: int, world_size: int, timeout: timedelta) -> str:
     """A name that all processes of this attempt agree on, and that no earlier attempt knew.
 
     Each writes a random key over that of its predecessor, then again and again reads all keys and
@@ -152,7 +152,7 @@ def common_name(store: "dist.Store", rank: int, world_size: int, timeout: timede
     raise TimeoutError
 
 
-def complain_once(message: object) -> None:
+def print_error_once(message: object) -> None:
     """One line, though all processes may have found the same mistake.
 
     The first of a machine says it and ends, for which torchrun ends the others. If it has nothing
@@ -173,7 +173,7 @@ GONE = re.compile(
 )
 
 
-def lost_others(error: Exception) -> str | None:
+def peer_failure_message(error: Exception) -> str | None:
     """What to say if this process failed only because another one did; None if it did not.
 
     What NCCL finds wrong on this machine is an error of its own, with its traceback.

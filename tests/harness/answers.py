@@ -14,8 +14,8 @@ import pytest
 from harness.runs import parse
 
 from scripts import plan_memory
-from trainer.device import Room, for_tensors
-from trainer.plan import Question
+from trainer.device import MemoryBudget, for_tensors
+from trainer.plan import PlanRequest
 
 SHAPE = "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32"
 BATCH = 64
@@ -51,8 +51,8 @@ def ask(flags: str = "--device cuda --memory-budget 1GiB") -> Answer:
     small for it (see everything_travels)."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
-        patch.setattr("memory.offload.SMALL", 1)
-        patch.setattr("planner.step.SMALL", 1)
+        patch.setattr("memory.offload.MIN_OFFLOAD_BYTES", 1)
+        patch.setattr("planner.step.MIN_OFFLOAD_BYTES", 1)
         path, out = Path(folder, "plan.json"), StringIO()
         with redirect_stdout(out):
             assert plan_memory.main([*words(flags), "--json", str(path)]) == 0
@@ -63,9 +63,9 @@ def words(flags: str) -> list[str]:
     return f"{SHAPE} --batch-size {BATCH} {flags}".split()
 
 
-def question(flags: str) -> Question:
+def question(flags: str) -> PlanRequest:
     """The same, for the planner itself."""
-    return plan_memory.aim(words(flags))[0]
+    return plan_memory.parse_request(words(flags))[0]
 
 
 def budget_for(tensors: float) -> str:
@@ -73,10 +73,10 @@ def budget_for(tensors: float) -> str:
     return f"--device cuda --memory-budget {int(tensors / 0.75) + 2}b"
 
 
-def room_for(tensors: float) -> Room:
+def room_for(tensors: float) -> MemoryBudget:
     """A CPU's, that leaves so many bytes to tensors."""
     about = count(int(tensors / 0.9) - 1)
-    return Room(next(n for n in about if for_tensors(n, "cpu") >= tensors), "cpu")
+    return MemoryBudget(next(n for n in about if for_tensors(n, "cpu") >= tensors), "cpu")
 
 
 def run(words: list[str]) -> argparse.Namespace:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness.runs import ROOT
 
-from memory import RECOMPUTE_POLICIES, expanded
+from memory import RECOMPUTE_POLICIES, recompute_plan
 from model import MiniGPTConfig
 
 PAGE, SCRIPT = ROOT / "docs/calculator.html", ROOT / "docs/calculator.js"
@@ -78,7 +78,7 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def as_page(shape: dict[str, Any]) -> dict[str, Any]:
     """The same, as the page's functions want it."""
-    config, policies = shape["config"], expanded(shape["config"]).policies
+    config, policies = shape["config"], recompute_plan(shape["config"]).policies
     same = {LETTERS[name]: getattr(config, name) for name in LETTERS}
     same |= {"B": shape["batch_size"], "T": shape["seq_len"], "dropout": config.dropout > 0}
     same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}

@@ -20,8 +20,8 @@ ATTENDED = "is_causal=T > 1)"
 ADD = """        x = x + self.dropout(attention(x))
         return x + self.dropout(feed_forward(x))
 """
-HALVES, NARROWED = ("attention", "feed_forward"), "self.narrow(self.widen(x))"
-ALL = "return self.add(x, lambda x: self.attention(x, past), self.feed_forward)"
+HALVES, NARROWED = ("attention", "feed_forward"), "self.down_project(self.up_project(x))"
+ALL = "return self.add_residuals(x, lambda x: self.attention(x, kv_cache), self.feed_forward)"
 INIT = "        self.init_weights()\n"
 BLOCK = "Block(config) for _ in range(config.n_layers)"
 
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         "cheap qkv mlp:1,cheap cheap+offload",
         [
             (f"return {half}", f"return F.layer_norm({half}, x.shape[-1:])")
-            for half in ("self.attn.c_proj(self.attn.attend(self.qkv(x), past))", NARROWED)
+            for half in ("self.attn.c_proj(self.attn.attend(self.qkv(x), kv_cache))", NARROWED)
         ],
     ),
     "norms_in_add": (  # attention's input is not the block's

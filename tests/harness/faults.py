@@ -123,7 +123,7 @@ STEP_FAULTS: dict[str, Act] = {
     **{name: send(f"SIG{name.upper()}") for name in ("term", "int", "hup", "usr1")},
     "again": send("SIGTERM"),
     "hang": lambda run: time.sleep(1000),
-    "silence": lambda run: setattr(run, "last_line", run.last_line - 60),
+    "silence": lambda run: setattr(run, "last_log_time", run.last_log_time - 60),
     "cuda-oom": raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")),
     "oom": no_more_memory,
     **{place: partial(shortage.strike, place) for place in shortage.PLACES},
@@ -167,7 +167,7 @@ def train_step(run: Run, *others: Act) -> Any:
         "collectives": sorted(collectives.seen),
         "rescues": len(run.rescues),
     }
-    with open(snapshot.beside(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
+    with open(snapshot.sibling_path(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
         file.write(json.dumps(record) + "\n")
     return result
 
@@ -182,7 +182,7 @@ def weights_hash(tensors: Any) -> str:
 
 def history(path: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
     """Step -> what was written down after it."""
-    lines = snapshot.beside(path, f".rank{rank}.jsonl").read_text().splitlines()
+    lines = snapshot.sibling_path(path, f".rank{rank}.jsonl").read_text().splitlines()
     return {record["step"]: record for record in map(json.loads, lines)}
 
 

@@ -89,7 +89,7 @@ def cuda() -> Iterator[Generator]:
 
 @contextmanager
 def mps() -> Iterator[Generator]:
-    generator, real = Generator(), policies.generator_of
+    generator, real = Generator(), policies.default_generator
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
         return drop(x, p, generator) if training else x
@@ -101,6 +101,6 @@ def mps() -> Iterator[Generator]:
         patch.setattr(f"{FUNCTIONAL}.scaled_dot_product_attention", of_mps)
         patch.setattr(f"{FUNCTIONAL}.dropout", dropout)
         patch.setattr("torch.mps._get_default_mps_generator", lambda: generator)
-        patch.setattr(policies, "generator_of", lambda device: real(torch.device("mps")))
-        patch.setattr(policies, "forgets_numbers", lambda device: True)
+        patch.setattr(policies, "default_generator", lambda device: real(torch.device("mps")))
+        patch.setattr(policies, "checkpoint_loses_rng", lambda device: True)
         yield generator

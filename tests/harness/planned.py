@@ -26,9 +26,22 @@ MOST = 50  # planners, with all steps that they have simulated
 def shared(key: tuple, make: Any) -> Planner:
     """The planner of an earlier test that made one by this key; but where this test has changed
     what a simulation does, or counts."""
-    changed = Planner.__init__, Planner.log_step, step.few_chunks, step.inside, step.workspaces()
-    changed += step.MiniGPT, head.CHUNK, head.SLICE, optimizer.AT_A_TIME, offload.SMALL, step.SMALL
-    changed += offload.IN_FLIGHT, offload.fetch_all
+    changed = (
+        Planner.__init__,
+        Planner.run_fake_step,
+        step.representative_chunks,
+        step.kernel_workspace_bytes,
+        step.cublas_workspace_bytes(),
+    )
+    changed += (
+        step.MiniGPT,
+        head.LOGITS_CHUNK_BYTES,
+        head.SOFTMAX_SLICE_ELEMENTS,
+        optimizer.AT_A_TIME,
+        offload.MIN_OFFLOAD_BYTES,
+        step.MIN_OFFLOAD_BYTES,
+    )
+    changed += offload.MAX_COPIES_IN_FLIGHT, offload.prefetch_all
     key = *key, changed
     if key not in MADE:
         if len(MADE) == MOST:

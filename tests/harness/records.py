@@ -9,7 +9,7 @@ from harness.planned import planner
 
 from memory import POLICIES, offload
 from planner import Planner
-from planner.record import Record
+from planner.record import StepRecord
 
 B = 3
 WAYS = {
@@ -32,11 +32,11 @@ def plan(setting: str, dropout: float = 0.0, **more) -> Planner:
     return planner(replace(CONFIG, n_layers=3, dropout=dropout), **settings)
 
 
-def record(way: str = "none", setting: str = "cuda", **more) -> Record:
-    return record_once(way, setting, offload.SMALL, **more)
+def record(way: str = "none", setting: str = "cuda", **more) -> StepRecord:
+    return record_once(way, setting, offload.MIN_OFFLOAD_BYTES, **more)
 
 
 @cache
-def record_once(way: str, setting: str, small: int, **more) -> Record:
+def record_once(way: str, setting: str, small: int, **more) -> StepRecord:
     """`small`: see everything_travels."""
     return plan(setting, **more).record(B, **WAYS[way])

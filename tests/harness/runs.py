@@ -24,8 +24,8 @@ import torch
 import train_minimal
 import trainer.plan
 import trainer.setup
-from trainer.device import Room
-from trainer.flags import build_parser, fill_in
+from trainer.device import MemoryBudget
+from trainer.flags import build_parser, resolve_defaults
 from trainer.process import OneProcess
 from trainer.run import Run
 
@@ -188,7 +188,7 @@ def train_here(path: Path, *flags: str, base: list[str] = TINY) -> int:
 
 def parse(*flags: str) -> argparse.Namespace:
     """As a trainer does. (A string may be several flags.)"""
-    return fill_in(build_parser("test", "x.pt").parse_args(" ".join(flags).split()))
+    return resolve_defaults(build_parser("test", "x.pt").parse_args(" ".join(flags).split()))
 
 
 def ready(folder: Path, *flags: str) -> Run:
@@ -229,12 +229,12 @@ def plan_nothing() -> None:
     long as the rest of them; but where --use-activation-checkpoint is auto."""
 
     def plan(args, process, config, precision, *given):
-        if args.use_activation_checkpoint == "auto" or process.last_shortage():
+        if args.use_activation_checkpoint == "auto" or process.last_out_of_memory():
             return trainer.plan.plan_memory(args, process, config, precision, *given)
-        way = process.keeps_gradients, process.world_size, process.shards, process.sharing
-        what = args, config.vocab_size, process.device, precision, Room(None, "cpu"), None
-        asked = trainer.plan.Question(*what, *way)
-        return trainer.plan.Plan(
+        way = process.gradients_persist, process.world_size, process.shard_degree, process.sp_degree
+        what = args, config.vocab_size, process.device, precision, MemoryBudget(None, "cpu"), None
+        asked = trainer.plan.PlanRequest(*what, *way)
+        return trainer.plan.MemoryPlan(
             config, "not predicted", None, partial(trainer.plan.next_policy, asked)
         )
 

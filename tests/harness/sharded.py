@@ -37,7 +37,7 @@ from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
 from train_sp import SPProcess  # noqa: E402
 from trainer.clocks import LiveStorages  # noqa: E402
-from trainer.flags import build_parser, fill_in  # noqa: E402
+from trainer.flags import build_parser, resolve_defaults  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
@@ -48,10 +48,14 @@ def new_model(
 ) -> MiniGPT:
     with torch.device("meta"):
         model = MiniGPT(config).to(dtype)
-    with patch.object(MiniGPT, "to_empty", no_whole_model) if process.shards > 1 else nullcontext():
-        process.place(model)
+    with (
+        patch.object(MiniGPT, "to_empty", no_whole_model)
+        if process.shard_degree > 1
+        else nullcontext()
+    ):
+        process.materialize(model)
     torch.manual_seed(0)
-    model.init_weights(process.part)
+    model.init_weights(process.local_shard)
     return model
 
 
@@ -84,7 +88,7 @@ def train_step(
     said = []
     for i in range(n):
         ids, labels = next(batches)
-        with process.sync_gradients(now=i == n - 1):
+        with process.gradient_sync(now=i == n - 1):
             with autocast(dtype):
                 loss = wrapper(ids, labels)
             (loss / n).backward()
@@ -144,7 +148,7 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrapper, n = process.wrap(model), in_all // process.replicas
     said = [train_step(process, wrapper, optimizer, batches, n, dtype) for _ in range(3)]
-    found = process.gather(model, optimizer)
+    found = process.full_state_dict(model, optimizer)
     with torch.no_grad(), autocast(dtype):
         logits = model.eval()(torch.arange(9)[None])  # each writes a text by itself
     return {
@@ -348,7 +352,7 @@ def buckets(words: list[str]) -> int:
     first forward of the second.
     """
     seen: list[dict[int, int]] = []  # before and after each micro-batch: address -> bytes
-    sync_gradients = DDPProcess.sync_gradients
+    sync_gradients = DDPProcess.gradient_sync
 
     def look(process: DDPProcess) -> None:
         storages = [p.grad.untyped_storage() for p in process.wrapper.parameters()]
@@ -361,7 +365,7 @@ def buckets(words: list[str]) -> int:
             yield
         look(process)
 
-    with patch.object(DDPProcess, "sync_gradients", watched):
+    with patch.object(DDPProcess, "gradient_sync", watched):
         code = train_ddp.main(words)
     first, final, n_bytes = seen[1:8:2], seen[9::2], sum(seen[1].values())
     assert first == 4 * first[:1] and final == 6 * final[:1], "gradients beside DDP's buckets"
@@ -374,8 +378,8 @@ def main() -> int:
     _, what, *words = sys.argv
     if what == "buckets":
         return buckets(words)
-    offload.SMALL = 1  # everything travels
-    policies.ROWS_ALIKE = 8  # of 16 tokens there are two chunks
+    offload.MIN_OFFLOAD_BYTES = 1  # everything travels
+    policies.CHUNK_MULTIPLE = 8  # of 16 tokens there are two chunks
     torch.set_num_threads(1)
     act, kind = {
         "steps": (steps, FSDPProcess),
@@ -385,7 +389,7 @@ def main() -> int:
         "changed": (changed, SPProcess),
     }[what]
     args = build_parser("test", "x.pt").parse_args([*TINY, "--n-heads=4"])
-    process = kind(fill_in(args))
+    process = kind(resolve_defaults(args))
     process.start()
     print(act(process, *words) + "\n", end="")
     dist.barrier()  # nobody leaves while another still gathers

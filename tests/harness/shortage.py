@@ -79,7 +79,7 @@ def strike(place: str, run: Run) -> Callable[[], None]:
     """Have this step run out there, once, at an operator that is drawn. It begins with the policy
     of the flags, and so can be rescued again and again."""
     draw, left = random.Random(f"{place} {run.process.rank} {run.step}"), [place]
-    real, begin, after = train_minimal.accumulate, run.clock.begin, draw.random() < 0.5
+    real, begin, after = train_minimal.accumulate, run.clock.begin_phase, draw.random() < 0.5
     if place in ("rehearsed", "data", "early"):
         run.model.config = model_config(run.args, run.model.config.vocab_size)
 
@@ -111,7 +111,7 @@ def strike(place: str, run: Run) -> Callable[[], None]:
         for _ in range(2):  # (the first one may make buckets, too)
             _, operators = attempt(None, average=False)
         at = draw.randint(1, operators)
-        run.process.drop_gradients(run.optimizer)
+        run.process.discard_gradients(run.optimizer)
 
     def accumulate(run: Run, average: bool = True) -> list[torch.Tensor]:
         if left and average != (place in ("rehearsed", "buckets")):

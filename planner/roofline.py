@@ -31,20 +31,20 @@ class Card:
     flops: tuple[float, float, float]  # FLOP/s of products in float32, bfloat16, float16; dense
     bytes_per_s: float
     launch_s: float = 3e-6  # the shortest operator
-    reached_flops: float = 0.7
-    reached_bytes: float = 0.85
+    flops_efficiency: float = 0.7
+    bandwidth_efficiency: float = 0.85
     # FLOP/s of attention and of its backward, by precision as above, as `this_machine` has measured
     # them; None: as products
     attention: tuple[tuple[float, float], ...] | None = None
 
 
-def seconds_of_each(work: np.recarray, card: Card) -> np.ndarray:
+def op_seconds(work: np.recarray, card: Card) -> np.ndarray:
     """(operators,) How long each operator takes. `work`: an array of `WORK` (timeline.py)."""
-    rates = np.array(card.flops)[work.precision] * card.reached_flops
+    rates = np.array(card.flops)[work.precision] * card.flops_efficiency
     if card.attention is not None:
         measured = np.array(card.attention)[work.precision, (work.attention == 2).astype(int)]
         rates = np.where(work.attention > 0, measured, rates)
-    moving = work.bytes / (card.reached_bytes * card.bytes_per_s)
+    moving = work.bytes / (card.bandwidth_efficiency * card.bytes_per_s)
     return np.maximum(np.maximum(work.flops / rates, moving), card.launch_s)
 
 
@@ -83,8 +83,8 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
         flops=tuple(product(dtype) for dtype in PRECISIONS),  # type: ignore[arg-type]
         bytes_per_s=2 * size / time_of(lambda: target.copy_(source)),
         launch_s=time_of(lambda: one.add_(1)),
-        reached_flops=1,
-        reached_bytes=1,
+        flops_efficiency=1,
+        bandwidth_efficiency=1,
         attention=tuple(
             measure_attention(device, dtype, seq_len, head_size) for dtype in PRECISIONS
         ),

@@ -33,7 +33,7 @@ RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward: their lines are 
 class Storage:
     """A piece of memory; described as the first tensor that lived in it."""
 
-    bytes: int
+    nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -46,10 +46,10 @@ class Storage:
     replayed: bool = False  # by an activation checkpoint, in backward
     kind: str = ""  # one of KINDS; "": as planner/timeline.py sorts it
     name: str = ""  # what it is, if somebody said so: "blocks.0.ln_1.weight"
-    why: str = ""  # it is there: see planner/record.py
+    reason_alive: str = ""  # it is there: see planner/record.py
 
 
-class Source(NamedTuple):
+class CallSite(NamedTuple):
     """Who asked for an operator."""
 
     module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or nothing in it
@@ -57,26 +57,26 @@ class Source(NamedTuple):
     is_backward: bool = False  # then they are those of its forward
 
 
-NOBODY = Source("", "")
+UNKNOWN_SITE = CallSite("", "")
 
-Place = tuple[int, str, int | None]  # (from this operator on, phase, block that is at work)
+PhaseMark = tuple[int, str, int | None]  # (from this operator on, phase, block that is at work)
 
 
 class Op(NamedTuple):
     """An operator that ran. A view has nothing but a place."""
 
     name: str
-    place: Place
-    source: Source = NOBODY
-    given: tuple[tuple[str, Storage], ...] = ()  # by the names of its arguments
-    made: tuple[tuple[int, Storage], ...] = ()  # (which of its results, storage)
+    place: PhaseMark
+    site: CallSite = UNKNOWN_SITE
+    inputs: tuple[tuple[str, Storage], ...] = ()  # by the names of its arguments
+    outputs: tuple[tuple[int, Storage], ...] = ()  # (which of its results, storage)
     bytes: int = 0  # that it reads and writes
     flops: float = 0
     precision: int = 0  # of its products: index into PRECISIONS
     times: int = 1  # it stands for so many that do the same
 
 
-class Log(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Notes operators and storages, without keeping any tensor alive.
 
     Args:
@@ -85,29 +85,31 @@ class Log(TorchDispatchMode):
             after it (see planner/operators.py).
     """
 
-    def __init__(self, sources: "Sources | None" = None, inside: Any = None) -> None:
+    def __init__(
+        self, sources: "CallSiteTracker | None" = None, kernel_workspace: Any = None
+    ) -> None:
         super().__init__()
-        self.sources, self.inside = sources, inside
-        self.places: list[Place] = [(0, "", None)]
+        self.sources, self.inside = sources, kernel_workspace
+        self.places: list[PhaseMark] = [(0, "", None)]
         self.ops = [Op("", self.places[0])]  # by number; the first stands for what was before
         self.storages: list[Storage] = []  # in order of birth
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
         self.times = 1  # each operator from now on stands for so many that do the same
         self.forward_end = 0  # the operator with which forward ended
         # Of each tensor that offload sends away: its bytes, and the place that was at work.
-        self.moved: list[tuple[int, Place]] = []
+        self.moved: list[tuple[int, PhaseMark]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # (nobody compiles here; what torch wraps it in costs more than the log)
 
     @property
-    def now(self) -> int:
+    def n_ops(self) -> int:
         """The number of the last operator."""
         return len(self.ops) - 1
 
-    def enter(self, phase: str, block: int | None = None) -> None:
-        self.places.append((self.now + 1, phase, block))
+    def enter_phase(self, phase: str, block: int | None = None) -> None:
+        self.places.append((self.n_ops + 1, phase, block))
 
     @property
     def phase(self) -> str:
@@ -119,19 +121,21 @@ class Log(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         names = (parameter.name for parameter in signature(func).parameters)
-        self.note(func, dict(zip(names, args, strict=False)) | kwargs, tensors_in(result))
+        self.record_op(func, dict(zip(names, args, strict=False)) | kwargs, tensors_in(result))
         if self.inside is not None and (size := self.inside(func, args)):
-            self.add_bytes(size, "inside of a kernel", "the kernel works in it", self.now, self.now)
+            self.add_bytes(
+                size, "inside of a kernel", "the kernel works in it", self.n_ops, self.n_ops
+            )
         return result
 
     # ---- operators
 
-    def note(self, func: Any, arguments: dict[str, Any], results: list[Tensor]) -> None:
+    def record_op(self, func: Any, arguments: dict[str, Any], results: list[Tensor]) -> None:
         """Record what an operator did, after it ran."""
-        its, place, at = signature(func), self.places[-1], self.now + 1
+        its, place, at = signature(func), self.places[-1], self.n_ops + 1
         if its.name in EMPTY and results[0].numel() == 0:
             return  # (an activation checkpoint of torch 2.9 begins with one, and keeps it)
-        source = self.sources.now(*place[1:]) if self.sources else NOBODY
+        source = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
         operator = "" if its.is_view else func.__name__
         storages = [self.add(tensor, operator, source) for tensor in results]
         if its.is_view:
@@ -144,7 +148,7 @@ class Log(TorchDispatchMode):
         writes = {(s, int(results[i].storage_offset())): extent(results[i]) for i, s in made}
         for parameter in its.parameters:
             for tensor in tensors_in(arguments.get(parameter.name)):
-                view, size = (self.find(tensor), int(tensor.storage_offset())), extent(tensor)
+                view, size = (self.storage_of(tensor), int(tensor.storage_offset())), extent(tensor)
                 given.append((parameter.name, view[0]))
                 if parameter.is_table:
                     added = arguments.get("src", arguments.get("source"))
@@ -169,25 +173,25 @@ class Log(TorchDispatchMode):
 
     # ---- storages
 
-    def add(self, tensor: Tensor, operator: str = "", source: Source = NOBODY) -> Storage:
+    def add(self, tensor: Tensor, operator: str = "", source: CallSite = UNKNOWN_SITE) -> Storage:
         """The storage of `tensor`: known (the tensor is a view, or changed in place) or new. It
         dies with the last tensor that lives in it."""
         memory = tensor.untyped_storage()
         address = memory._cdata
         if address in self.known:
             return self.known[address][1]
-        storage = new_storage(tensor, self.now + bool(operator))
+        storage = new_storage(tensor, self.n_ops + bool(operator))
         storage.operator = operator.split(".")[0]  # "addmm.default"
         _, storage.phase, storage.block = self.places[-1]
         # In backward, nothing but a replay builds a graph.
         storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
         storage.line = source.line
-        if storage.bytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
+        if storage.nbytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
             self.storages.append(storage)
 
         def gone(_: weakref.ref) -> None:
             del self.known[address]  # the next storage at this address is another one
-            storage.died = self.now
+            storage.died = self.n_ops
 
         self.known[address] = weakref.ref(memory, gone), storage
         return storage
@@ -198,14 +202,16 @@ class Log(TorchDispatchMode):
         """Memory that no tensor shows."""
         _, phase, block = self.places[-1]
         here = Storage(size, (size,), torch.uint8, torch.device("cpu"), born, died)
-        self.storages.append(replace(here, name=name, why=why, phase=phase, block=block, kind=kind))
+        self.storages.append(
+            replace(here, name=name, reason_alive=why, phase=phase, block=block, kind=kind)
+        )
 
-    def name(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
+    def label(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
         """Say what a storage is, and why it is there."""
         storage = self.add(tensor)
-        storage.kind, storage.name, storage.why = kind, name, why
+        storage.kind, storage.name, storage.reason_alive = kind, name, why
 
-    def find(self, tensor: Tensor) -> Storage:
+    def storage_of(self, tensor: Tensor) -> Storage:
         """The storage of `tensor`; if nobody added it, one that is not counted."""
         found = self.known.get(tensor.untyped_storage()._cdata)
         return found[1] if found else new_storage(tensor, 0)
@@ -225,7 +231,7 @@ def new_storage(tensor: Tensor, born: int) -> Storage:
     return Storage(size, tuple(tensor.shape), tensor.dtype, device, born)
 
 
-class Sources:
+class CallSiteTracker:
     """While it listens, it knows who asks for an operator: the module that runs, and the line.
 
     Backward's operators have no line: autograd runs them. But autograd numbers what it notes in
@@ -237,21 +243,21 @@ class Sources:
     def __init__(self, model: nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
         self.running = [""]  # modules, the innermost last: "blocks.0.mlp.c_fc"
-        self.of_forward: dict[int, Source] = {}  # by autograd's number
+        self.of_forward: dict[int, CallSite] = {}  # by autograd's number
 
-    def now(self, phase: str, block: int | None) -> Source:
+    def current(self, phase: str, block: int | None) -> CallSite:
         """Of the operator that has just run."""
         line = line_of_the_model()
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
         if node is None or line.startswith(RUNS_AGAIN):
             # (A policy's replay is of a block's parts, which runs without the block.)
             running = self.running[-1] or ("" if block is None else f"blocks.{block}")
-            source = Source("head" if phase == "head" else running, line)
+            source = CallSite("head" if phase == "head" else running, line)
             # Autograd has just given a number to this operator, if it noted it at all.
             self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
             return source
-        source = self.of_forward.get(node._sequence_nr(), Source("", ""))
-        return Source(source.module, line or source.line, is_backward=True)
+        source = self.of_forward.get(node._sequence_nr(), CallSite("", ""))
+        return CallSite(source.module, line or source.line, is_backward=True)
 
     @contextmanager
     def listen(self) -> Iterator[None]:
@@ -284,8 +290,8 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     that was built fake needs no memory for it.
     """
     weight = next(model.parameters())
-    sources = Sources(model)
-    log = Log(sources)
+    sources = CallSiteTracker(model)
+    log = OpRecorder(sources)
     for parameter in model.parameters():
         log.add(parameter)
     fake = weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext()

@@ -18,15 +18,15 @@ from torch import Tensor
 from data import DataError, DiskFull
 
 from .bootstrap import PROCESS_START
-from .flags import UsageError, changed, print_error
+from .flags import UsageError, print_error, with_flags
 from .metrics import finish_logs
-from .plan import TooLarge, next_knob, settings
+from .plan import PredictedOutOfMemory, settings, suggest_change
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
 from .run import Run, is_out_of_memory, save
 from .setup import start_run
 from .snapshot import SaveError, SnapshotError
-from .torchrun import lost_others
+from .torchrun import peer_failure_message
 
 
 def run_safely(
@@ -52,14 +52,14 @@ def run_safely(
         # the lines below needs it any more.)
         process.close()
         return code
-    except (UsageError, SnapshotError, NotFinite, TooLarge) as error:
+    except (UsageError, SnapshotError, NotFinite, PredictedOutOfMemory) as error:
         complain(error)
-        return {NotFinite: 3, TooLarge: 4}.get(type(error), 2)
+        return {NotFinite: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
     except DataError as error:
-        complain(f"{error}; then {way_back(run)}" if run else error)
+        complain(f"{error}; then {resume_hint(run)}" if run else error)
         return 3 if run or isinstance(error, DiskFull) else 2
     except SaveError as error:
-        complain(f"{error}; make room, then {way_back(run)}")
+        complain(f"{error}; make room, then {resume_hint(run)}")
         return 3
     except KeyboardInterrupt:
         last = "the last snapshot, if there is one"
@@ -67,20 +67,20 @@ def run_safely(
         return 130
     except Exception as error:
         if is_out_of_memory(error):
-            complain(f"out of memory with {what_to_try(args, run)}")
+            complain(f"out of memory with {suggest_after_out_of_memory(args, run)}")
             return 4
-        line = lost_others(error)
+        line = peer_failure_message(error)
         if line is None:
             raise
         # (Without a run it may be done.) Each at once: torchrun ends those that live.
-        print_error(f"{line}; {way_back(run)}" if run else line)
+        print_error(f"{line}; {resume_hint(run)}" if run else line)
         return 3
 
 
 def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     """`train`, and the last lines of a run that was not in vain; returns the exit code."""
-    args, say = run.args, run.process.say
-    if run.step >= args.num_steps and not run.unreported:
+    args, say = run.args, run.process.print0
+    if run.step >= args.num_steps and not run.pending_record:
         say(
             f"done     already at step {run.step:,}; raise --num-steps to go on: "
             f"{resume_command(run)} --num-steps {2 * run.step}"
@@ -118,21 +118,21 @@ class Signals:
         self.run = run
 
     def __enter__(self) -> "Signals":
-        self.number = 0
+        self.received = 0
         self.before = {}
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
             number = getattr(signal, name, None)  # Windows has the first two
             if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
-                self.before[number] = signal.signal(number, self.take_note)
+                self.before[number] = signal.signal(number, self.on_signal)
         return self
 
-    def take_note(self, number: int, frame: object) -> None:
+    def on_signal(self, number: int, frame: object) -> None:
         name = signal.Signals(number).name
         if name == "SIGUSR1":
             self.run.save_asked = True
             line = "saving   after this step, and going on"
         else:
-            self.number = number
+            self.received = number
             is_hangup = name == "SIGHUP"  # shell and system may both send it
             signal.signal(number, signal.SIG_IGN if is_hangup else signal.SIG_DFL)
             again = "" if is_hangup else "; again to stop at once"
@@ -175,7 +175,7 @@ class SkippedUpdates:
         on_gpu = run.process.device.type == "cuda"
         self.copied = torch.cuda.Event() if on_gpu else torch.cpu.Event()
 
-    def take(self, grad_norm: Tensor) -> None:
+    def add(self, grad_norm: Tensor) -> None:
         """Take the norm () of the step just done; look at the one before, as `read_last` does."""
         self.read_last()
         self.unread = self.run.step, grad_norm.to("cpu", non_blocking=grad_norm.is_cuda)
@@ -201,17 +201,17 @@ class SkippedUpdates:
             flags = "--amp-dtype bfloat16 or --no-amp" if float16 else lower
             raise NotFinite(
                 f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} "
-                f"to {step}: try {flags}; --detect-anomaly finds the operation; {way_back(run)}"
+                f"to {step}: try {flags}; --detect-anomaly finds the operation; {resume_hint(run)}"
             )
         if self.in_a_row:
             what = "loss or gradients are not finite, update skipped"
             if float16:
                 what += f" (float16: the loss scale is now {run.scaler.get_scale():g})"
-            run.process.say(f"warning  step {step}: {what}")
+            run.process.print0(f"warning  step {step}: {what}")
         return self.in_a_row
 
 
-def what_to_try(args: argparse.Namespace, run: Run | None) -> str:
+def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> str:
     """Return the settings that memory ran out with, and the first change that could help."""
     if run is None:
         return f"{settings(args)}; try a smaller model (--n-layers), or less data (--max-tokens)"
@@ -219,12 +219,12 @@ def what_to_try(args: argparse.Namespace, run: Run | None) -> str:
     policy = run.model.config.recompute
     with suppress(Exception):  # there may be no memory to plan with
         less = run.next_policy(policy)
-    now = settings(changed(args, use_activation_checkpoint=policy))
-    back = f"; {way_back(run)}" if run.saved_step else ""
-    return f"{now}; try {next_knob(args, run.process.device.type, less)}{back}"
+    now = settings(with_flags(args, use_activation_checkpoint=policy))
+    back = f"; {resume_hint(run)}" if run.saved_step else ""
+    return f"{now}; try {suggest_change(args, run.process.device.type, less)}{back}"
 
 
-def way_back(run: Run | None) -> str:
+def resume_hint(run: Run | None) -> str:
     """Say what to do when training had to stop, or (None) did not begin; a command stands last."""
     if run and run.saved_step:
         saved = f"{run.args.checkpoint_path}, step {run.saved_step}"
