@@ -45,7 +45,7 @@ class MiniGPTConfig:
     d_ff: int = 3072
     dropout: float = 0.1
     # How memory is saved. `recompute` changes no bit of a result; chunks change the rounding only.
-    recompute: str = "none"  # "full": checkpoint each block; others: `expand` in memory/policies.py
+    recompute: str = "none"  # "full": checkpoint each block; others: memory/policies.py
     # The tokens are split into so many chunks; 0: memory/ chooses. Without memory/: one chunk.
     loss_chunks: int = 0  # for the head and the loss
     mlp_chunks: int = 1  # for the MLP half of a block, where backward recomputes that half
@@ -80,17 +80,15 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, kv_cache: KVCache = None) -> Tensor:
         """Return the heads' results side by side, (B, T, C), for q, k and v in `qkv` (B, T, 3C).
 
-        `past`: KV cache. Append the new keys and values, and attend to all in the cache. In
+        `kv_cache`: append the new keys and values, and attend to all in the cache. In
         train_sp.py H and C count only the heads of this rank.
         """
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
         if kv_cache is not None:
             if self in kv_cache:
-                k, v = (
-                    torch.cat([kv_cache[self][0], k], dim=2),
-                    torch.cat([kv_cache[self][1], v], dim=2),
-                )
+                earlier_k, earlier_v = kv_cache[self]
+                k, v = torch.cat([earlier_k, k], dim=2), torch.cat([earlier_v, v], dim=2)
             kv_cache[self] = k, v
         # A single token needs no mask: it attends to all keys. (With `is_causal` it would see only
         # the first one.) The fused kernel never stores the (B, H, T, T) scores: its backward
@@ -113,8 +111,8 @@ class Block(nn.Module):
     """One transformer block: x (B, T, C) -> (B, T, C).
 
     The attention half and the MLP half are each split after their largest tensor, the result of
-    `qkv` and of `widen`. So a *policy*, a function in memory/policies.py, can call the parts one by
-    one, some of them in activation checkpoints.
+    `qkv` and of `up_project`. So a *policy*, a function in memory/policies.py, can call the parts
+    one by one, some of them in activation checkpoints.
     """
 
     def __init__(self, config: MiniGPTConfig):
@@ -126,7 +124,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, kv_cache: KVCache = None, policy: Any = None) -> Tensor:
-        """Run the block. `past`: KV cache. `policy`: call `policy(block, x)` instead."""
+        """Run the block. `policy`: call `policy(block, x)` instead."""
         if policy is not None:
             return policy(self, x)
         return self.add_residuals(x, lambda x: self.attention(x, kv_cache), self.feed_forward)
@@ -179,7 +177,7 @@ class MiniGPT(nn.Module):
     The labels are already shifted by one: labels[:, t] is the token after input_ids[:, t]. Labels
     of -100 do not count. `model(input_ids)` returns logits (B, T, V).
 
-    `start`: position of the first token (train_sp.py). `past`: KV cache, in eval() only. Pass {}
+    `start`: position of the first token (train_sp.py). `kv_cache`: in eval() only. Pass {}
     with the first tokens of a text, then one token a call; the logits are the last token's,
     (B, 1, V). Raises ValueError for other uses of the cache, and beyond max_position_embeddings.
     """
@@ -241,7 +239,7 @@ class MiniGPT(nn.Module):
 
         For projections to the residual stream divide 0.02 by sqrt(2 n_layers): else the variance of
         the stream would grow with depth. Draw on the CPU: one seed gives one model on all devices.
-        `part(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py).
+        `local_shard(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for name, parameter in self.named_parameters():

@@ -86,7 +86,7 @@ class DDPProcess(Torchrun):
             self.buckets_are_final = True
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
-        most = torch.tensor(values)  # on the CPU: see Torchrun.start
+        most = torch.tensor(values)  # on the CPU: see Torchrun.init_process_group
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return most.tolist()
 

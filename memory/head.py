@@ -5,7 +5,8 @@ the logits, its gradient and the gradient of the logits take 12 bytes for each o
 1.2 GB for B=2, T=1024 and a vocabulary of 50,257 tokens. Two ideas help, one class each:
 
     ChunkedHeadLoss    compute the loss in chunks of tokens: only one chunk has logits at a time
-    TiedLookup         use one buffer for both gradients of the weight of embedding and head
+    TiedEmbeddingFunction         use one buffer for both gradients of the weight of embedding and
+    head
 
 Shapes: B batch, T time, N tokens (B * T), n tokens of a chunk, r tokens of a slice, C channels,
 V vocabulary.
@@ -46,7 +47,7 @@ def parse_release(version: str) -> tuple[int, ...]:
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
 EmbedFunction = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
 LossFunction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-SoftmaxFunction = Callable[[Tensor, Tensor, bool], Tensor]  # `softmax_in_place`, plain or compiled
+SoftmaxFunction = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, plain or compiled
 
 
 def embed_tied(
@@ -54,8 +55,9 @@ def embed_tied(
 ) -> tuple[Tensor, Tensor]:
     """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
 
-    `plain`: `embed` of model.py, for evaluation and for other kinds of embeddings. `on_cpu`: make
-    the gradient as on a CPU; None: if the weight is on one. (The planner simulates GPUs on a CPU.)
+    `plain`: `embed` of model.py, for evaluation and for other kinds of embeddings. `row_by_row`:
+    make the gradient as on a CPU; None: if the weight is on one. (The planner simulates GPUs on a
+    CPU.)
 
     A CPU adds the gradient's rows one by one, always in the same order. A GPU would add them in a
     random order, and each run would round differently. So a GPU first sorts the ids, and makes the
@@ -160,8 +162,8 @@ def head_loss(
 def count_chunks(n_tokens: int, vocab_size: int, n_chunks: int, itemsize: int) -> int:
     """Return the number of chunks of the head, at most one for each token.
 
-    `asked`: this number; 0: as few chunks of at most `CHUNK` bytes as possible. `itemsize`: bytes
-    of a logit.
+    `n_chunks`: this number; 0: as few chunks of at most `LOGITS_CHUNK_BYTES` bytes as possible.
+    `itemsize`: bytes of a logit.
     """
     return max(
         1,
@@ -172,8 +174,8 @@ def count_chunks(n_tokens: int, vocab_size: int, n_chunks: int, itemsize: int) -
 def softmax_slice_rows(n_tokens: int, vocab_size: int) -> int:
     """Return the number of tokens of a slice, in a chunk of `n_tokens`.
 
-    Softmax runs slice by slice. A slice has about `SLICE` logits. But even a very large chunk has
-    only about 32 slices, because each kernel launch costs time, too.
+    Softmax runs slice by slice. A slice has about `SOFTMAX_SLICE_ELEMENTS` logits. But even a very
+    large chunk has only about 32 slices, because each kernel launch costs time, too.
     """
     rows = max(SOFTMAX_SLICE_ELEMENTS // vocab_size, n_tokens // 32)
     return min(
@@ -270,7 +272,7 @@ def cast_like_autocast(weight: Tensor) -> Tensor:
     """Return `weight` (V, C), or under autocast its low-precision copy (V + padding, C).
 
     Autocast would make such a copy for each matmul; here one copy serves all. It ends in rows of
-    zeros up to a multiple of `PAD`, because tensor cores are faster with them.
+    zeros up to a multiple of `VOCAB_MULTIPLE`, because tensor cores are faster with them.
     """
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -284,9 +286,9 @@ def cast_like_autocast(weight: Tensor) -> Tensor:
 
 
 def addmm_rows(width: int) -> int:
-    """Return the number of rows that `add_product` adds at a time, for rows of `width` elements.
+    """Return the number of rows that `addmm_into` adds at a time, for rows of `width` elements.
 
-    It is a multiple of `PAD`, because matmuls are faster if they begin at such a row.
+    It is a multiple of `VOCAB_MULTIPLE`, because matmuls are faster if they begin at such a row.
     """
     return max(VOCAB_MULTIPLE, SOFTMAX_SLICE_ELEMENTS // width // VOCAB_MULTIPLE * VOCAB_MULTIPLE)
 

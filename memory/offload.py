@@ -43,7 +43,7 @@ MAX_COPIES_IN_FLIGHT = 2  # tensors that may be on their way out before the comp
 
 
 class PinnedPool:
-    """A pool of host buffers in CPU memory: `take` lends buffers, `give_back` gets them back.
+    """A pool of host buffers in CPU memory: `acquire` lends buffers, `release` gets them back.
 
     The pool outlives a step, because pinning takes milliseconds for each buffer. torch pins buffers
     of 2^n bytes only. So a tensor is split over several buffers: 532 MiB over 512 + 16 + 4.
@@ -202,7 +202,7 @@ class OffloadedStorage:
         self.numel, self.dtype = whole.numel(), whole.dtype
         self.back: Tensor | None = None  # the copy on the device, complete or on its way
         self.streams = copy_streams(self.device)
-        # Wait for the compute stream. It computes the tensor, and it has waited (in `take` or
+        # Wait for the compute stream. It computes the tensor, and it has waited (in `acquire` or
         # `__del__`) for the last copy that read these host buffers.
         self.streams.out.wait_stream(self.streams.compute_stream())
         self.sent = self.streams.copy(self.streams.out, split_over_buffers(whole, buffers))
@@ -214,7 +214,8 @@ class OffloadedStorage:
         self.computing = self.streams.compute_stream()
         back = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         # The compute stream may still use this memory for the tensor that had it before. This wait
-        # covers the copy out, too: the compute stream has waited for that copy in `settle`.
+        # covers the copy out, too: the compute stream has waited for that copy in
+        # `wait_for_copies`.
         self.streams.home.wait_stream(self.computing)
         homewards = ((block, part) for part, block in split_over_buffers(back, self.buffers))
         self.arrived = self.streams.copy(self.streams.home, homewards)

@@ -2,13 +2,15 @@
 
 Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on:
 autograd keeps a tensor when it goes *into* an operator whose backward will need it. An activation
-checkpoint, `checkpoint(f, x)`, keeps only x. When backward asks for the first of the other tensors,
-the checkpoint calls f(x) again (scripts/checkpoint_from_scratch.py shows how). A policy chooses the
-parts of a block that go into checkpoints. Two facts decide what a checkpoint costs:
+checkpoint, `activation_checkpoint(f, x)`, keeps only x. When backward asks for the first of the
+other tensors, the checkpoint calls f(x) again (scripts/checkpoint_from_scratch.py shows how). A
+policy chooses the parts of a block that go into checkpoints. Two facts decide what a checkpoint
+costs:
 
 - Recomputation stops when it has made the last tensor that backward needs (*early stop*). A linear
   layer's input is kept before the layer runs. So if f ends in a linear layer, its matmul is not
-  repeated: `checkpoint(lambda wide: c_proj(gelu(wide)), wide)` recomputes a GELU and no matmul.
+  repeated: `activation_checkpoint(lambda wide: c_proj(gelu(wide)), wide)` recomputes a GELU and no
+  matmul.
 - Dropout draws a mask after the matmul before it, and backward needs the mask. So if f ends in
   dropout, that matmul is repeated. Therefore a checkpoint around a half of a block ends before the
   dropout of that half; `block.add_residuals` applies it. A checkpoint around a whole block (`full`,
@@ -47,9 +49,9 @@ from .offload import Offload, PinnedPool
 def activation_checkpoint(run: Callable, *inputs: Tensor, has_dropout: bool, **options: Any) -> Any:
     """Return `run(*inputs)`, computed in a non-reentrant activation checkpoint.
 
-    The reentrant variant has no early stop, and fails in some DDP settings. `random`: `run` has
-    dropout, so keep the RNG's state. Without it recomputation would draw other masks, and gradients
-    would be wrong without an error. `options`: more arguments of torch's checkpoint.
+    The reentrant variant has no early stop, and fails in some DDP settings. `has_dropout`: `run`
+    has dropout, so keep the RNG's state. Without it recomputation would draw other masks, and
+    gradients would be wrong without an error. `options`: more arguments of torch's checkpoint.
     """
     if has_dropout and checkpoint_loses_rng(inputs[0].device) and not torch.compiler.is_compiling():
         run = with_replayed_rng(run)
@@ -118,8 +120,8 @@ CHUNK_MULTIPLE = 64  # tokens: the length of a chunk is a multiple of it
 # `block(x, policy=cheap)`, instead of its plain forward. So everything that wraps a block's forward
 # (sharding of weights, a compiler) works with every policy.
 #
-# `cut` maps the number of tokens of a sequence to the numbers of tokens of its chunks. Backward
-# recomputes the MLP half chunk by chunk. None: the sequence is one chunk.
+# `chunk_sizes` maps the number of tokens of a sequence to the numbers of tokens of its chunks.
+# Backward recomputes the MLP half chunk by chunk. None: the sequence is one chunk.
 ChunkSizes = Callable[[int], list[int]] | None
 
 
@@ -148,11 +150,12 @@ def recompute_mlp(block: Any, x: Tensor, chunk_sizes: ChunkSizes = None) -> Tens
 def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizes) -> Callable[[Tensor], Tensor]:
     """Return a function (B, T, C) -> (B, T, C): the MLP half in an activation checkpoint.
 
-    With `cut` each chunk of tokens has its own checkpoint. Backward then recomputes one chunk at a
-    time, so the (tokens, d_ff) tensors of only one chunk exist at a time. A chunk keeps its part of
-    x2, which is a view. The loss and the gradients that flow back through the blocks keep their
-    bits: a token's row of a matmul does not depend on other rows. But the gradients of ln_2 and of
-    the MLP's two layers are sums over tokens, and chunks change the rounding of these sums.
+    With `chunk_sizes` each chunk of tokens has its own checkpoint. Backward then recomputes one
+    chunk at a time, so the (tokens, d_ff) tensors of only one chunk exist at a time. A chunk keeps
+    its part of x2, which is a view. The loss and the gradients that flow back through the blocks
+    keep their bits: a token's row of a matmul does not depend on other rows. But the gradients of
+    ln_2 and of the MLP's two layers are sums over tokens, and chunks change the rounding of these
+    sums.
 
     All chunks are in one graph, so autograd sums the gradients of each weight before DDP or FSDP
     see them. (An autograd.Function with one backward for each chunk would show them one by one.)
@@ -176,10 +179,10 @@ def map_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> 
 def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
     """Return the number of tokens of each chunk of a sequence of `n_tokens`.
 
-    `asked`: the maximal number of chunks; 0: chunks of about `WIDE` elements. All chunks except the
-    last have the same length, a multiple of ROWS_ALIKE. The last has at least ROWS_ALIKE tokens
-    (unless the sequence is shorter). Some kernels round differently for a few rows, or for the last
-    rows of a matmul.
+    `n_chunks`: the maximal number of chunks; 0: chunks of about `MLP_CHUNK_ELEMENTS` elements. All
+    chunks except the last have the same length, a multiple of CHUNK_MULTIPLE. The last has at least
+    CHUNK_MULTIPLE tokens (unless the sequence is shorter). Some kernels round differently for a few
+    rows, or for the last rows of a matmul.
     """
     units = max(1, n_tokens // CHUNK_MULTIPLE)
     each = math.ceil(units / (n_chunks or math.ceil(n_tokens * d_ff / MLP_CHUNK_ELEMENTS)))
@@ -347,7 +350,7 @@ STRING = re.compile(
 
 
 class RecomputePlan(NamedTuple):
-    """The meaning of a policy string for a model. `expand` parses a string, `write` formats one."""
+    """The meaning of a policy string for a model; see `parse_recompute` and `format_recompute`."""
 
     policies: tuple[str, ...]  # one for each block
     group_size: int = 1  # number of blocks in each shared checkpoint; only `full` blocks share one
@@ -379,7 +382,7 @@ def parse_recompute(text: str, n_layers: int) -> RecomputePlan:
     `mlp:7`      `mlp` in the first 7 blocks, `none` in the others
     `mlp:7,full` `mlp` in the first 7 blocks, `full` in the others
     `full/2`     `full`, with one checkpoint around every 2 blocks; `full:8/2`: in the first 8
-    `+nested`    inside that checkpoint one more around each block: see `one_by_one`
+    `+nested`    inside that checkpoint one more around each block: see `as_one_block`
     `+offload`   CPU memory holds the tensors that the policies keep
 
     Raises ValueError if the string is invalid. The message is one line and has the grammar.
@@ -454,14 +457,15 @@ class RecomputeSchedule:
     """
 
     def __init__(self, plain: Callable[[Any], Iterable[ScheduledCall]]):
-        """Wrap `plain`, the `schedule` of model.py, which knows the policies `none` and `full`."""
+        """Wrap `plain`, the function of model.py, which knows the policies `none` and `full`."""
         self.plain = plain
         self.offload_pool = PinnedPool()  # offload copies to it
 
     def __call__(self, model: Any) -> Iterable[ScheduledCall]:
         """Return pairs (function, whether to checkpoint it) for the loop of MiniGPT.forward."""
         config = model.config
-        # Where torch's checkpoint ignores the RNG, the function `checkpoint` above replaces it.
+        # Where torch's checkpoint ignores the RNG, the function `activation_checkpoint` replaces
+        # it.
         redraws = config.dropout > 0 and checkpoint_loses_rng(next(model.parameters()).device)
         known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not redraws
         return self.plain(model) if known or not model.training else self.calls(model, redraws)

@@ -36,7 +36,7 @@ class SequenceShard:
     """This rank's part of each sequence: its tokens, and its heads in attention."""
 
     def __init__(self, rank: int, world_size: int, n_heads: int, all_to_all: AllToAll):
-        """Take part as rank `process` of `processes` ranks. `exchange`: their all-to-all."""
+        """Take part as rank `rank` of `world_size` ranks. `all_to_all`: their all-to-all."""
         self.rank, self.all_to_all = rank, all_to_all
         self.heads = split_evenly(n_heads, world_size)  # the number of each rank
         self.tokens: list[int] = []  # the number of each rank; empty: each has whole sequences

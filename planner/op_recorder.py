@@ -1,9 +1,10 @@
 """One log of a step: which operators ran, what they touched, and which storages came and went.
 
-The model runs on *fake* tensors, which have shapes and storages but no memory, while a `Log` looks
-on. That works on any machine, also for models that would not fit in it. All that the planner tells
-of a step is made of this one list: bytes over time (timeline.py), FLOPs and bytes that move
-(timeline.py), names and reasons (record.py). `kept_for_backward` is the simplest use of it.
+The model runs on *fake* tensors, which have shapes and storages but no memory, while an
+`OpRecorder` looks on. That works on any machine, also for models that would not fit in it. All that
+the planner tells of a step is made of this one list: bytes over time (timeline.py), FLOPs and bytes
+that move (timeline.py), names and reasons (record.py). `kept_for_backward` is the simplest use of
+it.
 """
 
 import math

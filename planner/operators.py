@@ -75,7 +75,7 @@ def tensors_in(argument: Any) -> list[Tensor]:
 
 
 def precision_of(name: str, inputs: dict[str, Any]) -> int:
-    """Of its products: an index into PRECISIONS. `given`: its arguments, by name."""
+    """Of its products: an index into PRECISIONS. `inputs`: its arguments, by name."""
     left = inputs.get("query", inputs.get(LEFT_FACTOR.get(name, "")))
     precision = left.dtype if isinstance(left, Tensor) else torch.float32
     return PRECISIONS.index(precision) if precision in PRECISIONS else 0

@@ -39,7 +39,7 @@ class Card:
 
 
 def op_seconds(work: np.recarray, card: Card) -> np.ndarray:
-    """(operators,) How long each operator takes. `work`: an array of `WORK` (timeline.py)."""
+    """(operators,) How long each operator takes. `work`: an array of `WORK_DTYPE` (timeline.py)."""
     rates = np.array(card.flops)[work.precision] * card.flops_efficiency
     if card.attention is not None:
         measured = np.array(card.attention)[work.precision, (work.attention == 2).astype(int)]

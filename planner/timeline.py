@@ -45,7 +45,7 @@ WORK_DTYPE = np.dtype(
 
 
 def work_of(ops: Sequence[Op]) -> np.recarray:
-    """Return what the operators that move bytes do: an array of `WORK`."""
+    """Return what the operators that move bytes do: an array of `WORK_DTYPE`."""
     attention = {name: i + 1 for i, name in enumerate(ATTENTION)}
     rows = [
         (at, op.flops, op.bytes, op.precision, attention.get(op.name, 0), op.times)
@@ -62,7 +62,7 @@ class Segment:
 
     places: list[PhaseMark]  # (operators of the segment before it, phase, block)
     changes: np.ndarray  # (operators, 2, kinds) int64: bytes that come, and that go, with each
-    work: np.recarray  # of `WORK`, numbered from the segment's begin
+    work: np.recarray  # of `WORK_DTYPE`, numbered from the segment's begin
     kept: int  # bytes for backward
     offloaded_sizes: list[int]  # bytes of each tensor that offload sends away
 
@@ -160,7 +160,7 @@ class StepMemory:
 
     @property
     def work(self) -> np.recarray:
-        """What the operators do: an array of `WORK`."""
+        """What the operators do: an array of `WORK_DTYPE`."""
         work = np.concatenate([segment.work for segment, _ in self.segments]).view(np.recarray)
         work.at += np.repeat(self.begins[:-1], [len(segment.work) for segment, _ in self.segments])
         return work

@@ -41,10 +41,10 @@ TABLE_ROWS = 10
 class StepClock:
     """Seconds by phase, on the host's clock.
 
-    `begin(phase)` says which phase comes now: until the next one begins, time is booked to it. The
-    time `with paused(phase)` is no training (evaluating, saving) and does not count. A GPU works on
-    while Python runs ahead: there only the sum of the phases means something, and only because
-    reading the loss waits for the GPU.
+    `begin_phase(phase)` says which phase comes now: until the next one begins, time is booked to
+    it. The time `with paused(phase)` is no training (evaluating, saving) and does not count. A GPU
+    works on while Python runs ahead: there only the sum of the phases means something, and only
+    because reading the loss waits for the GPU.
     """
 
     TRAINING = ("data", "forward", "backward", "optimizer", "log")

@@ -173,7 +173,8 @@ def number_in_range(
 
 
 def policy_string(text: str) -> str:
-    """An argparse type: as `memory.expand` says, or auto; of how many layers is not known yet."""
+    """An argparse type: as `memory.parse_recompute` says, or auto; of how many layers is not known
+    yet."""
     if text not in AUTO:
         try:
             parse_recompute(text, MAX_LAYERS)

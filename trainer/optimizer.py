@@ -78,11 +78,11 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     A sharded parameter (a DTensor, dealt out by rows) has sharded moments. The weights that come
     out are, to the bit, those of whole parameters (of torch's own AdamW, if each of those fills
-    the CPU's vectors: see `widen`).
+    the CPU's vectors: see `to_padded_float32`).
 
     Args:
         groups: "params", "weight_decay", and the "rule", if that is not "adamw".
-        lanes: AdamW's kernel is given a multiple of so many elements (see `widen`).
+        lanes: AdamW's kernel is given a multiple of so many elements (see `to_padded_float32`).
         moments: the dtype in which they are stored.
         products: the dtype of Muon's products.
     """

@@ -1,7 +1,8 @@
 """The planner, asked by flags: what `auto` takes, what a run will need, what would fit.
 
 planner/ tells what a step takes and which way to recompute is the cheapest; here are the flags that
-ask (`Question`), what to change when nothing fits (`Knob`), and the sentences for the user.
+ask (`PlanRequest`), what to change when nothing fits (`FlagChange`), and the sentences for the
+user.
 """
 
 import argparse
@@ -388,8 +389,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """What `auto` takes, and what memory a step will need.
 
-    `held`: bytes of CPU memory that a snapshot has now and gives back (or to the optimizer).
-    Raises UsageError if `auto` finds nothing that fits, TooLarge if the device can never hold it.
+    `held`: bytes of CPU memory that a snapshot has now and gives back (or to the optimizer). Raises
+    UsageError if `auto` finds nothing that fits, PredictedOutOfMemory if the device can never hold
+    it.
     """
     # All go by one clock, that of process 0. Where all need the same policy, they go by the memory
     # of the process that has least, too.
@@ -489,7 +491,8 @@ def choose_recompute(request: PlanRequest) -> StepMemory:
 def predict_peak(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
 ) -> tuple[str, tuple[int, int] | None]:
-    """What a step will need; a warning if that is more than is free. Raises TooLarge."""
+    """What a step will need; a warning if that is more than is free. Raises PredictedOutOfMemory.
+    """
     try:
         check_memory(request, process, request.state_bytes)  # before anything is simulated
         step, plain = (
@@ -538,7 +541,7 @@ def describe_plan(step: StepMemory, plain: StepMemory) -> str:
 
 def check_memory(request: PlanRequest, process: OneProcess, needed: int) -> str:
     """A line of warning if `needed` bytes are more than tensors may take; else nothing. Raises
-    TooLarge if they are more than the device has in all."""
+    PredictedOutOfMemory if they are more than the device has in all."""
     budget, processes = request.memory_budget, process.processes_on_device
     if budget.usable_bytes is None:
         return ""

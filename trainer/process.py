@@ -140,7 +140,8 @@ class OneProcess:
         return [mine]
 
     def run_on_rank0(self, act: Callable[[], T]) -> T | None:
-        """`act`, by process 0 alone: what it returns there, None elsewhere. Raises as `by_all`."""
+        """`act`, by process 0 alone: what it returns there, None elsewhere. Raises as
+        `run_on_all_ranks`."""
         return self.run_on_all_ranks(act if self.rank == 0 else lambda: None)
 
     def run_on_all_ranks(self, act: Callable[[], T]) -> T:

@@ -1,8 +1,8 @@
 """Save and load snapshots: one file that holds everything a run needs to go on.
 
 A run takes a name for its snapshots without taking another run's files: before it starts it looks
-whether it may write there (`check_name`), and locks the name (`claim`); what an older run has left
-under it is renamed (`step_aside`).
+whether it may write there (`check_path`), and locks the name (`claim`); what an older run has left
+under it is renamed (`rename_older_run`).
 
 A snapshot is a dict of plain types and tensors, written by `torch.save` and read with
 `weights_only=True`, so that opening somebody's file never runs their code. The file that
@@ -11,7 +11,7 @@ before) and `.best.pt` (lowest validation loss).
 
 A snapshot is written before its step is evaluated and logged; `record` is the log line that was due
 then, for the run that goes on from it. `run` names the run, for torchrun's restarts
-(resume.load_own).
+(resume.load_own_run).
 
 What is *not* in it: random-number state and the position in the data. Both are functions of the
 step (see `train_minimal.train_step`), and what need not be saved cannot be restored wrongly.
@@ -53,7 +53,7 @@ KEYS = {
 }
 # Names that differ in nothing else have the same log, and the same lock.
 ENDINGS = ("", ".pt", ".pth", ".ckpt")
-# What lies beside a snapshot (see `beside`): others of the same run, and what tells of it.
+# What lies beside a snapshot (see `sibling_path`): others of the same run, and what tells of it.
 SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl", ".trace.json", ".tensorboard")
 
 
@@ -291,7 +291,7 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
 
 
 def rename_older_run(path: Path) -> None:
-    """Rename what an older run has saved, for a new run of that name: see `name_aside`.
+    """Rename what an older run has saved, for a new run of that name: see `archived_path`.
 
     Nothing is deleted and nothing is overwritten: perhaps somebody has merely forgotten --resume,
     or will want those weights tomorrow.

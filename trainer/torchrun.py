@@ -49,7 +49,7 @@ class Torchrun(OneProcess):
         self.timeout = timedelta(seconds=seconds)
         super().__init__(self.local_device(args.device))
         # The store remembers the name of the run for `torchrun --max-restarts`: it is one of all
-        # processes, and of those that are started again. (See resume.load_own.)
+        # processes, and of those that are started again. (See resume.load_own_run.)
         if self.store is not None:
             self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
         words = ["torchrun", f"--nproc-per-node={self.local_world_size}"]
