@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# KV cache: for each Attention the keys and the values of all tokens so far, each (B, H, tokens, D).
-# {} is an empty cache, None is no cache.
+# KV cache: of each Attention, keys and values (B, H, tokens so far, D). {}: empty; None: no cache.
 KVCache = dict[nn.Module, tuple[Tensor, Tensor]] | None
 # The package memory/, or None. (Another package may have that name: hence `hasattr` below.)
 TECHNIQUES: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
@@ -33,8 +32,7 @@ TECHNIQUES: Any = importlib.util.find_spec("memory") and importlib.import_module
 class MiniGPTConfig:
     """Shape of a MiniGPT (by default GPT-2 small, 124M parameters) and its memory settings.
 
-    Raises ValueError if a value is impossible; the message names the field. Raises ImportError if a
-    setting needs the folder memory/ and it is missing.
+    Raises ValueError, which names the field, for an impossible value; ImportError without memory/.
     """
 
     vocab_size: int = 50257
@@ -87,12 +85,11 @@ class Attention(nn.Module):
         q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
         if kv_cache is not None:
             if self in kv_cache:
-                earlier_k, earlier_v = kv_cache[self]
-                k, v = torch.cat([earlier_k, k], dim=2), torch.cat([earlier_v, v], dim=2)
+                k = torch.cat([kv_cache[self][0], k], dim=2)
+                v = torch.cat([kv_cache[self][1], v], dim=2)
             kv_cache[self] = k, v
-        # A single token needs no mask: it attends to all keys. (With `is_causal` it would see only
-        # the first one.) The fused kernel never stores the (B, H, T, T) scores: its backward
-        # computes them again.
+        # A single token attends to all keys, without a mask. The fused kernel never stores the
+        # (B, H, T, T) scores: its backward computes them again.
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
         return y.transpose(1, 2).reshape(B, T, C)
@@ -110,9 +107,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer block: x (B, T, C) -> (B, T, C).
 
-    The attention half and the MLP half are each split after their largest tensor, the result of
-    `qkv` and of `up_project`. So a *policy*, a function in memory/policies.py, can call the parts
-    one by one, some of them in activation checkpoints.
+    A *policy*, a function in memory/policies.py, calls its parts one by one, some of them in
+    activation checkpoints: the halves are split after their largest tensors (qkv, up_project).
     """
 
     def __init__(self, config: MiniGPTConfig):
@@ -162,10 +158,8 @@ def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
-    """Return the mean cross-entropy in nats, in float32 or better; labels of -100 do not count.
-
-    x (B, T, C), weight (V, C), labels (B, T). Only memory/head.py uses `loss_chunks`.
-    """
+    """Return the mean cross-entropy in nats, of x (B, T, C), weight (V, C) and labels (B, T).
+    Labels of -100 do not count. Only memory/head.py uses `loss_chunks`."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(exact), labels.flatten())
 
@@ -191,11 +185,8 @@ class MiniGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
         # forward calls these three functions. memory/ puts wrappers around them.
-        self.blocks_with_recompute, self.embed, self.head_loss = (
-            blocks_with_recompute,
-            embed,
-            head_loss,
-        )
+        self.blocks_with_recompute = blocks_with_recompute
+        self.embed, self.head_loss = embed, head_loss
         if hasattr(TECHNIQUES, "compose"):
             TECHNIQUES.compose(self)
         self.init_weights()
@@ -211,7 +202,7 @@ class MiniGPT(nn.Module):
         if kv_cache:
             start = next(iter(kv_cache.values()))[0].size(2)
         if kv_cache is not None and (self.training or kv_cache and T > 1):
-            raise ValueError("a KV cache takes one token a call, behind its first ones, in eval()")
+            raise ValueError("a KV cache is for eval(); once it is filled, pass one token a call")
         if start + T > limit:
             raise ValueError(f"{start + T} tokens, but max_position_embeddings is {limit}")
         positions = torch.arange(start, start + T, device=input_ids.device)
@@ -232,9 +223,7 @@ class MiniGPT(nn.Module):
         return self.head_loss(x, head_weight, labels, self.config.loss_chunks)
 
     @torch.no_grad()
-    def init_weights(
-        self, local_shard: Callable[[Tensor, Tensor], Tensor] = lambda new, _: new
-    ) -> None:
+    def init_weights(self, local_shard: Callable = lambda full, weight: full) -> None:
         """Draw the weights as GPT-2 does: normal, with mean 0 and standard deviation 0.02.
 
         For projections to the residual stream divide 0.02 by sqrt(2 n_layers): else the variance of
@@ -245,15 +234,14 @@ class MiniGPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 std = residual_std if name.endswith("c_proj.weight") else 0.02
-                parameter.copy_(
-                    local_shard(torch.empty(parameter.shape).normal_(std=std), parameter)
-                )
+                full = torch.empty(parameter.shape).normal_(std=std)
+                parameter.copy_(local_shard(full, parameter))
             else:  # a LayerNorm's gain, or a bias
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
     @torch.no_grad()
-    def stream(self, input_ids: Tensor, max_new_tokens: int, **how: Any) -> Iterator[Tensor]:
-        """Continue `input_ids` (B, T >= 1): yield ids (B, 1) one by one. `how`: see `sample`."""
+    def stream(self, input_ids: Tensor, max_new_tokens: int, **sampling: Any) -> Iterator[Tensor]:
+        """Continue `input_ids` (B, T >= 1): yield ids (B, 1). `sampling`: see `sample`."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
         ids, next_ids, kv_cache = input_ids, input_ids, dict[nn.Module, Any]()
@@ -262,16 +250,16 @@ class MiniGPT(nn.Module):
                 if ids.size(1) > limit:
                     # The window slides and changes all positions: run all of it each time.
                     next_ids, kv_cache = ids[:, -limit:], {}
-                logits = self(next_ids, past=kv_cache)[:, -1].float()  # (B, V)
-                next_ids = sample(logits, **how)  # the only token that the cache does not have
+                logits = self(next_ids, kv_cache=kv_cache)[:, -1].float()  # (B, V)
+                next_ids = sample(logits, **sampling)  # the only token that the cache does not have
                 ids = torch.cat([ids, next_ids], dim=1)
                 yield next_ids
         finally:
             self.train(was_training)
 
-    def generate(self, input_ids: Tensor, max_new_tokens: int, **how: Any) -> Tensor:
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **sampling: Any) -> Tensor:
         """Continue `input_ids` (B, T) as `stream` does, and return (B, T + max_new_tokens)."""
-        return torch.cat([input_ids, *self.stream(input_ids, max_new_tokens, **how)], dim=1)
+        return torch.cat([input_ids, *self.stream(input_ids, max_new_tokens, **sampling)], dim=1)
 
 
 def sample(

@@ -126,7 +126,7 @@ class Offload:
     ) -> Callable[..., Tensor]:
         """Wrap `run`, which runs `blocks` (one, or a group); if `moves`, offload what they keep."""
 
-        def run_with_hooks(x: Tensor, past: None = None) -> Tensor:
+        def run_with_hooks(x: Tensor, kv_cache: None = None) -> Tensor:
             before, mine = self.newest, OffloadedStorages()
             self.at_work = blocks
             self.weights, pack = None, partial(self.pack, mine)

@@ -22,14 +22,14 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 411,
+    "the root": 414,
     "memory": 487,
     "planner": 1_012,
     "trainer": 2_183,
     "data": 663,
     "scripts": 1_444,
     "studies": 347,
-    "all without tests": 6_547,
+    "all without tests": 6_552,
     "tests": 5_903,
 }
 FILES_IN = {"trainer": 17, "scripts": 15}
@@ -37,7 +37,7 @@ FILES_IN = {"trainer": 17, "scripts": 15}
 FILES_READ = {
     "README.md": 150,
     "README.zh-CN.md": 150,
-    "model.py": 285,
+    "model.py": 286,
     "train_minimal.py": 260,
     "train_ddp.py": 130,
     "train_fsdp.py": 140,

@@ -216,10 +216,10 @@ def test_nothing_is_computed_twice_until_the_window_slides():
 def test_a_kv_cache_takes_one_token_a_call_and_only_so_many():
     """Several tokens would see each other's future, and a replay would not fill the cache."""
     model, ids, past = trained(recompute="full"), random_ids(2, LIMIT), {}
-    model(ids, past=past)
+    model(ids, kv_cache=past)
     some = {key: (k[:, :, :3], v[:, :, :3]) for key, (k, v) in past.items()}
     for mode, n_tokens, cache in (("eval", 2, some), ("train", 1, some), ("train", 2, {})):
-        with pytest.raises(ValueError, match="KV cache takes one token a call"):
-            model.train(mode == "train")(random_ids(2, n_tokens), past=cache)
+        with pytest.raises(ValueError, match="KV cache is for eval"):
+            model.train(mode == "train")(random_ids(2, n_tokens), kv_cache=cache)
     with pytest.raises(ValueError, match="17 tokens, but max_position_embeddings is 16"):
-        model.eval()(ids[:, :1], past=past)
+        model.eval()(ids[:, :1], kv_cache=past)

@@ -491,8 +491,8 @@ def choose_recompute(request: PlanRequest) -> StepMemory:
 def predict_peak(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
 ) -> tuple[str, tuple[int, int] | None]:
-    """What a step will need; a warning if that is more than is free. Raises PredictedOutOfMemory.
-    """
+    """Return in words the memory of a step, with a warning if less is free, and the peaks. Raises
+    PredictedOutOfMemory."""
     try:
         check_memory(request, process, request.state_bytes)  # before anything is simulated
         step, plain = (

@@ -450,7 +450,7 @@ def sees_others(model: MiniGPT, i: int, device: torch.device) -> bool:
     """Does block `i`, but for attention, look at other tokens, or at positions?"""
     block = new_block(model, i, device).eval()
     x = torch.randn(1, TOKENS, model.config.d_model, device=device)
-    block.attn.attend = lambda qkv, past=None: qkv[..., : x.size(2)]
+    block.attn.attend = lambda qkv, kv_cache=None: qkv[..., : x.size(2)]
     return differs(block, x)
 
 
