@@ -148,7 +148,7 @@ class Windows:
             file = self.files[shard]
             start = (number - int(self.first[shard])) * self.seq_len
             try:
-                row[:] = file.part(start, start + row.size).read().reshape(row.size)
+                row[:] = file.slice(start, start + row.size).read().reshape(row.size)
             except (OSError, ValueError):  # (it has another number of tokens)
                 raise DataError(f"{file.path}: gone, or shorter than it was; put it back") from None
         rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"

@@ -188,7 +188,7 @@ class Offload:
 
 def unpack(kept: Any) -> Tensor:
     """Return the tensor that backward needs for `kept`, the result of `pack`."""
-    return kept if isinstance(kept, Tensor) else kept[0].take().as_strided(*kept[1:])
+    return kept if isinstance(kept, Tensor) else kept[0].wait().as_strided(*kept[1:])
 
 
 class OffloadedStorage:

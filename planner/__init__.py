@@ -2,13 +2,13 @@
 
 step.py       one step of the real model, simulated: start here
 any_model.py  one step of any other model: plan_step
-log.py        the one log of it: operators and storages. All else is made of that:
+op_recorder.py  the one log of it: operators and storages. All else is made of that:
 timeline.py   the log, cut into segments; a step is a list of them: bytes after each operator, FLOPs
               and the bytes that move
 record.py     each storage by name: who made it, why it is there, when it goes
 operators.py  what an operator reads, writes and costs; what a GPU's kernels take besides
 shards.py     what sharding adds
-clock.py      how long the step takes on a card
+roofline.py   how long the step takes on a card
 cards.py      the cards: memory, FLOP/s, bytes/s; and which of them --card means
 batches.py    the largest batch, from the steps of two
 choose.py     the fastest way to recompute that fits

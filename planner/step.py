@@ -327,7 +327,7 @@ class UnsplitPool(PinnedPool):
         if not on_cpu:
             self.device = torch.device("meta")  # anything but the fake GPU
 
-    def take(self, like: Tensor) -> list[Tensor]:
+    def acquire(self, like: Tensor) -> list[Tensor]:
         self.log.moved.append((like.nbytes, self.log.places[-1]))
         return [self.reuse_or_allocate(padded_nbytes(like.nbytes), pinned=False)]
 

@@ -145,7 +145,7 @@ def test_chunks_have_the_words_of_the_whole(patterns, tmp_path_factory, groups, 
     text = "a,".join(map("".join, groups))  # so there is a place to cut in any 60 bytes
     path = tmp_path_factory.getbasetemp() / "chunks.txt"
     path.write_bytes(text.encode())
-    with patch.object(documents_module, "LOGITS_CHUNK_BYTES", size):
+    with patch.object(documents_module, "CHUNK", size):
         parts = list(read_text(path, 0, path.stat().st_size))
     assert "".join(parts) == text and len(parts) >= len(text) / size
     for pattern in patterns:
@@ -178,7 +178,7 @@ def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio,
         for i, document in enumerate(wholes):
             mark = b"\xef\xbb\xbf" * ("mark" in layout)
             (folder / f"{i:02}.txt").write_bytes(mark + document)
-    with patch.object(documents_module, "LOGITS_CHUNK_BYTES", 50):
+    with patch.object(documents_module, "CHUNK", 50):
         data = load(folder / "cache", folder, val_ratio=ratio)
     train, val = texts(data.train), texts(data.val)
     if n * ratio >= 1:  # every 1 / ratio-th

@@ -86,7 +86,7 @@ def test_only_so_many_logits_at_a_time(monkeypatch, asked, rows, grad):
     x, weight, labels = head_inputs(64)
     ran: list[tuple[str, float]] = []
     monkeypatch.setattr(
-        OpRecorder, "note", lambda _, operator, given, results: ran.extend(
+        OpRecorder, "record_op", lambda _, operator, given, results: ran.extend(
             (operator.overloadpacket.__name__, result.numel() / 97) for result in results
         ),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def test_only_so_many_logits_at_a_time(monkeypatch, asked, rows, grad):
 
 def tied_gradients(loss_chunks: int, on_cpu: bool | None = None) -> dict[str, Tensor]:
     model, ids = tiny(loss_chunks=loss_chunks), random_ids(4, 16)
-    model.embed = partial(model.embed, on_cpu=on_cpu)
+    model.embed = partial(model.embed, row_by_row=on_cpu)
     model(ids, ids.roll(-1, 1)).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 

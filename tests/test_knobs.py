@@ -60,7 +60,7 @@ def test_what_it_says_fits_and_nothing_cheaper_does():
     plain, known = PlanRequest(args, 61, CPU, torch.float32), []
     for share in (0.9, 0.3, 0.1, 0.01):
         budget = plain.state_bytes + share * (plain.step.peak - plain.state_bytes)
-        asked = replace(plain, room=room_for(budget))
+        asked = replace(plain, memory_budget=room_for(budget))
         said, knob = asked.fitting_change()
         if knob is None:
             assert asked.pick_recompute().peak > budget and "; " not in said and "--seq-len" in said

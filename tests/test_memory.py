@@ -236,8 +236,8 @@ OFFLOAD, GPU = {"recompute": "mlp+offload"}, {"device_type": "cuda"}
         (0, {}, {}, 1, 2**23, None),
         (1, FULL, {}, 12, 2**22, None),
         (1, FULL, {}, 12, 2**23, None),
-        (0, FULL, {"shards": 2, "accumulate": True}, 8, 2**22, None),
-        (0, FULL, {"shards": 2, "accumulate": True}, 8, 2**23, None),
+        (0, FULL, {"shard_degree": 2, "accumulate": True}, 8, 2**22, None),
+        (0, FULL, {"shard_degree": 2, "accumulate": True}, 8, 2**23, None),
         # A batch of one has no tensor that is large enough to move.
         (4, {"recompute": "full+offload"}, GPU, 1, 2**25, None),
         # Where a CPU is the device, blocks are in the peak; beside a GPU they have their own room.

@@ -67,7 +67,7 @@ class Gpu(TorchDispatchMode):
         self.known: dict[int, tuple[ref, Memory]] = {}  # by address, while they live
         self.races: list[str] = []
 
-    def computing(self) -> Stream:
+    def compute_stream(self) -> Stream:
         return self.main
 
     def copy(self, stream: Stream, pairs: Iterable[tuple[Tensor, Tensor]]) -> Clock:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("everything_travels")  # as in answers
 
 def asked(tensors: float, more: str = "") -> PlanRequest:
     """With so many bytes for tensors."""
-    return replace(question(f"{TYPED} {more}"), room=room_for(tensors))
+    return replace(question(f"{TYPED} {more}"), memory_budget=room_for(tensors))
 
 
 # ---- the longest sequence
@@ -111,7 +111,7 @@ def dealt(one: PlanRequest, size: int) -> PlanRequest:
 def peaks() -> tuple[int, int]:
     """The smallest of one sequence, and that of all of them without recompute."""
     plain = question(TYPED)
-    least = replace(dealt(plain, 1), room=room_for(1)).pick_recompute().peak
+    least = replace(dealt(plain, 1), memory_budget=room_for(1)).pick_recompute().peak
     return least, dealt(plain, 12).step.peak
 
 
@@ -169,7 +169,7 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
     """One line below the table, and in the first lines of a run, whose batch stays what it is: the
     largest parts that fit without recompute, if that is faster."""
     plain = question(f"{WIDE} {CARD}")
-    least = replace(plain, room=room_for(1)).pick_recompute().peak
+    least = replace(plain, memory_budget=room_for(1)).pick_recompute().peak
     budget = budget_for(least + (plain.step.peak - least) / 4)
     answer = answers.ask(f"{WIDE} {CARD} {budget}")
     (line,) = re.findall(r"\n\nnote     (2 x 12 .* % faster .*)\n\n", answer.out)

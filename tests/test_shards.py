@@ -58,7 +58,7 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
 @pytest.mark.parametrize("n", [2, 3, 1000])
 def test_rows_that_do_not_divide_are_rounded_up(n):
     """Also where there are more processes than rows. No step takes less than its share."""
-    plan = planner(WIDE, shards=n)
+    plan = planner(WIDE, shard_degree=n)
     assert [len(p) for p in plan.local_model.parameters()] == [
         -(-len(p) // n) for p in plan.model.parameters()
     ]
@@ -68,7 +68,7 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
 
 
 def test_shards_never_take_a_group():
-    plan = planner(WIDE, shards=2)
+    plan = planner(WIDE, shard_degree=2)
     assert recompute_plan(pick_recompute(plan, 16, 1).config).group_size == 1  # nothing fits
 
 
@@ -106,6 +106,6 @@ def test_plan_memory_plans_shards(flag, trainer, way, said):
 def test_the_way_to_shards_is_named_where_the_state_does_not_fit():
     args = parse(f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint full/2 {DEEP}")
     ddp = PlanRequest(args, 64, CPU, torch.float32, ddp=True, processes=4)
-    at_state = replace(ddp, room=room_for(ddp.state_bytes))
+    at_state = replace(ddp, memory_budget=room_for(ddp.state_bytes))
     for asked, named in ((at_state, True), (replace(at_state, processes=1), False)):
         assert ("(train_fsdp.py deals them out)" in asked.fitting_change()[0]) == named

@@ -231,7 +231,7 @@ def test_torchrun_is_found_above(monkeypatch, lives, processes):
     parent = next(iter(processes))
     monkeypatch.setattr(os, "getppid", lambda: parent)
     monkeypatch.setattr(os.path, "exists", lambda path: True)
-    monkeypatch.setattr(bootstrap, "read", lambda path: files.get(path, ""))
+    monkeypatch.setattr(bootstrap, "read_or_none", lambda path: files.get(path, ""))
     assert bootstrap.torchrun_lives() == lives
     monkeypatch.setattr(os.path, "exists", lambda path: False)
     assert bootstrap.torchrun_lives() == (parent != 1)

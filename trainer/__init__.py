@@ -12,7 +12,7 @@ optimizer.py   which parameter is updated how
 plan.py        the planner, asked by flags; what to change when nothing fits
 process.py     what the loop asks of the world
 torchrun.py    what keeps several processes safe
-endings.py     signals, errors, exit codes
+shutdown.py    signals, errors, exit codes
 clocks.py      time by phase, the memory that a step takes, --profile
 metrics.py     what is measured, metrics.jsonl, --log-to
 report.py      what is printed

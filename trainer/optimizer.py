@@ -25,7 +25,7 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # 
 # Elements that are copied at a time, at least one matrix: the step shall need little beside what
 # it is there to save.
 AT_A_TIME = 2**22
-LocalShard = Callable[[Tensor, Tensor], Tensor]  # OneProcess.part
+LocalShard = Callable[[Tensor, Tensor], Tensor]  # OneProcess.local_shard
 Groups = list[dict[str, Any]]
 LANES = 64  # a multiple of the floats in a CPU's vector
 

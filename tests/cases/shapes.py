@@ -68,5 +68,5 @@ SETTINGS = {
     "cpu": {"dropout": 0.1},
     "accumulate": {"device_type": "cuda", "precision": "bf16", "accumulate": True, "dropout": 0.1},
     "ddp": {"ddp": True, "compress": True, "device_type": "cuda"},
-    "shards": {"shards": 2, "precision": "bf16"},
+    "shards": {"shard_degree": 2, "precision": "bf16"},
 }

@@ -61,7 +61,7 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
             recompute=policy if some is None else f"{policy}:{some}",
             loss_chunks=pick(0, 0, 1, 4),
         )
-        processes = pick({}, {}, {"ddp": True}, {"shards": draw.randint(2, 16)})
+        processes = pick({}, {}, {"ddp": True}, {"shard_degree": draw.randint(2, 16)})
         found.append(
             {
                 "config": config,
@@ -84,4 +84,4 @@ def as_page(shape: dict[str, Any]) -> dict[str, Any]:
     same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}
     same |= {"policy": policies[0], "layers": policies.count(policies[0])}  # from the first one on
     same |= {"optimizer": shape["optimizer"]}
-    return same | {"ddp": shape.get("ddp", False), "shards": shape.get("shards", 1)}
+    return same | {"ddp": shape.get("ddp", False), "shards": shape.get("shard_degree", 1)}

@@ -390,7 +390,7 @@ def main() -> int:
     }[what]
     args = build_parser("test", "x.pt").parse_args([*TINY, "--n-heads=4"])
     process = kind(resolve_defaults(args))
-    process.start()
+    process.init_process_group()
     print(act(process, *words) + "\n", end="")
     dist.barrier()  # nobody leaves while another still gathers
     dist.destroy_process_group()

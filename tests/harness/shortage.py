@@ -99,7 +99,7 @@ def strike(place: str, run: Run) -> Callable[[], None]:
         hooks = [run.model.register_forward_pre_hook(lambda *_: parts.append("model"))]
         hooks += [run.model.register_forward_hook(lambda *_: parts.append("model is done"))]
         try:
-            with patch.object(run.clock, "begin", note), mode:
+            with patch.object(run.clock, "begin_phase", note), mode:
                 return real(run, average), mode.operators
         finally:
             for hook in hooks:
