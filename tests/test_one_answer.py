@@ -120,7 +120,8 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
         assert run.use_activation_checkpoint == advice
 
     if answer not in ("none", None):
-        _, knob = replace(of_card(model, args), memory_budget=MemoryBudget(budget, "cuda")).fitting_change()
+        asked = replace(of_card(model, args), memory_budget=MemoryBudget(budget, "cuda"))
+        _, knob = asked.fitting_change()
         told = model_config(with_flags(args, **knob.flags), 4096).recompute
         assert told == of_plan_memory(f"{flags} {' '.join(to_argv(knob.flags))}", tmp_path)
         assert told == answer

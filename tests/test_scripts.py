@@ -144,7 +144,7 @@ def tool(does: str) -> subprocess.Popen:
     """One that does this, started by -m."""
     code = (
         "import sys, time; sys.argv[0] = '-m'; import scripts\n"
-        f"sys.exit(scripts.tool(lambda argv: {does})())"
+        f"sys.exit(scripts.cli_main(lambda argv: {does})())"
     )
     how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONIOENCODING": "ascii"}
