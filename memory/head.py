@@ -127,6 +127,7 @@ def target_log_prob_(logits: Tensor, target: Tensor, wants_gradient: bool) -> Te
 
 @cache
 def compiled_target_log_prob() -> SoftmaxFunction:
+    """Return `target_log_prob_` as compiled code."""
     return torch.compile(target_log_prob_)
 
 

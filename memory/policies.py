@@ -292,6 +292,7 @@ def checkpoint_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def block_has_dropout(block: Any) -> bool:
+    """Tell whether dropout is on in a model.Block."""
     return block.dropout.p > 0
 
 
@@ -464,8 +465,7 @@ class RecomputeSchedule:
     def __call__(self, model: Any) -> Iterable[ScheduledCall]:
         """Return pairs (function, whether to checkpoint it) for the loop of MiniGPT.forward."""
         config = model.config
-        # Where torch's checkpoint ignores the RNG, the function `activation_checkpoint` replaces
-        # it.
+        # `activation_checkpoint` replaces torch's checkpoint where that ignores the RNG.
         redraws = config.dropout > 0 and checkpoint_loses_rng(next(model.parameters()).device)
         known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not redraws
         return self.plain(model) if known or not model.training else self.calls(model, redraws)
@@ -483,10 +483,8 @@ class RecomputeSchedule:
                 # Checkpoint here, not in MiniGPT.forward, for the RNG (see `__call__`) and for
                 # offload: its hooks see a checkpoint's input only if they are around it.
                 if is_full and (plan.offload or redraws):
-                    run, is_full = (
-                        partial(activation_checkpoint, run, has_dropout=config.dropout > 0),
-                        False,
-                    )
+                    run = partial(activation_checkpoint, run, has_dropout=config.dropout > 0)
+                    is_full = False
                 if plan.offload:
                     # Move nothing of the last call: its backward comes first, so all of it would
                     # come straight back.
