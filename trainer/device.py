@@ -1,4 +1,4 @@
-"""On which device a run computes, in which precision, and what memory is there."""
+"""The device a run computes on, the precision it computes in, and the memory it may take."""
 
 import argparse
 import os
@@ -16,17 +16,19 @@ from .flags import UsageError
 from .metrics import format_bytes
 
 GIB = 2**30
-CGROUP = "/sys/fs/cgroup/memory."  # version 2: a container may have less than the machine
+# Control groups, version 2: a container may have less memory than the machine.
+CGROUP = "/sys/fs/cgroup/memory."
 
 
 def is_here(kind: str) -> bool:
+    """Return whether torch finds a device of this type on this machine."""
     if kind == "mps":
         return torch.backends.mps.is_available()
     return kind != "cuda" or torch.cuda.is_available()
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that --device names. Raises UsageError if it is not there."""
+    """Return the device that --device names. Raises UsageError if the machine lacks it."""
     if name == "auto":
         name = next(kind for kind in ("cuda", "mps", "cpu") if is_here(kind))
     if not is_here(name):
@@ -37,12 +39,13 @@ def choose_device(name: str) -> torch.device:
 def choose_precision(
     args: argparse.Namespace, device: torch.device, native: bool | None = None
 ) -> torch.dtype:
-    """bfloat16 where the hardware has it, else float16 (CUDA only), else float32.
+    """Return bfloat16 if the hardware has it, else float16 (CUDA only), else float32.
 
-    `native`: whether a GPU has bfloat16, if it is not there to be asked.
+    bfloat16 has float32's range and needs no loss scaling. But a chip without bfloat16 emulates it:
+    that is slower than float32, on some CPUs a hundred times.
 
-    bfloat16 has float32's range and needs no loss scaling; but a chip without it emulates it,
-    which is slower than float32, on some CPUs a hundred times.
+    `native`: whether the GPU has bfloat16; None: ask the device. Raises UsageError for float16 on
+    mps.
     """
     if args.no_amp:
         return torch.float32
@@ -62,8 +65,8 @@ def choose_precision(
 
 
 def check_gather_dtype(args: argparse.Namespace, precision: torch.dtype) -> None:
-    """Raise UsageError if blocks do not compute in the precision in which they are gathered, or if
-    they add gradients up in it."""
+    """Raise UsageError if --gather-dtype bfloat16 cannot work: blocks compute in another precision,
+    or they would add gradients up in bfloat16."""
     if args.gather_dtype == "bfloat16" and precision != torch.bfloat16:
         raise UsageError(
             f"--gather-dtype bfloat16: blocks compute in {precision} here; --amp-dtype bfloat16 "
@@ -77,41 +80,42 @@ def check_gather_dtype(args: argparse.Namespace, precision: torch.dtype) -> None
 
 
 def set_matmul_precision(device: torch.device, tf32: bool) -> None:
-    """How a GPU's matmuls round: float32 to TF32's 10 bits, if `tf32`, and nothing else.
+    """Set how a GPU's matmuls round: float32 inputs to TF32's 10 bits if `tf32`, and nothing else.
 
-    For the CPU nothing is set: oneDNN would round there as well where the hardware can.
+    Nothing is set for the CPU: oneDNN would round there too, where the hardware can.
     """
     if device.type != "cuda":
         return
-    # Not the newer fp32_precision, which torch 2.9 asks for: torch.compile ends in an error with it
+    # torch 2.9 recommends the newer fp32_precision, but torch.compile fails with it
     # (pytorch#166387).
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings")
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # The compiler advises TF32 in every run; here --tf32 decides.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled. Consider")
-    # A long sum (one over the vocabulary, in the head's backward) may be cut in parts for several
-    # cores. cuBLAS may add those up in the result's 8 or 11 bits, unless it is told not to: see
-    # "Numerical accuracy" in PyTorch's notes.
+    # cuBLAS may split a long sum over several cores (the sum over the vocabulary in the head's
+    # backward). By default it may add the parts up in the result's 8 or 11 bits: see "Numerical
+    # accuracy" in PyTorch's notes.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def cpu_has_bfloat16() -> bool:
-    """Has this CPU instructions for bfloat16 matmuls (AVX512-BF16 or AMX)?"""
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # no public names yet
+    """Return whether this CPU has instructions for bfloat16 matmuls (AVX512-BF16 or AMX)."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not public yet
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
 def compile_blocks(model: MiniGPT) -> None:
-    """torch.compile each block: the first one of a policy pays, the others reuse its code.
+    """Compile each block with torch.compile. Only the first block of a policy costs compile time:
+    the others reuse its code.
 
-    Around `full` the activation checkpoint stays outside of the compiled code, where it keeps the
-    block's input alone. (Such code cannot stop half-way: the last matmul is replayed, too.) The
-    finer policies are inside: the compiler has to see what they are about.
+    With `full` the activation checkpoint stays outside of the compiled code and keeps only the
+    block's input. (Compiled code cannot stop half-way, so the last matmul is replayed, too.) Finer
+    policies are compiled with the block: the compiler must see them.
     """
-    torch._dynamo.config.optimize_ddp = False  # DDP would cut graphs, checkpoints as well
-    # On CUDA replayed dropout would draw from generators that manual_seed does not reach.
+    torch._dynamo.config.optimize_ddp = False  # DDP would split graphs, and checkpoints with them
+    # Otherwise replayed dropout on CUDA draws from generators that manual_seed does not reach.
     torch._functorch.config.graphsafe_rng_functionalization = False
     for block in model.blocks:
         block.compile()
@@ -119,6 +123,7 @@ def compile_blocks(model: MiniGPT) -> None:
 
 
 def is_compiled(model: MiniGPT) -> bool:
+    """Return whether any block is compiled."""
     return any(block._compiled_call_impl is not None for block in model.blocks)
 
 
@@ -126,70 +131,71 @@ def is_compiled(model: MiniGPT) -> bool:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that tensors can still take on the device; None if nobody knows."""
+    """Return the bytes that tensors can still take on the device; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    free = in_kib("MemAvailable:") or built_in_memory()  # (not Linux: an upper limit)
+    free = in_kib("MemAvailable:") or built_in_memory()  # outside Linux: an upper limit
     limit, used = number_in(f"{CGROUP}max"), number_in(f"{CGROUP}current")
-    if free and limit is not None and used is not None:  # cached files give way
+    if free and limit is not None and used is not None:
+        # The kernel frees cached files when memory is needed: they count as free.
         free = min(free, limit - used + (number_in(f"{CGROUP}stat", "inactive_file") or 0))
     return free
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes that the device, or the container, has in all; None if nobody knows."""
+    """Return the bytes that the device, or the container, has in total; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    # (Swap is slow, but no reason to refuse a run.)
+    # Swap counts: it is slow, but a run can use it.
     built_in = in_kib("MemTotal:", "SwapTotal:") or built_in_memory()
     return min(filter(None, (built_in, number_in(f"{CGROUP}max"))), default=None)
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory that there is for a process, in bytes: its tensors, and all that is beside them.
+    """Bytes of memory that one process may take: its tensors, and all else that it allocates.
 
-    --memory-budget says it, or it is a card's, or what is free.
+    The total is --memory-budget, or a card's memory, or the memory that is free.
     """
 
-    total_bytes: int | None  # None: nobody knows
+    total_bytes: int | None  # None: unknown
     device_type: str
-    is_free: bool = False
-    host_usable_bytes: int | None = (
-        None  # bytes of CPU memory that offload may have beside it; None: who knows
-    )
+    is_free: bool = False  # the total is the free memory
+    # Bytes of CPU memory that offload may take in addition; None: unknown.
+    host_usable_bytes: int | None = None
 
     @property
     def usable_bytes(self) -> int | None:
-        """What tensors may take of it."""
+        """Bytes of the total that tensors may take; None if the total is unknown."""
         return None if self.total_bytes is None else for_tensors(self.total_bytes, self.device_type)
 
     def __str__(self) -> str:
-        """ "54.0 MiB (60.0 MiB less a margin of a tenth)" """
+        """Return "54.0 MiB (60.0 MiB less a margin of a tenth)"."""
         assert self.total_bytes is not None and self.usable_bytes is not None
         _, words = margin(self.total_bytes, self.device_type)
-        whole = format_bytes(self.total_bytes) + " free," * self.is_free
-        return f"{format_bytes(self.usable_bytes)} ({whole} less a margin of {words})"
+        total = format_bytes(self.total_bytes) + " free," * self.is_free
+        return f"{format_bytes(self.usable_bytes)} ({total} less a margin of {words})"
 
 
-def margin(room: float, device_type: str) -> tuple[float, str]:
-    """Of `room` bytes, those that stay free: a tenth, on a GPU at least 1 GiB (of less than 4 GiB a
-    quarter); and in words.
+def margin(total: float, device_type: str) -> tuple[float, str]:
+    """Return how many of `total` bytes stay free, and that share in words: a tenth, on a GPU at
+    least 1 GiB (a quarter of less than 4 GiB).
 
-    An allocator cannot use every gap, and on a GPU there are, beside the tensors, the driver's
-    context with some hundred MiB, the code of kernels, NCCL's buffers.
+    An allocator cannot use every gap. A GPU also holds the driver's context of some hundred MiB,
+    the code of kernels, and NCCL's buffers.
     """
-    if device_type == "cuda" and room < 10 * GIB:
-        return (room / 4, "a quarter") if room < 4 * GIB else (GIB, "1 GiB")
-    return 0.1 * room, "a tenth"
+    if device_type == "cuda" and total < 10 * GIB:
+        return (total / 4, "a quarter") if total < 4 * GIB else (GIB, "1 GiB")
+    return 0.1 * total, "a tenth"
 
 
-def for_tensors(room: float, device_type: str) -> int:
-    return int(room - margin(room, device_type)[0])
+def for_tensors(total: float, device_type: str) -> int:
+    """Return the bytes of `total` that tensors may take: all but the margin."""
+    return int(total - margin(total, device_type)[0])
 
 
 def budget_on(
@@ -199,31 +205,38 @@ def budget_on(
     held: int = 0,
     here: int = 1,
 ) -> MemoryBudget:
-    """Memory of one process: `budget` bytes, else free memory / `processes`, plus the `held` bytes
-    of CPU memory that it will free. For a GPU also its part of the CPU memory, which the processes
-    `here` share."""
-    host = None
+    """Return the memory of one process: `budget` bytes, else its share of the free memory. For a
+    GPU also its share of the CPU memory.
+
+    Args:
+        processes: processes that share the device's free memory.
+        held: bytes of CPU memory that this process holds and will free; they count as free.
+        here: processes on this machine, which share the CPU memory.
+    """
+    host_bytes = None
     if device.type != "cpu":
-        host = budget_on(torch.device("cpu"), None, here, held).usable_bytes
+        host_bytes = budget_on(torch.device("cpu"), None, here, held).usable_bytes
     free = free_memory(device) if budget is None else None
     if free is not None:
         budget = free // processes + held * (device.type == "cpu")
-    return MemoryBudget(budget, device.type, is_free=free is not None, host_usable_bytes=host)
+    return MemoryBudget(budget, device.type, is_free=free is not None, host_usable_bytes=host_bytes)
 
 
 def built_in_memory() -> int | None:
+    """Return the bytes of the machine's memory; None where the system does not tell (Windows)."""
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def in_kib(*names: str) -> int:
-    """Bytes: the sum of these lines of /proc/meminfo; 0 where there are none."""
+    """Return the sum of these lines of /proc/meminfo, in bytes; 0 if there are none."""
     return 1024 * sum(number_in("/proc/meminfo", name) or 0 for name in names)
 
 
 def number_in(file: str, name: str = "") -> int | None:
-    """The number after `name` in a file; None if it is not there, or says "max"."""
+    """Return the number after `name` in a file (without `name`, the first word); None if it is
+    missing or reads "max"."""
     try:
         words = Path(file).read_text().split()
         return int(words[words.index(name) + 1 if name else 0])

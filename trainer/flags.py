@@ -22,11 +22,11 @@ from planner.cards import card_name
 
 
 class UsageError(ValueError):
-    """Flags that cannot work together: one line that names the flag and the way out."""
+    """Error for flags that cannot work together: one line that names the flag and a remedy."""
 
 
-# --model: a shape by name (Radford et al., 2019, table 2; the heads are 64 channels wide). What
-# else the name stands for: GPT-2's vocabulary and its 1,024 positions.
+# --model: shapes by name (Radford et al., 2019, table 2; heads are 64 channels wide). The name also
+# sets GPT-2's vocabulary and its 1,024 positions.
 SHAPES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
     "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
@@ -35,17 +35,17 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-# The upper ends are far above sense: they catch a slipped finger before it fills the machine.
+# Upper limits, far above any useful value: they catch a typing error before it fills the memory.
 MAX_COUNT = 10**9
 MAX_LAYERS = 10**4
-MAX_SIZES = {  # sizes of a model
+MAX_SIZES = {  # of a model's shape, by field of MiniGPTConfig
     "n_layers": MAX_LAYERS,
     **dict.fromkeys(("n_heads", "d_model", "d_ff"), 10**6),
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), MAX_COUNT),
 }
-AUTO = ("auto",)  # a run finds its policy by itself
-LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # each says it alone
-# A flag that is gone -> its replacement.
+AUTO = ("auto",)  # the run chooses its own policy
+LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # only one of them may be typed
+# A removed flag -> its replacement.
 REPLACED_FLAGS = {
     "--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size",
     "--largest-batch": "scripts.plan_memory names it; --batch-size measures it",
@@ -61,21 +61,22 @@ TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse prints a screen of usage before the one line that matters."""
+    """ArgumentParser that prints one error line. argparse itself prints a screen of usage before
+    it."""
 
     def error(self, message: str) -> NoReturn:
         print_error(message.removeprefix("argument "))
         self.exit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # Words that are no flag's may stand before, behind and between the flags.
-        words = self._get_positional_actions()
-        parse = self.parse_known_intermixed_args if words else self.parse_known_args
+        # The intermixed parser also finds positional arguments between flags.
+        positionals = self._get_positional_actions()
+        parse = self.parse_known_intermixed_args if positionals else self.parse_known_args
         parsed, unknown = parse(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
+            similar = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else "--help lists all flags"
             self.error(
                 f"unrecognized arguments: {' '.join(unknown)}; {REPLACED_FLAGS.get(name, hint)}"
             )
@@ -83,8 +84,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class TrainerParser(OneLineParser):
-    """Also notes which flags were `typed`: what --resume takes from a snapshot gives way to them,
-    and so does what --model stands for. They come first, in the order of --help."""
+    """Parser that also records which flags were `typed`, as a set of names in the result.
+
+    A typed flag overrides the snapshot's value (--resume) and the shape that --model names. In the
+    result typed flags come first, in the order of --help.
+    """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         untyped = object()
@@ -102,29 +106,32 @@ class TrainerParser(OneLineParser):
 
 
 def with_flags(args: argparse.Namespace, **flags: Any) -> argparse.Namespace:
+    """Return a copy of `args` with some flags changed."""
     return argparse.Namespace(**vars(args) | flags)
 
 
 def flag(name: str) -> str:
-    """`n_layers` -> `--n-layers`."""
+    """Return the flag of a name in `args`: `n_layers` -> `--n-layers`."""
     return "--" + name.replace("_", "-")
 
 
 def as_argv(args: argparse.Namespace, **changes: Any) -> list[str]:
-    """The words that ask a trainer for the same: the flags that were typed, in --help's order, then
-    `changes`, of which None leaves a flag out. parse_args(as_argv(args)) == args."""
+    """Return the arguments that give a trainer the same flags: parse_args(as_argv(args)) == args.
+
+    They are the typed flags in --help's order, then `changes`. A change to None leaves a flag out.
+    """
     shape = SHAPES.get(args.model, {})
-    kept = {
+    typed = {
         name: value
         for name, value in vars(args).items()
         if name in args.typed and name not in changes and value != shape.get(name)
     }
-    return to_argv(kept | changes)
+    return to_argv(typed | changes)
 
 
 def to_argv(flags: dict[str, Any]) -> list[str]:
-    """Flags by their names in `args`, as they are typed; no word for None, nor for what is another
-    tool's."""
+    """Return flags, given by their names in `args`, as they are typed. Values of None and flags of
+    other tools are left out."""
     actions, words = {action.dest: action for action in build_parser("", "")._actions}, []
     for name, value in flags.items():
         if value is None or name not in actions:
@@ -135,25 +142,25 @@ def to_argv(flags: dict[str, Any]) -> list[str]:
             continue
         values = value if isinstance(value, list) else [value]
         first, *others = map(UNITS.get(actions[name].type, str), values)
-        # A file may be called -x.pt.
+        # A file may be called -x.pt: only --flag=-x.pt passes it as a value.
         words += [f"{flag}={first}", *others] if first.startswith("-") else [flag, first, *others]
     return words
 
 
 def is_size(name: str, value: object) -> bool:
-    """Is `value` a size that a flag of that name takes? A file may say anything."""
+    """Return whether the flag `name` accepts `value`, which may come from a file, as a size."""
     return type(value) is int and 0 < value <= MAX_SIZES[name]
 
 
 def print_error(message: object) -> None:
-    """One line on stderr, whatever is in the message."""
+    """Print the message on stderr as one line, even if it has line breaks."""
     print(f"error: {' '.join(str(message).splitlines())}", file=sys.stderr)
 
 
 def number_in_range(
     kind: type, low: float, high: float = math.inf, *, open: bool = False
 ) -> Callable:
-    """An argparse type: a finite number in [low, high]; with `open`, not the ends themselves."""
+    """Return an argparse type for finite numbers in [low, high]; with `open`, in (low, high)."""
     noun = "a whole number" if kind is int else "a number"
     limits = f"above {low:g}" if open else f"of at least {low:g}"
     if high != math.inf:
@@ -163,7 +170,7 @@ def number_in_range(
         try:
             value = kind(text)
         except ValueError:
-            value = math.nan  # inside no limits
+            value = math.nan  # fails every comparison below
         inside = low < value < high if open else low <= value <= high
         if not inside or value == math.inf:
             raise argparse.ArgumentTypeError(f"must be {noun} {limits}, not {text[:40]!r}")
@@ -173,8 +180,10 @@ def number_in_range(
 
 
 def policy_string(text: str) -> str:
-    """An argparse type: as `memory.parse_recompute` says, or auto; of how many layers is not known
-    yet."""
+    """Check a policy string (argparse type): auto, or what `memory.parse_recompute` accepts.
+
+    The number of layers is not known yet, so `POLICY:N` is checked against MAX_LAYERS.
+    """
     if text not in AUTO:
         try:
             parse_recompute(text, MAX_LAYERS)
@@ -185,12 +194,14 @@ def policy_string(text: str) -> str:
 
 
 def without_auto(policy: str) -> str:
-    """`auto` as if it were `full`. (What is no policy string, as `auto:3`, stays none.)"""
+    """Return `full` for `auto`, else the policy unchanged. (A wrong string such as `auto:3` stays
+    wrong.)"""
     return policy.replace("auto", "full") if policy in AUTO else policy
 
 
 def recompute_plan_of(args: argparse.Namespace) -> RecomputePlan:
-    """What the flags say of each block; for `auto`, as if it were `full`. Raises UsageError."""
+    """Return the policy of each block as the flags name it; `auto` counts as `full`. Raises
+    UsageError."""
     try:
         return parse_recompute(without_auto(args.use_activation_checkpoint), args.n_layers)
     except ValueError as error:
@@ -198,14 +209,16 @@ def recompute_plan_of(args: argparse.Namespace) -> RecomputePlan:
 
 
 def fields_to_flags(message: str) -> str:
-    """The config names a field, d_model; the user knows a flag, --d-model."""
+    """Replace field names of the config, such as d_model, by flags that the user knows:
+    --d-model."""
     names = "|".join(field.name for field in fields(MiniGPTConfig))
     message = re.sub(rf"\b({names})\b", lambda name: flag(name[0]), message)
     return message.replace("--recompute", "--use-activation-checkpoint")
 
 
 def byte_count(text: str) -> int:
-    """An argparse type: "8GiB", "8G" (the same) or "500 MB" (powers of 1,000) -> bytes."""
+    """Parse a number of bytes (argparse type): "8GiB" and "8G" are powers of 1,024, "500 MB" of
+    1,000."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?b)?|b)\s*", text.lower())
     unit = (1000 if match[3] == "b" else 1024) ** " kmgt".index(match[2] or " ") if match else 0
     count = float(match[1]) * unit if match else 0.0
@@ -218,7 +231,7 @@ def byte_count(text: str) -> int:
 
 
 def token_count(text: str, least: int = 1) -> int:
-    """An argparse type: "1B", "1.5B", "300M", "1e9" or plain digits -> tokens."""
+    """Parse a number of tokens (argparse type): "1B", "1.5B", "300M", "1e9" or plain digits."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", text.strip().lower())
     count = Fraction(match[1]) * TOKENS[match[2]] if match else Fraction(-1)
     if count.denominator > 1 or not least <= count <= 10**15:
@@ -229,28 +242,30 @@ def token_count(text: str, least: int = 1) -> int:
     return int(count)
 
 
-# How a number is written that has a unit.
+# argparse type -> how `to_argv` writes such a value, with its unit.
 UNITS: dict[Any, Callable[[int], str]] = {byte_count: "{}b".format}
 
 
 def snapshot_file(text: str) -> Path:
-    """An argparse type: the name of a file. (Path drops the slash that ends a folder's name.)"""
+    """Parse the path of a snapshot (argparse type). The check reads the text, because Path drops
+    the slash at the end of a folder's name."""
     if os.path.basename(text).strip(".") in ("", "pt", "pth", "ckpt"):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a file, as checkpoints/run.pt")
     return Path(text)
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a file that can be written, before hours are spent on what goes into it."""
+    """Parse the path of a file to write (argparse type). The file is checked at once, before hours
+    are spent on its content."""
     path = Path(text)
-    there = path if os.path.exists(path) else path.parent
-    if os.path.isdir(path) or not os.access(there, os.W_OK):
+    target = path if os.path.exists(path) else path.parent
+    if os.path.isdir(path) or not os.access(target, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path} cannot be written: is there such a folder?")
     return path
 
 
 def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
-    """The parser of all trainers; they differ in where snapshots go."""
+    """Return the parser of all trainers; they differ in the default snapshot path."""
     parser = TrainerParser(
         prog=prog,
         description="Train a MiniGPT and see what activation memory costs.",
@@ -265,22 +280,23 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     positive, positive_or_zero = number_in_range(float, 0, open=True), number_in_range(float, 0)
 
     # fmt: off
-    # A table: one flag, its type and default, then its help.
+    # A table: a flag with its type and default, then its help.
     add = parser.add_argument_group("data").add_argument
     add("--train-data", nargs="+", metavar="PATH",
-        help="files, folders or globs: text, .jsonl with \"text\", token files .bin or .npy "
-        "(default: Python's own standard library)")
-    add("--val-data", nargs="+", metavar="PATH", help="(default: split off by --val-ratio)")
+        help="training data, files, folders or globs: text, .jsonl with \"text\", token files .bin "
+        "or .npy (default: Python's own standard library)")
+    add("--val-data", nargs="+", metavar="PATH",
+        help="validation data (default: split off by --val-ratio)")
     add("--val-ratio", type=number_in_range(float, 0, 1, open=True), default=0.1, metavar="SHARE",
-        help="share of the data that validates (default: %(default)s)")
+        help="share of the data to validate on (default: %(default)s)")
     add("--tokenizer-name", metavar="NAME",
-        help="bpe (trained on your data), byte, gpt2, any other tiktoken name, FILE.tiktoken "
-        "(default: bpe for the built-in corpus, gpt2 for your own data)")
+        help="tokenizer: bpe (trained on your data), byte, gpt2, any other tiktoken name, "
+        "FILE.tiktoken (default: bpe for the built-in corpus, gpt2 for your own data)")
     add("--vocab-size", type=count, metavar="N",
-        help="size of a trained bpe (default: 1024), or of the toy data (default: 256)")
+        help="ids of a trained bpe (default: 1024), or of the toy data (default: 256)")
     add("--use-toy-data", action="store_true", help="random tokens whose best loss is known: ln 4")
-    add("--max-tokens", type=count, metavar="N", help="use at most that many tokens (default: all)")
-    add("--data-seed", type=seed, metavar="N", help="of the shuffle (default: --seed)")
+    add("--max-tokens", type=count, metavar="N", help="use at most N tokens (default: all)")
+    add("--data-seed", type=seed, metavar="N", help="seed of the shuffle (default: --seed)")
 
     add = parser.add_argument_group("model").add_argument
     add("--model", choices=tuple(SHAPES),
@@ -290,117 +306,124 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="start from trained weights: a snapshot, or a folder of transformers' GPT-2 "
         "(config.json, model.safetensors; needs the package safetensors); its shape and tokenizer "
         "follow (default: random weights)")
-    add("--n-layers", type=layers, default=3, metavar="N", help="(default: %(default)s)")
-    add("--n-heads", type=size, default=4, metavar="N", help="(default: %(default)s)")
+    add("--n-layers", type=layers, default=3, metavar="N", help="blocks (default: %(default)s)")
+    add("--n-heads", type=size, default=4, metavar="N",
+        help="attention heads of a block (default: %(default)s)")
     add("--d-model", type=size, default=128, metavar="N", help="channels (default: %(default)s)")
     add("--d-ff", type=size, metavar="N", help="channels inside the MLP (default: 4 x --d-model)")
     add("--dropout", type=number_in_range(float, 0, 0.99), default=0.0, metavar="P",
-        help="0 = off (default: %(default)s)")
+        help="dropout probability, 0 = off (default: %(default)s)")
     add("--max-position-embeddings", type=count, metavar="N",
-        help="longest sequence that the model can ever see, in tokens (default: --seq-len)")
+        help="longest sequence that the model can process, in tokens (default: --seq-len)")
 
     add = parser.add_argument_group("memory").add_argument
     add("--use-activation-checkpoint", nargs="?", const="full", default="none", metavar="POLICY",
         type=policy_string,
-        help="what backward recomputes instead of keeping, from least to most: "
+        help="tensors that backward recomputes instead of keeping, from least to most: "
         f"{' '.join(RECOMPUTE_POLICIES)}; mlp:7 = in the first 7 blocks; mlp:7,cheap = and cheap "
         "in the others; full/2 = keep one input for every 2 blocks; full/4+nested = "
-        "for every 4, which are replayed once more, one by one; full+offload = what is kept "
-        "waits in CPU memory (of selective and sdpa, without --compile, each block's input only); "
+        "for every 4, and replay each block once more, one by one; full+offload = kept tensors "
+        "wait in CPU memory (selective and sdpa without --compile: only each block's input); "
         "auto = the least recompute that fits in memory (default: none; the bare flag means full)")
     add("--memory-budget", type=byte_count, metavar="SIZE",
-        help="how much memory there is, 8GiB (default: what is free): auto takes no more, other "
-        "policies warn of it; of it stays free a tenth, on a GPU at least 1 GiB (of less than "
-        "4 GiB a quarter)")
+        help="memory to plan for, e.g. 8GiB (default: what is free): auto takes no more, other "
+        "policies warn if they need more; a tenth stays free, on a GPU at least 1 GiB (a quarter "
+        "of less than 4 GiB)")
     add("--card", type=card_name, metavar="NAME",
-        help="for auto, and when memory runs out: take what is predicted to be fastest on it: "
-        "H100, \"RTX 4090\", ..., or this-machine, measured (default: a CUDA GPU by its own name; "
-        "if that is unknown, and elsewhere, the fewest FLOPs)")
+        help="auto, and a run that runs out of memory, take the policy predicted to be fastest on "
+        "this card: H100, \"RTX 4090\", ..., or this-machine, which is measured (default: the CUDA "
+        "GPU's own name; without a known GPU, the policy that replays the fewest FLOPs)")
     add("--loss-chunks", type=count_or_zero, default=0, metavar="N",
         help="compute head and loss in N chunks of tokens; 1 = at once, 0 = choose (default: 0)")
     add("--mlp-chunks", type=count_or_zero, default=1, metavar="N",
         help="for long sequences, with mlp, sdpa or full: replay a block's MLP half in N chunks "
-        "of 64 tokens or more; 1 = at once, 0 = choose; other rounding of six gradients a block "
-        "(default: 1)")
+        "of 64 tokens or more; 1 = at once, 0 = choose; rounds six gradients of a block "
+        "differently (default: 1)")
     add("--on-out-of-memory", choices=("deeper", "stop"), default="deeper",
-        help="deeper: do the step again, and all that follow, with a policy that needs less; the "
-        "same results. stop: end with exit code 4 (default: %(default)s)")
+        help="deeper: do the step again, and all later steps, with a policy that needs less; the "
+        "results are the same. stop: end with exit code 4 (default: %(default)s)")
 
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=size, default=12, metavar="N",
         help="sequences per micro-batch and process (default: %(default)s)")
-    add("--seq-len", type=count, default=64, metavar="N", help="tokens (default: %(default)s)")
+    add("--seq-len", type=count, default=64, metavar="N",
+        help="tokens of a sequence (default: %(default)s)")
     add("--grad-accum-steps", type=count, default=1, metavar="N",
         help="micro-batches per process and step (default: %(default)s)")
     add("--num-steps", type=count, default=1000, metavar="N",
         help="optimizer steps (default: %(default)s)")
     add("--num-tokens", type=token_count, metavar="N",
-        help="instead of --num-steps: as many steps as see so many tokens, of all processes; 1B, "
+        help="instead of --num-steps: train on N tokens, counted over all processes; e.g. 1B, "
         "300M, 1e9")
     add("--num-epochs", type=number_in_range(float, 0, 10**6, open=True), metavar="X",
-        help="instead of --num-steps: as many as see the training data X times")
+        help="instead of --num-steps: pass X times over the training data")
     add("--lr", type=positive, metavar="RATE",
-        help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table; for muon 0.8; "
-        "with --init-from a tenth of that)")
+        help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table; muon: 0.8 / "
+        "--d-model; with --init-from a tenth of that)")
     add("--min-lr", type=positive_or_zero, metavar="RATE",
-        help="at the last step, absolute (default: --lr / 10)")
+        help="learning rate at the last step, absolute (default: --lr / 10)")
     add("--lr-scheduler", choices=("cosine", "linear", "constant"), default="cosine",
-        help="after the warm-up (default: %(default)s)")
+        help="learning-rate schedule after the warm-up (default: %(default)s)")
     add("--warmup-steps", type=count_or_zero, metavar="N",
-        help="0 = none (default: a twentieth of --num-steps)")
+        help="steps of linear warm-up, 0 = none (default: a twentieth of --num-steps)")
     add("--weight-decay", type=positive_or_zero, default=0.1, metavar="X",
-        help="on matrices only, 0 = off (default: %(default)s)")
+        help="weight decay, on matrices only, 0 = off (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw",
-        help="muon: for the blocks' matrices, with one moment instead of two (default: adamw)")
+        help="muon: for the blocks' matrices, with one moment instead of two; the rest keeps AdamW "
+        "(default: adamw)")
     add("--moments-dtype", choices=("float32", "bfloat16"), default="float32",
-        help="of what the optimizer stores; it computes in float32 (default: %(default)s)")
+        help="dtype of the stored moments; the optimizer computes in float32 (default: "
+        "%(default)s)")
     add("--grad-clip-norm", type=positive_or_zero, default=1.0, metavar="X",
         help="largest gradient norm, 0 = off (default: %(default)s)")
     add("--seed", type=seed, default=1337, metavar="N",
-        help="of weights and dropout (default: %(default)s)")
+        help="seed of weights and dropout (default: %(default)s)")
 
     add = parser.add_argument_group("machine").add_argument
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
-        help="(default: the best there is)")
+        help="device to compute on (default: cuda if there is one, else mps, else cpu)")
     add("--no-amp", action="store_true", help="float32 throughout")
     add("--amp-dtype", choices=("auto", "bfloat16", "float16"), default="auto",
-        help="(default: bfloat16 where the hardware has it, else float16 on cuda, else float32)")
+        help="dtype of autocast (default: bfloat16 where the hardware has it, else float16 on "
+        "cuda, else float32)")
     add("--tf32", action=argparse.BooleanOptionalAction, default=False,
-        help="float32 matmuls (--no-amp) on a GPU's tensor cores, with inputs rounded to 10 of 23 "
-        "bits: other results, at 8 times the rate on an A100, 7 on an H100, 1 on a GeForce")
+        help="run float32 matmuls (--no-amp) on a GPU's tensor cores, with inputs rounded to 10 of "
+        "23 bits: results differ; 8 times the rate on an A100, 7 on an H100, 1 on a GeForce")
     add("--compile", action=argparse.BooleanOptionalAction, default=False,
         help="torch.compile each block: slow start, fast steps")
     add("--compress-gradients", action=argparse.BooleanOptionalAction, default=False,
-        help="several processes: average gradients in bfloat16, half of what travels, for 2 more "
-        "bytes a parameter and results that are no longer those of one process (alone: no effect)")
+        help="several processes: average gradients in bfloat16; halves the traffic, takes 2 more "
+        "bytes a parameter, and results differ from those of one process (one process: no effect)")
     add("--gather-dtype", choices=("float32", "bfloat16"), default="float32",
-        help="train_fsdp.py, train_sp.py: in what a block's weights travel, which are stored in "
-        "float32; bfloat16, with bfloat16 autocast: half of the bytes, the same losses (gradients "
-        "of more than two processes are summed in another order) (default: %(default)s)")
+        help="train_fsdp.py, train_sp.py: dtype in which a block's weights travel; they are stored "
+        "in float32. bfloat16, with bfloat16 autocast: half of the bytes, the same losses (more "
+        "than two processes sum gradients in another order) (default: %(default)s)")
 
     add = parser.add_argument_group("running").add_argument
     add("--log-interval", type=count_or_zero, default=50, metavar="N",
-        help="steps, and where no bar moves at least every 30 s; the last one always logs, "
-        "evaluates and saves (default: %(default)s)")
+        help="steps between log lines, with at least one in 30 s where no progress bar moves; 0 = "
+        "no such lines; the last step always logs, evaluates and saves (default: %(default)s)")
     add("--eval-interval", type=count_or_zero, default=250, metavar="N",
-        help="steps, 0 = at the end only (default: %(default)s)")
+        help="steps between evaluations, 0 = at the end only (default: %(default)s)")
     add("--save-interval", type=count_or_zero, default=500, metavar="N",
-        help="steps, 0 = not by steps; the first evaluation saves, too (default: %(default)s)")
+        help="steps between snapshots, 0 = not by steps; the first evaluation saves, too (default: "
+        "%(default)s)")
     add("--save-minutes", type=positive_or_zero, default=15.0, metavar="M",
-        help="save when the last one is that long ago, 0 = not by time (default: 15)")
+        help="save when the last snapshot is M minutes old, 0 = not by time (default: 15)")
     add("--eval-tokens", type=partial(token_count, least=0), default=16_000, metavar="N",
-        help="validate on that many tokens, in windows of --seq-len that are spread over the "
-        "validation set; 0 = all of it (default: 16K)")
+        help="validate on N tokens, in windows of --seq-len that are spread over the validation "
+        "set; 0 = all of it (default: 16K)")
     add("--checkpoint-path", type=snapshot_file, default=Path(checkpoint_path), metavar="FILE",
-        help="the newest snapshot (default: %(default)s)")
+        help="file of the newest snapshot (default: %(default)s)")
     add("--resume", action="store_true",
-        help="go on from --checkpoint-path, with the flags of that run where none are typed")
+        help="go on from --checkpoint-path, with the flags of that run; typed flags override them")
     add("--sample-tokens", type=count_or_zero, default=128, metavar="N",
-        help="length of the sample at the end, 0 = none (default: %(default)s)")
+        help="tokens of the sample text at the end, 0 = none (default: %(default)s)")
     add("--log-to", choices=("none", "tensorboard", "wandb"), default="none",
-        help="beside RUN.metrics.jsonl (default: none)")
+        help="a logger in addition to RUN.metrics.jsonl (default: none)")
     add("--profile", type=count, metavar="N",
-        help="after 3 steps, record N: a trace of every operator, and the ten dearest ones")
+        help="after 3 steps, record N steps: a trace of every operator, and a table of the ten "
+        "slowest")
     add("--detect-anomaly", action=argparse.BooleanOptionalAction, default=False,
         help="find the operation that made a NaN in backward (slow)")
     # fmt: on
@@ -408,21 +431,22 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
 
 
 def tokens_per_step(args: argparse.Namespace, processes: int) -> int:
-    """Of all micro-batches of all processes."""
+    """Return the tokens of a step: all micro-batches of all processes."""
     return int(args.batch_size * args.seq_len * args.grad_accum_steps * processes)
 
 
 def resolve_defaults(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
-    """The defaults that depend on other flags. Raises UsageError for contradictions."""
+    """Fill in, in place, the defaults that depend on other flags, and return `args`. Raises
+    UsageError for contradictions."""
     lengths = [flag(name) for name in LENGTHS if name in args.typed]
     if len(lengths) > 1:
         raise UsageError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
-    fresh = 1.0 if args.init_from is None else 0.1  # trained weights are soon unlearned
+    lr_factor = 1.0 if args.init_from is None else 0.1  # a high rate destroys trained weights
     defaults = {
         "data_seed": args.seed,
         "d_ff": 4 * args.d_model,
         "max_position_embeddings": args.seq_len,
-        "lr": (0.8 if args.optimizer == "muon" else 0.4) / args.d_model * fresh,
+        "lr": (0.8 if args.optimizer == "muon" else 0.4) / args.d_model * lr_factor,
     }
     for name, value in defaults.items():
         if getattr(args, name) is None:
@@ -439,48 +463,50 @@ def resolve_defaults(args: argparse.Namespace, processes: int = 1) -> argparse.N
             f"--mlp-chunks {args.mlp_chunks}: compiled blocks are not cut; --no-compile or "
             "--mlp-chunks 1"
         )
-    model_config(args, vocab_size=1)  # an impossible shape should not wait for the data
+    model_config(args, vocab_size=1)  # report an impossible shape before the data are read
     return args
 
 
 def check_sharded(args: argparse.Namespace, processes: int, trainer: str) -> None:
-    """Raise UsageError for flags that do not go with a model in shards; `trainer`: which one."""
-    policy = recompute_plan_of(args)
-    if policy.group_size > 1 and not policy.nested and processes > 1:  # alone: nothing is gathered
+    """Raise UsageError for flags that a sharded model does not support. `trainer`: the trainer's
+    name, for the message."""
+    plan = recompute_plan_of(args)
+    if plan.group_size > 1 and not plan.nested and processes > 1:  # (one process gathers nothing)
         raise UsageError(
             f"--use-activation-checkpoint {args.use_activation_checkpoint}: {trainer} gathers "
-            f"block by block; {format_recompute(policy._replace(nested=True))} fits"
+            f"block by block; {format_recompute(plan._replace(nested=True))} fits"
         )
     if args.compress_gradients:
         raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
 
 
 def check_shared(args: argparse.Namespace, processes: int) -> None:
-    """Raise UsageError if so many `processes` of train_sp.py cannot share the sequences."""
+    """Raise UsageError if this many `processes` of train_sp.py cannot share each sequence."""
     if processes == 1:
         return
     for name in ("n_heads", "seq_len"):
-        there = getattr(args, name)
-        if there < processes:
+        value = getattr(args, name)
+        if value < processes:
             raise UsageError(
-                f"{flag(name)} {there}: each of {processes} processes of train_sp.py needs one at "
-                f"least: --nproc-per-node={there}, or train_fsdp.py"
+                f"{flag(name)} {value}: each of {processes} processes of train_sp.py needs one at "
+                f"least: --nproc-per-node={value}, or train_fsdp.py"
             )
     if args.compile:
         raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
 
 
 def resolve_num_steps(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:
-    """Set --num-steps to what --num-tokens or --num-epochs mean, in whole steps, rounded up; and
-    the warm-up that follows from it.
+    """Set --num-steps to what --num-tokens or --num-epochs mean, in whole steps, rounded up. Then
+    set the default of --warmup-steps, which depends on it.
 
-    `windows`: sequences in an epoch; None before the data are there: then --num-epochs waits.
+    `windows`: training sequences in an epoch. With None (the data are not read yet), --num-epochs
+    is left for a later call.
     """
     tokens: int | Fraction | None = args.num_tokens
     if args.num_epochs is not None:
         if windows is None:
             return
-        # (Not the float: 1.1 epochs of 10 sequences are 11, and not 11.000000000000002.)
+        # A Fraction of the text: 1.1 epochs of 10 sequences are 11; floats give 11.000000000000002.
         tokens = Fraction(str(args.num_epochs)) * windows * args.seq_len
     if tokens is not None:
         args.num_steps = math.ceil(Fraction(tokens) / tokens_per_step(args, processes))
@@ -489,18 +515,18 @@ def resolve_num_steps(args: argparse.Namespace, processes: int, windows: int | N
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
-    """The model that the flags ask for; for `auto`, as if it were `full`. Raises UsageError if it
-    is impossible."""
+    """Return the config of the model that the flags describe; `auto` counts as `full`. Raises
+    UsageError if the config is impossible."""
     if args.seq_len > args.max_position_embeddings:
         raise UsageError(
             f"--seq-len {args.seq_len} is above --max-position-embeddings "
             f"{args.max_position_embeddings}: raise the latter, or leave it out"
         )
-    own = vars(args) | {
+    values = vars(args) | {
         "vocab_size": vocab_size,
         "recompute": without_auto(args.use_activation_checkpoint),
     }
     try:
-        return MiniGPTConfig(**{field.name: own[field.name] for field in fields(MiniGPTConfig)})
+        return MiniGPTConfig(**{field.name: values[field.name] for field in fields(MiniGPTConfig)})
     except ValueError as error:
         raise UsageError(fields_to_flags(str(error))) from None

@@ -1,5 +1,5 @@
-"""Measure: perplexity, peak memory. And where the numbers go: metrics.jsonl,
---log-to, and the log line that a person reads."""
+"""Numbers of a run, perplexity and peak memory, and where they go: metrics.jsonl, the logger of
+--log-to, and the log line for the user."""
 
 import argparse
 import json
@@ -19,20 +19,27 @@ from .snapshot import SaveError, State, atomic_write, cannot_save, sibling_path
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss in nats): how many equally likely tokens would be as hard to choose from."""
+    """Return exp(loss), with the loss in nats: so many equally likely tokens would be as hard to
+    choose from. From 710 nats on it is infinite."""
     try:
         return math.exp(loss)
-    except OverflowError:  # from 710 on
+    except OverflowError:
         return math.inf
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """Return the most memory that this process has held at a time, as the log has it.
+    """Return the most memory that this process has held so far, as fields of a log record.
 
-    kind "cuda": bytes of tensors, as PyTorch's allocator counts them. Beside them, active: with
-    freed memory that another stream may still use; reserved: with all that the allocator keeps.
-    kind "rss": resident bytes of the whole process, Python and libraries included (None where the
-    system does not tell).
+        peak_memory_bytes: bytes. Of kind "cuda": tensors, as PyTorch's allocator counts them. Of
+            kind "rss": resident memory of the whole process, with Python and libraries (None where
+            the system does not tell).
+        peak_memory_kind: "cuda" or "rss".
+
+    Kind "cuda" has three more fields:
+
+        peak_memory_share: the part of the GPU's memory, 0 to 1.
+        peak_active_bytes: tensors, and freed memory that another stream may still use.
+        peak_reserved_bytes: all memory that the allocator keeps.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -54,20 +61,21 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
     return {"peak_memory_bytes": peak, "peak_memory_kind": "rss"}
 
 
-# ---- Where records go: each writer is a function that takes one
+# ---- Writers: a writer is a function that takes one record
 
 LogRecord = dict[str, Any]
 Write = Callable[[LogRecord], object]
 
 
 def open_metrics(path: Path, resumed_step: int) -> Write:
-    """Return the writer of metrics.jsonl: one JSON object a line, on the disk when it returns.
+    """Return the writer of metrics.jsonl: one JSON object per line, on the disk when the writer
+    returns.
 
-    Starts a new file, or goes on with the one there: lines of steps after `resumed_step`, which
-    will be done again, are dropped first, and the next line says where the run was resumed.
-    Raises SaveError, and so does the writer.
+    A run that starts (`resumed_step` 0) begins a new file. A resumed run continues the file: lines
+    of later steps are dropped first, because those steps will be done again, and the next line says
+    where the run resumed. This function and the writer raise SaveError.
     """
-    news = {"resumed_from": resumed_step} if resumed_step else {}
+    resume_note = {"resumed_from": resumed_step} if resumed_step else {}
     records = read_metrics(path) if resumed_step and path.exists() else []
     kept = [r for r in records if r.get("step", math.inf) <= resumed_step]
     text = "".join(json.dumps(r) + "\n" for r in kept)
@@ -76,12 +84,12 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
     file = open(path, "a", encoding="utf-8", buffering=1)
 
     def write(record: LogRecord) -> None:
-        # JSON has no NaN: null says "not a number" in a way that every reader takes.
+        # JSON has no NaN and no infinity: null is valid for every reader.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in (record | news).items()
+            for key, value in (record | resume_note).items()
         }
-        news.clear()
+        resume_note.clear()
         line = json.dumps(finite) + "\n"
         try:
             file.write(line)
@@ -92,7 +100,7 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
 
 
 def read_metrics(path: Path) -> list[LogRecord]:
-    """Return the records of a metrics.jsonl, without a line that a crash cut short. Raises
+    """Return the records of a metrics.jsonl. A line that a crash cut short is skipped. Raises
     OSError."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -102,23 +110,23 @@ def read_metrics(path: Path) -> list[LogRecord]:
 
 
 def logged_at(step: int, path: Path) -> LogRecord | None:
-    """Return the record of that step; None if it was not logged."""
+    """Return the record of a step; None if the step was not logged."""
     records = read_metrics(path) if path.is_file() else []
     return next((r for r in records if r.get("step") == step), None)
 
 
-NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # --log-to: its import
+NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # --log-to -> its module
 Say = Callable[[str], None]
-LogNumbers = Callable[[dict[str, float], int], object]  # of a step
+LogNumbers = Callable[[dict[str, float], int], object]  # takes numbers by name, and the step
 
 
 def check_logger(name: str) -> None:
-    """Raise UsageError if the package of that logger is not installed."""
+    """Raise UsageError if the logger's package cannot be imported."""
     if name not in NEEDS:
         return
     try:
         import_module(NEEDS[name])
-    except Exception as error:  # a broken installation says so in many ways
+    except Exception as error:  # a broken installation raises many kinds of errors
         raise UsageError(
             f"--log-to {name}: import {NEEDS[name]} failed ({type(error).__name__}: {error}); "
             f"pip install {name}, or --log-to none"
@@ -126,11 +134,12 @@ def check_logger(name: str) -> None:
 
 
 def to_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
-    """Log into the folder `RUN.tensorboard` beside the snapshot."""
+    """Open TensorBoard's log in the folder `RUN.tensorboard` beside the snapshot, and return its
+    writer."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = sibling_path(path, ".tensorboard")
-    # An earlier process may have written later steps: they are done again.
+    # An earlier process may have logged later steps. They will be done again, so purge them.
     writer = SummaryWriter(str(folder), purge_step=step + 1)
     flags = (f"    {name} = {value}" for name, value in identity["args"].items())
     writer.add_text("flags", "\n".join(flags), step + 1)
@@ -139,17 +148,17 @@ def to_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbe
     def log(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
-        writer.flush()  # (with TensorFlow installed it would wait for two minutes)
+        writer.flush()  # with TensorFlow installed, it writes only every two minutes
 
     return log
 
 
 def to_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
-    """Log to Weights & Biases; with WANDB_MODE=offline into a folder `wandb` beside the snapshot,
-    to be uploaded later.
+    """Open a log at Weights & Biases, and return its writer. With WANDB_MODE=offline it writes to a
+    folder `wandb` beside the snapshot, to be uploaded later.
 
-    The run's own id makes one run of all processes that go on with it. (Of steps that are done
-    again wandb keeps the first.) `finish_logs` ends it.
+    All processes that resume a run log under its id, as one run. (wandb keeps the first record of a
+    step that is done again.) `finish_logs` ends the log.
     """
     import wandb
 
@@ -168,10 +177,10 @@ def to_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
 
 
 def finish_logs() -> None:
-    """End what --log-to has opened. A process of several leaves without Python's exit handlers,
-    which would do it."""
+    """End the log that --log-to opened. One of several processes exits without Python's exit
+    handlers, which would end it."""
     if wandb := sys.modules.get("wandb"):
-        with suppress(Exception):  # a network that is gone costs the log, not the exit code
+        with suppress(Exception):  # a lost network must not change the exit code
             wandb.finish()
 
 
@@ -181,15 +190,15 @@ LOGGERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}
 def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) -> Write:
     """Return the writer of --log-to, which logs the finite numbers of each record after `step`.
 
-    A network, a disk or a service may be gone, at the start or later. A line tells of the first
-    failure, which ends the log; the run goes on without it.
+    A network, a disk or a service may fail, at the start or later. The first failure prints one
+    warning and ends the log; the run continues without it.
     """
     log: LogNumbers | None = None
 
-    def attempt(act: Callable, *arguments: object) -> Any:
+    def attempt(function: Callable, *arguments: object) -> Any:
         nonlocal log
         try:
-            return act(*arguments)
+            return function(*arguments)
         except Exception as error:
             log = None
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -208,11 +217,11 @@ def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) 
     return write
 
 
-# ---- In words
+# ---- Text
 
 
 def format_line(record: LogRecord, num_steps: int) -> str:
-    """Return the log line that a person reads: the same record, in a fixed order."""
+    """Return the log line for the user: the fields of a record in a fixed order."""
     parts = [
         f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
         f"epoch {record['epoch']:.2f}",
@@ -232,19 +241,19 @@ def format_line(record: LogRecord, num_steps: int) -> str:
 
 
 def format_loss(loss: float) -> str:
-    """ "2.1000 ppl 8.17" """
+    """Return "2.1000 ppl 8.17": the loss in nats, and the perplexity."""
     return f"{loss:.4f} ppl {perplexity(loss):.2f}"
 
 
 def format_validation(record: LogRecord) -> str:
-    """ "2.1000 ppl 8.17 (2.200 bits/byte)" """
+    """Return "2.1000 ppl 8.17 (2.200 bits/byte)"; bits per byte only if the record has them."""
     bits = record["val_bits_per_byte"]
     in_bytes = "" if bits is None else f" ({bits:.3f} bits/byte)"
     return format_loss(record["val_loss"]) + in_bytes
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return bytes with a binary unit: 1536 -> "1.5 KiB"."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while count >= 1024 and len(units) > 1:
         count /= 1024
@@ -253,7 +262,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """75 -> '1:15', 3675 -> '1:01:15'."""
+    """Return seconds as a clock shows them: 75 -> "1:15", 3675 -> "1:01:15"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

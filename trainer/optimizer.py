@@ -1,7 +1,8 @@
-"""The optimizer: which parameter is updated by which rule, when none is, and how it goes on.
+"""The optimizer: which rule updates which parameter, when an update is skipped, and how a run
+resumes.
 
-AdamW with float32 moments is torch's own. It stores 8 bytes a parameter beside the weight and the
-gradient, which no recompute can free. `LeanOptimizer` stores less, or a part of it.
+AdamW with float32 moments is torch's own. It stores 8 bytes per parameter besides the weight and
+the gradient, and no recompute can free them. `LeanOptimizer` stores less, or only a shard.
 """
 
 import argparse
@@ -16,78 +17,81 @@ from torch.optim.adamw import adamw
 
 from model import MiniGPT
 
-BETAS, EPS = (0.9, 0.95), 1e-8  # of AdamW; the second beta is GPT-3's
-MOMENTUM = 0.95  # of Muon
-# Muon's polynomial a x + b x^3 + c x^5: five in a row take all singular values from 0.003 to 1 to
-# somewhere between 0.68 and 1.2, which is as good as 1 (Jordan, 2024).
+BETAS, EPS = (0.9, 0.95), 1e-8  # for AdamW; the second beta is GPT-3's
+MOMENTUM = 0.95  # for Muon
+# Muon's Newton-Schulz polynomial a x + b x^3 + c x^5. Five iterations take all singular values
+# between 0.003 and 1 to values between 0.68 and 1.2, which is as good as 1 (Jordan, 2024).
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # torch's names
-# Elements that are copied at a time, at least one matrix: the step shall need little beside what
-# it is there to save.
+# Elements to copy at a time, and at least one matrix: few, so that the temporary copies stay small
+# next to the memory that the optimizer saves.
 AT_A_TIME = 2**22
-LocalShard = Callable[[Tensor, Tensor], Tensor]  # OneProcess.local_shard
+LocalShard = Callable[[Tensor, Tensor], Tensor]  # (full, parameter) -> rows; OneProcess.local_shard
 Groups = list[dict[str, Any]]
-LANES = 64  # a multiple of the floats in a CPU's vector
+LANES = 64  # a multiple of the floats in a CPU's vector register
 
 
 def make_optimizer(
     model: MiniGPT, args: argparse.Namespace, device: torch.device, precision: torch.dtype
 ) -> torch.optim.Optimizer:
-    """What --optimizer and --moments-dtype name; `precision` is that of the model's products.
+    """Return the optimizer that --optimizer and --moments-dtype name.
 
     AdamW (Loshchilov and Hutter, 2019), as one fused kernel; or Muon (Jordan, 2024) for the
-    matrices of the blocks and AdamW for all else: embeddings, which are tables of vectors, biases
-    and gains. (Parameters may be sharded over processes: DTensors.)
+    matrices of the blocks, and AdamW for all else: biases, gains, and embeddings, which are tables
+    of vectors. Parameters may be sharded over processes (DTensors).
 
-    Weight decay pulls matrices towards zero. A bias or a LayerNorm gain has no reason to be small.
+    Weight decay pulls matrices towards zero. Biases and LayerNorm gains get none: they have no
+    reason to be small. `precision`: the dtype of the model's matmuls.
     """
     muon = args.optimizer == "muon"
-    matrices, decayed, free = [], [], []
+    matrices, decayed, undecayed = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
-            free.append(parameter)
+            undecayed.append(parameter)
         elif muon and name.startswith("blocks."):
             matrices.append(parameter)
         else:
             decayed.append(parameter)
     groups: Groups = [
         {"params": decayed, "weight_decay": args.weight_decay},
-        {"params": free, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     moments = getattr(torch, args.moments_dtype)
-    whole = not any(map(is_sharded, model.parameters()))
-    if not muon and moments == torch.float32 and whole:
+    unsharded = not any(map(is_sharded, model.parameters()))
+    if not muon and moments == torch.float32 and unsharded:
         return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
     if muon:
         groups.append({"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"})
-    # The products of Muon are many; half of bfloat16's digits go, and do not matter (Jordan). Where
-    # it is emulated the model is trained in float32, and so is this.
+    # Muon does many matmuls. bfloat16 loses half of its digits in them, which does not matter
+    # (Jordan). Hardware that only emulates bfloat16 trains in float32, and Muon does so, too.
     products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
     lanes = LANES if device.type == "cpu" else 1
     return LeanOptimizer(groups, args.lr, lanes, moments, products)
 
 
 class LeanOptimizer(torch.optim.Optimizer):
-    """AdamW and Muon, each for its groups, with moments in float32 or bfloat16.
+    """AdamW and Muon, each for its own parameter groups, with moments in float32 or bfloat16.
 
-    Weights and arithmetic are in float32. Only what is stored between two steps is rounded. A
-    moment in bfloat16 stands still when its step is less than 2^-9 of it. AdamW's second moment v
-    takes steps of (1 - beta2) (g^2 - v). With a beta2 of 0.95 it stands still only where v is
-    within 4 to 8 % of g^2, and the update within 4 %. (With 0.999 it would stand still wherever
-    g^2 is less than three times v.)
+    Weights and arithmetic are in float32. Only the moments that are stored between two steps are
+    rounded. A bfloat16 moment does not change when its step is below 2^-9 of its value. AdamW's
+    second moment v takes steps of (1 - beta2) (g^2 - v). With a beta2 of 0.95, v stops changing
+    only within 4 to 8 % of g^2, which changes the update by at most 4 %. (With 0.999, v would stop
+    changing wherever g^2 is below three times v.)
 
-    A sharded parameter (a DTensor, dealt out by rows) has sharded moments. The weights that come
-    out are, to the bit, those of whole parameters (of torch's own AdamW, if each of those fills
-    the CPU's vectors: see `to_padded_float32`).
+    A sharded parameter (a DTensor, sharded by rows) has sharded moments. The new weights equal
+    those of unsharded parameters to the bit. With float32 moments they also equal those of torch's
+    AdamW to the bit, if each parameter fills the CPU's vectors: see `to_padded_float32`.
 
     Args:
-        groups: "params", "weight_decay", and the "rule", if that is not "adamw".
-        lanes: AdamW's kernel is given a multiple of so many elements (see `to_padded_float32`).
-        moments: the dtype in which they are stored.
-        products: the dtype of Muon's products.
+        groups: "params", "weight_decay", and "rule", if it is not "adamw".
+        lr: learning rate of all groups.
+        lanes: AdamW's kernel gets a multiple of this many elements (see `to_padded_float32`).
+        moments: dtype of the stored moments.
+        products: dtype of Muon's matmuls.
     """
 
-    found_inf: Tensor | None = None  # () float32: at 1 a step changes nothing. See update_if_finite
+    # () float32 on the device; at 1 a step changes nothing. See update_if_finite.
+    found_inf: Tensor | None = None
 
     def __init__(
         self, groups: Groups, lr: float, lanes: int, moments: torch.dtype, products: torch.dtype
@@ -97,12 +101,13 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have gradients. `closure` is not supported."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter] = first_state(parameter, group, self.moments)
-            if group["rule"] == "muon":  # matrices of one shape together
+            if group["rule"] == "muon":  # batches matrices of one shape
                 for shape in dict.fromkeys(p.shape for p in parameters):
                     alike = [p for p in parameters if p.shape == shape]
                     n = max(1, AT_A_TIME // shape.numel())
@@ -113,33 +118,36 @@ class LeanOptimizer(torch.optim.Optimizer):
                     self.adamw(parameter, group)
 
     def adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update one parameter, AT_A_TIME elements at a time."""
+        """Update one parameter with AdamW, AT_A_TIME elements at a time."""
         state = self.state[parameter]
-        every = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        columns = [local_tensor(t).reshape(-1).split(AT_A_TIME) for t in every if t is not None]
+        tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        columns = [local_tensor(t).reshape(-1).split(AT_A_TIME) for t in tensors if t is not None]
         step = state["step"].clone()
+        # Each call of the kernel adds 1 to its step count, so every piece starts from `step`.
         for pieces in zip(*columns, strict=True):
-            self.adamw_piece(pieces, state["step"].copy_(step), group)  # the kernel adds 1
+            self.adamw_piece(pieces, state["step"].copy_(step), group)
 
     def adamw_piece(self, pieces: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> None:
-        """torch's own kernel, on float32 copies of the moments. They are free when this returns,
-        before those of the next piece are made."""
-        wide = [to_padded_float32(piece, self.lanes) for piece in pieces]
-        weights, gradients, first, second = ([copy] for copy in wide)
+        """Run torch's AdamW kernel on float32 copies of 1-D pieces: weight, gradient, two moments.
+
+        The copies are freed when this returns, before the copies of the next piece are made.
+        """
+        copies = [to_padded_float32(piece, self.lanes) for piece in pieces]
+        weights, gradients, first, second = ([copy] for copy in copies)
         adamw(
             weights, gradients, first, second, [], [step],
             lr=group["lr"], weight_decay=group["weight_decay"], beta1=BETAS[0], beta2=BETAS[1],
             eps=EPS, fused=True, found_inf=self.found_inf, amsgrad=False, maximize=False,
         )  # fmt: skip
-        for piece, copy in zip(pieces, wide, strict=True):
+        for piece, copy in zip(pieces, copies, strict=True):
             if copy is not piece:
                 piece.copy_(copy[: piece.numel()])
 
     def muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        """One step for matrices of one shape (A, B), as torch.optim.Muon has it.
+        """Update matrices of one shape (A, B) with Muon, as torch.optim.Muon does.
 
-        The update has a root mean square of 0.2, about as AdamW's has: so one learning rate and
-        one weight decay serve both (Liu et al., 2025, arXiv 2502.16982, section 2.2).
+        The update has a root mean square of 0.2, about that of AdamW. So one learning rate and one
+        weight decay serve both (Liu et al., 2025, arXiv 2502.16982, section 2.2).
         """
         update = orthogonalize_rows(self.nesterov_momentum(matrices), matrices[0])
         update = update.float() * (0.2 * math.sqrt(max(matrices[0].shape)))
@@ -148,46 +156,54 @@ class LeanOptimizer(torch.optim.Optimizer):
             weight.sub_(self.unless_skipped(change))
 
     def nesterov_momentum(self, matrices: list[Tensor]) -> Tensor:
-        """Take the gradients into the momenta; returns Nesterov's mean of both, (n, A, B)."""
+        """Update the momenta with the gradients, and return Nesterov's mean of both, (n, A, B).
+
+        With sharded matrices A counts this process's rows. The result has the dtype `products`.
+        """
         stored = [local_tensor(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
         gradients = torch.stack([local_tensor(m.grad) for m in matrices if m.grad is not None])
         momenta = torch.stack(stored).float()
-        # Each operation rounds once. (lerp may round once or twice, by an element's place in a
-        # vector; of a shard that is another place.)
+        # Separate operations round once each. lerp rounds once or twice, depending on an element's
+        # place in a CPU's vector; in a shard elements have other places.
         change = momenta - gradients
         momenta -= self.unless_skipped(change.mul_(1 - MOMENTUM))
-        for kept, momentum in zip(stored, momenta, strict=True):
-            kept.copy_(momentum)
-        ahead = torch.sub(momenta, gradients, out=change).mul_(MOMENTUM).add_(gradients)
-        return ahead.to(self.products)
+        for moment, momentum in zip(stored, momenta, strict=True):
+            moment.copy_(momentum)
+        nesterov = torch.sub(momenta, gradients, out=change).mul_(MOMENTUM).add_(gradients)
+        return nesterov.to(self.products)
 
     def unless_skipped(self, change: Tensor) -> Tensor:
-        """`change`, or zeros, by which nothing changes: the device decides."""
+        """Return `change`, or zeros if this step is skipped. The device decides: Python does not
+        wait for it."""
         return change if self.found_inf is None else change.masked_fill_(self.found_inf.bool(), 0)
 
 
 def orthogonalize_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """`orthogonalize`, from this process's rows of whole matrices (n, A, B) to its rows of them.
-    `like`: one of the parameters, which may be sharded."""
+    """Return this process's rows of `orthogonalize`, from its rows of the matrices (n, A, B).
+
+    `like`: one of the parameters (A, B), which may be sharded. Then all processes gather the full
+    matrices first.
+    """
     if not is_sharded(like):
         return orthogonalize(rows)
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     mesh, by_rows = like.device_mesh, [Shard(1)]  # type: ignore[attr-defined]
     shape, stride = torch.Size([len(rows), *like.shape]), (like.numel(), like.size(1), 1)
-    dealt = DTensor.from_local(rows, mesh, by_rows, run_check=False, shape=shape, stride=stride)
-    whole = orthogonalize(dealt.full_tensor())
+    sharded = DTensor.from_local(rows, mesh, by_rows, run_check=False, shape=shape, stride=stride)
+    whole = orthogonalize(sharded.full_tensor())
     return distribute_tensor(whole, mesh, by_rows, src_data_rank=None).to_local()
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Of each U S V' about U V': all that the momentum wants, in every direction as much.
+    """Return about U V' for each matrix U S V', an update of equal size in every direction of the
+    momentum: (n, A, B) -> (n, A, B).
 
-    (n, A, B) -> (n, A, B). Newton-Schulz iterations, products only (Jordan, 2024).
-    torch.optim.Muon has them for one matrix at a time, in bfloat16, which some devices emulate.
+    Newton-Schulz iterations use matrix products only (Jordan, 2024). torch.optim.Muon does them for
+    one matrix at a time, in bfloat16, which some devices emulate.
     """
     a, b, c = NS_COEFFICIENTS
-    x = matrices if matrices.size(1) <= matrices.size(2) else matrices.mT  # the smaller products
+    x = matrices if matrices.size(1) <= matrices.size(2) else matrices.mT  # now A <= B
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     if exact and x.size(1) < x.size(2):
@@ -201,10 +217,11 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def product_of_factors(square: Tensor) -> Tensor:
-    """From x x' (n, A, A) what all iterations together multiply x (n, A, B) by.
+    """Return the matrices (n, A, A) by which all iterations together multiply x (n, A, B).
 
-    Fewer FLOPs than one iteration after the other where B > A. But the eigenvalues of x x' are
-    squares, for whose range bfloat16 has too few digits, and so has TF32.
+    `square`: x x' (n, A, A). If B > A, this takes fewer FLOPs than one iteration after the other.
+    But the eigenvalues of x x' are squares, and bfloat16 and TF32 have too few digits for their
+    range.
     """
     a, b, c = NS_COEFFICIENTS
     total = None
@@ -212,37 +229,40 @@ def product_of_factors(square: Tensor) -> Tensor:
         factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
         total = factor if total is None else torch.bmm(factor, total)
-        if i < NS_STEPS - 1:  # of the next x
+        if i < NS_STEPS - 1:  # x x' of the next x
             square = torch.bmm(factor, torch.bmm(square, factor))
     assert total is not None
     return total
 
 
 def to_padded_float32(piece: Tensor, lanes: int) -> Tensor:
-    """A float32 copy of `piece`, with zeros up to a multiple of `lanes` elements; or `piece`.
+    """Return a float32 copy of the 1-D `piece`, padded with zeros to a multiple of `lanes`
+    elements. If it is in float32 and needs no padding, return `piece` itself.
 
-    A CPU's kernel computes what does not fill a vector by other instructions, which round
-    otherwise; and of a shard other elements are left over. A GPU's has no such rest, and each of
-    these copies would be a launch.
+    On a CPU the kernel computes elements that do not fill a vector with other instructions, which
+    round differently; and a shard has other such elements. A GPU's kernel has no such elements, and
+    each copy would be one more launch: `lanes` is 1 there.
     """
-    wide, missing = piece.float(), -piece.numel() % lanes
-    return F.pad(wide, (0, missing)) if missing else wide
+    copy, missing = piece.float(), -piece.numel() % lanes
+    return F.pad(copy, (0, missing)) if missing else copy
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Is it a DTensor? (Asked without importing those, which takes half a second.)"""
+    """Return whether `tensor` is a DTensor, without the import of DTensor, which takes half a
+    second."""
     return hasattr(tensor, "to_local")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this process has of it: all, unless it is sharded."""
+    """Return this process's rows of a DTensor; any other tensor unchanged."""
     return getattr(tensor, "to_local", lambda: tensor)()
 
 
 def first_state(
     parameter: Tensor, group: dict[str, Any], moments: torch.dtype
 ) -> dict[str, Tensor]:
-    """What an optimizer keeps of a parameter, before its first step."""
+    """Return the state of a parameter before its first step: zero moments of the dtype `moments`,
+    and AdamW's step count."""
     rule, state = group.get("rule", "adamw"), {}
     if rule == "adamw":
         state["step"] = torch.tensor(0.0, device=parameter.device)
@@ -252,17 +272,22 @@ def first_state(
 
 
 def optimizer_name(args: argparse.Namespace) -> str:
+    """Return the name of the optimizer for the user."""
     return {"adamw": "AdamW", "muon": "Muon and AdamW"}[args.optimizer]
 
 
 def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:
-    """One step of the optimizer; none, to the bit, if the gradients' norm () is not finite.
+    """Do one step of the optimizer. If the gradients' norm () is not finite, change nothing, to the
+    bit.
 
-    The fused kernel looks by itself at a number on the device, `found_inf`: at 1 it leaves weights,
-    moments and step count alone. It was made for GradScaler.step, which would set it by the
-    gradients; their norm can overflow where none of them does. (LeanOptimizer's Muon goes by it,
-    too.) MPS's kernel did not look before pytorch#186360, of June 2026. There Python decides, for
-    which it must wait for the device. So the norm is returned: from where it is known.
+    The fused kernel itself reads a number on the device, `found_inf`: at 1 it leaves weights,
+    moments and step count unchanged, and so does LeanOptimizer's Muon. `found_inf` was made for
+    GradScaler.step, which would set it by the gradients; but their norm can overflow although each
+    gradient is finite.
+
+    MPS's kernel ignored `found_inf` before pytorch#186360 (June 2026). On MPS Python decides, and
+    has to wait for the device. Return the norm, on MPS as a tensor on the CPU, which needs no
+    second wait.
     """
     if grad_norm.device.type != "mps":
         optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -274,33 +299,34 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Ten
 
 @torch.no_grad()
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, saved: dict[str, Any], part: LocalShard
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], local_shard: LocalShard
 ) -> None:
-    """Put the moments of a `state_dict` back, in this optimizer's dtype.
+    """Copy the moments of a `state_dict` into this optimizer, in its own dtype.
 
-    They are the snapshot's; the settings (weight decay, fused or not) are this run's. So this is
-    not load_state_dict, which would take those too, and round all to the dtype of the weights.
+    The moments are the snapshot's; the settings (weight decay, fused or not) are this run's.
+    load_state_dict would also load the settings, and round all state to the dtype of the weights.
 
     Args:
-        part: what this process has of a whole tensor, given the parameter that it is of.
+        saved: `state_dict` of an optimizer, with full tensors.
+        local_shard: function (full tensor, parameter) -> this process's rows of the tensor.
     Raises:
-        ValueError, KeyError: it is of another model or optimizer.
+        ValueError, KeyError: the state is of another model or optimizer.
     """
     dtype = getattr(optimizer, "moments", torch.float32)
-    numbers = [group["params"] for group in saved["param_groups"]]
-    if numbers != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
+    param_ids = [group["params"] for group in saved["param_groups"]]
+    if param_ids != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
         raise ValueError("other groups of parameters")
-    if not saved["state"]:  # all steps were skipped, by an optimizer that was not even asked
+    if not saved["state"]:  # every step was skipped before it reached the optimizer
         return
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    for number, (parameter, group) in zip(sum(numbers, []), parameters, strict=True):
-        found, state = saved["state"][number], first_state(parameter, group, dtype)
-        for name, kept in state.items():
+    for param_id, (parameter, group) in zip(sum(param_ids, []), parameters, strict=True):
+        entry, state = saved["state"][param_id], first_state(parameter, group, dtype)
+        for name, moment in state.items():
             if name == "step":
-                kept.copy_(found[name].reshape(()))
+                moment.copy_(entry[name].reshape(()))
                 continue
-            if found[name].shape != parameter.shape or not found[name].is_floating_point():
+            if entry[name].shape != parameter.shape or not entry[name].is_floating_point():
                 raise ValueError(f"{name} of another shape or kind")
-            # A copy: what `part` returns may be a view, which would keep the whole tensor alive.
-            kept.copy_(part(found[name], parameter))
+            # Copy: `local_shard` may return a view, which would keep the full tensor alive.
+            moment.copy_(local_shard(entry[name], parameter))
         optimizer.state[parameter] = state

@@ -1,8 +1,9 @@
-"""The planner, asked by flags: what `auto` takes, what a run will need, what would fit.
+"""Memory planning for a run and for the tools: the policy that `auto` takes, the predicted peak,
+and a change that would fit.
 
-planner/ tells what a step takes and which way to recompute is the cheapest; here are the flags that
-ask (`PlanRequest`), what to change when nothing fits (`FlagChange`), and the sentences for the
-user.
+planner/ predicts the memory and the time of a step and finds the cheapest recompute policy. This
+file asks the planner with the flags of a command line (`PlanRequest`), finds what to change when
+nothing fits (`FlagChange`), and writes the sentences for the user.
 """
 
 import argparse
@@ -56,62 +57,74 @@ OTHER_TRAINING = (
     "what changes the training: a smaller --batch-size, a shorter --seq-len, --moments-dtype "
     "bfloat16, --optimizer muon, a smaller model (--d-model, --n-layers, --vocab-size)"
 )
-AFTER_RESTART = 0.75  # of the peak that was too much; a restart is dear: take much less at once
+# After a restart the next peak is at most this share of the one that was too much: a restart costs
+# much time, so the first try should succeed.
+AFTER_RESTART = 0.75
 
-# What a change costs.
+# What a change costs, in the words that a user reads.
 SLOWER = "same results, some more time"
 UNCHUNKED = "never holds all logits, at about the same speed"
 SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
 
-# ---- what to change, in the order of docs/planning.md ("which knob first")
+# ---- flag changes, in the order of docs/planning.md ("which knob first")
 
 
 class FlagChange(NamedTuple):
-    """Flags to change, all at a time."""
+    """Flags to change together, and the cost of the change."""
 
-    flags: dict[str, Any]  # by their names in args
-    cost: str  # what it costs
+    flags: dict[str, Any]  # name in args -> new value
+    cost: str  # in words
 
     @property
     def command(self) -> str:
-        """ "--batch-size 3 --grad-accum-steps 4" """
+        """Return the flags as typed: "--batch-size 3 --grad-accum-steps 4"."""
         return " ".join(to_argv(self.flags))
 
 
 def suggest_change(args: Flags, device_type: str, less: StepMemory | None) -> str:
-    """The first change that could help a run that has run out of memory. `less`: a step with the
-    next policy that is predicted to need less, if one is."""
+    """Return the first change that could help a run that ran out of memory: "FLAGS (COST)".
+
+    `less`: a step with the next policy that is predicted to need less memory; None: no such policy.
+    If no flag change is left that keeps the training the same, the text is OTHER_TRAINING.
+    """
     first, *others = changes_with_same_training(args, device_type)
     if less is not None and not first.flags:
         first = FlagChange({POLICY: less.config.recompute}, SLOWER)
-    knob = next((knob for knob in (first, *others) if knob.flags), None)
-    return f"{knob.command} ({knob.cost})" if knob else OTHER_TRAINING
+    change = next((change for change in (first, *others) if change.flags), None)
+    return f"{change.command} ({change.cost})" if change else OTHER_TRAINING
 
 
 def settings(args: Flags) -> str:
-    """Of the flags, those that a step's memory depends on most."""
+    """Return the flags that a step's memory depends on most, as text."""
     policy = args.use_activation_checkpoint
     return f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}"
 
 
 def smaller_batches(args: Flags) -> list[dict[str, int]]:
-    """The same sequences a step in micro-batches of fewer, the largest of them first."""
+    """Return flags that split a step's sequences into smaller micro-batches, the largest first.
+
+    Each entry divides --batch-size by n and multiplies --grad-accum-steps by n.
+    """
     size, steps = args.batch_size, args.grad_accum_steps
-    cuts = (n for n in range(2, size + 1) if size % n == 0)
-    return [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in cuts]
+    divisors = (n for n in range(2, size + 1) if size % n == 0)
+    return [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in divisors]
 
 
 def changes_with_same_training(args: Flags, device_type: str) -> Iterator[FlagChange]:
-    """Yield what leaves the training what it is, beside the best policy; the least cost first."""
-    kept = {"loss_chunks": 0} if args.loss_chunks == 1 else {}
-    yield FlagChange(kept, UNCHUNKED if kept else SLOWER)
+    """Yield changes that leave the training as it is, the cheapest first.
+
+    Each of them is combined with the best policy. The first one may have no flags: it stands for
+    another policy alone.
+    """
+    chunked_loss = {"loss_chunks": 0} if args.loss_chunks == 1 else {}
+    yield FlagChange(chunked_loss, UNCHUNKED if chunked_loss else SLOWER)
     batches = smaller_batches(args)
     for batch in batches:
-        yield FlagChange(kept | batch, SAME)
+        yield FlagChange(chunked_loss | batch, SAME)
     if device_type == "cuda" and not recompute_plan_of(args).offload:
         for batch in [{}, *batches]:
-            words = f"{SAME}, {MOVED}" if batch else MOVED
-            yield FlagChange(kept | {POLICY: OFFLOADED} | batch, words)
+            cost = f"{SAME}, {MOVED}" if batch else MOVED
+            yield FlagChange(chunked_loss | {POLICY: OFFLOADED} | batch, cost)
 
 
 # ---- the request
@@ -126,8 +139,15 @@ def make_planner(
     shards: int = 1,
     sharing: int = 1,
 ) -> Planner:
-    """The planner of the run that the flags ask for, on a device that need not be there. Raises
-    UsageError as `check_gather_dtype` does."""
+    """Return the planner of the run that the flags describe; `device` need not exist here.
+
+    Args:
+        ddp: gradients are averaged by DDP (train_ddp.py).
+        shards: processes that hold one model between them (train_fsdp.py).
+        sharing: processes that share each sequence (train_sp.py).
+    Raises:
+        UsageError: as `check_gather_dtype`.
+    """
     if shards > 1:
         check_gather_dtype(args, precision)
     return Planner(
@@ -148,23 +168,24 @@ def make_planner(
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What does a step take, and what fits? For these flags, on that device."""
+    """Flags, device and memory budget to plan a step for: its memory, its time, and what fits."""
 
     args: argparse.Namespace
     vocab_size: int
-    device: torch.device  # it need not be there
+    device: torch.device  # need not exist on this machine
     precision: torch.dtype
     memory_budget: MemoryBudget = MemoryBudget(None, "cpu")
-    card: Card | None = None  # whose clock tells what is fastest; None: the fewest FLOPs are
+    # The card whose predicted time ranks the policies; None: the fewest replayed FLOPs rank first.
+    card: Card | None = None
     ddp: bool = False
-    processes: int = 1  # with `ddp`, that hold the whole model each
-    shard_degree: int = 1  # processes that hold one between them
+    processes: int = 1  # all of the run; with `ddp` each holds the whole model
+    shard_degree: int = 1  # processes that hold one model between them
     sp_degree: int = 1  # processes that share each sequence
-    on_simulate: Callable[[], object] = lambda: None  # called before each step that is simulated
-    cache: dict[tuple, Any] = field(default_factory=dict)  # what other flags asked for, too
+    on_simulate: Callable[[], object] = lambda: None  # called before each simulated step
+    cache: dict[tuple, Any] = field(default_factory=dict)  # planners and batches; copies share it
 
     def with_args(self, args: argparse.Namespace) -> "PlanRequest":
-        """The same of other flags."""
+        """Return a copy with other flags; the copy shares the cache."""
         return replace(self, args=args)
 
     @property
@@ -173,32 +194,34 @@ class PlanRequest:
 
     @property
     def planner(self) -> Planner:
-        """The same one for all flags that differ in batch size and recompute only."""
+        """Return the planner of these flags. Flags that differ only in batch size and recompute
+        share one planner."""
         args, config = self.args, self.config
-        state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.gather_dtype
-        way = self.ddp, self.shard_degree, self.sp_degree
-        key = replace(config, recompute="none"), args.seq_len, state, *way
+        optimizer = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.gather_dtype
+        layout = self.ddp, self.shard_degree, self.sp_degree
+        key = replace(config, recompute="none"), args.seq_len, optimizer, *layout
         if key not in self.cache:
             self.on_simulate()
-            planner = make_planner(args, config, self.device, self.precision, *way)
+            planner = make_planner(args, config, self.device, self.precision, *layout)
             planner.on_simulate, self.cache[key] = self.on_simulate, planner
         return self.cache[key]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients and moments; nothing is simulated for that."""
+        """Bytes of weights, gradients and moments in one process; by formula, without
+        simulation."""
         args, moments = self.args, getattr(torch, self.args.moments_dtype)
-        whole = state_bytes(self.config, args.optimizer, moments)
-        return state_bytes_per_rank(whole, self.config, self.shard_degree)
+        unsharded = state_bytes(self.config, args.optimizer, moments)
+        return state_bytes_per_rank(unsharded, self.config, self.shard_degree)
 
     @property
     def step(self) -> StepMemory:
-        """As asked for; for `auto`, with full."""
+        """Simulate a step with these flags and return it; for `auto`, with `full`."""
         return self.planner.step(self.args.batch_size, recompute=self.config.recompute)
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that tensors may take; as many as they like, where nobody knows."""
+        """Bytes that tensors may take; sys.maxsize if the budget is unknown."""
         return (
             sys.maxsize
             if self.memory_budget.usable_bytes is None
@@ -207,17 +230,17 @@ class PlanRequest:
 
     @property
     def largest_batch(self) -> int:
-        """Sequences of the largest micro-batch that fits; 0: not even one does."""
-        if self.state_bytes >= self.usable_bytes:  # then nothing needs to be simulated
+        """Sequences of the largest micro-batch that fits; 0: one sequence does not fit."""
+        if self.state_bytes >= self.usable_bytes:  # no simulation needed
             return 0
         planner, recompute = self.planner, self.config.recompute
         if planner.step(1, recompute=recompute).peak > self.usable_bytes:
             return 0
         key = planner, recompute, self.usable_bytes
         if key not in self.cache:
-            asked, host = self.args.batch_size, self.memory_budget.host_usable_bytes
+            batch_size, host_bytes = self.args.batch_size, self.memory_budget.host_usable_bytes
             self.cache[key] = planner.largest_batch(
-                self.usable_bytes, asked, host, recompute=recompute
+                self.usable_bytes, batch_size, host_bytes, recompute=recompute
             )
         return self.cache[key]
 
@@ -226,78 +249,95 @@ class PlanRequest:
         return self.args.batch_size <= self.largest_batch
 
     def pick_recompute(self) -> StepMemory:
-        """The fastest way to recompute that fits, else the smallest peak."""
+        """Return a step with the fastest policy that fits. If none fits: with the policy of the
+        smallest peak."""
         return pick_recompute(self.planner, self.args.batch_size, self.usable_bytes, self.card)
 
     def pick_fitting(self) -> StepMemory | None:
-        """The fastest way to recompute that fits, where one fits that takes little; with offload,
-        which no clock knows, the way that was asked for."""
+        """Return a step with the fastest policy that fits; None if the policies with the smallest
+        peaks, `full` and nested groups, do not fit.
+
+        With offload only the policy of the flags is tried, because no card's prediction covers the
+        time of the copies.
+        """
         if recompute_plan_of(self.args).offload:
             return self.step if self.fits else None
-        ways = ["full", *nested_policies(self.args.n_layers)[-1:]]
-        deeper = (
-            self.with_args(with_flags(self.args, use_activation_checkpoint=way)) for way in ways
+        policies = ["full", *nested_policies(self.args.n_layers)[-1:]]
+        requests = (
+            self.with_args(with_flags(self.args, use_activation_checkpoint=name))
+            for name in policies
         )
-        return self.pick_recompute() if any(one.fits for one in deeper) else None
+        return self.pick_recompute() if any(request.fits for request in requests) else None
 
     def describe_smaller_batches(self, step: StepMemory) -> str:
-        """Name the largest smaller micro-batches in which the same sequences fit without recompute:
-        "4 x 4 sequences with none: 5 % faster (...)" than `step`. Without a clock it says only that
-        they fit. "" if none fits, or none is faster."""
+        """Name the largest smaller micro-batch in which the same sequences fit without recompute.
+
+        The text compares with `step`: "4 x 4 sequences with none: 5 % faster (...)". Without a card
+        it says only that they fit. Return "" if no micro-batch fits, or if the one that fits is not
+        faster.
+        """
         replays_products = recompute_cost(step.config, step.seq_len)[0] > 0
         if step.config.recompute == "none" or not (self.card or replays_products):
-            return ""  # (without a clock: smaller matrix products may cost more than that saves)
+            # Without a card no time is known. If no matrix product is replayed, the smaller
+            # products may cost more time than `none` saves.
+            return ""
         for batch in smaller_batches(self.args):
             flags = {POLICY: "none"} | batch
-            part = self.with_args(with_flags(self.args, **flags))
-            if part.fits:
-                words = f"{batch['grad_accum_steps']} x {batch['batch_size']} sequences with none"
-                faster = self.seconds(step) / part.seconds(part.step) - 1 if self.card else 0
+            request = self.with_args(with_flags(self.args, **flags))
+            if request.fits:
+                text = f"{batch['grad_accum_steps']} x {batch['batch_size']} sequences with none"
+                faster = self.seconds(step) / request.seconds(request.step) - 1 if self.card else 0
                 speed = f": {100 * faster:.0f} % faster" if self.card else " fit as well"
                 is_worth_it = faster > 0.005 or not self.card
-                return f"{words}{speed} ({FlagChange(flags, SAME).command})" * is_worth_it
+                return f"{text}{speed} ({FlagChange(flags, SAME).command})" * is_worth_it
         return ""
 
     def fitting_change(self) -> tuple[str, FlagChange | None]:
-        """The least change that makes a step fit and the training stay what it is, with the fastest
-        policy then: in words, and its flags. If there is none, the words say what is left."""
-        why = ""
+        """Return the least change that makes a step fit and keeps the training the same, with the
+        fastest policy that then fits: its text, and its flags.
+
+        If no such change exists, the flags are None and the text says what else to try.
+        """
+        reason = ""
         if self.state_bytes >= self.usable_bytes:
             each = f" in each of {self.shard_degree} processes" if self.shard_degree > 1 else ""
-            dealt = " (train_fsdp.py deals them out)" * (self.ddp and self.processes > 1)
-            why = (
+            advice = " (train_fsdp.py deals them out)" * (self.ddp and self.processes > 1)
+            reason = (
                 f"weights, gradients and {optimizer_name(self.args)}'s state alone take "
                 f"{format_bytes(self.state_bytes)}{each}, more than the "
                 f"{format_bytes(self.usable_bytes)} "
-                f"that tensors may take{dealt}: "
+                f"that tensors may take{advice}: "
             )
-        for knob in [] if why else changes_with_same_training(self.args, self.device.type):
-            step = self.with_args(with_flags(self.args, **knob.flags)).pick_fitting()
+        for change in [] if reason else changes_with_same_training(self.args, self.device.type):
+            step = self.with_args(with_flags(self.args, **change.flags)).pick_fitting()
             if step is None:
                 continue
-            flags = {POLICY: step.config.recompute} | knob.flags
-            found = FlagChange(flags, knob.cost)
-            return f"{found.command} fits ({found.cost})", found
-        return f"{why}try {OTHER_TRAINING}", None
+            flags = {POLICY: step.config.recompute} | change.flags
+            fitting = FlagChange(flags, change.cost)
+            return f"{fitting.command} fits ({fitting.cost})", fitting
+        return f"{reason}try {OTHER_TRAINING}", None
 
     @property
     def replicas(self) -> int:
-        """Micro-batches at the same time."""
+        """Micro-batches that run at the same time, on all processes."""
         return self.processes // self.sp_degree
 
     def seconds(self, step: StepMemory) -> float:
-        """Predicted for a training step. `step`: one of its micro-batches and the update of the
-        weights, which all of them share. (Gathering shards takes no time here.)"""
+        """Return the predicted seconds of a training step: all its micro-batches and one update.
+
+        `step`: one micro-batch and the update of the weights, as the planner simulates them. The
+        time to gather shards is not included.
+        """
         assert self.card
-        one, micro_batches = step.seconds(self.card), self.args.grad_accum_steps
-        # Clipping reads the gradients twice and writes them; AdamW reads weights, gradients and two
-        # moments, and writes all but the gradients: ten times 4 bytes a parameter.
-        moved = 40 * count_parameters(step.config) / self.shard_degree
-        update = moved / (self.card.bandwidth_efficiency * self.card.bytes_per_s)
-        return micro_batches * one - (micro_batches - 1) * min(update, one)
+        micro_batch, micro_batches = step.seconds(self.card), self.args.grad_accum_steps
+        # Clipping reads the gradients twice and writes them once. AdamW reads weights, gradients
+        # and two moments, and writes weights and moments: ten times 4 bytes per parameter.
+        bytes_moved = 40 * count_parameters(step.config) / self.shard_degree
+        update = bytes_moved / (self.card.bandwidth_efficiency * self.card.bytes_per_s)
+        return micro_batches * micro_batch - (micro_batches - 1) * min(update, micro_batch)
 
     def tokens_per_s(self, step: StepMemory) -> float:
-        """Of all processes."""
+        """Return the predicted tokens per second of all processes together."""
         sequences = self.replicas * self.args.grad_accum_steps * step.batch_size
         return sequences * step.seq_len / self.seconds(step)
 
@@ -308,28 +348,36 @@ def make_request(
     sharded: bool = False,
     shared: bool = False,
 ) -> PlanRequest:
-    """What the tools ask, about a device that need not be there.
+    """Return the request of a tool that plans for a device that need not exist on this machine.
 
-    A card of the table has all of its memory; a device that is not here cannot be asked how much it
-    has free. `processes`: of train_ddp.py; `sharded`: of train_fsdp.py; with `shared` sequences: of
-    train_sp.py; on one machine.
-    Raises UsageError or DataError.
+    A card of the table counts with all of its memory: a device that is not here cannot report its
+    free memory.
+
+    Args:
+        processes: number of processes on one machine, of train_ddp.py by default; None:
+            train_minimal.py.
+        sharded: the processes run train_fsdp.py.
+        shared: with `sharded`, the processes share each sequence: train_sp.py.
+    Raises:
+        UsageError: flags that contradict each other or this machine.
+        DataError: the tokenizer cannot be loaded.
     """
     n, kind, budget = processes or 1, args.device, args.memory_budget
-    native: bool | None = None  # has it bfloat16?
+    native: bool | None = None  # the device computes in bfloat16; None: ask it
     if args.card not in (None, THIS_MACHINE):
-        known = CARDS[args.card]
-        kind, budget = device_type(known), budget or known.memory
+        named_card = CARDS[args.card]
+        kind, budget = device_type(named_card), budget or named_card.memory
         if args.device not in ("auto", kind):
             raise UsageError(f"--device {args.device}: {args.card} is {kind}; leave --device out")
-        native = known.flops[1] >= known.flops[2]  # (not before Ampere)
+        # GPUs before Ampere multiply float16 faster than bfloat16.
+        native = named_card.flops[1] >= named_card.flops[2]
     elif not is_here(kind) and args.card is None:
         native = True
     if native is None:
         device = choose_device(kind)
-        room = budget_on(device, budget, n if device.type == "cpu" else 1, here=n)
+        memory = budget_on(device, budget, n if device.type == "cpu" else 1, here=n)
     else:
-        device, room = torch.device(kind), MemoryBudget(budget, kind)
+        device, memory = torch.device(kind), MemoryBudget(budget, kind)
     precision = choose_precision(args, device, native)
     if args.card == THIS_MACHINE:
         if device.type == "cpu" and n > 1:
@@ -342,14 +390,14 @@ def make_request(
     ddp, shards = processes is not None and not sharded, n if sharded else 1
     sharing = n if shared else 1
     return PlanRequest(
-        args, vocab_size_of(args), device, precision, room, card, ddp, n, shards, sharing
+        args, vocab_size_of(args), device, precision, memory, card, ddp, n, shards, sharing
     )
 
 
 def vocab_size_of(args: argparse.Namespace) -> int:
-    """Ids of the tokenizer that the run would have, without its data. Raises DataError.
+    """Return the number of ids of the tokenizer that the run would have, without reading its data.
 
-    With --init-from: after `open_init_from`, which looks whether all is well there.
+    With --init-from call `open_init_from` first: it checks those files. Raises DataError.
     """
     if args.init_from is not None:
         return vocabulary_of(args.init_from)
@@ -357,26 +405,28 @@ def vocab_size_of(args: argparse.Namespace) -> int:
         return args.vocab_size or 256
     name = args.tokenizer_name or ("gpt2" if args.train_data else "bpe")
     if name == "bpe":
-        return args.vocab_size or 1024  # if the text is long enough to train as many
+        return args.vocab_size or 1024  # a short text yields fewer
     return 50257 if name == "gpt2" else load_tokenizer(name).vocab_size
 
 
-# ---- of a run
+# ---- the plan of a run
 
 
 class MemoryPlan(NamedTuple):
-    """Of a run."""
+    """Policy, predicted memory and fallback of a run."""
 
-    config: MiniGPTConfig  # with what `auto` takes
-    words: str
-    peaks: tuple[int, int] | None  # of a step, and without recompute; None: nobody could tell
-    next_policy: Callable[..., StepMemory | None]  # the function of that name
+    config: MiniGPTConfig  # with the policy that `auto` takes
+    words: str  # for the user
+    # Peak bytes of a step as planned, and without recompute; None: the prediction failed.
+    peaks: tuple[int, int] | None
+    next_policy: Callable[..., StepMemory | None]  # `next_policy` for this run's request
 
 
 class PredictedOutOfMemory(MemoryError):
-    """A step is predicted to take more than the device has in all: one line, with what would fit.
+    """Error for a step that is predicted to take more memory than the device has in total.
 
-    Nothing has run out yet. It would; on a CPU the system then ends the process without a word.
+    The message is one line and says what would fit. The error comes before memory runs out: on a
+    CPU the system would then end the process without a message.
     """
 
 
@@ -387,92 +437,105 @@ def plan_memory(
     precision: torch.dtype,
     held: int = 0,
 ) -> MemoryPlan:
-    """What `auto` takes, and what memory a step will need.
+    """Choose the policy of `auto`, and predict the memory that a step will need.
 
-    `held`: bytes of CPU memory that a snapshot has now and gives back (or to the optimizer). Raises
-    UsageError if `auto` finds nothing that fits, PredictedOutOfMemory if the device can never hold
-    it.
+    Args:
+        config: the model; `auto` stands in it as `full`.
+        precision: the dtype of the model's matmuls.
+        held: bytes of CPU memory that a loaded snapshot holds now, and later frees or passes to the
+            optimizer.
+    Raises:
+        UsageError: `auto` finds nothing that fits.
+        PredictedOutOfMemory: the step needs more than the device has in total.
     """
-    # All go by one clock, that of process 0. Where all need the same policy, they go by the memory
-    # of the process that has least, too.
+    # All processes rank policies by rank 0's card. Where all need the same policy, all plan for the
+    # smallest budget of any process.
     card = process.all_gather_object(
         process.run_on_rank0(lambda: clock_card(args, process.device))
     )[0]
-    n, here = process.processes_on_device, process.local_world_size
-    room = budget_on(process.device, args.memory_budget, n, held, here)
+    n, local_world_size = process.processes_on_device, process.local_world_size
+    budget = budget_on(process.device, args.memory_budget, n, held, local_world_size)
     if not process.has_own_policy:
-        room = min(process.all_gather_object(room), key=lambda room: room.total_bytes or 0)
+        budget = min(process.all_gather_object(budget), key=lambda budget: budget.total_bytes or 0)
     n, shards, ddp = process.world_size, process.shard_degree, process.gradients_persist
-    what = args, config.vocab_size, process.device, precision, room, card
-    request = PlanRequest(*what, ddp, n, shards, process.sp_degree)
-    chooses = args.use_activation_checkpoint in AUTO and process.has_own_policy
-    alone = partial(plan_on_this_rank, request, process, config)
+    common = args, config.vocab_size, process.device, precision, budget, card
+    request = PlanRequest(*common, ddp, n, shards, process.sp_degree)
+    chooses_alone = args.use_activation_checkpoint in AUTO and process.has_own_policy
+    plan_locally = partial(plan_on_this_rank, request, process, config)
     plan = (
-        process.run_on_all_ranks(alone)
-        if chooses
-        else process.all_gather_object(process.run_on_rank0(alone))[0]
+        process.run_on_all_ranks(plan_locally)
+        if chooses_alone
+        else process.all_gather_object(process.run_on_rank0(plan_locally))[0]
     )
     assert plan
     config, words, peaks = plan
-    of_each = process.all_gather_object(config.recompute)
-    if len(set(of_each)) > 1:
-        words += f"\nmemory   each process has a policy of its own, by rank: {', '.join(of_each)}"
+    policies = process.all_gather_object(config.recompute)
+    if len(set(policies)) > 1:
+        words += f"\nmemory   each process has a policy of its own, by rank: {', '.join(policies)}"
     return MemoryPlan(config, words, peaks, partial(next_policy, request))
 
 
 def plan_on_this_rank(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
 ) -> tuple[MiniGPTConfig, str, tuple[int, int] | None]:
-    """Of `plan_memory`, what one process finds out for all."""
+    """Return this process's part of `plan_memory`: config, text for the user, and peaks in bytes.
+
+    Rank 0 runs this for all processes, unless each of them chooses its own policy (`auto`).
+    """
     words, card = "", request.card
     if request.args.use_activation_checkpoint in AUTO:
         chosen = choose_recompute(request)
         config = chosen.config
-        least = f"the least time (predicted for {card.name})" if card else "the least recompute"
-        words = f"auto takes {config.recompute}: {least} that fits in {request.memory_budget}"
+        criterion = f"the least time (predicted for {card.name})" if card else "the least recompute"
+        words = f"auto takes {config.recompute}: {criterion} that fits in {request.memory_budget}"
         words += "\nmemory   "
-        if instead := request.describe_smaller_batches(chosen):
-            words += f"{instead}\nmemory   "
+        if advice := request.describe_smaller_batches(chosen):
+            words += f"{advice}\nmemory   "
     if failed := process.last_out_of_memory():
         config = config_after_restart(request, config, failed)
         words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
-    said, peaks = predict_peak(request, process, config)
-    return config, words + said, peaks
+    prediction, peaks = predict_peak(request, process, config)
+    return config, words + prediction, peaks
 
 
 def config_after_restart(request: PlanRequest, config: MiniGPTConfig, failed: str) -> MiniGPTConfig:
     """Return the config of a run that torchrun starts again because memory ran out with the policy
-    `failed`. If nothing needs less, or nothing can be planned, it tries that policy again."""
+    `failed`. If no policy needs less, or planning fails, keep `failed`."""
     policy, step = failed, partial(request.planner.step, request.args.batch_size)
     with suppress(Exception):
-        if less := next_policy(request, failed, share=AFTER_RESTART):
-            policy = less.config.recompute
-        # (`auto` may need less already.)
-        policy = min(policy, config.recompute, key=lambda way: step(recompute=way).peak)
+        if smaller := next_policy(request, failed, share=AFTER_RESTART):
+            policy = smaller.config.recompute
+        # The policy of `config` (`auto` has chosen it) may need even less.
+        policy = min(policy, config.recompute, key=lambda name: step(recompute=name).peak)
     return replace(config, recompute=policy)
 
 
 def next_policy(
     request: PlanRequest, policy: str, seen: int | None = None, share: float = 1.0
 ) -> StepMemory | None:
-    """Return the fastest way to recompute that is predicted to need less than `policy`, which was
-    too much: a `share` of it at most, less the usual margin, if any does; else the least that there
-    is. Only if that is no less, what is kept waits in CPU memory (on CUDA). None: nothing needs
-    less. Raises what planning raises, where fake tensors do not work or memory is short for it.
+    """Return a step with a policy that is predicted to need less than `policy`, with which memory
+    ran out; None if no policy needs less.
 
-    `seen`: bytes that it took, if they were counted.
+    It is the fastest policy whose peak stays within `share` of the failed peak, less the usual
+    margin. If no policy stays within that, it is the one with the smallest peak. If that peak is
+    not smaller than the failed one, full+offload is tried, on CUDA only: saved tensors then wait in
+    CPU memory.
+
+    `seen`: bytes that `policy` really took, if they were counted. Raises what planning raises: fake
+    tensors may not work with the model, or memory may be too short for planning.
     """
     planner, batch_size, kind = request.planner, request.args.batch_size, request.device.type
     failed = planner.step(batch_size, recompute=policy).peak
     budget = MemoryBudget(int(share * min(failed, seen or failed)), kind).usable_bytes or 0
-    taken = pick_recompute(planner, batch_size, budget, request.card).config.recompute
-    ways = [taken] + ["full+offload"] * (kind == "cuda")
-    steps = (planner.step(batch_size, recompute=way) for way in ways)
+    fastest = pick_recompute(planner, batch_size, budget, request.card).config.recompute
+    policies = [fastest] + ["full+offload"] * (kind == "cuda")
+    steps = (planner.step(batch_size, recompute=name) for name in policies)
     return next((step for step in steps if step.peak < failed), None)
 
 
 def choose_recompute(request: PlanRequest) -> StepMemory:
-    """What `auto` takes. Raises UsageError, with what would fit, if nothing does."""
+    """Return a step with the policy that `auto` takes. If nothing fits, raise UsageError, which
+    says what would fit."""
     if request.memory_budget.total_bytes is None:
         raise UsageError("--memory-budget: this system does not tell what is free")
     budget, smallest = request.memory_budget, f"above {format_bytes(request.state_bytes)}"
@@ -491,10 +554,10 @@ def choose_recompute(request: PlanRequest) -> StepMemory:
 def predict_peak(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
 ) -> tuple[str, tuple[int, int] | None]:
-    """Return in words the memory of a step, with a warning if less is free, and the peaks. Raises
-    PredictedOutOfMemory."""
+    """Return what a step will need: text with warnings, and the peaks in bytes with this policy and
+    with none. If the prediction fails, the peaks are None. Raises PredictedOutOfMemory."""
     try:
-        check_memory(request, process, request.state_bytes)  # before anything is simulated
+        check_memory(request, process, request.state_bytes)  # needs no simulation
         step, plain = (
             request.planner.step(request.args.batch_size, recompute=policy)
             for policy in (config.recompute, "none")
@@ -502,60 +565,60 @@ def predict_peak(
         note = request.planner.note
         words = describe_plan(step, plain) + (note and f"\nnote     {note}")
         words += check_memory(request, process, step.peak)
-        host = request.memory_budget.host_usable_bytes
-        if host is not None and step.host_bytes > host:
-            has = f"may take {format_bytes(host)}; {request.fitting_change()[0]}"
+        host_bytes = request.memory_budget.host_usable_bytes
+        if host_bytes is not None and step.host_bytes > host_bytes:
+            limit = f"may take {format_bytes(host_bytes)}; {request.fitting_change()[0]}"
             need = f"each process needs {format_bytes(step.host_bytes)} of CPU memory for +offload"
-            words += f"\nwarning  {need}, and {has}"
+            words += f"\nwarning  {need}, and {limit}"
         return words, (step.peak, plain.peak)
     except PredictedOutOfMemory:
         raise
-    except Exception as error:  # an aside: where fake tensors do not work, train anyway
-        what = f"{type(error).__name__} at {code_line_of(error)}"
-        return f"the peak could not be predicted ({what})", None
+    except Exception as error:  # a failed prediction must not stop training
+        failure = f"{type(error).__name__} at {code_line_of(error)}"
+        return f"the peak could not be predicted ({failure})", None
 
 
 def code_line_of(error: Exception) -> str:
-    """Return the innermost line of this project that raised the error: "model.py:181"."""
-    ours = [  # (the planner's log stands between the model and each operator)
+    """Return the innermost line of this project in the error's traceback, as "FILE:LINE"."""
+    lines = [  # (`__torch_dispatch__`: the planner's OpRecorder, which wraps every operator)
         f"{frame.filename[len(ROOT) + 1 :]}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename.startswith(ROOT + os.sep)
-        and not frame.filename.startswith(torch.__path__[0])  # a virtual environment in here
+        and not frame.filename.startswith(torch.__path__[0])  # a virtual environment in ROOT
         and frame.name != "__torch_dispatch__"
     ]
-    return ours[-1] if ours else "an unknown line"
+    return lines[-1] if lines else "an unknown line"
 
 
 def describe_plan(step: StepMemory, plain: StepMemory) -> str:
-    """Predicted memory of a step as chosen, beside that without recompute."""
+    """Return the predicted memory of the planned step, next to that without recompute, as text."""
     steps = {"without recompute": plain}
     if step.config.recompute != "none":
         steps = {step.config.recompute: step} | steps
-    words = [
+    parts = [
         f"{name}: peak {format_bytes(step.peak)}, backward keeps {format_bytes(step.kept)}"
         for name, step in steps.items()
     ]
-    return "; ".join(words) + " (predicted)"
+    return "; ".join(parts) + " (predicted)"
 
 
 def check_memory(request: PlanRequest, process: OneProcess, needed: int) -> str:
-    """A line of warning if `needed` bytes are more than tensors may take; else nothing. Raises
-    PredictedOutOfMemory if they are more than the device has in all."""
+    """Return a warning line if `needed` bytes are more than tensors may take, else "". Raises
+    PredictedOutOfMemory if they are more than the device has in total."""
     budget, processes = request.memory_budget, process.processes_on_device
     if budget.usable_bytes is None:
         return ""
     total = total_memory(process.device)
     need = f"{processes} processes, each " * (processes > 1) + f"{format_bytes(needed)} predicted"
     on_gpu = process.device.type == "cuda"
-    has = f"the {'GPU' if on_gpu else 'machine'} has {format_bytes(total or 0)}"
+    capacity = f"the {'GPU' if on_gpu else 'machine'} has {format_bytes(total or 0)}"
     if total is not None and processes * needed > total:
-        most = replace(budget, total_bytes=min(request.usable_bytes, total))
+        full = replace(budget, total_bytes=min(request.usable_bytes, total))
         raise PredictedOutOfMemory(
-            f"out of memory before the first step: {need}, {has}; with "
-            f"{settings(request.args)}; {replace(request, memory_budget=most).fitting_change()[0]}"
+            f"out of memory before the first step: {need}, {capacity}; with "
+            f"{settings(request.args)}; {replace(request, memory_budget=full).fitting_change()[0]}"
         )
     if needed <= budget.usable_bytes:
         return ""
     change = request.fitting_change()[0]
-    return f"\nwarning  {need}, but tensors may take {budget}; {has} in all; {change}"
+    return f"\nwarning  {need}, but tensors may take {budget}; {capacity} in all; {change}"

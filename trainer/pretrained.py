@@ -1,9 +1,9 @@
-"""Trained weights to start from (--init-from) or to look at: one of our snapshots, or GPT-2 in a
-folder as Hugging Face's transformers writes and reads it.
+"""Trained weights to start from (--init-from) or to look at: a MiniGPT snapshot, or a folder with
+GPT-2 in the format of Hugging Face's transformers.
 
-MiniGPT is GPT-2, tensor by tensor. Only names differ, and matrices are transposed (transformers
-kept TensorFlow's layout, "Conv1D"). Variants of GPT-2 that MiniGPT cannot compute are refused
-(`GPT2_ALONE`). Needs the package safetensors, but no transformers.
+MiniGPT has GPT-2's tensors. Only their names differ, and matrices are transposed (transformers kept
+TensorFlow's layout, "Conv1D"). Variants of GPT-2 that MiniGPT cannot compute are refused
+(`GPT2_ALONE`). A folder needs the package safetensors, but not transformers.
 """
 
 import argparse
@@ -26,13 +26,14 @@ from .flags import MAX_SIZES, UsageError, flag, is_size
 from .optimizer import LocalShard
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
-# The flags that follow from the weights.
+# Flags that the weights determine.
 SHAPE = "n_layers n_heads d_model d_ff max_position_embeddings".split()
 
 
-# ---- a folder of transformers
+# ---- a transformers folder
 
-# config.json's name of a size, MiniGPT's, and GPT-2's value: what is left out there.
+# Name of a size in config.json, its name in MiniGPT, and its default: GPT-2's value.
+# (n_inner None: 4 x n_embd.)
 SIZES = [
     ("vocab_size", "vocab_size", 50257),
     ("n_positions", "max_position_embeddings", 1024),
@@ -41,7 +42,8 @@ SIZES = [
     ("n_embd", "d_model", 768),
     ("n_inner", "d_ff", None),
 ]
-# What a GPT-2 of transformers computes otherwise than MiniGPT, unless these have these values.
+# Settings in config.json, and the values with which transformers' GPT-2 computes what MiniGPT does.
+# The first value is the default.
 GPT2_ALONE: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -51,30 +53,35 @@ GPT2_ALONE: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-# The first word of a tensor's name, there and here. (Their model's have "transformer." before it.)
+# First part of a tensor's name in transformers -> in MiniGPT. (Files of GPT2LMHeadModel put
+# "transformer." before it.)
 OURS = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
 THEIRS = {ours: theirs for theirs, ours in OURS.items()}
-MASKS = (".attn.bias", ".attn.masked_bias")  # GPT-2's older files hold each layer's causal mask
+MASKS = (".attn.bias", ".attn.masked_bias")  # older files hold each block's causal mask
 
 
-def renamed(tensors: dict[str, Tensor], words: dict[str, str]) -> dict[str, Tensor]:
-    """Give tensors of transformers MiniGPT's names (with OURS), or the reverse (with THEIRS):
-    `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`. A block's matrices are transposed: (in, out) there,
-    (out, in) here."""
-    found = {}
+def renamed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    """Return tensors of transformers under MiniGPT's names (with OURS), or the reverse (with
+    THEIRS): `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`.
+
+    A block's matrices are transposed views: (in, out) in transformers, (out, in) in MiniGPT.
+    """
+    result = {}
     for name, tensor in tensors.items():
         first, _, rest = name.partition(".")
-        is_turned = first in ("h", "blocks") and tensor.dim() == 2
-        found[f"{words.get(first, first)}.{rest}"] = tensor.T if is_turned else tensor
-    return found
+        is_matrix = first in ("h", "blocks") and tensor.dim() == 2
+        result[f"{names.get(first, first)}.{rest}"] = tensor.T if is_matrix else tensor
+    return result
 
 
 def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
-    """Read a folder of transformers. The weights get MiniGPT's names, and are mapped into memory:
-    they must not be written to. Raises DataError."""
-    config, found = read_config(folder), read_weights(folder)
-    found = {name.removeprefix("transformer."): tensor for name, tensor in found.items()}
-    weights = {name: tensor for name, tensor in found.items() if not name.endswith(MASKS)}
+    """Read a transformers folder: config, weights under MiniGPT's names, and tokenizer.
+
+    The weights are mapped into memory: do not write to them. Raises DataError.
+    """
+    config, tensors = read_config(folder), read_weights(folder)
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(MASKS)}
     head = weights.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, weights.get("wte.weight", head)):
         raise DataError(f"{folder}: lm_head is not wte; MiniGPT has one weight for both")
@@ -90,7 +97,8 @@ def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokeniz
 
 
 def read_config(folder: Path) -> MiniGPTConfig:
-    """Read the shape from config.json; dropout is the run's own. Raises DataError."""
+    """Read the model's shape from config.json. Dropout is 0: the run sets its own. Raises
+    DataError."""
     with errors_as_data_errors(folder / "config.json", "configuration of a model"):
         content = {"model_type": None} | json.loads((folder / "config.json").read_bytes())
         for name, allowed in GPT2_ALONE.items():
@@ -103,12 +111,13 @@ def read_config(folder: Path) -> MiniGPTConfig:
 
 
 def make_config(content: dict[str, Any]) -> MiniGPTConfig:
-    """Make a config of what a file says. Raises DataError on a size that no flag would take."""
-    for name, largest in MAX_SIZES.items():
+    """Return the config with the values of a file. Raises DataError for a size that no flag
+    accepts."""
+    for name, max_size in MAX_SIZES.items():
         if not is_size(name, content[name]):
             raise DataError(
                 f"{name} is {content[name]!r}, not a whole number of at least 1 and at most "
-                f"{largest:,}"
+                f"{max_size:,}"
             )
     try:
         return MiniGPTConfig(**content)
@@ -117,7 +126,8 @@ def make_config(content: dict[str, Any]) -> MiniGPTConfig:
 
 
 def import_safetensors() -> ModuleType:
-    """Import the library of the .safetensors format. Raises DataError with the way to get it."""
+    """Import the library of the .safetensors format. Raises DataError, which says how to install
+    it."""
     try:
         import safetensors.torch
     except ImportError:
@@ -128,21 +138,23 @@ def import_safetensors() -> ModuleType:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Map the tensors of model.safetensors into memory: one that is not used is not read. They must
-    not be written to. Raises DataError."""
+    """Map the tensors of model.safetensors into memory, so that unused ones are never read.
+
+    Do not write to them. Raises DataError.
+    """
     path = folder / "model.safetensors"
-    if not path.exists():  # but its shards, or a pytorch_model.bin, as older folders have
+    if not path.exists():  # a large model has shards instead, an older folder pytorch_model.bin
         raise DataError(
             f"{folder} holds no {path.name}; in transformers "
             f"model.save_pretrained({str(folder)!r}, max_shard_size='99GB') writes it"
         )
     library = import_safetensors()
     with errors_as_data_errors(path, ".safetensors file"):
-        open(path, "rb").close()  # Python says more plainly than the library why that cannot be
+        open(path, "rb").close()  # Python's own error is clearer than the library's
         return library.torch.load_file(path)
 
 
-# ---- that, or a snapshot
+# ---- a transformers folder, or a snapshot
 
 
 @dataclass(frozen=True)
@@ -152,30 +164,32 @@ class Pretrained:
     path: Path
     config: MiniGPTConfig
     tokenizer: Tokenizer
-    weights: dict[str, Tensor]  # by MiniGPT's names, on the CPU; may be of fewer bits than float32
-    about: str  # where they come from
-    checksum: int  # the same for the same weights
+    weights: dict[str, Tensor]  # by MiniGPT's names, on the CPU, in any float dtype
+    about: str  # where the weights come from, in words
+    checksum: int  # equal weights have equal checksums
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, part: LocalShard) -> None:
-        """Copy them into a model of that shape; `part` as in `MiniGPT.init_weights`."""
+    def fill(self, model: nn.Module, local_shard: LocalShard) -> None:
+        """Copy the weights into a model of this shape, in the model's dtype. `local_shard`: as in
+        `MiniGPT.init_weights`."""
         for name, weight in model.state_dict().items():
-            weight.copy_(part(self.weights[name].float(), weight))
+            weight.copy_(local_shard(self.weights[name].float(), weight))
 
     def make_model(self, device: torch.device) -> MiniGPT:
-        """Make a model of them, ready to evaluate, in float32."""
+        """Return a model with these weights, in evaluation mode and float32."""
         with torch.device("meta"):
             model = MiniGPT(self.config)
         model.to_empty(device=device).load_state_dict(self.weights)
         return model.eval()
 
 
-Origin = LoadedSnapshot | Pretrained | None  # what a run begins with; None: weights that are drawn
+Origin = LoadedSnapshot | Pretrained | None  # source of a run's weights; None: random
 
 
 def open_pretrained(path: Path) -> Pretrained:
-    """Read weights and check them. Raises SnapshotError or DataError."""
-    if os.path.isdir(path):  # (Path's own raises for a name that is too long)
+    """Read weights from a snapshot or a transformers folder, and check them. Raises SnapshotError
+    or DataError."""
+    if os.path.isdir(path):  # Path.is_dir raises if the name is too long
         config, weights, tokenizer = open_folder(path)
         about = "as transformers writes them"
     elif os.path.exists(path):
@@ -199,31 +213,34 @@ def open_pretrained(path: Path) -> Pretrained:
 
 
 def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor]) -> int:
-    """Return their checksum. Raises SnapshotError unless they are those of such a model, and
-    finite."""
+    """Return the checksum of the weights. Raises SnapshotError if their names or shapes are not
+    those of this model, or if they are not finite."""
     with torch.device("meta"):
         model = MiniGPT(config).state_dict()
     check_shapes(path, weights, model)
     checksum = 0
     for name, weight in weights.items():
-        numbers = weight.float()
-        if not numbers.isfinite().all():
+        values = weight.float()
+        if not values.isfinite().all():
             raise SnapshotError(f"{path} holds NaN or infinite weights ({name}): take others")
-        # A sum of whole numbers does not depend on the order in which it is taken.
-        checksum += int(numbers.view(torch.int32).sum(dtype=torch.int64))
+        # A sum of integers does not depend on the order of summation.
+        checksum += int(values.view(torch.int32).sum(dtype=torch.int64))
     return checksum
 
 
 def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
-    """Read the model in a snapshot or a transformers folder, ready to evaluate, and its tokenizer.
-    Raises SnapshotError or DataError."""
+    """Return the model of a snapshot or a transformers folder, in evaluation mode, and its
+    tokenizer. Raises SnapshotError or DataError."""
     source = open_pretrained(path)
     return source.make_model(device), source.tokenizer
 
 
 def open_init_from(args: argparse.Namespace) -> Pretrained | None:
-    """Read the weights that --init-from names, and put their shape and tokenizer into `args`. None
-    without the flag. Raises UsageError, also where a flag contradicts them."""
+    """Read the weights that --init-from names, and set the flags in `args` that follow from them:
+    shape and tokenizer. Return None without the flag.
+
+    Raises UsageError, also if a typed flag contradicts the weights.
+    """
     if args.init_from is None:
         return None
     try:
@@ -231,11 +248,11 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
     except (DataError, SnapshotError) as error:
         raise UsageError(f"--init-from: {error}") from None
     config, tokenizer, toy = source.config, source.tokenizer, source.tokenizer.name == "toy"
-    wanted: dict[str, Any] = {name: getattr(config, name) for name in SHAPE}
-    wanted |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
+    required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE}
+    required |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
     if toy or tokenizer.name == "bpe" or "vocab_size" in args.typed:
-        wanted["vocab_size"] = config.vocab_size
-    for name, value in wanted.items():
+        required["vocab_size"] = config.vocab_size
+    for name, value in required.items():
         typed = getattr(args, name)
         if name in args.typed and typed != value:
             raise UsageError(
@@ -249,12 +266,13 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
             f"--seq-len {args.seq_len}: --init-from {source.path} has "
             f"{config.max_position_embeddings:,} positions, and cannot see further"
         )
-    # As with --model: nothing else may change them.
-    args.typed = args.typed | wanted.keys() | {"seq_len"}
+    # They count as typed, as with --model, so that nothing else changes them.
+    args.typed = args.typed | required.keys() | {"seq_len"}
     return source
 
 
 def vocabulary_of(path: Path) -> int:
-    """Number of ids of weights that `open_pretrained` has checked; they are not read again."""
+    """Return the number of ids of the weights at `path`, which `open_pretrained` has checked. The
+    weights are not read again."""
     config = read_config(path) if os.path.isdir(path) else MiniGPTConfig(**peek(path)["config"])
     return config.vocab_size

@@ -1,4 +1,4 @@
-"""What a person reads of a run: the first lines, a step's record, the last screen."""
+"""Text about a run for the user: the first lines, a step's record, the last lines."""
 
 import math
 import os
@@ -29,11 +29,11 @@ from .resume import changes, data_changed, validation_of
 from .run import Run
 from .snapshot import LoadedSnapshot, archived_path, files_of, sibling_path
 
-SILENCE = 30  # seconds that pass without a line of the log, where no bar moves
+SILENCE = 30  # longest time without a log line where no progress bar moves, in seconds
 
 
 def describe_model(config: MiniGPTConfig) -> str:
-    """ "3 layers x 128, 4 heads, vocabulary 1,024" """
+    """Return "3 layers x 128, 4 heads, vocabulary 1,024"."""
     return (
         f"{config.n_layers} layers x {config.d_model}, {config.n_heads} heads, "
         f"vocabulary {config.vocab_size:,}"
@@ -41,7 +41,10 @@ def describe_model(config: MiniGPTConfig) -> str:
 
 
 def describe_run(run: Run, plan: str, origin: Origin) -> str:
-    """Return the lines that say what is about to happen. `plan`: the memory that a step needs."""
+    """Return the first lines of a run: data, model, device, batch, memory, and its origin.
+
+    `plan`: text about the memory that a step needs. `origin`: what the run starts from.
+    """
     args, config, process = run.args, run.model.config, run.process
     n_parameters = sum(p.numel() for p in run.model.parameters())
     epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
@@ -78,7 +81,7 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
 
 
 def describe_device(run: Run) -> str:
-    """ "cpu (2 threads; another number rounds sums otherwise), bfloat16" """
+    """Return "cpu (2 threads; another number rounds sums otherwise), bfloat16"."""
     device, hardware = run.process.device, ""
     if device.type == "cuda":
         settings = [f"; {name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
@@ -92,24 +95,25 @@ def describe_device(run: Run) -> str:
 
 
 def describe_replaced(run: Run) -> list[str]:
-    """What becomes of an older run of that name, if there is one."""
+    """Return the line that says how an older run of this name is renamed, as a list; [] without
+    such a run."""
     path = run.args.checkpoint_path
-    aside = archived_path(path)
-    if aside is None:
+    archived = archived_path(path)
+    if archived is None:
         return []
-    renamed = zip(files_of(path), files_of(aside), strict=True)
-    old, new = next((old, new) for old, new in renamed if os.path.lexists(old))
+    pairs = zip(files_of(path), files_of(archived), strict=True)
+    old, new = next((old, new) for old, new in pairs if os.path.lexists(old))
     resumable = old in files_of(path)[:3]
-    way_back = f"; to go on with that one: {resume_command(run, aside)}" if resumable else ""
-    return [f"note     {old} is of another run and becomes {new}{way_back}"]
+    hint = f"; to go on with that one: {resume_command(run, archived)}" if resumable else ""
+    return [f"note     {old} is of another run and becomes {new}{hint}"]
 
 
 def describe_resumed(run: Run, origin: LoadedSnapshot) -> list[str]:
-    """Return the lines that say from where a run goes on, and how it differs from before."""
+    """Return lines that say from which step the run resumes, and what differs from before."""
     lines = [f"resume   {origin.why}"] if origin.why else []
     lines.append(f"resume   {origin.path}, step {run.step:,}")
     saved, now = origin.state, run.run_info
-    if run.step < run.args.num_steps:  # else there is no "from here on"
+    if run.step < run.args.num_steps:  # otherwise no step is left
         if changed := changes(saved, now):
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
         if data_changed(saved, now):
@@ -127,27 +131,31 @@ def describe_resumed(run: Run, origin: LoadedSnapshot) -> list[str]:
 
 
 def resume_command(run: Run, path: Path | None = None) -> str:
-    """What to type to go on from `path`, by default the run's own: it needs no other flag."""
+    """Return the command that resumes from `path`, by default the run's own snapshot. The command
+    needs no other flag."""
     if path is None and "checkpoint_path" in run.args.typed:
         path = run.args.checkpoint_path
     return shlex.join([*run.process.command, "--resume", *to_argv({"checkpoint_path": path})])
 
 
 def generate_command(run: Run) -> str:
-    """The command that samples from the run's snapshot."""
-    folder = os.path.dirname(run.process.command[-1])  # of the project, if this is another one
+    """Return the command that samples text from the run's snapshot."""
+    folder = os.path.dirname(run.process.command[-1])  # of the project; "" if it is the current one
     tool = (
         [os.path.join(folder, "scripts", "generate.py")] if folder else ["-m", "scripts.generate"]
     )
-    named = to_argv({"checkpoint_path": run.args.checkpoint_path})
-    return shlex.join(["python", *tool, *named])
+    flags = to_argv({"checkpoint_path": run.args.checkpoint_path})
+    return shlex.join(["python", *tool, *flags])
 
 
 def make_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
-    """The log record of the step that was just done, and of the time since the last record."""
+    """Return the log record of the step that was just done, with times since the last record.
+
+    `losses`: (micro-batches,) of this process; `grad_norm`: (). All processes call it.
+    """
     args, process, clock = run.args, run.process, run.clock
-    # Over all micro-batches of all processes: the loss that this step descended. Reading it waits
-    # for the GPU, which makes the times below true.
+    # The mean over all micro-batches of all processes: the loss whose gradient this step followed.
+    # Reading it waits for the GPU, so the times below include the GPU's work.
     loss = process.all_reduce_sum([sum(losses.tolist())])[0] / run.micro_batches
     seconds = clock.end_interval()
     return {
@@ -166,22 +174,23 @@ def make_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
 
 
 def log_record(run: Run, record: dict[str, Any]) -> None:
-    """One line for the person, the same in metrics.jsonl."""
+    """Write the record to metrics.jsonl and the logger, and print its line."""
     for write in run.metric_writers:
         write(record)
     print_record(run, record)
 
 
 def print_record(run: Run, record: dict[str, Any]) -> None:
-    """Print the line for the person."""
+    """Print the record's line for the user."""
     run.process.print0(format_line(record, run.args.num_steps))
     run.last_log_time = time.perf_counter()
 
 
 def log_overdue(run: Run) -> bool:
-    """Will the next step end after SILENCE seconds without a line, and no bar to watch?
+    """Return whether the next step would end more than SILENCE seconds after the last log line, and
+    no progress bar is shown.
 
-    (--log-interval 0 asks for silence. Only process 0 has a say.)
+    Only rank 0 decides. With --log-interval 0 no such line is wanted.
     """
     if run.process.rank > 0 or sys.stderr.isatty() or run.args.log_interval == 0:
         return False
@@ -190,10 +199,11 @@ def log_overdue(run: Run) -> bool:
 
 
 def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
-    """Return the mean training loss of the last steps in words; that of `record` if only an
-    evaluation was left. All processes call it."""
+    """Return the mean training loss of the last steps, as text. Without such steps, because only an
+    evaluation was left, return the loss of `record`. All processes call it."""
     values = [loss for losses in run.recent_losses for loss in losses.tolist()]
-    finite = [loss for loss in values if math.isfinite(loss)]  # (the others were skipped)
+    # Updates with other losses were skipped.
+    finite = [loss for loss in values if math.isfinite(loss)]
     total, count = run.process.all_reduce_sum([sum(finite), len(finite)])
     if not count:
         return f"loss {format_loss(record['train_loss'])}"
@@ -201,25 +211,26 @@ def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
 
 
 def sample_text(run: Run) -> str:
-    """A document from its beginning. The same run always samples the same text."""
+    """Return a document sampled from its beginning; "" with --sample-tokens 0. The same run always
+    samples the same text."""
     if run.args.sample_tokens == 0:
         return ""
     torch.manual_seed(run.args.seed)
     start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
-    # Compiled blocks would be compiled again for each new length of the text.
+    # Eager, because compiled blocks would be compiled again for each length of the text.
     with run.autocast(), torch.compiler.set_stance("force_eager"):
         ids = run.model.generate(start, run.args.sample_tokens, temperature=0.8, top_k=40)
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 
 
 def describe_rescues(run: Run) -> str:
-    """Return "; ran out 2 times: none -> cheap -> full" for each sequence of policies that some
-    process took; "" if memory never ran out. All processes call it."""
-    before = [*filter(None, [run.process.last_out_of_memory()])]  # a restart
-    of_each = run.process.all_gather_object((*before, *run.rescues, run.model.config.recompute))
+    """Return "; ran out 2 times: none -> cheap -> full" for each distinct sequence of policies that
+    a process went through; "" if memory never ran out. All processes call it."""
+    before = [*filter(None, [run.process.last_out_of_memory()])]  # before a restart by torchrun
+    chains = run.process.all_gather_object((*before, *run.rescues, run.model.config.recompute))
     return "".join(
         f"; ran out {(times := len(policies) - 1)} time{'s' * (times > 1)}: {' -> '.join(policies)}"
-        for policies in dict.fromkeys(of_each)
+        for policies in dict.fromkeys(chains)
         if len(policies) > 1
     )
 
@@ -227,18 +238,22 @@ def describe_rescues(run: Run) -> str:
 def describe_result(
     run: Run, record: dict[str, Any], sample: str, seconds_before: float, seconds: float
 ) -> str:
-    """The last screen: what came out, what it cost, where it lies, what to try next."""
+    """Return the last lines of a run: loss, speed, memory, time, files, and the next command.
+
+    `record`: the last one. `sample`: generated text, or "". `seconds_before`: time before the first
+    step; `seconds`: time in total. All processes call it.
+    """
     args = run.args
     tokens = tokens_per_step(args, run.process.replicas)
     speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
-    used = peak_memory(run.process.device)
-    peak = f"{format_bytes(used['peak_memory_bytes'] or 0)} ({used['peak_memory_kind']})"
+    usage = peak_memory(run.process.device)
+    peak = f"{format_bytes(usage['peak_memory_bytes'] or 0)} ({usage['peak_memory_kind']})"
     best = sibling_path(args.checkpoint_path, ".best.pt")
     lines = [
         "",
         f"train    {mean_of_recent(run, record)}",
         f"val      loss {format_validation(record)}",
-        *([f"speed    {speed}"] if run.clock.steps else []),  # none: only an evaluation was left
+        *([f"speed    {speed}"] if run.clock.steps else []),  # 0: only an evaluation was left
         f"memory   peak {peak}{describe_rescues(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
